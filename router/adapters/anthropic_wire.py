@@ -1,0 +1,249 @@
+"""Anthropic /v1/messages body to OpenAI chat body, the way llama-server does it.
+
+A port of `server_chat_convert_anthropic_to_oai` (server-chat.cpp). There is no /apply-template
+for this shape (llama-server.md section 6), so to know the prompt's tokens the body is converted
+here and the result rendered there. Faithful to the quirks too: what the server drops is dropped.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import orjson
+
+BILLING_PREFIX = b"x-anthropic-billing-header:"
+CCH_LENGTH = 5
+DEFAULT_MAX_TOKENS = 4096
+DEFAULT_BUDGET_TOKENS = 10000
+PASSED_THROUGH = ("temperature", "top_p", "top_k", "stream", "chat_template_kwargs")
+
+T = TypeVar("T", str, list[Any], dict[str, Any])
+
+
+def anthropic_to_chat(body: dict[str, Any]) -> dict[str, Any]:
+    """The chat body that llama-server makes of an Anthropic one. `body` is not changed.
+
+    Raises ValueError with the reason where the server would answer with an error.
+    """
+    if "messages" not in body:
+        raise ValueError("'messages' is required")
+    messages: list[Any] = []
+    system = body.get("system")
+    if system is not None:
+        messages.append({"role": "system", "content": _system_text(system)})
+    given = body["messages"]
+    if isinstance(given, list):
+        for message in given:
+            messages.extend(_convert_message(message))
+
+    chat: dict[str, Any] = {"messages": messages}
+    tools = body.get("tools")
+    if isinstance(tools, list):
+        chat["tools"] = [_convert_tool(tool) for tool in tools]
+    choice = _convert_tool_choice(body.get("tool_choice"))
+    if choice is not None:
+        chat["tool_choice"] = choice
+    if "stop_sequences" in body:
+        chat["stop"] = body["stop_sequences"]
+    chat["max_tokens"] = body.get("max_tokens", DEFAULT_MAX_TOKENS)
+    chat.update({key: body[key] for key in PASSED_THROUGH if key in body})
+    thinking = body.get("thinking")
+    if _text(thinking, "type") == "enabled":
+        chat["thinking_budget_tokens"] = _number(thinking, "budget_tokens", DEFAULT_BUDGET_TOKENS)
+    user_id = _text(body.get("metadata"), "user_id")
+    if user_id:
+        chat["__metadata_user_id"] = user_id
+    return chat
+
+
+def _system_text(system: object) -> str:
+    """A string, or the text blocks joined without a separator; anything else is empty."""
+    if isinstance(system, str):
+        return normalize_billing_header(system)
+    if isinstance(system, list):
+        return "".join(
+            normalize_billing_header(_text(block, "text"))
+            for block in system
+            if _text(block, "type") == "text"
+        )
+    return ""
+
+
+def normalize_billing_header(text: str) -> str:
+    """`normalize_anthropic_billing_header`: the changing `cch=` stamp becomes `fffff`.
+
+    It works on bytes as the server does, so a stamp that is no stamp is treated the same way.
+    """
+    raw = text.encode()
+    if not raw.startswith(BILLING_PREFIX):
+        return text
+    found = raw.find(b"cch=", len(BILLING_PREFIX))
+    if found < 0:
+        return text
+    start = found + len(b"cch=")
+    end = start + CCH_LENGTH
+    if end < len(raw) and raw[end : end + 1] == b";":
+        # "=" before and ";" behind: five bytes in between never cut a multi-byte character
+        return (raw[:start] + b"f" * CCH_LENGTH + raw[end:]).decode()
+    return text
+
+
+def _convert_message(message: object) -> list[Any]:
+    """One message becomes up to one message of its own role, then one per tool result."""
+    if not isinstance(message, dict):
+        raise ValueError("a message is not an object")
+    role = _text(message, "role")
+    if "content" not in message:
+        return [] if role == "assistant" else [message]
+    content = message["content"]
+    if not isinstance(content, list):
+        return [message]
+
+    parts: list[Any] = []
+    tool_calls: list[Any] = []
+    tool_results: list[Any] = []
+    reasoning = ""
+    for block in content:
+        match _text(block, "type"):
+            case "text":
+                parts.append(block)
+            case "thinking":
+                reasoning += _text(block, "thinking")
+            case "image":
+                parts.extend(_convert_image(block))
+            case "tool_use":
+                tool_calls.append(_convert_tool_use(block))
+            case "tool_result":
+                tool_results.append(_convert_tool_result(block))
+            case _:
+                pass  # unknown blocks are dropped by the server, silently
+
+    return _own_message(role, parts, tool_calls, reasoning) + tool_results
+
+
+def _own_message(
+    role: str, parts: list[Any], tool_calls: list[Any], reasoning: str
+) -> list[dict[str, Any]]:
+    """What is left of a message without its tool results; nothing if there is nothing left."""
+    if not (parts or tool_calls or reasoning):
+        return []
+    own: dict[str, Any] = {"role": role, "content": parts or ""}
+    if tool_calls:
+        own["tool_calls"] = tool_calls
+    if reasoning:
+        own["reasoning_content"] = reasoning
+    return [own]
+
+
+def _convert_image(block: object) -> list[Any]:
+    """An image part; a source of another type than base64 or url is dropped."""
+    source = _typed(block, "source", {})
+    match _text(source, "type"):
+        case "base64":
+            media_type = _typed(source, "media_type", "image/jpeg")
+            url = f"data:{media_type};base64,{_text(source, 'data')}"
+        case "url":
+            url = _text(source, "url")
+        case _:
+            return []
+    return [{"type": "image_url", "image_url": {"url": url}}]
+
+
+def _convert_tool_use(block: object) -> dict[str, Any]:
+    given = block.get("input") if isinstance(block, dict) else None
+    return {
+        "id": _text(block, "id"),
+        "type": "function",
+        "function": {
+            "name": _text(block, "name"),
+            "arguments": dump_like_server({} if given is None else given),
+        },
+    }
+
+
+def _convert_tool_result(block: object) -> dict[str, Any]:
+    """Text blocks collapse to one string unless an image is among them."""
+    given = block.get("content") if isinstance(block, dict) else None
+    content: Any = ""
+    if isinstance(given, str):
+        content = given
+    elif isinstance(given, list):
+        parts: list[Any] = []
+        has_images = False
+        for item in given:
+            match _text(item, "type"):
+                case "text":
+                    parts.append({"type": "text", "text": _text(item, "text")})
+                case "image":
+                    has_images = True
+                    parts.extend(_convert_image(item))
+                case _:
+                    pass
+        content = parts if has_images else "".join(part["text"] for part in parts)
+    return {"role": "tool", "tool_call_id": _text(block, "tool_use_id"), "content": content}
+
+
+def _convert_tool(tool: object) -> dict[str, Any]:
+    """Only name, description and schema: everything else of a tool never reaches the prompt."""
+    parameters = tool.get("input_schema", {}) if isinstance(tool, dict) else {}
+    return {
+        "type": "function",
+        "function": {
+            "name": _text(tool, "name"),
+            "description": _text(tool, "description"),
+            "parameters": parameters,
+        },
+    }
+
+
+def _convert_tool_choice(choice: object) -> str | None:
+    """The server knows no "none" and no single tool: the latter becomes "required"."""
+    match _text(choice, "type"):
+        case "auto":
+            return "auto"
+        case "any" | "tool":
+            return "required"
+        case _:
+            return None
+
+
+def _typed(holder: object, key: str, default: T) -> T:
+    """`json_value` (server-common.h): the value if it is there and of the default's type."""
+    value = holder.get(key) if isinstance(holder, Mapping) else None
+    return value if isinstance(value, type(default)) else default
+
+
+def _text(holder: object, key: str) -> str:
+    return _typed(holder, key, "")
+
+
+def _number(holder: object, key: str, default: int) -> int:
+    value = holder.get(key) if isinstance(holder, Mapping) else None
+    return int(value) if isinstance(value, int | float) else default
+
+
+def dump_like_server(value: object) -> str:
+    """`common_json::dump()`, byte for byte: orjson writes some floats differently."""
+    if isinstance(value, float):
+        return _dump_float(value)
+    if isinstance(value, list):
+        return "[" + ",".join(dump_like_server(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ",".join(
+                f"{orjson.dumps(key).decode()}:{dump_like_server(item)}"
+                for key, item in value.items()
+            )
+            + "}"
+        )
+    return orjson.dumps(value).decode()
+
+
+def _dump_float(value: float) -> str:
+    """As nlohmann's `format_buffer`, which differs from repr only between 1e15 and 1e16."""
+    text = repr(value)
+    if not 1e15 <= abs(value) < 1e16:
+        return text
+    sign = "-" if value < 0 else ""
+    digits = text.removeprefix("-").replace(".", "").rstrip("0")
+    return f"{sign}{digits[0]}{'.' if len(digits) > 1 else ''}{digits[1:]}e+15"

@@ -1,0 +1,16 @@
+"""Time, for those who are given it as an argument."""
+
+import time
+
+
+class MonotonicClock:
+    """ports.Clock: the machine's monotonic clock."""
+
+    def now(self) -> float:
+        """Seconds that only go forward."""
+        return time.monotonic()
+
+
+def wall_now() -> float:
+    """Seconds since the epoch; for records that outlive the process, never for durations."""
+    return time.time()  # noqa: TID251 - the one place where wall time is read

@@ -1,0 +1,193 @@
+"""What `kv_store.py` does to files, one blocking step each: names, identity, checksum, copies.
+
+Knows paths, not snapshots. Every function may raise OSError (the store maps it) or KvFileError.
+Nothing here follows a symbolic link or opens a pipe: the directory is written by another process.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+import xxhash
+
+from router.errors import KvFileError
+from router.kvfile.head import Head, read_head
+from router.kvfile.layout import check_agreement, read_layout
+
+log = structlog.get_logger(__name__)
+
+# Flat names of safe characters: llama-server takes no others (docs/llama-server.md section 1.1).
+STAGING = re.compile(r"kvf-([0-9a-f]{32})\.part")
+FINAL = re.compile(r"kvf-([0-9a-f]{32})\.kv")
+QUARANTINED = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
+KEEP_QUARANTINED = 4
+
+_CHUNK = 4 << 20  # bytes; xxh3 does about 10 GB/s, so the chunk only has to amortise the call
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Tells without reading that a file is still the one that was looked at."""
+
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+
+
+def staging_name() -> str:
+    """A fresh name; 128 random bits, so that no two routers ever meet."""
+    return f"kvf-{secrets.token_hex(16)}.part"
+
+
+def identity(path: Path) -> Identity:
+    """Of a regular file. Raises KvFileError for anything else."""
+    return _identity(path.lstat(), path)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open for reading. Raises KvFileError for what is no regular file."""
+    # Without O_NONBLOCK the open of a pipe waits for a writer.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    _identity(path.lstat(), path)  # first: opening a socket or a symlink gives a stranger error
+    file = open(os.open(path, flags), "rb")  # noqa: SIM115 - the caller's
+    try:
+        _identity(os.fstat(file.fileno()), path)
+    except KvFileError:
+        file.close()
+        raise
+    return file
+
+
+def identity_of(file: BinaryIO) -> Identity:
+    """Of an open file."""
+    return _identity(os.fstat(file.fileno()), Path(str(file.name)))
+
+
+def _identity(status: os.stat_result, path: Path) -> Identity:
+    if not stat.S_ISREG(status.st_mode):
+        raise KvFileError(f"{path.name} is not a regular file")
+    return Identity(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def inspect(path: Path, size_bytes: int) -> tuple[Identity, Head]:
+    """Check a file that a backend reports to have written with `size_bytes`, to the last byte.
+
+    The size comes first: a backend reports success on a full disk, and aborts when it reads a
+    file that is short (docs/llama-server.md sections 0.3 and 0.4). Raises KvFileError.
+    """
+    with open_regular(path) as file:
+        found = identity_of(file)
+        if found.size_bytes != size_bytes:
+            raise KvFileError(
+                f"{path.name} has {found.size_bytes} bytes, the backend reported {size_bytes}"
+            )
+        head = read_head(file)
+        check_agreement(head, read_layout(file, head, found.size_bytes))
+        with suppress(PermissionError):  # the backend runs as another user: its umask decides
+            os.fchmod(file.fileno(), 0o600)
+    return found, head
+
+
+def checksum(file: BinaryIO) -> str:
+    """xxh3_128 of the whole, in hex."""
+    digest = xxhash.xxh3_128()
+    file.seek(0)
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def link(source: Path, target: Path) -> bool:
+    """Make `target` another name of `source`; False where that cannot be done."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or `fs.protected_hardlinks`
+        return False
+    return True
+
+
+def copy(source: Path, target: Path, expected: Identity) -> None:
+    """Copy the bytes; `target` is gone again if that fails.
+
+    Owner and mode come along as far as allowed: the backend that reads it may be another user.
+    """
+    with open_regular(source) as reader:
+        if identity_of(reader) != expected:
+            raise KvFileError(f"{source.name} was replaced")
+        status = os.fstat(reader.fileno())
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        writer = os.open(target, flags, 0o600)
+        try:
+            _copy_bytes(reader.fileno(), writer, expected.size_bytes)
+            with suppress(PermissionError):
+                os.fchmod(writer, stat.S_IMODE(status.st_mode))
+                os.fchown(writer, status.st_uid, status.st_gid)
+        except (OSError, KvFileError):
+            with suppress(OSError):
+                os.unlink(target)
+            raise
+        finally:
+            os.close(writer)
+
+
+def _copy_bytes(reader: int, writer: int, size: int) -> None:
+    """copy_file_range shares the blocks where the file system can; not across all pairs."""
+    done = 0
+    try:
+        while done < size and (n := os.copy_file_range(reader, writer, size - done)):
+            done += n
+    except OSError:
+        if done:
+            raise
+    if done == 0:
+        with open(reader, "rb", closefd=False) as source, open(writer, "wb", closefd=False) as sink:
+            shutil.copyfileobj(source, sink, _CHUNK)
+        done = os.fstat(writer).st_size
+    if done != size:
+        raise KvFileError(f"copied {done} of {size} bytes")
+
+
+def quarantine(path: Path) -> None:
+    """Set a file aside for the operator; only the newest few are kept."""
+    with suppress(FileNotFoundError):
+        path.rename(path.with_name(path.name + ".quarantined"))
+    prune_quarantined(path.parent)
+
+
+def prune_quarantined(directory: Path) -> None:
+    """Keep KEEP_QUARANTINED files. By ctime: a rename sets that, and not mtime."""
+    found = [p for p in directory.iterdir() if QUARANTINED.fullmatch(p.name)]
+    found.sort(key=lambda p: p.lstat().st_ctime_ns, reverse=True)
+    for path in found[KEEP_QUARANTINED:]:
+        path.unlink(missing_ok=True)
+
+
+def sweep(directory: Path, known: frozenset[str]) -> int:
+    """Remove files of ours that no record names; returns how many. Others stay alone."""
+    removed = 0
+    for path in directory.iterdir():
+        if path.name in known or not (STAGING.fullmatch(path.name) or FINAL.fullmatch(path.name)):
+            continue
+        if stat.S_ISDIR(path.lstat().st_mode):
+            continue
+        path.unlink(missing_ok=True)
+        removed += 1
+    prune_quarantined(directory)
+    return removed
+
+
+def prepare_directory(directory: Path) -> None:
+    """Create it, for the owner only, if missing; prove that files can be made in it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    probe = directory / staging_name()
+    os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    probe.unlink()

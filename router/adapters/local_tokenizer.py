@@ -1,0 +1,303 @@
+"""A tokenizer in this process, and the probes that it has to agree with the backend on.
+
+Owns reading a `tokenizer.json` or the `tokenizer.ggml.*` part of a GGUF (never its tensors). It is
+a guess at what the engine does: `tokenizer.py` compares it with the backend before using it.
+The backend's own GGUF is the better source: a `tokenizer.json` may normalize (NFC, for the Qwen
+family) where llama.cpp does not, and is then refused.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+INLINE_CHARS = 4096  # about 2 ms of encoding; longer texts go to a thread
+MAX_STRING = 64 << 20  # bytes in one GGUF string, elements in one array: more is a broken file
+MISSING = "a local tokenizer needs the package tokenizers: pip install 'kvferry[local-tokenizer]'"
+
+
+class LocalTokenizerError(RuntimeError):
+    """No tokenizer could be made of this file; the message says why, without the path."""
+
+
+class Encoder(Protocol):
+    """Text to ids in this process: specials are parsed, none is added."""
+
+    async def encode(self, text: str) -> list[int]: ...
+
+
+class LocalTokenizer:
+    """An `Encoder`. `encode` must be safe to call from several threads."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+
+    async def encode(self, text: str) -> list[int]:
+        """The ids; long texts in a thread (`tokenizers` lets go of the GIL)."""
+        if len(text) <= INLINE_CHARS:
+            return self._encode(text)
+        return await asyncio.to_thread(self._encode, text)
+
+
+def load_local(path: Path, specials: Iterable[str] = ()) -> LocalTokenizer:
+    """From an HF folder, a `tokenizer.json` or a GGUF. Blocking, seconds: call it in a thread.
+
+    `specials` are those that the backend was found to have: llama.cpp makes control tokens of some
+    that a vocabulary lists as plain text (`</s>` of the Qwen family). What the vocabulary does not
+    have is ignored. Raises LocalTokenizerError, also when the optional package is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise LocalTokenizerError(MISSING) from error
+    try:
+        if path.suffix == ".gguf":
+            made = _from_gguf(path)
+        else:
+            made = _from_json(path / "tokenizer.json" if path.is_dir() else path)
+    except OSError as error:
+        raise LocalTokenizerError(f"cannot be read: {error.strerror}") from error
+    known = [name for name in specials if made.token_to_id(name) is not None]
+    made.add_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in known])
+    return LocalTokenizer(lambda text: list(made.encode(text, add_special_tokens=False).ids))
+
+
+def _from_json(path: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    text = path.read_text("utf-8")
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the bindings raise nothing narrower
+        raise LocalTokenizerError(f"not a tokenizer.json: {error}") from error
+
+
+# --- GGUF metadata: ggml/include/gguf.h, versions 2 and 3 ---------------------------------------
+
+_SCALARS = ("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d")
+_STRING, _ARRAY = 8, 9
+
+Value = int | float | str | list[int] | list[float] | list[str]
+
+
+def _unpack(file: BinaryIO, layout: str, n: int = 1) -> tuple[int, ...]:
+    form = f"<{n}{layout}"
+    data = file.read(struct.calcsize(form))
+    try:
+        return struct.unpack(form, data)
+    except struct.error as error:
+        raise LocalTokenizerError("the GGUF ends inside its metadata") from error
+
+
+def _string(file: BinaryIO) -> str:
+    (n,) = _unpack(file, "Q")
+    if n > MAX_STRING:
+        raise LocalTokenizerError("a string in the GGUF is impossibly long")
+    return file.read(n).decode("utf-8", "replace")
+
+
+def _value(file: BinaryIO, kind: int) -> Value:
+    if kind == _STRING:
+        return _string(file)
+    if kind == _ARRAY:
+        (inner,), (n,) = _unpack(file, "I"), _unpack(file, "Q")
+        if n > MAX_STRING or inner == _ARRAY or inner >= len(_SCALARS):
+            raise LocalTokenizerError("an array in the GGUF is not one that is known")
+        if inner == _STRING:
+            return [_string(file) for _ in range(n)]
+        return list(_unpack(file, _SCALARS[inner], n))
+    if kind >= len(_SCALARS):
+        raise LocalTokenizerError("a value in the GGUF has an unknown type")
+    return _unpack(file, _SCALARS[kind])[0]
+
+
+def read_gguf_metadata(path: Path, prefix: str = "tokenizer.") -> dict[str, Value]:
+    """The values whose key starts with `prefix`. Raises LocalTokenizerError and OSError."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF" or _unpack(file, "I")[0] not in (2, 3):
+            raise LocalTokenizerError("not a GGUF of version 2 or 3")
+        _, n_values = _unpack(file, "Q", 2)
+        found: dict[str, Value] = {}
+        for _ in range(n_values):
+            key = _string(file)
+            value = _value(file, _unpack(file, "I")[0])
+            if key.startswith(prefix):
+                found[key] = value
+        return found
+
+
+# --- Tokenizers from that metadata --------------------------------------------------------------
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_QWEN35 = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_HEAD = r"[^\r\n\p{L}\p{N}]?"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (f"{_HEAD}{_UPPER}*{_LOWER}+", f"{_HEAD}{_UPPER}+{_LOWER}*")
+_GPT4O = "|".join(form + _CONTRACTIONS + "?" for form in _CASED) + r"|\p{N}{1,3}" + _TAIL
+_TEKKEN = "|".join(_CASED) + r"|\p{N}" + _TAIL
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+
+# `tokenizer.ggml.pre` to the expressions of llm_tokenizer_bpe (src/llama-vocab.cpp, b11434).
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum"), (_GPT2,)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "mellum2"),
+        (r"\p{N}", _GPT2),
+    ),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"), (_LLAMA3,)
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), (_GPT4O,)),
+    "tekken": (_TEKKEN,),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    "default": _DEFAULT,
+}
+# For these a fragment that is a token is taken whole, whatever its merges say (`ignore_merges`).
+_WHOLE_FIRST = frozenset(
+    ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "glm4", "tekken")
+)
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+
+
+def _strings(metadata: dict[str, Value], key: str) -> list[str]:
+    value = metadata.get("tokenizer.ggml." + key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise LocalTokenizerError(f"the GGUF has no tokenizer.ggml.{key}")
+    return [str(item) for item in value]
+
+
+def _from_gguf(path: Path) -> "Tokenizer":
+    from tokenizers import AddedToken
+
+    metadata = read_gguf_metadata(path)
+    tokens = _strings(metadata, "tokens")
+    types = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise LocalTokenizerError("the GGUF has no tokenizer.ggml.token_type for each token")
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        made = _byte_level(metadata, tokens)
+    elif model == "llama":
+        made = _sentencepiece(metadata, tokens)
+    else:
+        raise LocalTokenizerError(f"tokenizer.ggml.model {model!r} has no local counterpart")
+    # The engine splits at these before all else, the longer ones first.
+    apart = [
+        AddedToken(text, special=kind != _USER_DEFINED, normalized=False)
+        for text, kind in zip(tokens, types, strict=True)
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and text
+    ]
+    made.add_tokens(sorted(apart, key=lambda token: -len(token.content.encode())))
+    return made
+
+
+def _byte_level(metadata: dict[str, Value], tokens: list[str]) -> "Tokenizer":
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in _SPLITS:
+        raise LocalTokenizerError(f"tokenizer.ggml.pre {pre!r} is not known here")
+    merges = []
+    for merge in _strings(metadata, "merges"):
+        at = merge.find(" ", 1)  # the first half may itself begin with a space
+        merges.append((merge[:at], merge[at + 1 :]))
+    made = Tokenizer(
+        models.BPE(
+            vocab={text: i for i, text in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=pre in _WHOLE_FIRST,
+        )
+    )
+    splits = [pre_tokenizers.Split(Regex(form), "isolated") for form in _SPLITS[str(pre)]]
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
+    return made
+
+
+def _sentencepiece(metadata: dict[str, Value], tokens: list[str]) -> "Tokenizer":
+    """llm_tokenizer_spm joins the neighbours whose union has the best score: BPE by score."""
+    from tokenizers import Tokenizer, models, normalizers
+
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise LocalTokenizerError("the GGUF has no tokenizer.ggml.scores for each token")
+    ids = {text: i for i, text in enumerate(tokens)}
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for text, i in ids.items():
+        for at in range(1, len(text)):
+            left, right = ids.get(text[:at]), ids.get(text[at:])
+            if left is not None and right is not None:
+                ranked.append((-float(scores[i]), left, right, text[:at], text[at:]))
+    ranked.sort()
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    made = Tokenizer(
+        models.BPE(
+            vocab=ids,
+            merges=[(a, b) for *_, a, b in ranked],
+            byte_fallback=True,
+            fuse_unk=False,
+            unk_token=tokens[int(unknown)] if isinstance(unknown, int) else None,
+        )
+    )
+    space = normalizers.Replace(" ", "▁")
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        made.normalizer = normalizers.Sequence([normalizers.Prepend(" "), space])
+    else:
+        made.normalizer = space
+    return made
+
+
+# --- Probes -------------------------------------------------------------------------------------
+
+TEXTS = (
+    "Hello, how are you?",
+    "  two spaces before, two after  ",
+    "",
+    "a\n\n\nb\r\n\tc \n d\n",
+    "def f(x: int) -> int:\n    return x**2  # 'ok' != \"no\"\n",
+    "0 12 345 6789 1,234,567.89 2026-10-06T12:34:56Z 0xFF",
+    "漢字かな交じり文。한국어 中文，标点！",
+    "👩‍👩‍👧‍👦🇩🇪 👍🏽 ∑∂ → ★",
+    "naïve Straße e\u0301 ﬁ İ \u00a0\u3000\u200b end",
+    "مرحبا שלום हिन्दी ไทย Привет Γειά",
+    "it's I'LL they've DON'T we'd",
+    ' {"json": [1, null, true]} <b>tag</b> </div> [x](https://e.org/?a=b&c=%20)',
+    "   ",
+    "\n",
+)
+
+
+def probes_alone(special: str) -> list[str]:
+    shapes = ("{}", "a{}b", "a {} b", "a\n{}\nb", "{}{}", "{} {}", " \t{}", "{}  \n", "x  {}{}  y")
+    return [shape.replace("{}", special) for shape in shapes]
+
+
+def probes_together(specials: Sequence[str]) -> list[str]:
+    names = specials or [""]
+    chain = [
+        f"{text}{names[i % len(names)]}{TEXTS[i - 1]}{names[(i + 1) % len(names)]}{text}"
+        for i, text in enumerate(TEXTS)
+    ]
+    return [*TEXTS, *chain, "".join(chain), *(between.join(names) for between in ("", " ", "\n"))]

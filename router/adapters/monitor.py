@@ -1,0 +1,195 @@
+"""One backend from the outside: is it up, is it still the same process, what can it do.
+
+Tells the engine when a backend comes and goes. Does not decide what that means.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from router.adapters.identity import digest, namespace
+from router.adapters.llama_client import LlamaClient
+from router.adapters.llama_reply import ModelsInfo, Props
+from router.adapters.probe import Probe, probe
+from router.errors import BackendError, BackendRefusedError, KvError
+from router.ports import SnapshotStore
+from router.types import BackendId, BackendInfo, MemoryKind, Namespace, Place, SlotStatus
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Everything that was learned when a backend came up."""
+
+    info: BackendInfo
+    slots: tuple[SlotStatus, ...]
+    props: Props
+    models: ModelsInfo
+    probe: Probe
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """How a backend is watched; seconds."""
+
+    interval_s: float = 2.0
+    failures: int = 2
+    probe: bool = True
+
+
+class Monitor:
+    """Watches one backend. `run` until cancelled."""
+
+    def __init__(
+        self,
+        client: LlamaClient,
+        *,
+        place: Place | None,
+        store: SnapshotStore | None,
+        extra_models: tuple[str, ...],
+        watch: Watch,
+        known_namespaces: Callable[[], set[Namespace]],
+        on_up: Callable[[Attached], None],
+        on_down: Callable[[BackendId], None],
+        prepare: Callable[[LlamaClient, Props, Namespace], Awaitable[None]],
+    ) -> None:
+        self.client = client
+        self.attached: Attached | None = None
+        self.models: frozenset[str] = frozenset()  # as of the last time it was up
+        self.problem = "not contacted yet"
+        self._place = place
+        self._store = store
+        self._extra_models = extra_models
+        self._watch = watch
+        self._known_namespaces = known_namespaces
+        self._on_up = on_up
+        self._on_down = on_down
+        self._prepare = prepare
+        self._doubt = asyncio.Event()
+
+    def doubt(self) -> None:
+        """Somebody failed to reach the backend: look now rather than at the next turn."""
+        self._doubt.set()
+
+    async def run(self) -> None:
+        """Attach when it is up, watch while it is, tell when it is not; for ever."""
+        failures = 0
+        while True:
+            in_doubt = self._doubt.is_set()
+            self._doubt.clear()
+            try:
+                await self._look()
+                failures = 0
+            except (BackendError, KvError) as error:
+                failures += 1
+                self.problem = str(error)
+                # A connection that is refused after a failed request needs no second opinion.
+                if self.attached is not None and (in_doubt or failures >= self._watch.failures):
+                    self._down(str(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._watch.interval_s):
+                    await self._doubt.wait()
+
+    async def _look(self) -> None:
+        """Raises BackendError if the backend is not fit for use."""
+        await self.client.health()
+        props = await self.client.props()
+        if self.attached is None:
+            await self._attach(props)
+        elif _process(props) != _process(self.attached.props):
+            # It restarted between two looks; the marker is random for each process
+            # (llama-server.md section 5.2).
+            self._down("restarted")
+            await self._attach(props)
+
+    def _down(self, reason: str) -> None:
+        self.attached = None
+        log.warning("backend_down", backend=self.client.id, reason=reason)
+        self._on_down(self.client.id)
+
+    async def _attach(self, props: Props) -> None:
+        attached = await attach(
+            self.client,
+            props,
+            place=self._place,
+            store=self._store,
+            extra_models=self._extra_models,
+            with_probe=self._watch.probe,
+            known=self._known_namespaces(),
+        )
+        await self._prepare(self.client, props, attached.info.namespace)
+        self.attached = attached
+        self.models = attached.info.models
+        self.problem = ""
+        info = attached.info
+        log.info(
+            "backend_up",
+            backend=info.id,
+            slots=info.n_slots,
+            n_ctx=info.n_ctx,
+            memory_kind=info.memory_kind,
+            keeps_idle_slots=info.keeps_idle_slots,
+            snapshots=info.place is not None,
+        )
+        if attached.probe.problem:
+            log.warning("backend_limited", backend=info.id, reason=attached.probe.problem)
+        self._on_up(attached)
+
+
+def _process(props: Props) -> tuple[str, str, str]:
+    return props.media_marker, props.model_path, props.build_info
+
+
+async def attach(
+    client: LlamaClient,
+    props: Props,
+    *,
+    place: Place | None,
+    store: SnapshotStore | None,
+    extra_models: tuple[str, ...] = (),
+    with_probe: bool = True,
+    known: set[Namespace] | None = None,
+) -> Attached:
+    """Ask and try all there is to know. Raises BackendError."""
+    models = await client.models()
+    lora = await _lora(client)
+    slots = await _slots(client, props)
+    found = await probe(client, store, place, slots) if with_probe else Probe()
+    layout = found.layout.compatibility() if found.layout else ""
+    usable = found.layout is not None and found.memory_kind is not MemoryKind.UNKNOWN
+    info = BackendInfo(
+        id=client.id,
+        n_slots=props.total_slots,
+        n_ctx=min((s.n_ctx for s in slots), default=props.n_ctx),
+        namespace=namespace(digest(props, models, lora, layout), found.behaviour, known or set()),
+        models=models.names | set(extra_models),
+        place=place if usable else None,
+        memory_kind=found.memory_kind,
+        keeps_idle_slots=found.keeps_idle_slots,
+        bytes_per_token=found.layout.bytes_per_token if found.layout else 0.0,
+        prefill_s_per_token=(
+            found.prefill_s / found.n_tokens if found.prefill_s and found.n_tokens else None
+        ),
+    )
+    return Attached(info, tuple(await _slots(client, props)), props, models, found)
+
+
+async def _slots(client: LlamaClient, props: Props) -> list[SlotStatus]:
+    try:
+        return await client.slots()
+    except BackendRefusedError:  # started with --no-slots: believe that they are idle
+        return [
+            SlotStatus(index, is_processing=False, n_tokens=None, n_ctx=props.n_ctx)
+            for index in range(props.total_slots)
+        ]
+
+
+async def _lora(client: LlamaClient) -> bytes:
+    try:
+        return await client.lora_adapters()
+    except BackendRefusedError:
+        return b""

@@ -1,0 +1,117 @@
+"""From a parsed request to the ids that the engine will see.
+
+The backend renders the template (`/apply-template`) and is the truth about tokens; what it has
+tokenized before is not sent again. Raises nothing: what cannot be known is unknown, with a reason.
+"""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import orjson
+import structlog
+
+from router.adapters.llama_client import LlamaClient
+from router.adapters.llama_wire import (
+    ChatPrompt,
+    MixedPrompt,
+    ParsedRequest,
+    TextPrompt,
+    TokenPrompt,
+    UnknownPrompt,
+)
+from router.adapters.tokenizer import SegmentTokenizer
+from router.errors import BackendError
+from router.tokens import Tokens, join, pack
+from router.types import Prompt
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Vocabulary:
+    """One model's way from text to ids, and a backend to ask."""
+
+    client: LlamaClient
+    tokenizer: SegmentTokenizer
+    media_marker: str
+
+
+class PromptReader:
+    """Reads prompts with the vocabulary of one backend."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    async def read(self, parsed: ParsedRequest) -> Prompt:
+        """The prompt of a request; unknown with a reason if the backend cannot tell."""
+        try:
+            return await self._read(parsed)
+        except BackendError as error:
+            # Very likely the request itself is wrong; the backend's own answer will say so.
+            return Prompt(unknown=f"the backend does not render or tokenize it: {error}")
+
+    async def _read(self, parsed: ParsedRequest) -> Prompt:
+        source = parsed.prompt_source
+        match source:
+            case TokenPrompt():
+                return Prompt(source.tokens)
+            case TextPrompt():
+                return Prompt(await self._tokenize(source.text, add_special=True))
+            case MixedPrompt():
+                ids = await self._vocabulary.client.tokenize(
+                    list(source.parts), add_special=True, parse_special=True
+                )
+                return Prompt(pack(ids))
+            case ChatPrompt():
+                text = await self._vocabulary.client.apply_template(orjson.dumps(source.body))
+                return await self._chat(text, source.media)
+            case UnknownPrompt():
+                return Prompt(unknown=source.reason)
+
+    async def _chat(self, text: str, media: tuple[str, ...]) -> Prompt:
+        """Rendered text; each media marker in it becomes its fingerprint."""
+        if not media:
+            return Prompt(await self._tokenize(text, add_special=True))
+        marker = self._vocabulary.media_marker
+        parts = text.split(marker) if marker else [text]
+        if len(parts) != len(media) + 1:
+            return Prompt(unknown="the template does not show each media part once")
+        tokens: list[Tokens] = []
+        for index, part in enumerate(parts):
+            if part:
+                tokens.append(await self._tokenize(part, add_special=index == 0))
+            if index < len(media):
+                tokens.append(pack([fingerprint_id(media[index])]))
+        return Prompt(join(tokens), n_media=len(media))
+
+    async def _tokenize(self, text: str, *, add_special: bool) -> Tokens:
+        return await self._vocabulary.tokenizer.tokenize(text, add_special=add_special)
+
+    async def answer(self, text: str) -> Tokens:
+        """The ids of an answer, which stands for itself. Raises BackendError."""
+        return await self._vocabulary.tokenizer.tokenize(text, add_special=False)
+
+    async def compare(self, parsed: ParsedRequest, expected: int, reported: int) -> None:
+        """Tell the tokenizer how many prompt tokens the engine saw; it may have to give up
+        a shortcut."""
+        tokenizer = self._vocabulary.tokenizer
+        if tokenizer.report(expected, reported):
+            return
+        source = parsed.prompt_source
+        try:
+            if isinstance(source, TextPrompt):
+                await tokenizer.disagreed(source.text, add_special=True)
+            elif isinstance(source, ChatPrompt) and not source.media:
+                text = await self._vocabulary.client.apply_template(orjson.dumps(source.body))
+                await tokenizer.disagreed(text, add_special=True)
+        except BackendError as error:
+            log.info("tokenizer_not_compared", reason=str(error))
+
+
+def fingerprint_id(fingerprint: str) -> int:
+    """A negative id, which no vocabulary has: one for each picture or sound.
+
+    -1 means "media" in state files, so it is not among them.
+    """
+    number = int.from_bytes(blake2b(fingerprint.encode(), digest_size=4).digest(), "little")
+    return -2 - number % (2**31 - 2)

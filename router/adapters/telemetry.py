@@ -1,0 +1,235 @@
+"""Prometheus metrics and the canonical log lines. Every metric is declared here and described in
+`docs/metrics.md`; labels come from enums and from the configuration, never from a request."""
+
+from collections.abc import Callable, Iterator
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.types import (
+    Outcome,
+    RequestId,
+    RequestRecord,
+    SlotId,
+    Snapshot,
+    Source,
+    Stats,
+    Transfer,
+)
+
+log = structlog.get_logger("kvferry")
+
+# Time to first token goes from a restored short prompt to minutes of prefill on a CPU.
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TRANSFER_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class PrometheusTelemetry:
+    """ports.Telemetry into a registry that is passed in."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "kvferry_requests", "Requests by how they ended", ["outcome"], registry=registry
+        )
+        self._prompt_tokens = Counter(
+            "kvferry_prompt_tokens",
+            "Prompt tokens as reported by backends, by where they came from",
+            ["source"],
+            registry=registry,
+        )
+        self._generated_tokens = Counter(
+            "kvferry_generated_tokens",
+            "Generated tokens as reported by backends",
+            registry=registry,
+        )
+        self._sources = Counter(
+            "kvferry_plans",
+            "Dispatched requests by planned source",
+            ["source"],
+            registry=registry,
+        )
+        self._overestimated = Counter(
+            "kvferry_reuse_overestimated_tokens",
+            "Tokens that were planned as reused and were not",
+            registry=registry,
+        )
+        self._underestimated = Counter(
+            "kvferry_reuse_underestimated_tokens",
+            "Tokens that were reused beyond the plan",
+            registry=registry,
+        )
+        self._ttft = Histogram(
+            "kvferry_ttft_seconds",
+            "From a request's arrival to its first byte",
+            ["source"],
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self._waited = Histogram(
+            "kvferry_queue_wait_seconds",
+            "Time in the router's queue",
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self._prediction_error = Histogram(
+            "kvferry_ttft_prediction_error_seconds",
+            "Predicted less measured, as a distance",
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self._save = Histogram(
+            "kvferry_save_seconds",
+            "Backend time for a slot save",
+            ["reason"],
+            buckets=_TRANSFER_S,
+            registry=registry,
+        )
+        self._restore = Histogram(
+            "kvferry_restore_seconds",
+            "Backend time for a slot restore",
+            buckets=_TRANSFER_S,
+            registry=registry,
+        )
+        self._moved = Counter(
+            "kvferry_moved_bytes",
+            "State bytes written and read by backends",
+            ["action"],
+            registry=registry,
+        )
+        self._failures = Counter(
+            "kvferry_kv_failures",
+            "Saves, restores and deletions that failed",
+            ["action"],
+            registry=registry,
+        )
+        for source in ("resident", "snapshot", "computed"):
+            self._prompt_tokens.labels(source)
+        for outcome in Outcome:
+            self._requests.labels(outcome)
+        for action in ("save", "restore", "delete"):
+            self._failures.labels(action)
+        for action in ("save", "restore"):
+            self._moved.labels(action)
+
+    def request(self, record: RequestRecord) -> None:
+        """Count and log a request that reached a backend."""
+        self._requests.labels(record.outcome).inc()
+        self._sources.labels(record.source).inc()
+        self._waited.observe(record.waited_s)
+        if record.generated_tokens:
+            self._generated_tokens.inc(record.generated_tokens)
+        if record.ttft_s is not None:
+            self._ttft.labels(record.source).observe(record.ttft_s)
+            self._prediction_error.observe(abs(record.predicted_s - record.ttft_s))
+        if record.prompt_tokens is not None and record.computed_tokens is not None:
+            reused = record.prompt_tokens - record.computed_tokens
+            kind = "snapshot" if record.source in (Source.SNAPSHOT, Source.COPY) else "resident"
+            self._prompt_tokens.labels("computed").inc(record.computed_tokens)
+            self._prompt_tokens.labels(kind).inc(reused)
+            if record.source is not Source.NONE:
+                self._overestimated.inc(max(record.planned_tokens - reused, 0))
+                self._underestimated.inc(max(reused - record.planned_tokens, 0))
+        log.info(
+            "request",
+            request_id=record.request,
+            outcome=record.outcome,
+            slot=str(record.slot),
+            source=record.source,
+            reason=record.reason,
+            prompt_tokens=record.prompt_tokens,
+            planned_tokens=record.planned_tokens,
+            computed_tokens=record.computed_tokens,
+            generated_tokens=record.generated_tokens,
+            waited_s=_ms(record.waited_s),
+            prepared_s=_ms(record.prepared_s),
+            ttft_s=_ms(record.ttft_s),
+            predicted_s=_ms(record.predicted_s),
+            total_s=_ms(record.total_s),
+        )
+
+    def rejected(self, request: RequestId, outcome: str, reason: str) -> None:
+        """Count and log a request that the router answered itself."""
+        self._requests.labels(outcome).inc()
+        log.info("request", request_id=request, outcome=outcome, reason=reason)
+
+    def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None:
+        """A save ended."""
+        if transfer is None:
+            self._failures.labels("save").inc()
+            log.warning("save_failed", slot=str(slot), why=reason, reason=problem)
+            return
+        self._save.labels(reason).observe(transfer.seconds)
+        self._moved.labels("save").inc(transfer.size_bytes)
+        log.debug(
+            "saved",
+            slot=str(slot),
+            why=reason,
+            tokens=transfer.n_tokens,
+            size_bytes=transfer.size_bytes,
+            seconds=_ms(transfer.seconds),
+        )
+
+    def restored(self, slot: SlotId, transfer: Transfer | None, problem: str) -> None:
+        """A restore ended."""
+        if transfer is None:
+            self._failures.labels("restore").inc()
+            log.warning("restore_failed", slot=str(slot), reason=problem)
+            return
+        self._restore.observe(transfer.seconds)
+        self._moved.labels("restore").inc(transfer.size_bytes)
+        log.debug(
+            "restored",
+            slot=str(slot),
+            tokens=transfer.n_tokens,
+            size_bytes=transfer.size_bytes,
+            seconds=_ms(transfer.seconds),
+        )
+
+    def deleted(self, snapshot: Snapshot, problem: str) -> None:
+        """A snapshot was deleted, or could not be."""
+        if problem:
+            self._failures.labels("delete").inc()
+            log.warning("delete_failed", snapshot=snapshot.id, reason=problem)
+
+
+class EngineCollector(Collector):
+    """Gauges, asked for when somebody looks."""
+
+    def __init__(self, stats: Callable[[], Stats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """What the engine is like now."""
+        stats = self._stats()
+        up = GaugeMetricFamily(
+            "kvferry_backend_up", "1 if the backend is in use", labels=["backend"]
+        )
+        slots = GaugeMetricFamily(
+            "kvferry_slots", "Slots by what they do", labels=["backend", "phase"]
+        )
+        for backend in stats.backends:
+            up.add_metric([backend.backend], float(backend.up))
+            for phase, number in backend.slots.items():
+                slots.add_metric([backend.backend, phase], number)
+        yield up
+        yield slots
+        yield GaugeMetricFamily(
+            "kvferry_queue_depth", "Requests that wait for a slot", stats.queue_depth
+        )
+        yield GaugeMetricFamily("kvferry_snapshots", "Usable snapshots", stats.snapshots)
+        yield GaugeMetricFamily(
+            "kvferry_snapshot_bytes", "Bytes of usable snapshots", stats.snapshot_bytes
+        )
+        yield GaugeMetricFamily(
+            "kvferry_snapshot_tokens", "Tokens of usable snapshots", stats.snapshot_tokens
+        )
+        yield CounterMetricFamily(
+            "kvferry_snapshots_evicted", "Snapshots given up for room", stats.evicted
+        )
+
+
+def _ms(seconds: float | None) -> float | None:
+    """To the millisecond: more digits are noise in a log."""
+    return None if seconds is None else round(seconds, 3)

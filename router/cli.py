@@ -1,0 +1,118 @@
+"""The command line: what a person types, and what they read."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from router import __version__
+from router.config import Config, ConfigError, check_text, from_flags, load
+from router.core.policy import PolicyName
+from router.errors import KvError
+from router.main import StartError, serve, set_up_logging
+
+OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `kvferry` command. Returns the exit code: 0 fine, 1 cannot work, 2 bad input."""
+    options = _parser().parse_args(argv)
+    try:
+        code: int = options.run(options)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    except (StartError, KvError) as error:
+        print(f"kvferry: {error}", file=sys.stderr)
+        return CANNOT_WORK
+    except OSError as error:
+        print(f"kvferry: {error.strerror or error}", file=sys.stderr)
+        return CANNOT_WORK
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvferry",
+        description="A reverse proxy for llama-servers that never computes a prompt twice.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("serve", help="run the router")
+    _fleet_options(command)
+    command.set_defaults(run=_serve)
+
+    command = commands.add_parser("check", help="check a configuration file")
+    command.add_argument("file", type=Path, metavar="FILE")
+    command.set_defaults(run=_check)
+
+    command = commands.add_parser("doctor", help="try out every backend and say what to change")
+    _fleet_options(command)
+    command.set_defaults(run=_doctor)
+
+    command = commands.add_parser("demo", help="start two llama-servers and show what kvferry does")
+    command.add_argument("--model", type=Path, help="a .gguf file; else a small one is fetched")
+    command.add_argument("--llama-server", metavar="PATH", help="the llama-server to use")
+    command.add_argument("--keep", action="store_true", help="leave servers and router running")
+    command.set_defaults(run=_demo)
+    return parser
+
+
+def _fleet_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, metavar="FILE", help="YAML; see config/")
+    command.add_argument(
+        "--backend", action="append", default=[], metavar="URL", help="a llama-server; repeatable"
+    )
+    command.add_argument(
+        "--kv-dir", metavar="DIR", help="the servers' --slot-save-path as seen from here"
+    )
+    command.add_argument("--listen", metavar="HOST:PORT", help="default 127.0.0.1:8080")
+    command.add_argument("--policy", metavar="NAME", help=", ".join(PolicyName))
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """From the file or from the flags. Raises ConfigError."""
+    if options.config is None:
+        return from_flags(options.backend, options.kv_dir, options.listen, options.policy)
+    given = [
+        flag
+        for flag, value in (
+            ("--backend", options.backend),
+            ("--kv-dir", options.kv_dir),
+            ("--listen", options.listen),
+            ("--policy", options.policy),
+        )
+        if value
+    ]
+    if given:
+        raise StartError(f"{', '.join(given)}: not together with --config; put it into the file")
+    return load(options.config)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = _config(options)
+    set_up_logging(config)
+    asyncio.run(serve(config))
+    return OK
+
+
+def _check(options: argparse.Namespace) -> int:
+    code, text = check_text(options.file)
+    print(text, file=sys.stdout if code == OK else sys.stderr)
+    return code
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from router.doctor import doctor  # noqa: PLC0415 - only this command needs it
+
+    return asyncio.run(doctor(_config(options)))
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from router.demo.demo import demo  # noqa: PLC0415 - only this command needs it
+
+    return asyncio.run(demo(options.model, options.llama_server, keep=options.keep))

@@ -1,0 +1,402 @@
+"""The values of a configuration file: what a person writes, checked and turned into units.
+
+Owns sizes, durations, addresses, URLs and paths. Knows nothing of keys, files or models. Every
+function raises ValueError with a message that continues "KEY: ...": what is wrong, what is
+allowed.
+"""
+
+import difflib
+import ipaddress
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator
+
+_SIZE_UNITS = {
+    "B": 1,
+    "kB": 1000,
+    "KiB": 1024,
+    "MB": 1000**2,
+    "MiB": 1024**2,
+    "GB": 1000**3,
+    "GiB": 1024**3,
+    "TB": 1000**4,
+    "TiB": 1024**4,
+}
+_SIZE_FACTORS = {unit.lower(): factor for unit, factor in _SIZE_UNITS.items()}
+_DURATION_UNITS = {"ms": Decimal("0.001"), "s": Decimal(1), "m": Decimal(60), "h": Decimal(3600)}
+
+# Twenty digits hold every size and time below, and keep Decimal's 28 digits exact.
+_AMOUNT = re.compile(r"(\d{1,20}(?:\.\d{1,20})?) ?([A-Za-z]+)", re.ASCII)
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_BACKEND_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})")
+_HOST_PORT = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*)):(\d{1,5})", re.ASCII)
+
+MAX_SIZE_BYTES = 2**63 - 1
+MAX_DURATION_S = 366 * 86400.0  # far above any sensible time-out, far below a float's trouble
+MAX_COUNT = 2**53 - 1
+NO_LIMIT = -1
+
+SIZE_FORMS = "a size such as 500MB, 64MiB or 32GiB, or a whole number of bytes"
+DURATION_FORMS = "a time such as 500ms, 2s, 10m or 1h"
+
+_E = TypeVar("_E", bound=StrEnum)
+
+
+def shown(value: object) -> str:
+    """`value` for a message: short, printable, in YAML's words."""
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return "true" if value else "false"
+        case dict():
+            return "a mapping"
+        case list() | tuple():
+            return "a list"
+        case int() if abs(value) > MAX_SIZE_BYTES:
+            return "a huge number"
+        case str():
+            return repr(value if len(value) <= 60 else value[:57] + "...")
+        case _:
+            return repr(value)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` is most likely a slip of, if any."""
+    found = difflib.get_close_matches(word[:64].lower(), list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def flag(value: object) -> bool:
+    """True or false; YAML 1.1's yes, no, on and off are text."""
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {shown(value)}")
+    return value
+
+
+def count(value: object, *, at_least: int = 0) -> int:
+    """A whole number from `at_least` up."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"must be a whole number of at least {at_least}, not {shown(value)}")
+    if not at_least <= value <= MAX_COUNT:
+        raise ValueError(f"must be a whole number of at least {at_least}, not {shown(value)}")
+    return value
+
+
+def count_or_no_limit(value: object) -> int:
+    """A whole number; -1 stands for no limit and 0 for off."""
+    if value == NO_LIMIT and isinstance(value, int):
+        return NO_LIMIT
+    try:
+        return count(value)
+    except ValueError:
+        raise ValueError(
+            f"must be a whole number, -1 (no limit) or 0 (off), not {shown(value)}"
+        ) from None
+
+
+def ratio(value: object) -> float:
+    """A number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"must be a number from 0 to 1, not {shown(value)}")
+    return float(value)
+
+
+def choice(value: object, kind: type[_E]) -> _E:
+    """A member of `kind` by its name in YAML."""
+    known = [member.value for member in kind]
+    if isinstance(value, str) and value in known:
+        return kind(value)
+    guess = nearest(value, known) if isinstance(value, str) else None
+    hint = f"; did you mean {guess}?" if guess else ""
+    raise ValueError(f"must be one of {', '.join(known)}, not {shown(value)}{hint}")
+
+
+def text(value: object) -> str:
+    """Non-empty text without control characters."""
+    if not isinstance(value, str):
+        quotes = "; put it in quotes" if isinstance(value, bool | int | float) else ""
+        raise ValueError(f"must be text, not {shown(value)}{quotes}")
+    if not value or not value.isprintable():
+        raise ValueError(f"must be text without control characters, not {shown(value)}")
+    return value
+
+
+def size(value: object, *, at_least: int = 0) -> int:
+    """Bytes from a size with a unit or a plain number of bytes. `kB` is 1000, `KiB` 1024."""
+    n_bytes = _size(value)
+    if n_bytes < at_least:
+        raise ValueError(f"must be at least {format_size(at_least)}, not {shown(value)}")
+    return n_bytes
+
+
+def size_or_no_limit(value: object) -> int:
+    """Bytes; -1 stands for no limit and 0 for off."""
+    if value == NO_LIMIT and isinstance(value, int):
+        return NO_LIMIT
+    try:
+        return size(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; -1 means no limit, 0 off") from None
+
+
+def _size(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        if 0 <= value <= MAX_SIZE_BYTES:
+            return value
+        raise ValueError(f"must be {SIZE_FORMS}, not {shown(value)}")
+    matched = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
+    if matched is None:
+        raise ValueError(f"must be {SIZE_FORMS}, not {shown(value)}")
+    factor = _SIZE_FACTORS.get(matched[2].lower())
+    if factor is None:
+        units = ", ".join(_SIZE_UNITS)
+        raise ValueError(f"has the unknown unit {shown(matched[2])}; units are {units}")
+    n_bytes = Decimal(matched[1]) * factor
+    if n_bytes != int(n_bytes):
+        raise ValueError(f"must be a whole number of bytes, not {shown(value)}")
+    if n_bytes > MAX_SIZE_BYTES:
+        raise ValueError(f"is too large: {shown(value)}")
+    return int(n_bytes)
+
+
+def format_size(n_bytes: int) -> str:
+    """The shortest exact form; `size` reads it back. -1 is "no limit"."""
+    if n_bytes == NO_LIMIT:
+        return "no limit"
+    exact = [unit for unit, factor in _SIZE_UNITS.items() if n_bytes and n_bytes % factor == 0]
+    unit = min(exact, key=lambda u: n_bytes // _SIZE_UNITS[u], default="B")
+    return f"{n_bytes // _SIZE_UNITS[unit]}{unit}"
+
+
+def duration(value: object, *, positive: bool = True) -> float:
+    """Seconds from a time with a unit. A plain 0 passes where `positive` is False."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and value != 0:
+        if 0 < value <= MAX_DURATION_S:
+            raise ValueError(f"needs a unit: write {value:g}s or {value:g}ms")
+        raise ValueError(f"must be {DURATION_FORMS}, not {shown(value)}")
+    seconds = _seconds(value)
+    if positive and seconds == 0:
+        raise ValueError(f"must be more than 0: {DURATION_FORMS}")
+    return seconds
+
+
+def duration_or_off(value: object) -> float | None:
+    """Seconds; None for `off`. 0 is refused: "at once" and "never" are both plausible."""
+    if value == "off":
+        return None
+    try:
+        return duration(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; `off` disables it") from None
+
+
+def duration_or_none(value: object) -> float | None:
+    """Seconds; None for `off` and for 0."""
+    if value == "off":
+        return None
+    try:
+        return duration(value, positive=False) or None
+    except ValueError as error:
+        raise ValueError(f"{error}; 0 or `off` means none") from None
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == 0:
+        return 0.0
+    matched = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
+    if matched is None:
+        raise ValueError(f"must be {DURATION_FORMS}, not {shown(value)}")
+    factor = _DURATION_UNITS.get(matched[2])
+    if factor is None:
+        units = ", ".join(_DURATION_UNITS)
+        raise ValueError(f"has the unknown unit {shown(matched[2])}; units are {units}")
+    seconds = float(Decimal(matched[1]) * factor)
+    if seconds > MAX_DURATION_S:
+        raise ValueError(f"is too long: {shown(value)}; at most {format_duration(MAX_DURATION_S)}")
+    return seconds
+
+
+def format_duration(seconds: float | None) -> str:
+    """The largest unit that keeps it whole; `duration` reads it back. None is "off"."""
+    if seconds is None:
+        return "off"
+    exact = Decimal(str(seconds))
+    for unit, factor in reversed(_DURATION_UNITS.items()):
+        if exact and exact % factor == 0:
+            return f"{int(exact / factor)}{unit}"
+    return f"{exact.normalize():f}s"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen. `host` is without brackets; port 0 takes any free port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{_bracketed(self.host)}:{self.port}"
+
+
+def address(value: object) -> Address:
+    """`host:port`, with an IPv6 host in brackets."""
+    want = "must be host:port, such as 127.0.0.1:8080, or '[::1]:8080' in quotes"
+    matched = _HOST_PORT.fullmatch(value) if isinstance(value, str) else None
+    if matched is None:
+        raise ValueError(f"{want}; not {shown(value)}")
+    v6, name, port = matched.groups()
+    if name == "" or name == "*":
+        raise ValueError(f"{want}; write 0.0.0.0:{port} to listen on every interface")
+    host = _host(f"[{v6}]" if name is None else name)
+    if host is None:
+        raise ValueError(f"{want}; {shown(v6 if name is None else name)} is no host")
+    if int(port) > 65535:
+        raise ValueError(f"{want}; port {port} is above 65535")
+    return Address(host, int(port))
+
+
+def base_url(value: object) -> str:
+    """`http://host:port` in one spelling, so that equal servers compare equal.
+
+    A URL with credentials is refused without being repeated: messages end up in logs.
+    """
+    want = "must be a base URL such as http://127.0.0.1:8081"
+    if not isinstance(value, str):
+        raise ValueError(f"{want}, not {shown(value)}")
+    if "@" in value:
+        raise ValueError(f"{want}, without user or password: put the key into `api_key_env`")
+    if not value.isprintable() or " " in value:
+        raise ValueError(f"{want}, without spaces; not {shown(value)}")
+    try:
+        parts = urlsplit(value)
+        port = parts.port
+    except ValueError:
+        raise ValueError(f"{want}; {shown(value)} is no URL") from None
+    if parts.scheme not in {"http", "https"}:
+        raise ValueError(f"{want}: start with http:// or https://, not {shown(value)}")
+    if parts.path not in {"", "/"} or parts.query or parts.fragment:
+        raise ValueError(f"{want}, without path or query (no /v1); not {shown(value)}")
+    host = _host(parts.netloc.rsplit(":", 1)[0] if port is not None else parts.netloc)
+    if host is None or port == 0:
+        raise ValueError(f"{want}; {shown(value)} has no usable host and port")
+    if port is None:
+        port = 443 if parts.scheme == "https" else 80
+    return f"{parts.scheme}://{_bracketed(host)}:{port}"
+
+
+def url_address(url: str) -> Address:
+    """Host and port of a URL that `base_url` returned."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return Address(parts.hostname, parts.port)
+
+
+def reaches(listen: Address, target: Address) -> bool:
+    """Whether a connection to `target`, made on this machine, surely ends at `listen`."""
+    loopback = {"127.0.0.1", "localhost", "::1"}
+    everywhere = {"0.0.0.0", "::"}  # noqa: S104 - compared with, not bound to
+    same_host = (
+        target.host == listen.host
+        or {target.host, listen.host} <= {"127.0.0.1", "localhost"}
+        or (listen.host in everywhere and target.host in loopback | everywhere)
+    )
+    return same_host and target.port == listen.port
+
+
+def default_name(url: str) -> str:
+    """`host-port` of a URL that `base_url` returned, as a valid backend name."""
+    where = url_address(url)
+    host = where.host.replace(":", "_")
+    return f"{host[:58]}-{where.port}"
+
+
+def backend_name(value: object) -> str:
+    """A name for logs and metric labels."""
+    if not isinstance(value, str) or not _BACKEND_NAME.fullmatch(value):
+        raise ValueError(
+            "must be 1 to 64 letters, digits, dots, underscores or hyphens"
+            f" (A-Z a-z 0-9 . _ -), not {shown(value)}"
+        )
+    return value
+
+
+def env_name(value: object) -> str:
+    """The name of an environment variable. The value is never repeated: it may be the key."""
+    if not isinstance(value, str) or not _ENV_NAME.fullmatch(value):
+        raise ValueError(
+            "must be the name of an environment variable that holds the key, such as"
+            " GPU0_API_KEY, not the key itself"
+        )
+    return value
+
+
+def absolute_path(value: object) -> Path:
+    """An absolute path, taken as it is written; nothing is expanded or looked up."""
+    want = "must be an absolute path, such as /var/lib/kvferry"
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ValueError(f"{want}; not {shown(value)}")
+    if value.startswith("~"):
+        raise ValueError(f"{want}: `~` is not expanded, write the home directory out")
+    if value.startswith("$"):
+        raise ValueError(f"{want}: variables such as {shown(value)} are not expanded")
+    path = Path(value)
+    if not path.is_absolute():
+        raise ValueError(f"{want}; {shown(value)} is relative")
+    if ".." in path.parts:
+        # Backends share files when their directories are equal, and equal is equal text.
+        raise ValueError(f"{want}, without `..`; not {shown(value)}")
+    return path
+
+
+def _host(written: str) -> str | None:
+    """A host name in lower case or an IP address in its one spelling; None when it is neither."""
+    if written.startswith("["):
+        try:
+            return ipaddress.IPv6Address(written[1:-1]).compressed if "%" not in written else None
+        except ValueError:
+            return None
+    host = written.removesuffix(":")  # `http://host:` is legal and means the default port
+    return host.lower() if _HOST_NAME.fullmatch(host) else None
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def optional(check: Callable[[object], object]) -> BeforeValidator:
+    """`check`, or None for a key without a value."""
+    return BeforeValidator(lambda value: None if value is None else check(value))
+
+
+def entries(value: object) -> tuple[object, ...]:
+    """A list, made immutable."""
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    raise ValueError(f"must be a list, one `- ` line for each entry, not {shown(value)}")
+
+
+Flag = Annotated[bool, BeforeValidator(flag)]
+Text = Annotated[str, BeforeValidator(text)]
+Ratio = Annotated[float, BeforeValidator(ratio)]
+Count = Annotated[int, BeforeValidator(count)]
+PositiveCount = Annotated[int, BeforeValidator(partial(count, at_least=1))]
+CountOrNoLimit = Annotated[int, BeforeValidator(count_or_no_limit)]
+Size = Annotated[int, BeforeValidator(size)]
+PositiveSize = Annotated[int, BeforeValidator(partial(size, at_least=1))]
+SizeOrNoLimit = Annotated[int, BeforeValidator(size_or_no_limit)]
+Seconds = Annotated[float, BeforeValidator(partial(duration, positive=False))]
+PositiveSeconds = Annotated[float, BeforeValidator(duration)]
+SecondsOrOff = Annotated[float | None, BeforeValidator(duration_or_off)]
+SecondsOrNone = Annotated[float | None, BeforeValidator(duration_or_none)]
+OptionalPath = Annotated[Path | None, optional(absolute_path)]

@@ -1,0 +1,173 @@
+"""Which snapshots exist, who is using them, and which to give up when the limits are reached.
+
+Tells what to delete; deletes nothing itself. A snapshot in use is never among what it names:
+it is named when its last user lets go.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+
+from router.core.prefix_index import Match, PrefixIndex
+from router.core.reuse import subsumes
+from router.tokens import Tokens
+from router.types import MemoryKind, Namespace, Snapshot, SnapshotId
+
+UNLIMITED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`-1` is no limit, `0` is off. Bytes and tokens are limits of their own."""
+
+    max_bytes: int = UNLIMITED
+    max_tokens: int = UNLIMITED
+    min_tokens: int = 1
+
+    def admits(self, tokens: int, size_bytes: float) -> bool:
+        """A snapshot of this size could be kept at all."""
+        return (
+            tokens >= self.min_tokens
+            and self.max_bytes != 0
+            and self.max_tokens != 0
+            and (self.max_bytes == UNLIMITED or size_bytes <= self.max_bytes)
+            and (self.max_tokens == UNLIMITED or tokens <= self.max_tokens)
+        )
+
+    def exceeded_by(self, tokens: int, size_bytes: int) -> bool:
+        """These totals are over a limit."""
+        return (self.max_bytes != UNLIMITED and size_bytes > self.max_bytes) or (
+            self.max_tokens != UNLIMITED and tokens > self.max_tokens
+        )
+
+
+@dataclass(slots=True)
+class _Entry:
+    snapshot: Snapshot
+    kind: MemoryKind
+    value_s: float  # seconds that computing it again would take
+    uses: int = 1
+    references: int = 0
+    doomed: bool = False  # out of the index; named for deletion with its last reference
+    priority: float = 0.0
+
+
+@dataclass(slots=True)
+class Catalog:
+    """All usable snapshots, by namespace and by prefix.
+
+    Eviction is GreedyDual-Size-Frequency: priority = age + uses x seconds saved / bytes, where
+    age is the priority of the last one evicted, so that old favourites fade.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    _entries: dict[SnapshotId, _Entry] = field(default_factory=dict)
+    _index: dict[Namespace, PrefixIndex[SnapshotId]] = field(default_factory=dict)
+    _heap: list[tuple[float, SnapshotId]] = field(default_factory=list)
+    _age: float = 0.0
+    total_bytes: int = 0
+    total_tokens: int = 0
+    evicted: int = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, snapshot: SnapshotId) -> bool:
+        entry = self._entries.get(snapshot)
+        return entry is not None and not entry.doomed
+
+    def __getitem__(self, snapshot: SnapshotId) -> Snapshot:
+        return self._entries[snapshot].snapshot
+
+    def snapshots(self) -> list[tuple[Snapshot, int, int]]:
+        """Every usable snapshot with its uses and references."""
+        return [(e.snapshot, e.uses, e.references) for e in self._entries.values() if not e.doomed]
+
+    def add(self, snapshot: Snapshot, kind: MemoryKind, value_s: float) -> list[Snapshot]:
+        """Take in a committed snapshot; returns the ones to delete now, perhaps itself.
+
+        1. Equal tokens are stored once: the newcomer goes.
+        2. What it makes superfluous goes, unless other prompts branch off there.
+        3. The least valuable go until the limits hold.
+        """
+        index = self._index.setdefault(snapshot.namespace, PrefixIndex())
+        for match in index.match(snapshot.tokens, limit=4):
+            if match.common == match.length == len(snapshot):
+                return [snapshot]
+        entry = _Entry(snapshot, kind, value_s)
+        self._entries[snapshot.id] = entry
+        index.insert(snapshot.tokens, snapshot.id)
+        self.total_bytes += snapshot.size_bytes
+        self.total_tokens += len(snapshot)
+        self._rank(entry)
+        # Asked after the insertion: one branch at a prefix is then the newcomer's own.
+        superfluous = [
+            match.item
+            for match in index.prefixes(snapshot.tokens)
+            if subsumes(kind) and index.branches_at(self[match.item].tokens) == 1
+        ]
+        doomed = [gone for item in superfluous for gone in self.remove(item)]
+        return doomed + self._shrink()
+
+    def covered(self, namespace: Namespace, tokens: Tokens) -> int:
+        """How many leading tokens of `tokens` some snapshot holds."""
+        index = self._index.get(namespace)
+        return index.longest(tokens) if index else 0
+
+    def match(
+        self, namespace: Namespace, tokens: Tokens, limit: int = 8
+    ) -> list[Match[SnapshotId]]:
+        """Snapshots that share a prefix with `tokens`, the longest share first."""
+        index = self._index.get(namespace)
+        return index.match(tokens, limit) if index else []
+
+    def acquire(self, snapshot: SnapshotId) -> Snapshot:
+        """Use a snapshot; it stays on disk until `release`."""
+        entry = self._entries[snapshot]
+        entry.references += 1
+        entry.uses += 1
+        self._rank(entry)
+        return entry.snapshot
+
+    def release(self, snapshot: SnapshotId) -> list[Snapshot]:
+        """End a use; returns the snapshot if it was only waiting for this to be deleted."""
+        entry = self._entries[snapshot]
+        entry.references -= 1
+        if entry.doomed and entry.references == 0:
+            del self._entries[snapshot]
+            return [entry.snapshot]
+        return []
+
+    def remove(self, snapshot: SnapshotId) -> list[Snapshot]:
+        """Take a snapshot out of use; returns it if its file may be deleted now."""
+        entry = self._entries.get(snapshot)
+        if entry is None or entry.doomed:
+            return []
+        self._index[entry.snapshot.namespace].remove(entry.snapshot.tokens, snapshot)
+        self.total_bytes -= entry.snapshot.size_bytes
+        self.total_tokens -= len(entry.snapshot)
+        if entry.references:
+            entry.doomed = True
+            return []
+        del self._entries[snapshot]
+        return [entry.snapshot]
+
+    def _rank(self, entry: _Entry) -> None:
+        per_byte = entry.value_s / max(entry.snapshot.size_bytes, 1)
+        entry.priority = self._age + entry.uses * per_byte
+        heapq.heappush(self._heap, (entry.priority, entry.snapshot.id))
+        # Every use leaves a stale heap row behind; rebuild before they are most of it.
+        if len(self._heap) > 4 * len(self._entries) + 64:
+            self._heap = [(e.priority, e.snapshot.id) for e in self._entries.values()]
+            heapq.heapify(self._heap)
+
+    def _shrink(self) -> list[Snapshot]:
+        doomed: list[Snapshot] = []
+        while self._heap and self.limits.exceeded_by(self.total_tokens, self.total_bytes):
+            priority, snapshot = heapq.heappop(self._heap)
+            entry = self._entries.get(snapshot)
+            if entry is None or entry.doomed or entry.priority != priority:
+                continue  # a stale row
+            self._age = priority
+            self.evicted += 1
+            doomed += self.remove(snapshot)
+        return doomed

@@ -1,0 +1,128 @@
+"""Seconds, learned: what prefill, save, restore and generation cost on one backend.
+
+Every estimate is a least-squares line over decayed sums, seeded with a prior that weighs a few
+observations, so the first request has an answer and the hundredth a good one.
+"""
+
+from dataclasses import dataclass, field
+
+# Weight of the past after one observation: a change of load shows within about twenty.
+_DECAY = 0.95
+
+
+@dataclass(slots=True)
+class Line:
+    """`y = a·u + b·v` fitted to decayed observations; never negative.
+
+    With u = 1 this is offset and slope; prefill uses u = tokens, v = tokens x depth.
+    """
+
+    a: float
+    b: float
+    prior_weight: float = 1.0
+    _uu: float = 0.0
+    _uv: float = 0.0
+    _vv: float = 0.0
+    _uy: float = 0.0
+    _vy: float = 0.0
+    n: int = 0
+    _prior: tuple[float, float] = field(init=False, default=(0.0, 0.0))
+
+    def __post_init__(self) -> None:
+        self._prior = (self.a, self.b)
+
+    def predict(self, u: float, v: float) -> float:
+        """Seconds for `u` and `v`."""
+        return self.a * u + self.b * v
+
+    def observe(self, u: float, v: float, y: float) -> None:
+        """Learn that `u` and `v` took `y` seconds."""
+        for name, value in (
+            ("_uu", u * u),
+            ("_uv", u * v),
+            ("_vv", v * v),
+            ("_uy", u * y),
+            ("_vy", v * y),
+        ):
+            setattr(self, name, getattr(self, name) * _DECAY + value)
+        self.n += 1
+        self._solve()
+
+    def _solve(self) -> None:
+        determinant = self._uu * self._vv - self._uv * self._uv
+        # Observations of one size only leave the two terms inseparable: keep the prior's
+        # proportion between them and scale it to what was seen.
+        if determinant > 1e-6 * self._uu * self._vv:
+            a = (self._uy * self._vv - self._vy * self._uv) / determinant
+            b = (self._vy * self._uu - self._uy * self._uv) / determinant
+            if a >= 0 and b >= 0:
+                self.a, self.b = a, b
+                return
+        prior_a, prior_b = self._prior
+        predicted = prior_a * self._uu + prior_b * self._uv
+        if predicted > 0:
+            scale = max(self._uy, 0.0) / predicted
+            self.a, self.b = prior_a * scale, prior_b * scale
+
+
+@dataclass(slots=True)
+class Mean:
+    """A decayed mean with a prior."""
+
+    value: float
+    n: int = 0
+
+    def observe(self, y: float) -> None:
+        """Learn one observation; the first ones replace the prior quickly."""
+        self.n += 1
+        self.value += (y - self.value) * max(1.0 / (self.n + 1), 1.0 - _DECAY)
+
+
+@dataclass(slots=True)
+class Rates:
+    """What one backend costs. Priors are a laptop's CPU with a small model: wrong for a GPU, and
+    replaced by the probe and the first few requests."""
+
+    prefill: Line = field(default_factory=lambda: Line(2e-3, 5e-8))
+    save: Line = field(default_factory=lambda: Line(2e-3, 1 / 1.5e9))
+    restore: Line = field(default_factory=lambda: Line(2e-3, 1 / 2e9))
+    bytes_per_token: Mean = field(default_factory=lambda: Mean(50_000.0))
+    output_tokens: Mean = field(default_factory=lambda: Mean(200.0))
+    output_s_per_token: Mean = field(default_factory=lambda: Mean(0.02))
+
+    def prefill_s(self, tokens: int, depth: int = 0) -> float:
+        """Seconds to compute `tokens` on top of `depth` others; attention makes it superlinear."""
+        return self.prefill.predict(tokens, tokens * (depth + tokens / 2))
+
+    def observe_prefill(self, tokens: int, depth: int, seconds: float) -> None:
+        """Learn from `timings.prompt_n`, `cache_n` and `prompt_ms`."""
+        # A handful of tokens measures the overhead of a batch, not the rate of prefill.
+        if tokens >= 16 and seconds > 0:
+            self.prefill.observe(tokens, tokens * (depth + tokens / 2), seconds)
+
+    def save_s(self, tokens: int) -> float:
+        """Seconds to save a state of `tokens`, in which the backend does nothing else."""
+        return self.save.predict(1.0, tokens * self.bytes_per_token.value)
+
+    def restore_s(self, size_bytes: int) -> float:
+        """Seconds to restore a file of `size_bytes`, in which the backend does nothing else."""
+        return self.restore.predict(1.0, size_bytes)
+
+    def observe_save(self, tokens: int, size_bytes: int, seconds: float) -> None:
+        """Learn from a save."""
+        self.save.observe(1.0, size_bytes, seconds)
+        if tokens >= 16:
+            self.bytes_per_token.observe(size_bytes / tokens)
+
+    def generation_s(self, max_new_tokens: int | None) -> float:
+        """Seconds that an answer is expected to take."""
+        expected = self.output_tokens.value
+        if max_new_tokens is not None:
+            expected = min(expected, max_new_tokens)
+        return expected * self.output_s_per_token.value
+
+    def observe_generation(self, tokens: int, seconds: float) -> None:
+        """Learn from `timings.predicted_n` and `predicted_ms`."""
+        if tokens > 0:
+            self.output_tokens.observe(tokens)
+            self.output_s_per_token.observe(seconds / tokens)

@@ -1,0 +1,124 @@
+"""What to do: everything the scheduler answers. The engine carries each out and reports back."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.core.plan import Plan
+from router.errors import RouterError
+from router.tokens import Tokens
+from router.types import (
+    Lease,
+    Namespace,
+    Outcome,
+    Reported,
+    Request,
+    RequestId,
+    SlotId,
+    Snapshot,
+)
+
+
+class SaveReason(StrEnum):
+    """Why a slot is saved."""
+
+    DISPLACED = "displaced"
+    COPY = "copy"
+    SHARED = "shared"  # others wait for the same prefix
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Save an idle slot. Answered by Saved or SaveFailed."""
+
+    request: RequestId
+    slot: SlotId
+    namespace: Namespace
+    reason: SaveReason
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Restore a snapshot into an idle slot. Answered by Restored or RestoreFailed."""
+
+    request: RequestId
+    slot: SlotId
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute tokens in an idle slot, no answer wanted. Answered by Prefilled or PrefillFailed."""
+
+    request: RequestId
+    slot: SlotId
+    tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send the client's request. Answered by Finished; by Launched before it if `confirm`."""
+
+    request: RequestId
+    lease: Lease
+    plan: Plan
+    pin: bool
+    confirm: bool
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Tell the client no."""
+
+    request: RequestId
+    error: RouterError
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Find out when a slot is idle and how much it holds. Answered by Quiet."""
+
+    request: RequestId
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class StopWork:
+    """A cancelled request has a step under way: give it up where that is possible."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete a snapshot that nobody uses."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Keep a snapshot that misbehaved, but never offer it again."""
+
+    snapshot: Snapshot
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A dispatched request is over: what was planned and what was reported."""
+
+    request: Request
+    slot: SlotId
+    plan: Plan
+    outcome: Outcome
+    reported: Reported
+    waited_s: float
+    prepared_s: float
+    prefilled: Reported | None
+
+
+Effect = (
+    Save | Restore | Prefill | Dispatch | Reject | Watch | StopWork | Delete | Quarantine | Account
+)

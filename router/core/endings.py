@@ -1,0 +1,157 @@
+"""How jobs end: well, badly, or with the backend under them. Every lease goes back here."""
+
+from router.core import events as ev
+from router.core.effects import Account, Watch
+from router.core.jobs import Job, Stage
+from router.core.residency import after_answer, after_finish, after_quiet
+from router.core.slots import NOTHING, Resident
+from router.core.state import State
+from router.errors import NoBackendError
+from router.types import BackendId, Outcome, Prompt
+
+
+def lose_backend(state: State, backend: BackendId, now: float) -> None:
+    """A backend's slots are gone; its jobs end wherever they were.
+
+    What reached no client is told to the web layer, which may try elsewhere. What is running
+    ends by itself: the connection breaks.
+    """
+    state.fleet.infos.pop(backend, None)
+    state.fleet.gated.discard(backend)
+    state.fleet.slots.lose(backend)
+    for job in list(state.jobs.values()):
+        if backend not in {lease.slot.backend for lease in (job.lease, *job.others)}:
+            continue
+        if job.request is not None and job.stage is Stage.PREPARING and not job.cancelled:
+            state.reject(job.id, NoBackendError("the backend went away; try again"))
+        if job.stage is Stage.DISPATCHED and job.slot.backend == backend:
+            continue  # Finished is still to come, and with it the account
+        end(state, job, now)
+
+
+def launched(state: State, event: ev.Launched) -> None:
+    """A request without a pin runs: let others near the backend again, and see where it went."""
+    job = state.jobs.get(event.request)
+    if job is None:
+        return
+    open_gate(state, job)
+    job.placed = True
+    if event.index == job.slot.index or job.others:
+        return
+    actual = next(
+        (s for s in state.fleet.slots.of(job.slot.backend) if s.id.index == event.index), None
+    )
+    if actual is None or not actual.is_idle or job.request is None:
+        return
+    leased = state.fleet.slots[job.slot]
+    pending, busy_until = leased.pending, leased.busy_until
+    leased.release(job.lease, leased.resident, leased.last_used)
+    job.lease = actual.lease(job.id)
+    job.sent_over = actual.resident.tokens
+    actual.start(job.lease)
+    actual.pending, actual.busy_until = pending, busy_until
+
+
+def finished(state: State, event: ev.Finished, now: float) -> None:
+    """The response is over: learn from it, and give the slot back or find out about it."""
+    job = state.jobs.get(event.request)
+    if job is None or job.request is None or job.plan is None or job.stage is not Stage.DISPATCHED:
+        return
+    open_gate(state, job)
+    state.out.append(
+        Account(
+            request=job.request,
+            slot=job.slot,
+            plan=job.plan,
+            outcome=event.outcome,
+            reported=event.reported,
+            waited_s=job.waited_s,
+            prepared_s=job.prepared_s,
+            prefilled=job.prefilled,
+        )
+    )
+    _learn(state, job, event)
+    _doubt_others(state, job, event)
+    if not state.fleet.slots.holds(job.lease):
+        end(state, job, now)  # the backend went down meanwhile
+    elif event.outcome is Outcome.OK:
+        prompt = job.request.prompt if not job.others else Prompt(unknown="several slots")
+        end(state, job, now, after_finish(prompt, event.reported))
+    else:
+        job.stage = Stage.DRAINING
+        for lease in (job.lease, *job.others):
+            state.fleet.slots[lease.slot].drain(lease)
+        state.out.append(Watch(job.id, job.slot))
+
+
+def quiet(state: State, event: ev.Quiet, now: float) -> None:
+    """A slot that was left in the middle is idle at last."""
+    job = state.jobs.get(event.request)
+    if job is None:
+        return
+    if job.request is None:  # somebody else's
+        end(state, job, now, Resident(unread=event.n_tokens or 0))
+        return
+    prompt = job.request.prompt if not job.others else Prompt(unknown="several slots")
+    end(state, job, now, after_quiet(job.sent_over, prompt, event.n_tokens))
+
+
+def answer_read(state: State, event: ev.AnswerRead) -> None:
+    """The ids of an answer are known now; of use if nobody has taken the slot since."""
+    slots = state.fleet.slots.of(event.slot.backend)
+    if event.slot.index < len(slots):
+        slot = slots[event.slot.index]
+        if slot.is_idle and slot.generation == event.generation:
+            slot.resident = after_answer(slot.resident, event.prompt, event.answer)
+
+
+def end(state: State, job: Job, now: float, resident: Resident | None = None) -> None:
+    """Give back all that the job holds. `resident` None: what the slot was believed to hold."""
+    state.jobs.pop(job.id, None)
+    open_gate(state, job)
+    state.let_go(job)
+    for lease in (job.lease, *job.others):
+        if not state.fleet.slots.holds(lease):
+            continue  # lost with its backend
+        slot = state.fleet.slots[lease.slot]
+        background = job.request is None and job.stage is Stage.PREPARING
+        held = slot.resident if resident is None else resident
+        if job.others and job.stage is not Stage.PREPARING:
+            held = NOTHING  # the server chose which slots it used
+        used = slot.last_used if background else now
+        slot.release(lease, held, used)
+        slot.saved = background
+
+
+def open_gate(state: State, job: Job) -> None:
+    """Nothing stands in the way of others on the job's backend any more."""
+    if job.gated:
+        job.gated = False
+        state.fleet.gated.discard(job.slot.backend)
+
+
+def _doubt_others(state: State, job: Job, event: ev.Finished) -> None:
+    """A request that the server placed, gone before we saw where: it may have been any idle slot.
+
+    Not if it found what we had prepared for it: that was on the leased slot alone.
+    """
+    assert job.request is not None
+    if job.request.pinnable or job.placed:
+        return
+    cached = event.reported.cached_tokens or 0
+    if job.prefilled is not None and cached >= len(job.request.prompt) - 1:
+        return
+    for slot in state.fleet.slots.of(job.slot.backend):
+        if slot.is_idle:
+            slot.resident = NOTHING
+
+
+def _learn(state: State, job: Job, event: ev.Finished) -> None:
+    """Compare what was predicted with what was measured."""
+    rates = state.fleet.rates[job.slot.backend]
+    reported = event.reported
+    if reported.prompt_tokens and reported.prompt_s and reported.cached_tokens is not None:
+        computed = reported.prompt_tokens - reported.cached_tokens
+        rates.observe_prefill(computed, reported.cached_tokens, reported.prompt_s)
+    if reported.generated_tokens and reported.generated_s:
+        rates.observe_generation(reported.generated_tokens, reported.generated_s)

@@ -1,0 +1,187 @@
+"""What can happen: everything the scheduler is told. Each is a fact, in the past tense."""
+
+from dataclasses import dataclass
+
+from router.tokens import Tokens
+from router.types import (
+    BackendId,
+    BackendInfo,
+    Outcome,
+    Reported,
+    Request,
+    RequestId,
+    SlotId,
+    SlotStatus,
+    Snapshot,
+    SnapshotId,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendUp:
+    """A backend is attached, for the first time or after a restart.
+
+    `slots` is what it says of them; what they hold is known in number only.
+    """
+
+    info: BackendInfo
+    slots: tuple[SlotStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BackendDown:
+    """A backend is gone, and with it what its slots held."""
+
+    backend: BackendId
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotsFound:
+    """What the store had on disk when the router started."""
+
+    snapshots: tuple[Snapshot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotLost:
+    """A snapshot turned out to be unusable after it was committed."""
+
+    snapshot: SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A client wants a completion."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """A client left before its request was dispatched."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A slot's content is a committed snapshot; its tokens are the truth about the slot."""
+
+    request: RequestId
+    slot: SlotId
+    snapshot: Snapshot
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """No snapshot came of a save; the slot is as it was."""
+
+    request: RequestId
+    slot: SlotId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A slot holds a snapshot."""
+
+    request: RequestId
+    snapshot: SnapshotId
+    n_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFailed:
+    """The slot is empty now (llama-server.md section 0.5). `bad_file`: the file is to blame."""
+
+    request: RequestId
+    snapshot: SnapshotId
+    reason: str
+    bad_file: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt, less its last token, is in the slot."""
+
+    request: RequestId
+    reported: Reported
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    """It is not known what the slot holds."""
+
+    request: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The backend works on the request, on the slot that it chose."""
+
+    request: RequestId
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The response is over, one way or the other."""
+
+    request: RequestId
+    outcome: Outcome
+    reported: Reported
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRead:
+    """The ids of an answer, known a little later than its end."""
+
+    slot: SlotId
+    generation: int
+    prompt: Tokens
+    answer: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """A slot whose client left is known to be idle. None: it is not known what it holds."""
+
+    request: RequestId
+    n_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The router is about to stop: no more requests; `save` what is worth it."""
+
+    save: bool
+
+
+Event = (
+    BackendUp
+    | BackendDown
+    | SnapshotsFound
+    | SnapshotLost
+    | Arrived
+    | Cancelled
+    | Saved
+    | SaveFailed
+    | Restored
+    | RestoreFailed
+    | Prefilled
+    | PrefillFailed
+    | Launched
+    | Finished
+    | AnswerRead
+    | Quiet
+    | Tick
+    | Stopping
+)

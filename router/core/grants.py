@@ -1,0 +1,134 @@
+"""Who comes in, who waits, and who gets a slot."""
+
+from dataclasses import replace
+
+from router.core.effects import StopWork
+from router.core.jobs import Job, Stage
+from router.core.plan import Plan
+from router.core.planner import plan, sticky_key
+from router.core.queue import Waiting
+from router.core.state import State
+from router.core.steps import next_step, steps_of
+from router.errors import (
+    ContextTooLongError,
+    DeadlineError,
+    NoBackendError,
+    QueueFullError,
+)
+from router.types import BackendId, Request, RequestId
+
+# Waiting requests looked at when a slot comes free: planning one costs tens of microseconds, and
+# in a queue of thousands the first few decide.
+_LOOKED_AT = 32
+_STICKY_KEYS = 100_000
+
+
+def arrived(state: State, request: Request, now: float) -> None:
+    """(1) It fits nowhere: say so. (2) No room to wait: say so. (3) Wait, perhaps for no time."""
+    known = [
+        info
+        for info in state.fleet.infos.values()
+        if request.model is None or request.model in info.models
+    ]
+    if known and all(len(request.prompt) >= info.n_ctx for info in known):
+        longest = max(info.n_ctx for info in known)
+        state.reject(request.id, ContextTooLongError(len(request.prompt), longest))
+    elif state.stopping:
+        state.reject(request.id, NoBackendError("the router is stopping"))
+    elif state.queue.is_full:
+        state.reject(request.id, QueueFullError("too many requests are waiting; try again later"))
+    else:
+        state.queue.add(request, now)
+
+
+def cancelled(state: State, request: RequestId) -> None:
+    """The client left before its request was sent."""
+    if state.queue.remove(request) is not None:
+        return
+    job = state.jobs.get(request)
+    if job is not None and job.stage is Stage.PREPARING:
+        # A slot action cannot be called back; the job ends with the step that is under way.
+        job.cancelled = True
+        job.steps.clear()
+        state.out.append(StopWork(request))
+
+
+def expire(state: State, now: float) -> None:
+    """Time is up for some of those who wait."""
+    limits = state.queue.limits
+    for waiting in state.queue.overdue(now):
+        state.queue.remove(waiting.request.id)
+        state.reject(
+            waiting.request.id, DeadlineError(f"no slot came free within {limits.deadline_s:g} s")
+        )
+    for waiting in state.queue:
+        if not state.is_served(waiting.request) and now - waiting.since >= limits.no_backend_s:
+            state.queue.remove(waiting.request.id)
+            state.reject(waiting.request.id, NoBackendError("no backend for this model is up"))
+
+
+def stop(state: State, *, save: bool) -> None:
+    """Admit nobody any more."""
+    state.stopping, state.saves_on_stop = True, save
+    for waiting in state.queue:
+        state.queue.remove(waiting.request.id)
+        state.reject(waiting.request.id, NoBackendError("the router is stopping"))
+
+
+def serve_queue(state: State, now: float) -> None:
+    """Give free slots to those who wait, the oldest first.
+
+    1. There is a way to start now: grant.
+    2. Waiting for a busy slot is cheaper: let others pass.
+    3. It needs all slots of a backend, or the choice of them: nobody younger may take slots on
+       the one it will get, or it would starve.
+    """
+    reserved: set[BackendId] = set()
+    for waiting, _ in zip(state.queue, range(_LOOKED_AT), strict=False):
+        request = waiting.request
+        if reserved:
+            request = replace(request, avoid=request.avoid | reserved)
+        decision = plan(request, state.fleet, now, now - waiting.since)
+        if decision is not None and decision.chosen.wait_for is None:
+            state.queue.remove(request.id)
+            _grant(state, waiting, decision, now)
+        elif decision is None and (request.whole_backend or not request.pinnable):
+            able = [b for b in state.fleet.infos if state.fleet.serves(b, request)]
+            reserved.update(sorted(able, key=state.fleet.running)[:1])
+
+
+def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
+    """Lease first, act after."""
+    fleet, request, chosen = state.fleet, waiting.request, decision.chosen
+    backend = chosen.slot.backend
+    slot = fleet.slots[chosen.slot]
+    job = Job(
+        id=request.id,
+        lease=slot.lease(request.id),
+        request=request,
+        plan=decision,
+        since=now,
+        waited_s=now - waiting.since,
+        gated=fleet.needs_gate(backend, request),
+    )
+    state.jobs[job.id] = job
+    slot.pending = request.prompt.tokens
+    slot.busy_until = (
+        now + chosen.price.total_s + fleet.rates[backend].generation_s(request.max_new_tokens)
+    )
+    if request.whole_backend:
+        rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
+        job.others = [other.lease(request.id) for other in rest]
+    if chosen.copy_from is not None:
+        job.others = [fleet.slots[chosen.copy_from].lease(request.id)]
+    if job.gated:
+        fleet.gated.add(backend)
+    if chosen.snapshot is not None:
+        fleet.catalog.acquire(chosen.snapshot)
+        job.using = chosen.snapshot
+    fleet.granted += 1
+    fleet.sticky.setdefault(sticky_key(request), chosen.slot)
+    if len(fleet.sticky) > _STICKY_KEYS:
+        del fleet.sticky[next(iter(fleet.sticky))]
+    job.steps = steps_of(state, job, request, decision)
+    next_step(state, job, now)

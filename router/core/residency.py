@@ -1,0 +1,64 @@
+"""What a slot holds after something happened to it. Certain, or not claimed."""
+
+from router.core.reuse import CHECKPOINT_BEFORE_END
+from router.core.slots import NOTHING, Resident
+from router.tokens import Tokens, count, head, join
+from router.types import Prompt, Reported
+
+
+def after_finish(prompt: Prompt, reported: Reported) -> Resident:
+    """After a complete answer: the prompt and all of the answer but its last token.
+
+    The last sampled token is never in the KV (llama-server.md section 1.3).
+
+    1. Tokens unknown, or another count than the backend's: nothing is claimed.
+    2. The response carried the ids: all is known.
+    3. Only their number is known: they are there, unread.
+    """
+    if prompt.unknown or prompt.n_media:
+        return NOTHING
+    if reported.prompt_tokens is not None and reported.prompt_tokens != len(prompt):
+        return NOTHING
+    checkpoints = (
+        *(b for b in prompt.boundaries if b < len(prompt)),
+        max(len(prompt) - CHECKPOINT_BEFORE_END, 0),
+    )
+    if reported.generated is not None:
+        held = head(reported.generated, max(count(reported.generated) - 1, 0))
+        return Resident(join([prompt.tokens, held]), 0, checkpoints)
+    unread = max((reported.generated_tokens or 1) - 1, 0)
+    return Resident(prompt.tokens, unread, checkpoints)
+
+
+def after_answer(resident: Resident, prompt: Tokens, answer: Tokens) -> Resident:
+    """The ids of an answer came in after its end; `answer` is tokenized text.
+
+    Believed only if it is as long as the backend said: the tokens held are then those of the
+    text, or all but its last where the answer was cut off at the limit.
+    """
+    known = Resident(prompt, resident.unread)
+    if resident.tokens != prompt or len(resident) != len(known):
+        return resident
+    if count(answer) not in (resident.unread, resident.unread + 1):
+        return resident
+    held = head(answer, resident.unread)
+    return Resident(join([prompt, held]), 0, resident.checkpoints)
+
+
+def after_quiet(before: Tokens, prompt: Prompt, n_tokens: int | None) -> Resident:
+    """After a request that did not end well: only the slot's length is known, if that.
+
+    1. The length it had before: the request never ran, and the content is what it was. That
+       can be wrong only if the prompt was cut off at that very length; then it must agree.
+    2. No longer than the prompt: a part of the prompt.
+    3. Longer: the prompt, and an answer nobody has read.
+    """
+    if n_tokens is None or prompt.unknown or prompt.n_media:
+        return NOTHING
+    if n_tokens == count(before):
+        if n_tokens <= len(prompt) and head(prompt.tokens, n_tokens) != before:
+            return NOTHING
+        return Resident(before)
+    if n_tokens <= len(prompt):
+        return Resident(head(prompt.tokens, n_tokens))
+    return Resident(prompt.tokens, n_tokens - len(prompt))

@@ -1,0 +1,86 @@
+"""Event in, effects out: who gets which slot, what is saved and restored, and when.
+
+Owns the queue, the slots, the leases and the catalog. Performs no I/O and knows no clock but the
+`now` it is told, in seconds. `docs/architecture.md` draws a request's way through it; each kind
+of fact is dealt with in `grants`, `steps`, `endings` or `background`.
+"""
+
+from typing import assert_never
+
+from router.core import attach, background, endings, grants, steps
+from router.core import events as ev
+from router.core.effects import Effect
+from router.core.state import State
+
+
+class Scheduler:
+    """The one entrance to core state."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def handle(self, event: ev.Event, now: float) -> list[Effect]:
+        """Take in one fact; returns what to do about it, in order."""
+        state = self.state
+        state.out = []
+        self._take(event, now)
+        if not state.stopping:
+            grants.serve_queue(state, now)
+        background.save_idle(state, now)
+        return state.out
+
+    def next_wakeup(self, now: float) -> float | None:
+        """When a Tick would change something, in clock seconds. None: only an event would."""
+        state = self.state
+        times = [
+            state.queue.next_deadline(),
+            background.wakeup(state),
+            *(
+                waiting.since + state.queue.limits.no_backend_s
+                for waiting in state.queue
+                if not state.is_served(waiting.request)
+            ),
+        ]
+        known = [time for time in times if time is not None]
+        return max(min(known), now) if known else None
+
+    def _take(self, event: ev.Event, now: float) -> None:  # noqa: C901 - an arm for each event
+        state = self.state
+        match event:
+            case ev.BackendUp():
+                endings.lose_backend(state, event.info.id, now)
+                attach.backend_up(state, event)
+            case ev.BackendDown():
+                endings.lose_backend(state, event.backend, now)
+            case ev.SnapshotsFound():
+                attach.snapshots_found(state, event)
+            case ev.SnapshotLost():
+                state.fleet.catalog.remove(event.snapshot)
+            case ev.Arrived():
+                grants.arrived(state, event.request, now)
+            case ev.Cancelled():
+                grants.cancelled(state, event.request)
+            case ev.Saved():
+                steps.saved(state, event, now)
+            case ev.SaveFailed():
+                steps.save_failed(state, event, now)
+            case ev.Restored():
+                steps.restored(state, event, now)
+            case ev.RestoreFailed():
+                steps.restore_failed(state, event, now)
+            case ev.Prefilled() | ev.PrefillFailed():
+                steps.prefilled(state, event, now)
+            case ev.Launched():
+                endings.launched(state, event)
+            case ev.Finished():
+                endings.finished(state, event, now)
+            case ev.AnswerRead():
+                endings.answer_read(state, event)
+            case ev.Quiet():
+                endings.quiet(state, event, now)
+            case ev.Tick():
+                grants.expire(state, now)
+            case ev.Stopping():
+                grants.stop(state, save=event.save)
+            case _:
+                assert_never(event)

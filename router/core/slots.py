@@ -1,0 +1,175 @@
+"""The ledger of slots: which phase each is in, who holds it, and what it is believed to hold.
+
+A slot's life is the table `TRANSITIONS`; an illegal move raises, because it is a bug.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.errors import StaleLeaseError
+from router.tokens import EMPTY, Tokens, count
+from router.types import BackendId, Lease, RequestId, SlotId
+
+
+class Phase(StrEnum):
+    """Where a slot is in its life."""
+
+    IDLE = "idle"
+    PREPARING = "preparing"  # leased: save, restore or prefill under way
+    RUNNING = "running"  # leased: the client's request is with the backend
+    DRAINING = "draining"  # leased: the client is gone, the backend perhaps not done
+    LOST = "lost"  # its backend is down
+
+
+class Move(StrEnum):
+    """What can happen to a slot."""
+
+    LEASE = "lease"
+    START = "start"
+    DRAIN = "drain"
+    RELEASE = "release"
+    LOSE = "lose"
+
+
+P, M = Phase, Move
+TRANSITIONS: dict[Phase, dict[Move, Phase]] = {
+    P.IDLE: {M.LEASE: P.PREPARING, M.LOSE: P.LOST},
+    P.PREPARING: {
+        M.START: P.RUNNING,
+        M.DRAIN: P.DRAINING,
+        M.RELEASE: P.IDLE,
+        M.LOSE: P.LOST,
+    },
+    P.RUNNING: {M.DRAIN: P.DRAINING, M.RELEASE: P.IDLE, M.LOSE: P.LOST},
+    P.DRAINING: {M.RELEASE: P.IDLE, M.LOSE: P.LOST},
+    P.LOST: {M.LOSE: P.LOST},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """What a slot is believed to hold: known tokens, then `unread` tokens nobody has read.
+
+    The ids of an answer are often not in the response; saving the slot reads them.
+    """
+
+    tokens: Tokens = EMPTY
+    unread: int = 0
+    checkpoints: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return count(self.tokens) + self.unread
+
+
+NOTHING = Resident()
+
+
+@dataclass(slots=True)
+class Slot:
+    """One slot. `busy_until` is a guess in clock seconds, used to price waiting."""
+
+    id: SlotId
+    phase: Phase = Phase.IDLE
+    generation: int = 0
+    holder: RequestId | None = None
+    resident: Resident = NOTHING
+    last_used: float = 0.0
+    busy_until: float = 0.0
+    pending: Tokens = EMPTY  # the prompt of the lease in force
+    prefilling: bool = False  # PREPARING, and `pending` is being computed on its own
+    saved: bool = False  # the background has had its chance with this content
+
+    @property
+    def is_idle(self) -> bool:
+        return self.phase is Phase.IDLE
+
+    def _move(self, move: Move) -> None:
+        allowed = TRANSITIONS[self.phase]
+        if move not in allowed:
+            raise StaleLeaseError(f"{self.id}: cannot {move} while {self.phase}")
+        self.phase = allowed[move]
+
+    def lease(self, request: RequestId) -> Lease:
+        """Hand the slot out. The caller owns the lease until `release` or `lose`."""
+        self._move(Move.LEASE)
+        self.generation += 1
+        self.holder = request
+        return Lease(self.id, self.generation, request)
+
+    def holds(self, lease: Lease) -> bool:
+        """The lease is still the one in force; a late report about an old one is ignored."""
+        return self.generation == lease.generation and self.holder == lease.request
+
+    def start(self, lease: Lease) -> None:
+        """The client's request goes to the backend."""
+        self._check(lease)
+        self._move(Move.START)
+
+    def drain(self, lease: Lease) -> None:
+        """The client is gone; the lease stays until the backend is known to be idle."""
+        self._check(lease)
+        self._move(Move.DRAIN)
+
+    def release(self, lease: Lease, resident: Resident, now: float) -> None:
+        """Give the slot back, holding `resident`. Raises StaleLeaseError if it is not yours."""
+        self._check(lease)
+        self._move(Move.RELEASE)
+        self.holder = None
+        self.pending, self.prefilling = EMPTY, False
+        self.resident = resident
+        self.last_used = now
+        self.saved = False
+
+    def lose(self) -> None:
+        """The backend is gone, and the content with it; whoever held the slot no longer does."""
+        self._move(Move.LOSE)
+        self.generation += 1
+        self.holder = None
+        self.pending, self.prefilling = EMPTY, False
+        self.resident = NOTHING
+
+    def _check(self, lease: Lease) -> None:
+        if not self.holds(lease):
+            raise StaleLeaseError(f"{lease} used at generation {self.generation}")
+
+
+@dataclass(slots=True)
+class SlotTable:
+    """All slots, in the order of their ids."""
+
+    _slots: dict[BackendId, list[Slot]] = field(default_factory=dict)
+
+    def __getitem__(self, slot: SlotId) -> Slot:
+        return self._slots[slot.backend][slot.index]
+
+    def __iter__(self) -> Iterator[Slot]:
+        return (slot for slots in self._slots.values() for slot in slots)
+
+    def holds(self, lease: Lease) -> bool:
+        """The lease is in force, and its slot still exists."""
+        slots = self.of(lease.slot.backend)
+        return lease.slot.index < len(slots) and slots[lease.slot.index].holds(lease)
+
+    def of(self, backend: BackendId) -> list[Slot]:
+        """The slots of one backend, by index."""
+        return self._slots.get(backend, [])
+
+    def add(self, backend: BackendId, n_slots: int) -> None:
+        """Slots of a backend that has just come up: empty, whatever they were before.
+
+        Generations go on rising, so a report from before the restart cannot be taken for new.
+        """
+        for old in self.of(backend):
+            old.lose()
+        generations = [slot.generation for slot in self.of(backend)] + [0] * n_slots
+        self._slots[backend] = [
+            Slot(SlotId(backend, index), generation=generations[index]) for index in range(n_slots)
+        ]
+
+    def lose(self, backend: BackendId) -> list[RequestId]:
+        """All slots of a backend are gone; returns who held one."""
+        holders = [slot.holder for slot in self.of(backend) if slot.holder is not None]
+        for slot in self.of(backend):
+            slot.lose()
+        return holders

@@ -1,0 +1,231 @@
+"""What happens between a grant and the client's request: one step after the other.
+
+A step that fails never fails the request: what is left of the plan is a cold prefill on the same
+lease.
+"""
+
+from collections import deque
+from dataclasses import replace
+from typing import assert_never
+
+from router.core import events as ev
+from router.core.effects import Dispatch, Prefill, Quarantine, Restore, Save, SaveReason
+from router.core.endings import end
+from router.core.jobs import DispatchStep, Job, PrefillStep, RestoreStep, SaveStep, Stage, Step
+from router.core.plan import Plan
+from router.core.planner import can_save, saving_pays
+from router.core.slots import NOTHING, Resident
+from router.core.state import State
+from router.tokens import common_prefix, count, head
+from router.types import Request, Snapshot, SnapshotId, Source
+
+# A restore can fail for want of room in the KV cache and not because of the file, and the
+# server's answer does not tell which (llama-server.md section 1.1): once is forgiven.
+_STRIKES = 2
+
+
+def steps_of(state: State, job: Job, request: Request, decision: Plan) -> deque[Step]:
+    """The plan as steps."""
+    chosen = decision.chosen
+    steps: deque[Step] = deque()
+    if request.whole_backend:
+        held = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
+        steps.extend(
+            SaveStep(slot.id, SaveReason.DISPLACED)
+            for slot in held
+            if saving_pays(state.fleet, slot)[2]
+        )
+    elif chosen.save_displaced:
+        steps.append(SaveStep(chosen.slot, SaveReason.DISPLACED))
+    if chosen.copy_from is not None:
+        steps += [SaveStep(chosen.copy_from, SaveReason.COPY), RestoreStep(None)]
+    elif chosen.snapshot is not None:
+        steps.append(RestoreStep(chosen.snapshot))
+    if decision.prefill_first:
+        # Less one token: the state is then a strict prefix of every prompt like it, and the
+        # client's own request has one token left to compute, none of them twice.
+        steps.append(PrefillStep(head(request.prompt.tokens, len(request.prompt) - 1)))
+    steps.append(DispatchStep())
+    return steps
+
+
+def next_step(state: State, job: Job, now: float) -> None:
+    """Start the job's next step, or end the job if there is none."""
+    if not job.steps:
+        end(state, job, now)
+        return
+    job.doing = step = job.steps.popleft()
+    match step:
+        case SaveStep():
+            namespace = state.fleet.infos[step.slot.backend].namespace
+            state.out.append(Save(job.id, step.slot, namespace, step.reason))
+        case RestoreStep(snapshot=None):
+            next_step(state, job, now)  # the copy came to nothing
+        case RestoreStep(snapshot=snapshot):
+            assert snapshot is not None
+            state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot]))
+        case PrefillStep():
+            state.fleet.slots[job.slot].prefilling = True
+            _others_cleared(state, job)
+            state.out.append(Prefill(job.id, job.slot, step.tokens))
+        case DispatchStep():
+            _dispatch(state, job, now)
+        case _:
+            assert_never(step)
+
+
+def _dispatch(state: State, job: Job, now: float) -> None:
+    assert job.request is not None
+    assert job.plan is not None
+    slot = state.fleet.slots[job.slot]
+    for lease in (job.lease, *job.others):
+        state.fleet.slots[lease.slot].start(lease)
+    slot.prefilling = False
+    slot.busy_until = now + state.fleet.rates[job.slot.backend].generation_s(
+        job.request.max_new_tokens
+    )
+    job.stage = Stage.DISPATCHED
+    job.prepared_s = now - job.since
+    job.sent_over = slot.resident.tokens
+    _others_cleared(state, job)
+    pin = job.request.pinnable and not job.request.whole_backend
+    state.out.append(Dispatch(job.id, job.lease, job.plan, pin, job.gated, job.waited_s))
+
+
+def _others_cleared(state: State, job: Job) -> None:
+    """Where idle slots are emptied by every start, believe so (llama-server.md section 0.6)."""
+    if not state.fleet.infos[job.slot.backend].keeps_idle_slots:
+        for slot in state.fleet.slots.of(job.slot.backend):
+            if slot.is_idle:
+                slot.resident = NOTHING
+
+
+def saved(state: State, event: ev.Saved, now: float) -> None:
+    """A snapshot is there; what it holds is the truth about the slot."""
+    snapshot = event.snapshot
+    info = state.fleet.infos.get(event.slot.backend)
+    if info is None or info.namespace != snapshot.namespace:
+        # The backend went while the file was on its way: nothing vouches for it.
+        state.delete([snapshot])
+        return
+    state.fleet.rates[info.id].observe_save(len(snapshot), snapshot.size_bytes, event.seconds)
+    state.delete(state.fleet.catalog.add(snapshot, info.memory_kind, state.value_s(snapshot)))
+    if job := state.jobs.get(event.request):
+        slot = state.fleet.slots[event.slot]
+        slot.resident = Resident(snapshot.tokens, 0, slot.resident.checkpoints)
+        _save_over(state, job, snapshot)
+        next_step(state, job, now)
+
+
+def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
+    """No snapshot; the slot is as it was."""
+    if job := state.jobs.get(event.request):
+        _save_over(state, job, None)
+        next_step(state, job, now)
+
+
+def _save_over(state: State, job: Job, snapshot: Snapshot | None) -> None:
+    """The source of a copy is given back at once; the copy goes on with what was saved."""
+    if not (isinstance(job.doing, SaveStep) and job.doing.reason is SaveReason.COPY):
+        return
+    source = state.fleet.slots[job.doing.slot]
+    lease = job.lease_of(source.id)
+    job.others.remove(lease)
+    source.release(lease, source.resident, source.last_used)
+    source.saved = True
+    if job.steps and isinstance(job.steps[0], RestoreStep):
+        usable = _find(state, snapshot) if snapshot is not None else None
+        job.steps[0] = RestoreStep(usable)
+        if usable is None:
+            _went_cold(job, "the copy failed")
+        else:
+            state.fleet.catalog.acquire(usable)
+            job.using = usable
+
+
+def _find(state: State, snapshot: Snapshot) -> SnapshotId | None:
+    """The catalog's snapshot with these tokens: this one, or the equal that was there before."""
+    for match in state.fleet.catalog.match(snapshot.namespace, snapshot.tokens, limit=4):
+        if match.common == len(snapshot):
+            return match.item
+    return None
+
+
+def restored(state: State, event: ev.Restored, now: float) -> None:
+    """The slot holds the snapshot."""
+    job = state.jobs.get(event.request)
+    if job is None:
+        return  # its reference went back with the job
+    snapshot = state.fleet.catalog[event.snapshot]
+    rates = state.fleet.rates[job.slot.backend]
+    rates.restore.observe(1.0, snapshot.size_bytes, event.seconds)
+    slot = state.fleet.slots[job.slot]
+    slot.resident = Resident(snapshot.tokens) if event.n_tokens == len(snapshot) else NOTHING
+    state.strikes.pop(event.snapshot, None)
+    state.let_go(job)
+    next_step(state, job, now)
+
+
+def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
+    """The slot is empty, the snapshot under suspicion, and the request goes on cold."""
+    job = state.jobs.get(event.request)
+    if job is None:
+        return
+    strikes = state.strikes.pop(event.snapshot, 0) + 1
+    if event.bad_file or strikes >= _STRIKES:
+        snapshot = state.fleet.catalog[event.snapshot]
+        state.out.append(Quarantine(snapshot, event.reason))
+        state.fleet.catalog.remove(event.snapshot)
+        # Not `let_go`: a quarantined file is kept, not deleted.
+        state.fleet.catalog.release(event.snapshot)
+        job.using = None
+    else:
+        state.strikes[event.snapshot] = strikes
+        state.let_go(job)
+    state.fleet.slots[job.slot].resident = NOTHING
+    _went_cold(job, f"restore failed: {event.reason}")
+    next_step(state, job, now)
+
+
+def _went_cold(job: Job, reason: str) -> None:
+    if job.plan is not None:
+        chosen = replace(job.plan.chosen, source=Source.COLD, reused_tokens=0, snapshot=None)
+        job.plan = replace(job.plan, chosen=chosen, reason=reason)
+
+
+def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) -> None:
+    """The prompt is computed; if others wait for it, it is saved for them before it is used."""
+    job = state.jobs.get(event.request)
+    if job is None or not isinstance(job.doing, PrefillStep):
+        return
+    slot = state.fleet.slots[job.slot]
+    slot.prefilling = False
+    if isinstance(event, ev.PrefillFailed):
+        slot.resident = NOTHING
+    else:
+        job.prefilled = event.reported
+        slot.resident = Resident(job.doing.tokens)
+        reported = event.reported
+        if reported.prompt_tokens and reported.prompt_s and reported.cached_tokens is not None:
+            computed = reported.prompt_tokens - reported.cached_tokens
+            rates = state.fleet.rates[job.slot.backend]
+            rates.observe_prefill(computed, reported.cached_tokens, reported.prompt_s)
+        if job.steps and _is_wanted(state, job):
+            job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
+    next_step(state, job, now)
+
+
+def _is_wanted(state: State, job: Job) -> bool:
+    """Somebody who waits shares more with this slot than with any snapshot, and enough."""
+    info = state.fleet.infos[job.slot.backend]
+    held = state.fleet.slots[job.slot].resident.tokens
+    if not can_save(state.fleet, info, count(held)):
+        return False
+    for waiting in state.queue:
+        tokens = waiting.request.prompt.tokens
+        shared = common_prefix(held, tokens)
+        if shared < max(state.fleet.catalog.limits.min_tokens, 1):
+            continue
+        if shared > state.fleet.catalog.covered(info.namespace, tokens):
+            return True
+    return False

@@ -1,0 +1,420 @@
+"""The only writer of core state: tells the scheduler what happened, carries out what it answers.
+
+Every method runs on one event loop and the scheduler is synchronous, so no lock is needed and no
+two events overlap. Effects that take time run as tasks and report back as events.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from router.core import effects as ef
+from router.core import events as ev
+from router.core.plan import Plan
+from router.core.planner import plan as make_plan
+from router.core.scheduler import Scheduler
+from router.core.slots import Phase
+from router.errors import BackendError, KvError, KvFileError, RouterError
+from router.ports import Backend, Clock, SnapshotStore, Telemetry
+from router.tasks import Tasks
+from router.tokens import Tokens
+from router.types import (
+    BackendId,
+    BackendInfo,
+    BackendStats,
+    Lease,
+    Namespace,
+    Outcome,
+    Reported,
+    Request,
+    RequestId,
+    RequestRecord,
+    SlotId,
+    SlotStatus,
+    Snapshot,
+    SnapshotId,
+    Stats,
+)
+
+log = structlog.get_logger(__name__)
+
+# Looks at a slot whose client left. The first two see a server that was about to finish anyway;
+# the rest stay under one a second, or the server would not notice that the client of a
+# non-streaming request is gone (llama-server.md section 5.6).
+_QUIET_DELAYS_S = (0.02, 0.1, 1.2)
+# Looks at where a request went that the server placed. The gate is closed meanwhile.
+_LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The right to send one request now. Whoever holds it calls `Engine.finish` once."""
+
+    lease: Lease
+    plan: Plan
+    pin: bool
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What only the web layer can measure, in seconds."""
+
+    ttft_s: float | None
+    total_s: float
+
+
+class Engine:
+    """See the module."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        backends: Mapping[BackendId, Backend],
+        store: SnapshotStore | None,
+        clock: Clock,
+        telemetry: Telemetry,
+    ) -> None:
+        self._scheduler = scheduler
+        self._backends = backends
+        self._store = store
+        self._clock = clock
+        self._telemetry = telemetry
+        self._tasks = Tasks()
+        self._prefills: dict[RequestId, asyncio.Task[None]] = {}
+        self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
+        self._timings: dict[RequestId, Timing] = {}
+        self._wakeup: asyncio.TimerHandle | None = None
+        self._calm = asyncio.Event()  # set while no job is under way
+        self._calm.set()
+
+    # -- for the web layer ---------------------------------------------------------------------
+
+    async def submit(self, request: Request) -> Grant:
+        """Wait for a slot. Raises RouterError.
+
+        Cancelled before the grant, nothing happens for the request; afterwards the grant is the
+        caller's, who must call `finish`.
+        """
+        future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        self._grants[request.id] = future
+        self._feed(ev.Arrived(request))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self.finish(request.id, Outcome.CLIENT_GONE, Reported(), Timing(None, 0.0))
+            else:
+                self._feed(ev.Cancelled(request.id))
+            raise
+        finally:
+            self._grants.pop(request.id, None)
+
+    def finish(
+        self, request: RequestId, outcome: Outcome, reported: Reported, timing: Timing
+    ) -> None:
+        """The response is over. Called once for each grant, on every path; never blocks."""
+        self._timings[request] = timing
+        self._feed(ev.Finished(request, outcome, reported))
+        self._timings.pop(request, None)
+
+    def answer_read(self, lease: Lease, prompt: Tokens, answer: Tokens) -> None:
+        """The ids of an answer that `lease` produced."""
+        self._feed(ev.AnswerRead(lease.slot, lease.generation, prompt, answer))
+
+    def plan(self, request: Request) -> Plan | None:
+        """What would be done with a request now; nothing is done."""
+        return make_plan(request, self._scheduler.state.fleet, self._clock.now())
+
+    # -- for the monitors and the store --------------------------------------------------------
+
+    def backend_up(self, info: BackendInfo, slots: tuple[SlotStatus, ...]) -> None:
+        """A backend can be used from now on."""
+        self._feed(ev.BackendUp(info, slots))
+
+    def backend_down(self, backend: BackendId) -> None:
+        """A backend cannot be used from now on."""
+        self._feed(ev.BackendDown(backend))
+
+    def snapshots_found(self, snapshots: list[Snapshot]) -> None:
+        """What the store had at start-up."""
+        self._feed(ev.SnapshotsFound(tuple(snapshots)))
+
+    def snapshot_lost(self, snapshot: SnapshotId) -> None:
+        """A committed snapshot turned out to be unusable."""
+        self._feed(ev.SnapshotLost(snapshot))
+
+    def known_namespaces(self) -> set[Namespace]:
+        """All that a backend could belong to."""
+        state = self._scheduler.state
+        held = {snapshot.namespace for snapshot, _, _ in state.fleet.catalog.snapshots()}
+        return held | {info.namespace for info in state.fleet.infos.values()}
+
+    @property
+    def infos(self) -> Mapping[BackendId, BackendInfo]:
+        """The backends that are up."""
+        return self._scheduler.state.fleet.infos
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For showing; whoever changes it breaks the one-writer rule."""
+        return self._scheduler
+
+    async def stop(self, *, save: bool) -> None:
+        """Admit nobody, let running requests end, save what is worth it if asked to."""
+        self._feed(ev.Stopping(save))
+        await self._calm.wait()
+
+    async def aclose(self) -> None:
+        """Cancel everything that is still under way."""
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+        await self._tasks.aclose()
+
+    def stats(self) -> Stats:
+        """For gauges."""
+        fleet, queue = self._scheduler.state.fleet, self._scheduler.state.queue
+        return Stats(
+            backends=tuple(
+                BackendStats(
+                    backend,
+                    backend in fleet.infos,
+                    {
+                        phase: sum(slot.phase is phase for slot in fleet.slots.of(backend))
+                        for phase in Phase
+                    },
+                )
+                for backend in self._backends
+            ),
+            queue_depth=len(queue),
+            snapshots=len(fleet.catalog),
+            snapshot_bytes=fleet.catalog.total_bytes,
+            snapshot_tokens=fleet.catalog.total_tokens,
+            evicted=fleet.catalog.evicted,
+        )
+
+    # -- events in, effects out ----------------------------------------------------------------
+
+    def _feed(self, event: ev.Event) -> None:
+        for effect in self._scheduler.handle(event, self._clock.now()):
+            self._carry_out(effect)
+        if self._scheduler.state.jobs:
+            self._calm.clear()
+        else:
+            self._calm.set()
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+            self._wakeup = None
+        now = self._clock.now()
+        at = self._scheduler.next_wakeup(now)
+        if at is not None:
+            # A moment late rather than early: an early tick would find nothing to do.
+            delay_s = max(at - now, 0.0) + 0.001
+            loop = asyncio.get_running_loop()
+            self._wakeup = loop.call_later(delay_s, self._feed, ev.Tick())
+
+    def _carry_out(self, effect: ef.Effect) -> None:
+        match effect:
+            case ef.Dispatch():
+                self._dispatch(effect)
+            case ef.Reject():
+                self._reject(effect)
+            case ef.Account():
+                self._account(effect)
+            case ef.Save():
+                self._tasks.spawn(self._save(effect), name=f"save {effect.slot}")
+            case ef.Restore():
+                self._tasks.spawn(self._restore(effect), name=f"restore {effect.slot}")
+            case ef.Prefill():
+                self._tasks.spawn(self._prefill(effect), name=f"prefill {effect.slot}")
+            case ef.StopWork():
+                if task := self._prefills.get(effect.request):
+                    task.cancel()
+            case ef.Watch():
+                self._tasks.spawn(self._watch(effect), name=f"watch {effect.slot}")
+            case ef.Delete():
+                self._tasks.spawn(self._delete(effect.snapshot), name="delete")
+            case ef.Quarantine():
+                self._tasks.spawn(self._quarantine(effect), name="quarantine")
+
+    def _dispatch(self, effect: ef.Dispatch) -> None:
+        future = self._grants.get(effect.request)
+        if future is None or future.done():
+            self.finish(effect.request, Outcome.CLIENT_GONE, Reported(), Timing(None, 0.0))
+            return
+        if effect.confirm:
+            self._tasks.spawn(self._confirm(effect), name=f"confirm {effect.lease.slot}")
+        future.set_result(Grant(effect.lease, effect.plan, effect.pin, effect.waited_s))
+
+    def _reject(self, effect: ef.Reject) -> None:
+        future = self._grants.get(effect.request)
+        if future is not None and not future.done():
+            future.set_exception(effect.error)
+
+    def _account(self, effect: ef.Account) -> None:
+        reported, chosen = effect.reported, effect.plan.chosen
+        timing = self._timings.get(effect.request.id, Timing(None, 0.0))
+        self._telemetry.request(
+            RequestRecord(
+                request=effect.request.id,
+                slot=effect.slot,
+                source=chosen.source,
+                reason=effect.plan.reason,
+                outcome=effect.outcome,
+                planned_tokens=chosen.reused_tokens,
+                prompt_tokens=reported.prompt_tokens,
+                cached_tokens=reported.cached_tokens,
+                computed_tokens=_computed(reported, effect.prefilled),
+                generated_tokens=reported.generated_tokens,
+                waited_s=effect.waited_s,
+                prepared_s=effect.prepared_s,
+                ttft_s=timing.ttft_s,
+                total_s=timing.total_s,
+                predicted_s=chosen.price.total_s + effect.waited_s,
+            )
+        )
+
+    # -- effects that take time ----------------------------------------------------------------
+
+    async def _save(self, effect: ef.Save) -> None:
+        slot, info = effect.slot, self.infos.get(effect.slot.backend)
+        if self._store is None or info is None or info.place is None:
+            self._feed(ev.SaveFailed(effect.request, slot, "no store"))
+            return
+        name = self._store.staging_name()
+        try:
+            transfer = await self._backends[slot.backend].save(slot.index, name)
+            staged = await self._store.verify(info.place, name, transfer.size_bytes)
+            snapshot = await self._store.commit(staged, effect.namespace)
+        except (BackendError, KvError) as error:
+            with suppress(KvError):
+                await self._store.discard(info.place, name)
+            self._telemetry.saved(slot, effect.reason, None, str(error))
+            self._feed(ev.SaveFailed(effect.request, slot, str(error)))
+            return
+        self._telemetry.saved(slot, effect.reason, transfer, "")
+        self._feed(ev.Saved(effect.request, slot, snapshot, transfer.seconds))
+
+    async def _restore(self, effect: ef.Restore) -> None:
+        slot, snapshot = effect.slot, effect.snapshot
+        info = self.infos.get(slot.backend)
+        if self._store is None or info is None or info.place is None:
+            self._feed(ev.RestoreFailed(effect.request, snapshot.id, "no store", bad_file=False))
+            return
+        try:
+            name = await self._store.open(snapshot, info.place)
+            try:
+                transfer = await self._backends[slot.backend].restore(slot.index, name)
+            finally:
+                with suppress(KvError):
+                    await self._store.close(snapshot, info.place, name)
+        except (BackendError, KvError) as error:
+            self._telemetry.restored(slot, None, str(error))
+            bad_file = isinstance(error, KvFileError)
+            self._feed(ev.RestoreFailed(effect.request, snapshot.id, str(error), bad_file))
+            return
+        self._telemetry.restored(slot, transfer, "")
+        self._feed(ev.Restored(effect.request, snapshot.id, transfer.n_tokens, transfer.seconds))
+
+    async def _prefill(self, effect: ef.Prefill) -> None:
+        backend = self._backends[effect.slot.backend]
+        task = asyncio.current_task()
+        assert task is not None
+        self._prefills[effect.request] = task
+        try:
+            reported = await backend.prefill(effect.slot.index, effect.tokens)
+        except BackendError as error:
+            self._feed(ev.PrefillFailed(effect.request, str(error)))
+        except asyncio.CancelledError:
+            # The client left: the connection is closed, and the slot free once the server knows.
+            await self._wait_quiet(effect.request, effect.slot)
+            self._feed(ev.PrefillFailed(effect.request, "the client left"))
+        else:
+            self._feed(ev.Prefilled(effect.request, reported))
+        finally:
+            self._prefills.pop(effect.request, None)
+
+    async def _watch(self, effect: ef.Watch) -> None:
+        n_tokens = await self._wait_quiet(effect.request, effect.slot)
+        self._feed(ev.Quiet(effect.request, n_tokens))
+
+    async def _wait_quiet(self, request: RequestId, slot: SlotId) -> int | None:
+        """Returns when the slot is idle, with what it holds; None once that is not our concern.
+
+        Two looks have to agree: at the first, the request may still be in the server's queue.
+        """
+        idle_seen = 0
+        looks = 0
+        while request in self._scheduler.state.jobs:
+            await asyncio.sleep(_QUIET_DELAYS_S[min(looks, len(_QUIET_DELAYS_S) - 1)])
+            looks += 1
+            try:
+                statuses = await self._backends[slot.backend].slots()
+            except BackendError:
+                continue  # the monitor will say that it is down, and the job will be gone
+            status = next((s for s in statuses if s.index == slot.index), None)
+            if status is None:
+                return None
+            idle_seen = 0 if status.is_processing else idle_seen + 1
+            if idle_seen == 2:
+                return status.n_tokens or 0
+        return None
+
+    async def _confirm(self, effect: ef.Dispatch) -> None:
+        """Find out where a request runs that the server was free to place, and open the gate."""
+        backend, request = effect.lease.slot.backend, effect.request
+        looks = 0
+        while True:
+            await asyncio.sleep(_LAUNCH_DELAYS_S[min(looks, len(_LAUNCH_DELAYS_S) - 1)])
+            looks += 1
+            job = self._scheduler.state.jobs.get(request)
+            if job is None or not job.gated:
+                return
+            try:
+                statuses = await self._backends[backend].slots()
+            except BackendError:
+                continue
+            busy = {s.index for s in statuses if s.is_processing}
+            slots = self._scheduler.state.fleet.slots.of(backend)
+            known = {s.id.index for s in slots if s.phase in (Phase.RUNNING, Phase.DRAINING)}
+            if effect.lease.slot.index in busy:
+                self._feed(ev.Launched(request, effect.lease.slot.index))
+                return
+            if others := busy - known:
+                self._feed(ev.Launched(request, min(others)))
+                return
+
+    async def _delete(self, snapshot: Snapshot) -> None:
+        if self._store is not None:
+            try:
+                await self._store.delete(snapshot)
+            except KvError as error:
+                self._telemetry.deleted(snapshot, str(error))
+            else:
+                self._telemetry.deleted(snapshot, "")
+
+    async def _quarantine(self, effect: ef.Quarantine) -> None:
+        if self._store is not None:
+            try:
+                await self._store.quarantine(effect.snapshot, effect.reason)
+            except KvError as error:
+                self._telemetry.deleted(effect.snapshot, str(error))
+
+
+def _computed(reported: Reported, prefilled: Reported | None) -> int | None:
+    """Prompt tokens that were computed for a request, by itself and by the router before it."""
+    if reported.prompt_tokens is None or reported.cached_tokens is None:
+        return None
+    computed = reported.prompt_tokens - reported.cached_tokens
+    if prefilled is not None and prefilled.prompt_tokens and prefilled.cached_tokens is not None:
+        computed += prefilled.prompt_tokens - prefilled.cached_tokens
+    return min(computed, reported.prompt_tokens)
+
+
+__all__ = ["Engine", "Grant", "RouterError", "Timing"]

@@ -1,0 +1,140 @@
+"""Every error that a client can be told about: one class, one status, one metric label."""
+
+
+class RouterError(Exception):
+    """Base of all. `status` is the HTTP status, `kind` the OpenAI-style `type`.
+
+    The message goes to the client: it never holds a backend URL, a file path or prompt text.
+    """
+
+    status = 500
+    kind = "server_error"
+    outcome = "internal_error"
+    retry_after_s: float | None = None
+
+
+class BadRequestError(RouterError):
+    """The request itself is wrong; sending it again will not help."""
+
+    status = 400
+    kind = "invalid_request_error"
+    outcome = "bad_request"
+
+
+class ForbiddenError(RouterError):
+    """A route that only the router may use on a backend."""
+
+    status = 403
+    kind = "permission_error"
+    outcome = "forbidden"
+
+
+class ModelNotFoundError(RouterError):
+    """No backend serves the model that the request names."""
+
+    status = 404
+    kind = "model_not_found"
+    outcome = "model_not_found"
+
+
+class BodyTooLargeError(RouterError):
+    """The body is over `limits.max_body`."""
+
+    status = 413
+    kind = "invalid_request_error"
+    outcome = "body_too_large"
+
+
+class ClientTooSlowError(RouterError):
+    """The client did not send its body within `limits.body_timeout`."""
+
+    status = 408
+    kind = "invalid_request_error"
+    outcome = "client_too_slow"
+
+
+class UnsupportedMediaTypeError(RouterError):
+    """A completion body that is not JSON."""
+
+    status = 415
+    kind = "invalid_request_error"
+    outcome = "bad_request"
+
+
+class ContextTooLongError(RouterError):
+    """The prompt fits into no backend; the wording and fields are llama-server's own."""
+
+    status = 400
+    kind = "exceed_context_size_error"
+    outcome = "context_too_long"
+
+    def __init__(self, n_prompt_tokens: int, n_ctx: int) -> None:
+        super().__init__(
+            f"request ({n_prompt_tokens} tokens) exceeds the available context size "
+            f"({n_ctx} tokens), try increasing it"
+        )
+        self.n_prompt_tokens = n_prompt_tokens
+        self.n_ctx = n_ctx
+
+
+class QueueFullError(RouterError):
+    """`queue.max_requests` are waiting already."""
+
+    status = 503
+    kind = "unavailable_error"
+    outcome = "queue_full"
+    retry_after_s = 1.0
+
+
+class NoBackendError(RouterError):
+    """No backend that could serve the request is up."""
+
+    status = 503
+    kind = "unavailable_error"
+    outcome = "no_backend"
+    retry_after_s = 2.0
+
+
+class DeadlineError(RouterError):
+    """The request waited in the queue for longer than `queue.deadline`."""
+
+    status = 504
+    kind = "timeout_error"
+    outcome = "deadline"
+    retry_after_s = 5.0
+
+
+class BackendError(RouterError):
+    """The backend failed before the first byte, and no other could take over."""
+
+    status = 502
+    kind = "server_error"
+    outcome = "backend_error"
+    retry_after_s = 1.0
+
+
+class BackendTimeoutError(BackendError):
+    """The backend did not answer in time."""
+
+    status = 504
+    kind = "timeout_error"
+
+
+class BackendRefusedError(BackendError):
+    """The backend answered a control call with an error status."""
+
+    def __init__(self, message: str, *, backend_status: int) -> None:
+        super().__init__(message)
+        self.backend_status = backend_status
+
+
+class KvError(Exception):
+    """KV trouble. Never reaches a client: the request becomes a cold prefill."""
+
+
+class KvFileError(KvError):
+    """A state file that is not what it should be; the message says in which way."""
+
+
+class StaleLeaseError(RuntimeError):
+    """A lease was used after its slot had gone on to another: a bug here, never in a client."""

@@ -1,0 +1,74 @@
+"""Packed token sequences: little-endian int32, four bytes a token.
+
+A prompt of 16,000 tokens is 64 kB and compares at memcpy speed; a list of ints is neither.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import NewType
+
+Tokens = NewType("Tokens", bytes)
+
+WIDTH = 4
+EMPTY = Tokens(b"")
+
+
+def pack(ids: Iterable[int]) -> Tokens:
+    """Pack ids. Raises OverflowError for an id that is not an int32."""
+    packed = array("i", ids)
+    if sys.byteorder == "big":  # pragma: no cover - no such machine here
+        packed.byteswap()
+    return Tokens(packed.tobytes())
+
+
+def unpack(tokens: Tokens) -> list[int]:
+    """The ids, as ints."""
+    return list(iterate(tokens))
+
+
+def iterate(tokens: Tokens) -> Iterator[int]:
+    """The ids, one by one."""
+    packed = array("i")
+    packed.frombytes(tokens)
+    if sys.byteorder == "big":  # pragma: no cover - no such machine here
+        packed.byteswap()
+    return iter(packed)
+
+
+def count(tokens: Tokens) -> int:
+    """How many tokens."""
+    return len(tokens) // WIDTH
+
+
+def head(tokens: Tokens, n: int) -> Tokens:
+    """The first `n` tokens."""
+    return Tokens(tokens[: n * WIDTH])
+
+
+def tail(tokens: Tokens, n: int) -> Tokens:
+    """All but the first `n` tokens."""
+    return Tokens(tokens[n * WIDTH :])
+
+
+def join(parts: Iterable[Tokens]) -> Tokens:
+    """One sequence after the other."""
+    return Tokens(b"".join(parts))
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Length in tokens of the longest common prefix.
+
+    Halving, comparing only the undecided part: memcmp does the work and every byte is looked at
+    at most twice.
+    """
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high // WIDTH
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low // WIDTH

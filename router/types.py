@@ -1,0 +1,213 @@
+"""The words of kvferry as types. `docs/glossary.md` explains them; nothing here does anything."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+from router.tokens import EMPTY, Tokens, count
+
+BackendId = NewType("BackendId", str)
+RequestId = NewType("RequestId", str)
+SnapshotId = NewType("SnapshotId", str)
+Namespace = NewType("Namespace", str)
+"""Digest of all that must be equal for KV to be reusable, tenant included."""
+Place = NewType("Place", str)
+"""A directory that holds state files; the `--slot-save-path` of one or more backends."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SlotId:
+    """One slot of one backend; `index` is llama-server's `id_slot`."""
+
+    backend: BackendId
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.backend}/{self.index}"
+
+
+class MemoryKind(StrEnum):
+    """How a model remembers, as far as it decides which prefixes of a state are reusable."""
+
+    FULL = "full"
+    SLIDING_WINDOW = "sliding_window"
+    HYBRID = "hybrid"
+    RECURRENT = "recurrent"
+    UNKNOWN = "unknown"
+
+
+class Source(StrEnum):
+    """Where the reused tokens of a request come from (`x-kvferry-source`)."""
+
+    RESIDENT = "resident"
+    SNAPSHOT = "snapshot"
+    COPY = "copy"
+    COLD = "cold"
+    NONE = "none"  # the router has no say: passed through, or the tokens are unknown
+
+
+class Outcome(StrEnum):
+    """How a request that reached a backend ended."""
+
+    OK = "ok"
+    REFUSED = "refused"  # the backend answered with an error status; passed on as it is
+    CLIENT_GONE = "client_gone"
+    BACKEND_ERROR = "backend_error"  # died, hung or closed before the end
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The ids that the engine will see, or the reason why they are not known.
+
+    `boundaries` are token positions where a snapshot stays useful, ascending. Media parts stand
+    in `tokens` as one negative id each (a fingerprint); `n_media` counts them.
+    """
+
+    tokens: Tokens = EMPTY
+    unknown: str | None = None
+    boundaries: tuple[int, ...] = ()
+    n_media: int = 0
+
+    def __len__(self) -> int:
+        return count(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the scheduler has to know of one completion request."""
+
+    id: RequestId
+    prompt: Prompt
+    model: str | None = None  # None: any backend will do
+    tenant: str = ""
+    max_new_tokens: int | None = None
+    pinnable: bool = True  # False: the route drops `id_slot` (llama-server.md section 2.1)
+    whole_backend: bool = False  # n > 1 or a batch: takes slots of llama-server's own choice
+    reuse: bool = True  # False: `cache_prompt: false`
+    slot_hint: int | None = None
+    session: str | None = None  # a hint for `sticky`; tokens are the truth everywhere else
+    avoid: frozenset[BackendId] = frozenset()  # failed for this request already
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """What is known of a backend once it is attached; a new one after every restart."""
+
+    id: BackendId
+    n_slots: int
+    n_ctx: int  # tokens a slot can hold
+    namespace: Namespace
+    models: frozenset[str] = frozenset()
+    place: Place | None = None  # None: no snapshots on this backend
+    memory_kind: MemoryKind = MemoryKind.UNKNOWN
+    keeps_idle_slots: bool = True  # False: unified KV + RAM cache (llama-server.md section 0.6)
+    bytes_per_token: float = 0.0
+    prefill_s_per_token: float | None = None  # measured by the probe; a prior, no more
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A committed state file. Immutable."""
+
+    id: SnapshotId
+    namespace: Namespace
+    place: Place
+    tokens: Tokens
+    size_bytes: int
+
+    def __len__(self) -> int:
+        return count(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to use one slot once. `generation` rises whenever the slot changes hands."""
+
+    slot: SlotId
+    generation: int
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What a backend said of one request that it finished. None: it did not say."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    prompt_s: float | None = None  # seconds it spent on the tokens that were not cached
+    generated_tokens: int | None = None
+    generated_s: float | None = None
+    generated: Tokens | None = None  # ids, where the response carries them
+    text: str | None = None  # else the text, to be tokenized
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """A dispatched request from end to end, for the log and the metrics. Seconds, tokens."""
+
+    request: RequestId
+    slot: SlotId
+    source: Source
+    reason: str
+    outcome: Outcome
+    planned_tokens: int  # meant to be reused
+    prompt_tokens: int | None  # as the backend reported, like the next two
+    cached_tokens: int | None
+    computed_tokens: int | None  # the router's own prefill included
+    generated_tokens: int | None
+    waited_s: float
+    prepared_s: float
+    ttft_s: float | None
+    total_s: float
+    predicted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStats:
+    """One backend at the time of a scrape."""
+
+    backend: BackendId
+    up: bool
+    slots: dict[str, int]  # by phase
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The engine at the time of a scrape: what gauges are made of, so that none can drift."""
+
+    backends: tuple[BackendStats, ...]
+    queue_depth: int
+    snapshots: int
+    snapshot_bytes: int
+    snapshot_tokens: int
+    evicted: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatus:
+    """One entry of `GET /slots`."""
+
+    index: int
+    is_processing: bool
+    n_tokens: int | None  # tokens it holds; None on a slot that never ran
+    n_ctx: int
+    id_task: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a slot save or restore reported, and how long the backend took."""
+
+    n_tokens: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StagedFile:
+    """A state file that a backend wrote and that passed verification."""
+
+    place: Place
+    name: str
+    tokens: Tokens
+    size_bytes: int

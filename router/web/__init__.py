@@ -1,0 +1,1 @@
+"""The HTTP surface that clients and operators see."""

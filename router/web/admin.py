@@ -1,0 +1,187 @@
+"""What operators ask for: state, health, metrics, and what would be done with a request."""
+
+from collections.abc import Callable
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from router.adapters.llama_wire import parse_body, parse_request, route_of
+from router.core.plan import Candidate, Plan
+from router.engine import Engine
+from router.errors import BadRequestError
+from router.types import RequestId
+from router.web.completions import Completions
+from router.web.directory import Directory
+from router.web.replies import error_response, json_response
+
+
+class Admin:
+    """Read-only views."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        directory: Directory,
+        completions: Completions,
+        registry: CollectorRegistry,
+        now: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._directory = directory
+        self._completions = completions
+        self._registry = registry
+        self._now = now
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Prometheus text."""
+        return web.Response(
+            body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def health(self, _: web.Request) -> web.Response:
+        """200 once a backend can be used, else 503 with what is wrong with each."""
+        usable = bool(self._engine.infos)
+        return json_response(
+            {
+                "status": "ok" if usable else "no backend",
+                "backends": {
+                    name: "up" if monitor.attached else monitor.problem
+                    for name, monitor in self._directory.monitors.items()
+                },
+            },
+            status=200 if usable else 503,
+        )
+
+    async def state(self, _: web.Request) -> web.Response:
+        """Backends, slots, snapshots and queue as the scheduler sees them."""
+        state = self._engine.scheduler.state
+        fleet, now = state.fleet, self._now()
+        return json_response(
+            {
+                "policy": fleet.policy.name,
+                "backends": [self._backend(name) for name in self._directory.monitors],
+                "slots": [
+                    {
+                        "backend": slot.id.backend,
+                        "index": slot.id.index,
+                        "phase": slot.phase,
+                        "request": slot.holder,
+                        "resident_tokens": len(slot.resident),
+                        "unread_tokens": slot.resident.unread,
+                        "idle_s": round(now - slot.last_used, 3) if slot.last_used else None,
+                    }
+                    for slot in fleet.slots
+                ],
+                "snapshots": {
+                    "count": len(fleet.catalog),
+                    "size_bytes": fleet.catalog.total_bytes,
+                    "tokens": fleet.catalog.total_tokens,
+                    "evicted": fleet.catalog.evicted,
+                    "max_bytes": fleet.catalog.limits.max_bytes,
+                    "max_tokens": fleet.catalog.limits.max_tokens,
+                    "items": [
+                        {
+                            "id": snapshot.id,
+                            "namespace": snapshot.namespace,
+                            "tokens": len(snapshot),
+                            "size_bytes": snapshot.size_bytes,
+                            "uses": uses,
+                            "in_use": references,
+                        }
+                        for snapshot, uses, references in fleet.catalog.snapshots()[:1000]
+                    ],
+                },
+                "queue": [
+                    {
+                        "request": waiting.request.id,
+                        "waited_s": round(now - waiting.since, 3),
+                        "prompt_tokens": len(waiting.request.prompt),
+                    }
+                    for waiting in state.queue
+                ],
+            }
+        )
+
+    def _backend(self, name: str) -> dict[str, object]:
+        monitor = self._directory.monitors[name]  # type: ignore[index]
+        attached = monitor.attached
+        if attached is None:
+            return {
+                "name": name,
+                "url": monitor.client.url,
+                "up": False,
+                "problem": monitor.problem,
+            }
+        info, found = attached.info, attached.probe
+        rates = self._engine.scheduler.state.fleet.rates[info.id]
+        return {
+            "name": name,
+            "url": monitor.client.url,
+            "up": True,
+            "models": sorted(info.models),
+            "slots": info.n_slots,
+            "n_ctx": info.n_ctx,
+            "namespace": info.namespace,
+            "memory_kind": info.memory_kind,
+            "snapshots": info.place is not None,
+            "keeps_idle_slots": info.keeps_idle_slots,
+            "problem": found.problem,
+            "build": attached.props.build_info,
+            "rates": {
+                "prefill_tokens_per_s": round(1000 / max(rates.prefill_s(1000), 1e-9), 1),
+                "save_1000_tokens_s": round(rates.save_s(1000), 4),
+                "bytes_per_token": round(rates.bytes_per_token.value),
+                "output_tokens_per_s": round(1 / max(rates.output_s_per_token.value, 1e-9), 1),
+            },
+        }
+
+    async def plan(self, request: web.Request, raw: bytes, name: RequestId) -> web.Response:
+        """A dry run: candidates, prices, choice. `?path=` names the route, chat by default."""
+        path = request.query.get("path", "/v1/chat/completions")
+        route = route_of(path)
+        if route is None:
+            return error_response(
+                BadRequestError(f"path: {path!r} is not a completion route"), name
+            )
+        parsed = parse_request(route, parse_body(raw))
+        described, _ = await self._completions.describe(request, parsed, name)
+        made = self._engine.plan(described)
+        return json_response(
+            {
+                "prompt_tokens": None if described.prompt.unknown else len(described.prompt),
+                "unknown": described.prompt.unknown,
+                "plan": _plan(made) if made else None,
+                "reason": made.reason if made else "no slot is free: the request would wait",
+            }
+        )
+
+
+def _plan(made: Plan) -> dict[str, object]:
+    return {
+        "chosen": _candidate(made.chosen),
+        "prefill_first": made.prefill_first,
+        "losers": [_candidate(loser) for loser in made.losers],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, object]:
+    price = candidate.price
+    parts = {
+        "wait": price.wait_s,
+        "save_displaced": price.save_s,
+        "restore": price.restore_s,
+        "prefill": price.prefill_s,
+        "stall": price.stall_s,
+        "expected_loss": price.loss_s,
+    }
+    return {
+        "backend": candidate.slot.backend,
+        "slot": candidate.slot.index,
+        "source": candidate.source,
+        "reused_tokens": candidate.reused_tokens,
+        "snapshot": candidate.snapshot,
+        "copy_from": str(candidate.copy_from) if candidate.copy_from else None,
+        "waits_for": str(candidate.wait_for) if candidate.wait_for else None,
+        "total_s": round(price.total_s, 6),
+        "parts_s": {name: round(value, 6) for name, value in parts.items() if value},
+    }

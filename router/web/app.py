@@ -1,0 +1,188 @@
+"""The routes: which requests take a slot, which pass through, which a client must not make.
+
+Everything that llama-server answers, the router answers with the same bytes; what it adds lives
+under `/kvferry/` and `/metrics`.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable
+
+import orjson
+from aiohttp import web
+
+from router.adapters.llama_reply import merge_models
+from router.adapters.llama_wire import route_of
+from router.errors import (
+    BodyTooLargeError,
+    ClientTooSlowError,
+    ForbiddenError,
+    RouterError,
+)
+from router.ports import Telemetry
+from router.types import RequestId
+from router.web.admin import Admin
+from router.web.completions import Completions
+from router.web.directory import Directory
+from router.web.relay import Capture, forward_headers, relay
+from router.web.replies import REQUEST_ID, error_response, json_response
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+# Routes that run in slots of llama-server's own choice and overwrite what those hold
+# (llama-server.md section 2.1).
+_TAKES_SLOTS = frozenset(
+    {
+        "/embedding",
+        "/embeddings",
+        "/v1/embeddings",
+        "/rerank",
+        "/reranking",
+        "/v1/rerank",
+        "/v1/reranking",
+        "/v1/systemone",
+        "/audio/transcriptions",
+        "/v1/audio/transcriptions",
+    }
+)
+_MODELS = frozenset({"/models", "/v1/models"})
+
+
+def forbidden(method: str, path: str) -> str | None:
+    """Why a client must not do this; None if it may."""
+    if path == "/slots" or path.startswith("/slots/"):
+        return "slots are managed by kvferry; see /kvferry/state"
+    if method in ("GET", "HEAD", "OPTIONS"):
+        return None
+    if path in ("/props", "/lora-adapters"):
+        return f"{path} changes what cached states mean; change it on the server itself"
+    if path in _MODELS or path.startswith(("/models/", "/v1/models/")):
+        return "loading and unloading models is not possible through kvferry"
+    return None
+
+
+class App:
+    """Builds the aiohttp application; owns no state but what it was given."""
+
+    def __init__(
+        self,
+        *,
+        completions: Completions,
+        admin: Admin,
+        directory: Directory,
+        telemetry: Telemetry,
+        max_body_bytes: int,
+        body_timeout_s: float,
+        idle_timeout_s: float,
+        passthrough: bool,
+    ) -> None:
+        self._completions = completions
+        self._admin = admin
+        self._directory = directory
+        self._telemetry = telemetry
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._passthrough = passthrough
+
+    def build(self) -> web.Application:
+        """The application; requests are cancelled when their client leaves."""
+        app = web.Application(
+            client_max_size=self._max_body_bytes,
+            handler_args={
+                # Without it the slot of a client that left during a long prefill stays taken.
+                "handler_cancellation": True,
+                "auto_decompress": True,
+            },
+        )
+        app.router.add_get("/metrics", self._admin.metrics)
+        app.router.add_get("/kvferry/health", self._admin.health)
+        app.router.add_get("/kvferry/state", self._admin.state)
+        app.router.add_post("/kvferry/plan", self._named(self._plan))
+        app.router.add_route("*", "/{path:.*}", self._named(self._any))
+        return app
+
+    def _named(
+        self, handler: Callable[[web.Request, RequestId], Awaitable[web.StreamResponse]]
+    ) -> Handler:
+        """Give the request an id, and an error the router's own shape."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            name = RequestId(secrets.token_hex(8))
+            try:
+                return await handler(request, name)
+            except RouterError as error:
+                self._telemetry.rejected(name, error.outcome, str(error))
+                return error_response(error, name)
+
+        return handle
+
+    async def _any(self, request: web.Request, name: RequestId) -> web.StreamResponse:
+        path = request.path.rstrip("/") or "/"
+        if reason := forbidden(request.method, path):
+            raise ForbiddenError(reason)
+        if self._passthrough or request.method != "POST":
+            if path in _MODELS and request.method == "GET":
+                return await self._models(request, name)
+            return await self._pass(request, name, await self._read(request), None)
+        raw = await self._read(request)
+        if route := route_of(path):
+            return await self._completions.completion(request, route, raw, name)
+        model = _model_of(raw)
+        if path in _TAKES_SLOTS:
+            return await self._completions.other(request, raw, name, model)
+        return await self._pass(request, name, raw, model)
+
+    async def _plan(self, request: web.Request, name: RequestId) -> web.StreamResponse:
+        return await self._admin.plan(request, await self._read(request), name)
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The body, within limits of size and time. Raises RouterError."""
+        if not request.can_read_body:
+            return b""
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                return await request.read()
+        except TimeoutError as error:
+            raise ClientTooSlowError(
+                f"the body did not arrive within {self._body_timeout_s:g} s (limits.body_timeout)"
+            ) from error
+        except web.HTTPRequestEntityTooLarge as error:
+            raise BodyTooLargeError(
+                f"the body is larger than {self._max_body_bytes} bytes (limits.max_body)"
+            ) from error
+
+    async def _pass(
+        self, request: web.Request, name: RequestId, raw: bytes, model: str | None
+    ) -> web.StreamResponse:
+        """Send a request on as it is, to a backend that fits. Raises RouterError."""
+        client = self._directory.pick(self._directory.resolve(model))
+        headers = forward_headers(request)
+        async with client.relay(request.method, request.raw_path, headers, raw or None) as upstream:
+            response, _ = await relay(
+                request,
+                upstream,
+                {REQUEST_ID: name, "x-kvferry-backend": client.id, "x-kvferry-source": "none"},
+                self._idle_timeout_s,
+                Capture(),
+                lambda: None,
+            )
+        return response
+
+    async def _models(self, request: web.Request, name: RequestId) -> web.StreamResponse:
+        """The models of all backends; a fleet with one model gives its server's own answer."""
+        clients = self._directory.one_for_each_model()
+        if len(clients) < 2:
+            return await self._pass(request, name, b"", None)
+        answers = await asyncio.gather(*(client.models_answer() for client in clients))
+        return json_response(merge_models(answers), headers={REQUEST_ID: name})
+
+
+def _model_of(raw: bytes) -> str | None:
+    """The `model` of a JSON body, whatever else is in it."""
+    with contextlib.suppress(orjson.JSONDecodeError):
+        body = orjson.loads(raw)
+        if isinstance(body, dict) and isinstance(body.get("model"), str):
+            return str(body["model"])
+    return None

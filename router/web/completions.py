@@ -1,0 +1,260 @@
+"""A completion from its body to its last byte: parse, tokenize, wait for a slot, relay.
+
+Also for other requests that take a slot of the server's choice (embeddings and the like). What a
+slot is and which one it will be is the engine's business.
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from aiohttp import web
+
+from router.adapters.llama_reply import read_reply
+from router.adapters.llama_wire import (
+    ParsedRequest,
+    Route,
+    parse_body,
+    parse_request,
+    pin_slot,
+    strip_slot,
+)
+from router.adapters.prompts import PromptReader
+from router.engine import Engine, Grant, Timing
+from router.errors import BackendError, BadRequestError, NoBackendError, UnsupportedMediaTypeError
+from router.ports import Spawn
+from router.types import Outcome, Prompt, Reported, Request, RequestId
+from router.web.directory import Directory
+from router.web.relay import Capture, forward_headers, relay
+from router.web.replies import REQUEST_ID
+
+# Times a request is sent anew because its backend failed before the first byte.
+_ATTEMPTS = 3
+# A response up to this size is read in place, at about 1 µs for 100 bytes; more is for a thread.
+_INLINE_BYTES = 32 * 1024
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One client request on its way."""
+
+    http: web.Request
+    raw: bytes
+    request: Request
+    route: Route | None
+    parsed: ParsedRequest | None
+    reader: PromptReader | None
+    arrived: float
+    first_byte: float | None = None
+
+
+class Completions:
+    """Handles every request that takes a slot."""
+
+    def __init__(
+        self, engine: Engine, directory: Directory, spawn: Spawn, idle_timeout_s: float
+    ) -> None:
+        self._engine = engine
+        self._directory = directory
+        self._spawn = spawn
+        self._idle_timeout_s = idle_timeout_s
+
+    async def completion(
+        self, http: web.Request, route: Route, raw: bytes, request_id: RequestId
+    ) -> web.StreamResponse:
+        """One of the completion routes. Raises RouterError."""
+        arrived = perf_counter()
+        parsed = parse_completion(http, route, raw)
+        request, reader = await self.describe(http, parsed, request_id)
+        return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
+
+    async def describe(
+        self, http: web.Request, parsed: ParsedRequest, request_id: RequestId
+    ) -> tuple[Request, PromptReader | None]:
+        """What the scheduler has to know of a completion. Raises ModelNotFoundError."""
+        model = self._directory.resolve(parsed.model)
+        reader = self._directory.reader(model)
+        if parsed.lora:
+            # Its KV is another model's (llama-server.md section 1.7).
+            prompt = Prompt(unknown="a LoRA adapter for this request alone")
+        elif reader is None:
+            prompt = Prompt(unknown="no backend to tokenize with")
+        else:
+            prompt = await reader.read(parsed)
+        request = Request(
+            id=request_id,
+            prompt=prompt,
+            model=model,
+            max_new_tokens=parsed.max_new_tokens,
+            pinnable=parsed.pinnable,
+            whole_backend=parsed.whole_backend,
+            reuse=parsed.cache_prompt,
+            slot_hint=parsed.slot_hint,
+            session=_session(http),
+        )
+        return request, reader
+
+    async def other(
+        self, http: web.Request, raw: bytes, request_id: RequestId, model: str | None
+    ) -> web.StreamResponse:
+        """A request that takes slots as the server likes. Raises RouterError."""
+        request = Request(
+            id=request_id,
+            prompt=Prompt(unknown="not a completion"),
+            model=self._directory.resolve(model),
+            pinnable=False,
+            whole_backend=True,
+            max_new_tokens=0,
+        )
+        return await self._serve(_Exchange(http, raw, request, None, None, None, perf_counter()))
+
+    async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
+        """Wait for a slot and send; elsewhere if the backend fails before the first byte."""
+        first_id = exchange.request.id
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                grant = await self._engine.submit(exchange.request)
+                return await self._send(exchange, grant)
+            except (BackendError, NoBackendError):
+                if attempt == _ATTEMPTS or not self._engine.infos:
+                    raise
+            # A new id: late news of the first attempt must not be taken for the second's.
+            retry = RequestId(f"{first_id}.{attempt + 1}")
+            exchange.request = replace(exchange.request, id=retry)
+        raise AssertionError("unreachable")
+
+    async def _send(self, exchange: _Exchange, grant: Grant) -> web.StreamResponse:
+        """Relay one granted request; the grant is used up on return and on exception."""
+        backend = grant.lease.slot.backend
+        client = self._directory.monitors[backend].client
+        capture = Capture()
+        outcome = Outcome.BACKEND_ERROR
+        status = 0
+        encoding: str | None = None
+
+        def first_byte() -> None:
+            exchange.first_byte = perf_counter()
+
+        try:
+            headers = forward_headers(exchange.http)
+            async with client.relay(
+                exchange.http.method, exchange.http.raw_path, headers, _body(exchange, grant)
+            ) as upstream:
+                status = upstream.status
+                encoding = upstream.headers.get("Content-Encoding")
+                response, outcome = await relay(
+                    exchange.http,
+                    upstream,
+                    _headers(exchange.request, grant),
+                    self._idle_timeout_s,
+                    capture,
+                    first_byte,
+                )
+                return response
+        except asyncio.CancelledError:
+            outcome = Outcome.CLIENT_GONE
+            raise
+        except BackendError:
+            avoid = exchange.request.avoid | {backend}
+            if len(self._engine.infos) > 1:
+                exchange.request = replace(exchange.request, avoid=avoid)
+            raise
+        finally:
+            if outcome is Outcome.BACKEND_ERROR:
+                self._directory.doubt(backend)
+            ok = outcome is Outcome.OK and status == 200
+            self._finish(exchange, grant, outcome, capture, encoding if ok else "unread")
+
+    def _finish(
+        self,
+        exchange: _Exchange,
+        grant: Grant,
+        outcome: Outcome,
+        capture: Capture,
+        encoding: str | None,
+    ) -> None:
+        """Report the end, without awaiting anything: a cancellation cannot skip it."""
+        reported, whole = Reported(), True
+        if exchange.route is not None and exchange.parsed is not None:
+            whole = capture.size_bytes <= _INLINE_BYTES
+            reported = read_reply(
+                exchange.route,
+                exchange.parsed.stream,
+                capture.chunks if whole else capture.ends(_INLINE_BYTES // 2),
+                encoding,
+                complete=whole,
+            )
+        now = perf_counter()
+        total_s = now - exchange.arrived
+        ttft_s = None
+        if exchange.first_byte is not None:
+            ttft_s = exchange.first_byte - exchange.arrived
+            if exchange.parsed is not None and not exchange.parsed.stream:
+                # All of it came at once; the first token was ready when generation began.
+                ttft_s = max(ttft_s - (reported.generated_s or 0.0), 0.0)
+        self._engine.finish(exchange.request.id, outcome, reported, Timing(ttft_s, total_s))
+        if outcome is Outcome.OK and exchange.reader is not None:
+            self._spawn(
+                self._learn(exchange, grant, reported, None if whole else capture),
+                name=f"learn {exchange.request.id}",
+            )
+
+    async def _learn(
+        self, exchange: _Exchange, grant: Grant, reported: Reported, capture: Capture | None
+    ) -> None:
+        """Read the answer's ids, and see whether the tokenizer is still right."""
+        prompt, parsed, reader = exchange.request.prompt, exchange.parsed, exchange.reader
+        if prompt.unknown or prompt.n_media or parsed is None or reader is None:
+            return
+        if reported.prompt_tokens is not None and not parsed.whole_backend:
+            await reader.compare(parsed, len(prompt), reported.prompt_tokens)
+        if capture is not None and capture.complete:
+            reported = await asyncio.to_thread(
+                read_reply, parsed.route, parsed.stream, capture.chunks
+            )
+        answer = reported.generated
+        if answer is None and reported.text:
+            answer = await reader.answer(reported.text)
+        if answer:
+            self._engine.answer_read(grant.lease, prompt.tokens, answer)
+
+
+def parse_completion(http: web.Request, route: Route, raw: bytes) -> ParsedRequest:
+    """Raises BadRequestError or, where the content type explains it, UnsupportedMediaTypeError.
+
+    Any content type will do for JSON: llama-server does not look at it either.
+    """
+    try:
+        return parse_request(route, parse_body(raw))
+    except BadRequestError as error:
+        if http.content_type in ("application/json", "application/octet-stream", "text/plain"):
+            raise
+        raise UnsupportedMediaTypeError(
+            f"{error}; the content type is {http.content_type}, send application/json"
+        ) from error
+
+
+def _body(exchange: _Exchange, grant: Grant) -> bytes:
+    if exchange.parsed is None:
+        return exchange.raw
+    if grant.pin:
+        return pin_slot(exchange.raw, exchange.parsed.body, grant.lease.slot.index)
+    return strip_slot(exchange.raw, exchange.parsed.body)
+
+
+def _headers(request: Request, grant: Grant) -> dict[str, str]:
+    chosen = grant.plan.chosen
+    return {
+        REQUEST_ID: request.id,
+        "x-kvferry-backend": grant.lease.slot.backend,
+        "x-kvferry-slot": str(grant.lease.slot.index),
+        "x-kvferry-source": chosen.source,
+        "x-kvferry-reused-tokens": str(chosen.reused_tokens),
+    }
+
+
+def _session(http: web.Request) -> str | None:
+    for name in ("x-session-id", "session-id", "x-session-affinity", "x-litellm-session-id"):
+        if value := http.headers.get(name):
+            return value[:256]
+    return None

@@ -1,0 +1,66 @@
+"""Which backends there are for a request: by model, by what is up, by what is busy."""
+
+from collections.abc import Mapping
+
+from router.adapters.llama_client import LlamaClient
+from router.adapters.monitor import Monitor
+from router.adapters.prompts import PromptReader
+from router.engine import Engine
+from router.errors import ModelNotFoundError, NoBackendError
+from router.types import BackendId
+
+
+class Directory:
+    """A view on the monitors and the engine; owns nothing."""
+
+    def __init__(
+        self,
+        monitors: Mapping[BackendId, Monitor],
+        readers: Mapping[BackendId, PromptReader],
+        engine: Engine,
+    ) -> None:
+        self.monitors = monitors
+        self._readers = readers
+        self._engine = engine
+
+    def resolve(self, model: str | None) -> str | None:
+        """The model to route by. Raises ModelNotFoundError.
+
+        llama-server ignores the field, so where all backends answer to the same names any name
+        will do; where they differ, a wrong name is an error.
+        """
+        known = [monitor.models for monitor in self.monitors.values() if monitor.models]
+        if model is None or not known or any(model in names for names in known):
+            return model
+        if all(names == known[0] for names in known):
+            return None
+        names = ", ".join(sorted(set().union(*known)))
+        raise ModelNotFoundError(f"no backend serves the model {model!r}; there are: {names}")
+
+    def pick(self, model: str | None) -> LlamaClient:
+        """A backend for a request that takes no slot. Raises NoBackendError."""
+        fleet = self._engine.scheduler.state.fleet
+        able = [info for info in fleet.infos.values() if model is None or model in info.models]
+        if not able:
+            raise NoBackendError("no backend for this request is up")
+        chosen = min(able, key=lambda info: (fleet.running(info.id), info.id))
+        return self.monitors[chosen.id].client
+
+    def one_for_each_model(self) -> list[LlamaClient]:
+        """A backend for each set of model names, in the order of the configuration."""
+        chosen: dict[frozenset[str], LlamaClient] = {}
+        for name, monitor in self.monitors.items():
+            if name in self._engine.infos:
+                chosen.setdefault(monitor.models, monitor.client)
+        return list(chosen.values())
+
+    def reader(self, model: str | None) -> PromptReader | None:
+        """How prompts for a model are read; None while no backend can tell."""
+        for info in self._engine.infos.values():
+            if (model is None or model in info.models) and info.id in self._readers:
+                return self._readers[info.id]
+        return None
+
+    def doubt(self, backend: BackendId) -> None:
+        """A request to this backend failed."""
+        self.monitors[backend].doubt()

