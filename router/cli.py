@@ -107,12 +107,12 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from router.doctor import doctor  # noqa: PLC0415 - only this command needs it
+    from router.doctor import doctor
 
     return asyncio.run(doctor(_config(options)))
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from router.demo.demo import demo  # noqa: PLC0415 - only this command needs it
+    from router.demo.demo import demo
 
     return asyncio.run(demo(options.model, options.llama_server, keep=options.keep))

@@ -276,7 +276,7 @@ class Engine:
                 prepared_s=effect.prepared_s,
                 ttft_s=timing.ttft_s,
                 total_s=timing.total_s,
-                predicted_s=chosen.price.total_s + effect.waited_s,
+                predicted_s=chosen.price.ttft_s + effect.waited_s,
             )
         )
 

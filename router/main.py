@@ -17,7 +17,7 @@ from router.adapters.clock import MonotonicClock, wall_now
 from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
 from router.adapters.llama_reply import Props
-from router.adapters.local_tokenizer import Encoder, load_local
+from router.adapters.local_tokenizer import Encoder, LocalTokenizerError, load_local
 from router.adapters.monitor import Attached, Monitor, Watch
 from router.adapters.prompts import PromptReader, Vocabulary
 from router.adapters.telemetry import EngineCollector, PrometheusTelemetry
@@ -117,17 +117,19 @@ class _Vocabularies:
     def __init__(self, config: Config, tasks: Tasks) -> None:
         self._config = config
         self._tasks = tasks
-        self._local: Encoder | None = None
         self._tokenizers: dict[Namespace, tuple[BackendId, SegmentTokenizer]] = {}
         self.readers: dict[BackendId, PromptReader] = {}
 
-    async def start(self) -> None:
-        """Load the local tokenizer, in a thread. Raises StartError."""
-        if self._config.tokenizer.path is not None:
-            try:
-                self._local = await asyncio.to_thread(load_local, self._config.tokenizer.path)
-            except RuntimeError as error:
-                raise StartError(f"tokenizer.path: {error}") from error
+    async def _local(self, specials: dict[str, int]) -> Encoder | None:
+        """The local tokenizer of the configuration, or None with a line in the log."""
+        path = self._config.tokenizer.path
+        if path is None:
+            return None
+        try:
+            return await asyncio.to_thread(load_local, path, tuple(specials))
+        except LocalTokenizerError as error:
+            log.warning("local_tokenizer_not_used", reason=str(error))
+            return None
 
     async def prepare(self, client: LlamaClient, props: Props, namespace: Namespace) -> None:
         """Learn how a backend tokenizes. Raises BackendError."""
@@ -144,7 +146,7 @@ class _Vocabularies:
                 spawn=self._tasks.spawn,
                 cache_bytes=self._config.tokenizer.cache_bytes,
             )
-            if reason := await tokenizer.self_check(self._local):
+            if reason := await tokenizer.self_check(await self._local(specials)):
                 log.info("tokenizer_whole_texts", backend=client.id, reason=reason)
             self._tokenizers[namespace] = (client.id, tokenizer)
         self.readers[client.id] = PromptReader(Vocabulary(client, tokenizer, props.media_marker))
@@ -182,7 +184,6 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
         registry.register(EngineCollector(engine.stats))
         tasks = Tasks()
         vocabularies = _Vocabularies(config, tasks)
-        await vocabularies.start()
 
         def up(attached: Attached) -> None:
             engine.backend_up(attached.info, attached.slots)

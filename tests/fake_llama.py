@@ -8,6 +8,7 @@ against a real server's in test_contract.py; section numbers are those of llama-
 import asyncio
 import json
 import re
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,28 +21,19 @@ from aiohttp import web
 from tests.fake_wire import (
     N_VOCAB,
     Answer,
+    Faults,
     common,
+    context_error_json,
     decode_state,
     encode_state,
+    error_json,
     generate,
+    models_json,
+    props_json,
     render_chat,
 )
 
 Json = dict[str, Any]
-
-
-@dataclass
-class Faults:
-    """What goes wrong; all off. Set at any time, also between the chunks of a stream."""
-
-    loading: bool = False  # 503 on every route (section 5.5)
-    hang: bool = False  # completions never answer a byte
-    die_at_once: bool = False  # the connection of a completion breaks before any byte
-    die_after_chunks: int | None = None  # the connection breaks after so many tokens of a stream
-    save_fails: bool = False  # 500 "Unable to save slot", as with a full disk
-    save_lies: bool = False  # says more bytes than it wrote (section 0.4)
-    restore_fails: bool = False  # 400, and the slot is empty after it (section 0.5)
-    hang_actions: bool = False  # slot actions never answer
 
 
 @dataclass
@@ -71,11 +63,18 @@ class FakeLlama:
         self.slots = [FakeSlot(i) for i in range(self.n_slots)]
         self.prefill_gate = asyncio.Event()  # cleared: prompts are stuck in prefill
         self.decode_gate = asyncio.Event()  # cleared: streams are stuck before the next token
+        self.action_gate = asyncio.Event()  # cleared: slot actions are stuck before they begin
+        self.actions_waiting = 0
         self.prefill_gate.set()
         self.decode_gate.set()
+        self.action_gate.set()
         self.counts: Counter[tuple[str, int]] = Counter()  # (completion|save|restore|erase, slot)
         self.violations: list[str] = []  # what would have harmed a real server
         self.bodies: list[tuple[str, Json]] = []  # (path, body) of every POST, in order
+        self.seen: list[tuple[str, str]] = []  # (method, raw path) of everything, in order
+        self.stuck = False  # a client does not read fast enough
+        self.chunks_sent = 0  # tokens of streams that went out, or into a buffer
+        self.marker = ""  # `media_marker`: another one after each start (section 5.2)
         self._changed = asyncio.Condition()
         self._tasks = 0
         self._runner: web.AppRunner | None = None
@@ -103,7 +102,8 @@ class FakeLlama:
     async def come_up(self) -> None:
         """Listen, on the old port after a crash; slots are empty."""
         self.slots = [FakeSlot(i) for i in range(self.n_slots)]
-        app = web.Application(client_max_size=2**26, middlewares=[self._while_loading])
+        self.marker = f"<__media_{secrets.token_hex(8)}__>"
+        app = web.Application(client_max_size=2**26, middlewares=[self._front])
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -118,6 +118,7 @@ class FakeLlama:
                 web.post("/completion", self._completion),
                 web.post("/v1/completions", self._completion),
                 web.post("/v1/chat/completions", self._completion),
+                web.post("/v1/messages", self._completion),
             ]
         )
         # Without handler_cancellation a client that left would keep its slot.
@@ -147,11 +148,12 @@ class FakeLlama:
     # --- what is asked and answered at once -------------------------------------------------------
 
     @web.middleware
-    async def _while_loading(
+    async def _front(
         self,
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
+        self.seen.append((request.method, request.raw_path))
         if self.faults.loading:
             return _error(503, "Loading model", "unavailable_error")
         return await handler(request)
@@ -160,23 +162,10 @@ class FakeLlama:
         return web.json_response({"status": "ok"})
 
     async def _props(self, _: web.Request) -> web.Response:
-        answer = {
-            "default_generation_settings": {"params": {}, "n_ctx": self.n_ctx},
-            "total_slots": self.n_slots,
-            "model_alias": self.model,
-            "model_path": f"/models/{self.model}.gguf",
-            "modalities": {"vision": False, "video": False, "audio": False},
-            "chat_template": "{# ChatML #}",
-            "build_info": "b0-fake",
-            "is_sleeping": False,
-        }
-        return web.json_response(answer)
+        return web.json_response(props_json(self.model, self.n_slots, self.n_ctx, self.marker))
 
     async def _models(self, _: web.Request) -> web.Response:
-        sizes = {"n_vocab": N_VOCAB, "n_ctx": self.n_ctx, "n_ctx_train": 65536, "n_embd": 4}
-        meta = {"vocab_type": 2, "n_params": 1, "size": 1, "ftype": "F16"} | sizes
-        entry = {"id": self.model, "aliases": [self.model], "object": "model", "meta": meta}
-        return web.json_response({"object": "list", "data": [entry]})
+        return web.json_response(models_json(self.model, self.n_ctx))
 
     async def _get_slots(self, _: web.Request) -> web.Response:
         return web.json_response([self._slot_json(slot) for slot in self.slots])
@@ -234,6 +223,10 @@ class FakeLlama:
             self.violations.append(f"{action} of busy slot {slot.index}: may hang (section 0.2)")
         if self.faults.hang_actions:
             await asyncio.Event().wait()
+        self.actions_waiting += 1
+        await self._note()
+        await self.action_gate.wait()
+        self.actions_waiting -= 1
         self.counts[action, slot.index] += 1
         if action == "erase":
             answer = web.json_response({"id_slot": given, "n_erased": len(slot.tokens)})
@@ -292,6 +285,10 @@ class FakeLlama:
             self._changed.notify_all()
         try:
             yield slot
+        except asyncio.CancelledError:
+            if self.faults.ignores_leaving:
+                await self.decode_gate.wait()
+            raise
         finally:
             slot.busy = False
             await self._note()
@@ -327,9 +324,10 @@ class FakeLlama:
         if not all(0 <= token < N_VOCAB for token in answer.prompt):
             return _error(400, "Prompt contains invalid tokens")
         if len(answer.prompt) >= self.n_ctx:
-            return _context_error(len(answer.prompt), self.n_ctx)
+            refused = context_error_json(len(answer.prompt), self.n_ctx)
+            return web.json_response(refused, status=400)
         response: web.StreamResponse | None = None
-        async with self._leased(int(body.get("id_slot", -1)), answer.prompt) as slot:
+        async with self._leased(answer.pinned, answer.prompt) as slot:
             if self.faults.hang:
                 await asyncio.Event().wait()
             if self.faults.die_at_once:
@@ -373,7 +371,14 @@ class FakeLlama:
             limit = self.faults.die_after_chunks
             if limit is not None and len(answer.tokens) > limit:
                 await _break(request)
-            await response.write(answer.chunk(token))
+            limit = self.faults.hang_after_chunks
+            if limit is not None and len(answer.tokens) > limit:
+                await asyncio.Event().wait()
+            padding = b":" * self.faults.padding_bytes + b"\n\n"
+            self.stuck = True
+            await response.write(padding * bool(self.faults.padding_bytes) + answer.chunk(token))
+            self.stuck = False
+            self.chunks_sent += 1
 
 
 async def _break(request: web.Request) -> None:
@@ -384,17 +389,4 @@ async def _break(request: web.Request) -> None:
 
 
 def _error(status: int, message: str, kind: str = "invalid_request_error") -> web.Response:
-    error = {"code": status, "message": message, "type": kind}
-    return web.json_response({"error": error}, status=status)
-
-
-def _context_error(n_prompt: int, n_ctx: int) -> web.Response:
-    error = {
-        "code": 400,
-        "message": f"request ({n_prompt} tokens) exceeds the available context size "
-        f"({n_ctx} tokens), try increasing it",
-        "type": "exceed_context_size_error",
-        "n_prompt_tokens": n_prompt,
-        "n_ctx": n_ctx,
-    }
-    return web.json_response({"error": error}, status=400)
+    return web.json_response(error_json(status, message, kind), status=status)

@@ -1,4 +1,4 @@
-"""What the fake llama-server writes: its state files, and its answers in the three dialects.
+"""What the fake llama-server writes: its state files, its answers in four dialects, its faults.
 
 Shapes as a real one sends them (build b11434), less what kvferry does not read; test_contract.py
 holds the two against each other. Section numbers are those of llama-server.md.
@@ -7,6 +7,7 @@ holds the two against each other. Section numbers are those of llama-server.md.
 import json
 import struct
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 MAGIC, VERSION = 0x67677371, 4  # section 1.4
@@ -15,6 +16,23 @@ F16 = 1
 N_VOCAB = 256
 DEFAULT_PREDICT = 16  # where llama-server would go on until the model stops
 Json = dict[str, Any]
+
+
+@dataclass
+class Faults:
+    """What goes wrong; all off. Set at any time, also between the chunks of a stream."""
+
+    loading: bool = False  # 503 on every route (section 5.5)
+    hang: bool = False  # completions never answer a byte
+    die_at_once: bool = False  # the connection of a completion breaks before any byte
+    die_after_chunks: int | None = None  # the connection breaks after so many tokens of a stream
+    hang_after_chunks: int | None = None  # nothing comes after so many tokens of a stream
+    padding_bytes: int = 0  # a comment of this size goes out before each token of a stream
+    save_fails: bool = False  # 500 "Unable to save slot", as with a full disk
+    save_lies: bool = False  # says more bytes than it wrote (section 0.4)
+    restore_fails: bool = False  # 400, and the slot is empty after it (section 0.5)
+    hang_actions: bool = False  # slot actions never answer
+    ignores_leaving: bool = False  # a client that left keeps its slot until its answer is done
 
 
 def next_token(context: list[int]) -> int:
@@ -36,10 +54,60 @@ def render_chat(messages: list[Json]) -> str:
     return "".join(parts) + "<|im_start|>assistant\n"
 
 
+def _render_body(body: Json) -> str:
+    return render_chat(body["messages"])
+
+
 def _text(content: object) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content)
     return str(content or "")
+
+
+def render_messages(body: Json) -> str:
+    """The Anthropic dialect as chat: `system` becomes a message."""
+    system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+    return render_chat(system + list(body["messages"]))
+
+
+def props_json(model: str, n_slots: int, n_ctx: int, marker: str) -> Json:
+    """GET /props."""
+    return {
+        "default_generation_settings": {"params": {}, "n_ctx": n_ctx},
+        "total_slots": n_slots,
+        "model_alias": model,
+        "model_path": f"/models/{model}.gguf",
+        "modalities": {"vision": False, "video": False, "audio": False},
+        "media_marker": marker,
+        "chat_template": "{# ChatML #}",
+        "build_info": "b0-fake",
+        "is_sleeping": False,
+    }
+
+
+def models_json(model: str, n_ctx: int) -> Json:
+    """GET /v1/models."""
+    sizes = {"n_vocab": N_VOCAB, "n_ctx": n_ctx, "n_ctx_train": 65536, "n_embd": 4}
+    meta = {"vocab_type": 2, "n_params": 1, "size": 1, "ftype": "F16"} | sizes
+    entry = {"id": model, "aliases": [model], "object": "model", "meta": meta}
+    return {"object": "list", "data": [entry]}
+
+
+def error_json(status: int, message: str, kind: str = "invalid_request_error") -> Json:
+    """An error of any route."""
+    return {"error": {"code": status, "message": message, "type": kind}}
+
+
+def context_error_json(n_prompt: int, n_ctx: int) -> Json:
+    """A prompt that fills the slot (section 2.3)."""
+    answer = error_json(
+        400,
+        f"request ({n_prompt} tokens) exceeds the available context size "
+        f"({n_ctx} tokens), try increasing it",
+        "exceed_context_size_error",
+    )
+    answer["error"] |= {"n_prompt_tokens": n_prompt, "n_ctx": n_ctx}
+    return answer
 
 
 def encode_state(tokens: list[int], slot: int, n_stream: int) -> bytes:
@@ -117,10 +185,13 @@ class Answer:
         self.body, self.model = body, model
         self.native = path == "/completion"
         self.chat = path == "/v1/chat/completions"
+        self.anthropic = path == "/v1/messages"
         self.stream = bool(body.get("stream", False))
         self.prompt = self._read_prompt()
         asked = body.get("n_predict", body.get("max_tokens"))
         self.limited = isinstance(asked, int) and asked >= 0
+        # That route drops it (section 2.1).
+        self.pinned = -1 if self.anthropic else int(body.get("id_slot", -1))
         # n_predict 0 samples one token all the same; it does not get into the KV.
         self.n_predict = max(1, int(asked or 0)) if self.limited else DEFAULT_PREDICT
         self.tokens: list[int] = []
@@ -128,9 +199,11 @@ class Answer:
         self.id_slot = -1
 
     def _read_prompt(self) -> list[int] | None:
-        if self.chat:
-            messages = self.body.get("messages")
-            return list(render_chat(messages).encode()) if messages else None
+        if self.chat or self.anthropic:
+            if not self.body.get("messages"):
+                return None
+            render = render_messages if self.anthropic else _render_body
+            return list(render(self.body).encode())
         prompt = self.body.get("prompt")
         if isinstance(prompt, str):
             return list(prompt.encode())
@@ -183,7 +256,10 @@ class Answer:
         text = bytes(self.tokens).decode()
         if self.native:
             tokens = self.tokens if self.body.get("return_tokens") else []
-            return self._final() | {"content": text, "tokens": tokens}
+            return self._final() | {"content": text, "tokens": tokens} | self._probabilities()
+        if self.anthropic:
+            said = {"content": [{"type": "text", "text": text}], "stop_reason": "max_tokens"}
+            return self._message() | said
         if self.chat:
             message = {"role": "assistant", "content": text}
             choice = {"finish_reason": self._reason, "index": 0, "message": message}
@@ -191,6 +267,21 @@ class Answer:
             choice = {"finish_reason": self._reason, "index": 0, "text": text, "logprobs": None}
         envelope = self._envelope("chat.completion" if self.chat else "text_completion")
         return envelope | {"choices": [choice], "usage": self.usage(), "timings": self.timings()}
+
+    def _probabilities(self) -> Json:
+        """With `n_probs`, for the first token alone."""
+        if not self.body.get("n_probs"):
+            return {}
+        first = self.tokens[0]
+        top = [{"id": (first + i) % N_VOCAB, "logprob": -0.5 - i} for i in range(5)]
+        return {"completion_probabilities": [top[0] | {"top_logprobs": top}]}
+
+    def _message(self) -> Json:
+        """An Anthropic message, of which the content is still to come."""
+        cached = {"cache_read_input_tokens": self.cache_n}
+        usage = {"input_tokens": self.n_prompt - self.cache_n, "output_tokens": len(self.tokens)}
+        envelope = {"id": "msg_fake", "type": "message", "role": "assistant", "content": []}
+        return envelope | {"model": self.model, "stop_reason": None, "usage": cached | usage}
 
     def _final(self) -> Json:
         return {
@@ -239,6 +330,14 @@ class Answer:
         if self.native:
             return _event(self._partial([token]))
         text = bytes([token]).decode()
+        if self.anthropic:
+            delta = {"index": 0, "delta": {"type": "text_delta", "text": text}}
+            event = _typed("content_block_delta", delta)
+            if len(self.tokens) > 1:
+                return event
+            block = {"index": 0, "content_block": {"type": "text", "text": ""}}
+            start = _typed("message_start", {"message": self._message()})
+            return start + _typed("content_block_start", block) + event
         event = _event(self._chunk({"content": text}, text, None))
         if self.chat and len(self.tokens) == 1:
             return _event(self._chunk({"role": "assistant", "content": None}, "", None)) + event
@@ -254,6 +353,11 @@ class Answer:
         """What ends a stream. The native dialect has no [DONE]."""
         if self.native:
             return _event(self._final())
+        if self.anthropic:
+            usage = {"output_tokens": len(self.tokens)}
+            delta = {"delta": {"stop_reason": "max_tokens"}, "usage": usage}
+            ends = _typed("message_delta", delta) + _typed("message_stop", {})
+            return _typed("content_block_stop", {"index": 0}) + ends
         last = self._chunk({}, "", self._reason)
         done = b"data: [DONE]\n\n"
         if not self.chat:
@@ -267,3 +371,7 @@ class Answer:
 
 def _event(data: Json) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def _typed(kind: str, data: Json) -> bytes:
+    return f"event: {kind}\n".encode() + _event({"type": kind} | data)

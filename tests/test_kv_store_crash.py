@@ -1,11 +1,13 @@
 """`router.adapters.kv_store`: crashes, changed files, full disks and second owners."""
 
+import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -272,3 +274,33 @@ async def test_read_only_directory(stores: Stores, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "open", read_only)
     with pytest.raises(KvError, match="Read-only"):
         await stores.make().load()
+
+
+async def test_record_of_another_file_is_not_believed(stores: Stores, store: KvStore) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    manifest = store._directories[snapshot.place].manifest
+    manifest.add(replace(manifest.entries[snapshot.id], n_tokens=3))
+    _, loaded = await stores.restart(store)
+    assert loaded == []
+
+
+async def test_deleted_while_its_checksum_is_computed(
+    store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No record may be written for a snapshot that is gone already."""
+    inside, go = threading.Event(), threading.Event()
+    real = kv_files.checksum
+
+    def slow(file: BinaryIO) -> str:
+        inside.set()
+        go.wait(10)
+        return real(file)
+
+    monkeypatch.setattr(kv_files, "checksum", slow)
+    snapshot = await put(store)
+    await asyncio.to_thread(inside.wait, 10)
+    await store.delete(snapshot)
+    go.set()
+    await store.flush()
+    assert store._directories[snapshot.place].manifest.entries == {}

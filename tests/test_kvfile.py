@@ -2,6 +2,7 @@
 
 import io
 import os
+import struct
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
@@ -245,12 +246,31 @@ def test_sparse_file_of_terabytes_costs_nothing(tmp_path: Path, start: bytes) ->
         (head([1, 2], [(1, b"abcd")]), "media begins at position 1"),
         (head([-1, -1], [(1, b"a"), (0, b"b")]), "ascend"),
         (head([-1], [(0, b"")]), "descriptor is empty"),
+        (u32(0x67677371, 4, 6) + i32(-1) + u32(1, 1, 5, 0, 0), "announced to end at 36"),
         (head(TOKENS, legacy=True)[:-4] + i32(-1), "no media part"),
     ],
 )
 def test_head_errors_say_what(raw: bytes, what: str) -> None:
     with pytest.raises(KvFileError, match=what):
         read_head(io.BytesIO(raw))
+
+
+def test_layout_errors_say_what() -> None:
+    plain = FILES["full"]
+    cells = plain.index(i32(0, 1, 0))
+    k = plain.index(struct.pack("<iQ", 1, 4), cells)
+    header = FILES["recurrent"].index(u32(0, 3))
+    for raw, at, word, what in (
+        (plain, cells + 4, 2, "in no one sequence"),
+        (plain, cells, 2**32 - 2, "has position -2"),
+        (plain, k, 99, "unknown tensor type 99"),
+        (plain, k + 4, 3, "rows of 3 bytes"),
+        (plain, k - 16, 2, "v_trans 2"),
+        (plain, k - 12, 513, "layers 513"),
+        (FILES["recurrent"], header, 1, "no recurrent header"),
+    ):
+        with pytest.raises(KvFileError, match=what):
+            parse(raw[:at] + u32(word) + raw[at + 4 :])
 
 
 @pytest.mark.parametrize(

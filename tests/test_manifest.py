@@ -104,6 +104,22 @@ def test_append_after_a_torn_line(scratch: Path, written: bytes) -> None:
         assert again.corrupt == 0
 
 
+def test_short_record_over_a_long_torn_one(scratch: Path, written: bytes) -> None:
+    """What is left of the torn one must not become a line of its own."""
+    lines = written.splitlines(keepends=True)
+    (scratch / MANIFEST).write_bytes(b"".join(lines[:3]) + lines[3][:-1])
+    manifest = opened(scratch)
+    manifest.drop(entry(0).id)
+    manifest.close()
+    again = opened(scratch)
+    again.add(entry(9))
+    again.close()
+    assert (again.corrupt, list(again.entries)) == (0, [entry(1).id, entry(9).id])
+    last = (scratch / MANIFEST).read_bytes().splitlines()[3:]
+    assert [module._line({"op": "drop", "id": entry(0).id})[:-1]] == last[:1]
+    assert len(last) == 2
+
+
 @given(st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1, max_size=8))
 @settings(max_examples=400, deadline=None)
 def test_flipped_bits(scratch: Path, written: bytes, flips: list[tuple[int, int]]) -> None:

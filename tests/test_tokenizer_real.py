@@ -227,7 +227,9 @@ SPELLED = (
     "<|im_start|><|im_end|><|endoftext|><|begin_of_text|><|start_header_id|><|eot_id|><|user|>"
     "<|assistant|><|end|><s></s>[INST][/INST]<start_of_turn><end_of_turn><|turn><turn|><unk>"
     "<｜begin▁of▁sentence｜><｜end▁of▁sentence｜><fim_prefix>[CLS][SEP][MASK]<mask>"
+    "<BOS_TOKEN><|START_OF_TURN_TOKEN|><|END_OF_TURN_TOKEN|>"
 )
+REFUSED = {"ggml-vocab-phi-3"}  # the name makes its specials strip white space; the file is silent
 
 
 @pytest.mark.slow
@@ -255,5 +257,5 @@ async def test_vocabulary_family_is_exact(tmp_path: Path, name: str) -> None:
 
         assert await made.self_check(local) is None
         assert set(found) == made.specials
-        assert made.uses_local == (local is not None)
+        assert made.uses_local == (local is not None and name not in REFUSED)
         await assert_exact(made, call, list(found))

@@ -5,6 +5,7 @@ action may be sent is the engine's to know.
 """
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from router.types import BackendId, Reported, SlotStatus, Transfer
 _KEEP_IDLE_S = 2.0
 # Large enough that one event of a stream is one read.
 _READ_BYTES = 2**16
+# Bodies up to this size go out in one piece.
+_PART_BYTES = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,11 @@ def _our_errors() -> Iterator[None]:
         raise BackendError("the backend cannot be reached") from error
 
 
+def _payload(body: bytes | None) -> io.BytesIO | bytes | None:
+    """aiohttp writes bytes in one go, and warns if they are many; a file it writes in parts."""
+    return body if body is None or len(body) <= _PART_BYTES else io.BytesIO(body)
+
+
 def _is_stale(error: BackendError) -> bool:
     """The connection broke, and not because nobody listens."""
     cause = error.__cause__
@@ -134,7 +142,12 @@ class LlamaClient:
         url = URL(self.url + path, encoded=True)
         with _our_errors():
             async with self._connections.control.request(
-                method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+                method,
+                url,
+                data=_payload(body),
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
             ) as response:
                 payload = await response.read()
         if response.status >= HTTPStatus.BAD_REQUEST:
@@ -229,7 +242,7 @@ class LlamaClient:
                 response = await self._connections.relay.request(
                     method,
                     URL(self.url + path, encoded=True),
-                    data=body,
+                    data=_payload(body),
                     headers=headers,
                     timeout=timeout,
                     allow_redirects=False,

@@ -5,6 +5,7 @@ follows the memory kind. `kvferry doctor` shows the same.
 """
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,11 +13,11 @@ import structlog
 
 from router.adapters.identity import Behaviour
 from router.adapters.llama_client import LlamaClient
-from router.errors import BackendError, KvError, KvFileError
+from router.errors import BackendError, BackendRefusedError, KvError, KvFileError
 from router.kvfile.head import read_head
 from router.kvfile.layout import Layout, read_layout
 from router.ports import SnapshotStore
-from router.tokens import Tokens, head, join, pack
+from router.tokens import Tokens, head, join, pack, tail
 from router.types import MemoryKind, Place, SlotStatus
 
 log = structlog.get_logger(__name__)
@@ -95,7 +96,8 @@ async def _measure(
             return
         extended = join([tokens, head(tokens, 1)])
         half = head(tokens, n // 2)
-        diverging = join([half, head(tokens, n // 4)])
+        # Not the beginning again: the text is one paragraph twice, and would just go on.
+        diverging = join([half, tail(tokens, n - n // 4)])
         found.restored_extension = await _reuse(client, slot, name, extended, found)
         found.restored_divergence = await _reuse(client, slot, name, diverging, found)
         found.memory_kind = _kind(found, n)
@@ -105,7 +107,7 @@ async def _measure(
             )
     finally:
         await store.discard(place, name)
-        await client.erase(slot.index)
+        await _erase(client, slot.index)
         found.behaviour = await client.fingerprint(slot.index, tokens)
 
 
@@ -187,10 +189,13 @@ async def _watch_idle(
     empty = [s for s in others if not s.n_tokens]
     if empty:
         await client.prefill(empty[0].index, head(tokens, 4))
-    after = {s.index: s.n_tokens or 0 for s in await client.slots()}
+    try:
+        after = {s.index: s.n_tokens or 0 for s in await client.slots()}
+    except BackendRefusedError:  # started with --no-slots: cannot be seen
+        after = {s.index: 1 for s in slots}
     if empty:
         found.keeps_idle_slots = after.get(used.index, 0) > 0
-        await client.erase(empty[0].index)
+        await _erase(client, empty[0].index)
     else:
         found.keeps_idle_slots = all(after.get(s.index, 0) > 0 for s in others)
 
@@ -218,9 +223,15 @@ async def _put_back(
     slot: SlotStatus,
     name: str | None,
 ) -> None:
-    await client.erase(slot.index)
+    await _erase(client, slot.index)
     if store is not None and place is not None and name is not None:
         try:
             await client.restore(slot.index, name)
         finally:
             await store.discard(place, name)
+
+
+async def _erase(client: LlamaClient, slot: int) -> None:
+    """Empty a slot, unless the server takes no slot actions (llama-server.md section 1.1)."""
+    with suppress(BackendRefusedError):
+        await client.erase(slot)

@@ -2,11 +2,10 @@
 
 from router.core import events as ev
 from router.core.cost import Line, Mean, Rates
-from router.core.effects import Watch
-from router.core.jobs import Job, Stage
+from router.core.endings import watch
 from router.core.slots import Resident
 from router.core.state import State
-from router.types import BackendInfo, MemoryKind, RequestId
+from router.types import BackendInfo, MemoryKind
 
 
 def backend_up(state: State, event: ev.BackendUp) -> None:
@@ -26,12 +25,8 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
             continue
         if not status.is_processing:
             slot.resident = Resident(unread=status.n_tokens or 0)
-            continue
-        name = RequestId(f"stranger-{slot.id}")
-        job = Job(id=name, lease=slot.lease(name), stage=Stage.DRAINING)
-        slot.drain(job.lease)
-        state.jobs[name] = job
-        state.out.append(Watch(name, slot.id))
+        else:
+            watch(state, slot)
 
 
 def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:

@@ -48,6 +48,7 @@ class _Entry:
     uses: int = 1
     references: int = 0
     doomed: bool = False  # out of the index; named for deletion with its last reference
+    kept: bool = False  # never named for deletion: the file is somebody else's concern now
     priority: float = 0.0
 
 
@@ -85,10 +86,13 @@ class Catalog:
     def add(self, snapshot: Snapshot, kind: MemoryKind, value_s: float) -> list[Snapshot]:
         """Take in a committed snapshot; returns the ones to delete now, perhaps itself.
 
-        1. Equal tokens are stored once: the newcomer goes.
-        2. What it makes superfluous goes, unless other prompts branch off there.
-        3. The least valuable go until the limits hold.
+        1. Larger than a limit by itself: the newcomer goes, and not everything else before it.
+        2. Equal tokens are stored once: the newcomer goes.
+        3. What it makes superfluous goes, unless other prompts branch off there.
+        4. The least valuable go until the limits hold.
         """
+        if self.limits.exceeded_by(len(snapshot), snapshot.size_bytes):
+            return [snapshot]
         index = self._index.setdefault(snapshot.namespace, PrefixIndex())
         for match in index.match(snapshot.tokens, limit=4):
             if match.common == match.length == len(snapshot):
@@ -134,8 +138,17 @@ class Catalog:
         entry.references -= 1
         if entry.doomed and entry.references == 0:
             del self._entries[snapshot]
-            return [entry.snapshot]
+            return [] if entry.kept else [entry.snapshot]
         return []
+
+    def forget(self, snapshot: SnapshotId) -> bool:
+        """Take a snapshot out of use and never name it for deletion. False: done already."""
+        entry = self._entries.get(snapshot)
+        if entry is None or entry.kept:
+            return False
+        entry.kept = True
+        self.remove(snapshot)
+        return True
 
     def remove(self, snapshot: SnapshotId) -> list[Snapshot]:
         """Take a snapshot out of use; returns it if its file may be deleted now."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 # Weight of the past after one observation: a change of load shows within about twenty.
 _DECAY = 0.95
+# From so many observations on, one counts for at most so many times what was predicted.
+_SETTLED, _SURPRISE = 3, 3.0
 
 
 @dataclass(slots=True)
@@ -36,7 +38,13 @@ class Line:
         return self.a * u + self.b * v
 
     def observe(self, u: float, v: float, y: float) -> None:
-        """Learn that `u` and `v` took `y` seconds."""
+        """Learn that `u` and `v` took `y` seconds.
+
+        One slow observation (another process had the CPU) moves the line a little; a backend that
+        did get slower is believed after a few.
+        """
+        if self.n >= _SETTLED:
+            y = min(y, _SURPRISE * self.predict(u, v))
         for name, value in (
             ("_uu", u * u),
             ("_uv", u * v),

@@ -1,13 +1,15 @@
 """How jobs end: well, badly, or with the backend under them. Every lease goes back here."""
 
+from collections import deque
+
 from router.core import events as ev
 from router.core.effects import Account, Watch
-from router.core.jobs import Job, Stage
-from router.core.residency import after_answer, after_finish, after_quiet
-from router.core.slots import NOTHING, Resident
+from router.core.jobs import Job, SaveStep, Stage
+from router.core.residency import after_answer, after_either, after_finish, after_quiet
+from router.core.slots import NOTHING, Resident, Slot
 from router.core.state import State
 from router.errors import NoBackendError
-from router.types import BackendId, Outcome, Prompt
+from router.types import BackendId, Outcome, RequestId
 
 
 def lose_backend(state: State, backend: BackendId, now: float) -> None:
@@ -20,21 +22,40 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
     state.fleet.gated.discard(backend)
     state.fleet.slots.lose(backend)
     for job in list(state.jobs.values()):
-        if backend not in {lease.slot.backend for lease in (job.lease, *job.others)}:
+        if job.slot.backend != backend:
+            _lose_source(job, backend)
             continue
         if job.request is not None and job.stage is Stage.PREPARING and not job.cancelled:
             state.reject(job.id, NoBackendError("the backend went away; try again"))
-        if job.stage is Stage.DISPATCHED and job.slot.backend == backend:
-            continue  # Finished is still to come, and with it the account
+        if job.stage is Stage.DISPATCHED:
+            # Finished is still to come, and with it the account. Its gate went with the backend;
+            # the one that is closed then may be somebody else's.
+            job.gated = False
+            continue
         end(state, job, now)
+
+
+def _lose_source(job: Job, backend: BackendId) -> None:
+    """If a copy's source is gone, the request goes on cold; a save under way will say so."""
+    kept = [lease for lease in job.others if lease.slot.backend != backend]
+    if kept == job.others:
+        return
+    job.others = kept
+    job.steps = deque(
+        step
+        for step in job.steps
+        if not (isinstance(step, SaveStep) and step.slot.backend == backend)
+    )
+    job.went_cold("the source of the copy went away")
 
 
 def launched(state: State, event: ev.Launched) -> None:
     """A request without a pin runs: let others near the backend again, and see where it went."""
     job = state.jobs.get(event.request)
-    if job is None:
+    if job is None or job.stage is not Stage.DISPATCHED or not state.fleet.slots.holds(job.lease):
         return
     open_gate(state, job)
+    state.others_cleared(job.slot.backend)
     job.placed = True
     if event.index == job.slot.index or job.others:
         return
@@ -47,7 +68,7 @@ def launched(state: State, event: ev.Launched) -> None:
     pending, busy_until = leased.pending, leased.busy_until
     leased.release(job.lease, leased.resident, leased.last_used)
     job.lease = actual.lease(job.id)
-    job.sent_over = actual.resident.tokens
+    job.sent_over = actual.resident
     actual.start(job.lease)
     actual.pending, actual.busy_until = pending, busy_until
 
@@ -57,6 +78,8 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     job = state.jobs.get(event.request)
     if job is None or job.request is None or job.plan is None or job.stage is not Stage.DISPATCHED:
         return
+    if job.gated:
+        state.others_cleared(job.slot.backend)  # it ran before we saw it
     open_gate(state, job)
     state.out.append(
         Account(
@@ -71,17 +94,68 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         )
     )
     _learn(state, job, event)
-    _doubt_others(state, job, event)
     if not state.fleet.slots.holds(job.lease):
         end(state, job, now)  # the backend went down meanwhile
     elif event.outcome is Outcome.OK:
-        prompt = job.request.prompt if not job.others else Prompt(unknown="several slots")
-        end(state, job, now, after_finish(prompt, event.reported))
+        end(state, job, now, _left_by(state, job, event))
     else:
-        job.stage = Stage.DRAINING
-        for lease in (job.lease, *job.others):
-            state.fleet.slots[lease.slot].drain(lease)
-        state.out.append(Watch(job.id, job.slot))
+        _abandon(state, job, now)
+
+
+def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
+    """What the job's slot holds after a complete answer.
+
+    1. The server used several slots as it liked: nothing is known.
+    2. The server placed it, gone before we saw where: it may have been any idle slot.
+    3. Prompt and answer.
+    """
+    assert job.request is not None
+    if job.request.whole_backend:
+        return NOTHING
+    if job.request.pinnable or job.placed:
+        return after_finish(job.request.prompt, event.reported)
+    _doubt_drained(state, job)
+    for slot in state.fleet.slots.of(job.slot.backend):
+        if slot.is_idle:
+            slot.resident = after_either(slot.resident, job.request.prompt)
+    return after_either(job.sent_over, job.request.prompt)
+
+
+def _abandon(state: State, job: Job, now: float) -> None:
+    """Hold the slot until the backend has let go of it, and every slot that it may be using.
+
+    A request pinned to a busy slot can destroy an answer (llama-server.md section 0.1), so one
+    that the server placed where we have not seen it keeps all idle slots out of use.
+    """
+    assert job.request is not None
+    job.stage = Stage.DRAINING
+    state.fleet.slots[job.slot].drain(job.lease)
+    state.out.append(Watch(job.id, job.slot))
+    for lease in job.others:
+        state.fleet.slots[lease.slot].release(lease, NOTHING, now)
+    job.others.clear()
+    if job.request.whole_backend or not (job.request.pinnable or job.placed):
+        job.doubted = True
+        _doubt_drained(state, job)
+        for slot in state.fleet.slots.of(job.slot.backend):
+            if slot.is_idle:
+                watch(state, slot)
+
+
+def _doubt_drained(state: State, job: Job) -> None:
+    """A slot that we still watched may have been idle, and the server's choice for the job."""
+    for other in state.jobs.values():
+        if other.slot.backend == job.slot.backend and other.stage is Stage.DRAINING:
+            other.doubted = True
+
+
+def watch(state: State, slot: Slot) -> None:
+    """Keep a slot out of use until it is known to be idle: somebody unknown may be using it."""
+    name = RequestId(f"stranger-{slot.id}-{slot.generation}")
+    job = Job(id=name, lease=slot.lease(name), stage=Stage.DRAINING)
+    slot.drain(job.lease)
+    state.jobs[name] = job
+    state.out.append(Watch(name, slot.id))
 
 
 def quiet(state: State, event: ev.Quiet, now: float) -> None:
@@ -89,11 +163,10 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
     job = state.jobs.get(event.request)
     if job is None:
         return
-    if job.request is None:  # somebody else's
+    if job.request is None or job.doubted:
         end(state, job, now, Resident(unread=event.n_tokens or 0))
-        return
-    prompt = job.request.prompt if not job.others else Prompt(unknown="several slots")
-    end(state, job, now, after_quiet(job.sent_over, prompt, event.n_tokens))
+    else:
+        end(state, job, now, after_quiet(job.sent_over, job.request.prompt, event.n_tokens))
 
 
 def answer_read(state: State, event: ev.AnswerRead) -> None:
@@ -128,22 +201,6 @@ def open_gate(state: State, job: Job) -> None:
     if job.gated:
         job.gated = False
         state.fleet.gated.discard(job.slot.backend)
-
-
-def _doubt_others(state: State, job: Job, event: ev.Finished) -> None:
-    """A request that the server placed, gone before we saw where: it may have been any idle slot.
-
-    Not if it found what we had prepared for it: that was on the leased slot alone.
-    """
-    assert job.request is not None
-    if job.request.pinnable or job.placed:
-        return
-    cached = event.reported.cached_tokens or 0
-    if job.prefilled is not None and cached >= len(job.request.prompt) - 1:
-        return
-    for slot in state.fleet.slots.of(job.slot.backend):
-        if slot.is_idle:
-            slot.resident = NOTHING
 
 
 def _learn(state: State, job: Job, event: ev.Finished) -> None:

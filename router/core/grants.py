@@ -75,6 +75,12 @@ def stop(state: State, *, save: bool) -> None:
         state.reject(waiting.request.id, NoBackendError("the router is stopping"))
 
 
+def patience_ends(state: State, now: float) -> float | None:
+    """When the next request has waited for a busy slot for as long as it may, in clock seconds."""
+    ends = (waiting.since + state.fleet.policy.max_wait_s for waiting in state.queue)
+    return next((end for end in ends if end > now), None)
+
+
 def serve_queue(state: State, now: float) -> None:
     """Give free slots to those who wait, the oldest first.
 
@@ -114,7 +120,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
     state.jobs[job.id] = job
     slot.pending = request.prompt.tokens
     slot.busy_until = (
-        now + chosen.price.total_s + fleet.rates[backend].generation_s(request.max_new_tokens)
+        now + chosen.price.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
     )
     if request.whole_backend:
         rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]

@@ -1,13 +1,14 @@
 """A lease at work: the steps between a grant and the client's request, one after the other."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from router.core.effects import SaveReason
 from router.core.plan import Plan
-from router.tokens import EMPTY, Tokens
-from router.types import Lease, Reported, Request, RequestId, SlotId, SnapshotId
+from router.core.slots import NOTHING, Resident
+from router.tokens import Tokens
+from router.types import Lease, Reported, Request, RequestId, SlotId, SnapshotId, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,19 @@ class Job:
     waited_s: float = 0.0
     prepared_s: float = 0.0
     prefilled: Reported | None = None
-    sent_over: Tokens = EMPTY  # what the slot held when the request went
+    sent_over: Resident = NOTHING  # what the slot held when the request went
+    doubted: bool = False  # nothing can be said of what its slot holds when it is over
 
     @property
     def slot(self) -> SlotId:
         return self.lease.slot
 
-    def lease_of(self, slot: SlotId) -> Lease:
-        """The job's lease on one of its slots."""
-        return next(lease for lease in (self.lease, *self.others) if lease.slot == slot)
+    def lease_of(self, slot: SlotId) -> Lease | None:
+        """The job's lease on a slot. None: it has none, or no longer."""
+        return next((x for x in (self.lease, *self.others) if x.slot == slot), None)
+
+    def went_cold(self, reason: str) -> None:
+        """What the plan meant to reuse did not come."""
+        if self.plan is not None:
+            chosen = replace(self.plan.chosen, source=Source.COLD, reused_tokens=0, snapshot=None)
+            self.plan = replace(self.plan, chosen=chosen, reason=reason)

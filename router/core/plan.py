@@ -13,8 +13,13 @@ class Price:
     save_s: float = 0.0  # of content that is displaced
     restore_s: float = 0.0
     prefill_s: float = 0.0
-    stall_s: float = 0.0  # caused to running streams: a transfer stops every slot
+    stall_s: float = 0.0  # caused to running streams, which stop for transfers and prefills
     loss_s: float = 0.0  # expected, from what is displaced and not saved
+
+    @property
+    def ttft_s(self) -> float:
+        """What the request itself waits for."""
+        return self.wait_s + self.save_s + self.restore_s + self.prefill_s
 
     @property
     def total_s(self) -> float:

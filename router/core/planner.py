@@ -13,7 +13,7 @@ from router.core.plan import Candidate, Plan, Price
 from router.core.policy import Policy, PolicyName
 from router.core.reuse import can_restore, reusable_tokens
 from router.core.slots import Phase, Slot, SlotTable
-from router.tokens import common_prefix
+from router.tokens import common_prefix, count
 from router.types import (
     BackendId,
     BackendInfo,
@@ -62,9 +62,9 @@ class Fleet:
         phases = [slot.phase for slot in self.slots.of(backend)]
         if request.whole_backend:
             return all(phase is Phase.IDLE for phase in phases)
-        if self.needs_gate(backend, request):
-            return Phase.PREPARING not in phases
-        return True
+        if not request.pinnable and Phase.DRAINING in phases:
+            return False  # the slot may be idle already, and the server's choice
+        return not (self.needs_gate(backend, request) and Phase.PREPARING in phases)
 
     def needs_gate(self, backend: BackendId, request: Request) -> bool:
         """Nothing else may be prepared on the backend until this request is known to run.
@@ -102,17 +102,18 @@ def plan(request: Request, fleet: Fleet, now: float, waited_s: float = 0.0) -> P
     if not fleet.policy.moves_kv:
         return _baseline(request, fleet, free)
     candidates = list(_now(request, fleet, free))
-    if candidates and waited_s < fleet.policy.max_wait_s:
-        candidates += _later(request, fleet, free, now)
     if not candidates:
         return None
+    if waited_s < fleet.policy.max_wait_s:
+        later = list(_later(request, fleet, now))
+        candidates = [_less_double_work(request, fleet, c, later) for c in candidates] + later
     candidates.sort(key=Candidate.order)
     chosen = candidates[0]
     return Plan(
         chosen=chosen,
         losers=tuple(candidates[1 : 1 + _LOSERS]),
         reason=_reason(request, chosen),
-        prefill_first=_prefill_first(request, chosen, fleet.policy),
+        prefill_first=_prefill_first(request, chosen, fleet),
     )
 
 
@@ -121,9 +122,14 @@ def _wanted(slot: Slot, request: Request, info: BackendInfo) -> bool:
     return hint is None or slot.id.index == hint or hint >= info.n_slots
 
 
+def _has_no_say(request: Request) -> bool:
+    """What the server will reuse is not known, or not for the router to choose."""
+    return bool(request.whole_backend or request.prompt.unknown or not request.reuse)
+
+
 def _now(request: Request, fleet: Fleet, free: list[Slot]) -> Iterator[Candidate]:
     """Ways to start at once: resident, snapshot, copy of another idle slot, cold."""
-    if request.whole_backend or request.prompt.unknown or not request.reuse:
+    if _has_no_say(request):
         yield from (_cold(request, fleet, slot, Source.NONE) for slot in free)
         return
     owner: Candidate | None = None
@@ -155,19 +161,30 @@ def _resident(request: Request, fleet: Fleet, slot: Slot) -> Candidate | None:
     if not reused:
         return None
     base = _displace(fleet, slot, kept=common)
-    prefill_s = fleet.rates[info.id].prefill_s(len(request.prompt) - reused, reused)
     return replace(
         base,
         source=Source.RESIDENT,
         reused_tokens=reused,
-        price=replace(base.price, prefill_s=prefill_s),
+        price=_with_prefill(request, fleet, info.id, base.price, reused),
     )
 
 
 def _cold(request: Request, fleet: Fleet, slot: Slot, source: Source) -> Candidate:
     base = _displace(fleet, slot, kept=0)
-    prefill_s = fleet.rates[slot.id.backend].prefill_s(len(request.prompt))
-    return replace(base, source=source, price=replace(base.price, prefill_s=prefill_s))
+    price = _with_prefill(request, fleet, slot.id.backend, base.price, 0)
+    return replace(base, source=source, price=price)
+
+
+def _with_prefill(
+    request: Request, fleet: Fleet, backend: BackendId, price: Price, reused: int
+) -> Price:
+    """`price`, and what computing the rest of the prompt costs this request and the others.
+
+    Streams on the same backend get one token for each batch of a prefill: they all but stop.
+    """
+    prefill_s = fleet.rates[backend].prefill_s(len(request.prompt) - reused, reused)
+    stall_s = price.stall_s + prefill_s * fleet.running(backend)
+    return replace(price, prefill_s=prefill_s, stall_s=stall_s)
 
 
 def _restores(request: Request, fleet: Fleet, target: Candidate) -> Iterator[Candidate]:
@@ -176,6 +193,8 @@ def _restores(request: Request, fleet: Fleet, target: Candidate) -> Iterator[Can
     if info.place is None or not can_restore(info.memory_kind):
         return
     for match in fleet.catalog.match(info.namespace, request.prompt.tokens):
+        if match.length > info.n_ctx:
+            continue  # "does not fit in the slot context" (llama-server.md section 1.1)
         reused = reusable_tokens(info.memory_kind, len(request.prompt), match.common, match.length)
         if reused:
             size_bytes = fleet.catalog[match.item].size_bytes
@@ -190,18 +209,13 @@ def _restored(
     request: Request, fleet: Fleet, target: Candidate, reused: int, size_bytes: int
 ) -> Candidate:
     """`target`, starting from a file of `size_bytes` that gives `reused` tokens."""
-    rates = fleet.rates[target.slot.backend]
-    restore_s = rates.restore_s(size_bytes)
-    return replace(
-        target,
-        reused_tokens=reused,
-        price=replace(
-            target.price,
-            restore_s=restore_s,
-            stall_s=target.price.stall_s + restore_s * fleet.running(target.slot.backend),
-            prefill_s=rates.prefill_s(len(request.prompt) - reused, reused),
-        ),
-    )
+    backend = target.slot.backend
+    restore_s = fleet.rates[backend].restore_s(size_bytes)
+    displaced = _displace(fleet, fleet.slots[target.slot], kept=0).price
+    price = _with_prefill(request, fleet, backend, displaced, reused)
+    stall_s = price.stall_s + restore_s * fleet.running(backend)
+    price = replace(price, restore_s=restore_s, stall_s=stall_s)
+    return replace(target, reused_tokens=reused, price=price)
 
 
 def _copy(
@@ -216,7 +230,9 @@ def _copy(
         common_prefix(resident.tokens, request.prompt.tokens),
         len(resident),
     )
-    if not reused or there.namespace != here.namespace or not can_save(fleet, there, len(resident)):
+    if not reused or there.namespace != here.namespace or here.n_ctx < len(resident):
+        return
+    if not can_save(fleet, there, len(resident)):
         return
     rates = fleet.rates[there.id]
     save_s = rates.save_s(len(resident))
@@ -235,13 +251,14 @@ def _copy(
     )
 
 
-def _later(request: Request, fleet: Fleet, free: list[Slot], now: float) -> Iterator[Candidate]:
+def _later(request: Request, fleet: Fleet, now: float) -> Iterator[Candidate]:
     """Ways that begin with waiting for a busy slot which has, or is computing, the prefix.
 
-    1. Its prefill is under way on its own: what it computes is saved for all who wait.
+    1. Its prefill is under way on its own, and will be saved for all who wait; or what it holds
+       is being saved anyway.
     2. It runs somebody's request: only where the policy allows to wait for the owner.
     """
-    if request.prompt.unknown or not request.reuse or request.whole_backend:
+    if _has_no_say(request):
         return
     for slot in fleet.slots:
         if slot.phase not in (Phase.PREPARING, Phase.RUNNING) or not slot.pending:
@@ -250,9 +267,8 @@ def _later(request: Request, fleet: Fleet, free: list[Slot], now: float) -> Iter
             continue
         info = fleet.infos[slot.id.backend]
         common = common_prefix(slot.pending, request.prompt.tokens)
-        # What is being computed ends one token short of its prompt, and restores as that.
-        held = len(slot.pending) // 4 - 1
-        reused = reusable_tokens(info.memory_kind, len(request.prompt), min(common, held), held)
+        held = count(slot.pending)
+        reused = reusable_tokens(info.memory_kind, len(request.prompt), common, held)
         if not reused:
             continue
         rates = fleet.rates[info.id]
@@ -261,14 +277,36 @@ def _later(request: Request, fleet: Fleet, free: list[Slot], now: float) -> Iter
         waiting = Candidate(
             slot.id, Source.RESIDENT, reused, Price(wait_s=wait_s, prefill_s=rest_s)
         )
-        if slot.prefilling and can_save(fleet, info, held):
+        if slot.sharing and can_save(fleet, info, held):
             transfer_s = rates.save_s(held) + rates.restore_s(
                 round(held * rates.bytes_per_token.value)
             )
             price = replace(waiting.price, restore_s=transfer_s)
             yield replace(waiting, source=Source.SNAPSHOT, price=price, wait_for=slot.id)
-        elif fleet.policy.may_wait and wait_s <= fleet.policy.max_wait_s:
+        elif (
+            fleet.policy.may_wait
+            and wait_s <= fleet.policy.max_wait_s
+            and _wanted(slot, request, info)
+        ):
             yield replace(waiting, wait_for=slot.id)
+
+
+def _less_double_work(
+    request: Request, fleet: Fleet, candidate: Candidate, later: list[Candidate]
+) -> Candidate:
+    """`candidate`, charged for computing what another slot is computing at this moment.
+
+    The request itself may not lose by it, on an idle server; everybody else loses those seconds
+    of that server, if they need it.
+    """
+    shared = [c.reused_tokens for c in later if c.source is Source.SNAPSHOT]
+    double = max(shared, default=0) - candidate.reused_tokens
+    if double <= 0:
+        return candidate
+    rates = fleet.rates[candidate.slot.backend]
+    waste_s = rates.prefill_s(double, candidate.reused_tokens)
+    loss_s = candidate.price.loss_s + fleet.policy.reuse_probability * waste_s
+    return replace(candidate, price=replace(candidate.price, loss_s=loss_s))
 
 
 def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
@@ -325,7 +363,7 @@ def _displace(fleet: Fleet, slot: Slot, kept: int) -> Candidate:
     )
 
 
-def _prefill_first(request: Request, chosen: Candidate, policy: Policy) -> bool:
+def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
     """Compute the prompt with a request of our own before the client's.
 
     1. The server would pick the slot: afterwards the slot we mean has by far the longest common
@@ -335,11 +373,14 @@ def _prefill_first(request: Request, chosen: Candidate, policy: Policy) -> bool:
     prompt = request.prompt
     if prompt.unknown or prompt.n_media or not request.reuse or request.whole_backend:
         return False
-    if len(prompt) - chosen.reused_tokens < 2 and request.pinnable:
-        return False
+    if len(prompt) - chosen.reused_tokens < 2:
+        return False  # only the last token is left, and the client's request computes that
     if not request.pinnable:
-        return len(prompt) > 1
-    return policy.coalesce_above_s is not None and chosen.price.prefill_s >= policy.coalesce_above_s
+        return True
+    above_s = fleet.policy.coalesce_above_s
+    if above_s is None or chosen.price.prefill_s < above_s:
+        return False
+    return can_save(fleet, fleet.infos[chosen.slot.backend], len(prompt) - 1)
 
 
 def _reason(request: Request, chosen: Candidate) -> str:
@@ -355,14 +396,21 @@ def _reason(request: Request, chosen: Candidate) -> str:
 def _baseline(request: Request, fleet: Fleet, free: Iterable[Slot]) -> Plan | None:
     """The policies that never move KV, for comparison. What a slot happens to hold still counts.
 
-    1. `sticky`: the slot of the first time, however long it takes; else the least busy.
+    1. `sticky`: the slot of the first time, however long it takes; else the least busy. A home
+       that is gone, or that a `slot_hint` rules out, is none.
     2. `round_robin`: the next slot in turn.
     3. `least_busy`: the backend with the fewest running, then the slot idle for longest.
     """
     slots = list(free)
     if fleet.policy.name is PolicyName.STICKY:
         home = fleet.sticky.get(sticky_key(request))
-        if home is not None and fleet.serves(home.backend, request):
+        if home in {
+            slot.id
+            for backend, info in fleet.infos.items()
+            if fleet.serves(backend, request)
+            for slot in fleet.slots.of(backend)
+            if _wanted(slot, request, info)
+        }:
             slots = [slot for slot in slots if slot.id == home]
     if not slots:
         return None
@@ -373,9 +421,10 @@ def _baseline(request: Request, fleet: Fleet, free: Iterable[Slot]) -> Plan | No
         slot = min(slots, key=lambda s: in_turn.index(s.id))
     else:
         slot = min(slots, key=lambda s: (fleet.running(s.id.backend), s.last_used, s.id))
-    resident = None if request.prompt.unknown else _resident(request, fleet, slot)
-    source = Source.NONE if request.prompt.unknown else Source.COLD
-    chosen = resident or _cold(request, fleet, slot, source)
+    if _has_no_say(request):
+        chosen = _cold(request, fleet, slot, Source.NONE)
+    else:
+        chosen = _resident(request, fleet, slot) or _cold(request, fleet, slot, Source.COLD)
     return Plan(replace(chosen, save_displaced=False), reason=fleet.policy.name)
 
 

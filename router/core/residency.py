@@ -2,7 +2,7 @@
 
 from router.core.reuse import CHECKPOINT_BEFORE_END
 from router.core.slots import NOTHING, Resident
-from router.tokens import Tokens, count, head, join
+from router.tokens import Tokens, common_prefix, count, head, join
 from router.types import Prompt, Reported
 
 
@@ -45,20 +45,24 @@ def after_answer(resident: Resident, prompt: Tokens, answer: Tokens) -> Resident
     return Resident(join([prompt, held]), 0, resident.checkpoints)
 
 
-def after_quiet(before: Tokens, prompt: Prompt, n_tokens: int | None) -> Resident:
+def after_quiet(before: Resident, prompt: Prompt, n_tokens: int | None) -> Resident:
     """After a request that did not end well: only the slot's length is known, if that.
 
-    1. The length it had before: the request never ran, and the content is what it was. That
-       can be wrong only if the prompt was cut off at that very length; then it must agree.
-    2. No longer than the prompt: a part of the prompt.
-    3. Longer: the prompt, and an answer nobody has read.
+    1. No longer than the prompt: a part of the prompt.
+    2. Longer: the prompt, and an answer nobody has read.
+    3. The length it had before: one of these, or the request never ran and the content is what it
+       was. Claimed is what both have in common.
     """
     if n_tokens is None or prompt.unknown or prompt.n_media:
         return NOTHING
-    if n_tokens == count(before):
-        if n_tokens <= len(prompt) and head(prompt.tokens, n_tokens) != before:
-            return NOTHING
-        return Resident(before)
-    if n_tokens <= len(prompt):
-        return Resident(head(prompt.tokens, n_tokens))
-    return Resident(prompt.tokens, n_tokens - len(prompt))
+    known = head(prompt.tokens, n_tokens)
+    if n_tokens == len(before):
+        known = head(known, common_prefix(known, before.tokens))
+    return Resident(known, n_tokens - count(known))
+
+
+def after_either(resident: Resident, prompt: Prompt) -> Resident:
+    """After a request that may have run here or not: both leave what is common to them."""
+    if prompt.unknown or prompt.n_media:
+        return NOTHING
+    return Resident(head(prompt.tokens, common_prefix(resident.tokens, prompt.tokens)))

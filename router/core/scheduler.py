@@ -35,6 +35,7 @@ class Scheduler:
         times = [
             state.queue.next_deadline(),
             background.wakeup(state),
+            grants.patience_ends(state, now),
             *(
                 waiting.since + state.queue.limits.no_backend_s
                 for waiting in state.queue
@@ -55,7 +56,7 @@ class Scheduler:
             case ev.SnapshotsFound():
                 attach.snapshots_found(state, event)
             case ev.SnapshotLost():
-                state.fleet.catalog.remove(event.snapshot)
+                state.fleet.catalog.forget(event.snapshot)
             case ev.Arrived():
                 grants.arrived(state, event.request, now)
             case ev.Cancelled():

@@ -76,8 +76,8 @@ class Slot:
     resident: Resident = NOTHING
     last_used: float = 0.0
     busy_until: float = 0.0
-    pending: Tokens = EMPTY  # the prompt of the lease in force
-    prefilling: bool = False  # PREPARING, and `pending` is being computed on its own
+    pending: Tokens = EMPTY  # what the lease in force computes, or saves
+    sharing: bool = False  # PREPARING, and others may have `pending` when that is done
     saved: bool = False  # the background has had its chance with this content
 
     @property
@@ -116,7 +116,7 @@ class Slot:
         self._check(lease)
         self._move(Move.RELEASE)
         self.holder = None
-        self.pending, self.prefilling = EMPTY, False
+        self.pending, self.sharing = EMPTY, False
         self.resident = resident
         self.last_used = now
         self.saved = False
@@ -126,7 +126,7 @@ class Slot:
         self._move(Move.LOSE)
         self.generation += 1
         self.holder = None
-        self.pending, self.prefilling = EMPTY, False
+        self.pending, self.sharing = EMPTY, False
         self.resident = NOTHING
 
     def _check(self, lease: Lease) -> None:

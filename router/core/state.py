@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 
 from router.core.cost import Rates
 from router.core.effects import Delete, Effect, Reject
-from router.core.jobs import Job
+from router.core.jobs import Job, RestoreStep, Stage
 from router.core.planner import Fleet
 from router.core.queue import Queue
+from router.core.slots import NOTHING
 from router.errors import RouterError
-from router.types import Request, RequestId, Snapshot, SnapshotId
+from router.types import BackendId, Request, RequestId, Snapshot, SnapshotId
 
 
 @dataclass(slots=True)
@@ -18,6 +19,8 @@ class State:
     fleet: Fleet = field(default_factory=Fleet)
     queue: Queue = field(default_factory=Queue)
     jobs: dict[RequestId, Job] = field(default_factory=dict)
+    # Restores that are under way although their job has ended: they keep their reference.
+    late: dict[RequestId, SnapshotId] = field(default_factory=dict)
     strikes: dict[SnapshotId, int] = field(default_factory=dict)
     stopping: bool = False
     saves_on_stop: bool = True
@@ -37,10 +40,38 @@ class State:
         return any(self.fleet.serves(backend, request) for backend in self.fleet.infos)
 
     def let_go(self, job: Job) -> None:
-        """Give back the job's reference to a snapshot."""
-        if job.using is not None:
+        """Give back the job's reference to a snapshot, now or when the restore is over.
+
+        A job can end with its backend; the file may still be read.
+        """
+        if job.using is None:
+            return
+        if job.stage is Stage.PREPARING and isinstance(job.doing, RestoreStep):
+            self.late[job.id] = job.using
+        else:
             self.delete(self.fleet.catalog.release(job.using))
+        job.using = None
+
+    def restore_over(self, request: RequestId) -> None:
+        """Nobody reads the file any more that was restored for the request."""
+        job = self.jobs.get(request)
+        used = self.late.pop(request, None) if job is None else job.using
+        if used is not None:
+            self.delete(self.fleet.catalog.release(used))
+        if job is not None:
             job.using = None
+
+    def others_cleared(self, backend: BackendId) -> None:
+        """A request started. Where that empties idle slots, believe so.
+
+        Told twice, when it is sent and when it is known to run: a slot that came free in between
+        was emptied too (llama-server.md section 0.6).
+        """
+        info = self.fleet.infos.get(backend)
+        if info is not None and not info.keeps_idle_slots:
+            for slot in self.fleet.slots.of(backend):
+                if slot.is_idle:
+                    slot.resident = NOTHING
 
     def value_s(self, snapshot: Snapshot) -> float:
         """Seconds that computing a snapshot again would take, on the slowest backend it fits."""

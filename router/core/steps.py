@@ -5,7 +5,6 @@ lease.
 """
 
 from collections import deque
-from dataclasses import replace
 from typing import assert_never
 
 from router.core import events as ev
@@ -17,7 +16,7 @@ from router.core.planner import can_save, saving_pays
 from router.core.slots import NOTHING, Resident
 from router.core.state import State
 from router.tokens import common_prefix, count, head
-from router.types import Request, Snapshot, SnapshotId, Source
+from router.types import Request, Snapshot, SnapshotId
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
 # server's answer does not tell which (llama-server.md section 1.1): once is forgiven.
@@ -65,8 +64,11 @@ def next_step(state: State, job: Job, now: float) -> None:
             assert snapshot is not None
             state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot]))
         case PrefillStep():
-            state.fleet.slots[job.slot].prefilling = True
-            _others_cleared(state, job)
+            slot = state.fleet.slots[job.slot]
+            slot.pending, slot.sharing = step.tokens, True
+            if job.plan is not None:
+                slot.busy_until = now + job.plan.chosen.price.prefill_s
+            state.others_cleared(job.slot.backend)
             state.out.append(Prefill(job.id, job.slot, step.tokens))
         case DispatchStep():
             _dispatch(state, job, now)
@@ -80,24 +82,16 @@ def _dispatch(state: State, job: Job, now: float) -> None:
     slot = state.fleet.slots[job.slot]
     for lease in (job.lease, *job.others):
         state.fleet.slots[lease.slot].start(lease)
-    slot.prefilling = False
+    slot.pending, slot.sharing = job.request.prompt.tokens, False
     slot.busy_until = now + state.fleet.rates[job.slot.backend].generation_s(
         job.request.max_new_tokens
     )
     job.stage = Stage.DISPATCHED
     job.prepared_s = now - job.since
-    job.sent_over = slot.resident.tokens
-    _others_cleared(state, job)
+    job.sent_over = slot.resident
+    state.others_cleared(job.slot.backend)
     pin = job.request.pinnable and not job.request.whole_backend
     state.out.append(Dispatch(job.id, job.lease, job.plan, pin, job.gated, job.waited_s))
-
-
-def _others_cleared(state: State, job: Job) -> None:
-    """Where idle slots are emptied by every start, believe so (llama-server.md section 0.6)."""
-    if not state.fleet.infos[job.slot.backend].keeps_idle_slots:
-        for slot in state.fleet.slots.of(job.slot.backend):
-            if slot.is_idle:
-                slot.resident = NOTHING
 
 
 def saved(state: State, event: ev.Saved, now: float) -> None:
@@ -107,12 +101,13 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
     if info is None or info.namespace != snapshot.namespace:
         # The backend went while the file was on its way: nothing vouches for it.
         state.delete([snapshot])
-        return
-    state.fleet.rates[info.id].observe_save(len(snapshot), snapshot.size_bytes, event.seconds)
-    state.delete(state.fleet.catalog.add(snapshot, info.memory_kind, state.value_s(snapshot)))
+    else:
+        state.fleet.rates[info.id].observe_save(len(snapshot), snapshot.size_bytes, event.seconds)
+        state.delete(state.fleet.catalog.add(snapshot, info.memory_kind, state.value_s(snapshot)))
     if job := state.jobs.get(event.request):
-        slot = state.fleet.slots[event.slot]
-        slot.resident = Resident(snapshot.tokens, 0, slot.resident.checkpoints)
+        if job.lease_of(event.slot) is not None:
+            slot = state.fleet.slots[event.slot]
+            slot.resident = Resident(snapshot.tokens, 0, slot.resident.checkpoints)
         _save_over(state, job, snapshot)
         next_step(state, job, now)
 
@@ -128,16 +123,16 @@ def _save_over(state: State, job: Job, snapshot: Snapshot | None) -> None:
     """The source of a copy is given back at once; the copy goes on with what was saved."""
     if not (isinstance(job.doing, SaveStep) and job.doing.reason is SaveReason.COPY):
         return
-    source = state.fleet.slots[job.doing.slot]
-    lease = job.lease_of(source.id)
-    job.others.remove(lease)
-    source.release(lease, source.resident, source.last_used)
-    source.saved = True
+    if lease := job.lease_of(job.doing.slot):  # else it was lost with its backend
+        source = state.fleet.slots[lease.slot]
+        job.others.remove(lease)
+        source.release(lease, source.resident, source.last_used)
+        source.saved = True
     if job.steps and isinstance(job.steps[0], RestoreStep):
         usable = _find(state, snapshot) if snapshot is not None else None
         job.steps[0] = RestoreStep(usable)
         if usable is None:
-            _went_cold(job, "the copy failed")
+            job.went_cold("the copy failed")
         else:
             state.fleet.catalog.acquire(usable)
             job.using = usable
@@ -153,44 +148,38 @@ def _find(state: State, snapshot: Snapshot) -> SnapshotId | None:
 
 def restored(state: State, event: ev.Restored, now: float) -> None:
     """The slot holds the snapshot."""
+    state.strikes.pop(event.snapshot, None)
     job = state.jobs.get(event.request)
     if job is None:
-        return  # its reference went back with the job
+        state.restore_over(event.request)
+        return
     snapshot = state.fleet.catalog[event.snapshot]
     rates = state.fleet.rates[job.slot.backend]
     rates.restore.observe(1.0, snapshot.size_bytes, event.seconds)
     slot = state.fleet.slots[job.slot]
     slot.resident = Resident(snapshot.tokens) if event.n_tokens == len(snapshot) else NOTHING
-    state.strikes.pop(event.snapshot, None)
-    state.let_go(job)
+    state.restore_over(event.request)
     next_step(state, job, now)
 
 
 def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
-    """The slot is empty, the snapshot under suspicion, and the request goes on cold."""
-    job = state.jobs.get(event.request)
-    if job is None:
-        return
+    """The slot is empty, the snapshot under suspicion, and the request goes on cold.
+
+    If the backend died of it, the snapshot is under suspicion all the same
+    (llama-server.md section 0.3).
+    """
     strikes = state.strikes.pop(event.snapshot, 0) + 1
     if event.bad_file or strikes >= _STRIKES:
         snapshot = state.fleet.catalog[event.snapshot]
-        state.out.append(Quarantine(snapshot, event.reason))
-        state.fleet.catalog.remove(event.snapshot)
-        # Not `let_go`: a quarantined file is kept, not deleted.
-        state.fleet.catalog.release(event.snapshot)
-        job.using = None
+        if state.fleet.catalog.forget(event.snapshot):
+            state.out.append(Quarantine(snapshot, event.reason))
     else:
         state.strikes[event.snapshot] = strikes
-        state.let_go(job)
-    state.fleet.slots[job.slot].resident = NOTHING
-    _went_cold(job, f"restore failed: {event.reason}")
-    next_step(state, job, now)
-
-
-def _went_cold(job: Job, reason: str) -> None:
-    if job.plan is not None:
-        chosen = replace(job.plan.chosen, source=Source.COLD, reused_tokens=0, snapshot=None)
-        job.plan = replace(job.plan, chosen=chosen, reason=reason)
+    state.restore_over(event.request)
+    if job := state.jobs.get(event.request):
+        state.fleet.slots[job.slot].resident = NOTHING
+        job.went_cold(f"restore failed: {event.reason}")
+        next_step(state, job, now)
 
 
 def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) -> None:
@@ -199,7 +188,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     if job is None or not isinstance(job.doing, PrefillStep):
         return
     slot = state.fleet.slots[job.slot]
-    slot.prefilling = False
+    state.others_cleared(job.slot.backend)
     if isinstance(event, ev.PrefillFailed):
         slot.resident = NOTHING
     else:

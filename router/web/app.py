@@ -6,6 +6,7 @@ under `/kvferry/` and `/metrics`.
 
 import asyncio
 import contextlib
+import posixpath
 import secrets
 from collections.abc import Awaitable, Callable
 
@@ -15,6 +16,7 @@ from aiohttp import web
 from router.adapters.llama_reply import merge_models
 from router.adapters.llama_wire import route_of
 from router.errors import (
+    BadRequestError,
     BodyTooLargeError,
     ClientTooSlowError,
     ForbiddenError,
@@ -25,7 +27,7 @@ from router.types import RequestId
 from router.web.admin import Admin
 from router.web.completions import Completions
 from router.web.directory import Directory
-from router.web.relay import Capture, forward_headers, relay
+from router.web.relay import Capture, forward_headers, forward_target, relay
 from router.web.replies import REQUEST_ID, error_response, json_response
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -50,7 +52,12 @@ _MODELS = frozenset({"/models", "/v1/models"})
 
 
 def forbidden(method: str, path: str) -> str | None:
-    """Why a client must not do this; None if it may."""
+    """Why a client must not do this; None if it may. `path` is decoded.
+
+    Read as the most lenient server would: whatever stands between us and llama-server may drop
+    empty segments and resolve dots.
+    """
+    path = posixpath.normpath("/" + path.lstrip("/"))
     if path == "/slots" or path.startswith("/slots/"):
         return "slots are managed by kvferry; see /kvferry/state"
     if method in ("GET", "HEAD", "OPTIONS"):
@@ -148,6 +155,10 @@ class App:
             raise ClientTooSlowError(
                 f"the body did not arrive within {self._body_timeout_s:g} s (limits.body_timeout)"
             ) from error
+        except web.RequestPayloadError as error:
+            raise BadRequestError(
+                "the body cannot be read: its chunks or its Content-Encoding are broken"
+            ) from error
         except web.HTTPRequestEntityTooLarge as error:
             raise BodyTooLargeError(
                 f"the body is larger than {self._max_body_bytes} bytes (limits.max_body)"
@@ -158,8 +169,8 @@ class App:
     ) -> web.StreamResponse:
         """Send a request on as it is, to a backend that fits. Raises RouterError."""
         client = self._directory.pick(self._directory.resolve(model))
-        headers = forward_headers(request)
-        async with client.relay(request.method, request.raw_path, headers, raw or None) as upstream:
+        headers, target = forward_headers(request), forward_target(request)
+        async with client.relay(request.method, target, headers, raw or None) as upstream:
             response, _ = await relay(
                 request,
                 upstream,

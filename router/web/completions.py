@@ -25,7 +25,7 @@ from router.errors import BackendError, BadRequestError, NoBackendError, Unsuppo
 from router.ports import Spawn
 from router.types import Outcome, Prompt, Reported, Request, RequestId
 from router.web.directory import Directory
-from router.web.relay import Capture, forward_headers, relay
+from router.web.relay import Capture, forward_headers, forward_target, relay
 from router.web.replies import REQUEST_ID
 
 # Times a request is sent anew because its backend failed before the first byte.
@@ -136,9 +136,9 @@ class Completions:
             exchange.first_byte = perf_counter()
 
         try:
-            headers = forward_headers(exchange.http)
+            headers, target = forward_headers(exchange.http), forward_target(exchange.http)
             async with client.relay(
-                exchange.http.method, exchange.http.raw_path, headers, _body(exchange, grant)
+                exchange.http.method, target, headers, _body(exchange, grant)
             ) as upstream:
                 status = upstream.status
                 encoding = upstream.headers.get("Content-Encoding")

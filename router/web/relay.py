@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from router.errors import BackendError, BackendTimeoutError
+from router.errors import BackendError, BackendTimeoutError, BadRequestError
 from router.types import Outcome
 
 # Of a hop, not of the message (RFC 9110 section 7.6.1), or set anew for the next hop.
@@ -56,6 +56,19 @@ def forward_headers(request: web.Request) -> CIMultiDict[str]:
         for name, value in request.headers.items()
         if name.lower() not in _NOT_FORWARDED and name.lower() not in named
     )
+
+
+def forward_target(request: web.Request) -> str:
+    """Path and query as the backend gets them: as they came. Raises BadRequestError.
+
+    A target may also be a whole URL, as for a forward proxy; the host in it is not ours to visit.
+    """
+    raw = request.raw_path
+    if not raw.startswith("/"):
+        raw = request.rel_url.raw_path_qs
+    if not raw.startswith("/"):
+        raise BadRequestError("the request target is not a path")
+    return raw
 
 
 class Capture:

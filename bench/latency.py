@@ -1,0 +1,230 @@
+"""`python -m bench.latency`: what a proxy adds to a request, against a call without one.
+
+Every contender has a llama-server of its own (same model, same flags), so that each holds the
+prefix of its own conversation; the order of the contenders turns with every round. A second
+direct server shows how far two equal things differ in the same run.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench import rig
+from bench.client import Client, Json, WrongAnswerError
+from bench.conversation import Conversation, words
+from bench.report import Report, arguments_of, median, percentile, run_bench
+
+DIRECT = "direct"
+COLUMNS = (
+    *("case", "contender", "n", "p50 ms", "p99 ms", "x direct"),
+    *("added p50 ms", "added p99 ms", "reused tokens"),
+)
+CHAT = "/v1/chat/completions"
+_CONTEXT_SPARE = 2048
+_TURN_TOKENS = 64  # question, answer and what the template adds; less than that in truth
+
+
+@dataclass
+class Contender:
+    """A way to a server of its own, and what this way has been asked so far."""
+
+    name: str
+    client: Client
+    conversation: Conversation = field(default_factory=lambda: Conversation(1))
+
+
+@dataclass
+class Sample:
+    """One request: seconds, and how many prompt tokens the server had."""
+
+    seconds: float
+    server_s: float = 0.0  # of which the server counted as prompt and generation
+    reused: int | None = None
+
+    @property
+    def outside_s(self) -> float:
+        """All but the model's work, which for a long chat varies by more than a proxy adds."""
+        return self.seconds - self.server_s
+
+
+Case = Callable[[Contender, int], Sample]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="bench.latency", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=300, help="of each short case")
+    parser.add_argument("--long-rounds", type=int, default=100, help="turns of the long chat")
+    parser.add_argument("--tokens", type=int, default=16_000, help="of the long chat")
+    parser.add_argument("--warm-up", type=int, default=10, help="rounds that do not count")
+    parser.add_argument("--only", help="contenders beside direct, comma-separated")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="cProfile of kvferry; its times are no good"
+    )
+    return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
+
+
+async def measure(options: argparse.Namespace) -> Report:
+    """All cases, all contenders."""
+    report = Report(
+        "latency", "Latency of a request, by what is in front", list(COLUMNS), arguments_of(options)
+    )
+    async with AsyncExitStack() as stack:
+        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-"))
+        contenders = await start(stack, Path(home), options, report.notes)
+        await asyncio.to_thread(_measure_all, contenders, options, report)
+    return report
+
+
+async def start(
+    stack: AsyncExitStack, home: Path, options: argparse.Namespace, notes: list[str]
+) -> list[Contender]:
+    """A server and a process in front of it for each contender that is installed."""
+    ctx = options.tokens + options.long_rounds * _TURN_TOKENS + _CONTEXT_SPARE
+    wanted = options.only.split(",") if options.only is not None else None
+    contenders: list[Contender] = []
+    ways = [DIRECT, "direct again", "kvferry", "kvferry passthrough", "nginx", "sglang-router"]
+    for number, name in enumerate(ways):
+        if wanted is not None and name != DIRECT and name not in wanted:
+            continue
+        folder = home / str(number)
+        folder.mkdir()
+        program = {"nginx": rig.find_nginx(), "sglang-router": rig.find_sglang()}.get(name, "")
+        if program is None:
+            notes.append(rig.NGINX_HINT if name == "nginx" else rig.SGLANG_HINT)
+            continue
+        kv_dir = folder / "kv"
+        server = await stack.enter_async_context(
+            rig.llama(slots=2, ctx_per_slot=ctx, kv_dir=kv_dir)
+        )
+        url = server.url
+        # Saves in the background would take place in the other contenders' turns.
+        quiet = "store: {save_when_idle_for: off}"
+        if name == "kvferry":
+            way = rig.kvferry(
+                name, [url], folder, kv_dir=kv_dir, more=quiet, profile=options.profile
+            )
+            url = (await stack.enter_async_context(way)).url
+        elif name == "kvferry passthrough":
+            way = rig.kvferry(name, [url], folder, policy="passthrough")
+            url = (await stack.enter_async_context(way)).url
+        elif name == "nginx":
+            url = (await stack.enter_async_context(rig.nginx(program, url, folder))).url
+        elif name == "sglang-router":
+            url = (await stack.enter_async_context(rig.sglang(program, [url], folder))).url
+        contenders.append(Contender(name, Client(url)))
+    return contenders
+
+
+def _measure_all(
+    contenders: list[Contender], options: argparse.Namespace, report: Report
+) -> None:
+    cases: list[tuple[str, Case, int]] = [
+        ("short chat", short, options.rounds),
+        ("short chat, first token", short_stream, options.rounds),
+        (f"chat of {options.tokens:,} tokens", long, options.long_rounds),
+        ("GET /v1/models", models, options.rounds),
+        ("POST /tokenize", tokenize, options.rounds),
+    ]
+    for name, case, rounds in cases:
+        able = [c for c in contenders if not (case is tokenize and c.name == "sglang-router")]
+        if case is long and rounds:
+            direct = contenders[0].client
+            for contender in able:
+                contender.conversation.grow_to(direct, options.tokens)
+        if rounds:
+            _add_rows(report, name, run_rounds(able, case, options.warm_up, rounds))
+    if any(c.name == "sglang-router" for c in contenders):
+        report.notes.append(
+            "sglang-router answers /v1/models itself and has another /tokenize (404 here)"
+        )
+    report.notes.append(
+        "added p50: median of the differences to direct in the same round, added p99: difference "
+        "of the two p99; both without the time that the server counted as prompt and generation"
+    )
+
+
+def run_rounds(
+    contenders: list[Contender], case: Case, warm_up: int, rounds: int
+) -> dict[str, list[Sample]]:
+    """Each contender once a round, everybody first in turn."""
+    samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
+    for number in range(-warm_up, rounds):
+        turn = number % len(contenders)
+        for contender in contenders[turn:] + contenders[:turn]:
+            sample = case(contender, number)
+            if number >= 0:
+                samples[contender.name].append(sample)
+    return samples
+
+
+def _add_rows(report: Report, case: str, samples: dict[str, list[Sample]]) -> None:
+    direct = [sample.seconds * 1000 for sample in samples[DIRECT]]
+    least = [sample.outside_s * 1000 for sample in samples[DIRECT]]
+    for name, found in samples.items():
+        times = [sample.seconds * 1000 for sample in found]
+        reused = [sample.reused for sample in found if sample.reused is not None]
+        outside = [sample.outside_s * 1000 for sample in found]
+        baseline = name == DIRECT
+        report.add(
+            *(case, name, len(times), median(times), percentile(times, 99)),
+            median(times) / median(direct),
+            None if baseline else median([a - b for a, b in zip(outside, least, strict=True)]),
+            None if baseline else percentile(outside, 99) - percentile(least, 99),
+            round(median(reused)) if reused else None,
+        )
+
+
+def _chat(messages: list[Json], **more: object) -> Json:
+    return {"model": "any", "messages": messages, "temperature": 0, "max_tokens": 4} | more
+
+
+def short(contender: Contender, number: int) -> Sample:
+    """A question of twenty tokens and four tokens of an answer."""
+    question = [{"role": "user", "content": f"{number} {words_of(number)}"}]
+    reply = contender.client.post(CHAT, _chat(question))
+    return Sample(reply.total_s, reply.server_s)
+
+
+def short_stream(contender: Contender, number: int) -> Sample:
+    """The same as a stream, up to its first byte."""
+    question = [{"role": "user", "content": f"{number} {words_of(number)}"}]
+    return Sample(contender.client.post(CHAT, _chat(question, stream=True)).first_byte_s)
+
+
+def long(contender: Contender, _: int) -> Sample:
+    """One more turn of a long conversation."""
+    conversation = contender.conversation
+    conversation.ask()
+    # One token: at such a depth the tiny model takes longer for each than a proxy for everything.
+    reply = contender.client.post(CHAT, _chat(conversation.messages, max_tokens=1))
+    answer = reply.json()
+    conversation.heard(answer["choices"][0]["message"]["content"])
+    return Sample(reply.total_s, reply.server_s, answer["timings"]["cache_n"])
+
+
+def models(contender: Contender, _: int) -> Sample:
+    """A route that takes no slot, without a body."""
+    return Sample(contender.client.get("/v1/models").total_s)
+
+
+def tokenize(contender: Contender, _: int) -> Sample:
+    """A route that takes no slot, with a body."""
+    reply = contender.client.post("/tokenize", {"content": words_of(0)})
+    if not reply.json()["tokens"]:
+        raise WrongAnswerError(f"{contender.name}: /tokenize gives no tokens")
+    return Sample(reply.total_s)
+
+
+def words_of(seed: int) -> str:
+    """Eight words."""
+    return words(Conversation(seed).random, 8)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What all benches share: percentiles, one table on the terminal, one JSON file.
+
+A time means nothing without its baseline: rows carry ratios against a row of the same run.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+Cell = str | int | float | None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """By nearest rank: a value that was seen. NaN of nothing."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[max(math.ceil(percent / 100 * len(ordered)) - 1, 0)]
+
+
+def median(values: Sequence[float]) -> float:
+    """The 50th percentile."""
+    return percentile(values, 50)
+
+
+@dataclass
+class Report:
+    """One table, what was asked for, and what a reader has to know about it."""
+
+    bench: str
+    title: str
+    columns: list[str]
+    arguments: dict[str, object]
+    rows: list[list[Cell]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    load_before: float = field(default_factory=lambda: os.getloadavg()[0])
+
+    def add(self, *cells: Cell) -> None:
+        """A row; None is shown as nothing."""
+        if len(cells) != len(self.columns):
+            raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
+        self.rows.append([None if isinstance(c, float) and math.isnan(c) else c for c in cells])
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the table."""
+        # Wide enough for every column also where the output is a file.
+        console = console or Console(width=None if os.isatty(1) else 140)
+        table = RichTable(title=self.title)
+        for index, column in enumerate(self.columns):
+            left = all(isinstance(row[index], str | None) for row in self.rows)
+            table.add_column(column, justify="left" if left else "right")
+        previous: Cell = None
+        for row in self.rows:
+            if previous is not None and row[0] != previous:
+                table.add_section()
+            previous = row[0]
+            table.add_row(*map(shown, row))
+        console.print(table)
+        for note in [*self.notes, machine_line(self.load_before)]:
+            console.print(f"- {note}", markup=False, highlight=False)
+
+    def write(self, path: Path) -> None:
+        """The same as JSON, cells as numbers."""
+        content = {
+            "bench": self.bench,
+            "title": self.title,
+            "machine": machine_line(self.load_before),
+            "arguments": self.arguments,
+            "rows": [dict(zip(self.columns, row, strict=True)) for row in self.rows],
+            "notes": self.notes,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1, default=str) + "\n")
+
+
+def shown(cell: Cell) -> str:
+    """Three significant digits are more than a run repeats."""
+    if cell is None:
+        return ""
+    if isinstance(cell, float):
+        return f"{cell:,.0f}" if abs(cell) >= 100 else f"{cell:.3g}"
+    return f"{cell:,}" if isinstance(cell, int) else cell
+
+
+def machine_line(load_before: float) -> str:
+    """Where it ran and how busy that was: the one minute load before and after."""
+    return (
+        f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()} "
+        f"{platform.release().split('-')[0]}, Python {platform.python_version()}, "
+        f"load {load_before:.1f} before and {os.getloadavg()[0]:.1f} after"
+    )
+
+
+def run_bench(
+    parser: argparse.ArgumentParser,
+    bench: Callable[[argparse.Namespace], Report],
+    argv: Sequence[str] | None,
+) -> int:
+    """Parse, measure, print, and write where `--output` says."""
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the table as JSON")
+    options = parser.parse_args(argv)
+    report = bench(options)
+    report.show()
+    if options.output is not None:
+        report.write(options.output)
+    return 0
+
+
+def arguments_of(options: argparse.Namespace) -> dict[str, object]:
+    """For the report; without where it was written to."""
+    return {name: value for name, value in vars(options).items() if name != "output"}

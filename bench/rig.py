@@ -1,0 +1,223 @@
+"""The processes that are measured, started as in production: each its own, none in the client's.
+
+Each function is a context that ends what it started. Raises RigError with the end of the log.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from router.demo.launcher import LlamaServer, free_port
+from tests.models import tiny_model
+
+START_TIMEOUT_S = 60.0
+SGLANG_PACKAGE = "sglang-router==0.3.2"
+NGINX_HINT = "nginx left out: not found; apt-get install -y nginx-light"
+SGLANG_HINT = "sglang-router left out: not found; python -m bench.setup_sglang"
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class RigError(RuntimeError):
+    """A process that was to be measured did not start."""
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A running process and where clients reach it."""
+
+    name: str
+    url: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the process and its children, so far. Linux."""
+        return sum(_cpu_s(pid) for pid in _family(self.pid))
+
+    def rss_bytes(self) -> int:
+        """Memory of the process and its children."""
+        return sum(_rss_bytes(pid) for pid in _family(self.pid))
+
+
+def _family(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(member for child in children for member in _family(int(child)))]
+
+
+def _cpu_s(pid: int) -> float:
+    # The name, field 2, may contain spaces; utime and stime are fields 14 and 15.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def _rss_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@asynccontextmanager
+async def llama(*, slots: int, ctx_per_slot: int, kv_dir: Path) -> AsyncIterator[LlamaServer]:
+    """A real llama-server with the tiny full-attention model."""
+    path = (await asyncio.to_thread(tiny_model, "llama")).path
+    async with LlamaServer(path, slots=slots, ctx=slots * ctx_per_slot, kv_dir=kv_dir) as server:
+        yield server
+
+
+@asynccontextmanager
+async def _process(
+    name: str, argv: Sequence[str], url: str, health: str, folder: Path
+) -> AsyncIterator[Proxy]:
+    log_path = folder / f"{name}.log"
+    with log_path.open("wb") as log:
+        process = await asyncio.to_thread(
+            subprocess.Popen,
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            await _wait_until_up(process, url + health, log_path)
+            yield Proxy(name, url, process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.to_thread(process.wait, 10.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                await asyncio.to_thread(process.wait)
+
+
+async def _wait_until_up(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + START_TIMEOUT_S
+    while loop.time() < deadline:
+        if process.poll() is not None:
+            break
+        if await asyncio.to_thread(_answers, url):
+            return
+        await asyncio.sleep(0.05)
+    tail = log_path.read_text(errors="replace")[-1500:]
+    raise RigError(f"{log_path.stem} did not come up at {url}:\n{tail}")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@asynccontextmanager
+async def kvferry(
+    name: str,
+    backends: Sequence[str],
+    folder: Path,
+    *,
+    kv_dir: Path | None = None,
+    policy: str = "prefer_idle_slot_with_global_restore",
+    more: str = "",
+    profile: Path | None = None,
+) -> AsyncIterator[Proxy]:
+    """kvferry in front of `backends`. `more` is YAML; `profile` gets a cProfile of its life."""
+    port = free_port()
+    kv = f", kv_dir: '{kv_dir}'" if kv_dir is not None else ""
+    lines = [f"listen: 127.0.0.1:{port}", "backends:"]
+    lines += [f"  - {{url: '{url}'{kv}}}" for url in backends]
+    lines += [f"policy: {policy}", more]
+    config = folder / f"{name}.yaml"
+    config.write_text("\n".join(lines) + "\n")
+    run = "main()"
+    if profile is not None:
+        run = f"__import__('cProfile').run('main()', {str(profile)!r})"
+    code = f"from router.cli import main; {run}"
+    argv = [sys.executable, "-c", code, "serve", "--config", str(config)]
+    url = f"http://127.0.0.1:{port}"
+    async with _process(name, argv, url, "/kvferry/health", folder) as proxy:
+        yield proxy
+
+
+def find_nginx() -> str | None:
+    """Debian puts it where the PATH of a user may not lead."""
+    return shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
+
+
+@asynccontextmanager
+async def nginx(program: str, backend: str, folder: Path) -> AsyncIterator[Proxy]:
+    """nginx as a plain proxy: one worker, nothing buffered, connections kept on both sides."""
+    port = free_port()
+    home = folder / "nginx"
+    home.mkdir()
+    user = "user root;" if os.geteuid() == 0 else ""
+    temp = "".join(
+        f"{kind}_temp_path {home}/{kind};\n  "
+        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    (home / "nginx.conf").write_text(f"""{user}
+daemon off;
+worker_processes 1;
+pid {home}/pid;
+error_log {home}/error.log;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off;
+  {temp}
+  client_max_body_size 64m;
+  client_body_buffer_size 4m;
+  keepalive_requests 1000000;
+  upstream llama {{
+    server {backend.removeprefix("http://")};
+    keepalive 16;
+    keepalive_timeout 2s;  # llama-server drops idle connections after 5 s
+  }}
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{
+      proxy_pass http://llama;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_buffering off;
+      proxy_read_timeout 1h;
+    }}
+  }}
+}}
+""")
+    argv = [program, "-e", f"{home}/error.log", "-p", str(home), "-c", f"{home}/nginx.conf"]
+    async with _process("nginx", argv, f"http://127.0.0.1:{port}", "/health", folder) as proxy:
+        yield proxy
+
+
+def sglang_home() -> Path:
+    """Where `bench.setup_sglang` puts its virtual environment."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "kvferry-bench" / "sglang"
+
+
+def find_sglang() -> str | None:
+    """The Python that has sglang-router: `$SGLANG_PYTHON`, or the one that we set up."""
+    return os.environ.get("SGLANG_PYTHON") or shutil.which(str(sglang_home() / "bin" / "python"))
+
+
+@asynccontextmanager
+async def sglang(python: str, backends: Sequence[str], folder: Path) -> AsyncIterator[Proxy]:
+    """sglang-router with its cache-aware policy."""
+    port = free_port()
+    argv = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
+    argv += ["--port", str(port), "--prometheus-port", str(free_port())]
+    argv += ["--policy", "cache_aware", "--log-level", "warn", "--worker-urls", *backends]
+    # `readiness` is 200 once a worker has passed its health check.
+    async with _process("sglang", argv, f"http://127.0.0.1:{port}", "/readiness", folder) as proxy:
+        yield proxy

@@ -1,0 +1,349 @@
+"""What `kvferry doctor` finds out about one backend, by asking and by trying.
+
+Gathers and judges nothing: `doctor_findings.py` does that. What a slot held is put back, and what
+was written is removed.
+"""
+
+import asyncio
+import errno
+import os
+import stat
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import orjson
+from multidict import CIMultiDict
+
+from router.adapters import kv_files
+from router.adapters.llama_client import Connections, LlamaClient
+from router.adapters.llama_reply import Props
+from router.adapters.local_tokenizer import Encoder, LocalTokenizerError, load_local
+from router.adapters.manifest import os_errors
+from router.adapters.monitor import Attached, attach
+from router.adapters.tokenizer import SegmentTokenizer, discover_specials
+from router.config import Backend, Config, TokenizerMode
+from router.errors import BackendError, BackendRefusedError, BackendTimeoutError, KvError
+from router.main import StartError, client_of, timeouts_of
+from router.ports import SnapshotStore
+from router.tasks import Tasks
+from router.types import Namespace, Place, SlotStatus, StagedFile
+
+
+class Trouble(StrEnum):
+    """Why a backend cannot be used, as far as it shows from here."""
+
+    NO_KEY = "the configuration names a key that the environment does not have"
+    UNKNOWN_HOST = "its host name is not known"
+    REFUSED = "nothing listens there"
+    UNREACHABLE = "it cannot be reached"
+    TIMEOUT = "it does not answer"
+    LOADING = "it is still loading its model"
+    UNAUTHORIZED = "it wants another API key"
+    STRANGER = "it is no llama-server"
+    KVFERRY = "it is a kvferry, not a llama-server"
+    ROUTER_MODE = "it runs in router mode, without a model of its own"
+    LOST = "it failed while it was tried out"
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A kv_dir as this process sees it."""
+
+    is_folder: bool = False
+    mode: int = 0
+    uid: int = -1
+    usable: bool = False  # files can be found, made and removed here
+    identity: tuple[int, int] = (-1, -1)  # device, inode
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A state file that a backend wrote."""
+
+    mode: int
+    uid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How texts become tokens."""
+
+    n_specials: int
+    why_whole: str | None  # texts are not cut at special tokens
+    local: bool | None  # the local tokenizer agrees; None: there is none
+    local_problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One backend. None and "": not known, because something before it went wrong."""
+
+    backend: Backend
+    trouble: Trouble | None = None
+    detail: str = ""
+    folder: Folder | None = None  # of kv_dir; None: none is configured
+    props: Props | None = None
+    speculative: bool = False
+    actions: bool = True  # False: started without --slot-save-path
+    attached: Attached | None = None
+    lora: bytes = b""
+    saved: Saved | None = None
+    unseen: str = ""  # a file that it saved and that is not in kv_dir
+    untried: str = ""  # why nothing was computed, saved or restored
+    words: Words | None = None
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+
+class DirectoryProbeStore:
+    """The part of ports.SnapshotStore that a probe uses, for one directory.
+
+    No lock, no manifest: a router may be running on the same directory.
+    """
+
+    def __init__(self) -> None:
+        self.saved: Saved | None = None  # the last file that was seen
+        self.unseen = ""  # the last one that should have been there and was not
+
+    def staging_name(self) -> str:
+        """A name that a router which starts later would sweep away, should this process die."""
+        return kv_files.staging_name()
+
+    async def verify(self, place: Place, name: str, size_bytes: int) -> StagedFile:
+        """Check what a backend wrote. Raises KvError."""
+        with os_errors(name):
+            inspect = partial(kv_files.inspect, Path(place) / name, size_bytes)
+            _, head = await asyncio.to_thread(inspect)
+        return StagedFile(place, name, head.tokens, size_bytes)
+
+    async def discard(self, place: Place, name: str) -> None:
+        """Remove what a backend wrote; it need not exist. Raises KvError."""
+        with os_errors(name):
+            await asyncio.to_thread(self._discard, Path(place) / name)
+
+    def _discard(self, path: Path) -> None:
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            self.unseen = path.name
+            return
+        self.saved = Saved(stat.S_IMODE(status.st_mode), status.st_uid)
+        path.unlink(missing_ok=True)
+
+
+async def gather(
+    backend: Backend, config: Config, connections: Connections, known: set[Namespace]
+) -> Facts:
+    """Everything about one backend; raises nothing for what is wrong with it."""
+    facts = Facts(backend)
+    if backend.kv_dir is not None:
+        facts = replace(facts, folder=await asyncio.to_thread(look_at, Path(backend.kv_dir)))
+    try:
+        client = client_of(backend, connections, timeouts_of(config))
+    except StartError as error:
+        return replace(facts, trouble=Trouble.NO_KEY, detail=str(error))
+    try:
+        facts = await _ask(client, facts)
+        if facts.trouble is None:
+            facts = await _try_out(client, facts, known)
+    except BackendError as error:
+        trouble = trouble_of(error)
+        if facts.props is not None and trouble is Trouble.STRANGER:
+            trouble = Trouble.LOST
+        return replace(facts, trouble=trouble, detail=str(error))
+    except KvError as error:  # the kv_dir went away in the middle
+        return replace(facts, trouble=Trouble.LOST, detail=str(error))
+    if facts.attached is not None and config.tokenizer.mode is not TokenizerMode.OFF:
+        facts = replace(facts, words=await _words(client, facts.attached.props, config))
+    return facts
+
+
+def look_at(path: Path) -> Folder:
+    """Blocking."""
+    try:
+        status = path.stat()
+        is_folder = stat.S_ISDIR(status.st_mode)
+    except OSError:
+        return Folder()
+    return Folder(
+        is_folder=is_folder,
+        mode=stat.S_IMODE(status.st_mode),
+        uid=status.st_uid,
+        usable=is_folder and os.access(path, os.R_OK | os.W_OK | os.X_OK),
+        identity=(status.st_dev, status.st_ino),
+    )
+
+
+def trouble_of(error: BackendError) -> Trouble:
+    """What a failed call tells of the server."""
+    if isinstance(error, BackendRefusedError):
+        by_status = {401: Trouble.UNAUTHORIZED, 403: Trouble.UNAUTHORIZED, 503: Trouble.LOADING}
+        return by_status.get(error.backend_status, Trouble.STRANGER)
+    if isinstance(error, BackendTimeoutError):
+        return Trouble.TIMEOUT
+    cause = error.__cause__
+    if cause is None:  # an answer, but not one of a llama-server
+        return Trouble.STRANGER
+    if isinstance(cause, aiohttp.ClientConnectorDNSError):
+        return Trouble.UNKNOWN_HOST
+    if isinstance(cause, aiohttp.ClientConnectorError):
+        refused = cause.os_error.errno == errno.ECONNREFUSED
+        return Trouble.REFUSED if refused else Trouble.UNREACHABLE
+    return Trouble.UNREACHABLE
+
+
+async def _ask(client: LlamaClient, facts: Facts) -> Facts:
+    """What needs no slot. Raises BackendError."""
+    await client.health()
+    try:
+        props = await client.props()
+        await client.models()
+    except BackendError as error:
+        if error.__cause__ is None and await _is_router(client):
+            return replace(facts, trouble=Trouble.ROUTER_MODE)
+        raise
+    status, payload = await _raw(client, "GET", "/slots")
+    if status == 403 and b"kvferry" in payload:
+        return replace(facts, trouble=Trouble.KVFERRY)
+    slots = _json(payload)
+    # An unknown action is refused after the missing --slot-save-path and before it does anything.
+    status, _ = await _raw(client, "POST", "/slots/0?action=none", b"{}")
+    return replace(
+        facts,
+        props=props,
+        speculative=isinstance(slots, list)
+        and any(isinstance(slot, dict) and slot.get("speculative") is True for slot in slots),
+        actions=status != 501,
+        lora=await _lora(client),
+    )
+
+
+async def _try_out(client: LlamaClient, facts: Facts, known: set[Namespace]) -> Facts:
+    """Attach to it as `serve` would. Raises BackendError."""
+    props, folder = facts.props, facts.folder
+    assert props is not None
+    place = None
+    if folder is not None and folder.usable and facts.actions:
+        place = Place(str(facts.backend.kv_dir))
+    store = DirectoryProbeStore()
+    untried = await _why_untried(client, props, store, place)
+    attached = await attach(
+        client,
+        props,
+        place=place,
+        # probe() uses those three methods and no other.
+        store=cast(SnapshotStore, store),
+        extra_models=facts.backend.models,
+        with_probe=not untried,
+        known=known,
+    )
+    # A save that was refused leaves no file either: that is not a file unseen.
+    unseen = store.unseen if attached.probe.can_save or untried else ""
+    return replace(facts, attached=attached, saved=store.saved, unseen=unseen, untried=untried)
+
+
+async def _why_untried(
+    client: LlamaClient, props: Props, store: DirectoryProbeStore, place: Place | None
+) -> str:
+    """Why a probe would destroy something; "" if it would not."""
+    if not props.endpoint_slots:
+        return "it does not tell what its slots hold"
+    idle = [slot for slot in await client.slots() if not slot.is_processing]
+    if not idle:
+        return "every slot is busy"
+    if any(not slot.n_tokens for slot in idle):
+        return ""
+    used = min(idle, key=lambda slot: slot.n_tokens or 0)  # the one that probe() will take
+    if place is not None and await _can_put_back(client, store, place, used):
+        return ""
+    return "every slot holds something that could not be put back"
+
+
+async def _can_put_back(
+    client: LlamaClient, store: DirectoryProbeStore, place: Place, slot: SlotStatus
+) -> bool:
+    name = store.staging_name()
+    try:
+        saved = await client.save(slot.index, name)
+    except BackendError:
+        return False
+    try:
+        await store.verify(place, name, saved.size_bytes)
+    except KvError:
+        return False
+    finally:
+        await store.discard(place, name)
+    return True
+
+
+async def _words(client: LlamaClient, props: Props, config: Config) -> Words | None:
+    tasks = Tasks()
+    try:
+        specials = await discover_specials(
+            props.chat_template, props.bos_token, props.eos_token, client.tokenize
+        )
+        local, problem = await _local(config, tuple(specials))
+        tokenizer = SegmentTokenizer(client.tokenize, specials, spawn=tasks.spawn)
+        why_whole = await tokenizer.self_check(local)
+    except BackendError:
+        return None
+    finally:
+        await tasks.aclose()
+    agrees = None if config.tokenizer.path is None else tokenizer.uses_local
+    return Words(len(tokenizer.specials), why_whole, agrees, problem)
+
+
+async def _local(config: Config, specials: tuple[str, ...]) -> tuple[Encoder | None, str]:
+    path = config.tokenizer.path
+    if path is None:
+        return None, ""
+    try:
+        return await asyncio.to_thread(load_local, Path(path), specials), ""
+    except LocalTokenizerError as error:
+        return None, str(error)
+
+
+async def _is_router(client: LlamaClient) -> bool:
+    """A list of models without `meta` (llama-server.md section 5.8)."""
+    try:
+        answer = _json(await client.models_answer())
+    except BackendError:
+        return False
+    models = answer.get("data") if isinstance(answer, dict) else None
+    return isinstance(models, list) and all(
+        isinstance(model, dict) and not model.get("meta") for model in models
+    )
+
+
+async def _lora(client: LlamaClient) -> bytes:
+    try:
+        return await client.lora_adapters()
+    except BackendRefusedError:
+        return b""
+
+
+async def _raw(
+    client: LlamaClient, method: str, path: str, body: bytes | None = None
+) -> tuple[int, bytes]:
+    """A call whose refusal is the answer. Raises BackendError."""
+    headers: CIMultiDict[str] = CIMultiDict()
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    async with client.relay(method, path, headers, body) as response:
+        try:
+            return response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise BackendError("the backend broke off its answer") from error
+
+
+def _json(payload: bytes) -> Any:
+    try:
+        return orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        return None

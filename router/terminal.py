@@ -1,0 +1,67 @@
+"""What `kvferry doctor` and `kvferry demo` show while they work: results go to standard output,
+progress to standard error, and log lines of the parts they use nowhere."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import structlog
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+
+def output() -> Console:
+    """Standard output: plain text when piped, 80 columns unless `COLUMNS` says otherwise."""
+    return Console(highlight=False, soft_wrap=False)
+
+
+class Progress:
+    """What is going on, on standard error: a spinner on a terminal, else one line a step."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._status: Status | None = None
+
+    def __call__(self, text: str) -> None:
+        """From now on `text` is what is being waited for."""
+        if not self._console.is_terminal:
+            self._console.print(Text(text), soft_wrap=True)
+        elif self._status is None:
+            self._status = self._console.status(Text(text))
+            self._status.start()
+        else:
+            self._status.update(Text(text))
+
+    def stop(self) -> None:
+        """Nothing is being waited for: the spinner is gone."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+@contextmanager
+def no_log_lines() -> Iterator[None]:
+    """Inside, structlog writes nothing below "critical"; what was set before is back afterwards."""
+    before = structlog.get_config()
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL),
+        cache_logger_on_first_use=False,  # a cached logger would stay silent afterwards
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)

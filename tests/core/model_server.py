@@ -1,0 +1,72 @@
+"""What a llama-server would hold and do, as far as the scheduler's claims can be checked against it.
+
+No time passes here and nothing is decided: the state machine says what happens next.
+"""
+
+from dataclasses import dataclass, field
+
+from router.types import BackendInfo, RequestId
+
+Ids = tuple[int, ...]
+
+
+def common(a: Ids, b: Ids) -> int:
+    """Length of the common prefix, the slow way."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+@dataclass
+class Run:
+    """A request that the server works on, in one slot or in several."""
+
+    request: RequestId
+    prompt: Ids
+    slots: list[int]
+    cached: int = 0
+    abandoned: bool = False  # the client is gone, the server does not know yet
+
+
+@dataclass
+class Server:
+    """One process: what its slots hold and who uses them. A restart makes a new one."""
+
+    info: BackendInfo
+    slots: list[Ids] = field(default_factory=list)
+    runs: dict[RequestId, Run] = field(default_factory=dict)
+    alive: bool = True
+
+    def __post_init__(self) -> None:
+        self.slots = self.slots or [()] * self.info.n_slots
+
+    def user_of(self, index: int) -> Run | None:
+        """Who uses a slot."""
+        return next((run for run in self.runs.values() if index in run.slots), None)
+
+    def idle(self) -> list[int]:
+        """Slots that a request may be placed on."""
+        return [i for i in range(self.info.n_slots) if self.user_of(i) is None]
+
+    def start(self, request: RequestId, prompt: Ids, slots: list[int]) -> Run:
+        """Begin: the slots keep what they share with the prompt."""
+        assert set(slots) <= set(self.idle()), "a request on a busy slot"
+        run = Run(request, prompt, slots)
+        run.cached = min(common(self.slots[slots[0]], prompt), max(len(prompt) - 1, 0))
+        self.runs[request] = run
+        for index in slots:
+            self.slots[index] = prompt[: common(self.slots[index], prompt)]
+        if not self.info.keeps_idle_slots:
+            for index in self.idle():
+                self.slots[index] = ()
+        return run
+
+    def end(self, request: RequestId, computed: int, answer: Ids) -> None:
+        """Stop after `computed` prompt tokens, and after `answer` if that was all of them."""
+        run = self.runs.pop(request)
+        for index in run.slots:
+            computed = max(computed, len(self.slots[index]))
+            self.slots[index] = run.prompt[:computed]
+            if computed >= len(run.prompt):
+                self.slots[index] += answer[:-1]

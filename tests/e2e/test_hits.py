@@ -1,0 +1,187 @@
+"""What was computed once is not computed again: not on another slot, not on another server, not
+after a restart. Every number is what a real llama-server reported."""
+
+import asyncio
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.e2e.conversing import (
+    all_but_one,
+    differs_in_earnest,
+    kept_busy,
+    probabilities,
+    reuse,
+    saved,
+)
+from tests.e2e.prompts import chat, ids, sentences
+from tests.fleet import running
+
+LONG = 2400
+
+
+async def test_other_slot_while_its_own_is_busy(llama_server: StartServer) -> None:
+    server = await llama_server("llama", slots=2, ctx=16384)
+    prompt, unrelated = ids(1, LONG), ids(2, 300)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        alone = await fleet.complete(unrelated, n_predict=1500, stream=True, id_slot=1, n_probs=5)
+        first = await fleet.complete(prompt, id_slot=0)
+        assert first.slot == ("a", 0)
+
+        async with kept_busy(fleet, unrelated, ("a", 0)) as long_answer:
+            again = await fleet.complete(prompt)
+
+        assert (again.slot, again.source) == (("a", 1), "snapshot")
+        assert all_but_one(again)
+        assert again.text == first.text
+        assert len(probabilities(long_answer.result())) == 1500
+        assert differs_in_earnest(alone, long_answer.result()) == ""
+
+
+async def test_other_server_in_both_directions(llama_server: StartServer) -> None:
+    """P is computed on one server and reused on the other, then Q the other way round."""
+    a = await llama_server("llama", slots=1, ctx=16384)
+    b = await llama_server("llama", slots=1, ctx=16384)
+    p, q = ids(1, LONG), ids(2, LONG)
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
+        first = await fleet.complete(p)
+        home = first.slot
+        await fleet.until(saved(LONG))
+        async with kept_busy(fleet, p, home, 5000):
+            q_first = await fleet.complete(q)
+            away = q_first.slot
+            assert away[0] != home[0]
+            p_again = await fleet.complete(p)
+            assert p_again.slot == away
+        assert p_again.source == "snapshot"
+        assert all_but_one(p_again)
+        assert p_again.text == first.text
+
+        async with kept_busy(fleet, p, away, 3000):
+            q_again = await fleet.complete(q)
+            assert q_again.slot == home
+        assert q_again.source == "snapshot"
+        assert all_but_one(q_again)
+        assert q_again.text == q_first.text
+
+
+async def test_after_a_server_was_killed_and_restarted(llama_server: StartServer) -> None:
+    server = await llama_server("llama", slots=1)
+    prompt = ids(1, LONG)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        first = await fleet.complete(prompt)
+        await fleet.until(saved(LONG))
+        server.kill()
+        await fleet.until(lambda state: not state["backends"][0]["up"])
+        await server.restart()
+        await fleet.until_up()
+
+        again = await fleet.complete(prompt)
+
+        assert again.source == "snapshot"
+        assert all_but_one(again)
+        assert again.text == first.text
+
+
+async def test_on_the_other_server_while_its_own_is_dead(llama_server: StartServer) -> None:
+    a, b = await llama_server("llama", slots=1), await llama_server("llama", slots=1)
+    prompt = ids(1, LONG)
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
+        first = await fleet.complete(prompt)
+        await fleet.until(saved(LONG))
+        home, other = (a, "b") if first.slot[0] == "a" else (b, "a")
+        home.kill()
+
+        again = await fleet.complete(prompt)
+
+        assert again.slot[0] == other
+        assert again.source == "snapshot"
+        assert all_but_one(again)
+
+
+async def test_after_the_router_was_restarted(llama_server: StartServer) -> None:
+    """Snapshots are found by their manifest; a slot that was in use is read, not forgotten."""
+    server = await llama_server("llama", slots=2, ctx=16384)
+    saved_prompt, unsaved = ids(1, LONG), ids(2, LONG)
+    backends = [("a", server.url)]
+    async with running(backends, server.kv_dir) as fleet:
+        await fleet.complete(saved_prompt)
+        await fleet.until(saved(LONG))
+    quick = "store: {save_when_idle_for: 'off', save_on_shutdown: false}"
+    async with running(backends, server.kv_dir, yaml=quick) as fleet:
+        await fleet.complete(unsaved)
+    async with running(backends, server.kv_dir) as fleet:
+        await fleet.until(saved(LONG, count=2))
+        for prompt in (saved_prompt, unsaved):
+            assert all_but_one(await fleet.complete(prompt))
+
+
+@pytest.mark.parametrize("conversations", [3, 20])
+async def test_conversations_in_turn_on_one_slot(
+    llama_server: StartServer, conversations: int
+) -> None:
+    """They share a system prompt, and grow; every return finds all that was said before."""
+    server = await llama_server("llama", slots=1)
+    talks = [chat(7, sentences(100 + i, 15), length=30) for i in range(conversations)]
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        firsts = [await fleet.chat(talk) for talk in talks]
+        for talk, first in zip(talks, firsts, strict=True):
+            again = await fleet.chat(talk)
+            assert all_but_one(again), talk[1]
+            assert again.text == first.text
+        for talk, first in zip(talks, firsts, strict=True):
+            follow = [{"role": "assistant", "content": first.text}]
+            talk += [*follow, {"role": "user", "content": "and then?"}]
+            grown = await fleet.chat(talk)
+            assert grown.cached >= first.prompt_tokens
+
+
+async def test_eleven_prompts_on_ten_slots(llama_server: StartServer) -> None:
+    server = await llama_server("llama", slots=10, ctx=10 * 2048)
+    prompts = [ids(seed, 1000) for seed in range(11)]
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        for prompt in prompts:
+            await fleet.complete(prompt)
+        for _ in range(2):
+            answers = [await fleet.complete(prompt) for prompt in prompts]
+            assert reuse(answers) >= 0.99
+
+
+async def test_eleven_prompts_on_two_servers_with_two_slots(llama_server: StartServer) -> None:
+    a = await llama_server("llama", slots=2, ctx=8192)
+    b = await llama_server("llama", slots=2, ctx=8192)
+    prompts = [ids(seed, 1000) for seed in range(11)]
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
+        for prompt in prompts:
+            await fleet.complete(prompt)
+        for _ in range(2):
+            answers = [await fleet.complete(prompt) for prompt in prompts]
+            assert reuse(answers) >= 0.99
+
+
+async def test_a_burst_of_one_prompt_is_computed_once(llama_server: StartServer) -> None:
+    """Eight at the same moment: one computes, seven wait for it and reuse what it computed."""
+    server = await llama_server("llama", slots=4, ctx=4 * 4096)
+    prompt = ids(1, LONG)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        answers = await asyncio.gather(*(fleet.complete(prompt) for _ in range(8)))
+        metrics = await fleet.metrics()
+
+    assert {answer.text for answer in answers} == {answers[0].text}
+    assert all(all_but_one(answer) for answer in answers)
+    # The prompt once, and the last token of each of the others.
+    assert metrics['kvferry_prompt_tokens_total{source="computed"}'] == LONG + 7
+
+
+async def test_a_burst_of_chats_that_share_a_system_prompt(llama_server: StartServer) -> None:
+    """What they share is computed once; each computes its own question."""
+    server = await llama_server("llama", slots=4, ctx=4 * 4096)
+    talks = [chat(1, sentences(50 + i, 2), length=70) for i in range(8)]
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        answers = await asyncio.gather(*(fleet.chat(talk) for talk in talks))
+        metrics = await fleet.metrics()
+
+    assert all(answer.status == 200 for answer in answers)
+    total = sum(answer.prompt_tokens for answer in answers)
+    computed = metrics['kvferry_prompt_tokens_total{source="computed"}']
+    assert computed < 0.3 * total

@@ -1,0 +1,115 @@
+"""Many kinds of requests at once: what was planned is what was reported, and the sums are right."""
+
+import asyncio
+import random
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.e2e.conversing import all_but_one, reuse
+from tests.e2e.prompts import Json, chat, ids, sentences
+from tests.fleet import Answer, Fleet, running
+
+
+async def _converse(fleet: Fleet, seed: int, turns: int) -> list[Answer]:
+    """A conversation of some length, over a route that goes with its seed."""
+    chance = random.Random(seed)
+    messages = chat(seed % 3, sentences(seed, 3), length=40)
+    answers = []
+    for turn in range(turns):
+        fields = {"stream": chance.random() < 0.5, "max_tokens": chance.randint(1, 24)}
+        match seed % 4:
+            case 0:
+                body: Json = {
+                    "system": messages[0]["content"],
+                    "messages": messages[1:],
+                    "model": "m",
+                }
+                answer = await fleet.post("/v1/messages", body | fields)
+            case 1:
+                text = "\n".join(message["content"] for message in messages)
+                answer = await fleet.post("/v1/completions", {"prompt": text} | fields)
+            case _:
+                answer = await fleet.chat(messages, **fields)
+        assert answer.status == 200, answer.body
+        answers.append(answer)
+        said = answer.text or "well"
+        messages += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": sentences(1000 * seed + turn, 2)},
+        ]
+    return answers
+
+
+async def test_planned_and_reported_reuse_agree(llama_server: StartServer) -> None:
+    """200 requests, 6 clients, 2 servers with 2 slots, 20 conversations on 4 routes."""
+    a = await llama_server("llama", slots=2, ctx=16384)
+    b = await llama_server("llama", slots=2, ctx=16384)
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
+        gate = asyncio.Semaphore(6)
+
+        async def one(seed: int) -> None:
+            async with gate:
+                await _converse(fleet, seed, 10)
+
+        await asyncio.gather(*(one(seed) for seed in range(20)))
+        await fleet.until_quiet()
+        metrics = await fleet.metrics()
+
+    sources = ("resident", "snapshot", "computed")
+    reported = {s: metrics[f'kvferry_prompt_tokens_total{{source="{s}"}}'] for s in sources}
+    total = sum(reported.values())
+    gap = (
+        metrics["kvferry_reuse_overestimated_tokens_total"]
+        + metrics["kvferry_reuse_underestimated_tokens_total"]
+    )
+    assert metrics['kvferry_requests_total{outcome="ok"}'] == 200
+    assert gap <= 0.01 * total, (gap, reported)
+    # Ten turns each on top of what was there: most of it was.
+    assert reported["computed"] <= 0.35 * total
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "mamba"])
+async def test_a_conversation_of_another_memory_kind_grows_on_the_other_server(
+    llama_server: StartServer, kind: str
+) -> None:
+    """Hybrid and recurrent states are of use whole or not at all: the next turn uses all of one."""
+    a = await llama_server(kind, slots=1, ctx=8192)
+    b = await llama_server(kind, slots=1, ctx=8192)
+    prompt = ids(1, 1500)
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
+        first = await fleet.complete(prompt, return_tokens=True)
+        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+        (a if first.slot[0] == "a" else b).kill()
+        said = first.json["tokens"]
+
+        second = await fleet.complete(prompt + said + ids(2, 30))
+
+    assert second.source == "snapshot"
+    # The last token of an answer is never in the KV (docs/llama-server.md section 1.3).
+    assert second.cached == len(prompt) + len(said) - 1
+
+
+async def test_two_models_never_mix(llama_server: StartServer) -> None:
+    """Same shape, other weights: a request goes to its model, and so does KV."""
+    a = await llama_server("llama", slots=1, extra_args=["-a", "one"])
+    b = await llama_server("llama", slots=1, seed=1, extra_args=["-a", "two"])
+    prompt = ids(1, 1500)
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
+        one = await fleet.complete(prompt, model="one")
+        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+        two = await fleet.complete(prompt, model="two")
+        assert (one.slot[0], two.slot[0]) == ("a", "b")
+        assert two.cached == 0
+        assert two.text != one.text
+        await fleet.until(lambda state: state["snapshots"]["count"] == 2)
+        namespaces = {item["namespace"] for item in (await fleet.state())["snapshots"]["items"]}
+        assert len(namespaces) == 2
+
+        listed = await fleet.get("/v1/models")
+        assert [model["id"] for model in listed.json["data"]] == ["one", "two"]
+        unknown = await fleet.complete(prompt, model="three")
+        assert unknown.status == 404
+        assert "'three'" in unknown.json["error"]["message"]
+        assert all_but_one(await fleet.complete(prompt, model="one"))
+        assert reuse([await fleet.complete(prompt, model="two")]) > 0.99

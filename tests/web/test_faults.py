@@ -1,0 +1,322 @@
+"""Backends that die, hang and come back, and what the client sees of it: as little as possible."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from router.demo.launcher import free_port
+from tests.fake_llama import FakeLlama
+from tests.fake_wire import generate
+from tests.fleet import Answer, Fleet, Json, running
+
+PROMPT = "p" * 300
+STREAM: Json = {"stream": True}
+IMPATIENT = "limits: {first_byte_timeout: 300ms, idle_timeout: 300ms}"
+
+
+@dataclass
+class Two:
+    """Two fakes that share a directory. The first request goes to `a`, by order of names."""
+
+    a: FakeLlama
+    b: FakeLlama
+    kv_dir: Path
+
+    @property
+    def backends(self) -> list[tuple[str, str]]:
+        return [("a", self.a.url), ("b", self.b.url)]
+
+
+@pytest.fixture
+async def two(tmp_path: Path) -> AsyncIterator[Two]:
+    async with FakeLlama(kv_dir=tmp_path) as a, FakeLlama(kv_dir=tmp_path) as b:
+        yield Two(a, b, tmp_path)
+        assert a.violations == b.violations == []
+
+
+def text_of(prompt: str, n: int = 8) -> str:
+    return bytes(generate(list(prompt.encode()), n)).decode()
+
+
+def assert_good(answer: Answer, prompt: str, backend: str) -> None:
+    assert (answer.status, answer.text) == (200, text_of(prompt))
+    assert answer.slot[0] == backend
+
+
+async def to_a(fleet: Fleet) -> None:
+    """Make `a` the place where PROMPT goes next: it holds the prefix."""
+    assert_good(await fleet.complete(PROMPT, id_slot=0), PROMPT, "a")
+
+
+async def broken_stream(fleet: Fleet) -> bytes:
+    """What comes of a stream that must not end well."""
+    body = {"prompt": PROMPT, "n_predict": 20} | STREAM
+    received = b""
+    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+        assert response.status == 200
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async for chunk in response.content.iter_any():
+                received += chunk
+    return received
+
+
+# --- before the first byte: nobody has seen anything, so it is tried again ------------------------
+
+
+@pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
+async def test_dies_before_the_first_byte(two: Two, fields: Json) -> None:
+    async with running(two.backends, None) as fleet:
+        two.a.faults.die_at_once = True
+        answer = await fleet.complete(PROMPT, **fields)
+
+        assert_good(answer, PROMPT, "b")
+        await fleet.until_quiet()
+
+
+async def test_crashes_during_prefill(two: Two) -> None:
+    """The process is gone: its slots are lost, and come back empty with it."""
+    async with running(two.backends, None) as fleet:
+        await to_a(fleet)
+        two.a.prefill_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT))
+            await two.a.until(lambda: two.a.slots[0].busy)
+            await two.a.go_down()
+        assert_good(await task, PROMPT, "b")
+        await fleet.until(lambda state: not state["backends"][0]["up"])
+        two.a.prefill_gate.set()
+        await two.a.come_up()
+        await fleet.until_up("a")
+        state = await fleet.until_quiet()
+        assert [slot["resident_tokens"] for slot in state["slots"] if slot["backend"] == "a"] == [
+            0,
+            0,
+        ]
+
+
+@pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
+async def test_hangs_before_the_first_byte(two: Two, fields: Json) -> None:
+    """/health goes on saying ok; the clock decides."""
+    async with running(two.backends, None, yaml=IMPATIENT) as fleet:
+        two.a.faults.hang = True
+        answer = await fleet.complete(PROMPT, **fields)
+
+        assert_good(answer, PROMPT, "b")
+        await fleet.until_quiet()
+
+
+async def test_hangs_after_the_headers(two: Two) -> None:
+    """The headers of a stream come before the prefill: they are not the first byte."""
+    async with running(two.backends, None, yaml=IMPATIENT) as fleet:
+        two.a.prefill_gate.clear()
+        answer = await fleet.complete(PROMPT, **STREAM)
+
+        assert_good(answer, PROMPT, "b")
+
+
+@pytest.mark.parametrize("fault", ["hang", "die_at_once"])
+async def test_all_fail(two: Two, fault: str) -> None:
+    """Three attempts, then the truth."""
+    async with running(two.backends, None, yaml=IMPATIENT, no_backend_s=0.1) as fleet:
+        for fake in (two.a, two.b):
+            setattr(fake.faults, fault, True)
+        answer = await fleet.complete(PROMPT)
+
+        assert answer.status in ((503, 504) if fault == "hang" else (502, 503))
+        assert answer.json["error"]["code"] == answer.status
+        assert int(answer.headers["Retry-After"]) >= 1
+        await fleet.until_quiet()
+        for fake in (two.a, two.b):
+            setattr(fake.faults, fault, False)
+        assert (await fleet.complete(PROMPT)).status == 200
+
+
+async def test_only_one_backend_and_it_recovers(two: Two) -> None:
+    """With nowhere else to go the same one is asked again."""
+    async with running(two.backends[:1], None) as fleet:
+        two.a.faults.die_at_once = True
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT))
+            before = two.a.counts["completion", 0] + two.a.counts["completion", 1]
+            await two.a.until(
+                lambda: two.a.counts["completion", 0] + two.a.counts["completion", 1] > before
+            )
+            two.a.faults.die_at_once = False
+        assert_good(await task, PROMPT, "a")
+
+
+# --- afterwards: what was sent cannot be taken back -----------------------------------------------
+
+
+async def test_dies_in_the_middle_of_a_stream(two: Two) -> None:
+    """The connection is broken off: the client must not take a part for the whole."""
+    async with running(two.backends, None) as fleet:
+        two.a.faults.die_after_chunks = 3
+        received = await broken_stream(fleet)
+
+        assert received.count(b"data: ") == 3
+        await fleet.until_quiet()
+        metrics = await fleet.metrics()
+        assert metrics['kvferry_requests_total{outcome="backend_error"}'] == 1
+        assert two.b.counts["completion", 0] == 2  # those of the probe: no second attempt
+
+
+async def test_falls_silent_in_the_middle_of_a_stream(two: Two) -> None:
+    async with running(two.backends, None, yaml=IMPATIENT) as fleet:
+        two.a.faults.hang_after_chunks = 3
+        received = await broken_stream(fleet)
+
+        assert received.count(b"data: ") == 3
+        await fleet.until_quiet()
+
+
+async def test_a_slow_client_is_no_silent_backend(two: Two) -> None:
+    """idle_timeout is about what the backend does not send, not what the client does not read."""
+    yaml = "limits: {idle_timeout: 100ms}"
+    async with running(two.backends, None, yaml=yaml) as fleet:
+        two.a.faults.padding_bytes = 256 * 1024
+        body = {"prompt": PROMPT, "n_predict": 60} | STREAM
+        async with fleet.session.post(
+            fleet.url + "/completion", json=body, read_bufsize=2**14
+        ) as response:
+            sent = -1
+            while two.a.chunks_sent != sent or not two.a.stuck:
+                sent = two.a.chunks_sent
+                await asyncio.sleep(0.3)  # longer than the timeout
+            received = await response.read()
+        assert len(received) > 60 * 256 * 1024
+        assert b'"stop": true' in received
+
+
+# --- nobody there, or nobody free -----------------------------------------------------------------
+
+
+async def test_all_down(two: Two) -> None:
+    async with running(two.backends, None, no_backend_s=0.2) as fleet:
+        await two.a.go_down()
+        await two.b.go_down()
+        await fleet.until(lambda state: not any(b["up"] for b in state["backends"]))
+        answer = await fleet.complete(PROMPT)
+
+        assert (answer.status, answer.json["error"]["type"]) == (503, "unavailable_error")
+        assert answer.headers["Retry-After"] == "2"
+        assert (await fleet.get("/kvferry/health")).status == 503
+        assert (await fleet.get("/v1/models")).status == 503
+        assert (await fleet.state())["queue"] == []
+
+
+async def test_request_waits_for_a_backend_that_comes_back(two: Two) -> None:
+    async with running(two.backends[:1], None) as fleet:
+        await two.a.go_down()
+        await fleet.until(lambda state: not state["backends"][0]["up"])
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT))
+            await fleet.until(lambda state: len(state["queue"]) == 1)
+            await two.a.come_up()
+        assert_good(await task, PROMPT, "a")
+
+
+async def test_queue_is_full(two: Two) -> None:
+    async with running(two.backends[:1], None, yaml="queue: {max_requests: 1}") as fleet:
+        two.a.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            served = [group.create_task(fleet.complete(f"{i}")) for i in range(3)]
+            await fleet.until(lambda state: len(state["queue"]) == 1)
+            refused = await fleet.complete("one too many")
+            two.a.decode_gate.set()
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+        assert [task.result().status for task in served] == [200, 200, 200]
+
+
+async def test_deadline_in_the_queue(two: Two) -> None:
+    async with running(two.backends[:1], None, yaml="queue: {deadline: 200ms}") as fleet:
+        two.a.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            for i in range(2):
+                group.create_task(fleet.complete(f"{i}"))
+            await fleet.until(lambda s: sum(slot["phase"] == "running" for slot in s["slots"]) == 2)
+            late = await fleet.complete("late")
+            two.a.decode_gate.set()
+        assert (late.status, late.json["error"]["type"]) == (504, "timeout_error")
+        assert "0.2 s" in late.json["error"]["message"]
+
+
+# --- backends that come and go --------------------------------------------------------------------
+
+
+async def test_restart_between_two_looks(two: Two) -> None:
+    """Nobody saw it down, but it is another process: what its slots held is gone."""
+    async with running(two.backends[:1], None) as fleet:
+        await to_a(fleet)
+        two.a.marker = "another"
+        for slot in two.a.slots:
+            slot.tokens = []
+        await fleet.until(lambda s: not any(slot["resident_tokens"] for slot in s["slots"]))
+
+        answer = await fleet.complete(PROMPT)
+        assert (answer.source, answer.cached) == ("cold", 0)
+
+
+async def test_snapshots_outlive_the_backend(two: Two) -> None:
+    async with running(two.backends[:1], two.kv_dir) as fleet:
+        await to_a(fleet)
+        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+        await fleet.until_quiet()
+        await two.a.go_down()
+        await fleet.until(lambda state: not state["backends"][0]["up"])
+        await two.a.come_up()
+        await fleet.until_up("a")
+
+        answer = await fleet.complete(PROMPT)
+        assert (answer.source, answer.cached) == ("snapshot", len(PROMPT) - 1)
+
+
+async def test_backend_that_comes_later(two: Two, tmp_path: Path) -> None:
+    port = free_port()
+    late = FakeLlama(kv_dir=tmp_path, port=port)
+    backends = [*two.backends[:1], ("late", f"http://127.0.0.1:{port}")]
+    async with running(backends, tmp_path, wait_for=["a"]) as fleet:
+        assert (await fleet.complete(PROMPT)).slot[0] == "a"
+        async with late:
+            await fleet.until_up("late")
+            two.a.decode_gate.clear()
+            async with asyncio.TaskGroup() as group:
+                for i in range(2):
+                    group.create_task(fleet.complete(f"{i}"))
+                await fleet.until(
+                    lambda s: sum(slot["phase"] == "running" for slot in s["slots"]) == 2
+                )
+                assert (await fleet.complete("third")).slot[0] == "late"
+                two.a.decode_gate.set()
+
+
+async def test_loading_is_not_up(two: Two) -> None:
+    two.b.faults.loading = True
+    async with running(two.backends, None, wait_for=["a"]) as fleet:
+        health = (await fleet.get("/kvferry/health")).json["backends"]
+        assert health == {"a": "up", "b": "Loading model"}
+        two.b.faults.loading = False
+        await fleet.until_up("b")
+
+
+async def test_stranger_on_a_slot(two: Two) -> None:
+    """A slot that somebody else uses is nobody's until it is idle (llama-server.md 0.1)."""
+    two.a.faults.hang_after_chunks = 3
+    async with aiohttp.ClientSession() as session:
+        body = {"prompt": "stranger", "id_slot": 0, "n_predict": 50} | STREAM
+        async with session.post(two.a.url + "/completion", json=body) as response:
+            await response.content.readuntil(b"\n\n")
+            async with running(two.backends[:1], two.kv_dir) as fleet:
+                state = await fleet.state()
+                assert [slot["phase"] for slot in state["slots"]] == ["draining", "idle"]
+                for i in range(3):
+                    answer = await fleet.complete(f"{i}" * 300, n_predict=2)
+                    assert answer.slot == ("a", 1)
+                response.close()
+                await fleet.until(lambda s: s["slots"][0]["phase"] == "idle")
+                two.a.faults.hang_after_chunks = None
+                assert (await fleet.complete("x", id_slot=0)).slot == ("a", 0)
