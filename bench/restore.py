@@ -1,0 +1,210 @@
+"""`python -m bench.restore`: from "restore it" to "send it", less what the server itself counts.
+
+Two conversations take turns on the one slot of a real server. In one process with the engine, so
+that the parts can be seen: the store's checks, the call to the server beyond its `restore_ms`,
+and all the rest (plan, events, tasks).
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+from bench import rig
+from bench.client import Client
+from bench.conversation import words, words_for
+from bench.report import Report, arguments_of, median, percentile, run_bench
+from router.adapters.clock import MonotonicClock
+from router.adapters.kv_store import KvStore
+from router.adapters.llama_client import Connections, LlamaClient, Timeouts
+from router.core.catalog import Catalog, Limits
+from router.core.planner import Fleet
+from router.core.policy import Policy
+from router.core.queue import Queue, QueueLimits
+from router.core.scheduler import Scheduler
+from router.core.state import State
+from router.engine import Engine, Timing
+from router.tokens import Tokens, count, join, pack
+from router.types import (
+    BackendId,
+    BackendInfo,
+    MemoryKind,
+    Namespace,
+    Outcome,
+    Place,
+    Prompt,
+    Reported,
+    Request,
+    RequestId,
+    RequestRecord,
+    SlotId,
+    SlotStatus,
+    Snapshot,
+    Source,
+    Transfer,
+)
+
+COLUMNS = ("part", "n", "p50 ms", "p99 ms", "x server")
+BACKEND, SPACE = BackendId("a"), Namespace("n")
+_TURN_TOKENS = 16  # that each turn adds
+
+
+@dataclass
+class _Slow:
+    """Times by part of one grant; seconds."""
+
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, part: str, seconds: float) -> None:
+        self.parts[part] += seconds
+
+
+class _Backend:
+    """ports.Backend that times what is on the way to a grant."""
+
+    def __init__(self, client: LlamaClient, slow: _Slow) -> None:
+        self._client, self._slow = client, slow
+
+    async def save(self, slot: int, name: str) -> Transfer:
+        return await self._timed("save", self._client.save(slot, name))
+
+    async def restore(self, slot: int, name: str) -> Transfer:
+        return await self._timed("restore", self._client.restore(slot, name))
+
+    async def _timed(self, part: str, call: "asyncio._CoroutineLike[Transfer]") -> Transfer:
+        start = perf_counter()
+        transfer = await call
+        self._slow.add(part, transfer.seconds)
+        self._slow.add(f"{part} call", perf_counter() - start - transfer.seconds)
+        return transfer
+
+    async def erase(self, slot: int) -> None:
+        await self._client.erase(slot)
+
+    async def prefill(self, slot: int, tokens: Tokens) -> Reported:
+        return await self._client.prefill(slot, tokens)
+
+    async def slots(self) -> list[SlotStatus]:
+        return await self._client.slots()
+
+
+class _Store(KvStore):
+    """The store; its part of a restore is timed."""
+
+    slow: _Slow
+
+    async def open(self, snapshot: Snapshot, place: Place) -> str:
+        start = perf_counter()
+        name = await super().open(snapshot, place)
+        self.slow.add("store", perf_counter() - start)
+        return name
+
+
+class _Silent:
+    """ports.Telemetry that keeps the records."""
+
+    def __init__(self) -> None:
+        self.records: list[RequestRecord] = []
+
+    def request(self, record: RequestRecord) -> None:
+        self.records.append(record)
+
+    def rejected(self, request: RequestId, outcome: str, reason: str) -> None: ...
+
+    def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None: ...
+
+    def restored(self, slot: SlotId, transfer: Transfer | None, problem: str) -> None: ...
+
+    def deleted(self, snapshot: Snapshot, problem: str) -> None: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="bench.restore", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200, help="restores")
+    parser.add_argument("--tokens", type=int, default=4_000, help="of each conversation")
+    return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
+
+
+async def measure(options: argparse.Namespace) -> Report:
+    """Alternate, and keep the grants that had a restore and no save."""
+    report = Report("restore", "From decision to dispatch", list(COLUMNS), arguments_of(options))
+    async with AsyncExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
+        ctx = options.tokens + (options.rounds + 8) * _TURN_TOKENS + 1024
+        server = await stack.enter_async_context(
+            rig.llama(slots=1, ctx_per_slot=ctx, kv_dir=home / "kv")
+        )
+        place = Place(str(home / "kv"))
+        connections = await stack.enter_async_context(Connections())
+        client = LlamaClient(BACKEND, server.url, connections, Timeouts())
+        slow = _Slow()
+        store = _Store([place], on_lost=lambda *_: None, wall_now=time.monotonic)
+        store.slow = slow
+        await store.load()
+        stack.push_async_callback(store.aclose)
+        fleet = Fleet(Policy(idle_save_after_s=None), Catalog(Limits()))
+        scheduler = Scheduler(State(fleet=fleet, queue=Queue(QueueLimits())))
+        backends = {BACKEND: _Backend(client, slow)}
+        telemetry = _Silent()
+        engine = Engine(scheduler, backends, store, MonotonicClock(), telemetry)
+        stack.push_async_callback(engine.aclose)
+        info = BackendInfo(BACKEND, 1, ctx, SPACE, place=place, memory_kind=MemoryKind.FULL)
+        engine.backend_up(info, ())
+        prompts = await asyncio.to_thread(_prompts, server.url, options.tokens)
+        found = await _alternate(engine, client, slow, prompts, options.rounds)
+        _add_rows(report, found)
+    report.notes.append(
+        "server: its own restore_ms; store: that the file is what was saved; call: HTTP to the "
+        "server beyond restore_ms; engine: plan, events, tasks. beyond = store + call + engine"
+    )
+    return report
+
+
+def _prompts(url: str, n_tokens: int) -> list[Tokens]:
+    client = Client(url)
+    n_words = words_for(client, n_tokens)
+    texts = [words(_random(seed), n_words) for seed in (1, 2)]
+    return [pack(client.post("/tokenize", {"content": text}).json()["tokens"]) for text in texts]
+
+
+async def _alternate(
+    engine: Engine, client: LlamaClient, slow: _Slow, prompts: list[Tokens], rounds: int
+) -> list[dict[str, float]]:
+    """Parts of each grant that a snapshot was restored for."""
+    found: list[dict[str, float]] = []
+    for number in range(20 * rounds):
+        which = number % 2
+        turn = pack((97 + number + i) % 200 for i in range(_TURN_TOKENS // 2))
+        prompts[which] = join([prompts[which], turn])
+        request = Request(RequestId(str(number)), Prompt(prompts[which]), max_new_tokens=1)
+        slow.parts.clear()
+        start = perf_counter()
+        grant = await engine.submit(request)
+        seconds = perf_counter() - start
+        parts = dict(slow.parts)
+        reported = await client.prefill(grant.lease.slot.index, request.prompt.tokens)
+        engine.finish(request.id, Outcome.OK, reported, Timing(None, seconds))
+        if grant.plan.chosen.source is Source.SNAPSHOT and "save" not in parts:
+            beyond = seconds - parts["restore"]
+            found.append(
+                {
+                    "server": parts["restore"],
+                    "store": parts["store"],
+                    "call": parts["restore call"],
+                    "engine": beyond - parts["store"] - parts["restore call"],
+                    "beyond": beyond,
+                }
+            )
+            if (reported.cached_tokens or 0) < count(prompts[which]) // 2:
+                raise RuntimeError(f"restored, yet only {reported.cached_tokens} tokens reused")
+        if len(found) >= rounds:
+            return found
+    raise RuntimeError(f"{len(found)} restores where {rounds} were wanted")
