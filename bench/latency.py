@@ -121,9 +121,7 @@ async def start(
     return contenders
 
 
-def _measure_all(
-    contenders: list[Contender], options: argparse.Namespace, report: Report
-) -> None:
+def _measure_all(contenders: list[Contender], options: argparse.Namespace, report: Report) -> None:
     cases: list[tuple[str, Case, int]] = [
         ("short chat", short, options.rounds),
         ("short chat, first token", short_stream, options.rounds),

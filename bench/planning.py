@@ -10,6 +10,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -109,16 +110,14 @@ def _measure_count(
     fleet = make_fleet(snapshots, tokens)
     gc.collect()
     before = rss_bytes()
-    adding = [_timed(lambda s=s: fleet.catalog.add(s, MemoryKind.FULL, 1.0)) for s in snapshots]
+    adding = [_timed(partial(fleet.catalog.add, s, MemoryKind.FULL, 1.0)) for s in snapshots]
     gc.collect()
     grown = (rss_bytes() - before) / count
 
     def add(what: str, times: list[float], size_bytes: float | None = None) -> None:
         p50 = median(times) * 1e6
         ratio = p50 / least.setdefault(what, p50)
-        report.add(
-            *(count, what, len(times), p50, percentile(times, 99) * 1e6, ratio, size_bytes)
-        )
+        report.add(*(count, what, len(times), p50, percentile(times, 99) * 1e6, ratio, size_bytes))
 
     random_ = random.Random(1)
     for what, share, source in (
@@ -145,7 +144,7 @@ def _measure_count(
         renamed = Snapshot(
             *(SnapshotId(f"new-{newcomer.id}"), SPACE, PLACE, newcomer.tokens, newcomer.size_bytes)
         )
-        evicting.append(_timed(lambda s=renamed: fleet.catalog.add(s, MemoryKind.FULL, 2.0)))
+        evicting.append(_timed(partial(fleet.catalog.add, renamed, MemoryKind.FULL, 2.0)))
     add("add and evict", evicting)
     if fleet.catalog.evicted != len(evicting):
         raise RuntimeError(f"{fleet.catalog.evicted} evicted, not {len(evicting)}")

@@ -57,11 +57,11 @@ class Report:
         for index, column in enumerate(self.columns):
             left = all(isinstance(row[index], str | None) for row in self.rows)
             table.add_column(column, justify="left" if left else "right")
-        previous: Cell = None
-        for row in self.rows:
-            if previous is not None and row[0] != previous:
+        firsts = [row[0] for row in self.rows]
+        grouped = len(set(firsts)) < len(firsts)
+        for index, row in enumerate(self.rows):
+            if grouped and index and row[0] != firsts[index - 1]:
                 table.add_section()
-            previous = row[0]
             table.add_row(*map(shown, row))
         console.print(table)
         for note in [*self.notes, machine_line(self.load_before)]:

@@ -7,11 +7,12 @@ and all the rest (plan, events, tasks).
 
 import argparse
 import asyncio
+import random
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +79,7 @@ class _Backend:
     async def restore(self, slot: int, name: str) -> Transfer:
         return await self._timed("restore", self._client.restore(slot, name))
 
-    async def _timed(self, part: str, call: "asyncio._CoroutineLike[Transfer]") -> Transfer:
+    async def _timed(self, part: str, call: Awaitable[Transfer]) -> Transfer:
         start = perf_counter()
         transfer = await call
         self._slow.add(part, transfer.seconds)
@@ -150,7 +151,8 @@ async def measure(options: argparse.Namespace) -> Report:
         store.slow = slow
         await store.load()
         stack.push_async_callback(store.aclose)
-        fleet = Fleet(Policy(idle_save_after_s=None), Catalog(Limits()))
+        policy = Policy(idle_save_after_s=None, coalesce_above_s=None)
+        fleet = Fleet(policy, Catalog(Limits()))
         scheduler = Scheduler(State(fleet=fleet, queue=Queue(QueueLimits())))
         backends = {BACKEND: _Backend(client, slow)}
         telemetry = _Silent()
@@ -171,7 +173,7 @@ async def measure(options: argparse.Namespace) -> Report:
 def _prompts(url: str, n_tokens: int) -> list[Tokens]:
     client = Client(url)
     n_words = words_for(client, n_tokens)
-    texts = [words(_random(seed), n_words) for seed in (1, 2)]
+    texts = [words(random.Random(seed), n_words) for seed in (1, 2)]
     return [pack(client.post("/tokenize", {"content": text}).json()["tokens"]) for text in texts]
 
 
@@ -208,3 +210,15 @@ async def _alternate(
         if len(found) >= rounds:
             return found
     raise RuntimeError(f"{len(found)} restores where {rounds} were wanted")
+
+
+def _add_rows(report: Report, found: list[dict[str, float]]) -> None:
+    server = median([parts["server"] for parts in found])
+    for part in ("server", "store", "call", "engine", "beyond"):
+        times = [parts[part] * 1000 for parts in found]
+        p50 = median(times)
+        report.add(part, len(times), p50, percentile(times, 99), p50 / 1000 / server)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

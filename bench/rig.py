@@ -109,7 +109,7 @@ async def _wait_until_up(process: subprocess.Popen[bytes], url: str, log_path: P
         if await asyncio.to_thread(_answers, url):
             return
         await asyncio.sleep(0.05)
-    tail = log_path.read_text(errors="replace")[-1500:]
+    tail = (await asyncio.to_thread(log_path.read_text, errors="replace"))[-1500:]
     raise RigError(f"{log_path.stem} did not come up at {url}:\n{tail}")
 
 
@@ -220,4 +220,13 @@ async def sglang(python: str, backends: Sequence[str], folder: Path) -> AsyncIte
     argv += ["--policy", "cache_aware", "--log-level", "warn", "--worker-urls", *backends]
     # `readiness` is 200 once a worker has passed its health check.
     async with _process("sglang", argv, f"http://127.0.0.1:{port}", "/readiness", folder) as proxy:
+        yield proxy
+
+
+@asynccontextmanager
+async def fake_llama(folder: Path) -> AsyncIterator[Proxy]:
+    """The tests' fake server: no model, so that a steady rate is steady."""
+    port = free_port()
+    argv = [sys.executable, "-m", "bench.fake", str(port)]
+    async with _process("fake", argv, f"http://127.0.0.1:{port}", "/health", folder) as proxy:
         yield proxy

@@ -81,7 +81,9 @@ def _measure_one(
         at = turn % len(names)
         for name in names[at:] + names[:at]:
             start = perf_counter()
-            streams = stream_all(urls[name], CHAT, [_body(options.tokens, i) for i in range(number)])
+            streams = stream_all(
+                urls[name], CHAT, [_body(options.tokens, i) for i in range(number)]
+            )
             seconds = perf_counter() - start
             counts = {stream.n_events for stream in streams}
             each = each or max(counts)

@@ -24,7 +24,8 @@ from router.adapters.llama_reply import Props
 from router.adapters.local_tokenizer import Encoder, LocalTokenizerError, load_local
 from router.adapters.manifest import os_errors
 from router.adapters.monitor import Attached, attach
-from router.adapters.tokenizer import SegmentTokenizer, discover_specials
+from router.adapters.specials import discover_specials
+from router.adapters.tokenizer import SegmentTokenizer
 from router.config import Backend, Config, TokenizerMode
 from router.errors import BackendError, BackendRefusedError, BackendTimeoutError, KvError
 from router.main import StartError, client_of, timeouts_of

@@ -20,8 +20,9 @@ from router.adapters.llama_reply import Props
 from router.adapters.local_tokenizer import Encoder, LocalTokenizerError, load_local
 from router.adapters.monitor import Attached, Monitor, Watch
 from router.adapters.prompts import PromptReader, Vocabulary
+from router.adapters.specials import discover_specials
 from router.adapters.telemetry import EngineCollector, PrometheusTelemetry
-from router.adapters.tokenizer import SegmentTokenizer, discover_specials
+from router.adapters.tokenizer import SegmentTokenizer
 from router.config import Backend, Config, LogFormat, TokenizerMode
 from router.core.catalog import Catalog, Limits
 from router.core.planner import Fleet

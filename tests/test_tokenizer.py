@@ -14,9 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.adapters import local_tokenizer, tokenizer
+from router.adapters import local_tokenizer, specials, tokenizer
 from router.adapters.local_tokenizer import LocalTokenizer, LocalTokenizerError, load_local
-from router.adapters.tokenizer import SegmentTokenizer, candidates, discover_specials
+from router.adapters.specials import candidates, discover_specials
+from router.adapters.tokenizer import SegmentTokenizer
 from router.errors import BackendError, BackendRefusedError
 from router.tokens import EMPTY, pack, unpack
 
@@ -540,7 +541,7 @@ def test_candidates_are_bounded_and_keep_bos_and_eos() -> None:
     template = " ".join(f"<|x{i}|>" for i in range(500))
 
     found = candidates(template, "<bos>", "<eos>")
-    assert len(found) == tokenizer.MAX_CANDIDATES
+    assert len(found) == specials.MAX_CANDIDATES
     assert found[:3] == ["<bos>", "<eos>", "<|x0|>"]
 
 

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from router.adapters.local_tokenizer import TEXTS, LocalTokenizerError, load_local
-from router.adapters.tokenizer import SegmentTokenizer, TokenizeCall, discover_specials
+from router.adapters.specials import TokenizeCall, discover_specials
+from router.adapters.tokenizer import SegmentTokenizer
 from router.demo.launcher import LlamaServer
 from router.errors import BackendError
 from router.tasks import spawn as spawn_task

@@ -91,20 +91,26 @@ SCRIPT = (
     Step("Ada's next turn", "Ada", "And when does the last ferry go on a Sunday?"),
     Step("Ben, same system prompt", "Ben", "May my dog come along?"),
     Step(
-        "Ada wants a long answer (streams on)",
+        "Ada: a long answer",
         "Ada",
         "Write a long letter to a guest who arrives by boat.",
         long=True,
     ),
-    Step("Ada in a second window meanwhile", "Ada", "Where do I find a doctor?"),
-    Step("Ada: regenerate that answer", "Ada"),
-    Step("a server was killed; Ada's next turn", "Ada", "What about my bicycle?", restart=True),
+    Step("Ada, in a second window", "Ada", "Where do I find a doctor?"),
+    Step("Ada regenerates the answer", "Ada"),
+    Step("Ada, after a server crash", "Ada", "What about my bicycle?", restart=True),
     Step("Cid, another system prompt", "Cid", "What do we cook on Wednesday?"),
     Step("Dee, another system prompt", "Dee", "The brakes squeal. Where do I begin?"),
     Step("Eve, another system prompt", "Eve", "Where are the old newspapers?"),
     Step("Ben comes back", "Ben", "Does he need a ticket?"),
     Step("Ada comes back", "Ada", "Thanks. And the office hours?"),
     Step("Cid comes back", "Cid", "And on Friday?"),
+)
+
+
+REMARKS = (
+    "4 still streams when 5 arrives, so its slot is busy. Before 7 the server that it would go to "
+    "is killed and started again."
 )
 
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from router.config import parse
 from router.demo.chat import Answer, Chat, ChatError
-from router.demo.conversation import SCRIPT, Conversations, Step
+from router.demo.conversation import REMARKS, SCRIPT, Conversations, Step
 from router.demo.launcher import (
     LlamaServer,
     ServerNotFoundError,
@@ -37,7 +37,8 @@ from router.types import BackendId
 NAMES = (BackendId("a"), BackendId("b"))
 SLOTS = 2
 CTX_PER_SLOT = 4096
-# People read before they write; kvferry saves idle slots meanwhile (store.save_when_idle_for).
+# People read before they write. Half of that, which is its default, kvferry waits before it saves
+# an idle slot.
 READING_S = 1.0
 READY_TIMEOUT_S = 60.0
 INTERRUPTED = 130
@@ -268,7 +269,10 @@ async def _ferry(
         # responses' own numbers would not show what was computed.
         "policy": {"coalesce_above": "off"},
         "health": {"interval": "500ms"},
-        "store": {"save_on_shutdown": False},
+        "store": {
+            "save_when_idle_for": f"{setting.reading_s * 500:.0f}ms",
+            "save_on_shutdown": False,
+        },
     }
     config = parse(orjson.dumps(given).decode(), "demo")
     async with build(config) as router, listening(router) as url:
@@ -337,13 +341,14 @@ def _print(rows: list[Row], setting: _Setting) -> None:
     console.width = WIDTH if not console.is_terminal else min(console.width, WIDTH)
     threads = _threads()
     console.print(
-        f"{setting.model.name} on {len(NAMES)} llama-servers with {SLOTS} slots and {threads} "
-        f"thread{'s' * (threads != 1)} each. Without kvferry: round robin, with llama-server's "
-        "own RAM cache.\n",
+        f"{setting.model.name} on {len(NAMES)} llama-servers, each with {SLOTS} slots and "
+        f"{threads} thread{'s' * (threads != 1)}.\nWithout kvferry: round robin, and "
+        "llama-server's own RAM cache.\n",
         markup=False,
     )
     console.print(table(rows))
-    console.print(Text(summary(rows), style="bold"))
+    console.print(Text(f"\n{REMARKS}", style="dim"))
+    console.print(Text(f"\n{summary(rows)}", style="bold"))
 
 
 def _print_urls(ferry: Ferry) -> None:

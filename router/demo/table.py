@@ -37,26 +37,23 @@ class Row:
 
 def table(rows: Sequence[Row]) -> Table:
     """All rows and their sum. Tokens are as the servers reported them."""
-    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_footer=True, pad_edge=False)
-    made.add_column("#", justify="right", no_wrap=True)
-    made.add_column("request", "all", ratio=1)
-    numbers = {
-        "prompt\ntokens": [row.with_.prompt_tokens for row in rows],
-        "without:\ncomputed": [row.without.computed_tokens for row in rows],
-    }
-    for title, values in numbers.items():
-        made.add_column(title, f"{sum(values):,}", justify="right", no_wrap=True)
-    made.add_column("\nTTFT", _mean([row.without for row in rows]), justify="right", no_wrap=True)
-    made.add_column("with:\nslot", no_wrap=True)
-    made.add_column("\nsource", no_wrap=True)
-    numbers = {
-        "\nresident": [row.resident for row in rows],
-        "\nsnapshot": [row.snapshot for row in rows],
-        "\ncomputed": [row.with_.computed_tokens for row in rows],
-    }
-    for title, values in numbers.items():
-        made.add_column(title, f"{sum(values):,}", justify="right", no_wrap=True)
-    made.add_column("\nTTFT", _mean([row.with_ for row in rows]), justify="right", no_wrap=True)
+    without, with_ = [row.without for row in rows], [row.with_ for row in rows]
+    made = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, show_footer=True)
+    made.add_column("#", justify="right")
+    made.add_column("request", "all (TTFT: mean)", ratio=1)
+    for title, footer in (
+        ("prompt\ntokens", _tokens(sum(answer.prompt_tokens for answer in with_))),
+        ("without\ncomputed", _tokens(sum(answer.computed_tokens for answer in without))),
+        ("\nTTFT s", _mean(without)),
+        ("with\nslot", ""),
+        ("kvferry\nsource", ""),
+        ("\nresident", _tokens(sum(row.resident for row in rows))),
+        ("\nsnapshot", _tokens(sum(row.snapshot for row in rows))),
+        ("\ncomputed", _tokens(sum(answer.computed_tokens for answer in with_))),
+        ("\nTTFT s", _mean(with_)),
+    ):
+        words = title.endswith(("slot", "source"))
+        made.add_column(title, footer, justify="left" if words else "right", no_wrap=True)
     for number, row in enumerate(rows, 1):
         made.add_row(*_cells(number, row))
     return made
@@ -67,15 +64,15 @@ def _cells(number: int, row: Row) -> list[str]:
     return [
         str(number),
         row.what,
-        f"{with_.prompt_tokens:,}",
-        f"{without.computed_tokens:,}",
-        _seconds(without.ttft_s),
+        _tokens(with_.prompt_tokens),
+        _tokens(without.computed_tokens),
+        f"{without.ttft_s:.2f}",
         f"{with_.backend}/{with_.slot}",
         with_.source,
-        f"{row.resident:,}" if row.resident else "",
-        f"{row.snapshot:,}" if row.snapshot else "",
-        f"{with_.computed_tokens:,}",
-        _seconds(with_.ttft_s),
+        _tokens(row.resident),
+        _tokens(row.snapshot),
+        _tokens(with_.computed_tokens),
+        f"{with_.ttft_s:.2f}",
     ]
 
 
@@ -88,15 +85,15 @@ def summary(rows: Sequence[Row]) -> str:
     fewer, sooner = before / max(after, 1), slow / max(fast, 1e-9)
     return (
         f"kvferry: {after:,} prompt tokens computed instead of {before:,} ({fewer:.1f} times "
-        f"fewer); first token after {_seconds(fast)} on average instead of {_seconds(slow)} "
+        f"fewer); first token after {fast:.2f} s on average instead of {slow:.2f} s "
         f"({sooner:.1f} times sooner)."
     )
 
 
+def _tokens(number: int) -> str:
+    return f"{number:,}" if number else "-"
+
+
 def _mean(answers: Sequence[Answer]) -> str:
     """The sum would mean nothing: nobody waits for all of them."""
-    return f"ø {_seconds(fmean(answer.ttft_s for answer in answers))}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s"
+    return f"{fmean(answer.ttft_s for answer in answers):.2f}"

@@ -1,0 +1,272 @@
+"""KV trouble never fails a request: every effect that can go wrong, on a whole router.
+
+The fake checks what it reads, so a file that is not what was committed would show as a violation
+or as a wrong cell; counts and metrics tell what was tried.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fake_llama import FakeLlama
+from tests.fake_wire import encode_state, generate
+from tests.fleet import Answer, Fleet, Json, running
+
+PROMPT = "p" * 300
+OTHER = "q" * 300
+RESTORED = len(PROMPT) - 1  # one token is always evaluated
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    """One slot: what is not in it must come from a file."""
+    async with FakeLlama(kv_dir=tmp_path, n_slots=1) as server:
+        yield server
+        assert server.violations == []
+
+
+@pytest.fixture
+async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with running([("a", fake.url)], tmp_path) as router:
+        yield router
+
+
+def text_of(prompt: str, n: int = 8) -> str:
+    return bytes(generate(list(prompt.encode()), n)).decode()
+
+
+def assert_good(answer: Answer, prompt: str = PROMPT) -> None:
+    assert (answer.status, answer.text) == (200, text_of(prompt))
+
+
+def files(kv_dir: Path, suffix: str) -> list[str]:
+    """State files by the end of their names; `.kv` are those that the manifest names."""
+    return sorted(name for name in os.listdir(kv_dir) if name.endswith(suffix))
+
+
+async def save(fleet: Fleet) -> Json:
+    """PROMPT is in a snapshot, and OTHER, which is in none, in the slot. The snapshot."""
+    assert_good(await fleet.complete(PROMPT))
+    state = await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+    await fleet.until_quiet()
+    assert_good(await fleet.complete(OTHER), OTHER)
+    item: Json = state["snapshots"]["items"][0]
+    return item
+
+
+async def failures(fleet: Fleet, action: str) -> float:
+    return (await fleet.metrics())[f'kvferry_kv_failures_total{{action="{action}"}}']
+
+
+async def test_a_snapshot_is_restored(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+    """The case without any fault; the others differ from it in one thing."""
+    snapshot = await save(fleet)
+    assert f"kvf-{snapshot['id']}.kv" in files(tmp_path, ".kv")
+    before = fake.counts["restore", 0]
+    answer = await fleet.complete(PROMPT)
+
+    assert_good(answer)
+    assert (answer.source, answer.cached) == ("snapshot", RESTORED)
+    assert answer.headers["x-kvferry-reused-tokens"] == str(RESTORED)
+    assert fake.counts["restore", 0] == before + 1
+    metrics = await fleet.metrics()
+    assert metrics["kvferry_restore_seconds_count"] == 1
+    assert metrics['kvferry_moved_bytes_total{action="restore"}'] == snapshot["size_bytes"]
+    assert (os.stat(tmp_path / f"kvf-{snapshot['id']}.kv").st_mode & 0o777) == 0o600
+
+
+async def test_save_is_refused(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+    """500, as with a full disk."""
+    fake.faults.save_fails = True
+    for prompt in (PROMPT, OTHER, PROMPT):
+        assert_good(await fleet.complete(prompt), prompt)
+    state = await fleet.until_quiet()
+
+    assert state["snapshots"]["count"] == 0
+    assert await failures(fleet, "save") >= 1
+    assert files(tmp_path, ".kv") == files(tmp_path, ".part") == []
+
+
+async def test_save_lies_about_its_size(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+    """A full disk can be reported as success (llama-server.md section 0.4)."""
+    before = fake.counts["restore", 0]
+    fake.faults.save_lies = True
+    for prompt in (PROMPT, OTHER, PROMPT):
+        assert_good(await fleet.complete(prompt), prompt)
+    state = await fleet.until_quiet()
+
+    assert state["snapshots"]["count"] == 0
+    assert await failures(fleet, "save") >= 1
+    assert fake.counts["restore", 0] == before
+    assert files(tmp_path, ".kv") == files(tmp_path, ".part") == []
+
+
+async def test_restore_is_refused(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+    """The file may be good, and the server short of room: once is forgiven, twice is not."""
+    snapshot = await save(fleet)
+    fake.faults.restore_fails = True
+    answer = await fleet.complete(PROMPT)
+    assert_good(answer)
+    assert (answer.source, answer.cached) == ("cold", 0)
+    assert await failures(fleet, "restore") == 1
+    assert snapshot["id"] in [s["id"] for s in (await fleet.state())["snapshots"]["items"]]
+
+    assert_good(await fleet.complete(OTHER), OTHER)
+    assert_good(await fleet.complete(PROMPT))
+    await fleet.until_quiet()
+    assert await failures(fleet, "restore") >= 2
+    assert snapshot["id"] not in [s["id"] for s in (await fleet.state())["snapshots"]["items"]]
+    assert f"kvf-{snapshot['id']}.kv.quarantined" in files(tmp_path, ".quarantined")
+
+
+async def test_one_refusal_is_forgotten_after_a_success(fake: FakeLlama, fleet: Fleet) -> None:
+    snapshot = await save(fleet)
+    for fails in (True, False, True):
+        fake.faults.restore_fails = fails
+        assert_good(await fleet.complete(PROMPT))
+        fake.faults.restore_fails = False
+        assert_good(await fleet.complete(OTHER), OTHER)
+    state = await fleet.state()
+
+    assert snapshot["id"] in [s["id"] for s in state["snapshots"]["items"]]
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def replace(path: Path) -> None:
+    """A good file of another conversation, under the same name."""
+    path.unlink()
+    path.write_bytes(encode_state(list(OTHER.encode()), 0, 1))
+
+
+def overwrite(path: Path) -> None:
+    """The same size and other bytes."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def become_a_link(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("change", [truncate, Path.unlink, replace, overwrite, become_a_link])
+async def test_file_changed_on_disk(
+    fake: FakeLlama, fleet: Fleet, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """Never offered to the server: a truncated file can abort it (llama-server.md section 0.3)."""
+    snapshot = await save(fleet)
+    change(tmp_path / f"kvf-{snapshot['id']}.kv")
+    before = fake.counts["restore", 0]
+    answer = await fleet.complete(PROMPT)
+    state = await fleet.until_quiet()
+
+    assert_good(answer)
+    assert (answer.source, answer.cached) == ("cold", 0)
+    assert fake.counts["restore", 0] == before
+    assert snapshot["id"] not in [s["id"] for s in state["snapshots"]["items"]]
+    assert await failures(fleet, "restore") == 1
+
+
+async def test_file_touched_on_disk(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+    """The same bytes with another date, as after a copy: looked at again, and used."""
+    snapshot = await save(fleet)
+    os.utime(tmp_path / f"kvf-{snapshot['id']}.kv", ns=(1, 1))
+    answer = await fleet.complete(PROMPT)
+
+    assert (answer.source, answer.cached) == ("snapshot", RESTORED)
+
+
+async def test_slot_action_hangs(fake: FakeLlama, tmp_path: Path) -> None:
+    """Given up after limits.action_timeout; the request is served without it."""
+    yaml = "limits: {action_timeout: 200ms}"
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
+        await save(fleet)
+        fake.faults.hang_actions = True
+        answer = await fleet.complete(PROMPT)
+
+        assert_good(answer)
+        assert answer.cached == 0
+        fake.faults.hang_actions = False
+        await fleet.until_quiet()
+
+
+async def test_crash_during_a_restore(fake: FakeLlama, fleet: Fleet) -> None:
+    """The request goes on when the backend is back; the snapshot is not to blame."""
+    snapshot = await save(fleet)
+    fake.action_gate.clear()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(fleet.complete(PROMPT))
+        await fake.until(lambda: fake.actions_waiting == 1)
+        await fake.go_down()
+        fake.action_gate.set()
+        await fake.come_up()
+    assert_good(task.result())
+    state = await fleet.until_quiet()
+    assert snapshot["id"] in [s["id"] for s in state["snapshots"]["items"]]
+
+
+async def test_copy_between_backends(tmp_path: Path) -> None:
+    """What an idle slot of one server holds is carried to the other, whose slots are free."""
+    async with (
+        FakeLlama(kv_dir=tmp_path, n_slots=1) as a,
+        FakeLlama(kv_dir=tmp_path, n_slots=1) as b,
+        running([("a", a.url), ("b", b.url)], tmp_path) as fleet,
+    ):
+        first = await fleet.complete(PROMPT)
+        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+        await fleet.until_quiet()
+        owner = a if first.slot[0] == "a" else b
+        owner.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fleet.complete(PROMPT))
+            await owner.until(lambda: owner.slots[0].busy)
+            second = await fleet.complete(PROMPT)
+            owner.decode_gate.set()
+        assert second.slot[0] != first.slot[0]
+        assert (second.source, second.cached) == ("snapshot", RESTORED)
+        assert_good(second)
+        assert a.violations == b.violations == []
+
+
+async def test_stopping_saves_what_is_worth_it(fake: FakeLlama, tmp_path: Path) -> None:
+    """And a router that is started over the same directory offers it."""
+    yaml = "store: {save_when_idle_for: off}"
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
+        assert_good(await fleet.complete(PROMPT))
+        assert (await fleet.state())["snapshots"]["count"] == 0
+        await fleet.router.stop()
+        assert (await fleet.state())["snapshots"]["count"] == 1
+        assert (await fleet.complete(OTHER)).status == 503
+    fake.slots[0].tokens = []
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
+        answer = await fleet.complete(PROMPT)
+        assert (answer.source, answer.cached) == ("snapshot", RESTORED)
+
+
+async def test_stopping_waits_for_running_streams(fake: FakeLlama, fleet: Fleet) -> None:
+    fake.decode_gate.clear()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(fleet.complete(PROMPT, stream=True))
+        await fake.until(lambda: fake.slots[0].busy)
+        stopping = group.create_task(fleet.router.stop())
+        await fleet.get("/kvferry/state")
+        assert not stopping.done()
+        fake.decode_gate.set()
+    assert_good(task.result())
+
+
+async def test_stopping_gives_up_after_the_grace(fake: FakeLlama, tmp_path: Path) -> None:
+    async with running([("a", fake.url)], tmp_path, yaml="shutdown_grace: 100ms") as fleet:
+        fake.decode_gate.clear()
+        body = {"prompt": PROMPT, "stream": True}
+        async with fleet.session.post(fleet.url + "/completion", json=body):
+            await fleet.router.stop()
+        fake.decode_gate.set()
