@@ -134,6 +134,7 @@ class Queue(Section):
 
     max_requests: values.Count = 1024
     deadline_s: values.SecondsOrNone = Field(default=600.0, alias="deadline")  # None: wait for ever
+    no_backend_wait_s: values.Seconds = Field(default=10.0, alias="no_backend_wait")
 
 
 class Limits(Section):

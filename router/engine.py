@@ -341,18 +341,22 @@ class Engine:
             self._prefills.pop(effect.request, None)
 
     async def _watch(self, effect: ef.Watch) -> None:
-        n_tokens = await self._wait_quiet(effect.request, effect.slot)
+        n_tokens = await self._wait_quiet(effect.request, effect.slot, settled=effect.settled)
         self._feed(ev.Quiet(effect.request, n_tokens))
 
-    async def _wait_quiet(self, request: RequestId, slot: SlotId) -> int | None:
+    async def _wait_quiet(
+        self, request: RequestId, slot: SlotId, *, settled: bool = False
+    ) -> int | None:
         """Returns when the slot is idle, with what it holds; None once that is not our concern.
 
-        Two looks have to agree: at the first, the request may still be in the server's queue.
+        Unless it is settled, two looks have to agree: at the first, the request may still be in
+        the server's queue.
         """
-        idle_seen = 0
+        idle_seen = 1 if settled else 0
         looks = 0
         while request in self._scheduler.state.jobs:
-            await asyncio.sleep(_QUIET_DELAYS_S[min(looks, len(_QUIET_DELAYS_S) - 1)])
+            if not settled or looks:
+                await asyncio.sleep(_QUIET_DELAYS_S[min(looks, len(_QUIET_DELAYS_S) - 1)])
             looks += 1
             try:
                 statuses = await self._backends[slot.backend].slots()

@@ -89,7 +89,9 @@ def _state(config: Config) -> State:
         reuse_probability=config.policy.reuse_probability,
         idle_save_after_s=config.store.save_when_idle_for_s,
     )
-    limits = QueueLimits(config.queue.max_requests, config.queue.deadline_s)
+    limits = QueueLimits(
+        config.queue.max_requests, config.queue.deadline_s, config.queue.no_backend_wait_s
+    )
     return State(fleet=Fleet(policy=policy, catalog=catalog), queue=Queue(limits))
 
 

@@ -238,7 +238,7 @@ async def test_copy_between_backends(tmp_path: Path) -> None:
 
 async def test_stopping_saves_what_is_worth_it(fake: FakeLlama, tmp_path: Path) -> None:
     """And a router that is started over the same directory offers it."""
-    yaml = "store: {save_when_idle_for: off}"
+    yaml = "store: {save_when_idle_for: 'off'}"
     async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
         assert_good(await fleet.complete(PROMPT))
         assert (await fleet.state())["snapshots"]["count"] == 0
@@ -266,7 +266,9 @@ async def test_stopping_waits_for_running_streams(fake: FakeLlama, fleet: Fleet)
 async def test_stopping_gives_up_after_the_grace(fake: FakeLlama, tmp_path: Path) -> None:
     async with running([("a", fake.url)], tmp_path, yaml="shutdown_grace: 100ms") as fleet:
         fake.decode_gate.clear()
-        body = {"prompt": PROMPT, "stream": True}
-        async with fleet.session.post(fleet.url + "/completion", json=body):
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT, stream=True))
+            await fake.until(lambda: fake.slots[0].busy)
             await fleet.router.stop()
-        fake.decode_gate.set()
+            assert fake.slots[0].busy
+            task.cancel()

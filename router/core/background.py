@@ -9,28 +9,42 @@ from router.core.steps import next_step
 from router.types import BackendId, RequestId
 
 
+def save_fleeting(state: State, now: float) -> None:
+    """Where the next start empties the idle slots, save what they hold before it comes.
+
+    At once or never, so also while others are running; the price counts their stall
+    (llama-server.md section 0.6).
+    """
+    for backend, info in state.fleet.infos.items():
+        if not info.keeps_idle_slots and not _is_preparing(state, backend):
+            _save_first(state, backend, now)
+
+
 def save_idle(state: State, now: float) -> None:
     """Save slots whose content is worth it, one a backend at a time.
 
     1. Idle for long enough on a backend where nothing runs: costs nobody anything.
-    2. On a backend whose idle slots are emptied by the next start: at once, or never.
-    3. The router is stopping: all that is worth it.
+    2. The router is stopping: all that is worth it.
     """
-    if state.stopping and not state.saves_on_stop:
-        return
     after_s = state.fleet.policy.idle_save_after_s
-    for backend, info in state.fleet.infos.items():
-        if backend in state.fleet.gated or not _is_calm(state, backend):
+    if state.stopping:
+        after_s = 0.0 if state.saves_on_stop else None
+    if after_s is None:
+        return
+    for backend in state.fleet.infos:
+        if _is_calm(state, backend):
+            _save_first(state, backend, now, after_s)
+
+
+def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0.0) -> None:
+    """Save the first slot that is due and worth it; the next one when that is done."""
+    for slot in state.fleet.slots.of(backend):
+        if not _is_open(slot) or now - slot.last_used < after_s:
             continue
-        for slot in state.fleet.slots.of(backend):
-            due = after_s is not None and now - slot.last_used >= after_s
-            if not (due or state.stopping or not info.keeps_idle_slots):
-                continue
-            if _is_open(slot):
-                if saving_pays(state.fleet, slot)[2]:
-                    _save(state, slot, now)
-                    break
-                slot.saved = True
+        if saving_pays(state.fleet, slot)[2]:
+            _save(state, slot, now)
+            return
+        slot.saved = True
 
 
 def wakeup(state: State) -> float | None:
@@ -52,19 +66,21 @@ def _is_open(slot: Slot) -> bool:
     return slot.is_idle and not slot.saved and len(slot.resident) > 0
 
 
+def _is_preparing(state: State, backend: BackendId) -> bool:
+    """Something is about to start; a save in between would hold it up."""
+    phases = (slot.phase for slot in state.fleet.slots.of(backend))
+    return backend in state.fleet.gated or Phase.PREPARING in phases
+
+
 def _is_calm(state: State, backend: BackendId) -> bool:
-    """No stream would be stopped by a save, and no preparation disturbed."""
-    return not any(
-        slot.phase in (Phase.RUNNING, Phase.PREPARING) for slot in state.fleet.slots.of(backend)
-    )
+    """Nothing would be held up by a save."""
+    return not _is_preparing(state, backend) and not state.fleet.running(backend)
 
 
 def _save(state: State, slot: Slot, now: float) -> None:
     state.saves += 1
-    job = Job(
-        id=RequestId(f"save-{state.saves}"), lease=slot.lease(RequestId(f"save-{state.saves}"))
-    )
-    job.since = now
+    name = RequestId(f"save-{state.saves}")
+    job = Job(id=name, lease=slot.lease(name), since=now)
     # Who wants this very content can wait the moment that it takes.
     slot.pending, slot.sharing = slot.resident.tokens, True
     slot.busy_until = now + state.fleet.rates[slot.id.backend].save_s(len(slot.resident))

@@ -150,6 +150,10 @@ class Catalog:
         self.remove(snapshot)
         return True
 
+    def is_forgotten(self, snapshot: SnapshotId) -> bool:
+        """Somebody who acquired it earlier must not use it any more."""
+        return self._entries[snapshot].kept
+
     def remove(self, snapshot: SnapshotId) -> list[Snapshot]:
         """Take a snapshot out of use; returns it if its file may be deleted now."""
         entry = self._entries.get(snapshot)

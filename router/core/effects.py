@@ -77,10 +77,14 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Find out when a slot is idle and how much it holds. Answered by Quiet."""
+    """Find out when a slot is idle and how much it holds. Answered by Quiet.
+
+    `settled`: the backend has answered to the end, so the first look decides.
+    """
 
     request: RequestId
     slot: SlotId
+    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

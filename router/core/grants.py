@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from router.core.effects import StopWork
-from router.core.jobs import Job, Stage
+from router.core.effects import SaveReason, StopWork
+from router.core.jobs import Job, PrefillStep, SaveStep, Stage
 from router.core.plan import Plan
 from router.core.planner import plan, sticky_key
 from router.core.queue import Waiting
 from router.core.state import State
-from router.core.steps import next_step, steps_of
+from router.core.steps import is_wanted, next_step, steps_of
 from router.errors import (
     ContextTooLongError,
     DeadlineError,
@@ -24,7 +24,7 @@ _STICKY_KEYS = 100_000
 
 
 def arrived(state: State, request: Request, now: float) -> None:
-    """(1) It fits nowhere: say so. (2) No room to wait: say so. (3) Wait, perhaps for no time."""
+    """(1) It fits nowhere: say so. (2) Wait, perhaps for no time."""
     known = [
         info
         for info in state.fleet.infos.values()
@@ -35,8 +35,6 @@ def arrived(state: State, request: Request, now: float) -> None:
         state.reject(request.id, ContextTooLongError(len(request.prompt), longest))
     elif state.stopping:
         state.reject(request.id, NoBackendError("the router is stopping"))
-    elif state.queue.is_full:
-        state.reject(request.id, QueueFullError("too many requests are waiting; try again later"))
     else:
         state.queue.add(request, now)
 
@@ -46,10 +44,15 @@ def cancelled(state: State, request: RequestId) -> None:
     if state.queue.remove(request) is not None:
         return
     job = state.jobs.get(request)
-    if job is not None and job.stage is Stage.PREPARING:
-        # A slot action cannot be called back; the job ends with the step that is under way.
-        job.cancelled = True
-        job.steps.clear()
+    if job is None or job.stage is not Stage.PREPARING:
+        return
+    # A slot action cannot be called back; the job ends with the step that is under way.
+    job.cancelled = True
+    job.steps.clear()
+    if isinstance(job.doing, PrefillStep) and is_wanted(state, job, job.doing.tokens):
+        # Others wait for this very prefill: it goes on, for them.
+        job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
+    else:
         state.out.append(StopWork(request))
 
 
@@ -61,10 +64,23 @@ def expire(state: State, now: float) -> None:
         state.reject(
             waiting.request.id, DeadlineError(f"no slot came free within {limits.deadline_s:g} s")
         )
-    for waiting in state.queue:
-        if not state.is_served(waiting.request) and now - waiting.since >= limits.no_backend_s:
+    for waiting in _unserved(state):
+        if now - waiting.since >= limits.no_backend_s:
             state.queue.remove(waiting.request.id)
             state.reject(waiting.request.id, NoBackendError("no backend for this model is up"))
+
+
+def next_giving_up(state: State) -> float | None:
+    """When somebody has waited long enough for a backend to come up, in clock seconds."""
+    return min(
+        (waiting.since + state.queue.limits.no_backend_s for waiting in _unserved(state)),
+        default=None,
+    )
+
+
+def _unserved(state: State) -> list[Waiting]:
+    """Of the oldest, those that no backend could serve; the rest have their turn later."""
+    return [w for w in state.queue.oldest(_LOOKED_AT) if not state.is_served(w.request)]
 
 
 def stop(state: State, *, save: bool) -> None:
@@ -89,8 +105,10 @@ def serve_queue(state: State, now: float) -> None:
     3. It needs all slots of a backend, or the choice of them: nobody younger may take slots on
        the one it will get, or it would starve.
     """
+    if not any(slot.is_idle for slot in state.fleet.slots):
+        return
     reserved: set[BackendId] = set()
-    for waiting, _ in zip(state.queue, range(_LOOKED_AT), strict=False):
+    for waiting in state.queue.oldest(_LOOKED_AT):
         request = waiting.request
         if reserved:
             request = replace(request, avoid=request.avoid | reserved)
@@ -99,8 +117,21 @@ def serve_queue(state: State, now: float) -> None:
             state.queue.remove(request.id)
             _grant(state, waiting, decision, now)
         elif decision is None and (request.whole_backend or not request.pinnable):
-            able = [b for b in state.fleet.infos if state.fleet.serves(b, request)]
-            reserved.update(sorted(able, key=state.fleet.running)[:1])
+            shut = [
+                backend
+                for backend in state.fleet.infos
+                if state.fleet.serves(backend, request)
+                and not state.fleet.is_open(backend, request)
+            ]
+            reserved.update(sorted(shut, key=state.fleet.running)[:1])
+
+
+def turn_away(state: State) -> None:
+    """More wait than may: the youngest goes, who could not be served at once."""
+    while len(state.queue) > state.queue.limits.max_requests:
+        youngest = state.queue.youngest()
+        state.queue.remove(youngest)
+        state.reject(youngest, QueueFullError("too many requests are waiting; try again later"))
 
 
 def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from router.types import Request, RequestId
 
@@ -36,9 +37,13 @@ class Queue:
     def __iter__(self) -> Iterator[Waiting]:
         return iter(tuple(self._waiting.values()))
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._waiting) >= self.limits.max_requests
+    def oldest(self, n: int) -> list[Waiting]:
+        """The first `n` of them."""
+        return list(islice(self._waiting.values(), n))
+
+    def youngest(self) -> RequestId:
+        """The last to come. Raises StopIteration if nobody waits."""
+        return next(reversed(self._waiting))
 
     def add(self, request: Request, now: float) -> None:
         """Wait."""

@@ -24,8 +24,10 @@ class Scheduler:
         state = self.state
         state.out = []
         self._take(event, now)
+        background.save_fleeting(state, now)
         if not state.stopping:
             grants.serve_queue(state, now)
+            grants.turn_away(state)
         background.save_idle(state, now)
         return state.out
 
@@ -36,11 +38,7 @@ class Scheduler:
             state.queue.next_deadline(),
             background.wakeup(state),
             grants.patience_ends(state, now),
-            *(
-                waiting.since + state.queue.limits.no_backend_s
-                for waiting in state.queue
-                if not state.is_served(waiting.request)
-            ),
+            grants.next_giving_up(state),
         ]
         known = [time for time in times if time is not None]
         return max(min(known), now) if known else None

@@ -15,7 +15,7 @@ from router.core.plan import Plan
 from router.core.planner import can_save, saving_pays
 from router.core.slots import NOTHING, Resident
 from router.core.state import State
-from router.tokens import common_prefix, count, head
+from router.tokens import Tokens, common_prefix, count, head
 from router.types import Request, Snapshot, SnapshotId
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
@@ -62,6 +62,11 @@ def next_step(state: State, job: Job, now: float) -> None:
             next_step(state, job, now)  # the copy came to nothing
         case RestoreStep(snapshot=snapshot):
             assert snapshot is not None
+            if state.fleet.catalog.is_forgotten(snapshot):
+                state.restore_over(job.id)
+                job.went_cold("the snapshot turned out to be unusable")
+                next_step(state, job, now)
+                return
             state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot]))
         case PrefillStep():
             slot = state.fleet.slots[job.slot]
@@ -199,15 +204,14 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
             computed = reported.prompt_tokens - reported.cached_tokens
             rates = state.fleet.rates[job.slot.backend]
             rates.observe_prefill(computed, reported.cached_tokens, reported.prompt_s)
-        if job.steps and _is_wanted(state, job):
+        if not job.cancelled and is_wanted(state, job, job.doing.tokens):
             job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
     next_step(state, job, now)
 
 
-def _is_wanted(state: State, job: Job) -> bool:
-    """Somebody who waits shares more with this slot than with any snapshot, and enough."""
+def is_wanted(state: State, job: Job, held: Tokens) -> bool:
+    """Somebody who waits shares more with `held` than with any snapshot, and enough."""
     info = state.fleet.infos[job.slot.backend]
-    held = state.fleet.slots[job.slot].resident.tokens
     if not can_save(state.fleet, info, count(held)):
         return False
     for waiting in state.queue:

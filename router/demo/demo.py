@@ -353,7 +353,10 @@ def _print(rows: list[Row], setting: _Setting) -> None:
 
 def _print_urls(ferry: Ferry) -> None:
     """What a person can try while everything is still up."""
-    lines = [f"kvferry       {ferry.router_url}   (its view: {ferry.router_url}/kvferry/state)"]
+    lines = [
+        f"kvferry         {ferry.router_url}",
+        f"its state       {ferry.router_url}/kvferry/state",
+    ]
     lines += [
         f"llama-server {name}  {server.url}"
         for name, server in zip(NAMES, ferry.servers, strict=True)

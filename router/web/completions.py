@@ -18,6 +18,7 @@ from router.adapters.llama_wire import (
     parse_request,
     pin_slot,
     strip_slot,
+    takes_many_slots,
 )
 from router.adapters.prompts import PromptReader
 from router.engine import Engine, Grant, Timing
@@ -103,7 +104,7 @@ class Completions:
             prompt=Prompt(unknown="not a completion"),
             model=self._directory.resolve(model),
             pinnable=False,
-            whole_backend=True,
+            whole_backend=takes_many_slots(raw),
             max_new_tokens=0,
         )
         return await self._serve(_Exchange(http, raw, request, None, None, None, perf_counter()))

@@ -29,7 +29,7 @@ class Run:
     abandoned: bool = False  # the client is gone, the server does not know yet
 
 
-@dataclass
+@dataclass(repr=False)
 class Server:
     """One process: what its slots hold and who uses them. A restart makes a new one."""
 

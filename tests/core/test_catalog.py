@@ -1,0 +1,351 @@
+"""The catalog against a dictionary, and each of its rules by name."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from router.core.catalog import Catalog, Limits
+from router.core.prefix_index import Match
+from router.tokens import count, pack
+from router.types import MemoryKind, Snapshot, SnapshotId
+from tests.core.build import NS, OTHER_NS, run_of, snapshot, tokens
+
+FULL, HYBRID = MemoryKind.FULL, MemoryKind.HYBRID
+S1, S2, S3 = SnapshotId("s1"), SnapshotId("s2"), SnapshotId("s3")
+
+
+# -- limits ------------------------------------------------------------------------------------
+
+
+def test_limits_of_minus_one_are_none_and_zero_is_off() -> None:
+    assert Limits().admits(10**9, 10**15)
+    assert not Limits(max_bytes=0).admits(1, 1)
+    assert not Limits(max_tokens=0).admits(1, 1)
+    assert not Limits().exceeded_by(10**9, 10**15)
+    assert Limits(max_bytes=0).exceeded_by(0, 1)
+    assert Limits(max_tokens=0).exceeded_by(1, 0)
+
+
+def test_each_limit_stands_for_itself() -> None:
+    limits = Limits(max_bytes=100, max_tokens=10, min_tokens=3)
+
+    assert limits.admits(10, 100)
+    assert not limits.admits(11, 100)
+    assert not limits.admits(10, 101)
+    assert not limits.admits(2, 1)
+    assert limits.exceeded_by(11, 1)
+    assert limits.exceeded_by(1, 101)
+    assert not limits.exceeded_by(10, 100)
+
+
+# -- adding ------------------------------------------------------------------------------------
+
+
+def test_equal_tokens_are_stored_once() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1"), FULL, 1.0)
+
+    assert catalog.add(snapshot("s2"), FULL, 1.0) == [snapshot("s2")]
+    assert (S1 in catalog, S2 in catalog, len(catalog)) == (True, False, 1)
+
+
+def test_equal_tokens_of_another_namespace_are_something_else() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1"), FULL, 1.0)
+
+    assert catalog.add(snapshot("s2", ns=OTHER_NS), FULL, 1.0) == []
+    assert catalog.match(NS, tokens(1, 2, 3)) == [Match(S1, 3, 3)]
+    assert catalog.match(OTHER_NS, tokens(1, 2, 3)) == [Match(S2, 3, 3)]
+
+
+def test_a_longer_one_makes_its_prefix_superfluous() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1", run_of(2)), FULL, 1.0)
+
+    assert catalog.add(snapshot("s2", run_of(4)), FULL, 1.0) == [snapshot("s1", run_of(2))]
+
+
+def test_a_prefix_stays_where_other_prompts_branch_off() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1", run_of(2)), FULL, 1.0)
+    catalog.add(snapshot("s2", tokens(1, 1, 2)), HYBRID, 1.0)
+
+    assert catalog.add(snapshot("s3", tokens(1, 1, 3)), FULL, 1.0) == []
+
+
+def test_a_prefix_stays_where_states_cannot_be_cut() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1", run_of(2)), HYBRID, 1.0)
+
+    assert catalog.add(snapshot("s2", run_of(4)), HYBRID, 1.0) == []
+
+
+def test_the_least_worth_per_byte_goes_first() -> None:
+    catalog = Catalog(Limits(max_bytes=20))
+    cheap, dear = snapshot("s1", tokens(1), 10), snapshot("s2", tokens(2), 10)
+    catalog.add(cheap, FULL, 1.0)
+    catalog.add(dear, FULL, 5.0)
+
+    assert catalog.add(snapshot("s3", tokens(3), 10), FULL, 3.0) == [cheap]
+    assert (catalog.total_bytes, catalog.total_tokens, catalog.evicted) == (20, 2, 1)
+
+
+def test_use_makes_worth() -> None:
+    catalog = Catalog(Limits(max_bytes=20))
+    used, unused = snapshot("s1", tokens(1), 10), snapshot("s2", tokens(2), 10)
+    catalog.add(used, FULL, 1.0)
+    catalog.add(unused, FULL, 1.5)
+    catalog.acquire(S1)
+    catalog.release(S1)
+
+    assert catalog.add(snapshot("s3", tokens(3), 10), FULL, 3.0) == [unused]
+
+
+def test_old_favourites_fade() -> None:
+    """What was used often once is given up in the end for what keeps coming."""
+    catalog = Catalog(Limits(max_bytes=20))
+    catalog.add(snapshot("s1", tokens(1), 10), FULL, 1.0)
+    for _ in range(5):
+        catalog.acquire(S1)
+        catalog.release(S1)
+
+    for n in range(2, 40):
+        catalog.add(snapshot(f"s{n}", tokens(n), 10), FULL, 1.0)
+
+    assert S1 not in catalog
+
+
+def test_one_that_no_limit_admits_does_not_push_out_the_others() -> None:
+    """It evicted everything that was worth less than itself, and then itself."""
+    catalog = Catalog(Limits(max_bytes=20))
+    catalog.add(snapshot("s1", tokens(1), 10), FULL, 1.0)
+    giant = snapshot("s2", tokens(2), 21)
+
+    assert catalog.add(giant, FULL, 100.0) == [giant]
+    assert S1 in catalog
+
+
+def test_many_uses_leave_a_small_heap() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1"), FULL, 1.0)
+    for _ in range(500):
+        catalog.acquire(S1)
+
+    assert len(catalog._heap) <= 4 * len(catalog) + 65
+
+
+# -- using and leaving -------------------------------------------------------------------------
+
+
+def test_what_is_in_use_is_named_when_its_last_user_lets_go() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1"), FULL, 1.0)
+    assert catalog.acquire(S1) == catalog.acquire(S1) == snapshot("s1")
+
+    assert catalog.remove(S1) == []
+    assert S1 not in catalog
+    assert catalog[S1] == snapshot("s1")
+    assert catalog.snapshots() == []
+    assert catalog.remove(S1) == []
+    assert catalog.release(S1) == []
+    assert catalog.release(S1) == [snapshot("s1")]
+    assert len(catalog) == 0
+
+
+def test_the_next_of_equal_tokens_takes_the_place_of_one_that_is_leaving() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1"), FULL, 1.0)
+    catalog.acquire(S1)
+    catalog.remove(S1)
+
+    assert catalog.add(snapshot("s2"), FULL, 1.0) == []
+    assert catalog.match(NS, tokens(1, 2, 3)) == [Match(S2, 3, 3)]
+
+
+def test_an_end_of_use_deletes_nothing_that_is_still_wanted() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1"), FULL, 1.0)
+    catalog.acquire(S1)
+
+    assert catalog.snapshots() == [(snapshot("s1"), 2, 1)]
+    assert catalog.release(S1) == []
+    assert S1 in catalog
+
+
+def test_what_is_forgotten_is_never_named_for_deletion() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1"), FULL, 1.0)
+    catalog.acquire(S1)
+    assert not catalog.is_forgotten(S1)
+
+    assert catalog.forget(S1)
+    assert catalog.is_forgotten(S1)
+    assert not catalog.forget(S1)
+    assert catalog.release(S1) == []
+    assert (len(catalog), catalog.match(NS, tokens(1))) == (0, [])
+
+
+def test_what_is_leaving_already_can_still_be_forgotten() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1"), FULL, 1.0)
+    catalog.acquire(S1)
+    catalog.remove(S1)
+
+    assert catalog.forget(S1)
+    assert catalog.release(S1) == []
+
+
+def test_the_unknown_can_be_removed_and_forgotten_in_vain() -> None:
+    catalog = Catalog()
+
+    assert catalog.remove(S1) == []
+    assert not catalog.forget(S1)
+    assert catalog.covered(NS, tokens(1)) == 0
+    assert catalog.match(NS, tokens(1)) == []
+
+
+def test_covered_is_the_longest_share() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1", run_of(5)), FULL, 1.0)
+
+    assert catalog.covered(NS, run_of(3)) == 3
+    assert catalog.covered(NS, run_of(9)) == 5
+    assert catalog.covered(OTHER_NS, run_of(3)) == 0
+
+
+# -- against a model ---------------------------------------------------------------------------
+
+
+@dataclass
+class Known:
+    """What the model knows of one snapshot."""
+
+    snapshot: Snapshot
+    references: int = 0
+    usable: bool = True
+
+
+@dataclass
+class Model:
+    """All snapshots that were ever added and not yet named for deletion."""
+
+    known: dict[SnapshotId, Known] = field(default_factory=dict)
+    named: set[SnapshotId] = field(default_factory=set)
+
+    def usable(self) -> list[Known]:
+        return [k for k in self.known.values() if k.usable]
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    """Adds, uses and removes in any order, within limits."""
+
+    @initialize(
+        max_bytes=st.sampled_from([-1, 6, 12]),
+        max_tokens=st.sampled_from([-1, 8, 16]),
+        kind=st.sampled_from([FULL, HYBRID]),
+    )
+    def begin(self, max_bytes: int, max_tokens: int, kind: MemoryKind) -> None:
+        self.limits = Limits(max_bytes, max_tokens)
+        self.catalog = Catalog(self.limits)
+        self.kind = kind
+        self.model = Model()
+        self.n = 0
+
+    @rule(
+        ids=st.lists(st.integers(0, 1), min_size=1, max_size=5),
+        size=st.integers(1, 4),
+        ns=st.sampled_from([NS, NS, OTHER_NS]),
+        value_s=st.sampled_from([0.0, 1.0, 3.0]),
+    )
+    def add(self, ids: list[int], size: int, ns: str, value_s: float) -> None:
+        new = snapshot(f"s{self.n}", ids, size, ns)
+        self.n += 1
+        rivals = [k for k in self.model.usable() if k.snapshot.namespace == ns]
+        equal = [k for k in rivals if k.snapshot.tokens == new.tokens]
+        evicted = self.catalog.evicted
+
+        gone = self.catalog.add(new, self.kind, value_s)
+
+        if equal:
+            assert gone == [new]
+            self.model.named.add(new.id)
+            return
+        self.model.known[new.id] = Known(new)
+        left = [k for k in self.model.usable() if k.snapshot.id not in self.catalog]
+        superfluous = left[: len(left) - (self.catalog.evicted - evicted)]
+        if self.kind is not FULL:
+            assert superfluous == []
+        # What branched before the newcomer came is no prefix that may go.
+        for one in superfluous:
+            held = one.snapshot.tokens
+            branches = {
+                k.snapshot.tokens[len(held) : len(held) + 4]
+                for k in rivals
+                if k.snapshot.tokens.startswith(held) and len(k.snapshot.tokens) > len(held)
+            }
+            evictions = self.catalog.evicted - evicted
+            assert evictions or (new.tokens.startswith(held) and len(branches) <= 1)
+        self.left(left, gone)
+
+    @precondition(lambda self: self.model.usable())
+    @rule(data=st.data())
+    def acquire(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.model.usable()))
+        assert self.catalog.acquire(one.snapshot.id) == one.snapshot
+        one.references += 1
+
+    @precondition(lambda self: any(k.references for k in self.model.known.values()))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = [k for k in self.model.known.values() if k.references]
+        one = data.draw(st.sampled_from(held))
+        one.references -= 1
+        last = not one.usable and one.references == 0
+
+        assert self.catalog.release(one.snapshot.id) == ([one.snapshot] if last else [])
+        if last:
+            self.name(one)
+
+    @precondition(lambda self: self.model.usable())
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.model.usable()))
+        self.left([one], self.catalog.remove(one.snapshot.id))
+
+    def left(self, left: list[Known], gone: list[Snapshot]) -> None:
+        """These are out of use; those of them that nobody uses were named."""
+        assert {s.id for s in gone} == {k.snapshot.id for k in left if not k.references}
+        assert len(gone) == len({s.id for s in gone})
+        for one in left:
+            one.usable = False
+            if not one.references:
+                self.name(one)
+
+    def name(self, one: Known) -> None:
+        assert one.snapshot.id not in self.model.named
+        self.model.named.add(one.snapshot.id)
+        del self.model.known[one.snapshot.id]
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        usable = [k.snapshot for k in self.model.usable()]
+        assert {s.id for s, _, _ in self.catalog.snapshots()} == {s.id for s in usable}
+        assert self.catalog.total_bytes == sum(s.size_bytes for s in usable)
+        assert self.catalog.total_tokens == sum(len(s) for s in usable)
+        assert len(self.catalog) == len(self.model.known)
+        assert not self.limits.exceeded_by(self.catalog.total_tokens, self.catalog.total_bytes)
+
+    @invariant()
+    def each_is_found_by_its_tokens_and_once(self) -> None:
+        for one in self.model.usable():
+            held = one.snapshot
+            first = self.catalog.match(held.namespace, held.tokens, 1)
+            assert first == [Match(held.id, len(held), len(held))]
+            assert self.catalog.covered(held.namespace, held.tokens) == count(held.tokens)
+        assert self.catalog.match(NS, pack([9])) == []
+
+
+TestCatalogMachine = CatalogMachine.TestCase
+TestCatalogMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -1,0 +1,206 @@
+"""Who may import whom, what may happen at import, how long a file may be.
+
+docs/architecture.md explains the layers; this keeps them.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROUTER = ROOT / "router"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ROUTER.rglob("*.py"))
+}
+
+BASE = {"router.types", "router.errors", "router.tokens"}
+# What a decision may be made of: no clock, no chance, no loop, no file, no log.
+CORE_STDLIB = {
+    "collections",
+    "dataclasses",
+    "enum",
+    "typing",
+    "bisect",
+    "heapq",
+    "itertools",
+    "math",
+}
+# layer: prefixes of modules of ours that it may import
+LAYERS: dict[str, set[str]] = {
+    "router.types": {"router.tokens"},
+    "router.errors": set(),
+    "router.tokens": set(),
+    "router.ports": {"router.types", "router.tokens", "router.errors"},
+    "router.tasks": set(),
+    "router.core": BASE | {"router.core"},
+    "router.kvfile": BASE | {"router.kvfile"},
+    "router.adapters": BASE | {"router.ports", "router.kvfile", "router.tasks", "router.adapters"},
+    "router.engine": BASE | {"router.core", "router.ports", "router.tasks"},
+    "router.web": BASE
+    | {"router.engine", "router.ports", "router.adapters", "router.core.plan", "router.web"},
+    # One enum: the names of the policies are said once.
+    "router.config": {
+        "router.types",
+        "router.core.policy",
+        "router.config_load",
+        "router.config_values",
+    },
+    "router.config_load": {"router.config_values"},
+    "router.config_values": set(),
+}
+# These put things together and may know all.
+BUILDERS = ("router.main", "router.cli", "router.demo", "router.doctor", "router.__main__")
+MAX_LINES = 420
+
+# Modules without a test file of their own name, and what tests them instead.
+TESTED_ELSEWHERE = {
+    "router": "a docstring",
+    "router.types": "data; used by every test",
+    "router.ports": "protocols; mypy",
+    "router.main": "tests/fleet.py builds every router with it",
+    "router.core.state": "tests/core: the scheduler's tests",
+    "router.core.effects": "data; the scheduler's tests",
+    "router.core.events": "data; the scheduler's tests",
+    "router.core.jobs": "data; the scheduler's tests",
+    "router.core.steps": "the scheduler's tests",
+    "router.core.grants": "the scheduler's tests",
+    "router.core.endings": "the scheduler's tests",
+    "router.core.attach": "the scheduler's tests",
+    "router.core.background": "the scheduler's tests",
+    "router.core.plan": "data; tests/core/test_planner.py",
+    "router.core.policy": "data; tests/core/test_planner.py",
+    "router.config_load": "tests/test_config.py",
+    "router.config_values": "tests/test_config.py",
+    "router.kvfile.head": "tests/test_kvfile.py",
+    "router.kvfile.layout": "tests/test_kvfile.py",
+    "router.kvfile.blocks": "tests/test_kvfile.py",
+    "router.adapters.clock": "two lines",
+    "router.adapters.anthropic_wire": "tests/test_conversions.py",
+    "router.adapters.responses_wire": "tests/test_conversions.py",
+    "router.adapters.reply_readers": "tests/test_llama_reply.py",
+    "router.adapters.kv_files": "tests/test_kv_store.py",
+    "router.adapters.local_tokenizer": "tests/test_tokenizer.py",
+    "router.web.app": "tests/web: test_transparency.py, test_forbidden.py, test_bad_input.py",
+    "router.web.completions": "tests/web: test_faults.py, test_cancellation.py",
+    "router.web.replies": "tests/web/test_bad_input.py",
+    "router.web.directory": "tests/web/test_bad_input.py, two models",
+    "router.demo.model": "downloads a model; the demo's own tests",
+    "router.demo.prebuilt": "runs in every test with a real server",
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, also inside functions; `from a import b` may mean a.b."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            base = node.module or ""
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                found.add(full if full in MODULES else base)
+    return found
+
+
+def layer_of(module: str) -> str | None:
+    matches = [name for name in LAYERS if module == name or module.startswith(name + ".")]
+    return max(matches, key=len, default=None)
+
+
+def within(module: str, allowed: set[str]) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in allowed)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_layers(module: str) -> None:
+    layer = layer_of(module)
+    if layer is None:
+        assert module == "router" or module.startswith(BUILDERS), f"{module} belongs to no layer"
+        return
+    ours = {name for name in imports(MODULES[module]) if name.split(".")[0] == "router"}
+
+    assert {name for name in ours if not within(name, LAYERS[layer])} == set()
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("router.core")])
+def test_core_is_pure(module: str) -> None:
+    """Told what happened, it answers what to do: nothing else gets in, and nothing waits."""
+    others = {name.split(".")[0] for name in imports(MODULES[module])} - {"router"}
+    tree = ast.parse(MODULES[module].read_text())
+
+    assert others <= CORE_STDLIB
+    assert not [n for n in ast.walk(tree) if isinstance(n, ast.AsyncFunctionDef | ast.Await)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_are_short(module: str) -> None:
+    path = MODULES[module]
+    # A language is one thing: its grammar is not split for the sake of a number.
+    limit = {"router.adapters.tokenizer": 520}.get(module, MAX_LINES)
+
+    assert len(path.read_text().splitlines()) <= limit
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_say_what_they_are_for(module: str) -> None:
+    assert ast.get_docstring(ast.parse(MODULES[module].read_text()))
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "router.tasks"])
+def test_tasks_are_spawned_by_name(module: str) -> None:
+    calls = [
+        node.attr
+        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        if isinstance(node, ast.Attribute)
+    ]
+    assert not {"create_task", "ensure_future"} & set(calls)
+
+
+def test_every_module_is_tested_somewhere() -> None:
+    """By a file of its name, or it stands in TESTED_ELSEWHERE with the reason."""
+    names = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")}
+    tested = {module for module in MODULES if module.rpartition(".")[2] in names}
+    packages = {module for module, path in MODULES.items() if path.name == "__init__.py"}
+
+    assert set(MODULES) - tested - packages - set(TESTED_ELSEWHERE) == set()
+    assert {name for name in TESTED_ELSEWHERE if name not in MODULES} == set()
+
+
+CHECK = """
+import asyncio, sys, threading
+
+async def main():
+    import importlib
+    from prometheus_client import REGISTRY
+    before = {name for metric in REGISTRY.collect() for name in [metric.name]}
+    threads = threading.active_count()
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not tasks, tasks
+    assert threading.active_count() == threads, threading.enumerate()
+    after = {metric.name for metric in REGISTRY.collect()}
+    assert after == before, after - before
+
+asyncio.run(main())
+"""
+
+
+def test_importing_starts_nothing() -> None:
+    """No task, thread or metric comes into being because somebody imported a module."""
+    # The prebuilt server is a program; importing it is running it.
+    names = [name for name in MODULES if not name.endswith(("__main__", "demo.prebuilt"))]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CHECK, *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
