@@ -117,7 +117,9 @@ async def start(
             url = (await stack.enter_async_context(rig.nginx(program, url, folder))).url
         elif name == "sglang-router":
             url = (await stack.enter_async_context(rig.sglang(program, [url], folder))).url
-        contenders.append(Contender(name, Client(url)))
+        client = Client(url)
+        stack.callback(client.close)
+        contenders.append(Contender(name, client))
     return contenders
 
 

@@ -17,7 +17,8 @@ from time import perf_counter
 from bench.report import Report, arguments_of, median, percentile, run_bench
 from router.core.catalog import Catalog, Limits
 from router.core.cost import Rates
-from router.core.planner import Fleet, plan
+from router.core.fleet import Fleet
+from router.core.planner import plan
 from router.core.slots import Resident
 from router.tokens import Tokens, head
 from router.types import (

@@ -26,7 +26,7 @@ from router.adapters.clock import MonotonicClock
 from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
 from router.core.catalog import Catalog, Limits
-from router.core.planner import Fleet
+from router.core.fleet import Fleet
 from router.core.policy import Policy
 from router.core.queue import Queue, QueueLimits
 from router.core.scheduler import Scheduler
@@ -174,7 +174,9 @@ def _prompts(url: str, n_tokens: int) -> list[Tokens]:
     client = Client(url)
     n_words = words_for(client, n_tokens)
     texts = [words(random.Random(seed), n_words) for seed in (1, 2)]
-    return [pack(client.post("/tokenize", {"content": text}).json()["tokens"]) for text in texts]
+    prompts = [pack(client.post("/tokenize", {"content": text}).json()["tokens"]) for text in texts]
+    client.close()
+    return prompts
 
 
 async def _alternate(

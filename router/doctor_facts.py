@@ -27,7 +27,13 @@ from router.adapters.monitor import Attached, attach
 from router.adapters.specials import discover_specials
 from router.adapters.tokenizer import SegmentTokenizer
 from router.config import Backend, Config, TokenizerMode
-from router.errors import BackendError, BackendRefusedError, BackendTimeoutError, KvError
+from router.errors import (
+    BackendError,
+    BackendRefusedError,
+    BackendTimeoutError,
+    KvError,
+    KvFileError,
+)
 from router.main import StartError, client_of, timeouts_of
 from router.ports import SnapshotStore
 from router.tasks import Tasks
@@ -48,6 +54,7 @@ class Trouble(StrEnum):
     KVFERRY = "it is a kvferry, not a llama-server"
     ROUTER_MODE = "it runs in router mode, without a model of its own"
     LOST = "it failed while it was tried out"
+    DISTURBED = "somebody else used its slots while they were tried out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +165,9 @@ async def gather(
         if facts.props is not None and trouble is Trouble.STRANGER:
             trouble = Trouble.LOST
         return replace(facts, trouble=trouble, detail=str(error))
-    except KvError as error:  # the kv_dir went away in the middle
-        return replace(facts, trouble=Trouble.LOST, detail=str(error))
+    except KvError as error:  # a state that is not the one that was saved; kv_dir went away
+        trouble = Trouble.DISTURBED if isinstance(error, KvFileError) else Trouble.LOST
+        return replace(facts, trouble=trouble, detail=str(error))
     if facts.attached is not None and config.tokenizer.mode is not TokenizerMode.OFF:
         facts = replace(facts, words=await _words(client, facts.attached.props, config))
     return facts

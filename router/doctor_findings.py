@@ -54,6 +54,7 @@ _ADVICE = {
         "start one llama-server for each model with -m MODEL, and list those as backends"
     ),
     Trouble.LOST: "read its log; then try again",
+    Trouble.DISTURBED: "try again when it is idle, and no kvferry is just starting",
 }
 
 

@@ -13,11 +13,13 @@ import structlog
 
 from router.core import effects as ef
 from router.core import events as ev
+from router.core.account import record_of
+from router.core.displacement import can_save
 from router.core.plan import Plan
 from router.core.planner import plan as make_plan
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
-from router.errors import BackendError, KvError, KvFileError, RouterError
+from router.errors import BackendError, BackendRefusedError, KvError, KvFileError
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.tasks import Tasks
 from router.tokens import Tokens
@@ -31,7 +33,6 @@ from router.types import (
     Reported,
     Request,
     RequestId,
-    RequestRecord,
     SlotId,
     SlotStatus,
     Snapshot,
@@ -45,6 +46,8 @@ log = structlog.get_logger(__name__)
 # the rest stay under one a second, or the server would not notice that the client of a
 # non-streaming request is gone (llama-server.md section 5.6).
 _QUIET_DELAYS_S = (0.02, 0.1, 1.2)
+# Without /slots: by then a server has noticed that a client left (about 1 s, section 5.6).
+_BLIND_S = 3.0
 # Looks at where a request went that the server placed. The gate is closed meanwhile.
 _LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 
@@ -158,6 +161,12 @@ class Engine:
         """The backends that are up."""
         return self._scheduler.state.fleet.infos
 
+    def keeps_snapshots(self, backend: BackendId) -> bool:
+        """What this backend's slots hold can be saved and restored with effect."""
+        fleet = self._scheduler.state.fleet
+        info = fleet.infos.get(backend)
+        return info is not None and can_save(fleet, info, fleet.catalog.limits.min_tokens)
+
     @property
     def scheduler(self) -> Scheduler:
         """For showing; whoever changes it breaks the one-writer rule."""
@@ -258,27 +267,8 @@ class Engine:
             future.set_exception(effect.error)
 
     def _account(self, effect: ef.Account) -> None:
-        reported, chosen = effect.reported, effect.plan.chosen
         timing = self._timings.get(effect.request.id, Timing(None, 0.0))
-        self._telemetry.request(
-            RequestRecord(
-                request=effect.request.id,
-                slot=effect.slot,
-                source=chosen.source,
-                reason=effect.plan.reason,
-                outcome=effect.outcome,
-                planned_tokens=chosen.reused_tokens,
-                prompt_tokens=reported.prompt_tokens,
-                cached_tokens=reported.cached_tokens,
-                computed_tokens=_computed(reported, effect.prefilled),
-                generated_tokens=reported.generated_tokens,
-                waited_s=effect.waited_s,
-                prepared_s=effect.prepared_s,
-                ttft_s=timing.ttft_s,
-                total_s=timing.total_s,
-                predicted_s=chosen.price.ttft_s + effect.waited_s,
-            )
-        )
+        self._telemetry.request(record_of(effect, timing.ttft_s, timing.total_s))
 
     # -- effects that take time ----------------------------------------------------------------
 
@@ -310,6 +300,8 @@ class Engine:
         try:
             name = await self._store.open(snapshot, info.place)
             try:
+                if effect.erase:
+                    await self._backends[slot.backend].erase(slot.index)
                 transfer = await self._backends[slot.backend].restore(slot.index, name)
             finally:
                 with suppress(KvError):
@@ -360,6 +352,9 @@ class Engine:
             looks += 1
             try:
                 statuses = await self._backends[slot.backend].slots()
+            except BackendRefusedError:  # started with --no-slots
+                await asyncio.sleep(_BLIND_S)
+                return None
             except BackendError:
                 continue  # the monitor will say that it is down, and the job will be gone
             status = next((s for s in statuses if s.index == slot.index), None)
@@ -382,6 +377,8 @@ class Engine:
                 return
             try:
                 statuses = await self._backends[backend].slots()
+            except BackendRefusedError:
+                return  # started with --no-slots: the gate opens at the end
             except BackendError:
                 continue
             busy = {s.index for s in statuses if s.is_processing}
@@ -409,16 +406,3 @@ class Engine:
                 await self._store.quarantine(effect.snapshot, effect.reason)
             except KvError as error:
                 self._telemetry.deleted(effect.snapshot, str(error))
-
-
-def _computed(reported: Reported, prefilled: Reported | None) -> int | None:
-    """Prompt tokens that were computed for a request, by itself and by the router before it."""
-    if reported.prompt_tokens is None or reported.cached_tokens is None:
-        return None
-    computed = reported.prompt_tokens - reported.cached_tokens
-    if prefilled is not None and prefilled.prompt_tokens and prefilled.cached_tokens is not None:
-        computed += prefilled.prompt_tokens - prefilled.cached_tokens
-    return min(computed, reported.prompt_tokens)
-
-
-__all__ = ["Engine", "Grant", "RouterError", "Timing"]

@@ -25,7 +25,7 @@ from router.adapters.telemetry import EngineCollector, PrometheusTelemetry
 from router.adapters.tokenizer import SegmentTokenizer
 from router.config import Backend, Config, LogFormat, TokenizerMode
 from router.core.catalog import Catalog, Limits
-from router.core.planner import Fleet
+from router.core.fleet import Fleet
 from router.core.policy import Policy, PolicyName
 from router.core.queue import Queue, QueueLimits
 from router.core.scheduler import Scheduler

@@ -72,6 +72,7 @@ class FakeLlama:
         self.violations: list[str] = []  # what would have harmed a real server
         self.bodies: list[tuple[str, Json]] = []  # (path, body) of every POST, in order
         self.seen: list[tuple[str, str]] = []  # (method, raw path) of everything, in order
+        self.computed_tokens = 0  # prompt tokens that were not in the slot
         self.stuck = False  # a client does not read fast enough
         self.chunks_sent = 0  # tokens of streams that went out, or into a buffer
         self.marker = ""  # `media_marker`: another one after each start (section 5.2)
@@ -356,6 +357,7 @@ class FakeLlama:
         answer.cache_n = min(reused, len(prompt) - 1)  # one token is always evaluated
         answer.id_slot = slot.index
         slot.tokens = prompt[: answer.cache_n]
+        self.computed_tokens += len(prompt) - answer.cache_n
         if response is not None and answer.body.get("return_progress"):
             await response.write(answer.progress(answer.cache_n))
         await self.prefill_gate.wait()

@@ -36,12 +36,15 @@ LAYERS: dict[str, set[str]] = {
     "router.tokens": set(),
     "router.ports": {"router.types", "router.tokens", "router.errors"},
     "router.tasks": set(),
+    "router.terminal": set(),
     "router.core": BASE | {"router.core"},
     "router.kvfile": BASE | {"router.kvfile"},
     "router.adapters": BASE | {"router.ports", "router.kvfile", "router.tasks", "router.adapters"},
     "router.engine": BASE | {"router.core", "router.ports", "router.tasks"},
     "router.web": BASE
-    | {"router.engine", "router.ports", "router.adapters", "router.core.plan", "router.web"},
+    | {"router.engine", "router.ports", "router.adapters", "router.web"}
+    # To show a decision: its data, and which memory kinds can be restored at all.
+    | {"router.core.plan", "router.core.reuse"},
     # One enum: the names of the policies are said once.
     "router.config": {
         "router.types",
@@ -62,6 +65,8 @@ TESTED_ELSEWHERE = {
     "router.types": "data; used by every test",
     "router.ports": "protocols; mypy",
     "router.main": "tests/fleet.py builds every router with it",
+    "router.core.scheduler": "tests/core/test_scheduler_machine.py",
+    "router.core.planner": "tests/core/test_scheduler_machine.py, tests/web/test_storm.py",
     "router.core.state": "tests/core: the scheduler's tests",
     "router.core.effects": "data; the scheduler's tests",
     "router.core.events": "data; the scheduler's tests",
@@ -84,6 +89,14 @@ TESTED_ELSEWHERE = {
     "router.adapters.reply_readers": "tests/test_llama_reply.py",
     "router.adapters.kv_files": "tests/test_kv_store.py",
     "router.adapters.local_tokenizer": "tests/test_tokenizer.py",
+    "router.adapters.specials": "tests/test_tokenizer.py",
+    "router.adapters.segments": "tests/test_tokenizer.py",
+    "router.doctor_facts": "tests/test_doctor.py",
+    "router.doctor_fleet": "tests/test_doctor.py",
+    "router.terminal": "tests/test_cli.py, tests/test_doctor.py",
+    "router.demo.chat": "tests/test_demo.py",
+    "router.demo.conversation": "tests/test_demo.py",
+    "router.demo.table": "tests/test_demo.py",
     "router.web.app": "tests/web: test_transparency.py, test_forbidden.py, test_bad_input.py",
     "router.web.completions": "tests/web: test_faults.py, test_cancellation.py",
     "router.web.replies": "tests/web/test_bad_input.py",
@@ -141,10 +154,7 @@ def test_core_is_pure(module: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_files_are_short(module: str) -> None:
     path = MODULES[module]
-    # A language is one thing: its grammar is not split for the sake of a number.
-    limit = {"router.adapters.tokenizer": 520}.get(module, MAX_LINES)
-
-    assert len(path.read_text().splitlines()) <= limit
+    assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -154,10 +164,12 @@ def test_modules_say_what_they_are_for(module: str) -> None:
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m != "router.tasks"])
 def test_tasks_are_spawned_by_name(module: str) -> None:
+    """A task of a TaskGroup has an owner already; one of the loop has not."""
     calls = [
         node.attr
         for node in ast.walk(ast.parse(MODULES[module].read_text()))
         if isinstance(node, ast.Attribute)
+        and (isinstance(node.value, ast.Call) or ast.unparse(node.value) in ("asyncio", "loop"))
     ]
     assert not {"create_task", "ensure_future"} & set(calls)
 

@@ -83,11 +83,14 @@ async def test_table(
 @pytest.mark.parametrize("until", ["without kvferry: 3/", "with kvferry: 4/", "Ctrl-C"])
 async def test_interrupted(server_argv: list[str], scratch: Path, until: str) -> None:
     """Ctrl-C while requests run is 130, at the end of --keep it is 0; nothing stays."""
-    command = "import sys; from router.cli import main; sys.exit(main())"
-    model = tiny_model("llama").path
-    where = [] if server_argv[0] == sys.executable else ["--llama-server", server_argv[0]]
+    where = None if server_argv[0] == sys.executable else server_argv[0]
+    command = (
+        "import asyncio, pathlib, sys; from router.demo.demo import demo; "
+        f"model = pathlib.Path({str(tiny_model('llama').path)!r}); "
+        f"sys.exit(asyncio.run(demo(model, {where!r}, keep=True, reading_s=0.1)))"
+    )
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", command, "demo", "--model", str(model), "--keep", *where),
+        *(sys.executable, "-c", command),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

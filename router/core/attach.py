@@ -24,7 +24,8 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
         if status is None:
             continue
         if not status.is_processing:
-            slot.resident = Resident(unread=status.n_tokens or 0)
+            # Of one that never ran nothing is said, not even after a restore (section 5.1).
+            slot.resident = Resident(unread=status.n_tokens or 0, unsure=status.n_tokens is None)
         else:
             watch(state, slot)
 

@@ -1,8 +1,8 @@
 """Saving what idle slots hold while nobody is kept waiting by it."""
 
+from router.core.displacement import saving_pays
 from router.core.effects import SaveReason
 from router.core.jobs import Job, SaveStep
-from router.core.planner import saving_pays
 from router.core.slots import Phase, Slot
 from router.core.state import State
 from router.core.steps import next_step
@@ -15,6 +15,8 @@ def save_fleeting(state: State, now: float) -> None:
     At once or never, so also while others are running; the price counts their stall
     (llama-server.md section 0.6).
     """
+    if state.stopping and not state.saves_on_stop:
+        return
     for backend, info in state.fleet.infos.items():
         if not info.keeps_idle_slots and not _is_preparing(state, backend):
             _save_first(state, backend, now)

@@ -39,11 +39,16 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Restore a snapshot into an idle slot. Answered by Restored or RestoreFailed."""
+    """Restore a snapshot into an idle slot. Answered by Restored or RestoreFailed.
+
+    `erase` it first: with a draft model, a longer state over a shorter one would kill every
+    request on the backend (llama-server.md section 0.10), and unified KV needs the room.
+    """
 
     request: RequestId
     slot: SlotId
     snapshot: Snapshot
+    erase: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from router.core import events as ev
 from router.core.effects import Account, Watch
 from router.core.jobs import Job, SaveStep, Stage
 from router.core.residency import after_answer, after_either, after_finish, after_quiet
-from router.core.slots import NOTHING, Resident, Slot
+from router.core.slots import UNKNOWN, Resident, Slot
 from router.core.state import State
 from router.errors import NoBackendError
 from router.types import BackendId, Outcome, RequestId
@@ -67,6 +67,7 @@ def launched(state: State, event: ev.Launched) -> None:
     leased = state.fleet.slots[job.slot]
     pending, busy_until = leased.pending, leased.busy_until
     leased.release(job.lease, leased.resident, leased.last_used)
+    leased.generation += 1  # the answer will be read under this lease, and is not here
     job.lease = actual.lease(job.id)
     job.sent_over = actual.resident
     actual.start(job.lease)
@@ -111,7 +112,7 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
     """
     assert job.request is not None
     if job.request.whole_backend:
-        return NOTHING
+        return UNKNOWN
     if job.request.pinnable or job.placed:
         return after_finish(job.request.prompt, event.reported)
     _doubt_drained(state, job)
@@ -132,7 +133,7 @@ def _abandon(state: State, job: Job, now: float) -> None:
     state.fleet.slots[job.slot].drain(job.lease)
     state.out.append(Watch(job.id, job.slot))
     for lease in job.others:
-        state.fleet.slots[lease.slot].release(lease, NOTHING, now)
+        state.fleet.slots[lease.slot].release(lease, UNKNOWN, now)
     job.others.clear()
     if job.request.whole_backend or not (job.request.pinnable or job.placed):
         job.doubted = True
@@ -164,7 +165,8 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
     if job is None:
         return
     if job.request is None or job.doubted:
-        end(state, job, now, Resident(unread=event.n_tokens or 0))
+        held = UNKNOWN if event.n_tokens is None else Resident(unread=event.n_tokens)
+        end(state, job, now, held)
     else:
         end(state, job, now, after_quiet(job.sent_over, job.request.prompt, event.n_tokens))
 
@@ -190,7 +192,7 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         background = job.request is None and job.stage is Stage.PREPARING
         held = slot.resident if resident is None else resident
         if job.others and job.stage is not Stage.PREPARING:
-            held = NOTHING  # the server chose which slots it used
+            held = UNKNOWN  # the server chose which slots it used
         used = slot.last_used if background else now
         slot.release(lease, held, used)
         slot.saved = background

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+from router.core.baseline import sticky_key
 from router.core.effects import SaveReason, StopWork
 from router.core.jobs import Job, PrefillStep, SaveStep, Stage
 from router.core.plan import Plan
-from router.core.planner import plan, sticky_key
+from router.core.planner import plan
 from router.core.queue import Waiting
 from router.core.state import State
 from router.core.steps import is_wanted, next_step, steps_of

@@ -1,7 +1,7 @@
 """What a slot holds after something happened to it. Certain, or not claimed."""
 
 from router.core.reuse import CHECKPOINT_BEFORE_END
-from router.core.slots import NOTHING, Resident
+from router.core.slots import UNKNOWN, Resident
 from router.tokens import Tokens, common_prefix, count, head, join
 from router.types import Prompt, Reported
 
@@ -16,9 +16,9 @@ def after_finish(prompt: Prompt, reported: Reported) -> Resident:
     3. Only their number is known: they are there, unread.
     """
     if prompt.unknown or prompt.n_media:
-        return NOTHING
+        return UNKNOWN
     if reported.prompt_tokens is not None and reported.prompt_tokens != len(prompt):
-        return NOTHING
+        return UNKNOWN
     checkpoints = (
         *(b for b in prompt.boundaries if b < len(prompt)),
         max(len(prompt) - CHECKPOINT_BEFORE_END, 0),
@@ -26,8 +26,9 @@ def after_finish(prompt: Prompt, reported: Reported) -> Resident:
     if reported.generated is not None:
         held = head(reported.generated, max(count(reported.generated) - 1, 0))
         return Resident(join([prompt.tokens, held]), 0, checkpoints)
-    unread = max((reported.generated_tokens or 1) - 1, 0)
-    return Resident(prompt.tokens, unread, checkpoints)
+    if reported.generated_tokens is None:
+        return Resident(prompt.tokens, 0, checkpoints, unsure=True)
+    return Resident(prompt.tokens, max(reported.generated_tokens - 1, 0), checkpoints)
 
 
 def after_answer(resident: Resident, prompt: Tokens, answer: Tokens) -> Resident:
@@ -50,13 +51,13 @@ def after_quiet(before: Resident, prompt: Prompt, n_tokens: int | None) -> Resid
 
     1. No longer than the prompt: a part of the prompt.
     2. Longer: the prompt, and an answer nobody has read.
-    3. The length it had before: one of these, or the request never ran and the content is what it
-       was. Claimed is what both have in common.
+    3. Perhaps the length it had before: one of these, or the request never ran and the content is
+       what it was. Claimed is what both have in common.
     """
     if n_tokens is None or prompt.unknown or prompt.n_media:
-        return NOTHING
+        return UNKNOWN
     known = head(prompt.tokens, n_tokens)
-    if n_tokens == len(before):
+    if before.unsure or n_tokens == len(before):
         known = head(known, common_prefix(known, before.tokens))
     return Resident(known, n_tokens - count(known))
 
@@ -64,5 +65,6 @@ def after_quiet(before: Resident, prompt: Prompt, n_tokens: int | None) -> Resid
 def after_either(resident: Resident, prompt: Prompt) -> Resident:
     """After a request that may have run here or not: both leave what is common to them."""
     if prompt.unknown or prompt.n_media:
-        return NOTHING
-    return Resident(head(prompt.tokens, common_prefix(resident.tokens, prompt.tokens)))
+        return UNKNOWN
+    known = head(prompt.tokens, common_prefix(resident.tokens, prompt.tokens))
+    return Resident(known, unsure=True)

@@ -57,12 +57,14 @@ class Resident:
     tokens: Tokens = EMPTY
     unread: int = 0
     checkpoints: tuple[int, ...] = ()
+    unsure: bool = False  # there may be more, and nobody knows how much
 
     def __len__(self) -> int:
         return count(self.tokens) + self.unread
 
 
 NOTHING = Resident()
+UNKNOWN = Resident(unsure=True)
 
 
 @dataclass(slots=True)

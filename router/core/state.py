@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from router.core.cost import Rates
 from router.core.effects import Delete, Effect, Reject
+from router.core.fleet import Fleet
 from router.core.jobs import Job, RestoreStep, Stage
-from router.core.planner import Fleet
 from router.core.queue import Queue
 from router.core.slots import NOTHING
 from router.errors import RouterError

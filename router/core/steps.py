@@ -8,12 +8,12 @@ from collections import deque
 from typing import assert_never
 
 from router.core import events as ev
+from router.core.displacement import can_save, saving_pays
 from router.core.effects import Dispatch, Prefill, Quarantine, Restore, Save, SaveReason
 from router.core.endings import end
 from router.core.jobs import DispatchStep, Job, PrefillStep, RestoreStep, SaveStep, Stage, Step
 from router.core.plan import Plan
-from router.core.planner import can_save, saving_pays
-from router.core.slots import NOTHING, Resident
+from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
 from router.tokens import Tokens, common_prefix, count, head
 from router.types import Request, Snapshot, SnapshotId
@@ -67,7 +67,9 @@ def next_step(state: State, job: Job, now: float) -> None:
                 job.went_cold("the snapshot turned out to be unusable")
                 next_step(state, job, now)
                 return
-            state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot]))
+            held = state.fleet.slots[job.slot].resident
+            erase = len(held) > 0 or held.unsure
+            state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot], erase))
         case PrefillStep():
             slot = state.fleet.slots[job.slot]
             slot.pending, slot.sharing = step.tokens, True
@@ -162,7 +164,7 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
     rates = state.fleet.rates[job.slot.backend]
     rates.restore.observe(1.0, snapshot.size_bytes, event.seconds)
     slot = state.fleet.slots[job.slot]
-    slot.resident = Resident(snapshot.tokens) if event.n_tokens == len(snapshot) else NOTHING
+    slot.resident = Resident(snapshot.tokens) if event.n_tokens == len(snapshot) else UNKNOWN
     state.restore_over(event.request)
     next_step(state, job, now)
 
@@ -195,7 +197,9 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     slot = state.fleet.slots[job.slot]
     state.others_cleared(job.slot.backend)
     if isinstance(event, ev.PrefillFailed):
-        slot.resident = NOTHING
+        slot.resident = UNKNOWN
+        if job.cancelled:
+            job.steps.clear()  # nothing came of it for those who wait
     else:
         job.prefilled = event.reported
         slot.resident = Resident(job.doing.tokens)

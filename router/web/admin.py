@@ -7,7 +7,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from router.adapters.llama_wire import parse_body, parse_request, route_of
 from router.core.plan import Candidate, Plan
-from router.core.reuse import can_restore
 from router.engine import Engine
 from router.errors import BadRequestError
 from router.types import RequestId
@@ -124,7 +123,7 @@ class Admin:
             "n_ctx": info.n_ctx,
             "namespace": info.namespace,
             "memory_kind": info.memory_kind,
-            "snapshots": info.place is not None and can_restore(info.memory_kind),
+            "snapshots": self._engine.keeps_snapshots(info.id),
             "keeps_idle_slots": info.keeps_idle_slots,
             "problem": found.problem,
             "build": attached.props.build_info,

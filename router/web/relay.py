@@ -41,7 +41,7 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
 
 _HEAD_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
-_WHOLE_BYTES = 4 * 1024 * 1024
+_WHOLE_BYTES = 1024 * 1024
 
 
 def forward_headers(request: web.Request) -> CIMultiDict[str]:

@@ -5,13 +5,13 @@ from typing import Any
 
 from router.core.catalog import Catalog, Limits
 from router.core.cost import Line, Mean, Rates
-from router.core.planner import Fleet
+from router.core.fleet import Fleet
 from router.core.policy import Policy, PolicyName
 from router.core.queue import Queue, QueueLimits
 from router.core.scheduler import Scheduler
 from router.core.slots import Resident
 from router.core.state import State
-from router.tokens import Tokens, count, pack
+from router.tokens import EMPTY, Tokens, count, pack
 from router.types import (
     BackendId,
     BackendInfo,
@@ -46,7 +46,7 @@ def run_of(n: int, token: int = 1) -> Tokens:
 
 def prompt_of(ids: Tokens | Iterable[int]) -> Prompt:
     """A known prompt without boundaries."""
-    return Prompt(ids if isinstance(ids, bytes) else pack(ids))
+    return Prompt(Tokens(ids) if isinstance(ids, bytes) else pack(ids))
 
 
 def request(name: str = "r", ids: Tokens | Iterable[int] = (1, 2, 3), **more: Any) -> Request:
@@ -71,9 +71,9 @@ def snapshot(
     name: str = "s", ids: Tokens | Iterable[int] = (1, 2, 3), size: int | None = None, ns: str = NS
 ) -> Snapshot:
     """A snapshot of these ids."""
-    held = ids if isinstance(ids, bytes) else pack(ids)
+    held = Tokens(ids) if isinstance(ids, bytes) else pack(ids)
     size_bytes = BYTES_PER_TOKEN * count(held) if size is None else size
-    return Snapshot(SnapshotId(name), Namespace(ns), Place("kv"), Tokens(held), size_bytes)
+    return Snapshot(SnapshotId(name), Namespace(ns), Place("kv"), held, size_bytes)
 
 
 def rates(prefill_s: float = 0.01, transfer_s: float = 0.001) -> Rates:
@@ -106,9 +106,7 @@ def fleet(
     return made
 
 
-def busy(
-    fleet_: Fleet, slot: SlotId, *, until: float = 10.0, pending: Tokens = Tokens(b"")
-) -> None:
+def busy(fleet_: Fleet, slot: SlotId, *, until: float = 10.0, pending: Tokens = EMPTY) -> None:
     """Somebody's request is running on a slot."""
     held = fleet_.slots[slot]
     held.start(held.lease(RequestId(f"busy-{slot}")))

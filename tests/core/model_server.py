@@ -1,4 +1,4 @@
-"""What a llama-server would hold and do, as far as the scheduler's claims can be checked against it.
+"""What a llama-server would hold and do, so that the scheduler's claims can be checked.
 
 No time passes here and nothing is decided: the state machine says what happens next.
 """

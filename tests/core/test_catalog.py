@@ -274,20 +274,19 @@ class CatalogMachine(RuleBasedStateMachine):
             return
         self.model.known[new.id] = Known(new)
         left = [k for k in self.model.usable() if k.snapshot.id not in self.catalog]
-        superfluous = left[: len(left) - (self.catalog.evicted - evicted)]
-        if self.kind is not FULL:
-            assert superfluous == []
-        # What branched before the newcomer came is no prefix that may go.
-        for one in superfluous:
-            held = one.snapshot.tokens
-            branches = {
-                k.snapshot.tokens[len(held) : len(held) + 4]
-                for k in rivals
-                if k.snapshot.tokens.startswith(held) and len(k.snapshot.tokens) > len(held)
-            }
-            evictions = self.catalog.evicted - evicted
-            assert evictions or (new.tokens.startswith(held) and len(branches) <= 1)
+        if self.catalog.evicted == evicted:
+            for one in left:
+                self.was_superfluous(one.snapshot, new, [k.snapshot for k in rivals])
         self.left(left, gone)
+
+    def was_superfluous(self, gone: Snapshot, new: Snapshot, rivals: list[Snapshot]) -> None:
+        """A prefix of the newcomer, of a kind that can be cut, where nothing else branches off."""
+        end = len(gone.tokens)
+        longer = [r.tokens for r in (*rivals, new) if r.tokens.startswith(gone.tokens)]
+
+        assert self.kind is FULL
+        assert new.tokens.startswith(gone.tokens)
+        assert len({one[end : end + 4] for one in longer if len(one) > end}) == 1
 
     @precondition(lambda self: self.model.usable())
     @rule(data=st.data())

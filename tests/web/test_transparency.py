@@ -27,7 +27,7 @@ NOT_COMPARED = {"date", "connection", "keep-alive", "transfer-encoding", "conten
 # What differs between two equal requests to one server: names, times, counts of cached tokens.
 VARIABLE = re.compile(
     rb'("(?:created|created_at|completed_at|id_slot|tokens_cached|cached_tokens|input_tokens'
-    rb"|cache_read_input_tokens|(?:cache|prompt|predicted|draft)_[a-z_]+|sequence_number"
+    rb"|cache_read_input_tokens|time_ms|(?:cache|prompt|predicted|draft)_[a-z_]+|sequence_number"
     rb')":)[-+.\de]+'
 )
 NAMES = re.compile(rb"(chatcmpl-|resp_|msg_|call_|fc_|rs_)\w+")
@@ -322,3 +322,15 @@ async def test_http_1_0(pair: Pair) -> None:
     head, _, rest = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.0 200")
     assert Seen(200, {}, rest).masked == direct.masked
+
+
+async def test_connection_of_the_client_is_its_own(pair: Pair) -> None:
+    """The server closes its side after each request; the client keeps the one it has."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(pair.routed.rpartition(":")[2]))
+    for _ in range(3):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert b"\r\nconnection:" not in head
+        assert b"\r\nkeep-alive:" not in head
+        await reader.readexactly(len(b'{"status":"ok"}'))
+    writer.close()

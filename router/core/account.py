@@ -1,0 +1,39 @@
+"""One finished request as a record: what was planned, what was reported, and what it took."""
+
+from router.core.effects import Account
+from router.types import Reported, RequestRecord
+
+
+def record_of(account: Account, ttft_s: float | None, total_s: float) -> RequestRecord:
+    """The record for log and metrics; the times are the web layer's, in seconds."""
+    reported, chosen = account.reported, account.plan.chosen
+    return RequestRecord(
+        request=account.request.id,
+        slot=account.slot,
+        source=chosen.source,
+        reason=account.plan.reason,
+        outcome=account.outcome,
+        planned_tokens=chosen.reused_tokens,
+        prompt_tokens=reported.prompt_tokens,
+        cached_tokens=reported.cached_tokens,
+        computed_tokens=computed_tokens(reported, account.prefilled),
+        generated_tokens=reported.generated_tokens,
+        waited_s=account.waited_s,
+        prepared_s=account.prepared_s,
+        ttft_s=ttft_s,
+        total_s=total_s,
+        predicted_s=chosen.price.ttft_s + account.waited_s,
+    )
+
+
+def computed_tokens(reported: Reported, prefilled: Reported | None) -> int | None:
+    """Prompt tokens computed for a request, by itself and by the router's own prefill before it.
+
+    At most the prompt: the two may share a token that had to be evaluated again.
+    """
+    if reported.prompt_tokens is None or reported.cached_tokens is None:
+        return None
+    computed = reported.prompt_tokens - reported.cached_tokens
+    if prefilled is not None and prefilled.prompt_tokens and prefilled.cached_tokens is not None:
+        computed += prefilled.prompt_tokens - prefilled.cached_tokens
+    return min(computed, reported.prompt_tokens)

@@ -1,0 +1,52 @@
+"""The policies that never move KV, for comparison. What a slot happens to hold still counts."""
+
+from dataclasses import replace
+
+from router.core.candidates import Ask, cold, resident
+from router.core.fleet import Fleet
+from router.core.plan import Plan
+from router.core.policy import PolicyName
+from router.core.slots import Slot
+from router.types import Request, SlotId
+
+
+def baseline(ask: Ask, free: list[Slot]) -> Plan | None:
+    """Choose by the policy's rule. None: wait.
+
+    1. `sticky`: the slot of the first time, however long it takes; else the least busy. A home
+       that is gone, or that a `slot_hint` rules out, is none.
+    2. `round_robin`: the next slot in turn.
+    3. `least_busy`: the backend with the fewest running, then the slot idle for longest.
+    """
+    fleet = ask.fleet
+    if fleet.policy.name is PolicyName.STICKY:
+        home = _home(fleet, ask.request)
+        if home is not None:
+            free = [slot for slot in free if slot.id == home]
+    if not free:
+        return None
+    if fleet.policy.name is PolicyName.ROUND_ROBIN:
+        everyone = [slot.id for slot in fleet.slots]
+        turn = fleet.granted % len(everyone)
+        in_turn = everyone[turn:] + everyone[:turn]
+        slot = min(free, key=lambda s: in_turn.index(s.id))
+    else:
+        slot = min(free, key=lambda s: (ask.running(s.id.backend), s.last_used, s.id))
+    chosen = (None if ask.has_no_say else resident(ask, slot)) or cold(ask, slot)
+    return Plan(replace(chosen, save_displaced=False), reason=fleet.policy.name)
+
+
+def _home(fleet: Fleet, request: Request) -> SlotId | None:
+    """Where the conversation was first, if that still serves it."""
+    home = fleet.sticky.get(sticky_key(request))
+    if home is None or not fleet.serves(home.backend, request):
+        return None
+    slots = fleet.slots.of(home.backend)
+    if home.index >= len(slots) or not fleet.wants(slots[home.index], request):
+        return None
+    return home
+
+
+def sticky_key(request: Request) -> str:
+    """What a conversation is known by: its session header, else its first 128 tokens."""
+    return request.session or request.prompt.tokens[:512].hex() or request.id

@@ -1,0 +1,54 @@
+"""What it costs to take a slot's content away, and whether to save it first."""
+
+from router.core.fleet import Fleet
+from router.core.reuse import can_restore
+from router.core.slots import Slot
+from router.types import BackendInfo, MemoryKind
+
+
+def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
+    """A state of `tokens` on this backend can become a snapshot."""
+    size_bytes = tokens * fleet.rates[info.id].bytes_per_token.value
+    return (
+        fleet.policy.moves_kv
+        and info.place is not None
+        and can_restore(info.memory_kind)
+        and fleet.catalog.limits.admits(tokens, size_bytes)
+    )
+
+
+def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> tuple[float, float, bool]:
+    """Price of taking a slot's content away: `(save seconds, expected loss, save it)`.
+
+    `kept` tokens stay useful where they are. All of it is weighed by the chance that the content
+    is asked for again:
+
+    1. A snapshot holds it: then it has to be restored.
+    2. Saving it now and restoring it then is cheaper than computing it again: it is saved.
+    3. Else what no snapshot holds is computed again.
+    """
+    resident = slot.resident
+    if len(resident) <= kept:
+        return 0.0, 0.0, False
+    info = fleet.infos[slot.id.backend]
+    rates, chance = fleet.rates[info.id], fleet.policy.reuse_probability
+    covered = fleet.catalog.covered(info.namespace, resident.tokens)
+    covered = _useful_cover(info.memory_kind, covered, len(resident))
+    size_bytes = round(len(resident) * rates.bytes_per_token.value)
+    back_s = chance * rates.restore_s(size_bytes)
+    missing = len(resident) - max(covered, kept)
+    if missing <= 0:
+        return 0.0, back_s, False
+    loss_s = chance * rates.prefill_s(missing, len(resident) - missing)
+    save_s = rates.save_s(len(resident))
+    stall_s = save_s * fleet.running(info.id)
+    if can_save(fleet, info, len(resident)) and save_s + stall_s + back_s < loss_s:
+        return save_s, back_s, True
+    return 0.0, loss_s, False
+
+
+def _useful_cover(kind: MemoryKind, covered: int, held: int) -> int:
+    """Kinds without partial reuse gain nothing from a snapshot of a part."""
+    if kind is MemoryKind.FULL:
+        return covered
+    return held if covered == held else 0

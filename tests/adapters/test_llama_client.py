@@ -1,0 +1,195 @@
+"""HTTP to a server that behaves as llama-server does with connections, well and badly."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from multidict import CIMultiDict
+
+from router.adapters.llama_client import Connections, LlamaClient, Timeouts
+from router.demo.launcher import free_port
+from router.errors import BackendError, BackendRefusedError, BackendTimeoutError
+from router.tokens import pack
+from router.types import BackendId
+from tests.fake_llama import FakeLlama
+
+QUICK = Timeouts(connect_s=0.5, control_s=0.2, action_s=0.2, first_byte_s=0.2, health_s=0.2)
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def client_of(url: str, key: str | None = None) -> AsyncIterator[LlamaClient]:
+    async with Connections() as connections:
+        yield LlamaClient(BackendId("a"), url, connections, QUICK, key)
+
+
+@asynccontextmanager
+async def serving(serve: Serve) -> AsyncIterator[str]:
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def answer(body: object, status: str = "200 OK") -> bytes:
+    raw = json.dumps(body).encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n"
+    return head.encode() + b"\r\n" + raw
+
+
+async def read_request(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    return head + await reader.readexactly(int(length[0].split(b":")[1]) if length else 0)
+
+
+async def test_connection_that_was_closed_meanwhile() -> None:
+    """llama-server closes kept connections without saying so: once more on a fresh one."""
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await read_request(reader)
+        writer.write(answer({"tokens": [connections]}))
+        await reader.read(1)  # the next request, which is not answered
+        writer.transport.abort()
+
+    async with serving(serve) as url, client_of(url) as client:
+        for expected in (1, 2, 3):
+            ids = await client.tokenize("x", add_special=False, parse_special=False)
+            assert ids == [expected]
+
+
+async def test_nobody_listens() -> None:
+    async with client_of(f"http://127.0.0.1:{free_port()}") as client:
+        with pytest.raises(BackendError) as caught:
+            await client.health()
+        assert type(caught.value) is BackendError
+        assert "127.0.0.1" not in str(caught.value)  # the message may go to a client
+
+
+async def test_server_that_never_answers() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with serving(serve) as url, client_of(url) as client:
+        with pytest.raises(BackendTimeoutError):
+            await client.health()
+        with pytest.raises(BackendTimeoutError):
+            await client.prefill(0, pack([1, 2]))
+        with pytest.raises(BackendTimeoutError):
+            async with client.relay("POST", "/completion", CIMultiDict(), b"{}"):
+                pass
+
+
+@pytest.mark.parametrize("raw", [b"", b"HTTP/1.1 200 OK\r\n", b"nonsense\r\n\r\n"])
+async def test_server_that_breaks_off(raw: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(raw)
+        writer.close()
+
+    async with serving(serve) as url, client_of(url) as client:
+        with pytest.raises(BackendError):
+            await client.health()
+        with pytest.raises(BackendError):
+            async with client.relay("GET", "/health", CIMultiDict(), None):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"error": {"message": "Loading model", "code": 503}}, "Loading model"),
+        ({"something": "else"}, "HTTP 503"),
+        (["odd"], "HTTP 503"),
+    ],
+)
+async def test_server_that_refuses(body: object, message: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(answer(body, "503 Service Unavailable"))
+        writer.close()
+
+    async with serving(serve) as url, client_of(url) as client:
+        with pytest.raises(BackendRefusedError) as caught:
+            await client.health()
+        assert (caught.value.backend_status, str(caught.value)) == (503, message)
+
+
+async def test_answer_that_is_not_what_was_asked_for() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(answer({"tokens": "many"}))
+        writer.close()
+
+    async with serving(serve) as url, client_of(url) as client:
+        with pytest.raises(BackendError):
+            await client.slots()
+        with pytest.raises(BackendError):
+            await client.save(0, "x")
+        with pytest.raises(BackendError):
+            await client.tokenize("x", add_special=True, parse_special=True)
+
+
+async def test_the_key_is_ours_and_the_path_as_it_came() -> None:
+    """The client's own key is for the router; a backend gets the one that is configured."""
+    seen = b""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal seen
+        seen = await read_request(reader)
+        writer.write(answer({}))
+        writer.close()
+
+    async with serving(serve) as url, client_of(url, key="secret") as client:
+        headers = CIMultiDict({"Authorization": "Bearer client", "X-Own": "1"})
+        async with client.relay("POST", "/a%2Fb?c=%20d&e", headers, b"{}") as response:
+            await response.read()
+
+    lines = seen.decode().split("\r\n")
+    assert lines[0] == "POST /a%2Fb?c=%20d&e HTTP/1.1"
+    assert [line for line in lines if line.startswith("Authorization")] == [
+        "Authorization: Bearer secret"
+    ]
+    assert "X-Own: 1" in lines
+    assert not [line for line in lines if line.startswith(("User-Agent", "Accept", "Cookie"))]
+
+
+async def test_clients_requests_never_share_a_connection() -> None:
+    """A request that is lost on a stale connection could not be told from one lost in the
+    server, and must not be sent twice."""
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while True:
+            try:
+                await read_request(reader)
+            except asyncio.IncompleteReadError:
+                writer.close()
+                return
+            writer.write(answer({}))
+
+    async with serving(serve) as url, client_of(url) as client:
+        for _ in range(3):
+            async with client.relay("POST", "/x", CIMultiDict(), b"{}") as response:
+                await response.read()
+    assert connections == 3
+
+
+async def test_prefill_is_told_to_stop_by_leaving() -> None:
+    async with FakeLlama() as fake, client_of(fake.url) as client:
+        fake.prefill_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(client.prefill(1, pack([1, 2, 3])))
+            await fake.until(lambda: fake.slots[1].busy)
+            task.cancel()
+        await fake.until(lambda: not fake.slots[1].busy)
+        fake.prefill_gate.set()
+        reported = await client.prefill(1, pack([1, 2, 3]))
+        assert (reported.prompt_tokens, reported.cached_tokens) == (3, 0)

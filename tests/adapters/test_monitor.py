@@ -1,0 +1,184 @@
+"""When a backend counts as up, when as down, and what is found out about it in between."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from router.adapters.kv_store import KvStore
+from router.adapters.llama_client import Connections, LlamaClient, Timeouts
+from router.adapters.llama_reply import Props
+from router.adapters.monitor import Attached, Monitor, Watch
+from router.types import BackendId, MemoryKind, Namespace, Place
+from tests.fake_llama import FakeLlama
+
+# Longer than any test: what happens, happens because of `doubt`.
+SLOW = Watch(interval_s=3600, failures=2)
+
+
+async def until_seen(fake: FakeLlama, number: int) -> None:
+    while True:
+        if len(fake.seen) >= number:
+            return
+        await asyncio.sleep(0)
+
+
+class Watched:
+    """A monitor, and what it said in order."""
+
+    def __init__(self, fake: FakeLlama, connections: Connections, kv_dir: Path | None) -> None:
+        place = None if kv_dir is None else Place(str(kv_dir))
+        self.store = None
+        if place is not None:
+            self.store = KvStore([place], on_lost=lambda *_: None, wall_now=lambda: 1.0)
+        self.said: list[str] = []
+        self.up: list[Attached] = []
+        self.changed = asyncio.Event()
+        client = LlamaClient(
+            BackendId("a"), fake.url, connections, Timeouts(connect_s=1.0, health_s=0.3)
+        )
+        self.monitor = Monitor(
+            client,
+            place=place,
+            store=self.store,
+            extra_models=("alias",),
+            watch=SLOW,
+            known_namespaces=set,
+            on_up=self._up,
+            on_down=lambda _: self._say("down"),
+            prepare=self._prepare,
+        )
+
+    def _up(self, attached: Attached) -> None:
+        self.up.append(attached)
+        self._say("up")
+
+    def _say(self, what: str) -> None:
+        self.said.append(what)
+        self.changed.set()
+
+    async def _prepare(self, client: LlamaClient, props: Props, namespace: Namespace) -> None:
+        self.said.append("prepare")
+
+    async def until(self, *said: str) -> None:
+        async with asyncio.timeout(30):
+            while self.said != list(said):
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path) as server:
+        yield server
+        assert server.violations == []
+
+
+@pytest.fixture
+async def watched(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Watched]:
+    async with Connections() as connections, asyncio.TaskGroup() as group:
+        made = Watched(fake, connections, tmp_path)
+        assert made.store is not None
+        await made.store.load()
+        task = group.create_task(made.monitor.run())
+        yield made
+        task.cancel()
+        await made.store.aclose()
+
+
+async def test_what_is_learned(watched: Watched) -> None:
+    await watched.until("prepare", "up")
+    info = watched.up[0].info
+
+    assert (info.n_slots, info.n_ctx, info.models) == (2, 4096, frozenset({"fake", "alias"}))
+    assert (info.memory_kind, info.keeps_idle_slots) == (MemoryKind.FULL, True)
+    assert info.place is not None
+    assert info.bytes_per_token > 0
+    assert info.prefill_s_per_token == pytest.approx(1e-4)
+    assert watched.monitor.problem == ""
+
+
+async def test_nothing_is_left_of_the_look(
+    watched: Watched, fake: FakeLlama, tmp_path: Path
+) -> None:
+    await watched.until("prepare", "up")
+
+    assert [slot.tokens for slot in fake.slots] == [[], []]
+    assert [name for name in os.listdir(tmp_path) if name.startswith("kvf-")] == []
+
+
+async def test_down_and_up_again(watched: Watched, fake: FakeLlama) -> None:
+    await watched.until("prepare", "up")
+    await fake.go_down()
+    watched.monitor.doubt()
+    await watched.until("prepare", "up", "down")
+    assert watched.monitor.attached is None
+    assert watched.monitor.models == {"fake", "alias"}  # still known for a while
+    await fake.come_up()
+    watched.monitor.doubt()
+    await watched.until("prepare", "up", "down", "prepare", "up")
+
+
+async def test_doubt_about_a_healthy_backend_changes_nothing(
+    watched: Watched, fake: FakeLlama
+) -> None:
+    await watched.until("prepare", "up")
+    looks = len(fake.seen)
+    for _ in range(3):
+        watched.monitor.doubt()
+        await until_seen(fake, looks + 1)
+        looks = len(fake.seen)
+    assert watched.said == ["prepare", "up"]
+
+
+async def test_restart_between_two_looks(watched: Watched, fake: FakeLlama) -> None:
+    await watched.until("prepare", "up")
+    fake.marker = "another process"
+    watched.monitor.doubt()
+    await watched.until("prepare", "up", "down", "prepare", "up")
+
+
+async def test_without_kv_dir(fake: FakeLlama) -> None:
+    """Served all the same, without snapshots."""
+    async with Connections() as connections, asyncio.TaskGroup() as group:
+        watched = Watched(fake, connections, None)
+        task = group.create_task(watched.monitor.run())
+        await watched.until("prepare", "up")
+        task.cancel()
+
+    attached = watched.up[0]
+    assert attached.info.place is None
+    assert attached.probe.problem == "no kv_dir is configured for this backend"
+
+
+async def test_wrong_kv_dir(fake: FakeLlama, tmp_path: Path) -> None:
+    """The server saves somewhere else: said in words, and nothing is offered to it."""
+    other = tmp_path / "other"
+    other.mkdir()
+    async with Connections() as connections, asyncio.TaskGroup() as group:
+        watched = Watched(fake, connections, other)
+        assert watched.store is not None
+        await watched.store.load()
+        task = group.create_task(watched.monitor.run())
+        await watched.until("prepare", "up")
+        task.cancel()
+        await watched.store.aclose()
+
+    attached = watched.up[0]
+    assert attached.info.place is None
+    assert "--slot-save-path" in (attached.probe.problem or "")
+
+
+async def test_content_of_slots_survives_the_look(fake: FakeLlama, watched: Watched) -> None:
+    """Both slots hold something: the one that is borrowed gets its content back."""
+    await watched.until("prepare", "up")
+    for slot in fake.slots:
+        slot.tokens, slot.id_task = list(b"mine" * (slot.index + 2)), 1
+    fake.marker = "another process"
+    watched.monitor.doubt()
+    await watched.until("prepare", "up", "down", "prepare", "up")
+
+    assert [bytes(slot.tokens) for slot in fake.slots] == [b"mine" * 2, b"mine" * 3]
+    assert [status.n_tokens for status in watched.up[1].slots] == [8, 12]

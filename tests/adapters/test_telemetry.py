@@ -1,0 +1,217 @@
+"""Every metric is described where an operator reads, and counts what it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from router.adapters.telemetry import EngineCollector, PrometheusTelemetry
+from router.core.effects import SaveReason
+from router.core.slots import Phase
+from router.errors import RouterError
+from router.tokens import EMPTY
+from router.types import (
+    BackendId,
+    BackendStats,
+    Namespace,
+    Outcome,
+    Place,
+    RequestId,
+    RequestRecord,
+    SlotId,
+    Snapshot,
+    SnapshotId,
+    Source,
+    Stats,
+    Transfer,
+)
+
+DOCS = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
+SLOT = SlotId(BackendId("a"), 0)
+# | `name` | type | labels | meaning | what to do |
+ROW = re.compile(r"^\| `(kvferry_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \| ([^|]+) \|$", re.M)
+
+
+def stats() -> Stats:
+    return Stats(
+        backends=(
+            BackendStats(
+                BackendId("a"), True, {phase.value: 2 * (phase is Phase.IDLE) for phase in Phase}
+            ),
+            BackendStats(BackendId("b"), False, {}),
+        ),
+        queue_depth=3,
+        snapshots=4,
+        snapshot_bytes=5,
+        snapshot_tokens=6,
+        evicted=7,
+    )
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    made = CollectorRegistry()
+    made.register(EngineCollector(stats))
+    return made
+
+
+@pytest.fixture
+def telemetry(registry: CollectorRegistry) -> PrometheusTelemetry:
+    return PrometheusTelemetry(registry)
+
+
+def record(**changes: object) -> RequestRecord:
+    fields: dict[str, object] = {
+        "request": RequestId("r"),
+        "slot": SLOT,
+        "source": Source.SNAPSHOT,
+        "reason": "because",
+        "outcome": Outcome.OK,
+        "planned_tokens": 90,
+        "prompt_tokens": 100,
+        "cached_tokens": 90,
+        "computed_tokens": 10,
+        "generated_tokens": 5,
+        "waited_s": 0.1,
+        "prepared_s": 0.2,
+        "ttft_s": 0.5,
+        "total_s": 1.0,
+        "predicted_s": 0.4,
+    }
+    return RequestRecord(**(fields | changes))  # type: ignore[arg-type]
+
+
+def declared(registry: CollectorRegistry) -> dict[str, tuple[str, set[str]]]:
+    """Name as scraped: (type, labels)."""
+    found = {}
+    for metric in registry.collect():
+        name = metric.name + ("_total" if metric.type == "counter" else "")
+        labels = {label for sample in metric.samples for label in sample.labels} - {"le"}
+        found[name] = (metric.type, labels)
+    return found
+
+
+def exercise(telemetry: PrometheusTelemetry) -> None:
+    """Everything once, so that every label shows."""
+    telemetry.request(record())
+    telemetry.rejected(RequestId("r"), "deadline", "late")
+    telemetry.saved(SLOT, SaveReason.IDLE, Transfer(1, 2, 0.1), "")
+    telemetry.restored(SLOT, Transfer(1, 2, 0.1), "")
+
+
+def test_every_metric_is_described(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry
+) -> None:
+    """One row each in docs/metrics.md: name, type, labels, meaning, what to do when it moves."""
+    exercise(telemetry)
+    rows = {
+        name: (kind, set(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels, _, _ in ROW.findall(DOCS.read_text())
+    }
+
+    assert rows == declared(registry)
+
+
+def test_every_value_of_an_outcome_is_described() -> None:
+    def kinds(base: type[RouterError]) -> set[str]:
+        return {base.outcome}.union(*(kinds(child) for child in base.__subclasses__()))
+
+    text = DOCS.read_text()
+    named = [*Outcome, *kinds(RouterError), *Phase, *SaveReason, *Source]
+    assert [name for name in named if f"`{name}`" not in text] == []
+
+
+def test_labels_come_from_enums_and_configuration(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry
+) -> None:
+    """Never from a request: a thousand requests make no new series."""
+    exercise(telemetry)
+    before = len(list(_series(registry)))
+    for i in range(1000):
+        telemetry.request(record(request=RequestId(str(i)), reason=str(i)))
+        telemetry.rejected(RequestId(str(i)), "deadline", str(i))
+    assert len(list(_series(registry))) == before
+
+
+def _series(registry: CollectorRegistry) -> list[str]:
+    return [f"{s.name}{s.labels}" for metric in registry.collect() for s in metric.samples]
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, labels)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        (Source.RESIDENT, "resident"),
+        (Source.SNAPSHOT, "snapshot"),
+        (Source.COPY, "snapshot"),
+        (Source.COLD, "resident"),
+        (Source.NONE, "resident"),
+    ],
+)
+def test_reused_and_computed_make_the_prompt(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry, source: Source, kind: str
+) -> None:
+    telemetry.request(record(source=source))
+
+    for name, expected in (("resident", 0), ("snapshot", 0), (kind, 90), ("computed", 10)):
+        if name != kind or expected:
+            found = value(registry, "kvferry_prompt_tokens_total", source=name)
+            assert found == expected
+
+
+@pytest.mark.parametrize(("planned", "over", "under"), [(90, 0, 0), (95, 5, 0), (60, 0, 30)])
+def test_plans_are_compared_with_what_happened(
+    registry: CollectorRegistry,
+    telemetry: PrometheusTelemetry,
+    planned: int,
+    over: int,
+    under: int,
+) -> None:
+    telemetry.request(record(planned_tokens=planned))
+
+    assert value(registry, "kvferry_reuse_overestimated_tokens_total") == over
+    assert value(registry, "kvferry_reuse_underestimated_tokens_total") == under
+
+
+def test_a_request_without_numbers_counts_as_a_request(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry
+) -> None:
+    """A client that left early: nothing is known, nothing is made up."""
+    nothing = dict.fromkeys(
+        ("prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens", "ttft_s")
+    )
+    telemetry.request(record(outcome=Outcome.CLIENT_GONE, **nothing))
+
+    assert value(registry, "kvferry_requests_total", outcome="client_gone") == 1
+    assert value(registry, "kvferry_prompt_tokens_total", source="computed") == 0
+    assert value(registry, "kvferry_ttft_seconds_count", source="snapshot") is None
+
+
+def test_failures_are_counted_apart(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry
+) -> None:
+    snapshot = Snapshot(SnapshotId("s"), Namespace("n"), Place("/p"), EMPTY, 1)
+    telemetry.saved(SLOT, SaveReason.IDLE, None, "disk full")
+    telemetry.restored(SLOT, None, "bad file")
+    telemetry.deleted(snapshot, "")
+    telemetry.deleted(snapshot, "denied")
+
+    for action in ("save", "restore", "delete"):
+        assert value(registry, "kvferry_kv_failures_total", action=action) == 1
+    assert value(registry, "kvferry_moved_bytes_total", action="save") == 0
+    assert value(registry, "kvferry_restore_seconds_count") == 0
+
+
+def test_gauges_are_asked_for(registry: CollectorRegistry) -> None:
+    assert value(registry, "kvferry_backend_up", backend="a") == 1
+    assert value(registry, "kvferry_backend_up", backend="b") == 0
+    assert value(registry, "kvferry_slots", backend="a", phase="idle") == 2
+    assert value(registry, "kvferry_queue_depth") == 3
+    assert value(registry, "kvferry_snapshots") == 4
+    assert value(registry, "kvferry_snapshot_bytes") == 5
+    assert value(registry, "kvferry_snapshot_tokens") == 6
+    assert value(registry, "kvferry_snapshots_evicted_total") == 7

@@ -1,0 +1,87 @@
+"""A scheduler at a fixed time, and what is said to it in a test."""
+
+from typing import Any
+
+from router.core import events as ev
+from router.core.effects import Dispatch, Effect
+from router.core.plan import Plan
+from router.core.scheduler import Scheduler
+from router.core.slots import Slot
+from router.tokens import Tokens, count
+from router.types import Outcome, Reported, RequestId, SlotId, Snapshot, SnapshotId
+from tests.core.build import A0, R, request
+
+NOW = 100.0
+
+
+def arrive(s: Scheduler, name: str = "r", ids: Any = (1, 2, 3), **more: Any) -> list[Effect]:
+    """A request comes in."""
+    return s.handle(ev.Arrived(request(name, ids, **more)), NOW)
+
+
+def cancel(s: Scheduler, name: str = "r") -> list[Effect]:
+    """Its client leaves."""
+    return s.handle(ev.Cancelled(RequestId(name)), NOW)
+
+
+def finish(
+    s: Scheduler, name: str = "r", outcome: Outcome = Outcome.OK, **reported: Any
+) -> list[Effect]:
+    """The response is over."""
+    return s.handle(ev.Finished(RequestId(name), outcome, Reported(**reported)), NOW)
+
+
+def slot(s: Scheduler, which: SlotId) -> Slot:
+    """The slot's entry in the ledger."""
+    return s.state.fleet.slots[which]
+
+
+def held(s: Scheduler, which: SlotId) -> Tokens:
+    """The tokens that the slot is known to hold."""
+    return slot(s, which).resident.tokens
+
+
+def plan_of(effects: list[Effect]) -> Plan:
+    """The plan of the only dispatch among these."""
+    (dispatch,) = (e for e in effects if isinstance(e, Dispatch))
+    return dispatch.plan
+
+
+def names(effects: list[Effect]) -> list[str]:
+    """What kinds of effects these are, where the details are another test's."""
+    return [type(effect).__name__ for effect in effects]
+
+
+def n_held(s: Scheduler, which: SlotId) -> int:
+    """How many tokens the slot is known to hold."""
+    return count(held(s, which))
+
+
+def saved(s: Scheduler, of: Snapshot, at: SlotId = A0, name: str = "r") -> list[Effect]:
+    """A save became this snapshot."""
+    return s.handle(ev.Saved(RequestId(name), at, of, 0.001), NOW)
+
+
+def save_failed(s: Scheduler, at: SlotId = A0, name: str = "r") -> list[Effect]:
+    """It did not."""
+    return s.handle(ev.SaveFailed(RequestId(name), at, "no"), NOW)
+
+
+def restored(s: Scheduler, n: int = 900, name: str = "r", of: str = "s") -> list[Effect]:
+    """A snapshot is in the slot."""
+    return s.handle(ev.Restored(RequestId(name), SnapshotId(of), n, 0.001), NOW)
+
+
+def restore_failed(s: Scheduler, bad: bool = False, name: str = "r") -> list[Effect]:
+    """It is not, and the slot is empty."""
+    return s.handle(ev.RestoreFailed(RequestId(name), SnapshotId("s"), "why", bad), NOW)
+
+
+def prefilled(s: Scheduler, name: str = "r", **said: Any) -> list[Effect]:
+    """The prompt is computed, less a token."""
+    return s.handle(ev.Prefilled(RequestId(name), Reported(**said)), NOW)
+
+
+def prefill_failed(s: Scheduler) -> list[Effect]:
+    """It is not."""
+    return s.handle(ev.PrefillFailed(R, "no"), NOW)

@@ -1,0 +1,83 @@
+"""What is there already when the router or a backend starts."""
+
+from router.core import events as ev
+from router.core.effects import Delete, Watch
+from router.core.slots import Phase, Resident
+from router.types import RequestId, SlotStatus
+from tests.core.build import A0, A1, B0, A, B, backend, run_of, scheduler, snapshot, tokens
+from tests.core.drive import NOW, arrive, names, slot
+
+STRANGER = RequestId("stranger-b/0-0")
+
+
+def status(index: int = 0, busy: bool = False, n: int | None = 5) -> SlotStatus:
+    return SlotStatus(index, busy, n, 1000)
+
+
+def test_what_a_slot_holds_is_known_in_number_only() -> None:
+    s = scheduler()
+    s.handle(ev.BackendUp(backend("b", 3), (status(0), status(1, n=None))), NOW)
+
+    assert [x.resident for x in s.state.fleet.slots.of(B)] == [
+        Resident(unread=5),
+        Resident(unsure=True),
+        Resident(),
+    ]
+
+
+def test_a_slot_that_a_stranger_uses_is_left_alone_until_it_is_quiet() -> None:
+    s = scheduler(backend("a", 1))
+    up = ev.BackendUp(backend("b", 1), (status(busy=True),))
+
+    assert s.handle(up, NOW) == [Watch(STRANGER, B0)]
+    assert slot(s, B0).phase is Phase.DRAINING
+    arrive(s)
+    assert arrive(s, "r2") == []
+    # What it left is saved before it is displaced, and read by that.
+    assert names(s.handle(ev.Quiet(STRANGER, 7), NOW)) == ["Save"]
+
+
+def test_of_a_stranger_only_the_length_is_known() -> None:
+    s = scheduler(idle_save_after_s=None)
+    s.handle(ev.BackendUp(backend("b", 1), (status(busy=True),)), NOW)
+    s.handle(ev.Quiet(STRANGER, 7), NOW)
+
+    assert slot(s, B0).resident == Resident(unread=7)
+
+
+def test_priors_come_from_the_probe_and_outlive_a_restart() -> None:
+    s = scheduler()
+    info = backend("b", 1, prefill_s_per_token=0.5, bytes_per_token=7.0)
+    s.handle(ev.BackendUp(info), NOW)
+    rates = s.state.fleet.rates[B]
+    assert rates.bytes_per_token.value == 7.0
+    assert rates.prefill_s(10) > 5.0
+
+    s.handle(ev.BackendUp(backend("b", 2)), NOW)
+    assert s.state.fleet.rates[B] is rates
+    assert len(s.state.fleet.slots.of(B)) == 2
+
+
+def test_a_backend_that_tells_nothing_gets_priors_all_the_same() -> None:
+    s = scheduler()
+    s.handle(ev.BackendUp(backend("b", 1)), NOW)
+
+    assert s.state.fleet.rates[B].prefill_s(10) > 0
+
+
+def test_what_is_on_disk_is_offered_and_none_is_dropped_for_a_longer_one() -> None:
+    s = scheduler()
+    found = (snapshot("s1", tokens(1)), snapshot("s2", tokens(1, 1)), snapshot("s3", tokens(1)))
+
+    assert s.handle(ev.SnapshotsFound(found), NOW) == [Delete(found[2])]
+    assert [one for one, _, _ in s.state.fleet.catalog.snapshots()] == list(found[:2])
+
+
+def test_without_a_backend_a_snapshot_has_some_value() -> None:
+    s = scheduler()
+    s.handle(ev.BackendDown(A), NOW)
+    s.handle(ev.SnapshotsFound((snapshot("s", run_of(100)),)), NOW)
+
+    assert s.state.value_s(snapshot("s", run_of(100))) > 0
+    assert len(s.state.fleet.catalog) == 1
+    assert {slot(s, x).phase for x in (A0, A1)} == {Phase.LOST}

@@ -1,0 +1,250 @@
+"""Who is let in, who waits, who is told no, and who gets a slot."""
+
+from dataclasses import replace
+
+import pytest
+
+from router.core import events as ev
+from router.core import grants
+from router.core.effects import Dispatch, Prefill, Reject, Restore, Save, SaveReason, StopWork
+from router.core.policy import PolicyName
+from router.core.queue import QueueLimits
+from router.core.slots import Phase
+from router.errors import ContextTooLongError, DeadlineError, NoBackendError, QueueFullError
+from router.tokens import head
+from router.types import Lease, Outcome, Reported, RequestId
+from tests.core.build import (
+    A0,
+    A1,
+    A2,
+    B0,
+    NS,
+    R2,
+    A,
+    B,
+    R,
+    backend,
+    run_of,
+    scheduler,
+    snapshot,
+)
+from tests.core.drive import NOW, arrive, cancel, finish, names, slot
+
+ONE = backend("a", 1)
+LONG = run_of(1000)
+
+
+def rejected(effects: object) -> type[Exception]:
+    assert isinstance(effects, list)
+    (reject,) = effects
+    assert isinstance(reject, Reject)
+    return type(reject.error)
+
+
+# -- arriving ------------------------------------------------------------------------------------
+
+
+def test_a_request_goes_at_once_where_a_slot_is_free() -> None:
+    s = scheduler(ONE)
+    (dispatch,) = arrive(s)
+
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.lease == Lease(A0, 1, R)
+    assert dispatch.waited_s == 0.0
+    assert slot(s, A0).phase is Phase.RUNNING
+    assert s.state.fleet.granted == 1
+
+
+def test_what_fits_nowhere_is_refused_with_the_longest_context() -> None:
+    s = scheduler(backend("a", n_ctx=10), backend("b", n_ctx=20))
+    (reject,) = arrive(s, ids=run_of(20))
+
+    assert isinstance(reject, Reject)
+    assert isinstance(reject.error, ContextTooLongError)
+    assert (reject.error.n_prompt_tokens, reject.error.n_ctx) == (20, 20)
+
+
+def test_what_fits_into_another_model_only_waits_for_its_own() -> None:
+    s = scheduler(backend("a", n_ctx=10))
+
+    assert arrive(s, ids=run_of(20), model="other") == []
+    assert len(s.state.queue) == 1
+
+
+def test_with_all_slots_taken_a_request_waits_and_is_served_in_turn() -> None:
+    s = scheduler(ONE)
+    arrive(s, "r")
+    assert arrive(s, "r2") == []
+    assert arrive(s, "r3") == []
+
+    effects = s.handle(ev.Finished(R, Outcome.OK, Reported()), NOW + 5)
+    dispatch = effects[-1]
+    assert isinstance(dispatch, Dispatch)
+    assert (dispatch.request, dispatch.waited_s) == (R2, 5.0)
+
+
+def test_a_full_queue_turns_away_only_who_cannot_be_served_at_once() -> None:
+    s = scheduler(ONE, queue=QueueLimits(max_requests=0))
+
+    assert names(arrive(s, "r")) == ["Dispatch"]
+    assert rejected(arrive(s, "r2")) is QueueFullError
+
+
+def test_a_router_that_stops_lets_nobody_in() -> None:
+    s = scheduler(ONE)
+    arrive(s, "r")
+    arrive(s, "r2")
+
+    assert rejected(s.handle(ev.Stopping(save=False), NOW)) is NoBackendError
+    assert rejected(arrive(s, "r3")) is NoBackendError
+    assert s.state.jobs.keys() == {R}
+
+
+# -- leaving -------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_while_waiting_costs_nothing() -> None:
+    s = scheduler(ONE)
+    arrive(s, "r")
+    arrive(s, "r2")
+
+    assert cancel(s, "r2") == []
+    assert names(finish(s)) == ["Account"]
+
+
+def test_a_client_that_leaves_in_a_preparation_stops_it() -> None:
+    s = scheduler(ONE)
+    assert names(arrive(s, ids=LONG)) == ["Prefill"]
+
+    assert cancel(s) == [StopWork(R)]
+    assert slot(s, A0).phase is Phase.PREPARING  # until the step is over
+
+
+def test_a_client_cannot_leave_twice_or_after_its_request_was_sent() -> None:
+    s = scheduler(ONE)
+    arrive(s)
+
+    assert cancel(s) == []
+    assert cancel(s, "never seen") == []
+    assert s.state.jobs.keys() == {R}
+
+
+def test_a_prefill_that_others_wait_for_goes_on() -> None:
+    s = scheduler(ONE)
+    assert arrive(s, "r", LONG) == [Prefill(R, A0, head(LONG, 999))]
+    arrive(s, "r2", LONG)
+
+    assert cancel(s, "r") == []
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+def test_whoever_is_overdue_is_told() -> None:
+    s = scheduler(ONE, queue=QueueLimits(deadline_s=5.0))
+    arrive(s, "r")
+    arrive(s, "r2")
+
+    assert s.handle(ev.Tick(), NOW + 4.9) == []
+    assert rejected(s.handle(ev.Tick(), NOW + 5.0)) is DeadlineError
+
+
+def test_nobody_waits_long_for_a_backend_that_is_not_there() -> None:
+    s = scheduler(ONE, queue=QueueLimits(no_backend_s=5.0))
+    arrive(s, "r")
+    arrive(s, "r2")
+    arrive(s, "r3", model="other")
+    assert grants.next_giving_up(s.state) == NOW + 5.0
+
+    assert s.handle(ev.Tick(), NOW + 4.9) == []
+    assert s.handle(ev.Tick(), NOW + 5.0)[0] == Reject(RequestId("r3"), ANY_ERROR)
+    assert grants.next_giving_up(s.state) is None
+
+
+class _AnyError(NoBackendError):
+    """Equal to every error of its base."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NoBackendError)
+
+    __hash__ = NoBackendError.__hash__
+
+
+ANY_ERROR = _AnyError()
+
+
+def test_patience_with_a_busy_slot_ends() -> None:
+    s = scheduler(ONE, max_wait_s=7.0)
+    assert grants.patience_ends(s.state, NOW) is None
+    arrive(s, "r")
+    arrive(s, "r2")
+
+    assert grants.patience_ends(s.state, NOW) == NOW + 7.0
+    assert grants.patience_ends(s.state, NOW + 7.0) is None
+
+
+# -- serving -------------------------------------------------------------------------------------
+
+
+def test_others_pass_who_waits_for_a_busy_slot() -> None:
+    s = scheduler(backend("a", 2), policy=PolicyName.CHEAPEST, coalesce_above_s=None)
+    arrive(s, "r", LONG)
+    assert arrive(s, "r2", run_of(1001)) == []
+
+    assert names(arrive(s, "r3", [7, 8])) == ["Dispatch"]
+
+
+def test_a_request_for_a_whole_backend_is_not_starved_by_younger_ones() -> None:
+    s = scheduler(backend("a", 2), backend("b", 2))
+    arrive(s, "x", [1])
+    s.state.fleet.slots[B0].lease(RequestId("y"))
+    assert arrive(s, "r", whole_backend=True) == []
+
+    (dispatch,) = arrive(s, "r2", [2])
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.lease.slot == A1  # b, where less is running, is kept for r
+    assert arrive(s, "r3", [3]) == []
+
+
+def test_an_idle_backend_is_not_kept_for_who_waits_at_home() -> None:
+    """`sticky` and without a pin: it waited for a/0, and kept b empty meanwhile."""
+    s = scheduler(ONE, backend("b", 1), policy=PolicyName.STICKY)
+    arrive(s, "r", session="x")
+    assert arrive(s, "r2", session="x", pinnable=False) == []
+
+    assert names(arrive(s, "r3", session="y")) == ["Dispatch"]
+
+
+def test_a_whole_backend_is_leased_whole() -> None:
+    s = scheduler(backend("a", 3))
+    arrive(s, whole_backend=True)
+
+    assert [lease.slot for lease in s.state.jobs[R].others] == [A1, A2]
+    assert s.state.fleet.gated == {A}
+
+
+def test_a_snapshot_is_in_use_from_the_grant_on() -> None:
+    used = snapshot("s", run_of(900))
+    s = scheduler(ONE, snapshots=[used], holding={A0: run_of(1000, 7)})
+
+    assert arrive(s, ids=LONG) == [Save(R, A0, NS, SaveReason.DISPLACED)]
+    assert s.state.jobs[R].using == used.id
+    assert s.state.fleet.catalog.snapshots() == [(used, 2, 1)]
+
+
+def test_only_so_many_homes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grants, "_STICKY_KEYS", 2)
+    s = scheduler(backend("a", 3))
+    for n in range(3):
+        arrive(s, f"r{n}", [n], session=f"s{n}")
+
+    assert list(s.state.fleet.sticky) == ["s1", "s2"]
+
+
+def test_a_request_that_failed_elsewhere_avoids_that_backend() -> None:
+    s = scheduler(ONE, backend("b", 1), snapshots=[snapshot("s", run_of(900))])
+    (restore,) = arrive(s, ids=LONG, avoid=frozenset({A}))
+
+    assert restore == Restore(R, B0, snapshot("s", run_of(900)))
+    assert replace(s.state.jobs[R].lease, generation=0) == Lease(B0, 0, R)
+    assert B in s.state.fleet.infos

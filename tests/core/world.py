@@ -1,0 +1,255 @@
+"""Model servers and the effects on their way to them: what the state machine plays with.
+
+Checks each effect against what the servers are doing at that moment.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from router.core import effects as ef
+from router.core import events as ev
+from router.core.scheduler import Scheduler
+from router.tokens import pack, unpack
+from router.types import (
+    BackendId,
+    BackendInfo,
+    Outcome,
+    Reported,
+    Request,
+    RequestId,
+    SlotId,
+    Snapshot,
+    SnapshotId,
+)
+from tests.core.build import backend
+from tests.core.model_server import Ids, Server
+
+ROOTS: tuple[Ids, ...] = ((), (1,) * 4, (1,) * 10, (1, 1, 1, 1, 2, 2, 2, 2))
+PROMPTS = st.builds(
+    lambda root, rest: root + tuple(rest),
+    st.sampled_from(ROOTS),
+    st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4),
+)
+ANSWERS = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4).map(tuple)
+Answerable = ef.Save | ef.Restore | ef.Prefill | ef.Dispatch | ef.Watch
+ACTIONS = (ef.Save, ef.Restore, ef.Prefill)
+
+
+class Op:
+    """An effect that has not been answered, and the server it went to."""
+
+    def __init__(self, effect: Answerable, server: Server) -> None:
+        self.effect, self.server = effect, server
+        self.held: Ids = ()  # by the slot when its server died
+        self.started = self.confirmed = self.stopped = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self.effect).__name__} {self.effect.request} {self.slot}>"
+
+    @property
+    def slot(self) -> SlotId:
+        return self.effect.lease.slot if isinstance(self.effect, ef.Dispatch) else self.effect.slot
+
+    @property
+    def may_go_anywhere(self) -> bool:
+        return isinstance(self.effect, ef.Dispatch) and not self.effect.pin
+
+
+class World:
+    """The state machine adds when each of these happens."""
+
+    def populate(self, scheduler: Scheduler, infos: list[BackendInfo]) -> None:
+        """At the start all servers are up and empty."""
+        self.scheduler = scheduler
+        self.infos = {info.id: info for info in infos}
+        self.servers = {info.id: Server(info) for info in infos}
+        self.now = 1.0
+        self.ops: list[Op] = []
+        self.requests: dict[RequestId, Request] = {}
+        self.true_prompt: dict[RequestId, Ids] = {}  # also where the router does not know it
+        self.fates: dict[RequestId, list[str]] = {}
+        self.files: dict[SnapshotId, Snapshot] = {}
+        self.gone: set[SnapshotId] = set()
+        self.answers: list[ev.AnswerRead] = []
+        self.stopping = False
+
+    def dies(self, name: BackendId) -> None:
+        for op in self.ops:
+            if op.server is self.servers[name] and op.server.alive:
+                op.held = op.server.slots[op.slot.index]
+        self.ops = [
+            op
+            for op in self.ops
+            if op.server is not self.servers[name] or not isinstance(op.effect, ef.Watch)
+        ]
+        self.servers[name].alive = False
+
+    # -- what becomes of effects -------------------------------------------------------------
+
+    def advance(self, op: Op, data: st.DataObject) -> None:
+        match op.effect:
+            case ef.Save():
+                self.saves(op, op.effect, data.draw(st.booleans()))
+            case ef.Restore():
+                self.restores(op, op.effect, data.draw(st.sampled_from(["ok", "no", "bad"])))
+            case ef.Prefill():
+                self.prefills(op, op.effect, data.draw(st.integers(0, 3)))
+            case ef.Watch():
+                if op.server.user_of(op.slot.index) is None:
+                    self.ops.remove(op)
+                    self.feed(ev.Quiet(op.effect.request, len(op.server.slots[op.slot.index])))
+            case ef.Dispatch():
+                self.relays(op, op.effect, data)
+
+    def saves(self, op: Op, effect: ef.Save, ok: bool) -> None:
+        self.ops.remove(op)
+        held = op.server.slots[op.slot.index] if op.server.alive else op.held
+        if not ok or not held:
+            self.feed(ev.SaveFailed(effect.request, op.slot, "no"))
+            return
+        name = SnapshotId(f"s{len(self.files)}")
+        made = Snapshot(name, effect.namespace, self.place(), pack(held), 1000 * len(held))
+        self.files[name] = made
+        self.feed(ev.Saved(effect.request, op.slot, made, 0.001))
+
+    def restores(self, op: Op, effect: ef.Restore, how: str) -> None:
+        self.ops.remove(op)
+        held = tuple(unpack(effect.snapshot.tokens))
+        if how == "ok" and op.server.alive:
+            assert len(held) <= op.server.info.n_ctx, "a snapshot that the slot cannot hold"
+            op.server.slots[op.slot.index] = held
+            self.feed(ev.Restored(effect.request, effect.snapshot.id, len(held), 0.001))
+            return
+        if op.server.alive:
+            op.server.slots[op.slot.index] = ()
+        self.feed(ev.RestoreFailed(effect.request, effect.snapshot.id, "no", how == "bad"))
+
+    def prefills(self, op: Op, effect: ef.Prefill, how: int) -> None:
+        ids, name = tuple(unpack(effect.tokens)), RequestId(f"prefill {effect.request}")
+        if op.server.alive and not op.started:
+            op.server.start(name, ids, [op.slot.index])
+            op.started = True
+            return
+        self.ops.remove(op)
+        if op.server.alive:
+            cached = op.server.runs[name].cached
+            if how and not op.stopped:
+                op.server.end(name, len(ids), (0,))
+                reported = Reported(len(ids), cached, 0.01 * (len(ids) - cached))
+                self.feed(ev.Prefilled(effect.request, reported))
+                return
+            op.server.end(name, how, ())
+        self.feed(ev.PrefillFailed(effect.request, "no"))
+
+    def relays(self, op: Op, effect: ef.Dispatch, data: st.DataObject) -> None:
+        asked = self.requests[effect.request]
+        ids = self.true_prompt[effect.request]
+        if not op.server.alive:
+            self.finishes(op, Outcome.BACKEND_ERROR, Reported())
+        elif not op.started:
+            if data.draw(st.integers(0, 4)) == 0:
+                outcome = data.draw(st.sampled_from([Outcome.CLIENT_GONE, Outcome.REFUSED]))
+                self.finishes(op, outcome, Reported())
+                return
+            op.started = True
+            slots = [op.slot.index]
+            if not effect.pin:
+                slots = [data.draw(st.sampled_from(op.server.idle()))]
+            if asked.whole_backend:
+                slots = op.server.idle()
+            op.server.start(effect.request, ids, slots)
+        elif effect.confirm and not op.confirmed and data.draw(st.booleans()):
+            op.confirmed = True
+            self.feed(ev.Launched(effect.request, op.server.runs[effect.request].slots[0]))
+        elif data.draw(st.integers(0, 3)) == 0:
+            op.server.runs[effect.request].abandoned = True
+            outcome = data.draw(st.sampled_from([Outcome.CLIENT_GONE, Outcome.BACKEND_ERROR]))
+            self.finishes(op, outcome, Reported())
+        else:
+            self.answers_well(op, effect, ids, data)
+
+    def answers_well(self, op: Op, effect: ef.Dispatch, ids: Ids, data: st.DataObject) -> None:
+        answer: Ids = data.draw(ANSWERS)
+        run = op.server.runs[effect.request]
+        op.server.end(effect.request, len(ids), answer)
+        said = Reported(len(ids), run.cached, 0.01 * (len(ids) - run.cached), len(answer), 0.1)
+        if data.draw(st.booleans()):
+            said = replace(said, generated=pack(answer))
+        else:
+            lease, true = effect.lease, self.requests[effect.request].prompt.tokens
+            read = ev.AnswerRead(lease.slot, lease.generation, true, pack(answer))
+            self.answers.append(read)
+        self.finishes(op, Outcome.OK, said)
+
+    def finishes(self, op: Op, outcome: Outcome, reported: Reported) -> None:
+        self.ops.remove(op)
+        self.feed(ev.Finished(op.effect.request, outcome, reported))
+
+    # -- what the scheduler answers ----------------------------------------------------------
+
+    def feed(self, event: ev.Event) -> None:
+        for effect in self.scheduler.handle(event, self.now):
+            self.takes(effect)
+        if isinstance(event, ev.Finished):
+            assert self.fates[event.request] == ["dispatched", "accounted"]
+
+    def takes(self, effect: ef.Effect) -> None:
+        match effect:
+            case ef.Save() | ef.Restore() | ef.Prefill() | ef.Dispatch() | ef.Watch():
+                self.begins(effect)
+            case ef.Reject():
+                self.fates[effect.request].append("rejected")
+            case ef.Account():
+                self.fates[effect.request.id].append("accounted")
+            case ef.StopWork():
+                for op in self.ops:
+                    op.stopped |= op.effect.request == effect.request
+            case ef.Delete():
+                name = effect.snapshot.id
+                assert name not in self.gone, "deleted twice, or after its quarantine"
+                assert name not in self.restoring(), "deleted while it is being restored"
+                self.gone.add(name)
+            case ef.Quarantine():
+                assert effect.snapshot.id not in self.gone, "quarantined twice"
+                self.gone.add(effect.snapshot.id)
+
+    def begins(self, effect: Any) -> None:
+        op = Op(effect, self.servers[self.slot_of(effect).backend])
+        assert op.server.alive, "work for a backend that is down"
+        assert op.slot.index < op.server.info.n_slots
+        peers = [o for o in self.ops if o.server is op.server and not o.confirmed]
+        if not isinstance(effect, ef.Watch) and not op.may_go_anywhere:
+            assert op.server.user_of(op.slot.index) is None, "the slot is somebody else's"
+            assert all(o.slot != op.slot for o in peers), "two things at once on a slot"
+            astray = [o for o in peers if o.may_go_anywhere and not o.started]
+            assert not astray, "the server may put another request there"
+        if op.may_go_anywhere:
+            assert op.server.idle(), "no slot to go to"
+            assert not any(isinstance(o.effect, ACTIONS) for o in peers), "may land on an action"
+        if isinstance(effect, ef.Restore):
+            assert effect.snapshot.id not in self.gone
+            assert effect.snapshot.namespace == op.server.info.namespace
+        if isinstance(effect, ef.Dispatch):
+            self.fates[effect.request].append("dispatched")
+        self.ops.append(op)
+
+    @staticmethod
+    def slot_of(effect: Any) -> SlotId:
+        slot: SlotId = effect.lease.slot if isinstance(effect, ef.Dispatch) else effect.slot
+        return slot
+
+    @staticmethod
+    def place() -> Any:
+        return backend().place
+
+    def restoring(self) -> set[SnapshotId]:
+        return {op.effect.snapshot.id for op in self.ops if isinstance(op.effect, ef.Restore)}
+
+    def waiting(self) -> list[RequestId]:
+        return [name for name, fate in self.fates.items() if not fate]
+
+    def abandoned(self) -> list[tuple[Server, RequestId]]:
+        live = [server for server in self.servers.values() if server.alive]
+        return [(s, name) for s in live for name, run in s.runs.items() if run.abandoned]

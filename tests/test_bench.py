@@ -1,0 +1,122 @@
+"""Every bench runs, with counts so small that its numbers mean nothing: none may rot."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from bench import latency, overhead, planning, restore, rig, streaming
+from bench.client import Stream
+from bench.report import Report, median, percentile, shown
+
+Main = Callable[[Sequence[str] | None], int]
+
+
+def run(main: Main, folder: Path, *arguments: str) -> list[dict[str, object]]:
+    """The rows of the table, as they were written."""
+    path = folder / "out" / "table.json"
+    assert main([*arguments, "--output", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert content["rows"]
+    assert "output" not in content["arguments"]
+    rows: list[dict[str, object]] = content["rows"]
+    return rows
+
+
+@pytest.mark.real
+def test_latency(tmp_path: Path) -> None:
+    rows = run(
+        latency.main,
+        tmp_path,
+        *("--rounds", "2", "--long-rounds", "2", "--tokens", "800", "--warm-up", "1"),
+        *("--only", "kvferry"),
+    )
+
+    assert {row["contender"] for row in rows} == {"direct", "kvferry"}
+    assert len({row["case"] for row in rows}) == 5
+    # Both have their prefix resident, or the comparison is none.
+    reused = [row["reused tokens"] for row in rows if "800" in str(row["case"])]
+    assert len(set(reused)) == 1
+    assert isinstance(reused[0], int)
+    assert reused[0] > 700
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_latency_of_all_that_is_installed(tmp_path: Path) -> None:
+    rows = run(
+        latency.main,
+        tmp_path,
+        *("--rounds", "2", "--long-rounds", "1", "--tokens", "400", "--warm-up", "0"),
+    )
+
+    expected = {"direct", "direct again", "kvferry", "kvferry passthrough"}
+    expected |= {"nginx"} if rig.find_nginx() else set()
+    expected |= {"sglang-router"} if rig.find_sglang() else set()
+    assert {row["contender"] for row in rows} == expected
+
+
+@pytest.mark.real
+def test_streaming(tmp_path: Path) -> None:
+    rows = run(streaming.main, tmp_path, "--rounds", "1", "--tokens", "20", "--streams", "1,2")
+
+    assert [row["streams"] for row in rows] == [1, 1, 1, 2, 2, 2]
+    counts = {row["events each"] for row in rows}
+    assert len(counts) == 1
+
+
+def test_planning(tmp_path: Path) -> None:
+    rows = run(planning.main, tmp_path, "--counts", "5,50", "--tokens", "300", "--rounds", "4")
+
+    assert [row["snapshots"] for row in rows] == [5] * 5 + [50] * 5
+    assert all(row["x fewest"] == 1 for row in rows[:5])
+
+
+@pytest.mark.real
+def test_restore(tmp_path: Path) -> None:
+    rows = run(restore.main, tmp_path, "--rounds", "2", "--tokens", "600")
+
+    assert [row["part"] for row in rows] == ["server", "store", "call", "engine", "beyond"]
+    assert all(row["n"] == 2 for row in rows)
+
+
+def test_overhead(tmp_path: Path) -> None:
+    rows = run(
+        overhead.main, tmp_path, "--rate", "100", "--seconds", "0.1", "--idle-seconds", "0.1"
+    )
+
+    assert {row["case"] for row in rows} >= {"idle", "short chat"}
+    assert {row["contender"] for row in rows} >= {"kvferry", "kvferry passthrough"}
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [([3.0, 1.0, 2.0], 50, 2.0), ([1.0, 2.0], 50, 1.0), ([1.0] * 99 + [9.0], 99, 1.0)],
+)
+def test_percentile_is_a_value_that_was_seen(
+    values: list[float], percent: float, expected: float
+) -> None:
+    assert percentile(values, percent) == expected
+
+
+def test_nothing_has_no_percentile() -> None:
+    assert math.isnan(median([]))
+
+
+def test_cells_are_short() -> None:
+    assert [shown(c) for c in (None, "a", 12345, 1234.5, 0.012345)] == [
+        *("", "a", "12,345", "1,234", "0.0123")
+    ]
+
+
+def test_a_row_fits_its_columns() -> None:
+    report = Report("b", "t", ["one", "two"], {})
+
+    with pytest.raises(ValueError, match="1 cells for 2 columns"):
+        report.add("one")
+
+
+def test_gaps_are_between_reads() -> None:
+    assert Stream(reads_s=[1.0, 1.5, 3.5]).gaps_s == [0.5, 2.0]

@@ -1,0 +1,98 @@
+"""What operators see: as the scheduler has it, and looking changes nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.fake_llama import FakeLlama
+from tests.fake_wire import render_chat
+from tests.fleet import Fleet, running
+
+PROMPT = "p" * 300
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+    yaml = "health: {interval: 60s}"
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as router:
+        yield router
+
+
+async def test_state(fake: FakeLlama, fleet: Fleet) -> None:
+    await fleet.complete(PROMPT)
+    state = await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+    state = await fleet.until_quiet()
+    (backend,), (snapshot,) = state["backends"], state["snapshots"]["items"]
+
+    assert (backend["name"], backend["up"], backend["url"]) == ("a", True, fake.url)
+    assert (backend["models"], backend["slots"], backend["n_ctx"]) == (["fake"], 2, 4096)
+    assert backend["rates"]["prefill_tokens_per_s"] > 0
+    assert [slot["resident_tokens"] for slot in state["slots"]] == [len(PROMPT) + 7, 0]
+    assert snapshot["tokens"] == len(PROMPT) + 7
+    assert snapshot["size_bytes"] == state["snapshots"]["size_bytes"]
+    assert PROMPT not in str(state)
+
+
+async def test_queue_is_shown(fake: FakeLlama, fleet: Fleet) -> None:
+    fake.decode_gate.clear()
+    async with asyncio.TaskGroup() as group:
+        for i in range(3):
+            group.create_task(fleet.complete(str(i)))
+        state = await fleet.until(lambda state: len(state["queue"]) == 1)
+        metrics = await fleet.metrics()
+        fake.decode_gate.set()
+
+    assert state["queue"][0]["prompt_tokens"] == 1
+    assert metrics["kvferry_queue_depth"] == 1
+    assert metrics['kvferry_slots{backend="a",phase="running"}'] == 2
+
+
+async def test_backend_that_is_down(fake: FakeLlama, tmp_path: Path) -> None:
+    async with running([("a", fake.url), ("b", "http://127.0.0.1:9")], None, wait_for=["a"]) as f:
+        state = await f.until(lambda state: "contacted" not in state["backends"][1]["problem"])
+        health = await f.get("/kvferry/health")
+
+    assert (state["backends"][1]["up"], health.status) == (False, 200)
+    assert health.json["backends"]["b"] == "the backend cannot be reached"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/completion", {"prompt": PROMPT}, 300),
+        ("/v1/chat/completions", {"messages": [USER]}, len(render_chat([USER]))),
+        ("/infill", {"input_prefix": "x"}, None),
+    ],
+)
+async def test_a_dry_run_does_nothing(
+    fake: FakeLlama, fleet: Fleet, path: str, body: dict[str, object], tokens: int | None
+) -> None:
+    before, slots = dict(fake.counts), (await fleet.state())["slots"]
+    answer = (await fleet.post(f"/kvferry/plan?path={path}", body)).json
+
+    assert answer["prompt_tokens"] == tokens
+    assert (answer["unknown"] is None) == (tokens is not None)
+    chosen = answer["plan"]["chosen"]
+    assert chosen["backend"] == "a"
+    assert chosen["total_s"] == pytest.approx(sum(chosen["parts_s"].values()), abs=1e-5)
+    assert all(loser["total_s"] >= chosen["total_s"] for loser in answer["plan"]["losers"])
+    assert dict(fake.counts) == before
+    assert (await fleet.state())["slots"] == slots
+
+
+async def test_a_dry_run_says_what_then_happens(fleet: Fleet) -> None:
+    await fleet.complete(PROMPT)
+    planned = (await fleet.post("/kvferry/plan?path=/completion", {"prompt": PROMPT})).json
+    answer = await fleet.complete(PROMPT)
+
+    assert planned["plan"]["chosen"]["source"] == answer.source == "resident"
+    assert planned["plan"]["chosen"]["reused_tokens"] == answer.cached
