@@ -87,7 +87,9 @@ class _Backend:
         return transfer
 
     async def erase(self, slot: int) -> None:
+        start = perf_counter()
         await self._client.erase(slot)
+        self._slow.add("erase", perf_counter() - start)
 
     async def prefill(self, slot: int, tokens: Tokens) -> Reported:
         return await self._client.prefill(slot, tokens)
@@ -164,8 +166,9 @@ async def measure(options: argparse.Namespace) -> Report:
         found = await _alternate(engine, client, slow, prompts, options.rounds)
         _add_rows(report, found)
     report.notes.append(
-        "server: its own restore_ms; store: that the file is what was saved; call: HTTP to the "
-        "server beyond restore_ms; engine: plan, events, tasks. beyond = store + call + engine"
+        "server: its own restore_ms; store: that the file is what was saved; erase: emptying the "
+        "slot first, where that is needed; call: HTTP beyond restore_ms; engine: plan, events, "
+        "tasks. beyond: all but the server"
     )
     return report
 
@@ -198,12 +201,14 @@ async def _alternate(
         engine.finish(request.id, Outcome.OK, reported, Timing(None, seconds))
         if grant.plan.chosen.source is Source.SNAPSHOT and "save" not in parts:
             beyond = seconds - parts["restore"]
+            outside = parts["store"] + parts["restore call"] + parts.get("erase", 0.0)
             found.append(
                 {
                     "server": parts["restore"],
                     "store": parts["store"],
                     "call": parts["restore call"],
-                    "engine": beyond - parts["store"] - parts["restore call"],
+                    "erase": parts.get("erase", 0.0),
+                    "engine": beyond - outside,
                     "beyond": beyond,
                 }
             )
@@ -216,7 +221,7 @@ async def _alternate(
 
 def _add_rows(report: Report, found: list[dict[str, float]]) -> None:
     server = median([parts["server"] for parts in found])
-    for part in ("server", "store", "call", "engine", "beyond"):
+    for part in ("server", "store", "erase", "call", "engine", "beyond"):
         times = [parts[part] * 1000 for parts in found]
         p50 = median(times)
         report.add(part, len(times), p50, percentile(times, 99), p50 / 1000 / server)

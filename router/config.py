@@ -44,6 +44,7 @@ MIB = 1024**2
 class TokenizerMode(StrEnum):
     """Who turns prompts into tokens."""
 
+    AUTO = "auto"  # as local with the model's own file, where it can be read and is proved right
     BACKEND = "backend"  # llama-server's own /apply-template and /tokenize
     LOCAL = "local"
     OFF = "off"
@@ -161,7 +162,7 @@ class Tokenizer(Section):
     """Where the exact tokens of a prompt come from."""
 
     mode: Annotated[TokenizerMode, BeforeValidator(partial(values.choice, kind=TokenizerMode))] = (
-        TokenizerMode.BACKEND
+        TokenizerMode.AUTO
     )
     path: values.OptionalPath = None
     cache_bytes: values.Size = Field(default=64 * MIB, alias="cache")

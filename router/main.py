@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 from aiohttp import web
@@ -17,6 +18,7 @@ from router.adapters.clock import MonotonicClock, wall_now
 from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
 from router.adapters.llama_reply import Props
+from router.adapters.local_template import prove
 from router.adapters.local_tokenizer import Encoder, LocalTokenizerError, load_local
 from router.adapters.monitor import Attached, Monitor, Watch
 from router.adapters.prompts import PromptReader, Vocabulary
@@ -123,15 +125,22 @@ class _Vocabularies:
         self._tokenizers: dict[Namespace, tuple[BackendId, SegmentTokenizer]] = {}
         self.readers: dict[BackendId, PromptReader] = {}
 
-    async def _local(self, specials: dict[str, int]) -> Encoder | None:
-        """The local tokenizer of the configuration, or None with a line in the log."""
+    async def _local(self, props: Props, specials: dict[str, int]) -> Encoder | None:
+        """The local tokenizer: the one that is configured, or the model's own file if it is here.
+
+        None with a line in the log; the backend is asked then.
+        """
         path = self._config.tokenizer.path
+        if self._config.tokenizer.mode is TokenizerMode.AUTO:
+            path = Path(props.model_path)
+            if not await asyncio.to_thread(path.is_file):
+                return None
         if path is None:
             return None
         try:
             return await asyncio.to_thread(load_local, path, tuple(specials))
         except LocalTokenizerError as error:
-            log.warning("local_tokenizer_not_used", reason=str(error))
+            log.info("local_tokenizer_not_used", reason=str(error))
             return None
 
     async def prepare(self, client: LlamaClient, props: Props, namespace: Namespace) -> None:
@@ -149,10 +158,16 @@ class _Vocabularies:
                 spawn=self._tasks.spawn,
                 cache_bytes=self._config.tokenizer.cache_bytes,
             )
-            if reason := await tokenizer.self_check(await self._local(specials)):
+            if reason := await tokenizer.self_check(await self._local(props, specials)):
                 log.info("tokenizer_whole_texts", backend=client.id, reason=reason)
             self._tokenizers[namespace] = (client.id, tokenizer)
-        self.readers[client.id] = PromptReader(Vocabulary(client, tokenizer, props.media_marker))
+        template = None
+        if self._config.tokenizer.mode is not TokenizerMode.BACKEND:
+            template = await prove(
+                props.chat_template, props.bos_token, props.eos_token, client.apply_template
+            )
+        vocabulary = Vocabulary(client, tokenizer, props.media_marker, template)
+        self.readers[client.id] = PromptReader(vocabulary)
 
 
 @asynccontextmanager

@@ -78,7 +78,8 @@ def test_planning(tmp_path: Path) -> None:
 def test_restore(tmp_path: Path) -> None:
     rows = run(restore.main, tmp_path, "--rounds", "2", "--tokens", "600")
 
-    assert [row["part"] for row in rows] == ["server", "store", "call", "engine", "beyond"]
+    expected = ["server", "store", "erase", "call", "engine", "beyond"]
+    assert [row["part"] for row in rows] == expected
     assert all(row["n"] == 2 for row in rows)
 
 

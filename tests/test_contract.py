@@ -90,6 +90,7 @@ async def test_what_the_probe_reads(server: Server) -> None:
     assert isinstance(props["model_path"], str)
     assert isinstance(props["chat_template"], str)
     assert isinstance(props["build_info"], str)
+    assert props["media_marker"]
     assert props["is_sleeping"] is False
     assert props["modalities"]["vision"] is False
     assert isinstance(model["id"], str)
@@ -358,3 +359,30 @@ async def test_connection_ends_after_a_stream(server: Server) -> None:
     assert plain.count(b"HTTP/1.1 200") == 2
     assert streamed.count(b"HTTP/1.1 200") == 1
     assert b"connection: close" not in streamed.lower()
+
+
+async def test_likeliest_tokens(server: Server) -> None:
+    """What backends are told apart by."""
+    body = {"prompt": PROMPT, "n_predict": 1, "n_probs": 5, "temperature": 0}
+    answer = await server.post("/completion", body)
+
+    (first,) = answer["completion_probabilities"]
+    assert len(first["top_logprobs"]) == 5
+    for entry in first["top_logprobs"]:
+        assert isinstance(entry["id"], int)
+        assert isinstance(entry["logprob"], float)
+
+
+async def test_messages_drop_the_slot(server: Server) -> None:
+    """Section 2.1; the counts stand in `usage`, new and cached apart."""
+    body = {"messages": MESSAGES, "max_tokens": 2, "id_slot": 1}
+    cold, warm = [await server.post("/v1/messages", body) for _ in range(2)]
+
+    usage = cold["usage"]
+    assert usage["output_tokens"] == 2
+    assert usage["cache_read_input_tokens"] == 0
+    assert warm["usage"]["cache_read_input_tokens"] == usage["input_tokens"] - 1
+    assert warm["content"][0]["type"] == "text"
+    # On one and the same slot, which the server chose: another than it was asked for.
+    slots = await server.get("/slots")
+    assert ["id_task" in slot for slot in slots].count(True) == 1

@@ -19,6 +19,7 @@ from router.adapters.llama_wire import (
     TokenPrompt,
     UnknownPrompt,
 )
+from router.adapters.local_template import LocalTemplate
 from router.adapters.tokenizer import SegmentTokenizer
 from router.errors import BackendError
 from router.tokens import Tokens, join, pack
@@ -34,6 +35,7 @@ class Vocabulary:
     client: LlamaClient
     tokenizer: SegmentTokenizer
     media_marker: str
+    template: LocalTemplate | None = None  # None: the backend renders
 
 
 class PromptReader:
@@ -63,7 +65,10 @@ class PromptReader:
                 )
                 return Prompt(pack(ids))
             case ChatPrompt():
-                text = await self._vocabulary.client.apply_template(orjson.dumps(source.body))
+                local = self._vocabulary.template
+                text = local.render(source.body) if local and not source.media else None
+                if text is None:
+                    text = await self._by_backend(source)
                 return await self._chat(text, source.media)
             case UnknownPrompt():
                 return Prompt(unknown=source.reason)
@@ -84,6 +89,9 @@ class PromptReader:
                 tokens.append(pack([fingerprint_id(media[index])]))
         return Prompt(join(tokens), n_media=len(media))
 
+    async def _by_backend(self, source: ChatPrompt) -> str:
+        return await self._vocabulary.client.apply_template(orjson.dumps(source.body))
+
     async def _tokenize(self, text: str, *, add_special: bool) -> Tokens:
         return await self._vocabulary.tokenizer.tokenize(text, add_special=add_special)
 
@@ -102,7 +110,11 @@ class PromptReader:
             if isinstance(source, TextPrompt):
                 await tokenizer.disagreed(source.text, add_special=True)
             elif isinstance(source, ChatPrompt) and not source.media:
-                text = await self._vocabulary.client.apply_template(orjson.dumps(source.body))
+                text = await self._by_backend(source)
+                local = self._vocabulary.template
+                if local is not None and local.render(source.body) not in (None, text):
+                    self._vocabulary.template = None
+                    log.warning("template_dropped", reason="the backend renders this otherwise")
                 await tokenizer.disagreed(text, add_special=True)
         except BackendError as error:
             log.info("tokenizer_not_compared", reason=str(error))

@@ -82,6 +82,6 @@ class Job:
 
     def went_cold(self, reason: str) -> None:
         """What the plan meant to reuse did not come."""
-        if self.plan is not None:
-            chosen = replace(self.plan.chosen, source=Source.COLD, reused_tokens=0, snapshot=None)
-            self.plan = replace(self.plan, chosen=chosen, reason=reason)
+        assert self.plan is not None
+        chosen = replace(self.plan.chosen, source=Source.COLD, reused_tokens=0, snapshot=None)
+        self.plan = replace(self.plan, chosen=chosen, reason=reason)

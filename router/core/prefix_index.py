@@ -96,8 +96,6 @@ class PrefixIndex(Generic[Item]):
         below: _Node[Item] | None = None  # already covered by a deeper step
         for node, end in reversed(path):
             shared = min(depth, end) // WIDTH
-            if shared == 0:
-                break
             depth = min(depth, end)
             for item, length in self._nearest(node, end, skip=below):
                 found.append(Match(item, shared, length // WIDTH))

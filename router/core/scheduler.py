@@ -81,5 +81,5 @@ class Scheduler:
                 grants.expire(state, now)
             case ev.Stopping():
                 grants.stop(state, save=event.save)
-            case _:
+            case _:  # pragma: no cover - mypy sees to it
                 assert_never(event)

@@ -73,13 +73,13 @@ def next_step(state: State, job: Job, now: float) -> None:
         case PrefillStep():
             slot = state.fleet.slots[job.slot]
             slot.pending, slot.sharing = step.tokens, True
-            if job.plan is not None:
-                slot.busy_until = now + job.plan.chosen.price.prefill_s
+            assert job.plan is not None
+            slot.busy_until = now + job.plan.chosen.price.prefill_s
             state.others_cleared(job.slot.backend)
             state.out.append(Prefill(job.id, job.slot, step.tokens))
         case DispatchStep():
             _dispatch(state, job, now)
-        case _:
+        case _:  # pragma: no cover - mypy sees to it
             assert_never(step)
 
 

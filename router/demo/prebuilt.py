@@ -52,6 +52,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("-n", "--predict", "--n-predict", type=int, default=-1)
     add("-s", "--seed", type=int, default=None)
     add("--embeddings", "--embedding", action="store_true")
+    add("--chat-template-file", type=Path)
     add("--jinja", dest="jinja", action="store_true", default=True)
     add("--no-jinja", dest="jinja", action="store_false")
     add("--slots", dest="slots", action="store_true", default=True)
@@ -118,6 +119,8 @@ def build_params(args: argparse.Namespace) -> Any:
         params.embedding = True
         params.n_batch = min(params.n_batch, params.n_ubatch)  # as server.cpp:155-163 does
     params.use_jinja = args.jinja
+    if args.chat_template_file is not None:
+        params.chat_template = args.chat_template_file.read_text()
     params.endpoint_slots = args.slots
     params.endpoint_metrics = args.metrics
     params.warmup = args.warmup

@@ -263,10 +263,10 @@ def test_what_is_displaced_is_saved_if_that_pays() -> None:
     assert (best.save_displaced, best.price.save_s, best.price.loss_s) == (True, 0.001, 0.0005)
 
 
-def test_what_a_snapshot_holds_already_is_no_loss() -> None:
+def test_what_a_snapshot_holds_already_has_to_be_restored() -> None:
     made = fleet(backend("a", 1), holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
 
-    assert saving_pays(made, made.slots[A0]) == (0.0, 0.0, False)
+    assert saving_pays(made, made.slots[A0]) == (0.0, 0.0005, False)
 
 
 def test_what_stays_useful_is_no_loss() -> None:
@@ -281,15 +281,15 @@ def test_a_part_of_a_hybrid_covers_nothing() -> None:
     part = fleet(info, holding={A0: ELSE}, snapshots=[snapshot("s", run_of(900, 7))])
     whole = fleet(info, holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
 
-    assert saving_pays(part, part.slots[A0]) == (0.001, 0.0, True)
-    assert saving_pays(whole, whole.slots[A0]) == (0.0, 0.0, False)
+    assert saving_pays(part, part.slots[A0]) == (0.001, 0.0005, True)
+    assert saving_pays(whole, whole.slots[A0]) == (0.0, 0.0005, False)
 
 
 def test_saving_does_not_pay_when_it_stops_too_much() -> None:
     """5 s would be lost at even odds; a save of 6 s, and half of that with a stream to stop."""
     made = fleet(backend("a", 2), holding={A0: ELSE})
     made.rates[A] = rates(transfer_s=3.0)
-    assert saving_pays(made, made.slots[A0]) == (3.0, 0.0, True)
+    assert saving_pays(made, made.slots[A0]) == (3.0, 1.5, True)
 
     busy(made, A1)
     assert saving_pays(made, made.slots[A0]) == (0.0, 5.0, False)

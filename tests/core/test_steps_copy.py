@@ -67,6 +67,7 @@ def test_a_copy_uses_the_equal_snapshot_that_was_there_before() -> None:
 
 def test_a_copy_that_the_limits_do_not_allow_is_a_cold_start() -> None:
     s = copying()
+    s.handle(ev.SnapshotsFound((snapshot("s", run_of(9)),)), NOW)
     made = snapshot("c", run_of(500), size=10**15)
     s.state.fleet.catalog.limits = type(s.state.fleet.catalog.limits)(max_bytes=10**14)
 

@@ -1,0 +1,53 @@
+"""The record of a request: what was planned beside what was reported."""
+
+import pytest
+
+from router.core.account import computed_tokens, record_of
+from router.core.effects import Account
+from router.core.plan import Candidate, Plan, Price
+from router.types import Outcome, Reported, RequestRecord, Source
+from tests.core.build import A0, R, request
+
+
+def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
+    chosen = Candidate(A0, Source.SNAPSHOT, 2, Price(restore_s=1.0, prefill_s=2.0, loss_s=50.0))
+    said = Reported(prompt_tokens=3, cached_tokens=2, generated_tokens=9)
+    account = Account(
+        request(), A0, Plan(chosen, reason="why"), Outcome.OK, said, 5.0, 6.0, prefilled=None
+    )
+
+    assert record_of(account, ttft_s=7.0, total_s=8.0) == RequestRecord(
+        request=R,
+        slot=A0,
+        source=Source.SNAPSHOT,
+        reason="why",
+        outcome=Outcome.OK,
+        planned_tokens=2,
+        prompt_tokens=3,
+        cached_tokens=2,
+        computed_tokens=1,
+        generated_tokens=9,
+        waited_s=5.0,
+        prepared_s=6.0,
+        ttft_s=7.0,
+        total_s=8.0,
+        predicted_s=8.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "prefilled", "computed"),
+    [
+        (Reported(10, 4), None, 6),
+        (Reported(10, 9), Reported(9, 3), 7),
+        (Reported(10, 0), Reported(9, 0), 10),  # at most the prompt
+        (Reported(10, 9), Reported(9, None), 1),
+        (Reported(10, 9), Reported(None, 3), 1),
+        (Reported(None, 4), None, None),
+        (Reported(10, None), None, None),
+    ],
+)
+def test_what_the_router_prefilled_itself_counts(
+    said: Reported, prefilled: Reported | None, computed: int | None
+) -> None:
+    assert computed_tokens(said, prefilled) == computed

@@ -1,0 +1,384 @@
+"""How requests end, and what is known of their slots afterwards."""
+
+from typing import Any
+
+import pytest
+
+from router.core import events as ev
+from router.core.effects import (
+    Account,
+    Delete,
+    Dispatch,
+    Effect,
+    Prefill,
+    Reject,
+    Save,
+    SaveReason,
+    Watch,
+)
+from router.core.scheduler import Scheduler
+from router.core.slots import UNKNOWN, Phase, Resident
+from router.errors import NoBackendError
+from router.tokens import EMPTY, head
+from router.types import Outcome, Prompt, Reported, RequestId, SlotId, SlotStatus, Source
+from tests.core.build import (
+    A0,
+    A1,
+    A2,
+    B0,
+    NS,
+    R2,
+    A,
+    B,
+    R,
+    backend,
+    run_of,
+    scheduler,
+    snapshot,
+    tokens,
+)
+from tests.core.drive import (
+    NOW,
+    arrive,
+    cancel,
+    finish,
+    held,
+    names,
+    plan_of,
+    prefilled,
+    restored,
+    slot,
+)
+
+TWO = backend("a", 2)
+GONE = Outcome.CLIENT_GONE
+
+
+def quiet(s: Scheduler, name: str = "r", n: int | None = 0) -> list[Effect]:
+    return s.handle(ev.Quiet(RequestId(name), n), NOW)
+
+
+def launched(s: Scheduler, index: int, name: str = "r") -> list[Effect]:
+    return s.handle(ev.Launched(RequestId(name), index), NOW)
+
+
+def stranger(where: SlotId, generation: int = 0) -> RequestId:
+    return RequestId(f"stranger-{where}-{generation}")
+
+
+def running(*infos: Any, **more: Any) -> Scheduler:
+    """R is running on a/0 with the prompt (1, 2, 3)."""
+    s = scheduler(*(infos or (TWO,)), idle_save_after_s=None, reuse_probability=0.0)
+    arrive(s, **more)
+    return s
+
+
+# -- a good end ----------------------------------------------------------------------------------
+
+
+def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
+    s = running()
+    plan = s.state.jobs[R].plan
+    assert plan is not None
+    request_ = s.state.jobs[R].request
+    assert request_ is not None
+    said = Reported(prompt_tokens=3, generated_tokens=2, generated=tokens(7, 8))
+
+    (account,) = s.handle(ev.Finished(R, Outcome.OK, said), NOW)
+
+    assert account == Account(request_, A0, plan, Outcome.OK, said, 0.0, 0.0, None)
+    assert held(s, A0) == tokens(1, 2, 3, 7)
+    assert slot(s, A0).phase is Phase.IDLE
+    assert (s.state.jobs, slot(s, A0).last_used) == ({}, NOW)
+
+
+def test_an_end_teaches_prefill_and_generation() -> None:
+    s = running(ids=run_of(20))
+    rates = s.state.fleet.rates[A]
+    finish(
+        s,
+        prompt_tokens=20,
+        cached_tokens=0,
+        prompt_s=2.0,
+        generated_tokens=10,
+        generated_s=1.0,
+    )
+
+    assert rates.prefill.n == rates.output_tokens.n == 1
+
+
+def test_an_end_is_told_once() -> None:
+    s = running()
+    finish(s)
+
+    assert finish(s) == []
+    assert quiet(s) == []
+
+
+def test_an_end_before_its_beginning_is_nonsense() -> None:
+    s = scheduler(backend("a", 1))
+    assert names(arrive(s, ids=run_of(1000))) == ["Prefill"]
+
+    assert finish(s) == []
+    assert launched(s, 0) == []
+
+
+# -- a bad end -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", [GONE, Outcome.BACKEND_ERROR, Outcome.REFUSED])
+def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None:
+    s = running()
+
+    assert finish(s, "r", outcome)[1:] == [Watch(R, A0)]
+    assert slot(s, A0).phase is Phase.DRAINING
+    assert quiet(s, n=2) == []
+    assert slot(s, A0).resident == Resident(tokens(1, 2))
+    assert s.state.jobs == {}
+
+
+def test_a_slot_that_nobody_can_tell_about_claims_nothing() -> None:
+    s = running()
+    finish(s, "r", GONE)
+    quiet(s, n=None)
+
+    assert slot(s, A0).resident == UNKNOWN
+
+
+# -- where the server placed it --------------------------------------------------------------------
+
+
+def astray(**more: Any) -> Scheduler:
+    """R is on its way to whichever slot of a the server picks; we meant a/0."""
+    s = scheduler(TWO, idle_save_after_s=None, reuse_probability=0.0, **more)
+    (dispatch,) = arrive(s, ids=[1], pinnable=False)
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.lease.slot == A0
+    return s
+
+
+def test_the_gate_opens_when_a_request_is_known_to_run() -> None:
+    s = astray()
+    assert arrive(s, "r2", [5]) == []
+
+    assert names(launched(s, 0)) == ["Dispatch"]
+    assert s.state.fleet.gated == set()
+    assert s.state.jobs[R].lease.slot == A0
+
+
+def test_a_lease_follows_the_request() -> None:
+    s = astray(holding={A0: tokens(1, 1), A1: tokens(2)})
+    launched(s, 1)
+
+    assert s.state.jobs[R].lease.slot == A1
+    assert slot(s, A0).phase is Phase.IDLE
+    assert held(s, A0) == tokens(1, 1)
+    finish(s, prompt_tokens=1, generated=tokens(9, 9))
+    assert held(s, A1) == tokens(1, 9)
+
+
+def test_the_answer_of_a_request_that_moved_is_not_taken_for_one_of_the_slot_it_left() -> None:
+    """Both held the same prompt and as many tokens of an answer."""
+    s = astray()
+    lease = s.state.jobs[R].lease
+    slot(s, A0).resident = Resident(tokens(1), 2)
+    launched(s, 1)
+    finish(s, prompt_tokens=1, generated_tokens=3)
+    s.handle(ev.AnswerRead(A0, lease.generation, tokens(1), tokens(7, 8)), NOW)
+
+    assert slot(s, A0).resident == Resident(tokens(1), 2)
+
+
+@pytest.mark.parametrize("index", [1, 9])
+def test_a_slot_that_is_taken_or_unknown_cannot_be_followed_to(index: int) -> None:
+    s = scheduler(TWO, idle_save_after_s=None)
+    arrive(s, "r2", [5])  # on a/0
+    arrive(s, "r", [1], pinnable=False)
+    launched(s, 0 if index == 1 else index)
+
+    assert s.state.jobs[R].lease.slot == A1
+
+
+def test_a_request_gone_before_we_saw_where_puts_all_idle_slots_in_doubt() -> None:
+    """The slot that was meant for it was taken to hold its prompt."""
+    s = astray(holding={A0: tokens(2), A1: tokens(1, 5)})
+    finish(s, prompt_tokens=1, cached_tokens=0, generated_tokens=5)
+
+    assert slot(s, A0).resident == Resident(EMPTY, unsure=True)
+    assert slot(s, A1).resident == Resident(tokens(1), unsure=True)
+
+
+def test_what_was_prepared_for_it_is_there_wherever_it_ran() -> None:
+    s = scheduler(TWO, idle_save_after_s=None)
+    assert arrive(s, ids=[1, 2, 3], pinnable=False) == [Prefill(R, A0, tokens(1, 2))]
+    prefilled(s)
+    finish(s, prompt_tokens=3, cached_tokens=2, generated_tokens=5)
+
+    assert held(s, A0) == tokens(1, 2)
+
+
+def test_a_request_left_before_we_saw_where_keeps_all_idle_slots_out_of_use() -> None:
+    """It was running in a slot that was taken for idle, and others were sent there."""
+    s = astray()
+    effects = finish(s, "r", GONE)
+
+    assert effects[1:] == [Watch(R, A0), Watch(stranger(A1), A1)]
+    assert arrive(s, "r2", [5]) == []
+    quiet(s, n=1)
+    assert slot(s, A0).resident == Resident(unread=1)
+
+
+def test_a_slot_that_was_still_watched_is_in_doubt_too() -> None:
+    s = scheduler(TWO, idle_save_after_s=None)
+    arrive(s, "r", [1], pinnable=False)
+    arrive(s, "x", [5])
+    launched(s, 0)  # x follows, to a/1
+    finish(s, "x", GONE)
+    s.state.jobs[R].placed = False  # as if it had been sent after x had left
+    finish(s, "r", prompt_tokens=1)
+
+    quiet(s, "x", n=1)
+    assert slot(s, A1).resident == Resident(unread=1)
+
+
+# -- a whole backend -----------------------------------------------------------------------------
+
+
+def test_after_a_batch_nothing_is_known_of_any_slot() -> None:
+    s = running(TWO, whole_backend=True, pinnable=False)
+    launched(s, 1)
+    finish(s, prompt_tokens=3)
+
+    assert [x.resident for x in s.state.fleet.slots] == [UNKNOWN, UNKNOWN]
+
+
+def test_a_batch_on_a_backend_of_one_slot_is_a_batch() -> None:
+    """It was taken for a plain request, whose prompt the slot then holds."""
+    s = running(backend("a", 1), whole_backend=True)
+    finish(s, prompt_tokens=3)
+
+    assert slot(s, A0).resident == UNKNOWN
+
+
+def test_after_a_batch_that_was_left_all_slots_are_watched() -> None:
+    """Only the first was, and the others were given out while they were running."""
+    s = running(backend("a", 3), whole_backend=True, prompt=Prompt(unknown="batch"))
+    effects = finish(s, "r", GONE)
+
+    strangers = [s.state.fleet.slots[x].holder for x in (A1, A2)]
+    assert effects[1:] == [
+        Watch(R, A0),
+        Watch(stranger(A1, 1), A1),
+        Watch(stranger(A2, 1), A2),
+    ]
+    assert strangers == [stranger(A1, 1), stranger(A2, 1)]
+
+
+# -- the backend goes ----------------------------------------------------------------------------
+
+
+def test_who_is_being_prepared_is_told_when_the_backend_goes() -> None:
+    s = scheduler(TWO)
+    arrive(s, ids=run_of(1000))
+    (reject,) = s.handle(ev.BackendDown(A), NOW)
+
+    assert isinstance(reject, Reject)
+    assert isinstance(reject.error, NoBackendError)
+    assert s.state.jobs == {}
+
+
+def test_who_left_already_is_told_nothing() -> None:
+    s = scheduler(TWO)
+    arrive(s, ids=run_of(1000))
+    cancel(s)
+
+    assert s.handle(ev.BackendDown(A), NOW) == []
+
+
+def test_what_is_running_ends_by_itself() -> None:
+    s = running()
+    assert s.handle(ev.BackendDown(A), NOW) == []
+
+    assert names(finish(s, "r", Outcome.BACKEND_ERROR)) == ["Account"]
+    assert slot(s, A0).phase is Phase.LOST
+    assert s.state.jobs == {}
+
+
+def test_what_runs_elsewhere_goes_on() -> None:
+    s = running(TWO, backend("b", 1))
+    s.handle(ev.BackendDown(B), NOW)
+
+    assert s.state.jobs.keys() == {R}
+    assert names(finish(s)) == ["Account"]
+
+
+def test_an_end_from_before_a_restart_does_not_open_the_gate_of_another() -> None:
+    """The old request's end let others near the slot that the server was about to pick."""
+    s = astray()
+    s.handle(ev.BackendUp(TWO), NOW)
+    arrive(s, "r2", [5], pinnable=False)
+    finish(s, "r", Outcome.BACKEND_ERROR)
+
+    assert s.state.fleet.gated == {A}
+    assert s.state.jobs.keys() == {R2}
+
+
+def test_news_of_where_it_ran_from_before_a_restart_is_ignored() -> None:
+    """It released a lease that was no longer in force."""
+    s = astray()
+    s.handle(ev.BackendUp(backend("a", 1)), NOW)
+
+    assert launched(s, 1) == []
+    assert slot(s, A0).phase is Phase.IDLE
+
+
+def test_a_stranger_from_before_a_restart_is_another() -> None:
+    s = scheduler()
+    busy = ev.BackendUp(backend("b", 1), (SlotStatus(0, True, 5, 100),))
+    (first,) = s.handle(busy, NOW)
+    (second,) = s.handle(busy, NOW)
+
+    assert first == Watch(stranger(B0), B0)
+    assert second != first
+    assert quiet(s, stranger(B0), 1) == []
+    assert slot(s, B0).phase is Phase.DRAINING
+
+
+def test_a_snapshot_that_was_not_restored_yet_is_let_go_with_the_job() -> None:
+    used = snapshot("s", run_of(900))
+    s = scheduler(backend("a", 1), snapshots=[used], holding={A0: run_of(1000, 7)})
+    assert arrive(s, ids=run_of(1000)) == [Save(R, A0, NS, SaveReason.DISPLACED)]
+    s.state.fleet.catalog.remove(used.id)
+
+    assert s.handle(ev.BackendDown(A), NOW)[1:] == [Delete(used)]
+    assert restored(s) == []
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+def answered() -> tuple[Scheduler, int]:
+    s = running()
+    generation = s.state.jobs[R].lease.generation
+    finish(s, prompt_tokens=3, generated_tokens=3)
+    return s, generation
+
+
+def read(s: Scheduler, generation: int, where: SlotId = A0) -> Resident:
+    s.handle(ev.AnswerRead(where, generation, tokens(1, 2, 3), tokens(7, 8)), NOW)
+    return slot(s, A0).resident
+
+
+def test_an_answer_that_was_read_is_known() -> None:
+    s, generation = answered()
+
+    assert read(s, generation).tokens == tokens(1, 2, 3, 7, 8)
+
+
+def test_an_answer_is_of_no_use_once_the_slot_is_taken_or_gone() -> None:
+    s, generation = answered()
+    assert read(s, generation, SlotId(A, 9)).unread == 2
+    assert read(s, generation + 1).unread == 2
+    assert plan_of(arrive(s, "r2", [1, 2, 3, 4])).chosen.source is Source.RESIDENT
+    assert read(s, generation).unread == 2
+    assert head(held(s, A0), 3) == tokens(1, 2, 3)
