@@ -302,13 +302,17 @@ def summary(config: Config) -> str:
         f" each at most {_or_no_limit(config.queue.deadline_s)}.",
     ]
     moves_kv = Preset(policy.name).moves_kv
-    # (1) to (3): the first reason why no snapshot is ever written. (4): what is written.
+    # (1) to (4): the first reason why no snapshot is ever written. (5): what is written.
     if not moves_kv:
         said.append(f"Nothing is saved or restored: policy {policy.name} never moves KV.")
     elif not any(backend.kv_dir for backend in config.backends):
         said.append("Nothing is saved or restored: no backend has a kv_dir.")
     elif not store.enabled:
         said.append("Nothing is saved: the store is off.")
+    elif not config.probe.enabled:
+        said.append(
+            "Nothing is saved or restored: without the probe no backend is trusted with it."
+        )
     else:
         limits = [] if store.max_bytes == NO_LIMIT else [format_size(store.max_bytes)]
         limits += [] if store.max_tokens == NO_LIMIT else [f"{store.max_tokens} tokens"]

@@ -5,8 +5,8 @@ was written is removed.
 """
 
 import asyncio
-import errno
 import os
+import socket
 import stat
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import aiohttp
 import orjson
 from multidict import CIMultiDict
 
@@ -199,12 +198,9 @@ def trouble_of(error: BackendError) -> Trouble:
     cause = error.__cause__
     if cause is None:  # an answer, but not one of a llama-server
         return Trouble.STRANGER
-    if isinstance(cause, aiohttp.ClientConnectorDNSError):
+    if isinstance(cause, socket.gaierror):
         return Trouble.UNKNOWN_HOST
-    if isinstance(cause, aiohttp.ClientConnectorError):
-        refused = cause.os_error.errno == errno.ECONNREFUSED
-        return Trouble.REFUSED if refused else Trouble.UNREACHABLE
-    return Trouble.UNREACHABLE
+    return Trouble.REFUSED if isinstance(cause, ConnectionRefusedError) else Trouble.UNREACHABLE
 
 
 async def _ask(client: LlamaClient, facts: Facts) -> Facts:
@@ -345,10 +341,7 @@ async def _raw(
     if body is not None:
         headers["Content-Type"] = "application/json"
     async with client.relay(method, path, headers, body) as response:
-        try:
-            return response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise BackendError("the backend broke off its answer") from error
+        return response.status, await response.read()
 
 
 def _json(payload: bytes) -> Any:

@@ -14,6 +14,7 @@ import structlog
 from router.core import effects as ef
 from router.core import events as ev
 from router.core.account import record_of
+from router.core.attach import probe_name
 from router.core.displacement import can_save
 from router.core.plan import Plan
 from router.core.planner import plan as make_plan
@@ -137,6 +138,16 @@ class Engine:
     def backend_up(self, info: BackendInfo, slots: tuple[SlotStatus, ...]) -> None:
         """A backend can be used from now on."""
         self._feed(ev.BackendUp(info, slots))
+
+    def borrow(self, backend: BackendId) -> set[int]:
+        """Idle slots to try a backend in, nobody else's until `probed` or `backend_down`."""
+        self._feed(ev.ProbeDue(backend))
+        slots = self._scheduler.state.fleet.slots.of(backend)
+        return {slot.id.index for slot in slots if slot.holder == probe_name(backend)}
+
+    def probed(self, info: BackendInfo) -> None:
+        """A backend was tried out in the slots that were borrowed; they come back."""
+        self._feed(ev.Probed(info))
 
     def backend_down(self, backend: BackendId) -> None:
         """A backend cannot be used from now on."""

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -35,7 +35,7 @@ from router.core.state import State
 from router.engine import Engine
 from router.errors import RouterError
 from router.tasks import Tasks
-from router.types import BackendId, Namespace, Place
+from router.types import BackendId, Namespace, Place, Stats
 from router.web.admin import Admin
 from router.web.app import App
 from router.web.completions import Completions
@@ -109,6 +109,7 @@ class Router:
     async def stop(self) -> None:
         """Let running requests end and save what is worth it, within `shutdown_grace`."""
         grace_s = self.config.shutdown_grace_s
+        self.directory.stop()
         try:
             async with asyncio.timeout(grace_s):
                 await self.engine.stop(save=self.config.store.save_on_shutdown)
@@ -199,12 +200,16 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
             engine.snapshots_found(await store.load())
             stack.push_async_callback(store.aclose)
         stack.push_async_callback(engine.aclose)
-        registry.register(EngineCollector(engine.stats))
         tasks = Tasks()
         vocabularies = _Vocabularies(config, tasks)
 
         def up(attached: Attached) -> None:
             engine.backend_up(attached.info, attached.slots)
+            directory.backend_came()
+
+        def stats() -> Stats:
+            known = engine.stats()
+            return replace(known, queue_depth=known.queue_depth + directory.waiting)
 
         monitors = {
             backend.name: Monitor(
@@ -216,11 +221,19 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
                 known_namespaces=engine.known_namespaces,
                 on_up=up,
                 on_down=engine.backend_down,
+                borrow=engine.borrow,
+                on_probed=lambda attached: engine.probed(attached.info),
                 prepare=vocabularies.prepare,
             )
             for backend in config.backends
         }
-        directory = Directory(monitors, vocabularies.readers, engine)
+        directory = Directory(
+            monitors,
+            vocabularies.readers,
+            engine,
+            reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
+        )
+        registry.register(EngineCollector(stats))
         completions = Completions(engine, directory, tasks.spawn, config.limits.idle_timeout_s)
         app = App(
             completions=completions,

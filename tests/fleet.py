@@ -190,6 +190,7 @@ def is_quiet(state: Json) -> bool:
     """For `until`: no slot is held, nobody waits, no snapshot is in use."""
     return (
         not state["queue"]
+        and not state["waiting_for_backend"]
         and all(slot["phase"] in ("idle", "lost") for slot in state["slots"])
         and all(slot["request"] is None for slot in state["slots"])
         and all(item["in_use"] == 0 for item in state["snapshots"]["items"])
@@ -231,7 +232,7 @@ async def running(
     """A router on a free port, once the backends in `wait_for` are up (None: all of them).
 
     `kv_dir` is for all backends, or by name. `no_backend_s` is how long a request waits while
-    nobody could serve it, which no configuration says.
+    nobody could serve it.
     """
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with (

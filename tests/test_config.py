@@ -499,6 +499,7 @@ def test_the_summary_says_what_has_no_effect(text: str, said: str) -> None:
         ("{max_tokens: 1000}", "up to 32GiB and 1000 tokens."),
         ("{max_bytes: -1}", "are kept, without limit."),
         ("{max_bytes: 0}", "the store is off."),
+        ("{}\nprobe: {enabled: false}", "without the probe no backend is trusted with it."),
     ],
 )
 def test_the_summary_says_what_is_kept(store: str, said: str) -> None:

@@ -5,29 +5,19 @@ action may be sent is the engine's to know.
 """
 
 import asyncio
-import io
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
-import aiohttp
 from multidict import CIMultiDict
-from yarl import URL
 
 from router.adapters import llama_reply as reply
 from router.adapters import llama_wire as wire
+from router.adapters.http1 import Pool, Response, Target
 from router.errors import BackendError, BackendRefusedError, BackendTimeoutError
 from router.tokens import Tokens, unpack
 from router.types import BackendId, Reported, SlotStatus, Transfer
-
-# llama-server closes idle connections after about 5 s without saying so
-# (llama-server.md, "Connections").
-_KEEP_IDLE_S = 2.0
-# Large enough that one event of a stream is one read.
-_READ_BYTES = 2**16
-# Bodies up to this size go out in one piece.
-_PART_BYTES = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,44 +32,24 @@ class Timeouts:
 
 
 class Connections:
-    """The sessions that all backends share. `async with`, or `start` and `aclose`.
-
-    Control calls reuse connections for a moment. Clients' requests never do: the server closes
-    the connection after every stream, and a request lost on a stale one could not be told from a
-    request lost in the server. A connection to the same machine takes 0.1 ms.
-    """
+    """The connections that all backends share. `async with`."""
 
     def __init__(self) -> None:
-        self._control: aiohttp.ClientSession | None = None
-        self._relay: aiohttp.ClientSession | None = None
+        self._pools: dict[Target, Pool] = {}
 
     async def __aenter__(self) -> "Connections":
-        self._control = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
-        )
-        self._relay = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            read_bufsize=_READ_BYTES,
-        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for session in (self._control, self._relay):
-            if session is not None:
-                await session.close()
+        for pool in self._pools.values():
+            pool.close()
 
-    @property
-    def control(self) -> aiohttp.ClientSession:
-        assert self._control is not None, "not started"
-        return self._control
-
-    @property
-    def relay(self) -> aiohttp.ClientSession:
-        assert self._relay is not None, "not started"
-        return self._relay
+    def pool(self, url: str, connect_timeout_s: float) -> Pool:
+        """The one pool to this host and port."""
+        target = Target.of(url)
+        if target not in self._pools:
+            self._pools[target] = Pool(target, connect_timeout_s)
+        return self._pools[target]
 
 
 @contextmanager
@@ -88,21 +58,32 @@ def _our_errors() -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise BackendTimeoutError("the backend did not answer in time") from error
-    except (aiohttp.ClientError, OSError) as error:
+    except OSError as error:
         raise BackendError("the backend cannot be reached") from error
 
 
-def _payload(body: bytes | None) -> io.BytesIO | bytes | None:
-    """aiohttp writes bytes in one go, and warns if they are many; a file it writes in parts."""
-    return body if body is None or len(body) <= _PART_BYTES else io.BytesIO(body)
+class RelayedResponse:
+    """A backend's response on its way to a client; its headers are in."""
 
+    def __init__(self, response: Response) -> None:
+        self.status = response.status
+        self.reason = response.reason
+        self.headers = response.headers
+        self._response = response
 
-def _is_stale(error: BackendError) -> bool:
-    """The connection broke, and not because nobody listens."""
-    cause = error.__cause__
-    return isinstance(
-        cause, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | ConnectionError
-    ) and not isinstance(cause, aiohttp.ClientConnectorError)
+    def __aiter__(self) -> "RelayedResponse":
+        return self
+
+    async def __anext__(self) -> bytes:
+        """The next bytes. Raises BackendError if the backend breaks off."""
+        try:
+            return await self._response.__anext__()
+        except OSError as error:
+            raise BackendError("the backend broke off") from error
+
+    async def read(self) -> bytes:
+        """The whole body. Raises BackendError."""
+        return b"".join([chunk async for chunk in self])
 
 
 class LlamaClient:
@@ -118,38 +99,22 @@ class LlamaClient:
     ) -> None:
         self.id = backend
         self.url = url
-        self._connections = connections
+        self._pool = connections.pool(url, timeouts.connect_s)
         self._timeouts = timeouts
         self._authorization = f"Bearer {api_key}" if api_key else None
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
-        """One control call; once more on a fresh connection if a kept one turned out dead.
-
-        All control calls may be repeated: none does more the second time.
-        """
-        try:
-            return await self._once(method, path, body, timeout_s)
-        except BackendError as error:
-            if not _is_stale(error):
-                raise
-        return await self._once(method, path, body, timeout_s)
-
-    async def _once(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        """One control call, to the end of its answer. Raises BackendError and its kin."""
+        headers = [("Content-Type", "application/json")] if body is not None else []
         if self._authorization:
-            headers["Authorization"] = self._authorization
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._timeouts.connect_s)
-        url = URL(self.url + path, encoded=True)
+            headers.append(("Authorization", self._authorization))
         with _our_errors():
-            async with self._connections.control.request(
-                method,
-                url,
-                data=_payload(body),
-                headers=headers,
-                timeout=timeout,
-                allow_redirects=False,
-            ) as response:
-                payload = await response.read()
+            async with asyncio.timeout(timeout_s):
+                response = await self._pool.request(method, path, headers, body)
+                try:
+                    payload = await response.read()
+                finally:
+                    response.close()
         if response.status >= HTTPStatus.BAD_REQUEST:
             message = reply.error_message_from(payload) or f"HTTP {response.status}"
             raise BackendRefusedError(message, backend_status=response.status)
@@ -228,26 +193,18 @@ class LlamaClient:
     @asynccontextmanager
     async def relay(
         self, method: str, path: str, headers: CIMultiDict[str], body: bytes | None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A client's request on a connection of its own; the response's headers are in.
+    ) -> AsyncIterator[RelayedResponse]:
+        """A client's request; the response's headers are in.
 
-        `path` is raw, query included. Raises BackendError until then; what is raised while the
-        body is read is the caller's to map. The connection is closed on exit.
+        `path` is raw, query included. Raises BackendError; the connection is closed on exit
+        unless the response was read to its end.
         """
         if self._authorization:
             headers["Authorization"] = self._authorization
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect_s)
         with _our_errors():
             async with asyncio.timeout(self._timeouts.first_byte_s):
-                response = await self._connections.relay.request(
-                    method,
-                    URL(self.url + path, encoded=True),
-                    data=_payload(body),
-                    headers=headers,
-                    timeout=timeout,
-                    allow_redirects=False,
-                )
+                response = await self._pool.request(method, path, headers.items(), body)
         try:
-            yield response
+            yield RelayedResponse(response)
         finally:
             response.close()

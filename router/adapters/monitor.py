@@ -5,8 +5,8 @@ Tells the engine when a backend comes and goes. Does not decide what that means.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -19,6 +19,11 @@ from router.ports import SnapshotStore
 from router.types import BackendId, BackendInfo, MemoryKind, Namespace, Place, SlotStatus
 
 log = structlog.get_logger(__name__)
+
+# A backend that could not be tried out because nobody was to be disturbed is tried again after this
+# many looks, 20 s by default: often enough for the day, too seldom for anybody to notice that one
+# or two slots are away for the second that it takes.
+_PROBE_AGAIN_LOOKS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Monitor:
         known_namespaces: Callable[[], set[Namespace]],
         on_up: Callable[[Attached], None],
         on_down: Callable[[BackendId], None],
+        borrow: Callable[[BackendId], Collection[int]],
+        on_probed: Callable[[Attached], None],
         prepare: Callable[[LlamaClient, Props, Namespace], Awaitable[None]],
     ) -> None:
         self.client = client
@@ -68,6 +75,9 @@ class Monitor:
         self._known_namespaces = known_namespaces
         self._on_up = on_up
         self._on_down = on_down
+        self._borrow = borrow
+        self._on_probed = on_probed
+        self._looks_since_probe = 0
         self._prepare = prepare
         self._doubt = asyncio.Event()
 
@@ -105,6 +115,11 @@ class Monitor:
             # (llama-server.md section 5.2).
             self._down("restarted")
             await self._attach(props)
+        elif self.attached.probe.untried:
+            self._looks_since_probe += 1
+            if self._looks_since_probe >= _PROBE_AGAIN_LOOKS:
+                self._looks_since_probe = 0
+                await self._probe_again(props)
 
     def _down(self, reason: str) -> None:
         self.attached = None
@@ -112,6 +127,35 @@ class Monitor:
         self._on_down(self.client.id)
 
     async def _attach(self, props: Props) -> None:
+        attached = await self._learn(props, None)
+        self.attached = attached
+        self.models = attached.info.models
+        self.problem = ""
+        self._looks_since_probe = 0
+        _log_attached("backend_up", attached)
+        self._on_up(attached)
+
+    async def _probe_again(self, props: Props) -> None:
+        """Try out at last what could not be tried when every slot was busy.
+
+        In slots that the engine lends, so that no request is sent to them meanwhile. Simpler would
+        be to attach anew while nothing runs; on a busy backend that moment may never come, and it
+        would lose what is known of the slots.
+        """
+        borrowed = self._borrow(self.client.id)
+        if not borrowed:
+            return
+        try:
+            attached = await self._learn(props, borrowed)
+        except (BackendError, KvError) as error:
+            # What was begun may go on in the slots: only a new look at all of them is safe.
+            self._down(str(error))
+            raise
+        self.attached = attached
+        _log_attached("backend_probed", attached)
+        self._on_probed(attached)
+
+    async def _learn(self, props: Props, only: Collection[int] | None) -> Attached:
         attached = await attach(
             self.client,
             props,
@@ -120,24 +164,25 @@ class Monitor:
             extra_models=self._extra_models,
             with_probe=self._watch.probe,
             known=self._known_namespaces(),
+            only=only,
         )
         await self._prepare(self.client, props, attached.info.namespace)
-        self.attached = attached
-        self.models = attached.info.models
-        self.problem = ""
-        info = attached.info
-        log.info(
-            "backend_up",
-            backend=info.id,
-            slots=info.n_slots,
-            n_ctx=info.n_ctx,
-            memory_kind=info.memory_kind,
-            keeps_idle_slots=info.keeps_idle_slots,
-            snapshots=info.place is not None,
-        )
-        if attached.probe.problem:
-            log.warning("backend_limited", backend=info.id, reason=attached.probe.problem)
-        self._on_up(attached)
+        return attached
+
+
+def _log_attached(event: str, attached: Attached) -> None:
+    info = attached.info
+    log.info(
+        event,
+        backend=info.id,
+        slots=info.n_slots,
+        n_ctx=info.n_ctx,
+        memory_kind=info.memory_kind,
+        keeps_idle_slots=info.keeps_idle_slots,
+        snapshots=info.place is not None,
+    )
+    if attached.probe.problem:
+        log.warning("backend_limited", backend=info.id, reason=attached.probe.problem)
 
 
 def _process(props: Props) -> tuple[str, str, str]:
@@ -153,12 +198,19 @@ async def attach(
     extra_models: tuple[str, ...] = (),
     with_probe: bool = True,
     known: set[Namespace] | None = None,
+    only: Collection[int] | None = None,
 ) -> Attached:
-    """Ask and try all there is to know. Raises BackendError."""
+    """Ask and try all there is to know. Raises BackendError.
+
+    It is tried in any slot that is idle, or of those in `only`.
+    """
     models = await client.models()
     lora = await _lora(client)
     slots = await _slots(client, props)
-    found = await probe(client, store, place, slots) if with_probe else Probe()
+    allowed = [
+        s if only is None or s.index in only else replace(s, is_processing=True) for s in slots
+    ]
+    found = await probe(client, store, place, allowed) if with_probe else Probe()
     layout = found.layout.compatibility() if found.layout else ""
     usable = found.layout is not None and found.memory_kind is not MemoryKind.UNKNOWN
     info = BackendInfo(

@@ -47,6 +47,7 @@ class Probe:
     restored_extension: int | None = None  # tokens cached after restore, prompt extended
     restored_divergence: int | None = None  # the same, prompt diverging half-way
     problem: str | None = None  # why snapshots are off, in words for the operator
+    untried: bool = False  # there was no idle slot to try anything in
 
 
 async def probe(
@@ -59,7 +60,8 @@ async def probe(
     found = Probe()
     idle = [slot for slot in slots if not slot.is_processing]
     if not idle:
-        found.problem = "every slot was busy when the backend was attached"
+        found.problem = "every slot was busy when it was to be tried; it will be, later"
+        found.untried = True
         return found
     slot = min(idle, key=lambda s: (s.n_tokens or 0, s.index))
     ids = await client.tokenize(TEXT, add_special=True, parse_special=True)

@@ -2,10 +2,16 @@
 
 from router.core import events as ev
 from router.core.cost import Line, Mean, Rates
-from router.core.endings import watch
-from router.core.slots import Resident
+from router.core.endings import end, watch
+from router.core.jobs import Job
+from router.core.slots import UNKNOWN, Resident
 from router.core.state import State
-from router.types import BackendInfo, MemoryKind
+from router.types import BackendId, BackendInfo, MemoryKind, RequestId
+
+# One to try things in, and one to see whether a start there empties the other.
+_PROBE_SLOTS = 2
+# What waiting for such a slot is priced at. On a CPU a probe takes about a second.
+_PROBE_S = 1.0
 
 
 def backend_up(state: State, event: ev.BackendUp) -> None:
@@ -28,6 +34,46 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
             slot.resident = Resident(unread=status.n_tokens or 0, unsure=status.n_tokens is None)
         else:
             watch(state, slot)
+
+
+def probe_name(backend: BackendId) -> RequestId:
+    """Who holds the slots that were lent to try out a backend."""
+    return RequestId(f"probe-{backend}")
+
+
+def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
+    """Lend the idle slots that hold least, until `Probed` or the backend goes down; or none.
+
+    None while a request is on its way to a slot that the server picks: it may pick these.
+    """
+    backend, name = event.backend, probe_name(event.backend)
+    if state.stopping or name in state.jobs or backend in state.fleet.gated:
+        return
+    idle = [slot for slot in state.fleet.slots.of(backend) if slot.is_idle]
+    chosen = sorted(idle, key=lambda slot: len(slot.resident))[:_PROBE_SLOTS]
+    if chosen:
+        lease, *others = [slot.lease(name) for slot in chosen]
+        state.jobs[name] = Job(id=name, lease=lease, others=others, since=now)
+    for slot in chosen:
+        slot.busy_until = now + _PROBE_S
+
+
+def probed(state: State, event: ev.Probed, now: float) -> None:
+    """Know more of a backend. What its other slots hold and do stays as it is.
+
+    What was learned from traffic stays, too; bytes per token can be read off a state file only.
+    """
+    info = event.info
+    job = state.jobs.get(probe_name(info.id))
+    if job is None:
+        return  # it went down meanwhile
+    state.fleet.infos[info.id] = info
+    if info.bytes_per_token:
+        state.fleet.rates[info.id].bytes_per_token = Mean(info.bytes_per_token)
+    for slot in state.fleet.slots.of(info.id):
+        slot.saved = False  # nothing could be saved so far
+    state.others_cleared(info.id)
+    end(state, job, now, UNKNOWN)
 
 
 def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:

@@ -55,13 +55,15 @@ def launched(state: State, event: ev.Launched) -> None:
     if job is None or job.stage is not Stage.DISPATCHED or not state.fleet.slots.holds(job.lease):
         return
     open_gate(state, job)
-    state.others_cleared(job.slot.backend)
     job.placed = True
-    if event.index == job.slot.index or job.others:
-        return
-    actual = next(
-        (s for s in state.fleet.slots.of(job.slot.backend) if s.id.index == event.index), None
-    )
+    if event.index != job.slot.index and not job.others:
+        _follow(state, job, event.index)
+    state.others_cleared(job.slot.backend)
+
+
+def _follow(state: State, job: Job, index: int) -> None:
+    """Move the job's lease to the slot where the server put its request."""
+    actual = next((s for s in state.fleet.slots.of(job.slot.backend) if s.id.index == index), None)
     if actual is None or not actual.is_idle or job.request is None:
         return
     leased = state.fleet.slots[job.slot]
@@ -119,7 +121,9 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
     for slot in state.fleet.slots.of(job.slot.backend):
         if slot.is_idle:
             slot.resident = after_either(slot.resident, job.request.prompt)
-    return after_either(job.sent_over, job.request.prompt)
+    # Where a start empties the idle slots, it emptied ours if it was elsewhere.
+    lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
+    return after_either(job.sent_over if lasts else UNKNOWN, job.request.prompt)
 
 
 def _abandon(state: State, job: Job, now: float) -> None:

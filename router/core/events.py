@@ -36,6 +36,20 @@ class BackendDown:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeDue:
+    """A backend is up that could not be tried out yet; its monitor wants idle slots for that."""
+
+    backend: BackendId
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """It was tried out, in the slots that were lent for it; more is known of the same backend."""
+
+    info: BackendInfo
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotsFound:
     """What the store had on disk when the router started."""
 
@@ -168,6 +182,8 @@ class Stopping:
 Event = (
     BackendUp
     | BackendDown
+    | ProbeDue
+    | Probed
     | SnapshotsFound
     | SnapshotLost
     | Arrived

@@ -51,6 +51,10 @@ class Scheduler:
                 attach.backend_up(state, event)
             case ev.BackendDown():
                 endings.lose_backend(state, event.backend, now)
+            case ev.ProbeDue():
+                attach.probe_due(state, event, now)
+            case ev.Probed():
+                attach.probed(state, event, now)
             case ev.SnapshotsFound():
                 attach.snapshots_found(state, event)
             case ev.SnapshotLost():

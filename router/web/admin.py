@@ -12,7 +12,7 @@ from router.errors import BadRequestError
 from router.types import RequestId
 from router.web.completions import Completions
 from router.web.directory import Directory
-from router.web.replies import error_response, json_response
+from router.web.replies import OWN_HEADERS, error_response, json_response
 
 
 class Admin:
@@ -35,7 +35,8 @@ class Admin:
     async def metrics(self, _: web.Request) -> web.Response:
         """Prometheus text."""
         return web.Response(
-            body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=generate_latest(self._registry),
+            headers=OWN_HEADERS | {"Content-Type": CONTENT_TYPE_LATEST},
         )
 
     async def health(self, _: web.Request) -> web.Response:
@@ -91,6 +92,7 @@ class Admin:
                         for snapshot, uses, references in fleet.catalog.snapshots()[:1000]
                     ],
                 },
+                "waiting_for_backend": self._directory.waiting,
                 "queue": [
                     {
                         "request": waiting.request.id,

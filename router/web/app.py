@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 
 import orjson
+import structlog
 from aiohttp import web
 
 from router.adapters.llama_reply import merge_models
@@ -28,9 +29,14 @@ from router.web.admin import Admin
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.relay import Capture, forward_headers, forward_target, relay
-from router.web.replies import REQUEST_ID, error_response, json_response
+from router.web.replies import REQUEST_ID, error_response, json_response, open_to_browsers
+
+log = structlog.get_logger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+# The response of a request, once its head is on its way to the client.
+_STARTED = web.RequestKey("started", web.StreamResponse)
 
 # Routes that run in slots of llama-server's own choice and overwrite what those hold
 # (llama-server.md section 2.1).
@@ -103,9 +109,10 @@ class App:
                 "auto_decompress": True,
             },
         )
-        app.router.add_get("/metrics", self._admin.metrics)
-        app.router.add_get("/kvferry/health", self._admin.health)
-        app.router.add_get("/kvferry/state", self._admin.state)
+        app.on_response_prepare.append(_note_start)
+        app.router.add_get("/metrics", self._named(self._metrics))
+        app.router.add_get("/kvferry/health", self._named(self._health))
+        app.router.add_get("/kvferry/state", self._named(self._state))
         app.router.add_post("/kvferry/plan", self._named(self._plan))
         app.router.add_route("*", "/{path:.*}", self._named(self._any))
         return app
@@ -113,7 +120,12 @@ class App:
     def _named(
         self, handler: Callable[[web.Request, RequestId], Awaitable[web.StreamResponse]]
     ) -> Handler:
-        """Give the request an id, and an error the router's own shape."""
+        """Give the request an id, and an error the router's own shape.
+
+        1. An answer that the router gives on purpose.
+        2. The client left while it was written to.
+        3. A bug. The client learns nothing of it; half an answer must not look like a whole one.
+        """
 
         async def handle(request: web.Request) -> web.StreamResponse:
             name = RequestId(secrets.token_hex(8))
@@ -121,9 +133,26 @@ class App:
                 return await handler(request, name)
             except RouterError as error:
                 self._telemetry.rejected(name, error.outcome, str(error))
-                return error_response(error, name)
+                return open_to_browsers(request, error_response(error, name))
+            except ConnectionError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the top of every request: logged, counted
+                return self._failed(request, name, error)
 
         return handle
+
+    def _failed(
+        self, request: web.Request, name: RequestId, error: Exception
+    ) -> web.StreamResponse:
+        log.error("request_failed", request_id=name, exc_info=error)
+        told = RouterError("an error inside the router; its log has it under this request's id")
+        self._telemetry.rejected(name, told.outcome, type(error).__name__)
+        started: web.StreamResponse | None = request.get(_STARTED)
+        if started is None:
+            return open_to_browsers(request, error_response(told, name))
+        if request.transport is not None:
+            request.transport.abort()
+        return started
 
     async def _any(self, request: web.Request, name: RequestId) -> web.StreamResponse:
         path = request.path.rstrip("/") or "/"
@@ -140,6 +169,15 @@ class App:
         if path in _TAKES_SLOTS:
             return await self._completions.other(request, raw, name, model)
         return await self._pass(request, name, raw, model)
+
+    async def _metrics(self, request: web.Request, _: RequestId) -> web.StreamResponse:
+        return await self._admin.metrics(request)
+
+    async def _health(self, request: web.Request, _: RequestId) -> web.StreamResponse:
+        return await self._admin.health(request)
+
+    async def _state(self, request: web.Request, _: RequestId) -> web.StreamResponse:
+        return await self._admin.state(request)
 
     async def _plan(self, request: web.Request, name: RequestId) -> web.StreamResponse:
         return await self._admin.plan(request, await self._read(request), name)
@@ -187,7 +225,12 @@ class App:
         if len(clients) < 2:
             return await self._pass(request, name, b"", None)
         answers = await asyncio.gather(*(client.models_answer() for client in clients))
-        return json_response(merge_models(answers), headers={REQUEST_ID: name})
+        merged = json_response(merge_models(answers), headers={REQUEST_ID: name})
+        return open_to_browsers(request, merged)
+
+
+async def _note_start(request: web.Request, response: web.StreamResponse) -> None:
+    request[_STARTED] = response
 
 
 def _model_of(raw: bytes) -> str | None:

@@ -66,6 +66,8 @@ class Completions:
         """One of the completion routes. Raises RouterError."""
         arrived = perf_counter()
         parsed = parse_completion(http, route, raw)
+        if not parsed.lora:  # whose prompt is not read anyway
+            await self._directory.wait_for_reader(parsed.model)
         request, reader = await self.describe(http, parsed, request_id)
         return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
 

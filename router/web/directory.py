@@ -1,27 +1,34 @@
 """Which backends there are for a request: by model, by what is up, by what is busy."""
 
+import asyncio
 from collections.abc import Mapping
 
 from router.adapters.llama_client import LlamaClient
 from router.adapters.monitor import Monitor
 from router.adapters.prompts import PromptReader
 from router.engine import Engine
-from router.errors import ModelNotFoundError, NoBackendError
+from router.errors import ModelNotFoundError, NoBackendError, QueueFullError
 from router.types import BackendId
 
 
 class Directory:
-    """A view on the monitors and the engine; owns nothing."""
+    """A view on the monitors and the engine; owns only the line of those it lets wait."""
 
     def __init__(
         self,
         monitors: Mapping[BackendId, Monitor],
         readers: Mapping[BackendId, PromptReader],
         engine: Engine,
+        *,
+        reads_prompts: bool,
     ) -> None:
         self.monitors = monitors
+        self.waiting = 0  # requests whose prompt nobody can read yet
         self._readers = readers
         self._engine = engine
+        self._reads_prompts = reads_prompts
+        self._stopping = False
+        self._news = asyncio.Event()
 
     def resolve(self, model: str | None) -> str | None:
         """The model to route by. Raises ModelNotFoundError.
@@ -60,6 +67,43 @@ class Directory:
             if (model is None or model in info.models) and info.id in self._readers:
                 return self._readers[info.id]
         return None
+
+    async def wait_for_reader(self, model: str | None) -> None:
+        """Return once prompts for `model` can be read; at once if they never are.
+
+        A request that came in unread would be served without the snapshots that it could use.
+        Raises NoBackendError after `queue.no_backend_wait`, and QueueFullError.
+        """
+        limits = self._engine.scheduler.state.queue.limits
+        if not self._is_worth_waiting(model):
+            return
+        if self.waiting >= limits.max_requests:
+            raise QueueFullError("too many requests are waiting; try again later")
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(limits.no_backend_s):
+                while self._is_worth_waiting(model):
+                    await self._news.wait()
+        except TimeoutError:
+            raise NoBackendError("no backend for this model is up") from None
+        finally:
+            self.waiting -= 1
+
+    def _is_worth_waiting(self, model: str | None) -> bool:
+        # Which names there are is known only when the first backend is up: resolve it each time.
+        return (
+            self._reads_prompts and not self._stopping and self.reader(self.resolve(model)) is None
+        )
+
+    def backend_came(self) -> None:
+        """A backend is up: those who wait look again."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def stop(self) -> None:
+        """Nobody waits any more; the engine tells them no."""
+        self._stopping = True
+        self._news.set()
 
     def doubt(self, backend: BackendId) -> None:
         """A request to this backend failed."""

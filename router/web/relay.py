@@ -12,6 +12,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
+from router.adapters.llama_client import RelayedResponse
 from router.errors import BackendError, BackendTimeoutError, BadRequestError
 from router.types import Outcome
 
@@ -109,7 +110,7 @@ class Capture:
 
 async def relay(
     request: web.Request,
-    upstream: aiohttp.ClientResponse,
+    upstream: RelayedResponse,
     headers: Mapping[str, str],
     idle_timeout_s: float,
     capture: Capture,
@@ -129,7 +130,7 @@ async def relay(
     failed: type[BackendError] | None = None
     try:
         async with asyncio.timeout(idle_timeout_s) as patience:
-            async for chunk in upstream.content.iter_any():
+            async for chunk in upstream:
                 if not response.prepared:
                     on_first_byte()
                     await response.prepare(request)
@@ -142,7 +143,7 @@ async def relay(
         return response, Outcome.CLIENT_GONE
     except TimeoutError:
         failed = BackendTimeoutError
-    except aiohttp.ClientError:
+    except BackendError:
         failed = BackendError
     if failed is not None:
         if not response.prepared:

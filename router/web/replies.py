@@ -7,6 +7,8 @@ from router.errors import ContextTooLongError, RouterError
 from router.types import RequestId
 
 REQUEST_ID = "x-kvferry-request-id"
+# Not the name and version of the HTTP library, which would be there otherwise.
+OWN_HEADERS = {"Server": "kvferry"}
 
 
 def error_response(error: RouterError, request: RequestId) -> web.Response:
@@ -31,7 +33,14 @@ def json_response(
     return web.Response(
         body=orjson.dumps(value),
         status=status,
-        headers=headers,
+        headers=OWN_HEADERS | (headers or {}),
         content_type="application/json",
         charset="utf-8",
     )
+
+
+def open_to_browsers(request: web.Request, response: web.Response) -> web.Response:
+    """Let the page that asked read the answer, as llama-server does with all of its own."""
+    if origin := request.headers.get("Origin"):
+        response.headers["Access-Control-Allow-Origin"] = origin
+    return response

@@ -1,6 +1,7 @@
 """HTTP to a server that behaves as llama-server does with connections, well and badly."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -27,9 +28,26 @@ async def client_of(url: str, key: str | None = None) -> AsyncIterator[LlamaClie
 
 @asynccontextmanager
 async def serving(serve: Serve) -> AsyncIterator[str]:
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
+    """A server; its end waits for the end of every connection."""
+    handlers: set[asyncio.Task[None]] = set()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        handlers.add(task)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await serve(reader, writer)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        if handlers:
+            await asyncio.wait(handlers)
 
 
 def answer(body: object, status: str = "200 OK") -> bytes:
@@ -71,9 +89,14 @@ async def test_nobody_listens() -> None:
 
 
 async def test_server_that_never_answers() -> None:
+    """Each call gives up, and closes its connection: the server can see that nobody waits."""
+    left = asyncio.Semaphore(0)
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
         writer.close()
+        left.release()
 
     async with serving(serve) as url, client_of(url) as client:
         with pytest.raises(BackendTimeoutError):
@@ -83,6 +106,8 @@ async def test_server_that_never_answers() -> None:
         with pytest.raises(BackendTimeoutError):
             async with client.relay("POST", "/completion", CIMultiDict(), b"{}"):
                 pass
+        for _ in range(3):
+            await left.acquire()
 
 
 @pytest.mark.parametrize("raw", [b"", b"HTTP/1.1 200 OK\r\n", b"nonsense\r\n\r\n"])
@@ -159,27 +184,129 @@ async def test_the_key_is_ours_and_the_path_as_it_came() -> None:
     assert not [line for line in lines if line.startswith(("User-Agent", "Accept", "Cookie"))]
 
 
-async def test_clients_requests_never_share_a_connection() -> None:
-    """A request that is lost on a stale connection could not be told from one lost in the
-    server, and must not be sent twice."""
-    connections = 0
+async def read_to_the_end(client: LlamaClient, times: int) -> None:
+    for _ in range(times):
+        async with client.relay("POST", "/x", CIMultiDict(), b"{}") as response:
+            await response.read()
+
+
+async def test_a_connection_is_kept_after_a_plain_answer() -> None:
+    async with answering(answer({})) as (url, connections), client_of(url) as client:
+        await read_to_the_end(client, 3)
+        assert len(connections) == 1
+
+
+async def test_no_connection_is_kept_after_a_stream() -> None:
+    """llama-server closes it without saying so, and the next request on it would be lost."""
+    stream = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+    async with answering(stream) as (url, connections), client_of(url) as client:
+        await read_to_the_end(client, 3)
+        assert len(connections) == 3
+
+
+async def test_no_connection_is_kept_that_was_not_read_to_its_end() -> None:
+    async with answering(answer({"long": "x" * 100})) as (url, connections), client_of(url) as c:
+        for _ in range(2):
+            async with c.relay("POST", "/x", CIMultiDict(), b"{}"):
+                pass
+        assert len(connections) == 2
+
+
+async def test_a_body_that_ends_with_its_connection() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+        writer.close()
+
+    async with (
+        serving(serve) as url,
+        client_of(url) as client,
+        client.relay("GET", "/x", CIMultiDict(), None) as response,
+    ):
+        assert await response.read() == b"all of it"
+
+
+async def test_an_answer_that_breaks_off_is_no_answer() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(answer({"long": "x" * 100})[:-10])
+        writer.close()
+
+    async with (
+        serving(serve) as url,
+        client_of(url) as client,
+        client.relay("GET", "/x", CIMultiDict(), None) as response,
+    ):
+        with pytest.raises(BackendError):
+            await response.read()
+
+
+async def test_the_head_of_something_long() -> None:
+    """HEAD: the length of a body that does not come. An interim answer is not the answer."""
+    head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+    async with (
+        answering(head) as (url, _),
+        client_of(url) as client,
+        client.relay("HEAD", "/x", CIMultiDict(), None) as response,
+    ):
+        assert (response.status, response.headers["Content-Length"]) == (200, "1000")
+        assert await response.read() == b""
+
+
+async def test_a_slow_reader_makes_the_backend_wait() -> None:
+    """What is not read stays in the backend's socket; of 64 MiB it can send but a part."""
+    sent = 0
+    stuck = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
-        while True:
-            try:
-                await read_request(reader)
-            except asyncio.IncompleteReadError:
-                writer.close()
-                return
-            writer.write(answer({}))
+        nonlocal sent
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 67108864\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while sent < 67108864:
+                writer.write(b"x" * 65536)
+                sent += 65536
+                try:
+                    async with asyncio.timeout(0.2):
+                        await writer.drain()
+                except TimeoutError:
+                    stuck.set()
+                    await writer.drain()
+        writer.close()
 
-    async with serving(serve) as url, client_of(url) as client:
-        for _ in range(3):
-            async with client.relay("POST", "/x", CIMultiDict(), b"{}") as response:
-                await response.read()
-    assert connections == 3
+    async with (
+        serving(serve) as url,
+        client_of(url) as client,
+        client.relay("GET", "/x", CIMultiDict(), None) as response,
+    ):
+        await stuck.wait()
+        assert sent < 32 * 1024 * 1024
+        assert len(await response.read()) == 67108864
+
+
+async def test_a_line_break_in_a_header_is_refused() -> None:
+    async with answering(answer({})) as (url, connections), client_of(url) as client:
+        with pytest.raises(BackendError):
+            async with client.relay("GET", "/x", CIMultiDict({"A": "b\nc: d"}), None):
+                pass
+        assert connections == []
+
+
+@asynccontextmanager
+async def answering(raw: bytes) -> AsyncIterator[tuple[str, list[int]]]:
+    """A server that gives the same bytes to every request; its connections, as they come."""
+    connections: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(len(connections))
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await read_request(reader)
+                writer.write(raw)
+        writer.close()
+
+    async with serving(serve) as url:
+        yield url, connections
 
 
 async def test_prefill_is_told_to_stop_by_leaving() -> None:

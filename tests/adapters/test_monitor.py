@@ -35,6 +35,7 @@ class Watched:
             self.store = KvStore([place], on_lost=lambda *_: None, wall_now=lambda: 1.0)
         self.said: list[str] = []
         self.up: list[Attached] = []
+        self.lent: set[int] = set()
         self.changed = asyncio.Event()
         client = LlamaClient(
             BackendId("a"), fake.url, connections, Timeouts(connect_s=1.0, health_s=0.3)
@@ -48,12 +49,22 @@ class Watched:
             known_namespaces=set,
             on_up=self._up,
             on_down=lambda _: self._say("down"),
+            borrow=self._borrow,
+            on_probed=self._probed,
             prepare=self._prepare,
         )
 
     def _up(self, attached: Attached) -> None:
         self.up.append(attached)
         self._say("up")
+
+    def _borrow(self, backend: BackendId) -> set[int]:
+        self._say("borrow")
+        return self.lent
+
+    def _probed(self, attached: Attached) -> None:
+        self.up.append(attached)
+        self._say("probed")
 
     def _say(self, what: str) -> None:
         self.said.append(what)
@@ -182,3 +193,66 @@ async def test_content_of_slots_survives_the_look(fake: FakeLlama, watched: Watc
 
     assert [bytes(slot.tokens) for slot in fake.slots] == [b"mine" * 2, b"mine" * 3]
     assert [status.n_tokens for status in watched.up[1].slots] == [8, 12]
+
+
+async def looks(watched: Watched, fake: FakeLlama, n: int) -> None:
+    """Let the monitor look `n` times."""
+    for _ in range(n):
+        seen = fake.seen.count(("GET", "/props"))
+        watched.monitor.doubt()
+        while fake.seen.count(("GET", "/props")) == seen:  # noqa: ASYNC110 - it yields
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def busy(fake: FakeLlama) -> FakeLlama:
+    """A fake whose slots are all in use by somebody else."""
+    for slot in fake.slots:
+        slot.busy = True
+    return fake
+
+
+async def test_what_was_busy_is_tried_later(busy: FakeLlama, watched: Watched) -> None:
+    """In slots that the engine lends, and in no others."""
+    await watched.until("prepare", "up")
+    assert watched.up[0].info.place is None
+    assert "busy" in (watched.up[0].probe.problem or "")
+    busy.slots[1].busy = False
+    await looks(watched, busy, 10)
+    await watched.until("prepare", "up", "borrow")  # none to be had
+    assert busy.counts == {}
+
+    watched.lent = {1}
+    await looks(watched, busy, 10)
+    await watched.until("prepare", "up", "borrow", "borrow", "prepare", "probed")
+    info = watched.up[1].info
+    assert (info.place is not None, info.memory_kind) == (True, MemoryKind.FULL)
+    assert {slot for _, slot in busy.counts} == {1}
+    assert watched.monitor.attached is watched.up[1]
+
+    await looks(watched, busy, 20)
+    assert watched.said.count("borrow") == 2
+
+
+async def test_slot_that_is_lent_but_busy_is_left_alone(busy: FakeLlama, watched: Watched) -> None:
+    """A stranger came in between: another time, then."""
+    await watched.until("prepare", "up")
+    watched.lent = {0, 1}
+    await looks(watched, busy, 10)
+    await watched.until("prepare", "up", "borrow", "prepare", "probed")
+
+    assert watched.up[1].info.place is None
+    assert busy.counts == {}
+
+
+async def test_backend_that_dies_while_it_is_tried(busy: FakeLlama, watched: Watched) -> None:
+    """What it was doing in the lent slots is not known: all of them are given up."""
+    await watched.until("prepare", "up")
+    busy.slots[0].busy, watched.lent = False, {0}
+    busy.action_gate.clear()
+    await looks(watched, busy, 10)
+    await busy.until(lambda: busy.actions_waiting == 1)
+    await busy.go_down()
+    await watched.until("prepare", "up", "borrow", "down")
+
+    assert watched.monitor.attached is None

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 
+import aiohttp
 import pytest
 
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
@@ -146,7 +147,10 @@ async def test_as_many_as_a_real_server_counts(
     n = len(await ids(reader, route, body))
     url = server.url + path
     limits = {"n_predict": 1, "max_tokens": 1, "max_output_tokens": 1}
-    async with connections.control.post(url, json=body | limits) as response:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, json=body | limits) as response,
+    ):
         answer = await response.json()
 
     usage = answer.get("usage", {})

@@ -1,11 +1,15 @@
 """What is there already when the router or a backend starts."""
 
+from dataclasses import replace
+
 from router.core import events as ev
+from router.core.attach import probe_name
 from router.core.effects import Delete, Watch
-from router.core.slots import Phase, Resident
-from router.types import RequestId, SlotStatus
-from tests.core.build import A0, A1, B0, A, B, backend, run_of, scheduler, snapshot, tokens
-from tests.core.drive import NOW, arrive, names, slot
+from router.core.scheduler import Scheduler
+from router.core.slots import NOTHING, UNKNOWN, Phase, Resident
+from router.types import BackendId, MemoryKind, RequestId, SlotId, SlotStatus
+from tests.core.build import A0, A1, A2, B0, A, B, backend, run_of, scheduler, snapshot, tokens
+from tests.core.drive import NOW, arrive, finish, names, slot
 
 STRANGER = RequestId("stranger-b/0-0")
 
@@ -63,6 +67,95 @@ def test_a_backend_that_tells_nothing_gets_priors_all_the_same() -> None:
     s.handle(ev.BackendUp(backend("b", 1)), NOW)
 
     assert s.state.fleet.rates[B].prefill_s(10) > 0
+
+
+# -- a backend that is tried out later -------------------------------------------------------------
+
+TRIED = backend("a", 3, memory_kind=MemoryKind.HYBRID, bytes_per_token=7.0)
+UNTRIED = backend("a", 3, place=None, memory_kind=MemoryKind.UNKNOWN)
+
+
+def lent(s: Scheduler, backend_id: BackendId = A) -> list[SlotId]:
+    """The slots that its monitor may use."""
+    name = probe_name(backend_id)
+    return [slot.id for slot in s.state.fleet.slots.of(backend_id) if slot.holder == name]
+
+
+def test_two_slots_that_hold_least_are_lent_and_come_back_unknown() -> None:
+    s = scheduler(UNTRIED)
+    slot(s, A0).resident = Resident(unread=50)
+    assert s.handle(ev.ProbeDue(A), NOW) == []
+    assert lent(s) == [A1, A2]
+    slot(s, A0).saved = True
+
+    effects = s.handle(ev.Probed(TRIED), NOW)
+    assert lent(s) == []
+    assert s.state.fleet.infos[A] == TRIED
+    assert s.state.fleet.rates[A].bytes_per_token.value == 7.0
+    assert [slot(s, x).resident for x in (A1, A2)] == [UNKNOWN, UNKNOWN]
+    assert slot(s, A0).resident == Resident(unread=50)
+    # What could not be saved so far is, now that it can.
+    assert names(effects) == ["Save"]
+    assert not [job for job in s.state.jobs if job == probe_name(A)]
+
+
+def test_slots_in_use_are_not_lent_and_go_on() -> None:
+    s = scheduler(UNTRIED)
+    for name in ("r", "r2", "r3"):
+        arrive(s, name)
+    s.handle(ev.ProbeDue(A), NOW)
+    assert lent(s) == []
+    assert list(s.state.jobs) == ["r", "r2", "r3"]
+
+    finish(s, "r3")
+    s.handle(ev.ProbeDue(A), NOW)
+    assert len(lent(s)) == 1
+    waits = arrive(s, "r4")
+    assert waits == []
+    assert names(s.handle(ev.Probed(TRIED), NOW)) == ["Dispatch"]
+    assert {job.id for job in s.state.jobs.values()} == {"r", "r2", "r4"}
+
+
+def test_a_request_that_the_server_places_and_a_probe_keep_apart() -> None:
+    """It might be put on the lent slot."""
+    s = scheduler(UNTRIED)
+    s.handle(ev.ProbeDue(A), NOW)
+    assert arrive(s, "r", pinnable=False) == []
+    s.handle(ev.Probed(TRIED), NOW)
+    assert s.state.fleet.gated == {A}
+    s.handle(ev.ProbeDue(A), NOW)
+    assert lent(s) == []
+
+
+def test_nothing_is_lent_twice_nor_by_a_router_that_stops() -> None:
+    s = scheduler(UNTRIED)
+    s.handle(ev.ProbeDue(A), NOW)
+    s.handle(ev.ProbeDue(A), NOW)
+    assert lent(s) == [A0, A1]
+    s.handle(ev.Probed(UNTRIED), NOW)
+    s.handle(ev.Stopping(save=False), NOW)
+    s.handle(ev.ProbeDue(A), NOW)
+    assert lent(s) == []
+
+
+def test_a_backend_that_goes_down_meanwhile_takes_the_loan_with_it() -> None:
+    s = scheduler(UNTRIED)
+    s.handle(ev.ProbeDue(A), NOW)
+    s.handle(ev.BackendDown(A), NOW)
+    assert s.state.jobs == {}
+    s.handle(ev.Probed(TRIED), NOW)
+    assert A not in s.state.fleet.infos
+    s.handle(ev.ProbeDue(A), NOW)
+    assert s.state.jobs == {}
+
+
+def test_idle_slots_that_a_start_empties_are_believed_to_be_empty() -> None:
+    s = scheduler(UNTRIED)
+    slot(s, A0).resident = Resident(unread=50)
+    s.handle(ev.ProbeDue(A), NOW)
+    s.handle(ev.Probed(replace(TRIED, keeps_idle_slots=False)), NOW)
+
+    assert slot(s, A0).resident == NOTHING
 
 
 def test_what_is_on_disk_is_offered_and_none_is_dropped_for_a_longer_one() -> None:

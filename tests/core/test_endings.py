@@ -17,7 +17,7 @@ from router.core.effects import (
     Watch,
 )
 from router.core.scheduler import Scheduler
-from router.core.slots import UNKNOWN, Phase, Resident
+from router.core.slots import NOTHING, UNKNOWN, Phase, Resident
 from router.errors import NoBackendError
 from router.tokens import EMPTY, head
 from router.types import Outcome, Prompt, Reported, RequestId, SlotId, SlotStatus, Source
@@ -239,6 +239,47 @@ def test_a_slot_that_was_still_watched_is_in_doubt_too() -> None:
 
     quiet(s, "x", n=1)
     assert slot(s, A1).resident == Resident(unread=1)
+
+
+def fleeting(*sent: str, pinnable: bool = False) -> Scheduler:
+    """These are under way on a backend where every start empties the idle slots."""
+    info = backend("a", 2, keeps_idle_slots=False)
+    s = scheduler(info, idle_save_after_s=None, reuse_probability=0.0)
+    for n, name in enumerate(sent):
+        arrive(s, name, [n, n], pinnable=pinnable)
+        if not pinnable:
+            prefilled(s, name)
+    return s
+
+
+def test_a_slot_that_was_left_for_another_is_empty_where_slots_do_not_last() -> None:
+    s = fleeting("r")
+    assert held(s, A0) == tokens(0)
+    launched(s, 1)
+
+    assert slot(s, A0).resident == NOTHING
+
+
+def test_what_was_prepared_may_be_gone_where_slots_do_not_last() -> None:
+    s = fleeting("r")
+    finish(s, prompt_tokens=2, cached_tokens=0)
+
+    assert [x.resident for x in s.state.fleet.slots] == [UNKNOWN, UNKNOWN]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_what_came_free_behind_a_gate_was_emptied(seen: bool) -> None:
+    """Between the sending and the start of the second, the first came to its end."""
+    s = fleeting("r", pinnable=True)
+    launched(s, 0)
+    arrive(s, "r2", [5])
+    finish(s, "r", prompt_tokens=2, generated_tokens=1)
+    if seen:
+        launched(s, 1, "r2")
+    else:
+        finish(s, "r2", prompt_tokens=1, generated_tokens=1)
+
+    assert slot(s, A0).resident == NOTHING
 
 
 # -- a whole backend -----------------------------------------------------------------------------

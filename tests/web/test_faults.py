@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,17 +213,6 @@ async def test_all_down(two: Two) -> None:
         assert (await fleet.state())["queue"] == []
 
 
-async def test_request_waits_for_a_backend_that_comes_back(two: Two) -> None:
-    async with running(two.backends[:1], None) as fleet:
-        await two.a.go_down()
-        await fleet.until(lambda state: not state["backends"][0]["up"])
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(fleet.complete(PROMPT))
-            await fleet.until(lambda state: len(state["queue"]) == 1)
-            await two.a.come_up()
-        assert_good(await task, PROMPT, "a")
-
-
 async def test_queue_is_full(two: Two) -> None:
     async with running(two.backends[:1], None, yaml="queue: {max_requests: 1}") as fleet:
         two.a.decode_gate.clear()
@@ -317,3 +307,27 @@ async def test_stranger_on_a_slot(two: Two) -> None:
                 await fleet.until(lambda s: s["slots"][0]["phase"] == "idle")
                 two.a.faults.hang_after_chunks = None
                 assert (await fleet.complete("x", id_slot=0)).slot == ("a", 0)
+
+
+async def test_strangers_on_every_slot(two: Two) -> None:
+    """Nothing can be tried then. It is later, with no more disturbance than two slots away."""
+    two.a.faults.hang_after_chunks = 3
+    async with aiohttp.ClientSession() as session, AsyncExitStack() as strangers:
+        for index in range(2):
+            body = {"prompt": "stranger", "id_slot": index, "n_predict": 50} | STREAM
+            response = await strangers.enter_async_context(
+                session.post(two.a.url + "/completion", json=body)
+            )
+            await response.content.readuntil(b"\n\n")
+        async with running(two.backends[:1], two.kv_dir, yaml="health: {interval: 20ms}") as fleet:
+            state = await fleet.state()
+            assert "every slot was busy" in state["backends"][0]["problem"]
+            assert not state["backends"][0]["snapshots"]
+            await strangers.aclose()
+            two.a.faults.hang_after_chunks = None
+            state = await fleet.until(lambda s: s["backends"][0]["snapshots"])
+            assert state["backends"][0]["problem"] is None
+
+            await fleet.complete(PROMPT)
+            await fleet.until(lambda s: s["snapshots"]["count"] == 1)
+            await fleet.until_quiet()

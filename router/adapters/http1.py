@@ -1,0 +1,320 @@
+"""HTTP/1.1 to a backend: connections that are kept for a moment, and responses as they come.
+
+Lean on purpose (docs/adr/0006): parsing is httptools', what is here is the pool and the flow of
+bytes. Knows nothing of llama-server but how long it keeps connections.
+"""
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+from multidict import CIMultiDict
+
+# llama-server closes idle connections after about 5 s without saying so
+# (llama-server.md, "Connections").
+KEEP_IDLE_S = 2.0
+# Bytes of a response that may wait for their reader before the backend is made to wait.
+_HIGH_WATER = 256 * 1024
+
+Header = tuple[str, str]
+
+
+class HttpError(OSError):
+    """The connection broke, or what came is not HTTP. `untouched`: no byte of an answer came."""
+
+    def __init__(self, message: str, *, untouched: bool = False) -> None:
+        super().__init__(message)
+        self.untouched = untouched
+
+
+class Response:
+    """A response whose headers are in; iterate for the body, `close` in any case."""
+
+    def __init__(self, connection: "_Connection") -> None:
+        self._connection = connection
+        self.status = connection.parser.get_status_code()
+        self.reason = connection.reason
+        self.headers = CIMultiDict(connection.headers)
+
+    def __aiter__(self) -> "Response":
+        return self
+
+    async def __anext__(self) -> bytes:
+        """The next bytes, as many as there are. Raises HttpError if the backend breaks off."""
+        chunk = await self._connection.read()
+        if not chunk:
+            raise StopAsyncIteration
+        return chunk
+
+    async def read(self) -> bytes:
+        """The whole body. Raises HttpError."""
+        return b"".join([chunk async for chunk in self])
+
+    def close(self) -> None:
+        """Give the connection back if the response was read to its end, else break it off."""
+        self._connection.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where connections go."""
+
+    host: str
+    port: int
+    tls: bool
+
+    @classmethod
+    def of(cls, url: str) -> "Target":
+        """From a base URL."""
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls)
+
+
+class Pool:
+    """Connections to one backend. One event loop."""
+
+    def __init__(self, target: Target, connect_timeout_s: float) -> None:
+        self._target = target
+        self._connect_timeout_s = connect_timeout_s
+        self._tls = ssl.create_default_context() if target.tls else None
+        host = f"[{target.host}]" if ":" in target.host else target.host
+        self._host = f"{host}:{target.port}"
+        self._idle: deque[tuple[float, _Connection]] = deque()
+        self._open: set[_Connection] = set()
+
+    async def request(
+        self, method: str, path: str, headers: Iterable[Header], body: bytes | None
+    ) -> Response:
+        """Send and wait for the headers of the answer. Raises HttpError, OSError, TimeoutError.
+
+        A kept connection may have been closed by the other side meanwhile; if so, nothing was
+        worked on, and the request goes out once more on a fresh one.
+        """
+        head = self._head(method, path, headers, body)
+        kept = self._kept()
+        if kept is not None:
+            try:
+                return await kept.send(method, head, body)
+            except HttpError as error:
+                if not error.untouched:
+                    raise
+        fresh = await self._connect()
+        return await fresh.send(method, head, body)
+
+    def close(self) -> None:
+        """Close every connection, whoever uses it."""
+        for connection in tuple(self._open):
+            connection.abort()
+        self._idle.clear()
+
+    def keep(self, connection: "_Connection") -> None:
+        """A connection is free. It is closed if nobody takes it within KEEP_IDLE_S."""
+        loop = asyncio.get_running_loop()
+        self._idle.append((loop.time(), connection))
+        loop.call_later(KEEP_IDLE_S, self._close_if_idle, connection)
+
+    def forget(self, connection: "_Connection") -> None:
+        """A connection is closed."""
+        self._open.discard(connection)
+
+    def _close_if_idle(self, connection: "_Connection") -> None:
+        limit = asyncio.get_running_loop().time() - KEEP_IDLE_S
+        while self._idle and self._idle[0][0] <= limit:
+            self._idle.popleft()[1].abort()
+
+    def _kept(self) -> "_Connection | None":
+        """The one used last: it has the longest to live."""
+        while self._idle:
+            _, connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def _connect(self) -> "_Connection":
+        async with asyncio.timeout(self._connect_timeout_s):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                lambda: _Connection(self), self._target.host, self._target.port, ssl=self._tls
+            )
+        self._open.add(connection)
+        return connection
+
+    def _head(self, method: str, path: str, headers: Iterable[Header], body: bytes | None) -> bytes:
+        lines = [f"{method} {path} HTTP/1.1", f"Host: {self._host}"]
+        lines += [f"{name}: {value}" for name, value in headers]
+        if body is not None or method in ("POST", "PUT", "PATCH"):
+            lines.append(f"Content-Length: {len(body or b'')}")
+        head = "\r\n".join(lines)
+        # aiohttp has refused control characters in what clients send; the rest is our own.
+        if head.count("\n") != len(lines) - 1:
+            raise HttpError("a header holds a line break")
+        return head.encode("utf-8", "surrogateescape") + b"\r\n\r\n"
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, one request at a time; the callbacks of httptools' parser are here too."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self.is_open = False
+        self._loop = asyncio.get_running_loop()
+        self._reset("")
+
+    def _reset(self, method: str) -> None:
+        self.parser = httptools.HttpResponseParser(self)
+        self.reason = ""
+        self.headers: list[Header] = []
+        self._method = method
+        self._in_use = bool(method)
+        self._touched = False
+        self._headed = False
+        self._complete = False
+        self._keep = False
+        self._error: HttpError | None = None
+        self._chunks: list[bytes] = []
+        self._buffered = 0
+        self._paused = False
+        self._started: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        self._touched = True
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(HttpError(f"the answer is not HTTP: {error}"))
+            self.abort()
+        if self._buffered > _HIGH_WATER and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        self._pool.forget(self)
+        unanswered = self._started is not None and not self._started.done()
+        if unanswered or self._is_framed():
+            self._fail(HttpError("the connection broke", untouched=not self._touched))
+        else:
+            self._complete = True  # a body that ends with its connection
+            self._wake()
+
+    def _is_framed(self) -> bool:
+        """The answer says where it ends, and has not got there."""
+        if self._complete:
+            return False
+        names = {name.lower() for name, _ in self.headers}
+        return not self._headed or bool(names & {"content-length", "transfer-encoding"})
+
+    # -- httptools -----------------------------------------------------------------------------
+
+    def on_status(self, status: bytes) -> None:
+        self.reason += status.decode("latin-1")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.decode("latin-1"), value.decode("utf-8", "surrogateescape")))
+
+    def on_headers_complete(self) -> None:
+        if self.parser.get_status_code() < 200:
+            return  # 100 Continue and the like; the answer is still to come
+        self._headed = True
+        self._keep = self.parser.should_keep_alive() and self._method != "HEAD"
+        if self._method == "HEAD":
+            self._complete = True
+        if self._started is not None and not self._started.done():
+            self._started.set_result(None)
+
+    def on_chunk_header(self) -> None:
+        # llama-server closes after every chunked answer (llama-server.md, "Connections").
+        self._keep = False
+
+    def on_body(self, body: bytes) -> None:
+        self._chunks.append(body)
+        self._buffered += len(body)
+        self._wake()
+
+    def on_message_complete(self) -> None:
+        if self.parser.get_status_code() < 200:
+            self.headers.clear()
+            self.reason = ""
+            return
+        self._complete = True
+        self._wake()
+
+    # -- for the pool and the response ---------------------------------------------------------
+
+    async def send(self, method: str, head: bytes, body: bytes | None) -> Response:
+        """Write a request; returns when the answer's headers are in. Raises HttpError."""
+        self._reset(method)
+        if self._transport is None or not self.is_open:
+            raise HttpError("the connection is closed", untouched=True)
+        self._started = self._loop.create_future()
+        # One write for both while that is no copy of much: one packet less to wait for.
+        if body is not None and len(body) > 64 * 1024:
+            self._transport.write(head)
+            self._transport.write(body)
+        else:
+            self._transport.write(head + (body or b""))
+        try:
+            await self._started
+        except BaseException:
+            self.abort()
+            raise
+        return Response(self)
+
+    async def read(self) -> bytes:
+        """What has come since the last time; b"" at the end. Raises HttpError."""
+        while not self._chunks:
+            if self._error is not None:
+                raise self._error
+            if self._complete:
+                return b""
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    def finish(self) -> None:
+        """The response is not needed any more."""
+        if not self._in_use:
+            return
+        self._in_use = False
+        if self._complete and self._keep and self.is_open and not self._chunks:
+            self._pool.keep(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once; llama-server stops working on what nobody reads."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _fail(self, error: HttpError) -> None:
+        if self._complete:
+            return
+        self._error = error
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(error)
+            self._started.exception()  # seen, also if nobody waits any more
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
