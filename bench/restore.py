@@ -153,7 +153,8 @@ async def measure(options: argparse.Namespace) -> Report:
         store.slow = slow
         await store.load()
         stack.push_async_callback(store.aclose)
-        policy = Policy(idle_save_after_s=None, coalesce_above_s=None)
+        # Always worth it: what is measured is a restore, not whether one would be chosen.
+        policy = Policy(idle_save_after_s=None, coalesce_above_s=None, reuse_probability=1.0)
         fleet = Fleet(policy, Catalog(Limits()))
         scheduler = Scheduler(State(fleet=fleet, queue=Queue(QueueLimits())))
         backends = {BACKEND: _Backend(client, slow)}

@@ -295,7 +295,9 @@ def set_up_logging(config: Config) -> None:
     pretty = config.logging.format is LogFormat.CONSOLE or (
         config.logging.format is LogFormat.AUTO and sys.stderr.isatty()
     )
-    renderer = structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer()
+    # Not the prettier traceback: it shows local variables, and prompts are among them.
+    console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    renderer = console if pretty else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

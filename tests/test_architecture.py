@@ -89,6 +89,7 @@ TESTED_ELSEWHERE = {
     "router.kvfile.layout": "tests/test_kvfile.py",
     "router.kvfile.blocks": "tests/test_kvfile.py",
     "router.adapters.clock": "two lines",
+    "router.adapters.http1": "tests/adapters/test_llama_client.py",
     "router.adapters.anthropic_wire": "tests/test_conversions.py",
     "router.adapters.responses_wire": "tests/test_conversions.py",
     "router.adapters.reply_readers": "tests/test_llama_reply.py",

@@ -76,7 +76,7 @@ def test_planning(tmp_path: Path) -> None:
 
 @pytest.mark.real
 def test_restore(tmp_path: Path) -> None:
-    rows = run(restore.main, tmp_path, "--rounds", "2", "--tokens", "600")
+    rows = run(restore.main, tmp_path, "--rounds", "2", "--tokens", "1500")
 
     expected = ["server", "store", "erase", "call", "engine", "beyond"]
     assert [row["part"] for row in rows] == expected

@@ -80,6 +80,21 @@ async def test_table(
     assert children(os.getpid()) == before
 
 
+@pytest.mark.slow
+async def test_with_a_real_model(
+    server_argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SmolLM2-135M-Instruct and real text, as `make demo` runs it."""
+    path = None if server_argv[0] == sys.executable else server_argv[0]
+
+    assert await demo(None, path, keep=False) == 0
+
+    rows = [found for line in capsys.readouterr().out.splitlines() if (found := ROW.match(line))]
+    without, with_ = (sum(number(row[side]) for row in rows) for side in ("before", "after"))
+    assert len(rows) == len(SCRIPT)
+    assert with_ < 0.7 * without
+
+
 @pytest.mark.parametrize("until", ["without kvferry: 3/", "with kvferry: 4/", "Ctrl-C"])
 async def test_interrupted(server_argv: list[str], scratch: Path, until: str) -> None:
     """Ctrl-C while requests run is 130, at the end of --keep it is 0; nothing stays."""

@@ -3,7 +3,7 @@
 from collections import deque
 
 from router.core import events as ev
-from router.core.effects import Account, Watch
+from router.core.effects import Account, SaveReason, Watch
 from router.core.jobs import Job, SaveStep, Stage
 from router.core.residency import after_answer, after_either, after_finish, after_quiet
 from router.core.slots import UNKNOWN, Resident, Slot
@@ -32,7 +32,19 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
             # the one that is closed then may be somebody else's.
             job.gated = False
             continue
-        end(state, job, now)
+        _leave_to_itself(state, job, backend, now)
+
+
+def _leave_to_itself(state: State, job: Job, backend: BackendId, now: float) -> None:
+    """End a job whose backend is gone. A save elsewhere that is under way for it keeps its slot."""
+    step, saving = job.doing, None
+    if isinstance(step, SaveStep) and step.slot.backend != backend:
+        saving = job.lease_of(step.slot)
+    job.others = [lease for lease in job.others if lease != saving]
+    end(state, job, now)
+    if saving is not None:
+        step = SaveStep(saving.slot, SaveReason.IDLE)
+        state.jobs[job.id] = Job(id=job.id, lease=saving, doing=step, since=now)
 
 
 def _lose_source(job: Job, backend: BackendId) -> None:

@@ -9,7 +9,7 @@ from router.core.scheduler import Scheduler
 from router.core.slots import Slot
 from router.tokens import Tokens, count
 from router.types import Outcome, Reported, RequestId, SlotId, Snapshot, SnapshotId
-from tests.core.build import A0, R, request
+from tests.core.build import A0, R, backend, request, scheduler
 
 NOW = 100.0
 
@@ -85,3 +85,34 @@ def prefilled(s: Scheduler, name: str = "r", **said: Any) -> list[Effect]:
 def prefill_failed(s: Scheduler) -> list[Effect]:
     """It is not."""
     return s.handle(ev.PrefillFailed(R, "no"), NOW)
+
+
+def quiet(s: Scheduler, name: str = "r", n: int | None = 0) -> list[Effect]:
+    """A slot that was watched is idle."""
+    return s.handle(ev.Quiet(RequestId(name), n), NOW)
+
+
+def launched(s: Scheduler, index: int, name: str = "r") -> list[Effect]:
+    """The request runs on this slot."""
+    return s.handle(ev.Launched(RequestId(name), index), NOW)
+
+
+def stranger(where: SlotId, generation: int = 0) -> RequestId:
+    """Whom a slot is leased to that somebody unknown may be using."""
+    return RequestId(f"stranger-{where}-{generation}")
+
+
+def running(*infos: Any, **more: Any) -> Scheduler:
+    """R is running on a/0 with the prompt (1, 2, 3)."""
+    s = scheduler(*(infos or (backend("a", 2),)), idle_save_after_s=None, reuse_probability=0.0)
+    arrive(s, **more)
+    return s
+
+
+def astray(**more: Any) -> Scheduler:
+    """R is on its way to whichever slot of a the server picks; we meant a/0."""
+    s = scheduler(backend("a", 2), idle_save_after_s=None, reuse_probability=0.0, **more)
+    (dispatch,) = arrive(s, ids=[1], pinnable=False)
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.lease.slot == A0
+    return s

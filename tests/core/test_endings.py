@@ -1,76 +1,46 @@
 """How requests end, and what is known of their slots afterwards."""
 
-from typing import Any
-
 import pytest
 
 from router.core import events as ev
 from router.core.effects import (
     Account,
-    Delete,
-    Dispatch,
-    Effect,
     Prefill,
-    Reject,
-    Save,
-    SaveReason,
     Watch,
 )
 from router.core.scheduler import Scheduler
 from router.core.slots import NOTHING, UNKNOWN, Phase, Resident
-from router.errors import NoBackendError
 from router.tokens import EMPTY, head
-from router.types import Outcome, Prompt, Reported, RequestId, SlotId, SlotStatus, Source
+from router.types import Outcome, Prompt, Reported, SlotId, Source
 from tests.core.build import (
     A0,
     A1,
     A2,
-    B0,
-    NS,
-    R2,
     A,
-    B,
     R,
     backend,
     run_of,
     scheduler,
-    snapshot,
     tokens,
 )
 from tests.core.drive import (
     NOW,
     arrive,
-    cancel,
+    astray,
     finish,
     held,
+    launched,
     names,
     plan_of,
     prefilled,
-    restored,
+    quiet,
+    running,
     slot,
+    stranger,
 )
 
 TWO = backend("a", 2)
 GONE = Outcome.CLIENT_GONE
-
-
-def quiet(s: Scheduler, name: str = "r", n: int | None = 0) -> list[Effect]:
-    return s.handle(ev.Quiet(RequestId(name), n), NOW)
-
-
-def launched(s: Scheduler, index: int, name: str = "r") -> list[Effect]:
-    return s.handle(ev.Launched(RequestId(name), index), NOW)
-
-
-def stranger(where: SlotId, generation: int = 0) -> RequestId:
-    return RequestId(f"stranger-{where}-{generation}")
-
-
-def running(*infos: Any, **more: Any) -> Scheduler:
-    """R is running on a/0 with the prompt (1, 2, 3)."""
-    s = scheduler(*(infos or (TWO,)), idle_save_after_s=None, reuse_probability=0.0)
-    arrive(s, **more)
-    return s
 
 
 # -- a good end ----------------------------------------------------------------------------------
@@ -146,15 +116,6 @@ def test_a_slot_that_nobody_can_tell_about_claims_nothing() -> None:
 
 
 # -- where the server placed it --------------------------------------------------------------------
-
-
-def astray(**more: Any) -> Scheduler:
-    """R is on its way to whichever slot of a the server picks; we meant a/0."""
-    s = scheduler(TWO, idle_save_after_s=None, reuse_probability=0.0, **more)
-    (dispatch,) = arrive(s, ids=[1], pinnable=False)
-    assert isinstance(dispatch, Dispatch)
-    assert dispatch.lease.slot == A0
-    return s
 
 
 def test_the_gate_opens_when_a_request_is_known_to_run() -> None:
@@ -313,86 +274,6 @@ def test_after_a_batch_that_was_left_all_slots_are_watched() -> None:
         Watch(stranger(A2, 1), A2),
     ]
     assert strangers == [stranger(A1, 1), stranger(A2, 1)]
-
-
-# -- the backend goes ----------------------------------------------------------------------------
-
-
-def test_who_is_being_prepared_is_told_when_the_backend_goes() -> None:
-    s = scheduler(TWO)
-    arrive(s, ids=run_of(1000))
-    (reject,) = s.handle(ev.BackendDown(A), NOW)
-
-    assert isinstance(reject, Reject)
-    assert isinstance(reject.error, NoBackendError)
-    assert s.state.jobs == {}
-
-
-def test_who_left_already_is_told_nothing() -> None:
-    s = scheduler(TWO)
-    arrive(s, ids=run_of(1000))
-    cancel(s)
-
-    assert s.handle(ev.BackendDown(A), NOW) == []
-
-
-def test_what_is_running_ends_by_itself() -> None:
-    s = running()
-    assert s.handle(ev.BackendDown(A), NOW) == []
-
-    assert names(finish(s, "r", Outcome.BACKEND_ERROR)) == ["Account"]
-    assert slot(s, A0).phase is Phase.LOST
-    assert s.state.jobs == {}
-
-
-def test_what_runs_elsewhere_goes_on() -> None:
-    s = running(TWO, backend("b", 1))
-    s.handle(ev.BackendDown(B), NOW)
-
-    assert s.state.jobs.keys() == {R}
-    assert names(finish(s)) == ["Account"]
-
-
-def test_an_end_from_before_a_restart_does_not_open_the_gate_of_another() -> None:
-    """The old request's end let others near the slot that the server was about to pick."""
-    s = astray()
-    s.handle(ev.BackendUp(TWO), NOW)
-    arrive(s, "r2", [5], pinnable=False)
-    finish(s, "r", Outcome.BACKEND_ERROR)
-
-    assert s.state.fleet.gated == {A}
-    assert s.state.jobs.keys() == {R2}
-
-
-def test_news_of_where_it_ran_from_before_a_restart_is_ignored() -> None:
-    """It released a lease that was no longer in force."""
-    s = astray()
-    s.handle(ev.BackendUp(backend("a", 1)), NOW)
-
-    assert launched(s, 1) == []
-    assert slot(s, A0).phase is Phase.IDLE
-
-
-def test_a_stranger_from_before_a_restart_is_another() -> None:
-    s = scheduler()
-    busy = ev.BackendUp(backend("b", 1), (SlotStatus(0, True, 5, 100),))
-    (first,) = s.handle(busy, NOW)
-    (second,) = s.handle(busy, NOW)
-
-    assert first == Watch(stranger(B0), B0)
-    assert second != first
-    assert quiet(s, stranger(B0), 1) == []
-    assert slot(s, B0).phase is Phase.DRAINING
-
-
-def test_a_snapshot_that_was_not_restored_yet_is_let_go_with_the_job() -> None:
-    used = snapshot("s", run_of(900))
-    s = scheduler(backend("a", 1), snapshots=[used], holding={A0: run_of(1000, 7)})
-    assert arrive(s, ids=run_of(1000)) == [Save(R, A0, NS, SaveReason.DISPLACED)]
-    s.state.fleet.catalog.remove(used.id)
-
-    assert s.handle(ev.BackendDown(A), NOW)[1:] == [Delete(used)]
-    assert restored(s) == []
 
 
 # -- answers -------------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ from router.core.effects import Delete, Restore, Save
 from router.core.effects import SaveReason as Why
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
-from router.types import Source
+from router.types import SnapshotId, Source
 from tests.core.build import (
     A0,
     B0,
     NS,
+    R2,
     A,
+    B,
     R,
     backend,
     rates,
@@ -100,6 +102,19 @@ def test_a_copy_whose_source_goes_away_is_a_cold_start(ok: bool) -> None:
     effects = saved(s, snapshot("c", run_of(500))) if ok else save_failed(s)
     assert plan_of(effects).chosen.source is Source.COLD
     assert slot(s, B0).phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_copy_whose_target_goes_away_keeps_its_source_until_the_save_is_over(ok: bool) -> None:
+    """The slot was given to the next request while it was still being saved."""
+    s = copying()
+
+    assert names(s.handle(ev.BackendDown(B), NOW)) == ["Reject"]
+    assert arrive(s, "r2", [5]) == []
+    effects = saved(s, snapshot("c", run_of(500))) if ok else save_failed(s)
+    assert names(effects) == (["Dispatch"] if ok else ["Save"])
+    assert (SnapshotId("c") in s.state.fleet.catalog) is ok
+    assert s.state.jobs.keys() == {R2}
 
 
 def test_a_copy_whose_source_goes_away_before_its_turn_is_a_cold_start() -> None:

@@ -144,7 +144,6 @@ class World:
         self.feed(ev.PrefillFailed(effect.request, "no"))
 
     def relays(self, op: Op, effect: ef.Dispatch, data: st.DataObject) -> None:
-        asked = self.requests[effect.request]
         ids = self.true_prompt[effect.request]
         if not op.server.alive:
             self.finishes(op, Outcome.BACKEND_ERROR, Reported())
@@ -153,13 +152,9 @@ class World:
                 outcome = data.draw(st.sampled_from([Outcome.CLIENT_GONE, Outcome.REFUSED]))
                 self.finishes(op, outcome, Reported())
                 return
-            op.started = True
-            slots = [op.slot.index]
-            if not effect.pin:
-                slots = [data.draw(st.sampled_from(op.server.idle()))]
-            if asked.whole_backend:
-                slots = op.server.idle()
-            op.server.start(effect.request, ids, slots)
+            for other in self.ops[: self.ops.index(op) + 1]:
+                if other.server is op.server and not other.started:
+                    self.reaches_server(other, data)
         elif effect.confirm and not op.confirmed and data.draw(st.booleans()):
             op.confirmed = True
             self.feed(ev.Launched(effect.request, op.server.runs[effect.request].slots[0]))
@@ -169,6 +164,19 @@ class World:
             self.finishes(op, outcome, Reported())
         else:
             self.answers_well(op, effect, ids, data)
+
+    def reaches_server(self, op: Op, data: st.DataObject) -> None:
+        """Requests reach a server in the order in which they were sent."""
+        sent = op.effect
+        if not isinstance(sent, ef.Dispatch):
+            return
+        op.started = True
+        slots = [op.slot.index]
+        if self.requests[sent.request].whole_backend:
+            slots = op.server.idle()
+        elif not sent.pin:
+            slots = [data.draw(st.sampled_from(op.server.idle()))]
+        op.server.start(sent.request, self.true_prompt[sent.request], slots)
 
     def answers_well(self, op: Op, effect: ef.Dispatch, ids: Ids, data: st.DataObject) -> None:
         answer: Ids = data.draw(ANSWERS)

@@ -1,7 +1,7 @@
 """What the router says in its own name: to browsers, about itself, and when it has a bug."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -81,6 +81,13 @@ async def test_no_page_can_read_what_is_for_operators(fleet: Fleet) -> None:
 # --- bugs -----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def log() -> Iterator[list[structlog.typing.EventDict]]:
+    """What is logged; nothing of it is written."""
+    with structlog.testing.capture_logs() as entries:
+        yield entries
+
+
 async def _broken(*_: object, **__: object) -> None:
     raise RuntimeError(SECRET)
 
@@ -95,6 +102,7 @@ async def _broken(*_: object, **__: object) -> None:
 )
 async def test_a_bug_before_the_answer(
     two_models: Fleet,
+    log: list[structlog.typing.EventDict],
     monkeypatch: pytest.MonkeyPatch,
     target: object,
     name: str,
@@ -108,26 +116,26 @@ async def test_a_bug_before_the_answer(
         raise RuntimeError(SECRET)
 
     monkeypatch.setattr(target, name, merge if name == "merge_models" else _broken)
-    with structlog.testing.capture_logs() as entries:
-        async with fleet.session.request(
-            method,
-            fleet.url + path,
-            headers=ORIGIN,
-            json={"prompt": "x"} if method == "POST" else None,
-        ) as response:
-            body = await response.text()
+    async with fleet.session.request(
+        method,
+        fleet.url + path,
+        headers=ORIGIN,
+        json={"prompt": "x"} if method == "POST" else None,
+    ) as response:
+        body = await response.text()
 
     assert response.status == 500
     assert json.loads(body)["error"].keys() == {"code", "message", "type"}
     assert SECRET not in body
     assert response.headers["Access-Control-Allow-Origin"] == ORIGIN["Origin"]
-    (logged,) = [entry for entry in entries if entry["event"] == "request_failed"]
+    (logged,) = [entry for entry in log if entry["event"] == "request_failed"]
     assert logged["request_id"] == response.headers["x-kvferry-request-id"]
     assert SECRET in str(logged["exc_info"])
     assert (await fleet.metrics())[INTERNAL] == 1
     await fleet.until_quiet()
 
 
+@pytest.mark.usefixtures("log")
 async def test_a_bug_in_a_view(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(fleet.router.engine), "infos", property(_raise))
     answer = await fleet.get("/kvferry/health")
@@ -141,6 +149,7 @@ def _raise(_: object) -> None:
     raise RuntimeError(SECRET)
 
 
+@pytest.mark.usefixtures("log")
 async def test_a_bug_in_the_middle_of_an_answer(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
