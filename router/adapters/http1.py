@@ -8,12 +8,15 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 from multidict import CIMultiDict
+
+from router.tasks import Tasks
 
 # llama-server closes idle connections after about 5 s without saying so
 # (llama-server.md, "Connections").
@@ -87,6 +90,8 @@ class Pool:
         self._host = f"{host}:{target.port}"
         self._idle: deque[tuple[float, _Connection]] = deque()
         self._open: set[_Connection] = set()
+        self._tasks = Tasks()
+        self._closed = False
 
     async def request(
         self, method: str, path: str, headers: Iterable[Header], body: bytes | None
@@ -107,8 +112,10 @@ class Pool:
         fresh = await self._connect()
         return await fresh.send(method, head, body)
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Close every connection, whoever uses it."""
+        self._closed = True
+        await self._tasks.aclose()
         for connection in tuple(self._open):
             connection.abort()
         self._idle.clear()
@@ -118,6 +125,18 @@ class Pool:
         loop = asyncio.get_running_loop()
         self._idle.append((loop.time(), connection))
         loop.call_later(KEEP_IDLE_S, self._close_if_idle, connection)
+
+    def replace(self) -> None:
+        """A connection is used up, as after every stream: have another ready for the next.
+
+        Connecting is half of what a short request costs on its way to the backend.
+        """
+        if not self._idle and not self._closed:
+            self._tasks.spawn(self._spare(), name="spare connection")
+
+    async def _spare(self) -> None:
+        with suppress(OSError):  # also TimeoutError; the next request will see for itself
+            self.keep(await self._connect())
 
     def forget(self, connection: "_Connection") -> None:
         """A connection is closed."""
@@ -298,6 +317,8 @@ class _Connection(asyncio.Protocol):
         if self._complete and self._keep and self.is_open and not self._chunks:
             self._pool.keep(self)
         else:
+            if self._complete:
+                self._pool.replace()
             self.abort()
 
     def abort(self) -> None:

@@ -42,7 +42,7 @@ class Connections:
 
     async def __aexit__(self, *_: object) -> None:
         for pool in self._pools.values():
-            pool.close()
+            await pool.aclose()
 
     def pool(self, url: str, connect_timeout_s: float) -> Pool:
         """The one pool to this host and port."""

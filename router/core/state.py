@@ -7,7 +7,7 @@ from router.core.effects import Delete, Effect, Reject
 from router.core.fleet import Fleet
 from router.core.jobs import Job, RestoreStep, Stage
 from router.core.queue import Queue
-from router.core.slots import NOTHING
+from router.core.slots import UNKNOWN
 from router.errors import RouterError
 from router.types import BackendId, Request, RequestId, Snapshot, SnapshotId
 
@@ -62,16 +62,17 @@ class State:
             job.using = None
 
     def others_cleared(self, backend: BackendId) -> None:
-        """A request started. Where that empties idle slots, believe so.
+        """A request started. Where that empties idle slots, nothing is claimed of them.
 
-        Told twice, when it is sent and when it is known to run: a slot that came free in between
-        was emptied too (llama-server.md section 0.6).
+        Nor that they are empty: the client may leave before it starts. Told twice, when it is sent
+        and when it is known to run: a slot that came free in between was emptied too
+        (llama-server.md section 0.6).
         """
         info = self.fleet.infos.get(backend)
         if info is not None and not info.keeps_idle_slots:
             for slot in self.fleet.slots.of(backend):
                 if slot.is_idle:
-                    slot.resident = NOTHING
+                    slot.resident = UNKNOWN
 
     def value_s(self, snapshot: Snapshot) -> float:
         """Seconds that computing a snapshot again would take, on the slowest backend it fits."""

@@ -6,7 +6,7 @@ from router.core import events as ev
 from router.core.attach import probe_name
 from router.core.effects import Delete, Watch
 from router.core.scheduler import Scheduler
-from router.core.slots import NOTHING, UNKNOWN, Phase, Resident
+from router.core.slots import UNKNOWN, Phase, Resident
 from router.types import BackendId, MemoryKind, RequestId, SlotId, SlotStatus
 from tests.core.build import A0, A1, A2, B0, A, B, backend, run_of, scheduler, snapshot, tokens
 from tests.core.drive import NOW, arrive, finish, names, slot
@@ -149,13 +149,13 @@ def test_a_backend_that_goes_down_meanwhile_takes_the_loan_with_it() -> None:
     assert s.state.jobs == {}
 
 
-def test_idle_slots_that_a_start_empties_are_believed_to_be_empty() -> None:
+def test_of_idle_slots_that_a_start_empties_nothing_is_claimed() -> None:
     s = scheduler(UNTRIED)
     slot(s, A0).resident = Resident(unread=50)
     s.handle(ev.ProbeDue(A), NOW)
     s.handle(ev.Probed(replace(TRIED, keeps_idle_slots=False)), NOW)
 
-    assert slot(s, A0).resident == NOTHING
+    assert slot(s, A0).resident == UNKNOWN
 
 
 def test_what_is_on_disk_is_offered_and_none_is_dropped_for_a_longer_one() -> None:

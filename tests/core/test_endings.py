@@ -9,7 +9,7 @@ from router.core.effects import (
     Watch,
 )
 from router.core.scheduler import Scheduler
-from router.core.slots import NOTHING, UNKNOWN, Phase, Resident
+from router.core.slots import UNKNOWN, Phase, Resident
 from router.tokens import EMPTY, head
 from router.types import Outcome, Prompt, Reported, SlotId, Source
 from tests.core.build import (
@@ -218,7 +218,22 @@ def test_a_slot_that_was_left_for_another_is_empty_where_slots_do_not_last() -> 
     assert held(s, A0) == tokens(0)
     launched(s, 1)
 
-    assert slot(s, A0).resident == NOTHING
+    assert slot(s, A0).resident == UNKNOWN
+
+
+def test_a_slot_may_have_kept_its_content_if_the_start_never_came() -> None:
+    """It was taken to be empty, and what it held for a part of the next prompt."""
+    s = fleeting("r", pinnable=True)
+    launched(s, 0)
+    finish(s, "r", prompt_tokens=2, generated_tokens=1)
+    arrive(s, "r2", [5], slot_hint=1)
+    finish(s, "r2", GONE)
+    quiet(s, "r2", n=0)
+    arrive(s, "r3", [6, 7, 8], slot_hint=0)
+    finish(s, "r3", GONE)
+    quiet(s, "r3", n=2)
+
+    assert slot(s, A0).resident == Resident(unread=2)
 
 
 def test_what_was_prepared_may_be_gone_where_slots_do_not_last() -> None:
@@ -240,7 +255,7 @@ def test_what_came_free_behind_a_gate_was_emptied(seen: bool) -> None:
     else:
         finish(s, "r2", prompt_tokens=1, generated_tokens=1)
 
-    assert slot(s, A0).resident == NOTHING
+    assert slot(s, A0).resident == UNKNOWN
 
 
 # -- a whole backend -----------------------------------------------------------------------------
