@@ -92,6 +92,8 @@ class Engine:
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
         self._timings: dict[RequestId, Timing] = {}
         self._wakeup: asyncio.TimerHandle | None = None
+        self._alarm_due = False
+        self._closed = False
         self._calm = asyncio.Event()  # set while no job is under way
         self._calm.set()
 
@@ -190,6 +192,7 @@ class Engine:
 
     async def aclose(self) -> None:
         """Cancel everything that is still under way."""
+        self._closed = True
         if self._wakeup is not None:
             self._wakeup.cancel()
         await self._tasks.aclose()
@@ -225,12 +228,18 @@ class Engine:
             self._calm.clear()
         else:
             self._calm.set()
-        self._set_alarm()
+        if not self._alarm_due:
+            # Whoever was granted something in this turn goes first: it can wait for that.
+            self._alarm_due = True
+            asyncio.get_running_loop().call_soon(self._set_alarm)
 
     def _set_alarm(self) -> None:
+        self._alarm_due = False
         if self._wakeup is not None:
             self._wakeup.cancel()
             self._wakeup = None
+        if self._closed:
+            return
         now = self._clock.now()
         at = self._scheduler.next_wakeup(now)
         if at is not None:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import orjson
 import structlog
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -297,7 +298,7 @@ def set_up_logging(config: Config) -> None:
     )
     # Not the prettier traceback: it shows local variables, and prompts are among them.
     console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-    renderer = console if pretty else structlog.processors.JSONRenderer()
+    renderer = console if pretty else structlog.processors.JSONRenderer(serializer=orjson.dumps)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -309,6 +310,10 @@ def set_up_logging(config: Config) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[config.logging.level.upper()]
         ),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=(
+            structlog.PrintLoggerFactory(sys.stderr)
+            if pretty
+            else structlog.BytesLoggerFactory(sys.stderr.buffer)
+        ),
         cache_logger_on_first_use=True,
     )

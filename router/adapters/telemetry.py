@@ -104,10 +104,12 @@ class PrometheusTelemetry:
             ["action"],
             registry=registry,
         )
-        for source in ("resident", "snapshot", "computed"):
-            self._prompt_tokens.labels(source)
-        for outcome in Outcome:
-            self._requests.labels(outcome)
+        # Looked up once: with every request it would cost more than counting.
+        sources = ("resident", "snapshot", "computed")
+        self._tokens = {source: self._prompt_tokens.labels(source) for source in sources}
+        self._outcome = {outcome: self._requests.labels(outcome) for outcome in Outcome}
+        self._source = {source: self._sources.labels(source) for source in Source}
+        self._ttft_of = {source: self._ttft.labels(source) for source in Source}
         for action in ("save", "restore", "delete"):
             self._failures.labels(action)
         for action in ("save", "restore"):
@@ -115,19 +117,19 @@ class PrometheusTelemetry:
 
     def request(self, record: RequestRecord) -> None:
         """Count and log a request that reached a backend."""
-        self._requests.labels(record.outcome).inc()
-        self._sources.labels(record.source).inc()
+        self._outcome[record.outcome].inc()
+        self._source[record.source].inc()
         self._waited.observe(record.waited_s)
         if record.generated_tokens:
             self._generated_tokens.inc(record.generated_tokens)
         if record.ttft_s is not None:
-            self._ttft.labels(record.source).observe(record.ttft_s)
+            self._ttft_of[record.source].observe(record.ttft_s)
             self._prediction_error.observe(abs(record.predicted_s - record.ttft_s))
         if record.prompt_tokens is not None and record.computed_tokens is not None:
             reused = record.prompt_tokens - record.computed_tokens
             kind = "snapshot" if record.source in (Source.SNAPSHOT, Source.COPY) else "resident"
-            self._prompt_tokens.labels("computed").inc(record.computed_tokens)
-            self._prompt_tokens.labels(kind).inc(reused)
+            self._tokens["computed"].inc(record.computed_tokens)
+            self._tokens[kind].inc(reused)
             if record.source is not Source.NONE:
                 self._overestimated.inc(max(record.planned_tokens - reused, 0))
                 self._underestimated.inc(max(reused - record.planned_tokens, 0))

@@ -188,7 +188,7 @@ def test_a_request_without_numbers_counts_as_a_request(
 
     assert value(registry, "kvferry_requests_total", outcome="client_gone") == 1
     assert value(registry, "kvferry_prompt_tokens_total", source="computed") == 0
-    assert value(registry, "kvferry_ttft_seconds_count", source="snapshot") is None
+    assert value(registry, "kvferry_ttft_seconds_count", source="snapshot") == 0
 
 
 def test_failures_are_counted_apart(
