@@ -20,7 +20,7 @@ from router.core.plan import Plan
 from router.core.planner import plan as make_plan
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
-from router.errors import BackendError, BackendRefusedError, KvError, KvFileError
+from router.errors import BackendError, KvError, KvFileError
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.tasks import Tasks
 from router.tokens import Tokens
@@ -40,17 +40,9 @@ from router.types import (
     SnapshotId,
     Stats,
 )
+from router.watching import find_start, wait_quiet, wait_started
 
 log = structlog.get_logger(__name__)
-
-# Looks at a slot whose client left. The first two see a server that was about to finish anyway;
-# the rest stay under one a second, or the server would not notice that the client of a
-# non-streaming request is gone (llama-server.md section 5.6).
-_QUIET_DELAYS_S = (0.02, 0.1, 1.2)
-# Without /slots: by then a server has noticed that a client left (about 1 s, section 5.6).
-_BLIND_S = 3.0
-# Looks at where a request went that the server placed. The gate is closed meanwhile.
-_LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +266,16 @@ class Engine:
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         future = self._grants.get(effect.request)
-        if future is None or future.done():
+        if future is None or not effect.confirm:
+            self._grant(effect, future)
+        else:
+            self._tasks.spawn(self._place(effect, future), name=f"place {effect.lease.slot}")
+
+    def _grant(self, effect: ef.Dispatch, future: asyncio.Future[Grant] | None) -> None:
+        if future is None or future.done():  # the client left in this very moment
             self.finish(effect.request, Outcome.CLIENT_GONE, Reported(), Timing(None, 0.0))
-            return
-        if effect.confirm:
-            self._tasks.spawn(self._confirm(effect), name=f"confirm {effect.lease.slot}")
-        future.set_result(Grant(effect.lease, effect.plan, effect.pin, effect.waited_s))
+        else:
+            future.set_result(Grant(effect.lease, effect.plan, effect.pin, effect.waited_s))
 
     def _reject(self, effect: ef.Reject) -> None:
         future = self._grants.get(effect.request)
@@ -359,57 +355,29 @@ class Engine:
     async def _wait_quiet(
         self, request: RequestId, slot: SlotId, *, settled: bool = False
     ) -> int | None:
-        """Returns when the slot is idle, with what it holds; None once that is not our concern.
+        jobs, backend = self._scheduler.state.jobs, self._backends[slot.backend]
+        return await wait_quiet(backend, slot.index, lambda: request in jobs, settled=settled)
 
-        Unless it is settled, two looks have to agree: at the first, the request may still be in
-        the server's queue.
-        """
-        idle_seen = 1 if settled else 0
-        looks = 0
-        while request in self._scheduler.state.jobs:
-            if not settled or looks:
-                await asyncio.sleep(_QUIET_DELAYS_S[min(looks, len(_QUIET_DELAYS_S) - 1)])
-            looks += 1
-            try:
-                statuses = await self._backends[slot.backend].slots()
-            except BackendRefusedError:  # started with --no-slots
-                await asyncio.sleep(_BLIND_S)
-                return None
-            except BackendError:
-                continue  # the monitor will say that it is down, and the job will be gone
-            status = next((s for s in statuses if s.index == slot.index), None)
-            if status is None:
-                return None
-            idle_seen = 0 if status.is_processing else idle_seen + 1
-            if idle_seen == 2:
-                return status.n_tokens or 0
-        return None
+    async def _place(self, effect: ef.Dispatch, future: asyncio.Future[Grant]) -> None:
+        """Send a request that the server may place, find out where it runs, open the gate."""
+        slot, request = effect.lease.slot, effect.request
+        backend = self._backends[slot.backend]
 
-    async def _confirm(self, effect: ef.Dispatch) -> None:
-        """Find out where a request runs that the server was free to place, and open the gate."""
-        backend, request = effect.lease.slot.backend, effect.request
-        looks = 0
-        while True:
-            await asyncio.sleep(_LAUNCH_DELAYS_S[min(looks, len(_LAUNCH_DELAYS_S) - 1)])
-            looks += 1
+        def at_work(*phases: Phase) -> set[int]:
+            slots = self._scheduler.state.fleet.slots.of(slot.backend)
+            return {s.id.index for s in slots if s.phase in phases and s.holder != request}
+
+        def gated() -> bool:
             job = self._scheduler.state.jobs.get(request)
-            if job is None or not job.gated:
-                return
-            try:
-                statuses = await self._backends[backend].slots()
-            except BackendRefusedError:
-                return  # started with --no-slots: the gate opens at the end
-            except BackendError:
-                continue
-            busy = {s.index for s in statuses if s.is_processing}
-            slots = self._scheduler.state.fleet.slots.of(backend)
-            known = {s.id.index for s in slots if s.phase in (Phase.RUNNING, Phase.DRAINING)}
-            if effect.lease.slot.index in busy:
-                self._feed(ev.Launched(request, effect.lease.slot.index))
-                return
-            if others := busy - known:
-                self._feed(ev.Launched(request, min(others)))
-                return
+            return job is not None and job.gated
+
+        await wait_started(backend, lambda: at_work(Phase.RUNNING), gated)
+        self._grant(effect, future)
+        index = await find_start(
+            backend, slot.index, lambda: at_work(Phase.RUNNING, Phase.DRAINING), gated
+        )
+        if index is not None:
+            self._feed(ev.Launched(request, index))
 
     async def _delete(self, snapshot: Snapshot) -> None:
         if self._store is not None:

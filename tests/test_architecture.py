@@ -40,11 +40,12 @@ LAYERS: dict[str, set[str]] = {
     "router.core": BASE | {"router.core"},
     "router.kvfile": BASE | {"router.kvfile"},
     "router.adapters": BASE | {"router.ports", "router.kvfile", "router.tasks", "router.adapters"},
-    "router.engine": BASE | {"router.core", "router.ports", "router.tasks"},
+    "router.watching": BASE | {"router.ports"},
+    "router.engine": BASE | {"router.core", "router.ports", "router.tasks", "router.watching"},
     "router.web": BASE
     | {"router.engine", "router.ports", "router.adapters", "router.web"}
-    # To show a decision: its data, and which memory kinds can be restored at all.
-    | {"router.core.plan", "router.core.reuse"},
+    # To show a decision: its data.
+    | {"router.core.plan"},
     # One enum: the names of the policies are said once.
     "router.config": {
         "router.types",

@@ -1,0 +1,101 @@
+"""Looks at a backend's slots: is one idle again, has a request started, and where.
+
+Each look is a `GET /slots`, which a backend answers between two batches. More than one a second
+for long hides leaving clients from it (llama-server.md section 5.6), so looks are few.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from router.errors import BackendError, BackendRefusedError
+from router.ports import Backend
+
+# After a client left. The first two see a server that was about to finish anyway; the rest stay
+# under one a second, or the server would not notice that nobody reads a plain answer.
+_QUIET_DELAYS_S = (0.02, 0.1, 1.2)
+# Without /slots: by then a server has noticed that a client left (about 1 s, section 5.6).
+_BLIND_S = 3.0
+# Where a request went that the server placed. Others wait for the answer.
+_LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
+# A request that was sent and is nowhere to be seen by then ended before it was looked for.
+_LAUNCHED_WITHIN = 40
+
+
+async def wait_quiet(
+    backend: Backend, slot: int, concerned: Callable[[], bool], *, settled: bool = False
+) -> int | None:
+    """Returns when a slot is idle, with the tokens it holds; None if that cannot be known, or
+    concerns nobody any more.
+
+    Unless it is settled, two looks have to agree: at the first, the request may still be in the
+    server's queue.
+    """
+    idle_seen = 1 if settled else 0
+    looks = 0
+    while concerned():
+        if not settled or looks:
+            await asyncio.sleep(_QUIET_DELAYS_S[min(looks, len(_QUIET_DELAYS_S) - 1)])
+        looks += 1
+        try:
+            statuses = await backend.slots()
+        except BackendRefusedError:  # started with --no-slots
+            await asyncio.sleep(_BLIND_S)
+            return None
+        except BackendError:
+            continue  # the monitor will say that it is down, and it concerns nobody then
+        status = next((s for s in statuses if s.index == slot), None)
+        if status is None:
+            return None
+        idle_seen = 0 if status.is_processing else idle_seen + 1
+        if idle_seen == 2:
+            return status.n_tokens or 0
+    return None
+
+
+async def wait_started(
+    backend: Backend, sent: Callable[[], set[int]], concerned: Callable[[], bool]
+) -> None:
+    """Returns when all slots in `sent` are seen at work.
+
+    A pinned request on its way could else find its slot taken by one that the server places, and
+    with a RAM cache that destroys an answer (llama-server.md section 0.1).
+    """
+    for look in range(_LAUNCHED_WITHIN):
+        if not sent() or not concerned():
+            return
+        busy = await _busy(backend)
+        if busy is None or sent() <= busy:
+            return
+        await asyncio.sleep(_LAUNCH_DELAYS_S[min(look, len(_LAUNCH_DELAYS_S) - 1)])
+
+
+async def find_start(
+    backend: Backend, expected: int, taken: Callable[[], set[int]], concerned: Callable[[], bool]
+) -> int | None:
+    """The slot on which the server placed a request; None if it ended unseen, or cannot be seen.
+
+    `taken` are those that work for others.
+    """
+    looks = 0
+    while True:
+        await asyncio.sleep(_LAUNCH_DELAYS_S[min(looks, len(_LAUNCH_DELAYS_S) - 1)])
+        looks += 1
+        if not concerned():
+            return None
+        busy = await _busy(backend)
+        if busy is None:
+            return None
+        if expected in busy:
+            return expected
+        if others := busy - taken():
+            return min(others)
+
+
+async def _busy(backend: Backend) -> set[int] | None:
+    """The slots at work; none while the backend does not answer. None: started with --no-slots."""
+    try:
+        return {status.index for status in await backend.slots() if status.is_processing}
+    except BackendRefusedError:
+        return None
+    except BackendError:
+        return set()

@@ -1,0 +1,109 @@
+"""What a look at `/slots` tells: scripted answers, one for each look."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from router.errors import BackendError, BackendRefusedError
+from router.tokens import Tokens
+from router.types import Reported, SlotStatus, Transfer
+from router.watching import find_start, wait_quiet, wait_started
+
+NO_SLOTS = BackendRefusedError("not supported", backend_status=501)
+DOWN = BackendError("down")
+
+
+class Scripted:
+    """A backend whose looks are given: the busy slots of two, or an error. The last one stays."""
+
+    def __init__(self, looks: Sequence[set[int] | BackendError], n_tokens: int = 7) -> None:
+        self._looks = list(looks)
+        self._n_tokens = n_tokens
+        self.looked = 0
+
+    async def slots(self) -> list[SlotStatus]:
+        look = self._looks[min(self.looked, len(self._looks) - 1)]
+        self.looked += 1
+        if isinstance(look, BackendError):
+            raise look
+        return [SlotStatus(i, i in look, self._n_tokens, 4096) for i in range(2)]
+
+    async def save(self, slot: int, name: str) -> Transfer:
+        raise NotImplementedError
+
+    async def restore(self, slot: int, name: str) -> Transfer:
+        raise NotImplementedError
+
+    async def erase(self, slot: int) -> None:
+        raise NotImplementedError
+
+    async def prefill(self, slot: int, tokens: Tokens) -> Reported:
+        raise NotImplementedError
+
+
+def yes() -> bool:
+    return True
+
+
+async def test_idle_is_believed_when_seen_twice() -> None:
+    backend = Scripted([{0}, set(), set()])
+    assert await wait_quiet(backend, 0, yes) == 7
+    assert backend.looked == 3
+
+
+async def test_after_a_complete_answer_one_look_is_enough() -> None:
+    backend = Scripted([set()])
+    assert await wait_quiet(backend, 0, yes, settled=True) == 7
+    assert backend.looked == 1
+
+
+async def test_a_backend_that_does_not_answer_is_not_idle() -> None:
+    backend = Scripted([DOWN, set(), set()])
+    assert await wait_quiet(backend, 1, yes) == 7
+    assert backend.looked == 3
+
+
+async def test_nobody_is_concerned_any_more() -> None:
+    assert await wait_quiet(Scripted([{0}]), 0, lambda: False) is None
+
+
+async def test_a_slot_that_is_gone() -> None:
+    assert await wait_quiet(Scripted([set()]), 5, yes) is None
+
+
+async def test_without_slots_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.watching._BLIND_S", 0.0)
+    assert await wait_quiet(Scripted([NO_SLOTS]), 0, yes) is None
+    assert await find_start(Scripted([NO_SLOTS]), 0, set, yes) is None
+
+
+async def test_what_was_sent_before_is_waited_for() -> None:
+    """A request that the server places must not overtake a pinned one on its way."""
+    backend = Scripted([set(), {1}, {0, 1}])
+    await wait_started(backend, lambda: {0, 1}, yes)
+    assert backend.looked == 3
+
+
+async def test_what_has_ended_meanwhile_is_not() -> None:
+    backend = Scripted([set()])
+    await wait_started(backend, lambda: {0} if backend.looked < 2 else set(), yes)
+    assert backend.looked == 2
+
+
+async def test_nothing_was_sent_before() -> None:
+    backend = Scripted([set()])
+    await wait_started(backend, set, yes)
+    assert backend.looked == 0
+
+
+async def test_a_request_is_found_where_it_was_expected() -> None:
+    assert await find_start(Scripted([set(), DOWN, {0, 1}]), 1, lambda: {0}, yes) == 1
+
+
+async def test_a_request_is_found_where_nobody_else_works() -> None:
+    assert await find_start(Scripted([{0}, {0, 1}]), 5, lambda: {0}, yes) == 1
+
+
+async def test_a_request_that_ended_unseen() -> None:
+    backend = Scripted([set()])
+    assert await find_start(backend, 0, set, lambda: backend.looked < 3) is None
