@@ -10,7 +10,7 @@ BackendId = NewType("BackendId", str)
 RequestId = NewType("RequestId", str)
 SnapshotId = NewType("SnapshotId", str)
 Namespace = NewType("Namespace", str)
-"""Digest of all that must be equal for KV to be reusable, tenant included."""
+"""Names all that must be equal for KV to be reusable: model, adapters, RoPE, cache layout."""
 Place = NewType("Place", str)
 """A directory that holds state files; the `--slot-save-path` of one or more backends."""
 
@@ -79,7 +79,6 @@ class Request:
     id: RequestId
     prompt: Prompt
     model: str | None = None  # None: any backend will do
-    tenant: str = ""
     max_new_tokens: int | None = None
     pinnable: bool = True  # False: the route drops `id_slot` (llama-server.md section 2.1)
     whole_backend: bool = False  # n > 1 or a batch: takes slots of llama-server's own choice

@@ -636,6 +636,25 @@ async def test_backend_that_tokenizes_otherwise_than_before_empties_the_cache() 
 # --- a tokenizer in this process ----------------------------------------------------------------
 
 
+async def test_a_short_text_is_encoded_at_once() -> None:
+    """No task is started for what takes microseconds: a short chat pays for each of them."""
+    oracle = Oracle()
+    made = make(oracle)
+    assert await made.self_check(LocalTokenizer(lambda text: oracle.ids(text, False))) is None
+    oracle.calls.clear()
+    text = "<|im_start|>user\nsomething new<|im_end|>"
+    expected = oracle.ids(text, True)
+    made._spawn = unwanted
+
+    assert unpack(await made.tokenize(text, add_special=True)) == expected
+    assert oracle.calls == []
+
+
+def unwanted(coro: Coroutine[Any, Any, None], *, name: str) -> None:
+    coro.close()
+    raise AssertionError(f"a task was started: {name}")
+
+
 async def test_local_tokenizer_that_agrees_replaces_the_call() -> None:
     oracle = Oracle()
     made = make(oracle)

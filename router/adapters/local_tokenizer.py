@@ -36,9 +36,13 @@ class LocalTokenizer:
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
         self._encode = encode
 
+    def is_inline(self, n_characters: int) -> bool:
+        """A text of this length is encoded without a thread: `encode` waits for nothing."""
+        return n_characters <= INLINE_CHARS
+
     async def encode(self, text: str) -> list[int]:
         """The ids; long texts in a thread (`tokenizers` lets go of the GIL)."""
-        if len(text) <= INLINE_CHARS:
+        if self.is_inline(len(text)):
             return self._encode(text)
         return await asyncio.to_thread(self._encode, text)
 

@@ -17,7 +17,12 @@ from functools import partial
 
 import structlog
 
-from router.adapters.local_tokenizer import Encoder, probes_alone, probes_together
+from router.adapters.local_tokenizer import (
+    Encoder,
+    LocalTokenizer,
+    probes_alone,
+    probes_together,
+)
 from router.adapters.segments import Cutter, Segment, key_of, runs
 from router.adapters.specials import (
     Framing,
@@ -226,7 +231,11 @@ class SegmentTokenizer:
         for start, stop in runs(segments, missing):
             run = segments[start:stop]
             mine: dict[Key, _Future] = {s.key: owned[s.key] for s in run if s.key in owned}
-            self._spawn(self._fill(mine, partial(self._run, cutter, run)), name="tokenize")
+            work = self._fill(mine, partial(self._run, cutter, run))
+            if self._is_instant(run):
+                await work
+            else:
+                self._spawn(work, name="tokenize")
         ready: list[Tokens] = []
         for part in parts:
             tokens = await _value(part)
@@ -234,6 +243,11 @@ class SegmentTokenizer:
                 return None
             ready.append(tokens)
         return ready
+
+    def _is_instant(self, run: Sequence[Segment]) -> bool:
+        """Nothing will be waited for, so nobody can leave meanwhile: no task is needed."""
+        local = self._local
+        return isinstance(local, LocalTokenizer) and local.is_inline(sum(len(s.text) for s in run))
 
     def _known(self, key: Key) -> Tokens | _Future | None:
         tokens = self._cache.get(key)

@@ -15,7 +15,7 @@ Item = TypeVar("Item", bound=Hashable)
 
 # Nodes looked at below the point where the prompt leaves the tree. Every item there shares
 # exactly the same prefix, so looking at all of them could only find a smaller file.
-_BELOW = 32
+_BELOW = 8
 
 
 class _Node(Generic[Item]):
