@@ -141,7 +141,7 @@ async def measure(options: argparse.Namespace) -> Report:
     report = Report("restore", "From decision to dispatch", list(COLUMNS), arguments_of(options))
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
-        ctx = options.tokens + (options.rounds + 8) * _TURN_TOKENS + 1024
+        ctx = options.tokens + 2 * (options.rounds + 8) * _TURN_TOKENS + 1024
         server = await stack.enter_async_context(
             rig.llama(slots=1, ctx_per_slot=ctx, kv_dir=home / "kv")
         )
