@@ -258,7 +258,6 @@ async def listening(router: Router) -> AsyncIterator[str]:
     runner = web.AppRunner(
         router.app,
         access_log=None,
-        handler_cancellation=True,
         shutdown_timeout=1.0,
     )
     await runner.setup()

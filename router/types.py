@@ -139,6 +139,13 @@ class Reported:
     generated: Tokens | None = None  # ids, where the response carries them
     text: str | None = None  # else the text, to be tokenized
 
+    @property
+    def computed_tokens(self) -> int | None:
+        """Prompt tokens that were not cached."""
+        if self.prompt_tokens is None or self.cached_tokens is None:
+            return None
+        return self.prompt_tokens - self.cached_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:

@@ -124,7 +124,7 @@ class Pool:
         """A connection is free. It is closed if nobody takes it within KEEP_IDLE_S."""
         loop = asyncio.get_running_loop()
         self._idle.append((loop.time(), connection))
-        loop.call_later(KEEP_IDLE_S, self._close_if_idle, connection)
+        loop.call_later(KEEP_IDLE_S, self._close_stale)
 
     def replace(self) -> None:
         """A connection is used up, as after every stream: have another ready for the next.
@@ -142,7 +142,7 @@ class Pool:
         """A connection is closed."""
         self._open.discard(connection)
 
-    def _close_if_idle(self, connection: "_Connection") -> None:
+    def _close_stale(self) -> None:
         limit = asyncio.get_running_loop().time() - KEEP_IDLE_S
         while self._idle and self._idle[0][0] <= limit:
             self._idle.popleft()[1].abort()

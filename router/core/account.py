@@ -31,9 +31,8 @@ def computed_tokens(reported: Reported, prefilled: Reported | None) -> int | Non
 
     At most the prompt: the two may share a token that had to be evaluated again.
     """
-    if reported.prompt_tokens is None or reported.cached_tokens is None:
+    computed = reported.computed_tokens
+    if reported.prompt_tokens is None or computed is None:
         return None
-    computed = reported.prompt_tokens - reported.cached_tokens
-    if prefilled is not None and prefilled.prompt_tokens and prefilled.cached_tokens is not None:
-        computed += prefilled.prompt_tokens - prefilled.cached_tokens
-    return min(computed, reported.prompt_tokens)
+    before = prefilled.computed_tokens if prefilled is not None else None
+    return min(computed + (before or 0), reported.prompt_tokens)

@@ -6,6 +6,8 @@ observations, so the first request has an answer and the hundredth a good one.
 
 from dataclasses import dataclass, field
 
+from router.types import Reported
+
 # Weight of the past after one observation: a change of load shows within about twenty.
 _DECAY = 0.95
 # From so many observations on, one counts for at most so many times what was predicted.
@@ -107,6 +109,12 @@ class Rates:
         # A handful of tokens measures the overhead of a batch, not the rate of prefill.
         if tokens >= 16 and seconds > 0:
             self.prefill.observe(tokens, tokens * (depth + tokens / 2), seconds)
+
+    def observe_prompt(self, reported: Reported) -> None:
+        """Learn from the prompt part of what a backend reported, where it says enough."""
+        computed, depth = reported.computed_tokens, reported.cached_tokens
+        if computed is not None and depth is not None and reported.prompt_s:
+            self.observe_prefill(computed, depth, reported.prompt_s)
 
     def save_s(self, tokens: int) -> float:
         """Seconds to save a state of `tokens`, in which the backend does nothing else."""

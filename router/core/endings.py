@@ -225,8 +225,6 @@ def _learn(state: State, job: Job, event: ev.Finished) -> None:
     """Compare what was predicted with what was measured."""
     rates = state.fleet.rates[job.slot.backend]
     reported = event.reported
-    if reported.prompt_tokens and reported.prompt_s and reported.cached_tokens is not None:
-        computed = reported.prompt_tokens - reported.cached_tokens
-        rates.observe_prefill(computed, reported.cached_tokens, reported.prompt_s)
+    rates.observe_prompt(reported)
     if reported.generated_tokens and reported.generated_s:
         rates.observe_generation(reported.generated_tokens, reported.generated_s)

@@ -203,11 +203,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     else:
         job.prefilled = event.reported
         slot.resident = Resident(job.doing.tokens)
-        reported = event.reported
-        if reported.prompt_tokens and reported.prompt_s and reported.cached_tokens is not None:
-            computed = reported.prompt_tokens - reported.cached_tokens
-            rates = state.fleet.rates[job.slot.backend]
-            rates.observe_prefill(computed, reported.cached_tokens, reported.prompt_s)
+        state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
         if not job.cancelled and is_wanted(state, job, job.doing.tokens):
             job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
     next_step(state, job, now)
