@@ -1,6 +1,7 @@
 """Builds everything, once, from a configuration; the only module that knows all the others."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -284,10 +285,19 @@ async def serve(config: Config) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     async with build(config) as router, listening(router) as url:
+        _calm_garbage_collector()
         log.info("listening", url=url, policy=config.policy.name, backends=len(config.backends))
         await stopping.wait()
         log.info("stopping", grace_s=config.shutdown_grace_s)
         await router.stop()
+
+
+def _calm_garbage_collector() -> None:
+    """What is there by now stays; and a request makes more objects than Python's default of 700,
+    so that each would pay for collections that find nothing (a fifth of its time here)."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def set_up_logging(config: Config) -> None:

@@ -91,6 +91,7 @@ class Pool:
         self._idle: deque[tuple[float, _Connection]] = deque()
         self._open: set[_Connection] = set()
         self._tasks = Tasks()
+        self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
 
     async def request(
@@ -115,6 +116,8 @@ class Pool:
     async def aclose(self) -> None:
         """Close every connection, whoever uses it."""
         self._closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
         await self._tasks.aclose()
         for connection in tuple(self._open):
             connection.abort()
@@ -124,7 +127,8 @@ class Pool:
         """A connection is free. It is closed if nobody takes it within KEEP_IDLE_S."""
         loop = asyncio.get_running_loop()
         self._idle.append((loop.time(), connection))
-        loop.call_later(KEEP_IDLE_S, self._close_stale)
+        if self._sweep is None:
+            self._sweep = loop.call_later(KEEP_IDLE_S, self._close_stale)
 
     def replace(self) -> None:
         """A connection is used up, as after every stream: have another ready for the next.
@@ -143,9 +147,13 @@ class Pool:
         self._open.discard(connection)
 
     def _close_stale(self) -> None:
-        limit = asyncio.get_running_loop().time() - KEEP_IDLE_S
+        loop = asyncio.get_running_loop()
+        limit = loop.time() - KEEP_IDLE_S
         while self._idle and self._idle[0][0] <= limit:
             self._idle.popleft()[1].abort()
+        self._sweep = None
+        if self._idle:
+            self._sweep = loop.call_at(self._idle[0][0] + KEEP_IDLE_S, self._close_stale)
 
     def _kept(self) -> "_Connection | None":
         """The one used last: it has the longest to live."""

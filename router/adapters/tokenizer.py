@@ -218,24 +218,28 @@ class SegmentTokenizer:
         return EMPTY if tokens is None else tokens
 
     async def _parts(self, cutter: Cutter, segments: Sequence[Segment]) -> list[Tokens] | None:
-        parts: list[Tokens | _Future] = []
-        owned: dict[Key, _Future] = {}
-        missing: list[int] = []
-        for index, segment in enumerate(segments):
-            part = self._known(segment.key)
-            if part is None:
-                part = asyncio.get_running_loop().create_future()
-                owned[segment.key] = self._pending[segment.key] = part
-                missing.append(index)
-            parts.append(part)
+        parts = [self._known(segment.key) for segment in segments]
+        missing = [index for index, part in enumerate(parts) if part is None]
         for start, stop in runs(segments, missing):
             run = segments[start:stop]
-            mine: dict[Key, _Future] = {s.key: owned[s.key] for s in run if s.key in owned}
-            work = self._fill(mine, partial(self._run, cutter, run))
-            if self._is_instant(run):
-                await work
-            else:
-                self._spawn(work, name="tokenize")
+            text = "".join(segment.text for segment in run)
+            local = self._local
+            if isinstance(local, LocalTokenizer) and local.is_inline(len(text)):
+                # Nothing is waited for, so nobody can leave or ask for the same meanwhile.
+                pieces = self._split(cutter, local.encode_now(text), run)
+                if pieces is None:
+                    return None
+                for segment, piece in zip(run, pieces, strict=True):
+                    self._cache.put(segment.key, piece)
+                parts[start:stop] = pieces
+                continue
+            owned: dict[Key, _Future] = {}
+            for segment in run:
+                if self._known(segment.key) is None:
+                    future: _Future = asyncio.get_running_loop().create_future()
+                    owned[segment.key] = self._pending[segment.key] = future
+            parts[start:stop] = [self._known(segment.key) for segment in run]
+            self._spawn(self._fill(owned, partial(self._run, cutter, run, text)), name="tokenize")
         ready: list[Tokens] = []
         for part in parts:
             tokens = await _value(part)
@@ -243,11 +247,6 @@ class SegmentTokenizer:
                 return None
             ready.append(tokens)
         return ready
-
-    def _is_instant(self, run: Sequence[Segment]) -> bool:
-        """Nothing will be waited for, so nobody can leave meanwhile: no task is needed."""
-        local = self._local
-        return isinstance(local, LocalTokenizer) and local.is_inline(sum(len(s.text) for s in run))
 
     def _known(self, key: Key) -> Tokens | _Future | None:
         tokens = self._cache.get(key)
@@ -275,21 +274,27 @@ class SegmentTokenizer:
                     future.set_exception(failure)
                     future.exception()  # all who waited may have left: nothing to log
 
-    async def _run(self, cutter: Cutter, run: Sequence[Segment]) -> Mapping[Key, Tokens]:
+    async def _run(self, cutter: Cutter, run: Sequence[Segment], text: str) -> Mapping[Key, Tokens]:
         """The ids of each segment, by one call; nothing if they cannot be told apart."""
-        text = "".join(segment.text for segment in run)
         if self._local is not None:
             ids = await self._local.encode(text)
         else:
             ids = await self._call(text, add_special=False, parse_special=True)
         if len(ids) > LONG_IDS:
-            pieces = await asyncio.to_thread(cutter.split, ids, run)
+            pieces = await asyncio.to_thread(self._split, cutter, ids, run)
         else:
-            pieces = cutter.split(ids, run)
+            pieces = self._split(cutter, ids, run)
         if pieces is None:
-            _log.warning("tokenizer_answer_not_split", n_segments=len(run), n_tokens=len(ids))
             return {}
         return {segment.key: piece for segment, piece in zip(run, pieces, strict=True)}
+
+    def _split(
+        self, cutter: Cutter, ids: Sequence[int], run: Sequence[Segment]
+    ) -> list[Tokens] | None:
+        pieces = cutter.split(ids, run)
+        if pieces is None:
+            _log.warning("tokenizer_answer_not_split", n_segments=len(run), n_tokens=len(ids))
+        return pieces
 
     async def _whole(self, key: Key, text: str, add_special: bool) -> Mapping[Key, Tokens]:
         if self._local is not None:
@@ -360,6 +365,6 @@ class SegmentTokenizer:
         self._pending.clear()
 
 
-async def _value(part: Tokens | _Future) -> Tokens | None:
+async def _value(part: Tokens | _Future | None) -> Tokens | None:
     # Shielded: the future belongs to all who wait for it.
     return await asyncio.shield(part) if isinstance(part, asyncio.Future) else part

@@ -186,13 +186,19 @@ class App:
         """The body, within limits of size and time. Raises RouterError."""
         if not request.can_read_body:
             return b""
+        if request.content.is_eof():  # all of it has come: nothing to wait for
+            return await self._read_all(request)
         try:
             async with asyncio.timeout(self._body_timeout_s):
-                return await request.read()
+                return await self._read_all(request)
         except TimeoutError as error:
             raise ClientTooSlowError(
                 f"the body did not arrive within {self._body_timeout_s:g} s (limits.body_timeout)"
             ) from error
+
+    async def _read_all(self, request: web.Request) -> bytes:
+        try:
+            return await request.read()
         except web.RequestPayloadError as error:
             raise BadRequestError(
                 "the body cannot be read: its chunks or its Content-Encoding are broken"

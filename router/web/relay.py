@@ -72,6 +72,15 @@ def forward_target(request: web.Request) -> str:
     return raw
 
 
+class _Relayed(web.StreamResponse):
+    """Headers go out with the first bytes, in one packet: one packet less for the client to wake
+    up for, 0.15 ms of a short answer. aiohttp does so for `web.Response`; if it forgets this
+    attribute, nothing is lost but that.
+    """
+
+    _send_headers_immediately = False
+
+
 class Capture:
     """What went by, to be read when it is over: all of it, or the two ends of something huge."""
 
@@ -121,7 +130,7 @@ async def relay(
     Raises BackendError if the backend fails before anything was sent, so that another can be
     tried. Afterwards a failure aborts the client's connection: it must not look like an end.
     """
-    response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
+    response = _Relayed(status=upstream.status, reason=upstream.reason)
     for name, value in upstream.headers.items():
         if name.lower() not in _HOP_BY_HOP:
             response.headers.add(name, value)
