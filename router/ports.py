@@ -54,7 +54,14 @@ class SnapshotStore(Protocol):
         """A fresh name to let a backend write to."""
 
     async def verify(self, place: Place, name: str, size_bytes: int) -> StagedFile:
-        """Check what a backend wrote: size as reported, head readable."""
+        """Check what a backend wrote: size as reported, every section readable.
+
+        A sliding-window state is padded so that it can be extended after a restore: `size_bytes`
+        of the result is then larger.
+        """
+
+    async def cut(self, snapshot: Snapshot, n_tokens: int) -> StagedFile:
+        """The first `n_tokens` of a full-attention snapshot as a file to commit."""
 
     async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
         """Give the file its final name. Usable at once, durable once it is in the manifest."""
@@ -62,8 +69,11 @@ class SnapshotStore(Protocol):
     async def discard(self, place: Place, name: str) -> None:
         """Remove a staged file that is not wanted."""
 
-    async def open(self, snapshot: Snapshot, place: Place) -> str:
-        """A name under which a backend of `place` can read the snapshot, checked unchanged."""
+    async def open(self, snapshot: Snapshot, place: Place, n_stream: int) -> str:
+        """A name under which a backend of `place` can read the snapshot, checked unchanged.
+
+        Rewritten, if the backend's files have another number of streams.
+        """
 
     async def close(self, snapshot: Snapshot, place: Place, name: str) -> None:
         """Give back what `open` returned."""

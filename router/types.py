@@ -59,7 +59,8 @@ class Outcome(StrEnum):
 class Prompt:
     """The ids that the engine will see, or the reason why they are not known.
 
-    `boundaries` are token positions where a snapshot stays useful, ascending. Media parts stand
+    `boundaries` are token positions where a snapshot stays useful, ascending and shorter than
+    the prompt; read for memory kinds that cannot go back in a state. Media parts stand
     in `tokens` as one negative id each (a fingerprint); `n_media` counts them.
     """
 
@@ -100,8 +101,28 @@ class BackendInfo:
     place: Place | None = None  # None: no snapshots on this backend
     memory_kind: MemoryKind = MemoryKind.UNKNOWN
     keeps_idle_slots: bool = True  # False: unified KV + RAM cache (llama-server.md section 0.6)
+    n_stream: int = 1  # KV streams of its state files; 0 where it has no attention
+    window: int = 0  # tokens of a sliding window, where there is one and its length was seen
+    cuts: bool = False  # a prefix cut out of a state file was seen to work
     bytes_per_token: float = 0.0
     prefill_s_per_token: float | None = None  # measured by the probe; a prior, no more
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """What a state file can do beyond holding its tokens.
+
+    `checkpoints` are the lengths that a slot can go back to after a restore, where the server
+    writes such into the file. Not `extendable`: a restore gives no token but through them
+    (a sliding window that is longer than the state, llama-server.md section 4.3).
+    """
+
+    n_stream: int = 1
+    checkpoints: tuple[int, ...] = ()
+    extendable: bool = True
+
+
+PLAIN = StateShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +134,7 @@ class Snapshot:
     place: Place
     tokens: Tokens
     size_bytes: int
+    shape: StateShape = PLAIN
 
     def __len__(self) -> int:
         return count(self.tokens)
@@ -217,3 +239,4 @@ class StagedFile:
     name: str
     tokens: Tokens
     size_bytes: int
+    shape: StateShape = PLAIN
