@@ -22,7 +22,7 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         prepared_s=account.prepared_s,
         ttft_s=ttft_s,
         total_s=total_s,
-        predicted_s=chosen.price.ttft_s + account.waited_s,
+        predicted_s=account.plan.ttft_s + account.waited_s,
     )
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from router.core.displacement import can_save, saving_pays
 from router.core.fleet import Fleet
 from router.core.plan import Candidate, Price
-from router.core.reuse import can_restore, reusable_tokens
+from router.core.reuse import can_restore, goes_back, reusable_tokens
 from router.core.slots import Phase, Slot
 from router.tokens import common_prefix, count
-from router.types import BackendId, Request, SlotId, Source
+from router.types import BackendId, BackendInfo, Request, SlotId, Snapshot, Source
 
 # Snapshots that are priced for each backend: those that share most, of these the shortest. One
 # that shares less could only win by being much smaller.
@@ -45,6 +45,7 @@ class Ask:
         *,
         reused: int = 0,
         save_s: float = 0.0,
+        rewrite_s: float = 0.0,
         restore_s: float = 0.0,
         stall_s: float = 0.0,
     ) -> Candidate:
@@ -65,6 +66,7 @@ class Ask:
             reused_tokens=reused,
             price=Price(
                 save_s=displaced_s + save_s,
+                rewrite_s=rewrite_s,
                 restore_s=restore_s,
                 prefill_s=prefill_s,
                 stall_s=stopped_s * self.running(backend) + stall_s,
@@ -124,21 +126,50 @@ def cold(ask: Ask, slot: Slot) -> Candidate:
 
 
 def _restores(ask: Ask, target: Slot, displaced: tuple[float, float, bool]) -> Iterator[Candidate]:
-    """Restore each useful snapshot into a slot."""
+    """Restore each useful snapshot into a slot: the whole, or what the prompt shares with it."""
     info, prompt = ask.fleet.infos[target.id.backend], ask.request.prompt
     if info.place is None or not can_restore(info.memory_kind):
         return
-    rates, catalog = ask.fleet.rates[info.id], ask.fleet.catalog
-    for match in catalog.match(info.namespace, prompt.tokens, _SNAPSHOTS):
-        if match.length > info.n_ctx:
-            continue  # "does not fit in the slot context" (llama-server.md section 1.1)
-        reused = reusable_tokens(info.memory_kind, len(prompt), match.common, match.length)
-        if reused:
-            restore_s = rates.restore_s(catalog[match.item].size_bytes)
-            way = ask.candidate(
-                target.id, Source.SNAPSHOT, displaced, reused=reused, restore_s=restore_s
-            )
-            yield replace(way, snapshot=match.item)
+    catalog, n_prompt = ask.fleet.catalog, len(prompt)
+    useful = catalog.useful(info.memory_kind, info.namespace, prompt.tokens, n_prompt, _SNAPSHOTS)
+    for match, reused in useful:
+        snapshot = catalog[match.item]
+        ways: list[tuple[int, int, int | None]] = [(match.length, snapshot.size_bytes, None)]
+        if info.cuts and goes_back(info.memory_kind) and match.common < match.length:
+            share = match.common * snapshot.size_bytes // match.length
+            if catalog.limits.admits(match.common, share):
+                ways.append((match.common, share, match.common))
+        for length, size_bytes, cut in ways:
+            if length > info.n_ctx:
+                continue  # "does not fit in the slot context" (llama-server.md section 1.1)
+            way = _restore(ask, target, displaced, reused, size_bytes, snapshot, cut is not None)
+            yield replace(way, snapshot=match.item, cut=cut)
+
+
+def _restore(
+    ask: Ask,
+    target: Slot,
+    displaced: tuple[float, float, bool],
+    reused: int,
+    size_bytes: int,
+    snapshot: Snapshot,
+    is_cut: bool,
+) -> Candidate:
+    rates = ask.fleet.rates[target.id.backend]
+    n_rewrites = is_cut + needs_restream(snapshot, ask.fleet.infos[target.id.backend])
+    return ask.candidate(
+        target.id,
+        Source.SNAPSHOT,
+        displaced,
+        reused=reused,
+        rewrite_s=n_rewrites * rates.rewrite_s(size_bytes),
+        restore_s=rates.restore_s(size_bytes),
+    )
+
+
+def needs_restream(snapshot: Snapshot, info: BackendInfo) -> bool:
+    """The backend reads files with another number of KV streams only."""
+    return snapshot.shape.n_stream not in (0, info.n_stream)
 
 
 def _copy(
@@ -164,6 +195,7 @@ def _copy(
         displaced,
         reused=reused,
         save_s=save_s,
+        rewrite_s=rates.rewrite_s(size_bytes) if there.n_stream != here.n_stream else 0.0,
         restore_s=fleet.rates[here.id].restore_s(size_bytes),
         stall_s=save_s * ask.running(there.id),
     )

@@ -8,8 +8,8 @@ import heapq
 from dataclasses import dataclass, field
 
 from router.core.prefix_index import Match, PrefixIndex
-from router.core.reuse import subsumes
-from router.tokens import Tokens
+from router.core.reuse import goes_back, reusable_tokens, subsumes
+from router.tokens import Tokens, count
 from router.types import MemoryKind, Namespace, Snapshot, SnapshotId
 
 UNLIMITED = -1
@@ -86,12 +86,14 @@ class Catalog:
     def add(self, snapshot: Snapshot, kind: MemoryKind, value_s: float) -> list[Snapshot]:
         """Take in a committed snapshot; returns the ones to delete now, perhaps itself.
 
-        1. Larger than a limit by itself: the newcomer goes, and not everything else before it.
+        1. Larger than a limit by itself, or of no use to anybody: the newcomer goes, and not
+           everything else before it.
         2. Equal tokens are stored once: the newcomer goes.
         3. What it makes superfluous goes, unless other prompts branch off there.
         4. The least valuable go until the limits hold.
         """
-        if self.limits.exceeded_by(len(snapshot), snapshot.size_bytes):
+        useless = not (snapshot.shape.extendable or snapshot.shape.checkpoints)
+        if useless or self.limits.exceeded_by(len(snapshot), snapshot.size_bytes):
             return [snapshot]
         index = self._index.setdefault(snapshot.namespace, PrefixIndex())
         for match in index.match(snapshot.tokens, limit=4):
@@ -116,6 +118,43 @@ class Catalog:
         """How many leading tokens of `tokens` some snapshot holds."""
         index = self._index.get(namespace)
         return index.longest(tokens) if index else 0
+
+    def useful(
+        self, kind: MemoryKind, namespace: Namespace, tokens: Tokens, n_prompt: int, limit: int = 4
+    ) -> list[tuple[Match[SnapshotId], int]]:
+        """Snapshots that spare a prompt of `n_prompt` tokens, which begins with `tokens`,
+        something; and how many tokens. At least the best are among them.
+
+        Kinds that cannot go back: those that share most are of no use if they are longer, so the
+        whole prefixes are looked at as well.
+        """
+        index = self._index.get(namespace)
+        if index is None:
+            return []
+        matches = index.match(tokens, limit)
+        if not goes_back(kind):
+            known = {match.item for match in matches}
+            prefixes = [match for match in index.prefixes(tokens) if match.item not in known]
+            matches += prefixes[-limit:]
+        found = []
+        for match in matches:
+            shape = self[match.item].shape
+            reused = reusable_tokens(
+                kind,
+                n_prompt,
+                match.common,
+                match.length,
+                checkpoints=shape.checkpoints,
+                extendable=shape.extendable,
+            )
+            if reused:
+                found.append((match, reused))
+        return found
+
+    def reach(self, kind: MemoryKind, namespace: Namespace, tokens: Tokens) -> int:
+        """How many of `tokens` a restore would spare a prompt that goes on after them."""
+        found = self.useful(kind, namespace, tokens, count(tokens) + 1)
+        return max((reused for _, reused in found), default=0)
 
     def match(
         self, namespace: Namespace, tokens: Tokens, limit: int = 8

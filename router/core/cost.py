@@ -96,6 +96,7 @@ class Rates:
     prefill: Line = field(default_factory=lambda: Line(2e-3, 5e-8))
     save: Line = field(default_factory=lambda: Line(2e-3, 1 / 1.5e9))
     restore: Line = field(default_factory=lambda: Line(2e-3, 1 / 2e9))
+    rewrite: Line = field(default_factory=lambda: Line(2e-3, 1 / 1e9))
     bytes_per_token: Mean = field(default_factory=lambda: Mean(50_000.0))
     output_tokens: Mean = field(default_factory=lambda: Mean(200.0))
     output_s_per_token: Mean = field(default_factory=lambda: Mean(0.02))
@@ -123,6 +124,10 @@ class Rates:
     def restore_s(self, size_bytes: int) -> float:
         """Seconds to restore a file of `size_bytes`, in which the backend does nothing else."""
         return self.restore.predict(1.0, size_bytes)
+
+    def rewrite_s(self, size_bytes: int) -> float:
+        """Seconds to make another file of `size_bytes` out of a state file, without a backend."""
+        return self.rewrite.predict(1.0, size_bytes)
 
     def observe_save(self, tokens: int, size_bytes: int, seconds: float) -> None:
         """Learn from a save."""

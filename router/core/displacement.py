@@ -3,16 +3,20 @@
 from router.core.fleet import Fleet
 from router.core.reuse import can_restore
 from router.core.slots import Slot
-from router.types import BackendInfo, MemoryKind
+from router.types import BackendInfo
 
 
 def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
-    """A state of `tokens` on this backend can become a snapshot."""
+    """A state of `tokens` on this backend can become a snapshot that is of use.
+
+    One that is shorter than its sliding window cannot be extended (llama-server.md section 4.3).
+    """
     size_bytes = tokens * fleet.rates[info.id].bytes_per_token.value
     return (
         fleet.policy.moves_kv
         and info.place is not None
         and can_restore(info.memory_kind)
+        and tokens > info.window
         and fleet.catalog.limits.admits(tokens, size_bytes)
     )
 
@@ -32,8 +36,7 @@ def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> tuple[float, float, 
         return 0.0, 0.0, False
     info = fleet.infos[slot.id.backend]
     rates, chance = fleet.rates[info.id], fleet.policy.reuse_probability
-    covered = fleet.catalog.covered(info.namespace, resident.tokens)
-    covered = _useful_cover(info.memory_kind, covered, len(resident))
+    covered = fleet.catalog.reach(info.memory_kind, info.namespace, resident.tokens)
     size_bytes = round(len(resident) * rates.bytes_per_token.value)
     back_s = chance * rates.restore_s(size_bytes)
     missing = len(resident) - max(covered, kept)
@@ -45,10 +48,3 @@ def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> tuple[float, float, 
     if can_save(fleet, info, len(resident)) and save_s + stall_s + back_s < loss_s:
         return save_s, back_s, True
     return 0.0, loss_s, False
-
-
-def _useful_cover(kind: MemoryKind, covered: int, held: int) -> int:
-    """Kinds without partial reuse gain nothing from a snapshot of a part."""
-    if kind is MemoryKind.FULL:
-        return covered
-    return held if covered == held else 0

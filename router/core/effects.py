@@ -24,6 +24,7 @@ class SaveReason(StrEnum):
     DISPLACED = "displaced"
     COPY = "copy"
     SHARED = "shared"  # others wait for the same prefix
+    BOUNDARY = "boundary"  # prompts part there, and the memory kind cannot go back
     IDLE = "idle"
 
 
@@ -35,6 +36,15 @@ class Save:
     slot: SlotId
     namespace: Namespace
     reason: SaveReason
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Make a snapshot of the first `n_tokens` of one. Answered by WasCut or CutFailed."""
+
+    request: RequestId
+    snapshot: Snapshot
+    n_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,5 +139,15 @@ class Account:
 
 
 Effect = (
-    Save | Restore | Prefill | Dispatch | Reject | Watch | StopWork | Delete | Quarantine | Account
+    Save
+    | Cut
+    | Restore
+    | Prefill
+    | Dispatch
+    | Reject
+    | Watch
+    | StopWork
+    | Delete
+    | Quarantine
+    | Account
 )

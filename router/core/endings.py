@@ -128,7 +128,7 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
     if job.request.whole_backend:
         return UNKNOWN
     if job.request.pinnable or job.placed:
-        return after_finish(job.request.prompt, event.reported)
+        return after_finish(job.request.prompt, event.reported, job.sent_over)
     _doubt_drained(state, job)
     for slot in state.fleet.slots.of(job.slot.backend):
         if slot.is_idle:

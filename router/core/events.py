@@ -97,13 +97,32 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class WasCut:
+    """A part of a snapshot is a committed snapshot, after `seconds`."""
+
+    request: RequestId
+    snapshot: Snapshot
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CutFailed:
+    """No snapshot came of a cut; the one it was to be cut out of is as it was."""
+
+    request: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Restored:
-    """A slot holds a snapshot."""
+    """A slot holds a snapshot. `rewrite_s`: what making its file readable there took, if it was
+    not."""
 
     request: RequestId
     snapshot: SnapshotId
     n_tokens: int
     seconds: float
+    rewrite_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +209,8 @@ Event = (
     | Cancelled
     | Saved
     | SaveFailed
+    | WasCut
+    | CutFailed
     | Restored
     | RestoreFailed
     | Prefilled

@@ -152,7 +152,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
     state.jobs[job.id] = job
     slot.pending = request.prompt.tokens
     slot.busy_until = (
-        now + chosen.price.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
+        now + decision.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
     )
     if request.whole_backend:
         rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]

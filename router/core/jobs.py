@@ -20,6 +20,14 @@ class SaveStep:
 
 
 @dataclass(frozen=True, slots=True)
+class CutStep:
+    """Make a snapshot of the first `n_tokens` of one, for the restore that comes next."""
+
+    snapshot: SnapshotId
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreStep:
     """Restore into the job's slot. None: whatever the copy's save has just made."""
 
@@ -38,7 +46,7 @@ class DispatchStep:
     """Let the client's request go."""
 
 
-Step = SaveStep | RestoreStep | PrefillStep | DispatchStep
+Step = SaveStep | CutStep | RestoreStep | PrefillStep | DispatchStep
 
 
 class Stage(StrEnum):
@@ -79,6 +87,13 @@ class Job:
     def lease_of(self, slot: SlotId) -> Lease | None:
         """The job's lease on a slot. None: it has none, or no longer."""
         return next((x for x in (self.lease, *self.others) if x.slot == slot), None)
+
+    def note_prefill(self, reported: Reported) -> None:
+        """One more part of the prompt was computed for this job; none twice, so they add up."""
+        before = self.prefilled.computed_tokens if self.prefilled is not None else None
+        if before is not None and reported.cached_tokens is not None:
+            reported = replace(reported, cached_tokens=reported.cached_tokens - before)
+        self.prefilled = reported
 
     def went_cold(self, reason: str) -> None:
         """What the plan meant to reuse did not come."""

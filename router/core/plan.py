@@ -11,6 +11,7 @@ class Price:
 
     wait_s: float = 0.0
     save_s: float = 0.0  # of content that is displaced
+    rewrite_s: float = 0.0  # of a state file, before it is restored; stops nobody
     restore_s: float = 0.0
     prefill_s: float = 0.0
     stall_s: float = 0.0  # caused to running streams, which stop for transfers and prefills
@@ -19,13 +20,11 @@ class Price:
     @property
     def ttft_s(self) -> float:
         """What the request itself waits for."""
-        return self.wait_s + self.save_s + self.restore_s + self.prefill_s
+        return self.wait_s + self.save_s + self.rewrite_s + self.restore_s + self.prefill_s
 
     @property
     def total_s(self) -> float:
-        return (
-            self.wait_s + self.save_s + self.restore_s + self.prefill_s + self.stall_s + self.loss_s
-        )
+        return self.ttft_s + self.stall_s + self.loss_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,7 @@ class Candidate:
     reused_tokens: int
     price: Price
     snapshot: SnapshotId | None = None
+    cut: int | None = None  # restore this many tokens of the snapshot, cut out of its file
     copy_from: SlotId | None = None
     save_displaced: bool = False
     wait_for: SlotId | None = None  # not now: when this busy slot is done
@@ -60,9 +60,19 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The chosen candidate, the losers in order, and the reason in words."""
+    """The chosen candidate, the losers in order, and the reason in words.
+
+    `pauses` are lengths at which the prefill stops for a snapshot, which takes `pauses_s`.
+    """
 
     chosen: Candidate
     losers: tuple[Candidate, ...] = ()
     reason: str = ""
     prefill_first: bool = field(default=False)
+    pauses: tuple[int, ...] = ()
+    pauses_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        """What the request itself waits for once it is granted."""
+        return self.chosen.price.ttft_s + self.pauses_s

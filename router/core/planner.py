@@ -8,6 +8,7 @@ from router.core.baseline import baseline
 from router.core.candidates import Ask, less_double_work, starting_later, starting_now
 from router.core.displacement import can_save
 from router.core.fleet import Fleet
+from router.core.pauses import pauses
 from router.core.plan import Candidate, Plan
 from router.core.policy import PolicyName
 from router.types import Request, Source
@@ -40,11 +41,15 @@ def plan(request: Request, fleet: Fleet, now: float, waited_s: float = 0.0) -> P
     chosen = candidates[0]
     if fleet.policy.name is PolicyName.PREFER_OWNER:
         chosen = _owner_first(candidates)
+    starts = chosen.wait_for is None and not ask.has_no_say
+    stops, stops_s = pauses(fleet, request, chosen) if starts else ((), 0.0)
     return Plan(
         chosen=chosen,
         losers=tuple(way for way in candidates if way is not chosen)[:_LOSERS],
         reason=_reason(request, chosen),
         prefill_first=_prefill_first(request, chosen, fleet),
+        pauses=stops,
+        pauses_s=stops_s,
     )
 
 

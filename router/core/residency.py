@@ -1,12 +1,23 @@
 """What a slot holds after something happened to it. Certain, or not claimed."""
 
 from router.core.reuse import CHECKPOINT_BEFORE_END
-from router.core.slots import UNKNOWN, Resident
+from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.tokens import Tokens, common_prefix, count, head, join
 from router.types import Prompt, Reported
 
 
-def after_finish(prompt: Prompt, reported: Reported) -> Resident:
+def after_prefill(before: Resident, tokens: Tokens, reported: Reported) -> Resident:
+    """After a prefill of the router's own: its tokens, and the rollback points it has made."""
+    last = max(count(tokens) - CHECKPOINT_BEFORE_END, 0)
+    return Resident(tokens, 0, (*_kept(before, reported), last))
+
+
+def _kept(before: Resident, reported: Reported) -> tuple[int, ...]:
+    """Rollback points within what a request reused; the server drops the others."""
+    return tuple(c for c in before.checkpoints if c <= (reported.cached_tokens or 0))
+
+
+def after_finish(prompt: Prompt, reported: Reported, before: Resident = NOTHING) -> Resident:
     """After a complete answer: the prompt and all of the answer but its last token.
 
     The last sampled token is never in the KV (llama-server.md section 1.3).
@@ -19,10 +30,10 @@ def after_finish(prompt: Prompt, reported: Reported) -> Resident:
         return UNKNOWN
     if reported.prompt_tokens is not None and reported.prompt_tokens != len(prompt):
         return UNKNOWN
-    checkpoints = (
-        *(b for b in prompt.boundaries if b < len(prompt)),
-        max(len(prompt) - CHECKPOINT_BEFORE_END, 0),
-    )
+    # The server makes one at the start of the last user message; the router's last boundary is
+    # that message's end.
+    last = max(len(prompt) - CHECKPOINT_BEFORE_END, 0)
+    checkpoints = tuple(sorted({*_kept(before, reported), *prompt.boundaries[:-1], last}))
     if reported.generated is not None:
         held = head(reported.generated, max(count(reported.generated) - 1, 0))
         return Resident(join([prompt.tokens, held]), 0, checkpoints)

@@ -14,12 +14,14 @@ def reusable_tokens(
     held_tokens: int,
     *,
     checkpoints: tuple[int, ...] = (),
+    extendable: bool = True,
 ) -> int:
     """Tokens that need no computing when `common` leading tokens of prompt and state are equal.
 
-    `held_tokens` is the state's length. `checkpoints` are the positions a live slot can fall back
-    to; a restored state has none (llama-server.md section 1.3). The last token of a prompt is
-    always evaluated (section 2.3). Source of the table: section 4.3.
+    `held_tokens` is the state's length. `checkpoints` are the lengths that the slot can go back
+    to: of a live slot those that the server has made, of a restored one those in the file, if
+    there are any. Not `extendable`: restored, and of use by its checkpoints only. The last token
+    of a prompt is always evaluated (llama-server.md section 2.3); the table is of section 4.3.
 
     1. Full attention: the common prefix.
     2. Every other kind, state a strict prefix of the prompt: the whole state.
@@ -31,18 +33,22 @@ def reusable_tokens(
         return 0
     if kind is MemoryKind.FULL:
         return usable
-    if common == held_tokens and held_tokens < prompt_tokens:
+    if extendable and common == held_tokens and held_tokens < prompt_tokens:
         return held_tokens
     return max((c for c in checkpoints if c <= usable), default=0)
 
 
 def can_restore(kind: MemoryKind) -> bool:
-    """A restored state of this kind is of use at all, without rewriting the file.
+    """A restored state of this kind is of use at all."""
+    return kind is not MemoryKind.UNKNOWN
 
-    Sliding-window states are not: only the window's cells are written, and the server then
-    starts from zero (llama-server.md section 4.3).
+
+def goes_back(kind: MemoryKind) -> bool:
+    """Any prefix of a state can be used, and be cut out of its file.
+
+    Of the other kinds only the whole: they need a snapshot wherever prompts part.
     """
-    return kind in (MemoryKind.FULL, MemoryKind.HYBRID, MemoryKind.RECURRENT)
+    return kind is MemoryKind.FULL
 
 
 def subsumes(kind: MemoryKind) -> bool:

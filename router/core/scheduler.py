@@ -67,6 +67,10 @@ class Scheduler:
                 steps.saved(state, event, now)
             case ev.SaveFailed():
                 steps.save_failed(state, event, now)
+            case ev.WasCut():
+                steps.was_cut(state, event, now)
+            case ev.CutFailed():
+                steps.cut_failed(state, event, now)
             case ev.Restored():
                 steps.restored(state, event, now)
             case ev.RestoreFailed():

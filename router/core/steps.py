@@ -9,14 +9,24 @@ from typing import assert_never
 
 from router.core import events as ev
 from router.core.displacement import can_save, saving_pays
-from router.core.effects import Dispatch, Prefill, Quarantine, Restore, Save, SaveReason
+from router.core.effects import Cut, Dispatch, Prefill, Quarantine, Restore, Save, SaveReason
 from router.core.endings import end
-from router.core.jobs import DispatchStep, Job, PrefillStep, RestoreStep, SaveStep, Stage, Step
+from router.core.jobs import (
+    CutStep,
+    DispatchStep,
+    Job,
+    PrefillStep,
+    RestoreStep,
+    SaveStep,
+    Stage,
+    Step,
+)
 from router.core.plan import Plan
+from router.core.residency import after_prefill
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
 from router.tokens import Tokens, common_prefix, count, head
-from router.types import Request, Snapshot, SnapshotId
+from router.types import MemoryKind, Request, Snapshot, SnapshotId
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
 # server's answer does not tell which (llama-server.md section 1.1): once is forgiven.
@@ -39,11 +49,17 @@ def steps_of(state: State, job: Job, request: Request, decision: Plan) -> deque[
     if chosen.copy_from is not None:
         steps += [SaveStep(chosen.copy_from, SaveReason.COPY), RestoreStep(None)]
     elif chosen.snapshot is not None:
+        if chosen.cut is not None:
+            steps.append(CutStep(chosen.snapshot, chosen.cut))
         steps.append(RestoreStep(chosen.snapshot))
-    if decision.prefill_first:
-        # Less one token: the state is then a strict prefix of every prompt like it, and the
-        # client's own request has one token left to compute, none of them twice.
-        steps.append(PrefillStep(head(request.prompt.tokens, len(request.prompt) - 1)))
+    tokens = request.prompt.tokens
+    for length in decision.pauses:
+        steps += [PrefillStep(head(tokens, length)), SaveStep(chosen.slot, SaveReason.BOUNDARY)]
+    # Less one token: the state is then a strict prefix of every prompt like it, and the
+    # client's own request has one token left to compute, none of them twice.
+    n_first = len(request.prompt) - 1
+    if decision.prefill_first and n_first not in decision.pauses:
+        steps.append(PrefillStep(head(tokens, n_first)))
     steps.append(DispatchStep())
     return steps
 
@@ -58,6 +74,11 @@ def next_step(state: State, job: Job, now: float) -> None:
         case SaveStep():
             namespace = state.fleet.infos[step.slot.backend].namespace
             state.out.append(Save(job.id, step.slot, namespace, step.reason))
+        case CutStep():
+            if state.fleet.catalog.is_forgotten(step.snapshot):
+                next_step(state, job, now)  # the restore deals with it
+            else:
+                state.out.append(Cut(job.id, state.fleet.catalog[step.snapshot], step.n_tokens))
         case RestoreStep(snapshot=None):
             next_step(state, job, now)  # the copy came to nothing
         case RestoreStep(snapshot=snapshot):
@@ -72,7 +93,9 @@ def next_step(state: State, job: Job, now: float) -> None:
             state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot], erase))
         case PrefillStep():
             slot = state.fleet.slots[job.slot]
-            slot.pending, slot.sharing = step.tokens, True
+            # Others may as well wait for the last of several.
+            last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
+            slot.pending, slot.sharing = last[0] if last else step.tokens, True
             assert job.plan is not None
             slot.busy_until = now + job.plan.chosen.price.prefill_s
             state.others_cleared(job.slot.backend)
@@ -126,6 +149,44 @@ def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
         next_step(state, job, now)
 
 
+def was_cut(state: State, event: ev.WasCut, now: float) -> None:
+    """The part is a snapshot of its own from now on, and is what gets restored."""
+    trunk = event.snapshot
+    kind = MemoryKind.FULL  # no other can be cut
+    state.delete(state.fleet.catalog.add(trunk, kind, state.value_s(trunk)))
+    job = state.jobs.get(event.request)
+    if job is None:
+        return
+    state.fleet.rates[job.slot.backend].rewrite.observe(1.0, trunk.size_bytes, event.seconds)
+    if job.steps:
+        usable = _find(state, trunk)
+        if usable is None:
+            _restore_the_whole(state, job, "the limits leave no room for the part")
+        else:
+            state.restore_over(job.id)  # of the long one, which nobody will read
+            state.fleet.catalog.acquire(usable)
+            job.using = usable
+            job.steps[0] = RestoreStep(usable)
+    next_step(state, job, now)
+
+
+def cut_failed(state: State, event: ev.CutFailed, now: float) -> None:
+    """The whole gets restored instead, if the slot can hold it."""
+    if job := state.jobs.get(event.request):
+        if job.steps:
+            _restore_the_whole(state, job, f"cutting failed: {event.reason}")
+        next_step(state, job, now)
+
+
+def _restore_the_whole(state: State, job: Job, reason: str) -> None:
+    """Go on to the restore as it is, or cold if the slot is too short for it."""
+    assert job.using is not None
+    if len(state.fleet.catalog[job.using]) > state.fleet.infos[job.slot.backend].n_ctx:
+        state.restore_over(job.id)
+        job.went_cold(reason)
+        job.steps.popleft()
+
+
 def _save_over(state: State, job: Job, snapshot: Snapshot | None) -> None:
     """The source of a copy is given back at once; the copy goes on with what was saved."""
     if not (isinstance(job.doing, SaveStep) and job.doing.reason is SaveReason.COPY):
@@ -148,7 +209,7 @@ def _save_over(state: State, job: Job, snapshot: Snapshot | None) -> None:
 def _find(state: State, snapshot: Snapshot) -> SnapshotId | None:
     """The catalog's snapshot with these tokens: this one, or the equal that was there before."""
     for match in state.fleet.catalog.match(snapshot.namespace, snapshot.tokens, limit=4):
-        if match.common == len(snapshot):
+        if match.common == match.length == len(snapshot):
             return match.item
     return None
 
@@ -163,8 +224,11 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
     snapshot = state.fleet.catalog[event.snapshot]
     rates = state.fleet.rates[job.slot.backend]
     rates.restore.observe(1.0, snapshot.size_bytes, event.seconds)
+    if event.rewrite_s:
+        rates.rewrite.observe(1.0, snapshot.size_bytes, event.rewrite_s)
     slot = state.fleet.slots[job.slot]
-    slot.resident = Resident(snapshot.tokens) if event.n_tokens == len(snapshot) else UNKNOWN
+    whole = Resident(snapshot.tokens, 0, snapshot.shape.checkpoints)
+    slot.resident = whole if event.n_tokens == len(snapshot) else UNKNOWN
     state.restore_over(event.request)
     next_step(state, job, now)
 
@@ -198,13 +262,17 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     state.others_cleared(job.slot.backend)
     if isinstance(event, ev.PrefillFailed):
         slot.resident = UNKNOWN
+        # There is nothing to save; and for those who wait, nothing came of it.
+        job.steps = deque(step for step in job.steps if isinstance(step, DispatchStep))
         if job.cancelled:
-            job.steps.clear()  # nothing came of it for those who wait
+            job.steps.clear()
     else:
-        job.prefilled = event.reported
-        slot.resident = Resident(job.doing.tokens)
+        job.note_prefill(event.reported)
+        slot.resident = after_prefill(slot.resident, job.doing.tokens, event.reported)
         state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
-        if not job.cancelled and is_wanted(state, job, job.doing.tokens):
+        saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
+        wanted = not job.cancelled and not saved_anyway
+        if wanted and is_wanted(state, job, job.doing.tokens):
             job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
     next_step(state, job, now)
 

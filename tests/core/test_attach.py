@@ -71,7 +71,7 @@ def test_a_backend_that_tells_nothing_gets_priors_all_the_same() -> None:
 
 # -- a backend that is tried out later -------------------------------------------------------------
 
-TRIED = backend("a", 3, memory_kind=MemoryKind.HYBRID, bytes_per_token=7.0)
+TRIED = backend("a", 3, memory_kind=MemoryKind.FULL, bytes_per_token=7.0)
 UNTRIED = backend("a", 3, place=None, memory_kind=MemoryKind.UNKNOWN)
 
 

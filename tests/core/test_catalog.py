@@ -1,6 +1,6 @@
 """The catalog against a dictionary, and each of its rules by name."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from router.core.catalog import Catalog, Limits
 from router.core.prefix_index import Match
 from router.tokens import count, pack
-from router.types import MemoryKind, Snapshot, SnapshotId
+from router.types import MemoryKind, Snapshot, SnapshotId, StateShape
 from tests.core.build import NS, OTHER_NS, run_of, snapshot, tokens
 
 FULL, HYBRID = MemoryKind.FULL, MemoryKind.HYBRID
@@ -204,6 +204,37 @@ def test_the_unknown_can_be_removed_and_forgotten_in_vain() -> None:
     assert not catalog.forget(S1)
     assert catalog.covered(NS, tokens(1)) == 0
     assert catalog.match(NS, tokens(1)) == []
+
+
+def test_a_state_that_gives_nothing_back_is_not_kept() -> None:
+    catalog = Catalog()
+    useless = replace(snapshot("s", run_of(5)), shape=StateShape(extendable=False))
+    partly = replace(snapshot("p", run_of(6)), shape=StateShape(1, (4,), extendable=False))
+
+    assert catalog.add(useless, MemoryKind.SLIDING_WINDOW, 1.0) == [useless]
+    assert catalog.add(partly, MemoryKind.SLIDING_WINDOW, 1.0) == []
+    assert catalog.reach(MemoryKind.SLIDING_WINDOW, NS, run_of(9)) == 4
+
+
+def test_what_can_go_back_is_useful_by_what_it_shares() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("long", run_of(50)), MemoryKind.FULL, 1.0)
+
+    (found,) = catalog.useful(MemoryKind.FULL, NS, run_of(20), 20)
+    assert (found[0].item, found[1]) == ("long", 19)
+    assert catalog.reach(MemoryKind.FULL, NS, run_of(20)) == 20
+    assert catalog.reach(MemoryKind.FULL, OTHER_NS, run_of(20)) == 0
+
+
+def test_what_cannot_is_useful_as_a_whole_however_many_are_longer() -> None:
+    catalog = Catalog()
+    for n in (5, 10, *range(100, 120)):
+        catalog.add(snapshot(f"s{n}", run_of(n)), MemoryKind.HYBRID, 1.0)
+
+    found = catalog.useful(MemoryKind.HYBRID, NS, run_of(20), 20)
+    assert sorted((match.item, reused) for match, reused in found) == [("s10", 10), ("s5", 5)]
+    assert catalog.reach(MemoryKind.HYBRID, NS, run_of(20)) == 10
+    assert catalog.reach(MemoryKind.HYBRID, NS, run_of(10)) == 10
 
 
 def test_covered_is_the_longest_share() -> None:

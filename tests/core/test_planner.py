@@ -308,7 +308,7 @@ def test_streams_that_stop_are_priced() -> None:
     ("change", "policy", "limits"),
     [
         ({"place": None}, PolicyName.CHEAPEST, Limits()),
-        ({"memory_kind": MemoryKind.SLIDING_WINDOW}, PolicyName.CHEAPEST, Limits()),
+        ({"memory_kind": MemoryKind.SLIDING_WINDOW, "window": 5}, PolicyName.CHEAPEST, Limits()),
         ({}, PolicyName.STICKY, Limits()),
         ({}, PolicyName.CHEAPEST, Limits(max_tokens=4)),
     ],

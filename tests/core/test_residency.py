@@ -41,10 +41,10 @@ def test_nothing_is_claimed_if_the_backend_counted_another_prompt() -> None:
     assert after_finish(PROMPT, Reported(prompt_tokens=4)) == UNKNOWN
 
 
-def test_checkpoints_are_the_boundaries_and_just_before_the_end() -> None:
-    prompt = Prompt(run_of(10), boundaries=(4, 7, 10))
+def test_checkpoints_are_at_the_start_of_the_last_message_and_just_before_the_end() -> None:
+    prompt = Prompt(run_of(10), boundaries=(4, 9))
 
-    assert after_finish(prompt, Reported()).checkpoints == (4, 7, 6)
+    assert after_finish(prompt, Reported()).checkpoints == (4, 6)
     assert after_finish(PROMPT, Reported()).checkpoints == (0,)
 
 

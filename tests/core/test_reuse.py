@@ -59,5 +59,11 @@ def test_never_more_than_is_shared(
 
 
 def test_what_can_be_restored_at_all() -> None:
-    assert [kind for kind in MemoryKind if can_restore(kind)] == [FULL, HYBRID, RECURRENT]
+    assert [kind for kind in MemoryKind if can_restore(kind)] == [FULL, SWA, HYBRID, RECURRENT]
     assert [kind for kind in MemoryKind if subsumes(kind)] == [FULL]
+
+
+def test_a_restored_state_that_cannot_be_extended_gives_its_checkpoints() -> None:
+    assert reusable_tokens(SWA, 300, 200, 200, extendable=False) == 0
+    assert reusable_tokens(SWA, 300, 200, 200, checkpoints=(96, 196), extendable=False) == 196
+    assert reusable_tokens(SWA, 300, 120, 200, checkpoints=(96, 196), extendable=False) == 96

@@ -14,7 +14,7 @@ from router.core.planner import plan
 from router.core.policy import PolicyName
 from router.core.queue import QueueLimits
 from router.core.slots import Phase
-from router.tokens import unpack
+from router.tokens import pack, unpack
 from router.types import (
     BackendId,
     MemoryKind,
@@ -43,6 +43,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
                 "keeps_idle_slots": st.booleans(),
                 "namespace": st.sampled_from([NS, NS, NS, Namespace("other")]),
                 "n_ctx": st.sampled_from([100, 12]),
+                "n_stream": st.sampled_from([1, 2]),
             }
         ),
         coalesce=st.sampled_from([None, 0.0, 0.1]),
@@ -61,8 +62,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         room: int,
     ) -> None:
         infos = [
-            backend("a", sizes[0], memory_kind=kind, n_ctx=100),
-            backend("b", sizes[1], memory_kind=kind, **b),
+            backend("a", sizes[0], memory_kind=kind, n_ctx=100, cuts=True),
+            backend("b", sizes[1], memory_kind=kind, cuts=True, **b),
         ]
         made = scheduler(
             *infos,
@@ -85,7 +86,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     )
     def arrive(self, prompts: list[Ids], kind: str, hint: int | None, session: str | None) -> None:
         variants: dict[str, dict[str, Any]] = {
-            "plain": {},
+            "plain": {"boundaries": True},
             "unpinned": {"pinnable": False},
             "whole": {"pinnable": False, "whole_backend": True},
             "unknown": {"prompt": Prompt(unknown="media")},
@@ -93,7 +94,11 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         }
         for prompt in prompts:
             name = f"r{len(self.requests)}"
-            asked = request(name, prompt, slot_hint=hint, session=session, **variants[kind])
+            more = dict(variants[kind])
+            if more.pop("boundaries", False):
+                places = {1, len(prompt) // 2, len(prompt) - 1} - {0}
+                more["prompt"] = Prompt(pack(prompt), boundaries=tuple(sorted(places)))
+            asked = request(name, prompt, slot_hint=hint, session=session, **more)
             self.requests[asked.id] = asked
             self.true_prompt[asked.id] = prompt
             self.fates[asked.id] = []
@@ -120,6 +125,11 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         for _ in range(steps):
             if op in self.ops:
                 self.advance(op, data)
+
+    @precondition(lambda self: self.cutting)
+    @rule(ok=st.booleans())
+    def is_cut(self, ok: bool) -> None:
+        self.cuts(self.cutting.pop(0), ok)
 
     @precondition(lambda self: self.abandoned())
     @rule(data=st.data(), answer=ANSWERS)
@@ -239,7 +249,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             return
         for _ in range(10_000):
             self.settle()
-            if not self.ops and not self.abandoned():
+            if not self.ops and not self.cutting and not self.abandoned():
                 break
         state = self.scheduler.state
         assert state.jobs == {}
@@ -252,6 +262,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         """One step nearer to the end, without choices."""
         for server, name in self.abandoned():
             server.end(name, 20, (1,))
+        while self.cutting:
+            self.cuts(self.cutting.pop(), ok=True)
         if not self.ops:
             return
         op = self.ops[0]

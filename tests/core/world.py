@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from router.core import effects as ef
 from router.core import events as ev
 from router.core.scheduler import Scheduler
-from router.tokens import pack, unpack
+from router.tokens import head, pack, unpack
 from router.types import (
     BackendId,
     BackendInfo,
@@ -22,6 +22,7 @@ from router.types import (
     SlotId,
     Snapshot,
     SnapshotId,
+    StateShape,
 )
 from tests.core.build import backend
 from tests.core.model_server import Ids, Server
@@ -73,6 +74,7 @@ class World:
         self.files: dict[SnapshotId, Snapshot] = {}
         self.gone: set[SnapshotId] = set()
         self.answers: list[ev.AnswerRead] = []
+        self.cutting: list[ef.Cut] = []
         self.stopping = False
 
     def dies(self, name: BackendId) -> None:
@@ -110,9 +112,25 @@ class World:
             self.feed(ev.SaveFailed(effect.request, op.slot, "no"))
             return
         name = SnapshotId(f"s{len(self.files)}")
-        made = Snapshot(name, effect.namespace, self.place(), pack(held), 1000 * len(held))
+        shape = StateShape(op.server.info.n_stream)
+        made = Snapshot(name, effect.namespace, self.place(), pack(held), 1000 * len(held), shape)
         self.files[name] = made
         self.feed(ev.Saved(effect.request, op.slot, made, 0.001))
+
+    def cuts(self, effect: ef.Cut, ok: bool) -> None:
+        if not ok:
+            self.feed(ev.CutFailed(effect.request, "no"))
+            return
+        name = SnapshotId(f"s{len(self.files)}")
+        whole = effect.snapshot
+        part = replace(
+            whole,
+            id=name,
+            tokens=head(whole.tokens, effect.n_tokens),
+            size_bytes=1000 * effect.n_tokens,
+        )
+        self.files[name] = part
+        self.feed(ev.WasCut(effect.request, part, 0.001))
 
     def restores(self, op: Op, effect: ef.Restore, how: str) -> None:
         self.ops.remove(op)
@@ -207,6 +225,10 @@ class World:
         match effect:
             case ef.Save() | ef.Restore() | ef.Prefill() | ef.Dispatch() | ef.Watch():
                 self.begins(effect)
+            case ef.Cut():
+                assert effect.snapshot.id not in self.gone
+                assert 0 < effect.n_tokens < len(effect.snapshot)
+                self.cutting.append(effect)
             case ef.Reject():
                 self.fates[effect.request].append("rejected")
             case ef.Account():

@@ -1,0 +1,52 @@
+"""Where a prefill stops for a moment so that what it has computed so far becomes a snapshot.
+
+For memory kinds whose states can only be extended: a snapshot is of use to a prompt only if all
+of it is a prefix of that prompt, so there must be one wherever prompts part. Nothing is computed
+twice for it; what it costs is the saves.
+"""
+
+from router.core.displacement import can_save
+from router.core.fleet import Fleet
+from router.core.plan import Candidate
+from router.core.reuse import can_restore, goes_back
+from router.tokens import common_prefix, head
+from router.types import BackendInfo, Request
+
+
+def pauses(fleet: Fleet, request: Request, chosen: Candidate) -> tuple[tuple[int, ...], float]:
+    """Lengths to stop at, ascending, and the seconds of their saves.
+
+    A place is worth it if what a snapshot there saves those who will ask for it costs more than
+    the save, weighed by the chance that they do:
+
+    1. the boundaries of the messages, or where there are none the last token but one;
+    2. where the prompt leaves what a snapshot or a slot holds: somebody has parted there before.
+    """
+    info, prompt = fleet.infos[chosen.slot.backend], request.prompt
+    kind = info.memory_kind
+    if goes_back(kind) or not can_restore(kind) or prompt.n_media or request.whole_backend:
+        return (), 0.0
+    rates, catalog = fleet.rates[info.id], fleet.catalog
+    chance, running = fleet.policy.reuse_probability, fleet.running(info.id)
+    places = {*(prompt.boundaries or (len(prompt) - 1,)), _branch(fleet, info, request)}
+    found: list[int] = []
+    cost_s = 0.0
+    for place in sorted(places):
+        if not chosen.reused_tokens < place < len(prompt) or not can_save(fleet, info, place):
+            continue
+        there = catalog.reach(kind, info.namespace, head(prompt.tokens, place))
+        there = max([there, *found])
+        size_bytes = round(place * rates.bytes_per_token.value)
+        save_s = rates.save_s(place)
+        gain_s = rates.prefill_s(place - there, there) - rates.restore_s(size_bytes)
+        if save_s * (1 + running) < chance * gain_s:
+            found.append(place)
+            cost_s += save_s
+    return tuple(found), cost_s
+
+
+def _branch(fleet: Fleet, info: BackendInfo, request: Request) -> int:
+    """How far the prompt runs along with anything that is known."""
+    tokens = request.prompt.tokens
+    shared = [common_prefix(slot.resident.tokens, tokens) for slot in fleet.slots.of(info.id)]
+    return max([fleet.catalog.covered(info.namespace, tokens), *shared])
