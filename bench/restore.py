@@ -103,9 +103,9 @@ class _Store(KvStore):
 
     slow: _Slow
 
-    async def open(self, snapshot: Snapshot, place: Place) -> str:
+    async def open(self, snapshot: Snapshot, place: Place, n_stream: int) -> str:
         start = perf_counter()
-        name = await super().open(snapshot, place)
+        name = await super().open(snapshot, place, n_stream)
         self.slow.add("store", perf_counter() - start)
         return name
 
@@ -122,6 +122,8 @@ class _Silent:
     def rejected(self, request: RequestId, outcome: str, reason: str) -> None: ...
 
     def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None: ...
+
+    def rewritten(self, what: str, size_bytes: int, seconds: float, problem: str) -> None: ...
 
     def restored(self, slot: SlotId, transfer: Transfer | None, problem: str) -> None: ...
 

@@ -10,14 +10,13 @@ import socket
 import stat
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import orjson
 from multidict import CIMultiDict
 
-from router.adapters import kv_files
+from router.adapters import kv_files, kv_shape
 from router.adapters.llama_client import Connections, LlamaClient
 from router.adapters.llama_reply import Props
 from router.adapters.local_tokenizer import Encoder, LocalTokenizerError, load_local
@@ -123,11 +122,10 @@ class DirectoryProbeStore:
         return kv_files.staging_name()
 
     async def verify(self, place: Place, name: str, size_bytes: int) -> StagedFile:
-        """Check what a backend wrote. Raises KvError."""
+        """Check what a backend wrote, and pad it, as the true store does. Raises KvError."""
         with os_errors(name):
-            inspect = partial(kv_files.inspect, Path(place) / name, size_bytes)
-            _, head = await asyncio.to_thread(inspect)
-        return StagedFile(place, name, head.tokens, size_bytes)
+            found = await asyncio.to_thread(_verify, Path(place) / name, size_bytes)
+        return StagedFile(place, name, found.head.tokens, found.identity.size_bytes, found.shape)
 
     async def discard(self, place: Place, name: str) -> None:
         """Remove what a backend wrote; it need not exist. Raises KvError."""
@@ -142,6 +140,10 @@ class DirectoryProbeStore:
             return
         self.saved = Saved(stat.S_IMODE(status.st_mode), status.st_uid)
         path.unlink(missing_ok=True)
+
+
+def _verify(path: Path, size_bytes: int) -> kv_shape.Inspected:
+    return kv_shape.pad(path, kv_shape.inspect(path, size_bytes))
 
 
 async def gather(

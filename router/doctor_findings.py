@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from router.adapters.monitor import Attached
-from router.adapters.probe import Probe
+from router.adapters.probe import NO_SWA_FULL, Padding, Probe
 from router.core.reuse import can_restore
 from router.doctor_facts import Facts, Folder, Trouble
 from router.types import MemoryKind
@@ -81,12 +81,8 @@ def restores(facts: Facts) -> bool:
     if facts.attached is None:
         return False
     info, found = facts.attached.info, facts.attached.probe
-    return info.place is not None and can_restore(info.memory_kind) and _helps(found)
-
-
-def _helps(found: Probe) -> bool:
-    # Kinds whose files have to be rewritten first give nothing when they are restored as they are.
-    return bool(found.restored_extension) or found.memory_kind is MemoryKind.SLIDING_WINDOW
+    seen = bool(found.restored_extension) or found.padded is Padding.NEEDED
+    return info.place is not None and can_restore(info.memory_kind) and seen
 
 
 def _server(facts: Facts, attached: Attached) -> Iterator[Finding]:
@@ -213,6 +209,7 @@ def _moving(facts: Facts, attached: Attached) -> Iterator[Finding]:
         yield _unusable(facts)
     else:
         yield from _moved(attached)  # (7)
+        yield _files(found)
         yield _speeds(found)
 
 
@@ -231,36 +228,54 @@ def _unusable(facts: Facts) -> Finding:
 
 
 def _moved(attached: Attached) -> Iterator[Finding]:
+    """(1) something was wrong; (2) what works, by kind."""
     found, info = attached.probe, attached.info
     n, longer, other = found.n_tokens, found.restored_extension, found.restored_divergence
-    seen = f"restored: {longer}/{n} cached when continued, {other}/{n // 2} when branched off"
-    kind = found.layout.memory_kind if found.layout is not None else found.memory_kind
-    if kind is MemoryKind.SLIDING_WINDOW:
-        if can_restore(kind):
-            yield Finding(Level.OK, f"sliding-window attention; {seen}; kvferry rewrites the file")
-            return
-        yield Finding(
-            Level.WARNING,
-            f"sliding-window attention ({seen}): KV is reused inside a slot, not moved",
-            "policy: prefer_owning_slot_with_wait keeps conversations where their KV is",
-        )
-    elif not longer:
-        problem = found.problem or "a restored state gives no cached tokens"
-        yield Finding(Level.ERROR, f"{problem} ({seen})", "read llama-server's log")
+    seen = ""
+    if longer is not None:
+        half = f"{other}/{(n + 1) // 2} when branched off"
+        seen = f"restored: {longer}/{n} cached when continued, {half}"
+    kind = info.memory_kind
+    if found.problem:  # (1)
+        what = found.problem.removesuffix(f"; {NO_SWA_FULL}")
+        do = NO_SWA_FULL if what != found.problem else "read llama-server's log; try a newer build"
+        what = f"{what} ({seen})" if seen else what
+        yield Finding(Level.ERROR, what, do)
+    elif kind is MemoryKind.SLIDING_WINDOW:  # (2)
+        yield _windowed(found, seen)
     elif kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT):
         yield Finding(
             Level.NOTE,
             f"{kind} model ({seen}): a saved state helps prompts that continue it, not those that "
             "branch off inside it",
         )
-    elif info.memory_kind is MemoryKind.UNKNOWN:
-        yield Finding(
-            Level.ERROR,
-            f"restoring does not do what full attention should ({seen}): not used",
-            "try a newer llama-server",
-        )
     else:
-        yield Finding(Level.OK, f"saving and restoring works, full attention; {seen}")
+        cut = "; a prefix of a saved state can be cut out" if found.cuts else ""
+        yield Finding(Level.OK, f"saving and restoring works, full attention; {seen}{cut}")
+        if not found.cuts:
+            why = found.note or "cutting a prefix out of a state was not tried"
+            yield Finding(Level.NOTE, f"{why}; whole states are used")
+
+
+def _windowed(found: Probe, seen: str) -> Finding:
+    if found.padded is Padding.NEEDED:
+        return Finding(Level.NOTE, f"sliding-window attention; {found.note}")
+    return Finding(
+        Level.OK,
+        f"saving and restoring works, sliding-window attention of {found.window:,} tokens; {seen}; "
+        "files are padded for it",
+    )
+
+
+def _files(found: Probe) -> Finding:
+    """What its state files are made of; equal on all servers that exchange them."""
+    assert found.layout is not None
+    k, v = found.cache_types
+    size = f"{found.layout.bytes_per_token:,.0f} bytes a token"
+    if not found.n_stream:
+        return Finding(Level.OK, f"state files: no attention, one size for all, and {size}")
+    streams = f"{found.n_stream} stream{'s' * (found.n_stream != 1)}"
+    return Finding(Level.OK, f"state files: K {k}, V {v}, {streams}, {size}")
 
 
 def _speeds(found: Probe) -> Finding:

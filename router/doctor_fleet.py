@@ -4,33 +4,29 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
+from router.adapters import kv_shape
 from router.adapters.monitor import Attached
 from router.config import Config, TokenizerMode
 from router.core.policy import Policy
 from router.doctor_facts import Facts
 from router.doctor_findings import Finding, Level, file_name, restores
-from router.kvfile.blocks import AttentionBlock, Section
+from router.kvfile.blocks import AttentionBlock
 from router.kvfile.layout import Layout
 from router.types import Namespace
 
-_TYPES = {
-    0: "f32",
-    1: "f16",
-    2: "q4_0",
-    3: "q4_1",
-    6: "q5_0",
-    7: "q5_1",
-    8: "q8_0",
-    20: "iq4_nl",
-    30: "bf16",
-}
 # What older servers all answer; newer ones make up another for each process.
 _FIXED_MARKER = "<__media__>"
 
 
 def of_fleet(fleet: Sequence[Facts], config: Config) -> list[Finding]:
     """Everything that shows only when the backends are seen together, and in the settings."""
-    return [*_duplicates(fleet), *_exchange(fleet), *_folders(fleet), *_settings(config)]
+    return [
+        *_duplicates(fleet),
+        *_exchange(fleet),
+        *_streams(fleet),
+        *_folders(fleet),
+        *_settings(config),
+    ]
 
 
 def verdict(fleet: Sequence[Facts], config: Config) -> tuple[int, str]:
@@ -123,18 +119,13 @@ def _models(a: Attached, b: Attached) -> str:
 
 
 def _layouts(a: Layout, b: Layout) -> Iterator[tuple[str, str]]:
-    if a.n_stream != b.n_stream:
-        yield (
-            f"their state files have {a.n_stream} and {b.n_stream} streams",
-            "start both with the same -np and both with --no-kv-unified, or both without",
-        )
     ours, theirs = _first(a), _first(b)
     if ours is None or theirs is None:
         if a.fingerprint() != b.fingerprint():
             yield "their recurrent states differ", "start both with the same flags"
         return
-    for letter in "kv":
-        types = [_type_of(block, letter) for block in (ours, theirs)]
+    for index, letter in enumerate("kv"):
+        types = [kv_shape.cache_types(layout)[index] for layout in (a, b)]
         if types[0] != types[1]:
             flag = f"-ct{letter}"
             yield (
@@ -151,11 +142,21 @@ def _first(layout: Layout) -> AttentionBlock | None:
     return next((block for block in layout.attention if block.cell_count), None)
 
 
-def _type_of(block: AttentionBlock, letter: str) -> str:
-    stream = next(stream for stream in block.streams if stream.cell_count)
-    sections: tuple[Section, ...] = stream.k if letter == "k" else stream.v
-    types = dict.fromkeys(_TYPES.get(s.type_id, str(s.type_id)) for s in sections)
-    return "+".join(types) or "none"
+def _streams(fleet: Sequence[Facts]) -> Iterator[Finding]:
+    """Whether a state has to be rewritten on its way from one server to another."""
+    for group in _groups(fleet):
+        by_number: dict[int, list[str]] = {}
+        for facts in group:
+            if facts.attached is not None and restores(facts):
+                by_number.setdefault(facts.attached.info.n_stream, []).append(facts.name)
+        if len(by_number) > 1:
+            files = [f"{n} ({_listed(names)})" for n, names in sorted(by_number.items())]
+            yield Finding(
+                Level.NOTE,
+                "states are rewritten on their way between servers whose files have different "
+                f"numbers of streams: {', '.join(files)}",
+                "the same -np and --kv-unified or --no-kv-unified everywhere needs no rewriting",
+            )
 
 
 def _folders(fleet: Sequence[Facts]) -> Iterator[Finding]:

@@ -5,9 +5,9 @@ two events overlap. Effects that take time run as tasks and report back as event
 """
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -20,10 +20,11 @@ from router.core.plan import Plan
 from router.core.planner import plan as make_plan
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
-from router.errors import BackendError, KvError, KvFileError
+from router.errors import BackendError
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.tasks import Tasks
 from router.tokens import Tokens
+from router.transfers import Transfers
 from router.types import (
     BackendId,
     BackendInfo,
@@ -76,7 +77,7 @@ class Engine:
     ) -> None:
         self._scheduler = scheduler
         self._backends = backends
-        self._store = store
+        self._transfers = Transfers(backends, store, clock, telemetry)
         self._clock = clock
         self._telemetry = telemetry
         self._tasks = Tasks()
@@ -240,7 +241,7 @@ class Engine:
             loop = asyncio.get_running_loop()
             self._wakeup = loop.call_later(delay_s, self._feed, ev.Tick())
 
-    def _carry_out(self, effect: ef.Effect) -> None:
+    def _carry_out(self, effect: ef.Effect) -> None:  # noqa: C901 - an arm for each effect
         match effect:
             case ef.Dispatch():
                 self._dispatch(effect)
@@ -249,9 +250,13 @@ class Engine:
             case ef.Account():
                 self._account(effect)
             case ef.Save():
-                self._tasks.spawn(self._save(effect), name=f"save {effect.slot}")
+                work = self._transfers.save(effect, self.infos.get(effect.slot.backend))
+                self._tasks.spawn(self._answer(work), name=f"save {effect.slot}")
+            case ef.Cut():
+                self._tasks.spawn(self._answer(self._transfers.cut(effect)), name="cut")
             case ef.Restore():
-                self._tasks.spawn(self._restore(effect), name=f"restore {effect.slot}")
+                work = self._transfers.restore(effect, self.infos.get(effect.slot.backend))
+                self._tasks.spawn(self._answer(work), name=f"restore {effect.slot}")
             case ef.Prefill():
                 self._tasks.spawn(self._prefill(effect), name=f"prefill {effect.slot}")
             case ef.StopWork():
@@ -260,9 +265,9 @@ class Engine:
             case ef.Watch():
                 self._tasks.spawn(self._watch(effect), name=f"watch {effect.slot}")
             case ef.Delete():
-                self._tasks.spawn(self._delete(effect.snapshot), name="delete")
+                self._tasks.spawn(self._transfers.delete(effect.snapshot), name="delete")
             case ef.Quarantine():
-                self._tasks.spawn(self._quarantine(effect), name="quarantine")
+                self._tasks.spawn(self._transfers.quarantine(effect), name="quarantine")
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         future = self._grants.get(effect.request)
@@ -288,47 +293,8 @@ class Engine:
 
     # -- effects that take time ----------------------------------------------------------------
 
-    async def _save(self, effect: ef.Save) -> None:
-        slot, info = effect.slot, self.infos.get(effect.slot.backend)
-        if self._store is None or info is None or info.place is None:
-            self._feed(ev.SaveFailed(effect.request, slot, "no store"))
-            return
-        name = self._store.staging_name()
-        try:
-            transfer = await self._backends[slot.backend].save(slot.index, name)
-            staged = await self._store.verify(info.place, name, transfer.size_bytes)
-            snapshot = await self._store.commit(staged, effect.namespace)
-        except (BackendError, KvError) as error:
-            with suppress(KvError):
-                await self._store.discard(info.place, name)
-            self._telemetry.saved(slot, effect.reason, None, str(error))
-            self._feed(ev.SaveFailed(effect.request, slot, str(error)))
-            return
-        self._telemetry.saved(slot, effect.reason, transfer, "")
-        self._feed(ev.Saved(effect.request, slot, snapshot, transfer.seconds))
-
-    async def _restore(self, effect: ef.Restore) -> None:
-        slot, snapshot = effect.slot, effect.snapshot
-        info = self.infos.get(slot.backend)
-        if self._store is None or info is None or info.place is None:
-            self._feed(ev.RestoreFailed(effect.request, snapshot.id, "no store", bad_file=False))
-            return
-        try:
-            name = await self._store.open(snapshot, info.place)
-            try:
-                if effect.erase:
-                    await self._backends[slot.backend].erase(slot.index)
-                transfer = await self._backends[slot.backend].restore(slot.index, name)
-            finally:
-                with suppress(KvError):
-                    await self._store.close(snapshot, info.place, name)
-        except (BackendError, KvError) as error:
-            self._telemetry.restored(slot, None, str(error))
-            bad_file = isinstance(error, KvFileError)
-            self._feed(ev.RestoreFailed(effect.request, snapshot.id, str(error), bad_file))
-            return
-        self._telemetry.restored(slot, transfer, "")
-        self._feed(ev.Restored(effect.request, snapshot.id, transfer.n_tokens, transfer.seconds))
+    async def _answer(self, work: Coroutine[Any, Any, ev.Event]) -> None:
+        self._feed(await work)
 
     async def _prefill(self, effect: ef.Prefill) -> None:
         backend = self._backends[effect.slot.backend]
@@ -378,19 +344,3 @@ class Engine:
         )
         if index is not None:
             self._feed(ev.Launched(request, index))
-
-    async def _delete(self, snapshot: Snapshot) -> None:
-        if self._store is not None:
-            try:
-                await self._store.delete(snapshot)
-            except KvError as error:
-                self._telemetry.deleted(snapshot, str(error))
-            else:
-                self._telemetry.deleted(snapshot, "")
-
-    async def _quarantine(self, effect: ef.Quarantine) -> None:
-        if self._store is not None:
-            try:
-                await self._store.quarantine(effect.snapshot, effect.reason)
-            except KvError as error:
-                self._telemetry.deleted(effect.snapshot, str(error))

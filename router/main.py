@@ -235,7 +235,7 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
             engine,
             reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
         )
-        registry.register(EngineCollector(stats))
+        registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))
         completions = Completions(engine, directory, tasks.spawn, config.limits.idle_timeout_s)
         app = App(
             completions=completions,

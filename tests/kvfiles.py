@@ -5,7 +5,8 @@ llama-server checks both in `test_kvfile.py`.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def u32(*values: int) -> bytes:
@@ -37,20 +38,32 @@ def stream(
     ext: bool = False,
     v_trans: bool = False,
     has_v: bool = True,
+    seq_id: int = 0,
+    cell: Callable[[int, int], bytes] | None = None,
 ) -> bytes:
-    """One stream of f16 attention, its cell count included."""
+    """One stream of f16 attention, its cell count included.
+
+    `cell(section, position)` gives the bytes of a cell: `row` of them, K of all layers first.
+    Without it all cells of a section hold the same.
+    """
     n = len(positions)
     if n == 0:
         return u32(0)
     out = u32(n)
     for position in positions:
-        out += i32(position, 1) + (i32(7, 8, 9) if ext else b"") + i32(0)
+        out += i32(position, 1) + (i32(7, 8, 9) if ext else b"") + i32(seq_id)
     out += u32(int(v_trans), layers, 0, 0)
-    for layer in range(layers):
-        out += i32(1) + struct.pack("<Q", row) + bytes([layer + 1]) * (row * n)
-    for layer in range(layers if has_v else 0):
-        out += i32(1) + (u32(2, row // 2) if v_trans else struct.pack("<Q", row))
-        out += bytes([layer + 0x81]) * (row * n)
+    for section in range(2 * layers if has_v else layers):
+        transposed = v_trans and section >= layers
+        out += i32(1) + (u32(2, row // 2) if transposed else struct.pack("<Q", row))
+        if cell is None:
+            out += bytes([section % layers + (1 if section < layers else 0x81)]) * (row * n)
+            continue
+        cells = [cell(section, position) for position in positions]
+        if transposed:
+            out += b"".join(raw[at : at + 2] for at in range(0, row, 2) for raw in cells)
+        else:
+            out += b"".join(cells)
     return out
 
 
@@ -68,15 +81,16 @@ def recurrent(position: int, *, layers: int = 3, with_state: int = 2, ple: int =
     return out + (i32(0) + struct.pack("<Q", 12) + b"s" * 12) * with_state
 
 
-def full(tokens: Sequence[int], **shape: bool) -> bytes:
+def full(tokens: Sequence[int], **shape: Any) -> bytes:
     """A whole file of a full-attention model with one stream."""
     return head(tokens) + attention(stream(range(len(tokens)), **shape))
 
 
-def appendix(*checkpoints: tuple[int, int]) -> bytes:
-    """Checkpoints of (n_tokens, data bytes) behind the memory state, as b11549 writes them."""
+def appendix(*checkpoints: tuple[int, bytes]) -> bytes:
+    """Checkpoints of (n_tokens, blocks) behind the memory state, as b11549 writes them."""
     out = b"SCKP" + u32(1, len(checkpoints))
-    for n_tokens, n_bytes in checkpoints:
+    for n_tokens, blocks in checkpoints:
+        state = u32(0xAF143CD8, 0) + blocks
         out += struct.pack("<qii", n_tokens, 0, n_tokens - 1)
-        out += struct.pack("<Q", n_bytes) + b"c" * n_bytes + struct.pack("<QQ", 0, 0)
+        out += struct.pack("<Q", len(state)) + state + struct.pack("<QQ", 0, 0)
     return out

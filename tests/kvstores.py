@@ -1,10 +1,13 @@
 """Stores and the files that a backend would write, for the tests of `router.adapters.kv_store`."""
 
+import asyncio
 import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from router.adapters.kv_store import KvStore
 from router.types import Namespace, Place, Snapshot
@@ -76,3 +79,25 @@ def enospc(*_: object, **__: object) -> Any:
 def at(place: Place, name: str = "") -> Path:
     """A file of a place."""
     return Path(place, name)
+
+
+async def cancel_inside(monkeypatch: pytest.MonkeyPatch, function: str, coro: Any) -> None:
+    """Cancel `coro` while a thread of the store is inside `os.function`."""
+    loop, inside, go = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    real = getattr(os, function)
+
+    async def wait() -> None:
+        await go.wait()
+
+    def held(*args: Any, **named: Any) -> Any:
+        loop.call_soon_threadsafe(inside.set)
+        asyncio.run_coroutine_threadsafe(wait(), loop).result(10)
+        return real(*args, **named)
+
+    monkeypatch.setattr(os, function, held)
+    task = asyncio.get_running_loop().create_task(coro)
+    await inside.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go.set()

@@ -41,7 +41,9 @@ LAYERS: dict[str, set[str]] = {
     "router.kvfile": BASE | {"router.kvfile"},
     "router.adapters": BASE | {"router.ports", "router.kvfile", "router.tasks", "router.adapters"},
     "router.watching": BASE | {"router.ports"},
-    "router.engine": BASE | {"router.core", "router.ports", "router.tasks", "router.watching"},
+    "router.transfers": BASE | {"router.core", "router.ports"},
+    "router.engine": BASE
+    | {"router.core", "router.ports", "router.tasks", "router.transfers", "router.watching"},
     "router.web": BASE
     | {"router.engine", "router.ports", "router.adapters", "router.web"}
     # To show a decision: its data.
@@ -89,11 +91,13 @@ TESTED_ELSEWHERE = {
     "router.kvfile.head": "tests/test_kvfile.py",
     "router.kvfile.layout": "tests/test_kvfile.py",
     "router.kvfile.blocks": "tests/test_kvfile.py",
+    "router.kvfile.rewrite": "tests/test_kvfile_rewrite.py",
     "router.adapters.clock": "two lines",
     "router.adapters.http1": "tests/adapters/test_llama_client.py",
     "router.adapters.anthropic_wire": "tests/test_conversions.py",
     "router.adapters.responses_wire": "tests/test_conversions.py",
     "router.adapters.reply_readers": "tests/test_llama_reply.py",
+    "router.adapters.kv_copy": "tests/test_kvfile_rewrite.py, tests/test_kv_store.py",
     "router.adapters.kv_files": "tests/test_kv_store.py",
     "router.adapters.local_tokenizer": "tests/test_tokenizer.py",
     "router.adapters.specials": "tests/test_tokenizer.py",

@@ -14,7 +14,7 @@ from router.main import build
 from router.tokens import pack
 from router.types import BackendId
 from tests.conftest import StartServer
-from tests.models import tiny_model
+from tests.models import N_SWA, tiny_model
 
 NOBODY = "http://127.0.0.1:9"
 Said = Callable[[], str]
@@ -118,7 +118,7 @@ async def test_other_flags(llama_server: StartServer, tmp_path: Path, said: Said
         ["-ctk", "q8_0"],
         ["-fa", "off"],
         ["--rope-freq-base", "500000"],
-        ["-np", "3"],
+        ["--kv-unified"],
     )
     urls = [(await llama_server(extra_args=flags)).url for flags in differing]
 
@@ -128,15 +128,28 @@ async def test_other_flags(llama_server: StartServer, tmp_path: Path, said: Said
     assert "K caches have different types (f16, q8_0)" in text
     assert "flash attention is on for one of them only" in text
     assert "predict different tokens" in text
-    assert text.count("cannot use the KV of") in (3, 4)  # streams may be rewritten, some day
+    assert text.count("cannot use the KV of") == 3
+    assert "states are rewritten on their way" in text
 
 
 async def test_sliding_window(llama_server: StartServer, tmp_path: Path, said: Said) -> None:
     server = await llama_server("gemma3")
 
-    await doctor(from_flags([server.url], str(tmp_path / "kv")))
+    assert await doctor(from_flags([server.url], str(tmp_path / "kv"))) == 0
 
-    assert "sliding-window attention" in said()
+    text = said()
+    assert f"sliding-window attention of {N_SWA} tokens; restored: 279/279" in text
+    assert "K f16, V f16, 2 streams" in text
+
+
+async def test_swa_full(llama_server: StartServer, tmp_path: Path, said: Said) -> None:
+    server = await llama_server("gemma3", extra_args=["--swa-full"])
+
+    assert await doctor(from_flags([server.url], str(tmp_path / "kv"))) == 1
+
+    text = said()
+    assert "wrong answers" in text
+    assert "-> restart it without --swa-full" in text
 
 
 async def test_api_key(

@@ -7,7 +7,7 @@ import pytest
 
 from router.adapters.llama_reply import ModelsInfo, Props
 from router.adapters.monitor import Attached
-from router.adapters.probe import Probe
+from router.adapters.probe import SWA_FULL, Padding, Probe
 from router.config import Backend, Config, from_flags, parse
 from router.doctor_facts import Facts, Folder, Saved, Trouble, Words, trouble_of
 from router.doctor_findings import Finding, Level, of_backend, restores
@@ -53,6 +53,7 @@ PROBE = Probe(
     can_save=True,
     restored_extension=100,
     restored_divergence=50,
+    cuts=True,
 )
 
 
@@ -69,12 +70,31 @@ class _Full(Layout):
         return "same"
 
 
+class _Windowed(_Full):
+    memory_kind = MemoryKind.SLIDING_WINDOW
+
+
 class _Hybrid(_Full):
     memory_kind = MemoryKind.HYBRID
 
 
 class _Unified(_Full):
     n_stream = 1
+
+
+class _NoAttention(_Full):
+    memory_kind = MemoryKind.RECURRENT
+    n_stream = 0
+
+
+WINDOWED: dict[str, object] = {
+    "layout": _Windowed(),
+    "memory_kind": MemoryKind.SLIDING_WINDOW,
+    "restored_divergence": 0,
+    "window": 64,
+    "padded": Padding.WORKS,
+    "cuts": False,
+}
 
 
 def facts(name: str = "one", /, **changes: object) -> Facts:
@@ -134,7 +154,9 @@ def test_nothing_wrong() -> None:
         ({"can_save": False, "problem": "disk full"}, "disk full", "log"),
         ({"layout": None, "saved": Saved(0o600, 12345)}, "belongs to uid 12345", "same user"),
         ({"layout": None, "problem": "5 bytes are there"}, "5 bytes are there", "free space"),
-        ({"restored_extension": 0}, "no cached tokens", "log"),
+        ({"restored_extension": 0, "problem": "it gives no cached tokens"}, "0/100", "log"),
+        ({"problem": SWA_FULL, "memory_kind": MemoryKind.UNKNOWN}, "wrong answers", "--swa-full"),
+        ({"problem": "odd", "memory_kind": MemoryKind.UNKNOWN}, "odd (restored: ", "newer"),
         ({"keeps_idle_slots": False}, "idle slots", "--cache-ram 0 -np 2 --no-kv-unified"),
         ({"endpoint_slots": False}, "what its slots do", "without --no-slots"),
         ({"is_sleeping": True}, "asleep", "without --sleep-idle-seconds"),
@@ -155,6 +177,11 @@ def test_what_is_wrong_and_what_to_do(changed: dict[str, object], what: str, do:
             {"layout": _Hybrid(), "memory_kind": MemoryKind.HYBRID, "restored_divergence": 0},
             "hybrid model (restored: 100/100 cached when continued, 0/50 when branched off)",
         ),
+        (
+            WINDOWED | {"padded": Padding.NEEDED, "note": "longer than 278 tokens", "window": 0},
+            "longer than 278 tokens",
+        ),
+        ({"cuts": False, "note": "no prefix can be cut out"}, "no prefix can be cut out"),
         ({"layout": _Unified()}, "share 4,096 tokens"),
         ({"has_vision": True}, "vision"),
         ({"words": Words(0, "no special token", None)}, "tokenized whole"),
@@ -166,6 +193,26 @@ def test_notes(changed: dict[str, object], what: str) -> None:
 
     assert bad(found) == []
     assert [what in f.what for f in found if f.level is Level.NOTE] == [True]
+
+
+def test_sliding_window() -> None:
+    found = of_backend(facts(**WINDOWED))
+
+    assert bad(found) == []
+    assert any("window attention of 64 tokens" in f.what and "padded" in f.what for f in found)
+    assert restores(facts(**WINDOWED))
+
+
+@pytest.mark.parametrize(
+    ("layout", "what"),
+    [
+        (_Full(), "2 streams, 4 bytes a token"),
+        (_Unified(), "1 stream, 4 bytes a token"),
+        (_NoAttention(), "no attention"),
+    ],
+)
+def test_state_files(layout: Layout, what: str) -> None:
+    assert what in " ".join(f.what for f in of_backend(facts(layout=layout)))
 
 
 @pytest.mark.parametrize("trouble", Trouble)
@@ -237,6 +284,16 @@ def test_why_not_the_same_namespace(changed: dict[str, object], what: str) -> No
     assert found.what.startswith("two cannot use the KV of one: ")
     assert what in found.what
     assert found.do
+
+
+def test_streams() -> None:
+    """No obstacle any more, but work."""
+    other = facts("two", media_marker="<m2>", n_stream=2)
+    found = of_fleet([facts(), other], config())
+
+    assert [f.level for f in found] == [Level.OK, Level.NOTE]
+    assert "1 (one), 2 (two)" in found[1].what
+    assert "--kv-unified" in found[1].do
 
 
 def test_directories() -> None:

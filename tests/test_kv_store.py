@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import stat
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +21,18 @@ from router.ports import SnapshotStore
 from router.types import Place, SnapshotId
 from tests.conftest import StartServer
 from tests.kvfiles import attention, full, head, stream
-from tests.kvstores import NAMESPACE, TOKENS, Stores, at, enospc, names, path, put, write
+from tests.kvstores import (
+    NAMESPACE,
+    TOKENS,
+    Stores,
+    at,
+    cancel_inside,
+    enospc,
+    names,
+    path,
+    put,
+    write,
+)
 
 
 @pytest.fixture
@@ -50,12 +60,12 @@ async def test_snapshot_survives_a_restart(stores: Stores, store: KvStore) -> No
 
     assert [snapshot] == loaded
     assert tok.pack(TOKENS) == loaded[0].tokens
-    assert f"kvf-{snapshot.id}.kv" == await again.open(snapshot, snapshot.place)
+    assert f"kvf-{snapshot.id}.kv" == await again.open(snapshot, snapshot.place, 1)
 
 
 async def test_usable_before_it_is_durable(store: KvStore) -> None:
     snapshot = await put(store)
-    name = await store.open(snapshot, snapshot.place)
+    name = await store.open(snapshot, snapshot.place, 1)
     assert full(TOKENS) == at(snapshot.place, name).read_bytes()
     await store.close(snapshot, snapshot.place, name)
     assert path(snapshot).exists()
@@ -148,7 +158,7 @@ async def test_open_in_another_directory(
         monkeypatch.setattr(os, "copy_file_range", enospc)
     there = pair._places[1]
     snapshot = await put(pair)
-    name = await pair.open(snapshot, there)
+    name = await pair.open(snapshot, there, 1)
     assert full(TOKENS) == at(there, name).read_bytes()
     assert at(there, name).samefile(path(snapshot)) == (how == "link")
     await pair.close(snapshot, there, name)
@@ -159,13 +169,13 @@ async def test_open_in_another_directory(
 async def test_copy_that_fails_leaves_nothing(
     pair: KvStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for function in ("link", "copy_file_range"):
-        monkeypatch.setattr(os, function, enospc)
-    monkeypatch.setattr(shutil, "copyfileobj", enospc)
     snapshot = await put(pair)
+    await pair.flush()
+    for function in ("link", "copy_file_range", "pwrite"):
+        monkeypatch.setattr(os, function, enospc)
     before = set(os.listdir(pair._places[1]))
     with pytest.raises(KvError, match="No space"):
-        await pair.open(snapshot, pair._places[1])
+        await pair.open(snapshot, pair._places[1], 1)
     assert before == set(os.listdir(pair._places[1]))
 
 
@@ -173,7 +183,7 @@ async def test_delete_while_linked_elsewhere(pair: KvStore) -> None:
     """A backend that is about to read its own link does not notice."""
     there = pair._places[1]
     snapshot = await put(pair)
-    name = await pair.open(snapshot, there)
+    name = await pair.open(snapshot, there, 1)
     await pair.delete(snapshot)
     assert full(TOKENS) == at(there, name).read_bytes()
     await pair.close(snapshot, there, name)
@@ -182,7 +192,7 @@ async def test_delete_while_linked_elsewhere(pair: KvStore) -> None:
 
 async def test_end_removes_what_was_not_closed(pair: KvStore) -> None:
     there = pair._places[1]
-    name = await pair.open(await put(pair), there)
+    name = await pair.open(await put(pair), there, 1)
     await pair.aclose()
     assert not at(there, name).exists()
 
@@ -190,7 +200,7 @@ async def test_end_removes_what_was_not_closed(pair: KvStore) -> None:
 async def test_concurrent_opens_are_independent(pair: KvStore) -> None:
     there = pair._places[1]
     snapshot = await put(pair)
-    opened = await asyncio.gather(*(pair.open(snapshot, there) for _ in range(20)))
+    opened = await asyncio.gather(*(pair.open(snapshot, there, 1) for _ in range(20)))
     assert len(set(opened)) == 20
     for name in opened[:10]:
         await pair.close(snapshot, there, name)
@@ -201,7 +211,7 @@ async def test_cancelled_open_leaves_no_link(
     pair: KvStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread cannot be cancelled; what it made has to go all the same."""
-    await cancel_inside(monkeypatch, "link", pair.open(await put(pair), pair._places[1]))
+    await cancel_inside(monkeypatch, "link", pair.open(await put(pair), pair._places[1], 1))
     await pair.flush()
     assert {n for n in os.listdir(pair._places[1]) if n.startswith("kvf-")} == set()
 
@@ -214,28 +224,6 @@ async def test_cancelled_commit_leaves_no_file(
     await cancel_inside(monkeypatch, "rename", store.commit(staged, NAMESPACE))
     await store.flush()
     assert set() == names(store)
-
-
-async def cancel_inside(monkeypatch: pytest.MonkeyPatch, function: str, coro: Any) -> None:
-    """Cancel `coro` while a thread of the store is inside `os.function`."""
-    loop, inside, go = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-    real = getattr(os, function)
-
-    async def wait() -> None:
-        await go.wait()
-
-    def held(*args: Any, **named: Any) -> Any:
-        loop.call_soon_threadsafe(inside.set)
-        asyncio.run_coroutine_threadsafe(wait(), loop).result(10)
-        return real(*args, **named)
-
-    monkeypatch.setattr(os, function, held)
-    task = asyncio.get_running_loop().create_task(coro)
-    await inside.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    go.set()
 
 
 async def test_delete_before_it_is_durable(stores: Stores, store: KvStore) -> None:
@@ -290,7 +278,7 @@ async def test_cheap_open_is_cheap(store: KvStore) -> None:
     best = 1.0
     for _ in range(50):
         began = time.perf_counter()
-        await store.open(snapshot, snapshot.place)
+        await store.open(snapshot, snapshot.place, 1)
         best = min(best, time.perf_counter() - began)
     assert best < 0.001
 
@@ -298,9 +286,9 @@ async def test_cheap_open_is_cheap(store: KvStore) -> None:
 async def test_unknown_place_and_snapshot(store: KvStore) -> None:
     snapshot = await put(store)
     with pytest.raises(KvError):
-        await store.open(snapshot, Place("/elsewhere"))
+        await store.open(snapshot, Place("/elsewhere"), 1)
     with pytest.raises(KvFileError):
-        await store.open(replace(snapshot, id=SnapshotId("0")), snapshot.place)
+        await store.open(replace(snapshot, id=SnapshotId("0")), snapshot.place, 1)
 
 
 async def test_real_backends_share_a_snapshot(
@@ -326,7 +314,7 @@ async def test_real_backends_share_a_snapshot(
         saved = await post(first, "/slots/0?action=save", {"filename": name})
         staged = await pair.verify(here, name, saved["n_written"])
         snapshot = await pair.commit(staged, NAMESPACE)
-        lent = await pair.open(snapshot, there)
+        lent = await pair.open(snapshot, there, 2)
         restored = await post(second, "/slots/0?action=restore", {"filename": lent})
         await pair.close(snapshot, there, lent)
         again = await post(second, "/completion", body)

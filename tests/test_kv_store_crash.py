@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from router.adapters import kv_files, kv_store
+from router.adapters import kv_files, kv_records
 from router.adapters.kv_store import KvStore
 from router.adapters.manifest import MANIFEST, Manifest
 from router.errors import KvError, KvFileError
@@ -60,7 +60,7 @@ async def test_touched_file_is_checked_again(stores: Stores, store: KvStore) -> 
     snapshot = await put(store)
     await store.flush()
     touch(path(snapshot))
-    assert await store.open(snapshot, snapshot.place)
+    assert await store.open(snapshot, snapshot.place, 1)
     touch(path(snapshot))
     _, loaded = await stores.restart(store)
     assert [snapshot] == loaded
@@ -85,7 +85,7 @@ async def test_changed_file_is_never_offered(
             (tmp_path / "elsewhere").write_bytes(raw)
             file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(KvFileError):
-        await store.open(snapshot, snapshot.place)
+        await store.open(snapshot, snapshot.place, 1)
     again, loaded = await stores.restart(store)
     assert loaded == []
     assert names(again) == (set() if change == "gone" else {f"{file.name}.quarantined"})
@@ -119,7 +119,7 @@ async def test_disk_trouble_after_the_commit(
 ) -> None:
     """The engine is told, and neither file nor record stays."""
     where: dict[str, Any] = {"checksum": kv_files, "add": Manifest}
-    monkeypatch.setattr(where.get(step, kv_store), step, enospc)
+    monkeypatch.setattr(where.get(step, kv_records), step, enospc)
     snapshot = await put(store)
     await store.flush()
 
@@ -127,7 +127,7 @@ async def test_disk_trouble_after_the_commit(
     assert "No space" in stores.lost[0][1]
     assert set() == names(store)
     with pytest.raises(KvFileError):
-        await store.open(snapshot, snapshot.place)
+        await store.open(snapshot, snapshot.place, 1)
 
 
 @pytest.mark.parametrize("step", ["stage", "verify", "rename", "sync", "checksum"])
@@ -141,7 +141,7 @@ async def test_crash_before_the_record(
     other = full([1, 2])
     name = write(store, other)
     with monkeypatch.context() as patch:
-        patch.setattr(KvStore, "_record", crash_after(step))
+        patch.setattr(kv_records, "record", crash_after(step))
         if step != "stage":
             staged = await store.verify(place, name, len(other))
             if step != "verify":
@@ -153,8 +153,8 @@ async def test_crash_before_the_record(
     assert {path(kept).name} == names(store)
 
 
-def crash_after(step: str) -> Callable[[KvStore, Any], None]:
-    def record(_: KvStore, held: Any) -> None:
+def crash_after(step: str) -> Callable[..., None]:
+    def record(held: Any, *_: Any, **__: Any) -> None:
         with kv_files.open_regular(held.path) as file:
             if step in ("sync", "checksum"):
                 os.fsync(file.fileno())
@@ -253,7 +253,7 @@ async def test_one_directory_under_two_names(stores: Stores, tmp_path: Path) -> 
     store = stores.make(stores.places[0], other)
     await store.load()
     snapshot = await put(store)
-    assert path(snapshot).name == await store.open(snapshot, other)
+    assert path(snapshot).name == await store.open(snapshot, other, 1)
 
 
 async def test_unusable_directory(stores: Stores, tmp_path: Path) -> None:

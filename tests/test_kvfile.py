@@ -48,12 +48,12 @@ FILES = {
     "checkpoints": head(TOKENS)
     + attention(stream(POSITIONS))
     + recurrent(3)
-    + appendix((2, 24), (3, 0)),
-    "recurrent checkpoints": head(TOKENS) + recurrent(3) + appendix((2, 24)),
+    + appendix((2, recurrent(1)), (3, recurrent(2))),
+    "recurrent checkpoints": head(TOKENS) + recurrent(3) + appendix((2, recurrent(1))),
     "swa checkpoints": head(TOKENS)
     + attention(stream(POSITIONS))
     + attention(stream([2, 3]))
-    + appendix((2, 24)),
+    + appendix((3, attention(stream([1, 2])))),
     "empty": head([]) + attention(stream([]), stream([])),
 }
 
@@ -136,7 +136,42 @@ def test_checkpoints_do_not_change_the_fingerprint() -> None:
 
 def test_checkpoint_behind_the_tokens_is_refused() -> None:
     with pytest.raises(KvFileError, match="checkpoint"):
-        parse(FILES["hybrid"] + appendix((5, 8)))
+        parse(FILES["hybrid"] + appendix((5, recurrent(4))))
+
+
+@pytest.mark.parametrize(
+    ("name", "n_tokens", "state", "what"),
+    [
+        ("hybrid", 2, b"", "ends inside"),
+        ("hybrid", 2, recurrent(2), "last position is 2"),
+        ("hybrid", 2, recurrent(1, with_state=1), "other shapes"),
+        ("hybrid", 2, attention(stream([0, 1])), "no one sequence|recurrent"),
+        ("recurrent", 0, recurrent(0), "behind the"),
+        ("iswa", 3, attention(stream([0, 2])), "2 cells for 3 positions"),
+        ("iswa", 3, attention(stream([0, 1, 2], row=8)), "other shapes"),
+        ("iswa", 3, attention(stream([-1, 2])), "position -1"),
+        ("iswa", 3, attention(u32(0)), "other shapes"),
+    ],
+)
+def test_checkpoint_that_kills_a_server(name: str, n_tokens: int, state: bytes, what: str) -> None:
+    """b11549 loads a window with a cell at position -1 and then aborts on it."""
+    with pytest.raises(KvFileError, match=what):
+        parse(FILES[name] + appendix((n_tokens, state)))
+
+
+def test_state_of_one_slot() -> None:
+    """A sequence has one stream, one recurrent cell and every position."""
+    two = head(TOKENS) + attention(stream(POSITIONS), stream(POSITIONS))
+    cells = head(TOKENS) + u32(2) + i32(3, 0, 3, 0) + u32(0, 1) + i32(0, 8, 0) + b"r" * 16
+    for raw, what in (
+        (two, "two streams"),
+        (cells, "2 recurrent cells"),
+        (head(TOKENS) + attention(stream([1, 2, 3])), "first position is 1"),
+        (head(TOKENS) + attention(stream([0, 1, 3])), "3 cells for 4 positions"),
+        (head(TOKENS) + attention(stream([0, 1, 2, 2, 3])), "5 cells for 4 positions"),
+    ):
+        with pytest.raises(KvFileError, match=what):
+            parse(raw)
 
 
 def test_empty_state_has_no_fingerprint() -> None:

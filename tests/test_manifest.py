@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ def entry(number: int) -> Entry:
         checksum=f"{number:032x}",
         added_at=1.5,
         media=(-number,),
+        n_stream=number % 3,
+        checkpoints=(number, number + 1),
+        extendable=number % 2 == 0,
     )
 
 
@@ -158,6 +162,38 @@ def test_valid_checksum_is_not_enough(scratch: Path, written: bytes) -> None:
 
     assert len(records) == manifest.corrupt
     assert len(manifest.entries) == 4
+
+
+def test_records_without_a_shape(scratch: Path, written: bytes) -> None:
+    """As they were before there were shapes: read as the plainest file there is."""
+    old = asdict(entry(7))
+    for name in module._SHAPE:
+        del old[name]
+    manifest = replay(scratch, written + module._line({"op": "add"} | old))
+
+    plain = replace(entry(7), n_stream=1, checkpoints=(), extendable=True)
+    assert (manifest.entries[entry(7).id], manifest.corrupt) == (plain, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n_stream": "1"},
+        {"n_stream": True},
+        {"checkpoints": 5},
+        {"checkpoints": ["5"]},
+        {"extendable": 1},
+        {"other": 1},
+    ],
+)
+def test_records_with_a_strange_shape(
+    scratch: Path, written: bytes, wrong: dict[str, object]
+) -> None:
+    record = {"op": "add"} | asdict(entry(7)) | wrong
+    manifest = replay(scratch, written + module._line(record))
+
+    assert entry(7).id not in manifest.entries
+    assert manifest.corrupt == 1
 
 
 def test_future_version_is_refused(tmp_path: Path) -> None:

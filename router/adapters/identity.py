@@ -22,7 +22,8 @@ _TOLERANCE = 0.1
 def digest(props: Props, models: ModelsInfo, lora: bytes, layout: str) -> str:
     """What the server tells of itself and how its state files are laid out.
 
-    Not in it: the context size and the number of slots, which KV does not depend on.
+    Not in it: the context size, the number of slots and the number of streams of a state file,
+    which KV does not depend on.
     """
     facts = (
         _file_name(props.model_path),
@@ -41,7 +42,7 @@ def namespace(facts: str, behaviour: Behaviour, known: set[Namespace]) -> Namesp
     """The known namespace with these facts and the same behaviour, else a new one."""
     for other in sorted(known):
         theirs, _, rest = other.partition(":")
-        if theirs == facts and _alike(behaviour, _parse(rest)):
+        if theirs == facts and alike(behaviour, _parse(rest)):
             return other
     shown = ",".join(f"{token}={logprob:.3f}" for token, logprob in behaviour)
     return Namespace(f"{facts}:{shown}")
@@ -52,7 +53,7 @@ def _parse(text: str) -> Behaviour:
     return [(int(token), float(logprob)) for token, _, logprob in pairs]
 
 
-def _alike(a: Behaviour, b: Behaviour) -> bool:
+def alike(a: Behaviour, b: Behaviour) -> bool:
     """The best log probabilities agree; near the end of the list tokens may trade places."""
     if not a or not b:
         return not a and not b

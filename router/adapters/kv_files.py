@@ -7,7 +7,6 @@ Nothing here follows a symbolic link or opens a pipe: the directory is written b
 import os
 import re
 import secrets
-import shutil
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from typing import BinaryIO
 import structlog
 import xxhash
 
+from router.adapters import kv_copy
 from router.errors import KvFileError
 from router.kvfile.head import Head, read_head
 from router.kvfile.layout import check_agreement, read_layout
+from router.kvfile.rewrite import Rewrite
 
 log = structlog.get_logger(__name__)
 
@@ -120,6 +121,15 @@ def copy(source: Path, target: Path, expected: Identity) -> None:
 
     Owner and mode come along as far as allowed: the backend that reads it may be another user.
     """
+    size = expected.size_bytes
+    write_rewritten(source, target, expected, Rewrite(size, (), size))
+
+
+def write_rewritten(source: Path, target: Path, expected: Identity, rewrite: Rewrite) -> Identity:
+    """Write what `source` becomes to the new file `target`; it is gone again if that fails.
+
+    Owner and mode as `copy`. Raises KvFileError if `source` is no longer what was looked at.
+    """
     with open_regular(source) as reader:
         if identity_of(reader) != expected:
             raise KvFileError(f"{source.name} was replaced")
@@ -127,10 +137,11 @@ def copy(source: Path, target: Path, expected: Identity) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         writer = os.open(target, flags, 0o600)
         try:
-            _copy_bytes(reader.fileno(), writer, expected.size_bytes)
+            kv_copy.write(reader.fileno(), writer, rewrite)
             with suppress(PermissionError):
                 os.fchmod(writer, stat.S_IMODE(status.st_mode))
                 os.fchown(writer, status.st_uid, status.st_gid)
+            return _identity(os.fstat(writer), target)
         except (OSError, KvFileError):
             with suppress(OSError):
                 os.unlink(target)
@@ -139,21 +150,20 @@ def copy(source: Path, target: Path, expected: Identity) -> None:
             os.close(writer)
 
 
-def _copy_bytes(reader: int, writer: int, size: int) -> None:
-    """copy_file_range shares the blocks where the file system can; not across all pairs."""
-    done = 0
+def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
+    """Make `path` what it becomes, in place: only what lies behind `rewrite.start` is written.
+
+    For staged files that nobody else reads yet. The file is worthless if this fails midway.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    _identity(path.lstat(), path)
+    file = os.open(path, flags)
     try:
-        while done < size and (n := os.copy_file_range(reader, writer, size - done)):
-            done += n
-    except OSError:
-        if done:
-            raise
-    if done == 0:
-        with open(reader, "rb", closefd=False) as source, open(writer, "wb", closefd=False) as sink:
-            shutil.copyfileobj(source, sink, _CHUNK)
-        done = os.fstat(writer).st_size
-    if done != size:
-        raise KvFileError(f"copied {done} of {size} bytes")
+        _identity(os.fstat(file), path)
+        kv_copy.shift(file, rewrite)
+        return _identity(os.fstat(file), path)
+    finally:
+        os.close(file)
 
 
 def quarantine(path: Path) -> None:

@@ -16,9 +16,10 @@ from router.errors import BackendRefusedError
 log = structlog.get_logger(__name__)
 
 Apply = Callable[[bytes], Awaitable[str]]
+Render = Callable[[list[dict[str, str]], bool], str]
 
 # Fields of a chat body that a template can see (oaicompat_chat_params_parse, server-common.cpp).
-_SEEN_BY_TEMPLATES = frozenset(
+SEEN_BY_TEMPLATES = frozenset(
     {
         "tools",
         "tool_choice",
@@ -61,14 +62,17 @@ _PROBES: tuple[tuple[tuple[str, str], ...], ...] = (
 class LocalTemplate:
     """A chat template that was proved. Build it with `prove`."""
 
-    def __init__(self, render: Callable[[list[dict[str, str]]], str], bos: str) -> None:
+    def __init__(self, render: Render, bos: str) -> None:
         self._render = render
         self._bos = bos  # taken off the start: the server does so where the vocabulary adds it
 
-    def render(self, body: dict[str, Any]) -> str | None:
-        """The text of a plain chat; None for any other body."""
+    def render(self, body: dict[str, Any], *, generation_prompt: bool = True) -> str | None:
+        """The text of a plain chat; None for any other body.
+
+        Without the generation prompt it is not proved: good for a guess, not for a prompt.
+        """
         messages = body.get("messages")
-        if not isinstance(messages, list) or not _SEEN_BY_TEMPLATES.isdisjoint(body):
+        if not isinstance(messages, list) or not SEEN_BY_TEMPLATES.isdisjoint(body):
             return None
         size = 0
         for message in messages:
@@ -81,7 +85,7 @@ class LocalTemplate:
         if not messages or messages[-1]["role"] != "user" or size > _LONG:
             return None
         try:
-            return self._render(messages).removeprefix(self._bos)
+            return self._render(messages, generation_prompt).removeprefix(self._bos)
         except Exception:  # noqa: BLE001 - the template's own exception: the backend will say why
             return None
 
@@ -119,7 +123,7 @@ async def prove(chat_template: str, bos: str, eos: str, apply: Apply) -> LocalTe
     return None
 
 
-def _compiled(chat_template: str, bos: str, eos: str) -> Callable[[list[dict[str, str]]], str]:
+def _compiled(chat_template: str, bos: str, eos: str) -> Render:
     """As Hugging Face compiles chat templates, which is what their authors test with."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
@@ -134,10 +138,10 @@ def _compiled(chat_template: str, bos: str, eos: str) -> Callable[[list[dict[str
     environment.globals["raise_exception"] = raise_exception
     compiled = environment.from_string(chat_template)
 
-    def render(messages: list[dict[str, str]]) -> str:
+    def render(messages: list[dict[str, str]], generation_prompt: bool) -> str:
         return compiled.render(
             messages=messages,
-            add_generation_prompt=True,
+            add_generation_prompt=generation_prompt,
             bos_token=bos,
             eos_token=eos,
             enable_thinking=True,

@@ -51,7 +51,7 @@ class Entry:
     `mtime_ns` and `inode` tell cheaply that a file is still the same one; `checksum` (xxh3_128,
     hex) tells it for certain. `media` holds the fingerprints that stand for media in the tokens:
     they are the only part of the tokens that the file itself does not tell. `added_at` is wall
-    time in seconds.
+    time in seconds. The last three are the file's shape (router.types.StateShape).
     """
 
     id: SnapshotId
@@ -64,11 +64,17 @@ class Entry:
     checksum: str
     added_at: float
     media: tuple[int, ...] = ()
+    n_stream: int = 1
+    checkpoints: tuple[int, ...] = ()
+    extendable: bool = True
 
 
 _NAMES = frozenset(field.name for field in fields(Entry))
+# Records of routers that knew no shapes have none.
+_SHAPE: dict[str, Any] = {"n_stream": 1, "checkpoints": [], "extendable": True}
 _STRINGS = ("id", "namespace", "file", "checksum")
-_INTS = ("n_tokens", "size_bytes", "mtime_ns", "inode")
+_INTS = ("n_tokens", "size_bytes", "mtime_ns", "inode", "n_stream")
+_INT_LISTS = ("media", "checkpoints")
 
 
 class DirectoryLock:
@@ -280,15 +286,19 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 def _entry(record: dict[str, Any]) -> Entry | None:
     record = dict(record)
-    if record.pop("op", None) != "add" or record.keys() != _NAMES:
+    if record.pop("op", None) != "add" or not _NAMES - _SHAPE.keys() <= record.keys() <= _NAMES:
         return None
-    media = record["media"]
+    record = _SHAPE | record
     if not (
         all(isinstance(record[name], str) for name in _STRINGS)
         and all(type(record[name]) is int for name in _INTS)
         and isinstance(record["added_at"], int | float)
-        and isinstance(media, list)
-        and all(type(i) is int for i in media)
+        and isinstance(record["extendable"], bool)
+        and all(_is_ints(record[name]) for name in _INT_LISTS)
     ):
         return None
-    return Entry(**(record | {"media": tuple(media)}))
+    return Entry(**(record | {name: tuple(record[name]) for name in _INT_LISTS}))
+
+
+def _is_ints(value: object) -> bool:
+    return isinstance(value, list) and all(type(i) is int for i in value)

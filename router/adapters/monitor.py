@@ -16,7 +16,7 @@ from router.adapters.llama_reply import ModelsInfo, Props
 from router.adapters.probe import Probe, probe
 from router.errors import BackendError, BackendRefusedError, KvError
 from router.ports import SnapshotStore
-from router.types import BackendId, BackendInfo, MemoryKind, Namespace, Place, SlotStatus
+from router.types import BackendId, BackendInfo, Namespace, Place, SlotStatus
 
 log = structlog.get_logger(__name__)
 
@@ -178,11 +178,16 @@ def _log_attached(event: str, attached: Attached) -> None:
         slots=info.n_slots,
         n_ctx=info.n_ctx,
         memory_kind=info.memory_kind,
+        n_stream=info.n_stream,
+        window=info.window,
+        cuts=info.cuts,
         keeps_idle_slots=info.keeps_idle_slots,
         snapshots=info.place is not None,
     )
     if attached.probe.problem:
         log.warning("backend_limited", backend=info.id, reason=attached.probe.problem)
+    if attached.probe.note:
+        log.info("backend_note", backend=info.id, note=attached.probe.note)
 
 
 def _process(props: Props) -> tuple[str, str, str]:
@@ -211,17 +216,19 @@ async def attach(
         s if only is None or s.index in only else replace(s, is_processing=True) for s in slots
     ]
     found = await probe(client, store, place, allowed) if with_probe else Probe()
-    layout = found.layout.compatibility() if found.layout else ""
-    usable = found.layout is not None and found.memory_kind is not MemoryKind.UNKNOWN
+    layout = found.layout.fingerprint() if found.layout else ""
     info = BackendInfo(
         id=client.id,
         n_slots=props.total_slots,
         n_ctx=min((s.n_ctx for s in slots), default=props.n_ctx),
         namespace=namespace(digest(props, models, lora, layout), found.behaviour, known or set()),
         models=models.names | set(extra_models),
-        place=place if usable else None,
+        place=place if found.usable else None,
         memory_kind=found.memory_kind,
         keeps_idle_slots=found.keeps_idle_slots,
+        n_stream=found.n_stream,
+        window=found.window,
+        cuts=found.cuts,
         bytes_per_token=found.layout.bytes_per_token if found.layout else 0.0,
         prefill_s_per_token=(
             found.prefill_s / found.n_tokens if found.prefill_s and found.n_tokens else None

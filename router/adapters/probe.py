@@ -1,26 +1,25 @@
 """What a backend can do, found out by doing it once, on a slot that nobody uses.
 
 Prefill a small text, save, erase, restore, extend, diverge: from what is cached afterwards
-follows the memory kind. `kvferry doctor` shows the same.
+follows the memory kind. What kvferry makes of state files is tried too: a padded window, a cut.
+`kvferry doctor` shows the same.
 """
 
 import asyncio
-from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
-import structlog
-
-from router.adapters.identity import Behaviour
+from router.adapters import kv_files, kv_shape
+from router.adapters.identity import Behaviour, alike
 from router.adapters.llama_client import LlamaClient
-from router.errors import BackendError, BackendRefusedError, KvError, KvFileError
+from router.adapters.probe_slots import erase, keeps_idle_slots, put_aside, put_back
+from router.errors import BackendError, KvError, KvFileError
 from router.kvfile.head import read_head
 from router.kvfile.layout import Layout, read_layout
 from router.ports import SnapshotStore
-from router.tokens import Tokens, head, join, pack, tail
+from router.tokens import Tokens, count, head, join, pack, tail
 from router.types import MemoryKind, Place, SlotStatus
-
-log = structlog.get_logger(__name__)
 
 # Long enough that RoPE settings show in what follows, short enough for a second on a CPU.
 TEXT = (
@@ -28,6 +27,24 @@ TEXT = (
     "On board, 213 passengers read, sleep or look at the water; the cook counts cups, the mate "
     "counts heads, and nobody counts the gulls. "
 ) * 2
+# Tokens that outgrow a window of 1,024 (gemma 3) and one of 4,096 (mistral, phi 3).
+_LONGER = (1200, 4600)
+_LONGER_S = 2.0  # what such a text may take; a server is not to be kept waiting for a hint
+
+NO_SWA_FULL = "restart it without --swa-full"
+SWA_FULL = (
+    "a restored state could give wrong answers, since llama-server was started with --swa-full or "
+    f"remembers in a way that is not known here; {NO_SWA_FULL}"
+)
+
+
+class Padding(StrEnum):
+    """Whether state files have to be padded to be of use (llama-server.md section 4.4)."""
+
+    NOT_NEEDED = "not needed"
+    NEEDED = "needed"  # and not tried: the window is longer than the text
+    WORKS = "works"
+    FAILS = "fails"
 
 
 @dataclass(slots=True)
@@ -38,7 +55,7 @@ class Probe:
     layout: Layout | None = None
     behaviour: Behaviour = field(default_factory=list)
     keeps_idle_slots: bool = True
-    n_tokens: int = 0
+    n_tokens: int = 0  # of the text that was saved
     prefill_s: float | None = None
     save_s: float | None = None
     restore_s: float | None = None
@@ -46,8 +63,28 @@ class Probe:
     can_save: bool = False
     restored_extension: int | None = None  # tokens cached after restore, prompt extended
     restored_divergence: int | None = None  # the same, prompt diverging half-way
+    window: int = 0  # tokens of the sliding window; 0: none, or not seen
+    padded: Padding = Padding.NOT_NEEDED
+    cuts: bool = False  # a prefix cut out of the file did what the whole did
     problem: str | None = None  # why snapshots are off, in words for the operator
+    note: str | None = None  # what is worth knowing and stops nothing
     untried: bool = False  # there was no idle slot to try anything in
+
+    @property
+    def n_stream(self) -> int:
+        """KV streams of its state files; 0 without attention."""
+        return self.layout.n_stream if self.layout is not None else 1
+
+    @property
+    def cache_types(self) -> tuple[str, str]:
+        """Of K and V; "none" without attention."""
+        return kv_shape.cache_types(self.layout) if self.layout is not None else ("none", "none")
+
+    @property
+    def usable(self) -> bool:
+        """States can be saved and restored, and that was seen to be right."""
+        seen = self.layout is not None and self.memory_kind is not MemoryKind.UNKNOWN
+        return seen and self.problem is None
 
 
 async def probe(
@@ -65,80 +102,228 @@ async def probe(
         return found
     slot = min(idle, key=lambda s: (s.n_tokens or 0, s.index))
     ids = await client.tokenize(TEXT, add_special=True, parse_special=True)
-    tokens = head(pack(ids), max((slot.n_ctx or 512) // 2, 8))
-    keep = await _put_aside(client, store, place, slot)
+    room = max((slot.n_ctx or 512) // 2, 8)
+    tokens = head(pack(ids), room)
+    keep = await put_aside(client, store, place, slot)
     try:
-        await _measure(client, store, place, slot, tokens, found)
-        await _watch_idle(client, slots, slot, tokens, found)
+        if store is None or place is None:
+            found.problem = "no kv_dir is configured for this backend"
+            await _prefill(client, slot.index, tokens, found)
+        else:
+            trial = _Trial(client, store, place, slot.index, room, found)
+            try:
+                await trial.run(tokens)
+            finally:
+                await store.discard(place, trial.name)
+        await erase(client, slot.index)
+        found.behaviour = await client.fingerprint(slot.index, tokens)
+        found.keeps_idle_slots = await keeps_idle_slots(client, slots, slot, tokens)
     finally:
-        await _put_back(client, store, place, slot, keep)
+        await put_back(client, store, place, slot, keep)
     return found
 
 
-async def _measure(
-    client: LlamaClient,
-    store: SnapshotStore | None,
-    place: Place | None,
-    slot: SlotStatus,
-    tokens: Tokens,
-    found: Probe,
-) -> None:
-    n = found.n_tokens = len(tokens) // 4
-    reported = await client.prefill(slot.index, tokens)
-    if reported.prompt_s and reported.cached_tokens == 0:
-        found.prefill_s = reported.prompt_s
-    if store is None or place is None:
-        found.problem = "no kv_dir is configured for this backend"
-        found.behaviour = await client.fingerprint(slot.index, tokens)
-        return
-    name = store.staging_name()
-    try:
-        await _save(client, store, place, slot, name, found)
+async def _prefill(client: LlamaClient, slot: int, tokens: Tokens, found: Probe) -> None:
+    """From nothing, so that neither its time nor its result is another request's."""
+    await erase(client, slot)
+    reported = await client.prefill(slot, tokens)
+    found.n_tokens = count(tokens)
+    found.prefill_s = reported.prompt_s if reported.cached_tokens == 0 else None
+
+
+class _Trial:
+    """Saving and restoring, tried in one slot. What is wrong goes into `found.problem`, and ends
+    the trial: a server is used without snapshots rather than with doubtful ones."""
+
+    def __init__(
+        self,
+        client: LlamaClient,
+        store: SnapshotStore,
+        place: Place,
+        slot: int,
+        room: int,
+        found: Probe,
+    ) -> None:
+        self.name = store.staging_name()
+        self._client = client
+        self._store = store
+        self._place = place
+        self._slot = slot
+        self._room = room  # tokens that the text may have
+        self._found = found
+
+    async def run(self, tokens: Tokens) -> None:
+        """All of it. Raises BackendError if the server goes away."""
+        found = self._found
+        fresh = await self._save(tokens)
         if found.layout is None:
             return
-        extended = join([tokens, head(tokens, 1)])
-        half = head(tokens, n // 2)
-        # Not the beginning again: the text is one paragraph twice, and would just go on.
-        diverging = join([half, tail(tokens, n - n // 4)])
-        found.restored_extension = await _reuse(client, slot, name, extended, found)
-        found.restored_divergence = await _reuse(client, slot, name, diverging, found)
-        found.memory_kind = _kind(found, n)
-        if found.restored_extension == 0:
+        found.memory_kind = found.layout.memory_kind
+        if found.memory_kind is MemoryKind.SLIDING_WINDOW:
+            if await self._keeps_all(tokens):
+                found.memory_kind, found.problem = MemoryKind.UNKNOWN, SWA_FULL
+            if found.problem is None:
+                tokens, fresh = await self._outgrow_window(tokens, fresh)
+        if found.problem is None and await self._verify():
+            await self._restore(tokens, fresh)
+
+    async def _save(self, tokens: Tokens) -> Behaviour:
+        """Compute and save `tokens`; the layout of the file, and what comes after two more."""
+        found = self._found
+        await _prefill(self._client, self._slot, tokens, found)
+        try:
+            saved = await self._client.save(self._slot, self.name)
+        except BackendError as error:
+            found.problem = f"the server refuses to save a slot: {error}"
+            return []
+        found.can_save = True
+        found.save_s, found.size_bytes = saved.seconds, saved.size_bytes
+        path = Path(self._place) / self.name
+        try:
+            found.layout = await asyncio.to_thread(_layout_of, path, saved.size_bytes)
+        except FileNotFoundError:
             found.problem = (
-                f"a restored {found.memory_kind} state gives no cached tokens on this server"
+                "the server saved a slot, but no file appeared in kv_dir: is it the directory "
+                "that the server was started with (--slot-save-path), seen from this machine?"
             )
-    finally:
-        await store.discard(place, name)
-        await _erase(client, slot.index)
-        found.behaviour = await client.fingerprint(slot.index, tokens)
+        except (KvFileError, OSError) as error:
+            found.problem = f"the state file cannot be used: {error}"
+        return await self._client.fingerprint(self._slot, _extended(tokens, 2))
+
+    async def _keeps_all(self, tokens: Tokens) -> bool:
+        """A file with a window serves an extension as the server wrote it.
+
+        With --swa-full it does. The window is not in such a file, and yet the server reuses it
+        for prompts that diverge inside of it (llama-server.md section 0.9).
+        """
+        return await self._reuse(self.name, _extended(tokens, 1)) >= count(tokens)
+
+    async def _outgrow_window(self, tokens: Tokens, fresh: Behaviour) -> tuple[Tokens, Behaviour]:
+        """Longer texts until the window shows, while they cost next to nothing."""
+        found, text, rate = self._found, tokens, _rate(self._found)
+        for length in _LONGER:
+            if _window(found.layout) or rate is None or length * rate > _LONGER_S:
+                break
+            longer = head(join([text] * (length // count(text) + 1)), min(length, self._room))
+            if count(longer) <= count(tokens):
+                break
+            tokens, fresh = longer, await self._save(longer)
+            if found.problem is not None:
+                break
+        found.window = _window(found.layout)
+        found.padded = Padding.NEEDED
+        if not found.window:
+            found.note = (
+                f"its sliding window is longer than the {count(tokens)} tokens that were tried: "
+                "it will be learned from the first long state"
+            )
+        return tokens, fresh
+
+    async def _verify(self) -> bool:
+        """The file as the store will use it, padded if need be."""
+        found = self._found
+        assert found.size_bytes is not None
+        try:
+            staged = await self._store.verify(self._place, self.name, found.size_bytes)
+        except KvError as error:
+            found.problem = f"the state file cannot be used: {error}"
+            return False
+        found.size_bytes = staged.size_bytes
+        if found.window and not staged.shape.extendable:
+            found.padded = Padding.FAILS
+            found.problem = "its state files cannot be padded, and without it give nothing"
+        return found.problem is None
+
+    async def _restore(self, tokens: Tokens, fresh: Behaviour) -> None:
+        """Extend and diverge; `fresh` is what never left its slot says."""
+        found, n = self._found, count(tokens)
+        found.restored_extension = await self._reuse(self.name, _extended(tokens, 1))
+        again = await self._client.fingerprint(self._slot, _extended(tokens, 2))
+        half = head(tokens, (n + 1) // 2)
+        # Not the beginning again: the text is one paragraph twice, and would just go on.
+        other = tail(tokens, n - n // 4)
+        found.restored_divergence = await self._reuse(self.name, join([half, other]))
+        if found.problem is not None:
+            return
+        if found.memory_kind is MemoryKind.FULL and found.restored_divergence < n // 2:
+            found.memory_kind = MemoryKind.UNKNOWN
+            found.problem = (
+                f"a restored state gives {found.restored_divergence or 'no'} cached tokens to a "
+                f"prompt that leaves it after {count(half)}: not what its files look like"
+            )
+            return
+        if found.padded is Padding.NEEDED and not found.window:
+            return
+        if found.restored_extension < n:
+            found.problem = (
+                f"a restored {found.memory_kind} state of {n} tokens gives "
+                f"{found.restored_extension or 'no'} cached tokens on this server"
+            )
+        elif not alike(again, fresh):
+            found.problem = (
+                "the model continues a restored state in another way than a computed one"
+            )
+        if found.padded is Padding.NEEDED:
+            found.padded = Padding.WORKS if found.problem is None else Padding.FAILS
+        if found.memory_kind is MemoryKind.FULL and found.problem is None:
+            await self._try_cut(half, head(other, 2))
+
+    async def _try_cut(self, half: Tokens, then: Tokens) -> None:
+        """The first half of the file must do what the whole does when a prompt leaves it there.
+
+        The slot has just done that: it holds `half` and other tokens behind it.
+        """
+        found, name = self._found, self._store.staging_name()
+        prompt = join([half, then])
+        whole = await self._client.fingerprint(self._slot, prompt)
+        source, target = Path(self._place) / self.name, Path(self._place) / name
+        try:
+            size = await asyncio.to_thread(_cut, source, target, count(half))
+        except (KvFileError, OSError) as error:
+            found.note = f"no prefix can be cut out of its state files: {error}"
+            return
+        try:
+            await self._store.verify(self._place, name, size)
+            cached = await self._reuse(name, head(prompt, count(half) + 1))
+            again = await self._client.fingerprint(self._slot, prompt)
+        except KvError as error:
+            found.note = f"no prefix can be cut out of its state files: {error}"
+            return
+        finally:
+            await self._store.discard(self._place, name)
+        found.cuts = cached == count(half) and alike(again, whole)
+        if not found.cuts:
+            # What _reuse says of a refused restore is about this file, and stops nothing.
+            found.note = found.problem or "a prefix that was cut out of a state file is of no use"
+            found.problem = None
+
+    async def _reuse(self, name: str, prompt: Tokens) -> int:
+        """Tokens of `prompt` that are cached after a file was restored."""
+        await self._client.erase(self._slot)
+        try:
+            restored = await self._client.restore(self._slot, name)
+        except BackendError as error:
+            self._found.problem = f"the server refuses to restore what it saved: {error}"
+            return 0
+        self._found.restore_s = restored.seconds
+        return (await self._client.prefill(self._slot, prompt)).cached_tokens or 0
 
 
-async def _save(
-    client: LlamaClient,
-    store: SnapshotStore,
-    place: Place,
-    slot: SlotStatus,
-    name: str,
-    found: Probe,
-) -> None:
-    """Save and look at the file; whatever is wrong goes into `problem`."""
-    try:
-        saved = await client.save(slot.index, name)
-    except BackendError as error:
-        found.problem = f"the server refuses to save a slot: {error}"
-        return
-    found.can_save = True
-    found.save_s, found.size_bytes = saved.seconds, saved.size_bytes
-    path = Path(place) / name
-    try:
-        found.layout = await asyncio.to_thread(_layout_of, path, saved.size_bytes)
-    except FileNotFoundError:
-        found.problem = (
-            "the server saved a slot, but no file appeared in kv_dir: is it the directory that "
-            "the server was started with (--slot-save-path), seen from this machine?"
-        )
-    except (KvFileError, OSError) as error:
-        found.problem = f"the state file cannot be used: {error}"
+def _extended(tokens: Tokens, n: int) -> Tokens:
+    return join([tokens, head(tokens, n)])
+
+
+def _rate(found: Probe) -> float | None:
+    """Seconds for a token of prefill."""
+    return found.prefill_s / found.n_tokens if found.prefill_s else None
+
+
+def _window(layout: Layout | None) -> int:
+    """Cells of the second block, if it has forgotten some that the first has; else 0."""
+    if layout is None or len(layout.attention) < 2:
+        return 0
+    base, window = layout.attention[:2]
+    return window.cell_count if window.cell_count < base.cell_count else 0
 
 
 def _layout_of(path: Path, size_bytes: int) -> Layout:
@@ -150,90 +335,6 @@ def _layout_of(path: Path, size_bytes: int) -> Layout:
         return read_layout(file, read_head(file), size_bytes)
 
 
-async def _reuse(
-    client: LlamaClient, slot: SlotStatus, name: str, prompt: Tokens, found: Probe
-) -> int:
-    """Tokens of `prompt` that are cached after the saved state was restored."""
-    await client.erase(slot.index)
-    try:
-        restored = await client.restore(slot.index, name)
-    except BackendError as error:
-        found.problem = f"the server refuses to restore what it saved: {error}"
-        return 0
-    found.restore_s = restored.seconds
-    return (await client.prefill(slot.index, prompt)).cached_tokens or 0
-
-
-def _kind(found: Probe, n: int) -> MemoryKind:
-    """The file says what the memory is made of; what it can do is what it just did.
-
-    A full-attention file that does not give the common prefix is not to be trusted.
-    """
-    assert found.layout is not None
-    kind = found.layout.memory_kind
-    if kind is MemoryKind.FULL:
-        divergence = found.restored_divergence or 0
-        return kind if divergence >= n // 2 else MemoryKind.UNKNOWN
-    return kind
-
-
-async def _watch_idle(
-    client: LlamaClient, slots: list[SlotStatus], used: SlotStatus, tokens: Tokens, found: Probe
-) -> None:
-    """Does starting a request empty the idle slots (llama-server.md section 0.6)?
-
-    The probe's own slot holds tokens now: start something on another one and look again.
-    """
-    others = [s for s in slots if s.index != used.index and not s.is_processing]
-    if not others:
-        return
-    await client.prefill(used.index, tokens)
-    empty = [s for s in others if not s.n_tokens]
-    if empty:
-        await client.prefill(empty[0].index, head(tokens, 4))
-    try:
-        after = {s.index: s.n_tokens or 0 for s in await client.slots()}
-    except BackendRefusedError:  # started with --no-slots: cannot be seen
-        after = {s.index: 1 for s in slots}
-    if empty:
-        found.keeps_idle_slots = after.get(used.index, 0) > 0
-        await _erase(client, empty[0].index)
-    else:
-        found.keeps_idle_slots = all(after.get(s.index, 0) > 0 for s in others)
-
-
-async def _put_aside(
-    client: LlamaClient, store: SnapshotStore | None, place: Place | None, slot: SlotStatus
-) -> str | None:
-    """Save what the slot holds, to restore it afterwards."""
-    if store is None or place is None or not slot.n_tokens:
-        return None
-    name = store.staging_name()
-    try:
-        saved = await client.save(slot.index, name)
-        await store.verify(place, name, saved.size_bytes)
-    except (BackendError, KvError) as error:
-        log.info("probe_cannot_keep_slot", backend=client.id, slot=slot.index, reason=str(error))
-        return None
-    return name
-
-
-async def _put_back(
-    client: LlamaClient,
-    store: SnapshotStore | None,
-    place: Place | None,
-    slot: SlotStatus,
-    name: str | None,
-) -> None:
-    await _erase(client, slot.index)
-    if store is not None and place is not None and name is not None:
-        try:
-            await client.restore(slot.index, name)
-        finally:
-            await store.discard(place, name)
-
-
-async def _erase(client: LlamaClient, slot: int) -> None:
-    """Empty a slot, unless the server takes no slot actions (llama-server.md section 1.1)."""
-    with suppress(BackendRefusedError):
-        await client.erase(slot)
+def _cut(source: Path, target: Path, n_tokens: int) -> int:
+    """Blocking; returns the size. Raises OSError, KvFileError."""
+    return kv_shape.cut(source, target, kv_files.identity(source), n_tokens).identity.size_bytes

@@ -4,12 +4,14 @@ The backend renders the template (`/apply-template`) and is the truth about toke
 tokenized before is not sent again. Raises nothing: what cannot be known is unknown, with a reason.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 import orjson
 import structlog
 
+from router.adapters.boundaries import BoundaryFinder
 from router.adapters.llama_client import LlamaClient
 from router.adapters.llama_wire import (
     ChatPrompt,
@@ -43,11 +45,21 @@ class PromptReader:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self._finder = BoundaryFinder(self._render, vocabulary.tokenizer)
 
-    async def read(self, parsed: ParsedRequest) -> Prompt:
-        """The prompt of a request; unknown with a reason if the backend cannot tell."""
+    async def read(self, parsed: ParsedRequest, *, boundaries: bool = False) -> Prompt:
+        """The prompt of a request; unknown with a reason if the backend cannot tell.
+
+        With its boundaries on demand, which takes up to four more renderings. Only chats have
+        any, and chats with media have none: what a slot holds of those is not claimed anyway.
+        """
+        source = parsed.prompt_source
         try:
-            return await self._read(parsed)
+            prompt = await self._read(parsed)
+            if boundaries and isinstance(source, ChatPrompt) and not source.media:
+                found = await self._finder.find(source.body, prompt.tokens)
+                prompt = replace(prompt, boundaries=found)
+            return prompt
         except BackendError as error:
             # Very likely the request itself is wrong; the backend's own answer will say so.
             return Prompt(unknown=f"the backend does not render or tokenize it: {error}")
@@ -65,10 +77,9 @@ class PromptReader:
                 )
                 return Prompt(pack(ids))
             case ChatPrompt():
-                local = self._vocabulary.template
-                text = local.render(source.body) if local and not source.media else None
-                if text is None:
-                    text = await self._by_backend(source)
+                text = await (
+                    self._by_backend(source.body) if source.media else self._render(source.body)
+                )
                 return await self._chat(text, source.media)
             case UnknownPrompt():
                 return Prompt(unknown=source.reason)
@@ -89,8 +100,17 @@ class PromptReader:
                 tokens.append(pack([fingerprint_id(media[index])]))
         return Prompt(join(tokens), n_media=len(media))
 
-    async def _by_backend(self, source: ChatPrompt) -> str:
-        return await self._vocabulary.client.apply_template(orjson.dumps(source.body))
+    async def _render(self, body: dict[str, Any], generation_prompt: bool = True) -> str:
+        local = self._vocabulary.template
+        text = local.render(body, generation_prompt=generation_prompt) if local else None
+        if text is None:
+            text = await self._by_backend(
+                body if generation_prompt else {**body, "add_generation_prompt": False}
+            )
+        return text
+
+    async def _by_backend(self, body: dict[str, Any]) -> str:
+        return await self._vocabulary.client.apply_template(orjson.dumps(body))
 
     async def _tokenize(self, text: str, *, add_special: bool) -> Tokens:
         return await self._vocabulary.tokenizer.tokenize(text, add_special=add_special)
@@ -110,7 +130,7 @@ class PromptReader:
             if isinstance(source, TextPrompt):
                 await tokenizer.disagreed(source.text, add_special=True)
             elif isinstance(source, ChatPrompt) and not source.media:
-                text = await self._by_backend(source)
+                text = await self._by_backend(source.body)
                 local = self._vocabulary.template
                 if local is not None and local.render(source.body) not in (None, text):
                     self._vocabulary.template = None

@@ -1,7 +1,7 @@
 """Prometheus metrics and the canonical log lines. Every metric is declared here and described in
 `docs/metrics.md`; labels come from enums and from the configuration, never from a request."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.types import (
+    BackendInfo,
     Outcome,
     RequestId,
     RequestRecord,
@@ -98,9 +99,22 @@ class PrometheusTelemetry:
             ["action"],
             registry=registry,
         )
+        self._rewrite = Histogram(
+            "kvferry_rewrite_seconds",
+            "Time to make a state file out of another",
+            ["what"],
+            buckets=_TRANSFER_S,
+            registry=registry,
+        )
+        self._rewritten = Counter(
+            "kvferry_rewritten_bytes",
+            "Bytes of state files made out of others",
+            ["what"],
+            registry=registry,
+        )
         self._failures = Counter(
             "kvferry_kv_failures",
-            "Saves, restores and deletions that failed",
+            "Saves, restores, cuts and deletions that failed",
             ["action"],
             registry=registry,
         )
@@ -110,8 +124,11 @@ class PrometheusTelemetry:
         self._outcome = {outcome: self._requests.labels(outcome) for outcome in Outcome}
         self._source = {source: self._sources.labels(source) for source in Source}
         self._ttft_of = {source: self._ttft.labels(source) for source in Source}
-        for action in ("save", "restore", "delete"):
+        for action in ("save", "restore", "delete", "cut"):
             self._failures.labels(action)
+        for what in ("cut", "restream"):
+            self._rewrite.labels(what)
+            self._rewritten.labels(what)
         for action in ("save", "restore"):
             self._moved.labels(action)
 
@@ -189,6 +206,16 @@ class PrometheusTelemetry:
             seconds=_ms(transfer.seconds),
         )
 
+    def rewritten(self, what: str, size_bytes: int, seconds: float, problem: str) -> None:
+        """A state file was made out of another, or could not be."""
+        if problem:
+            self._failures.labels(what).inc()
+            log.warning("rewrite_failed", what=what, reason=problem)
+            return
+        self._rewrite.labels(what).observe(seconds)
+        self._rewritten.labels(what).inc(size_bytes)
+        log.debug("rewritten", what=what, size_bytes=size_bytes, seconds=_ms(seconds))
+
     def deleted(self, snapshot: Snapshot, problem: str) -> None:
         """A snapshot was deleted, or could not be."""
         if problem:
@@ -199,8 +226,11 @@ class PrometheusTelemetry:
 class EngineCollector(Collector):
     """Gauges, asked for when somebody looks."""
 
-    def __init__(self, stats: Callable[[], Stats]) -> None:
+    def __init__(
+        self, stats: Callable[[], Stats], infos: Callable[[], Iterable[BackendInfo]]
+    ) -> None:
         self._stats = stats
+        self._infos = infos
 
     def collect(self) -> Iterator[Metric]:
         """What the engine is like now."""
@@ -217,6 +247,7 @@ class EngineCollector(Collector):
                 slots.add_metric([backend.backend, phase], number)
         yield up
         yield slots
+        yield _what_backends_are(self._infos())
         yield GaugeMetricFamily(
             "kvferry_queue_depth", "Requests that wait for a slot", stats.queue_depth
         )
@@ -230,6 +261,18 @@ class EngineCollector(Collector):
         yield CounterMetricFamily(
             "kvferry_snapshots_evicted", "Snapshots given up for room", stats.evicted
         )
+
+
+def _what_backends_are(infos: Iterable[BackendInfo]) -> Metric:
+    """One sample of 1 for each backend in use; the facts are its labels."""
+    labels = ["backend", "memory_kind", "n_stream", "window", "cuts", "snapshots"]
+    family = GaugeMetricFamily(
+        "kvferry_backend_info", "What was found out about a backend", labels=labels
+    )
+    for info in infos:
+        shown = (info.n_stream, info.window, int(info.cuts), int(info.place is not None))
+        family.add_metric([info.id, info.memory_kind, *map(str, shown)], 1.0)
+    return family
 
 
 def _ms(seconds: float | None) -> float | None:

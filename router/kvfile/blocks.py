@@ -118,10 +118,12 @@ class Checkpoint:
     """
 
     n_tokens: int
-    pos_min: int
+    pos_min: int  # of the memory when it was made, not of what is in here
     pos_max: int
     offset: int
     end: int
+    state_offset: int = 0  # where the u64 with the size of the state is
+    state: tuple[Block, ...] = ()  # what cannot be rolled back: the window, the recurrent block
 
 
 def runs(sections: Iterable[Section]) -> str:

@@ -5,15 +5,15 @@ with a seek, so a file of gigabytes costs a few kilobytes of reading, and the of
 sections are kept for those who rewrite files. Read from llama.cpp b11434: `llama-kv-cache.cpp`,
 `llama-memory-recurrent.cpp` (`state_write`) and the classes that put these two together.
 
-The format does not say of itself which memory it is, whether its cells carry an extension, nor
-which layers have a V. All combinations are tried, and one only may end at the end of the file.
+The format does not say which memory it is, whether its cells carry an extension, nor which
+layers have a V. All combinations are tried, and only one may end at the end of the file.
 """
 
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 import xxhash
@@ -28,7 +28,6 @@ from router.kvfile.blocks import (
     RecurrentBlock,
     Section,
     Stream,
-    runs,
 )
 from router.kvfile.head import MAX_TOKENS, Head
 from router.types import MemoryKind
@@ -41,6 +40,7 @@ MAX_ATTENTION_BLOCKS = 2  # base and SWA (or MLA and indexer); no class writes m
 APPENDIX_MAGIC = 0x504B4353  # "SCKP"
 APPENDIX_VERSION = 1
 MAX_CHECKPOINTS = 4096  # `--ctx-checkpoints` is 32 by default
+STATE_MAGIC = 0xAF143CD8  # `io_magic` in llama-context.cpp: before each state kept in memory
 
 # ggml type -> (elements, bytes) of its smallest unit: the types that `-ctk`/`-ctv` take, which
 # include F32 and F16 that recurrent states use. Another type is refused rather than guessed.
@@ -59,6 +59,7 @@ TYPES: dict[int, tuple[int, int]] = {
 _RECURRENT_CELL_BYTES = 8  # pos, n_seq_id
 _APPENDIX = struct.Struct("<III")  # magic, version, count
 _CHECKPOINT = struct.Struct("<qii")  # n_tokens, pos_min, pos_max
+_STATE = struct.Struct("<II")  # magic, kept on the device
 _CELLS_AT_ONCE = 1 << 14
 _U32 = struct.Struct("<I")
 _DATA = struct.Struct("<IIII")  # v_trans, n_layer, n_rot_k, n_rot_v
@@ -98,10 +99,7 @@ class Layout:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that one more token adds to a long state: id, and a cell of the first block.
-
-        The window of an SWA block is full by then, and a recurrent state never grows.
-        """
+        """Bytes that one more token adds to a long state: id, and a cell of the first block."""
         return 4.0 + (self.attention[0].bytes_per_cell if self.attention else 0)
 
     @property
@@ -130,8 +128,7 @@ def read_layout(file: BinaryIO, head: Head, size: int) -> Layout:
 
     Raises KvFileError unless exactly one reading of it ends at the end of the file.
     """
-    found: list[Layout] = []
-    reasons: list[str] = []
+    found, reasons = list[Layout](), list[str]()
     for ext in (False, True):
         walk = _Walk(file, size, ext)
         for blocks in walk.blocks(head.end, ()):
@@ -141,27 +138,51 @@ def read_layout(file: BinaryIO, head: Head, size: int) -> Layout:
                 found.append(layout)
         reasons += walk.reasons
     if len(found) == 1:
-        return found[0]
+        return _with_states(found[0], file)
     if found:
         raise KvFileError("the memory state can be read in more than one way")
     raise KvFileError(f"the memory state cannot be read: {'; '.join(dict.fromkeys(reasons))}")
 
 
 def check_agreement(head: Head, layout: Layout) -> None:
-    """Tokens and memory must end at the same position. Raises KvFileError.
+    """Tokens and memory must end at the same position, with a cell for each in between.
 
-    llama-server aborts if they do not (docs/llama-server.md section 4.4). With an extension,
-    positions are M-RoPE's and run slower than tokens: only "some or none" is compared then.
+    llama-server aborts if they do not (docs/llama-server.md section 4.4), also on a checkpoint.
+    With an extension, positions are M-RoPE's and run slower than tokens: only "some or none" is
+    compared then. Raises KvFileError.
     """
     if layout.is_empty != (head.n_tokens == 0):
         raise KvFileError(f"{head.n_tokens} tokens, but {layout.blocks[0].cell_count} cells")
-    for block in layout.blocks:
-        exact = not head.media_starts and not any(b.ext for b in layout.attention)
-        wrong = block.pos_max != head.n_tokens - 1 if exact else block.pos_max >= head.n_tokens
-        if wrong:
-            raise KvFileError(f"{head.n_tokens} tokens, but the last position is {block.pos_max}")
-    if any(not 0 <= checkpoint.n_tokens <= head.n_tokens for checkpoint in layout.checkpoints):
-        raise KvFileError(f"a checkpoint lies behind the {head.n_tokens} tokens")
+    exact = not head.media_starts and not any(b.ext for b in layout.attention)
+    _check_end(layout.blocks, head.n_tokens, exact)
+    if exact and any(block.pos_min > 0 for block in layout.attention[:1]):
+        raise KvFileError(f"the first position is {layout.attention[0].pos_min}")
+    for checkpoint in layout.checkpoints:
+        if not 0 < checkpoint.n_tokens <= head.n_tokens:
+            raise KvFileError(f"a checkpoint lies behind the {head.n_tokens} tokens")
+        _check_end((*checkpoint.state, checkpoint), checkpoint.n_tokens, exact)
+
+
+def _check_end(blocks: Iterable[Block | Checkpoint], n: int, exact: bool) -> None:
+    for block in blocks:
+        if block.pos_max != n - 1 if exact else block.pos_max >= n:
+            raise KvFileError(f"{n} tokens, but the last position is {block.pos_max}")
+        if exact and isinstance(block, AttentionBlock) and block.cell_count:
+            room = block.pos_max - block.pos_min + 1
+            if block.cell_count != room:
+                raise KvFileError(f"{block.cell_count} cells for {room} positions")
+
+
+def _with_states(layout: Layout, file: BinaryIO) -> Layout:
+    """Read what the checkpoints hold. Raises KvFileError unless it is of the layout's shapes."""
+    last = layout.recurrent
+    # Recurrent states, and of attention only a window (`LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY`).
+    parts: Sequence[Block] = (
+        (*layout.attention[1:], last) if last is not None else layout.attention[-1:]
+    )
+    ext = any(block.ext for block in layout.attention)
+    states = [_Walk(file, c.end, ext).state(c, parts) for c in layout.checkpoints]
+    return replace(layout, checkpoints=tuple(states))
 
 
 class _Walk:
@@ -214,10 +235,34 @@ class _Walk:
                 at += _CHECKPOINT.size
                 for _ in range(3):
                     at += _U64.size + self._unpack(_U64, at, "checkpoint data size")[0]
-                found.append(Checkpoint(n_tokens, low, high, offset, at))
+                state = offset + _CHECKPOINT.size
+                found.append(Checkpoint(n_tokens, low, high, offset, at, state))
         except KvFileError:
             return None
         return tuple(found) if at == self._size else None
+
+    def state(self, checkpoint: Checkpoint, parts: Sequence[Block]) -> Checkpoint:
+        """With the state of the target model, which has to have the shapes of `parts`."""
+        at = checkpoint.state_offset
+        (size,) = self._unpack(_U64, at, "state size")
+        at += _U64.size
+        self._size = at + size
+        magic, _ = self._unpack(_STATE, at, "state header")
+        at += _STATE.size
+        found: list[Block] = []
+        for part in parts:
+            block: Block = (
+                self._recurrent(at)
+                if isinstance(part, RecurrentBlock)
+                else self._attention(at, any(stream.v for stream in part.streams))
+            )
+            if block.describe() != part.describe():
+                raise KvFileError(f"the checkpoint at byte {checkpoint.offset} has other shapes")
+            found.append(block)
+            at = block.end
+        if magic != STATE_MAGIC or at != self._size:
+            raise KvFileError(f"the checkpoint at byte {checkpoint.offset} cannot be read")
+        return replace(checkpoint, state=tuple(found))
 
     def _attention(self, at: int, has_v: bool) -> AttentionBlock:
         (n_stream,) = self._unpack(_U32, at, "stream count")
@@ -225,17 +270,15 @@ class _Walk:
             raise KvFileError(f"{n_stream} streams at byte {at}")
         offset, at = at, at + _U32.size
         streams: list[Stream] = []
-        headers: set[tuple[int, ...]] = set()
+        header: tuple[int, ...] = ()
         for _ in range(n_stream):
-            stream, header = self._stream(at, has_v)
+            stream, its_header = self._stream(at, has_v)
+            if stream.cell_count and header:
+                raise KvFileError(f"two streams of the block at byte {offset} have cells")
             streams.append(stream)
             at = stream.end
-            if stream.cell_count:
-                headers.add(header)
-        shapes = {(runs(s.k), runs(s.v)) for s in streams if s.cell_count}
-        if len(headers) > 1 or len(shapes) > 1:
-            raise KvFileError(f"the streams of the block at byte {offset} differ in shape")
-        v_trans, n_layer, n_rot_k, n_rot_v = headers.pop() if headers else (0, 0, 0, 0)
+            header = its_header or header
+        v_trans, n_layer, n_rot_k, n_rot_v = header or (0, 0, 0, 0)
         return AttentionBlock(
             offset, at, tuple(streams), self._ext, bool(v_trans), n_layer, n_rot_k, n_rot_v
         )
@@ -269,6 +312,8 @@ class _Walk:
         all S, and there are as many of one as of the other.
         """
         (n_cells,) = self._unpack(_U32, at, "cell count")
+        if n_cells > 1:
+            raise KvFileError(f"{n_cells} recurrent cells at byte {at}, and a sequence has one")
         offset, at = at, at + _U32.size
         low_high = self._cells(at, n_cells, _RECURRENT_CELL_BYTES // 4, n_seq_id=0)
         at += n_cells * _RECURRENT_CELL_BYTES

@@ -83,7 +83,8 @@ class Completions:
         elif reader is None:
             prompt = Prompt(unknown="no backend to tokenize with")
         else:
-            prompt = await reader.read(parsed)
+            wanted = self._directory.wants_boundaries(model)
+            prompt = await reader.read(parsed, boundaries=wanted)
         request = Request(
             id=request_id,
             prompt=prompt,

@@ -8,7 +8,7 @@ from router.adapters.monitor import Monitor
 from router.adapters.prompts import PromptReader
 from router.engine import Engine
 from router.errors import ModelNotFoundError, NoBackendError, QueueFullError
-from router.types import BackendId
+from router.types import BackendId, MemoryKind
 
 
 class Directory:
@@ -67,6 +67,14 @@ class Directory:
             if (model is None or model in info.models) and info.id in self._readers:
                 return self._readers[info.id]
         return None
+
+    def wants_boundaries(self, model: str | None) -> bool:
+        """Whether a request for `model` may meet states that can only be extended, and saved."""
+        return any(
+            info.memory_kind not in (MemoryKind.FULL, MemoryKind.UNKNOWN) and info.place is not None
+            for info in self._engine.infos.values()
+            if model is None or model in info.models
+        )
 
     async def wait_for_reader(self, model: str | None) -> None:
         """Return once prompts for `model` can be read; at once if they never are.

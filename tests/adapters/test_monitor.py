@@ -105,6 +105,7 @@ async def test_what_is_learned(watched: Watched) -> None:
 
     assert (info.n_slots, info.n_ctx, info.models) == (2, 4096, frozenset({"fake", "alias"}))
     assert (info.memory_kind, info.keeps_idle_slots) == (MemoryKind.FULL, True)
+    assert (info.n_stream, info.window, info.cuts) == (2, 0, True)
     assert info.place is not None
     assert info.bytes_per_token > 0
     assert info.prefill_s_per_token == pytest.approx(1e-4)

@@ -1,17 +1,20 @@
 """From a request to the ids that the engine will see; what cannot be known is unknown, and why."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 import pytest
 
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
 from router.adapters.llama_wire import Route, parse_request
+from router.adapters.local_template import prove
 from router.adapters.prompts import PromptReader, Vocabulary, fingerprint_id
 from router.adapters.specials import discover_specials
 from router.adapters.tokenizer import SegmentTokenizer
 from router.tasks import Tasks
-from router.tokens import unpack
+from router.tokens import common_prefix, unpack
 from router.types import BackendId
 from tests.conftest import StartServer
 from tests.fake_llama import FakeLlama
@@ -19,6 +22,7 @@ from tests.fake_wire import render_chat
 from tests.fleet import Json
 
 USER = {"role": "user", "content": "hi"}
+QWEN = Path(__file__).parent.parent / "templates" / "Qwen-Qwen3-0.6B.jinja"
 
 
 @pytest.fixture
@@ -96,6 +100,76 @@ async def test_backend_that_is_gone(reader: PromptReader, fake: FakeLlama) -> No
     prompt = await reader.read(parse_request(Route.CHAT, {"messages": [USER]}))
 
     assert "cannot be reached" in (prompt.unknown or "")
+
+
+async def test_boundaries_are_read_on_demand(reader: PromptReader) -> None:
+    """Of chats in any dialect. Of a chat with a picture, a text or ids there are none."""
+    system = {"role": "system", "content": "kind"}
+    chat = parse_request(Route.CHAT, {"messages": [system, USER]})
+    assert (await reader.read(chat)).boundaries == ()
+    prompt = await reader.read(chat, boundaries=True)
+    assert len(prompt.boundaries) == 2
+    assert prompt == replace(await reader.read(chat), boundaries=prompt.boundaries)
+
+    messages = {"system": "kind", "messages": [USER], "max_tokens": 1}
+    anthropic = await reader.read(parse_request(Route.MESSAGES, messages), boundaries=True)
+    assert anthropic.boundaries == prompt.boundaries
+
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    marker = {"type": "text", "text": reader._vocabulary.media_marker}  # the fake writes none
+    for route, body in (
+        (Route.COMPLETION, {"prompt": "abc"}),
+        (Route.COMPLETION, {"prompt": [5, 6, 7]}),
+        (Route.INFILL, {"input_prefix": "a"}),
+        (Route.CHAT, {"messages": [{"role": "user", "content": [marker, picture]}]}),
+    ):
+        assert (await reader.read(parse_request(route, body), boundaries=True)).boundaries == ()
+
+
+async def test_a_prompt_that_is_unknown_has_no_boundaries(
+    reader: PromptReader, fake: FakeLlama
+) -> None:
+    await fake.go_down()
+    prompt = await reader.read(parse_request(Route.CHAT, {"messages": [USER]}), boundaries=True)
+    assert prompt.unknown
+    assert prompt.boundaries == ()
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+async def test_boundaries_are_the_same_with_a_local_template(
+    llama_server: StartServer, connections: Connections, tasks: Tasks, self_check: bool
+) -> None:
+    """The next turn agrees with them, as a real server renders it."""
+    extra = ["--jinja", "--chat-template-file", str(QWEN)]
+    server = await llama_server("lfm2", slots=1, extra_args=extra)
+    remote = await reader_of(server.url, connections, tasks)
+    local = await reader_of(server.url, connections, tasks)
+    client, tokenizer = local._vocabulary.client, local._vocabulary.tokenizer
+    props = await client.props()
+    template = await prove(
+        props.chat_template, props.bos_token, props.eos_token, client.apply_template
+    )
+    assert template is not None
+    local._vocabulary.template = template
+    if self_check:
+        assert await tokenizer.self_check() is None
+        assert await remote._vocabulary.tokenizer.self_check() is None
+
+    said: list[Json] = [{"role": "system", "content": "Be brief and kind, and guess nothing."}]
+    last = 0
+    for turn in ("What is the time?", "  And now?", "Z", ""):
+        said.append({"role": "user", "content": turn})
+        chat = parse_request(Route.CHAT, {"messages": said})
+        prompt = await local.read(chat, boundaries=True)
+        assert prompt == await remote.read(chat, boundaries=True)
+        assert len(prompt.boundaries) >= 2
+        assert prompt.boundaries[-2] >= last
+        last = prompt.boundaries[-1]
+        said.append({"role": "assistant", "content": f"<think>\nhm\n</think>\n\nLate: {turn}"})
+        after = [*said, {"role": "user", "content": "go on"}]
+        later = await remote.read(parse_request(Route.CHAT, {"messages": after}))
+        assert last <= common_prefix(prompt.tokens, later.tokens)
+        assert len(prompt) - last < 24
 
 
 def test_pictures_have_ids_that_no_vocabulary_has() -> None:

@@ -13,7 +13,9 @@ from router.errors import RouterError
 from router.tokens import EMPTY
 from router.types import (
     BackendId,
+    BackendInfo,
     BackendStats,
+    MemoryKind,
     Namespace,
     Outcome,
     Place,
@@ -49,10 +51,21 @@ def stats() -> Stats:
     )
 
 
+def infos() -> list[BackendInfo]:
+    kind = MemoryKind.SLIDING_WINDOW
+    namespace, place = Namespace("n"), Place("/p")
+    return [
+        BackendInfo(
+            BackendId("a"), 2, 100, namespace, place=place, memory_kind=kind, n_stream=2, window=64
+        ),
+        BackendInfo(BackendId("b"), 2, 100, namespace, cuts=True, n_stream=1),
+    ]
+
+
 @pytest.fixture
 def registry() -> CollectorRegistry:
     made = CollectorRegistry()
-    made.register(EngineCollector(stats))
+    made.register(EngineCollector(stats, infos))
     return made
 
 
@@ -215,3 +228,14 @@ def test_gauges_are_asked_for(registry: CollectorRegistry) -> None:
     assert value(registry, "kvferry_snapshot_bytes") == 5
     assert value(registry, "kvferry_snapshot_tokens") == 6
     assert value(registry, "kvferry_snapshots_evicted_total") == 7
+
+
+def test_what_backends_are(registry: CollectorRegistry) -> None:
+    """The facts are labels, as the admin endpoint has them."""
+    for labels in (
+        {"backend": "a", "memory_kind": "sliding_window", "n_stream": "2", "window": "64"}
+        | {"cuts": "0", "snapshots": "1"},
+        {"backend": "b", "memory_kind": "unknown", "n_stream": "1", "window": "0"}
+        | {"cuts": "1", "snapshots": "0"},
+    ):
+        assert value(registry, "kvferry_backend_info", **labels) == 1

@@ -35,9 +35,13 @@ async def test_state(fake: FakeLlama, fleet: Fleet) -> None:
 
     assert (backend["name"], backend["up"], backend["url"]) == ("a", True, fake.url)
     assert (backend["models"], backend["slots"], backend["n_ctx"]) == (["fake"], 2, 4096)
+    assert (backend["memory_kind"], backend["n_stream"], backend["window"]) == ("full", 2, 0)
+    assert (backend["cuts"], backend["problem"], backend["note"]) == (True, None, None)
     assert backend["rates"]["prefill_tokens_per_s"] > 0
     assert [slot["resident_tokens"] for slot in state["slots"]] == [len(PROMPT) + 7, 0]
     assert snapshot["tokens"] == len(PROMPT) + 7
+    assert (snapshot["n_stream"], snapshot["checkpoints"]) == (2, [])
+    assert snapshot["extendable"]
     assert snapshot["size_bytes"] == state["snapshots"]["size_bytes"]
     assert PROMPT not in str(state)
 
@@ -53,6 +57,9 @@ async def test_queue_is_shown(fake: FakeLlama, fleet: Fleet) -> None:
 
     assert state["queue"][0]["prompt_tokens"] == 1
     assert metrics["kvferry_queue_depth"] == 1
+    (info,) = [name for name in metrics if name.startswith("kvferry_backend_info")]
+    assert 'memory_kind="full"' in info
+    assert 'n_stream="2"' in info
     assert metrics['kvferry_slots{backend="a",phase="running"}'] == 2
 
 

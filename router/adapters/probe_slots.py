@@ -1,0 +1,75 @@
+"""The slot that a probe works in: which one, what it held, and what becomes of the others."""
+
+from contextlib import suppress
+
+import structlog
+
+from router.adapters.llama_client import LlamaClient
+from router.errors import BackendError, BackendRefusedError, KvError
+from router.ports import SnapshotStore
+from router.tokens import Tokens, head
+from router.types import Place, SlotStatus
+
+log = structlog.get_logger(__name__)
+
+
+async def put_aside(
+    client: LlamaClient, store: SnapshotStore | None, place: Place | None, slot: SlotStatus
+) -> str | None:
+    """Save what the slot holds, to restore it afterwards; None if there is nothing, or no way."""
+    if store is None or place is None or not slot.n_tokens:
+        return None
+    name = store.staging_name()
+    try:
+        saved = await client.save(slot.index, name)
+        await store.verify(place, name, saved.size_bytes)
+    except (BackendError, KvError) as error:
+        log.info("probe_cannot_keep_slot", backend=client.id, slot=slot.index, reason=str(error))
+        return None
+    return name
+
+
+async def put_back(
+    client: LlamaClient,
+    store: SnapshotStore | None,
+    place: Place | None,
+    slot: SlotStatus,
+    name: str | None,
+) -> None:
+    """Leave the slot as it was, or empty."""
+    await erase(client, slot.index)
+    if store is not None and place is not None and name is not None:
+        try:
+            await client.restore(slot.index, name)
+        finally:
+            await store.discard(place, name)
+
+
+async def keeps_idle_slots(
+    client: LlamaClient, slots: list[SlotStatus], used: SlotStatus, tokens: Tokens
+) -> bool:
+    """Whether the idle slots keep what they hold when a request starts (llama-server.md 0.6).
+
+    The probe's own slot holds tokens: start something on another one and look again.
+    """
+    others = [s for s in slots if s.index != used.index and not s.is_processing]
+    if not others:
+        return True
+    await client.prefill(used.index, tokens)
+    empty = [s for s in others if not s.n_tokens]
+    if empty:
+        await client.prefill(empty[0].index, head(tokens, 4))
+    try:
+        after = {s.index: s.n_tokens or 0 for s in await client.slots()}
+    except BackendRefusedError:  # started with --no-slots: cannot be seen
+        after = {s.index: 1 for s in slots}
+    if empty:
+        await erase(client, empty[0].index)
+        return after.get(used.index, 0) > 0
+    return all(after.get(s.index, 0) > 0 for s in others)
+
+
+async def erase(client: LlamaClient, slot: int) -> None:
+    """Empty a slot, unless the server takes no slot actions (llama-server.md section 1.1)."""
+    with suppress(BackendRefusedError):
+        await client.erase(slot)

@@ -1,0 +1,113 @@
+"""Effects that move state files, carried out: each ends in the event that answers it.
+
+Knows no slots' owners and no plans; whatever fails is told as an event, never raised.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from router.core import effects as ef
+from router.core import events as ev
+from router.core.candidates import needs_restream
+from router.errors import BackendError, KvError, KvFileError
+from router.ports import Backend, Clock, SnapshotStore, Telemetry
+from router.types import BackendId, BackendInfo, Snapshot
+
+_NO_STORE = "no store"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """`info` is what is known of the backend now; None: it is down."""
+
+    backends: Mapping[BackendId, Backend]
+    store: SnapshotStore | None
+    clock: Clock
+    telemetry: Telemetry
+
+    async def save(self, effect: ef.Save, info: BackendInfo | None) -> ev.Event:
+        """Let the backend write a slot to a file, and make a snapshot of it."""
+        slot = effect.slot
+        if self.store is None or info is None or info.place is None:
+            return ev.SaveFailed(effect.request, slot, _NO_STORE)
+        name = self.store.staging_name()
+        try:
+            transfer = await self.backends[slot.backend].save(slot.index, name)
+            staged = await self.store.verify(info.place, name, transfer.size_bytes)
+            snapshot = await self.store.commit(staged, effect.namespace)
+        except (BackendError, KvError) as error:
+            with suppress(KvError):
+                await self.store.discard(info.place, name)
+            self.telemetry.saved(slot, effect.reason, None, str(error))
+            return ev.SaveFailed(effect.request, slot, str(error))
+        self.telemetry.saved(slot, effect.reason, transfer, "")
+        return ev.Saved(effect.request, slot, snapshot, transfer.seconds)
+
+    async def restore(self, effect: ef.Restore, info: BackendInfo | None) -> ev.Event:
+        """Let the backend read a snapshot into a slot, rewritten for it where that is needed."""
+        slot, snapshot = effect.slot, effect.snapshot
+        if self.store is None or info is None or info.place is None:
+            return ev.RestoreFailed(effect.request, snapshot.id, _NO_STORE, bad_file=False)
+        backend, rewrite_s, start = self.backends[slot.backend], 0.0, self.clock.now()
+        try:
+            name = await self.store.open(snapshot, info.place, info.n_stream)
+            if needs_restream(snapshot, info):
+                rewrite_s = self.clock.now() - start
+                self.telemetry.rewritten("restream", snapshot.size_bytes, rewrite_s, "")
+            try:
+                if effect.erase:
+                    await backend.erase(slot.index)
+                transfer = await backend.restore(slot.index, name)
+            finally:
+                with suppress(KvError):
+                    await self.store.close(snapshot, info.place, name)
+        except (BackendError, KvError) as error:
+            self.telemetry.restored(slot, None, str(error))
+            bad_file = isinstance(error, KvFileError)
+            return ev.RestoreFailed(effect.request, snapshot.id, str(error), bad_file)
+        self.telemetry.restored(slot, transfer, "")
+        return ev.Restored(
+            effect.request, snapshot.id, transfer.n_tokens, transfer.seconds, rewrite_s
+        )
+
+    async def cut(self, effect: ef.Cut) -> ev.Event:
+        """Make a snapshot of the first tokens of one. No backend takes part."""
+        start = self.clock.now()
+        try:
+            made = await self._cut(effect)
+        except KvError as error:
+            self.telemetry.rewritten("cut", 0, 0.0, str(error))
+            return ev.CutFailed(effect.request, str(error))
+        seconds = self.clock.now() - start
+        self.telemetry.rewritten("cut", made.size_bytes, seconds, "")
+        return ev.WasCut(effect.request, made, seconds)
+
+    async def _cut(self, effect: ef.Cut) -> Snapshot:
+        if self.store is None:
+            raise KvError(_NO_STORE)
+        staged = await self.store.cut(effect.snapshot, effect.n_tokens)
+        try:
+            return await self.store.commit(staged, effect.snapshot.namespace)
+        except KvError:
+            with suppress(KvError):
+                await self.store.discard(staged.place, staged.name)
+            raise
+
+    async def delete(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot that nobody uses."""
+        if self.store is not None:
+            try:
+                await self.store.delete(snapshot)
+            except KvError as error:
+                self.telemetry.deleted(snapshot, str(error))
+            else:
+                self.telemetry.deleted(snapshot, "")
+
+    async def quarantine(self, effect: ef.Quarantine) -> None:
+        """Set a snapshot that misbehaved aside."""
+        if self.store is not None:
+            try:
+                await self.store.quarantine(effect.snapshot, effect.reason)
+            except KvError as error:
+                self.telemetry.deleted(effect.snapshot, str(error))

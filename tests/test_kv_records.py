@@ -1,0 +1,58 @@
+"""`router.adapters.kv_records`: what a record and its file say together. Crashes are in
+test_kv_store_crash.py."""
+
+from pathlib import Path
+
+import pytest
+
+from router.adapters import kv_records
+from router.adapters.kv_files import identity
+from router.adapters.kv_records import Directory, Held
+from router.adapters.manifest import MANIFEST
+from router.errors import KvError
+from router.tokens import pack
+from router.types import Namespace, Place, Snapshot, SnapshotId, StateShape
+from tests.kvfiles import full
+
+ID = SnapshotId("0" * 32)
+TOKENS = [5, 6, 7, 8]
+
+
+def opened(path: Path) -> Directory:
+    return kv_records.open_directory(Place(str(path)), [], fsync=False)
+
+
+def closed(directory: Directory) -> None:
+    directory.manifest.close()
+    directory.lock.release()
+
+
+@pytest.mark.parametrize(
+    "shape", [StateShape(), StateShape(2, (100, 200), extendable=False), StateShape(0)]
+)
+def test_shape_is_recovered(tmp_path: Path, shape: StateShape) -> None:
+    raw = full(TOKENS)
+    file = tmp_path / f"kvf-{ID}.kv"
+    file.write_bytes(raw)
+    directory = opened(tmp_path)
+    snapshot = Snapshot(ID, Namespace("n"), directory.place, pack(TOKENS), len(raw), shape)
+    kv_records.record(Held(snapshot, directory, identity(file)), 1.0, fsync=False)
+    closed(directory)
+
+    again = opened(tmp_path)
+    (entry,) = again.manifest.entries.values()
+    held = kv_records.recover(again, entry)
+    closed(again)
+
+    assert held is not None
+    assert held.snapshot == snapshot
+
+
+def test_unreadable_manifest_lets_go_of_the_directory(tmp_path: Path) -> None:
+    """A second attempt fails for the same reason, and not because of the first."""
+    (tmp_path / MANIFEST).mkdir()
+    for _ in range(2):
+        with pytest.raises(KvError, match="cannot open the manifest"):
+            opened(tmp_path)
+    (tmp_path / MANIFEST).rmdir()
+    closed(opened(tmp_path))

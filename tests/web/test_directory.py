@@ -1,0 +1,71 @@
+"""Who is asked for the boundaries of a prompt: those whose states can only be extended."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from aiohttp import web
+
+from router.adapters.llama_wire import ParsedRequest, Route, parse_request
+from router.adapters.prompts import PromptReader
+from router.engine import Engine
+from router.types import BackendInfo, MemoryKind, Place, Prompt, RequestId
+from router.web.completions import Completions
+from router.web.directory import Directory
+from tests.core.build import backend
+
+PLACE = Place("/kv")
+
+
+class Reader:
+    """Remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.boundaries: list[bool] = []
+
+    async def read(self, parsed: ParsedRequest, *, boundaries: bool = False) -> Prompt:
+        self.boundaries.append(boundaries)
+        return Prompt()
+
+
+def directory_of(*infos: BackendInfo, reader: Reader | None = None) -> Directory:
+    engine = SimpleNamespace(infos={info.id: info for info in infos})
+    readers = {info.id: cast(PromptReader, reader) for info in infos if reader}
+    return Directory({}, readers, cast(Engine, engine), reads_prompts=True)
+
+
+def info_of(
+    name: str, kind: MemoryKind, model: str = "m", place: Place | None = PLACE
+) -> BackendInfo:
+    return backend(name, memory_kind=kind, models=frozenset({model}), place=place)
+
+
+@pytest.mark.parametrize("kind", MemoryKind)
+def test_boundaries_are_for_states_that_are_extended_only(kind: MemoryKind) -> None:
+    wanted = kind not in (MemoryKind.FULL, MemoryKind.UNKNOWN)
+    assert directory_of(info_of("a", kind)).wants_boundaries("m") is wanted
+    assert directory_of(info_of("a", kind)).wants_boundaries(None) is wanted
+
+
+def test_boundaries_are_for_states_that_are_saved() -> None:
+    assert not directory_of(info_of("a", MemoryKind.HYBRID, place=None)).wants_boundaries("m")
+    assert not directory_of().wants_boundaries("m")
+
+
+def test_one_backend_of_the_model_is_enough() -> None:
+    full, hybrid = info_of("a", MemoryKind.FULL), info_of("b", MemoryKind.HYBRID)
+    assert directory_of(full, hybrid).wants_boundaries("m")
+    other = info_of("b", MemoryKind.HYBRID, model="other")
+    assert not directory_of(full, other).wants_boundaries("m")
+    assert directory_of(full, other).wants_boundaries(None)
+
+
+@pytest.mark.parametrize("kind", [MemoryKind.FULL, MemoryKind.HYBRID])
+async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: MemoryKind) -> None:
+    reader = Reader()
+    directory = directory_of(info_of("a", kind), reader=reader)
+    completions = Completions(cast(Engine, None), directory, lambda coro, *, name: None, 1.0)
+    parsed = parse_request(Route.CHAT, {"messages": [], "model": "m"})
+    http = cast(web.Request, SimpleNamespace(headers={}))
+    await completions.describe(http, parsed, RequestId("r"))
+    assert reader.boundaries == [kind is MemoryKind.HYBRID]
