@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import latency, overhead, planning, restore, rig, streaming
+from bench import latency, overhead, planning, restore, rewrite, rig, streaming
 from bench.client import Stream
 from bench.report import Report, median, percentile, shown
 
@@ -72,6 +72,15 @@ def test_planning(tmp_path: Path) -> None:
 
     assert [row["snapshots"] for row in rows] == [5] * 5 + [50] * 5
     assert all(row["x fewest"] == 1 for row in rows[:5])
+
+
+def test_rewrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = run(rewrite.main, tmp_path, "--rounds", "1", "--tokens", "40")
+
+    changes = ["restream", "cut to half", "pad in place"]
+    assert [row["change"] for row in rows] == changes * 2
+    assert [row["V"] for row in rows] == ["plain"] * 3 + ["transposed"] * 3
 
 
 @pytest.mark.real
