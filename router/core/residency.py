@@ -30,10 +30,9 @@ def after_finish(prompt: Prompt, reported: Reported, before: Resident = NOTHING)
         return UNKNOWN
     if reported.prompt_tokens is not None and reported.prompt_tokens != len(prompt):
         return UNKNOWN
-    # The server makes one at the start of the last user message; the router's last boundary is
-    # that message's end.
+    # The server makes more, at starts of user messages; which ones is not claimed.
     last = max(len(prompt) - CHECKPOINT_BEFORE_END, 0)
-    checkpoints = tuple(sorted({*_kept(before, reported), *prompt.boundaries[:-1], last}))
+    checkpoints = (*_kept(before, reported), last)
     if reported.generated is not None:
         held = head(reported.generated, max(count(reported.generated) - 1, 0))
         return Resident(join([prompt.tokens, held]), 0, checkpoints)

@@ -80,6 +80,14 @@ async def test_a_proved_template_renders_plain_chats() -> None:
     )
 
 
+async def test_the_generation_prompt_can_be_left_off() -> None:
+    template = await backend_of(CHATML)
+    assert template is not None
+    assert template.render(chat("hello"), generation_prompt=False) == (
+        "<|im_start|>user\nhello<|im_end|>\n"
+    )
+
+
 async def test_bos_is_stripped_where_the_backend_strips_it() -> None:
     template = await backend_of(STRICT, bos="<s>")
     assert template is not None

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.residency import after_answer, after_either, after_finish, after_quiet
+from router.core.residency import (
+    after_answer,
+    after_either,
+    after_finish,
+    after_prefill,
+    after_quiet,
+)
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.tokens import EMPTY, pack
 from router.types import Prompt, Reported
@@ -41,11 +47,19 @@ def test_nothing_is_claimed_if_the_backend_counted_another_prompt() -> None:
     assert after_finish(PROMPT, Reported(prompt_tokens=4)) == UNKNOWN
 
 
-def test_checkpoints_are_at_the_start_of_the_last_message_and_just_before_the_end() -> None:
+def test_checkpoints_are_those_that_were_kept_and_one_just_before_the_end() -> None:
     prompt = Prompt(run_of(10), boundaries=(4, 9))
+    before = Resident(run_of(5), 0, (1, 3))
 
-    assert after_finish(prompt, Reported()).checkpoints == (4, 6)
+    assert after_finish(prompt, Reported(10, 2), before).checkpoints == (1, 6)
+    assert after_finish(prompt, Reported(10, 5), before).checkpoints == (1, 3, 6)
     assert after_finish(PROMPT, Reported()).checkpoints == (0,)
+
+
+def test_a_prefill_leaves_a_checkpoint_too() -> None:
+    before = Resident(run_of(5), 0, (1, 3))
+
+    assert after_prefill(before, run_of(10), Reported(10, 2)) == Resident(run_of(10), 0, (1, 6))
 
 
 @pytest.mark.parametrize("answer", [tokens(7, 8), tokens(7, 8, 9)])
