@@ -171,7 +171,9 @@ class Engine:
         """What this backend's slots hold can be saved and restored with effect."""
         fleet = self._scheduler.state.fleet
         info = fleet.infos.get(backend)
-        return info is not None and can_save(fleet, info, fleet.catalog.limits.min_tokens)
+        if info is None:
+            return False
+        return can_save(fleet, info, max(fleet.catalog.limits.min_tokens, info.window + 1))
 
     @property
     def scheduler(self) -> Scheduler:

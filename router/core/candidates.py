@@ -133,6 +133,8 @@ def _restores(ask: Ask, target: Slot, displaced: tuple[float, float, bool]) -> I
     catalog, n_prompt = ask.fleet.catalog, len(prompt)
     useful = catalog.useful(info.memory_kind, info.namespace, prompt.tokens, n_prompt, _SNAPSHOTS)
     for match, reused in useful:
+        if reused < catalog.limits.min_tokens:
+            continue  # not worth a file, and so not worth reading one
         snapshot = catalog[match.item]
         ways: list[tuple[int, int, int | None]] = [(match.length, snapshot.size_bytes, None)]
         if info.cuts and goes_back(info.memory_kind) and match.common < match.length:

@@ -25,6 +25,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="llama-server", allow_abbrev=False)
     add = parser.add_argument
     add("-m", "--model", required=True)
+    add("-mm", "--mmproj", default="")
     add("-a", "--alias", default="")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8080)
@@ -82,6 +83,7 @@ def build_params(args: argparse.Namespace) -> Any:
 
     params = xllamacpp.CommonParams()
     params.model.path = args.model
+    params.mmproj.path = args.mmproj
     aliases = {part.strip() for part in args.alias.split(",") if part.strip()}
     params.model_alias = aliases or {args.model}
     params.hostnames = [args.host]

@@ -87,10 +87,10 @@ def test_what_was_learned_prices_the_next_cut() -> None:
     ("info", "limits", "rewrite"),
     [
         (backend(cuts=False), Limits(), by_size()),
-        (CUTS, Limits(min_tokens=600), by_size()),
+        (CUTS, Limits(max_tokens=499), by_size()),
         (CUTS, Limits(), Line(9.0, 0.0)),
     ],
-    ids=["not on this backend", "too short to keep", "dearer than the bytes"],
+    ids=["not on this backend", "too long to keep", "dearer than the bytes"],
 )
 def test_else_the_whole_is_restored(info: Any, limits: Limits, rewrite: Line) -> None:
     s = cutting(info)
@@ -98,6 +98,13 @@ def test_else_the_whole_is_restored(info: Any, limits: Limits, rewrite: Line) ->
     s.state.fleet.rates[A].rewrite = rewrite
 
     assert arrive(s, ids=SHORT) == [Restore(R, A0, LONG)]
+
+
+def test_what_is_not_worth_a_file_is_not_worth_reading_one() -> None:
+    s = cutting()
+    s.state.fleet.catalog.limits = Limits(min_tokens=501)
+
+    assert plan_of(arrive(s, ids=SHORT)).chosen.source is Source.COLD
 
 
 def test_a_conversation_that_fits_no_slot_gives_its_beginning() -> None:
