@@ -102,7 +102,7 @@ class BackendInfo:
     memory_kind: MemoryKind = MemoryKind.UNKNOWN
     keeps_idle_slots: bool = True  # False: unified KV + RAM cache (llama-server.md section 0.6)
     n_stream: int = 1  # KV streams of its state files; 0 where it has no attention
-    window: int = 0  # tokens of a sliding window, where there is one and its length was seen
+    window: int = 0  # tokens of a sliding window, as far as its length was seen
     cuts: bool = False  # a prefix cut out of a state file was seen to work
     bytes_per_token: float = 0.0
     prefill_s_per_token: float | None = None  # measured by the probe; a prior, no more

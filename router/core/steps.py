@@ -5,6 +5,7 @@ lease.
 """
 
 from collections import deque
+from dataclasses import replace
 from typing import assert_never
 
 from router.core import events as ev
@@ -134,6 +135,10 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
     else:
         state.fleet.rates[info.id].observe_save(len(snapshot), snapshot.size_bytes, event.seconds)
         state.delete(state.fleet.catalog.add(snapshot, info.memory_kind, state.value_s(snapshot)))
+        if not snapshot.shape.extendable:
+            # Shorter than a window that the probe has not seen the end of: none so short again.
+            window = max(info.window, len(snapshot))
+            state.fleet.infos[info.id] = replace(info, window=window)
     if job := state.jobs.get(event.request):
         if job.lease_of(event.slot) is not None:
             slot = state.fleet.slots[event.slot]

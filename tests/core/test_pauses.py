@@ -1,5 +1,6 @@
 """Where a prefill pauses for a snapshot, and what becomes of the pauses."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,14 +8,14 @@ import pytest
 from router.core import events as ev
 from router.core.account import record_of
 from router.core.catalog import Limits
-from router.core.effects import Account, Dispatch, Prefill, Save, SaveReason
+from router.core.effects import Account, Delete, Dispatch, Prefill, Save, SaveReason
 from router.core.pauses import pauses
 from router.core.plan import Plan
 from router.core.planner import plan
 from router.core.scheduler import Scheduler
 from router.core.slots import Resident
 from router.tokens import head, join
-from router.types import MemoryKind, Outcome, Prompt, Reported, Request, Source
+from router.types import MemoryKind, Outcome, Prompt, Reported, Request, Source, StateShape
 from tests.core.build import (
     A0,
     A1,
@@ -123,6 +124,19 @@ def test_a_save_that_costs_more_than_it_can_spare_is_not_made() -> None:
     assert planned(made).pauses == (600,)
     made.rates[HYBRID.id] = rates(transfer_s=1.3)
     assert planned(made).pauses == (900,)  # a stream stops with each of them
+
+
+def test_a_window_that_nobody_has_seen_is_learned_from_a_state_that_gives_nothing() -> None:
+    swa = backend(memory_kind=MemoryKind.SLIDING_WINDOW)
+    s = scheduler(swa, coalesce_above_s=None)
+    arrive(s, prompt=CHAT)
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+    useless = replace(snapshot("b1", run_of(600)), shape=StateShape(extendable=False))
+
+    assert saved(s, useless) == [Delete(useless), Prefill(R, A0, run_of(900))]
+    assert held(s, A0) == run_of(600)
+    assert s.state.fleet.infos[swa.id].window == 600
+    assert planned(s.state.fleet).pauses == (900,)
 
 
 def test_limits_hold_for_pauses() -> None:
