@@ -136,7 +136,8 @@ def test_a_window_that_nobody_has_seen_is_learned_from_a_state_that_gives_nothin
     assert saved(s, useless) == [Delete(useless), Prefill(R, A0, run_of(900))]
     assert held(s, A0) == run_of(600)
     assert s.state.fleet.infos[swa.id].window == 600
-    assert planned(s.state.fleet).pauses == (900,)
+    other = Prompt(run_of(905, 3), boundaries=(600, 900))
+    assert planned(s.state.fleet, other).pauses == (900,)
 
 
 def test_limits_hold_for_pauses() -> None:
