@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import latency, overhead, planning, restore, rewrite, rig, streaming
+from bench import agent, latency, overhead, planning, restore, rewrite, rig, streaming
 from bench.client import Stream
 from bench.report import Report, median, percentile, shown
 
@@ -90,6 +90,13 @@ def test_restore(tmp_path: Path) -> None:
     expected = ["server", "store", "erase", "call", "engine", "beyond"]
     assert [row["part"] for row in rows] == expected
     assert all(row["n"] == 2 for row in rows)
+
+
+def test_agent(tmp_path: Path) -> None:
+    arguments = ("--agents", "2", "--turns", "2", "--kinds", "llama", "--tokens", "400")
+    rows = run(agent.main, tmp_path, *arguments)
+
+    assert len({row["contender"] for row in rows}) == 2
 
 
 def test_overhead(tmp_path: Path) -> None:

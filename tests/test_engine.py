@@ -272,3 +272,12 @@ async def test_stopping_gives_up_after_the_grace(fake: FakeLlama, tmp_path: Path
             await fleet.router.stop()
             assert fake.slots[0].busy
             task.cancel()
+
+
+async def test_a_large_plain_answer_is_counted_like_any_other(fleet: Fleet) -> None:
+    answer = await fleet.complete(PROMPT, n_predict=8000, return_tokens=True)
+    assert len(answer.body) > 33_000
+
+    metrics = await fleet.metrics()
+    assert metrics["kvferry_generated_tokens_total"] == 8000
+    assert metrics['kvferry_prompt_tokens_total{source="computed"}'] == len(PROMPT)

@@ -1,0 +1,73 @@
+"""An agent at work: many turns that each add a little to a long history, on whatever slot is free.
+
+A hybrid model cannot go back in a state, and every turn ends with words of its own: what helps is
+the state that was saved just before the answer.
+"""
+
+from contextlib import nullcontext
+
+from tests.conftest import StartServer
+from tests.e2e.measuring import CHAT, Measured, measured, occupied
+from tests.e2e.prompts import Json, chat, ids, sentences
+from tests.e2e.turns import named
+from tests.fleet import Fleet, running
+
+TURNS = 12
+SYSTEM = 57  # sentences of about 35 tokens
+
+
+def tool_turn(number: int) -> list[Json]:
+    """What is kept of the answer, the tool that was called, and what came of it; at times a task.
+
+    What is kept is not what the model said: agents leave out reasoning, and write calls anew.
+    """
+    said = sentences(300 + number, 1)
+    if number % 4 == 3:
+        return [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": sentences(200 + number, 2)},
+        ]
+    call = {"name": "look", "arguments": f'{{"at": {number}}}'}
+    name = f"call_{number}"
+    return [
+        {
+            "role": "assistant",
+            "content": said,
+            "tool_calls": [{"id": name, "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": name, "content": sentences(100 + number, 3)},
+    ]
+
+
+async def strangers(fleet: Fleet, number: int) -> None:
+    """Somebody else's short questions, one on every slot."""
+    for place, pin in enumerate(({"model": "a", "id_slot": 0}, {"model": "a", "id_slot": 1}, {})):
+        body: Json = {"prompt": ids(1000 + 10 * number + place, 300), "n_predict": 4}
+        await measured(fleet, "/completion", {"model": "b"} | body | pin)
+
+
+async def test_twelve_turns_of_an_agent(llama_server: StartServer) -> None:
+    """A second client has the slot of the last turn in one turn of three, and all slots in
+    another: of turns 2 to 12, nine tokens of ten were computed before."""
+    a = await named(llama_server, "lfm2", "a", slots=2)
+    b = await named(llama_server, "lfm2", "b")
+    messages = chat(1, sentences(2, 3), length=SYSTEM)
+    turns: list[Measured] = []
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
+        for number in range(TURNS):
+            taken = number > 0 and number % 3 == 1
+            if number % 3 == 2:
+                await strangers(fleet, number)
+            last = turns[-1].answer.slot if turns else ("", 0)
+            body: Json = {"messages": messages, "max_tokens": 16, "temperature": 0}
+            async with occupied(fleet, last) if taken else nullcontext():
+                turns.append(await measured(fleet, CHAT, body))
+            assert not taken or turns[-1].answer.slot != last
+            messages = [*messages, *tool_turn(number)]
+
+    assert turns[0].answer.prompt_tokens > 2000
+    assert len({turn.answer.slot for turn in turns}) > 1
+    later = [(turn.reused, turn.answer.prompt_tokens) for turn in turns[1:]]
+    assert sum(reused for reused, _ in later) >= 0.9 * sum(total for _, total in later), later
+    # No turn starts over, also right after another client had every slot.
+    assert min(reused / total for reused, total in later) >= 0.85, later

@@ -1,0 +1,165 @@
+"""Flags that change what a state file looks like or what it is good for: nothing is mixed up, and
+nothing is restored that would answer otherwise."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from router.config import from_flags
+from router.demo.launcher import LlamaServer
+from router.doctor import doctor
+from tests.conftest import StartServer
+from tests.e2e.conversing import saved
+from tests.e2e.measuring import CHAT, GREEDY, direct, measured, other_first_token, other_words
+from tests.e2e.prompts import ids
+from tests.e2e.turns import SAVES_S, Reference, ask_all, first_turn, named, tiny_talk
+from tests.fleet import running
+
+QUANTISED = ("-ctk", "q8_0", "-ctv", "q8_0", "-fa", "on")
+TRANSPOSED = ("-fa", "off")  # V is stored by column
+PLAIN = ("-fa", "on")
+
+
+def _cases() -> list[object]:
+    often = {("llama", QUANTISED), ("llama", TRANSPOSED), ("gemma3", QUANTISED)}
+    often |= {("gemma3", TRANSPOSED), ("lfm2", TRANSPOSED)}
+    return [
+        pytest.param(
+            *(kind, flags),
+            id=f"{kind}-{name}",
+            marks=[] if (kind, flags) in often else [pytest.mark.slow],
+        )
+        for kind in ("llama", "gemma3", "lfm2")
+        for name, flags in (("q8_0", QUANTISED), ("fa-off", TRANSPOSED))
+    ]
+
+
+@pytest.mark.parametrize(("kind", "flags"), _cases())
+async def test_on_another_server_with_other_slots(
+    llama_server: StartServer, kind: str, flags: Sequence[str]
+) -> None:
+    """Files are rewritten, cut and padded with quantised rows and with a transposed V as well."""
+    home = await named(llama_server, kind, "a", flags, slots=2)
+    away = await named(llama_server, kind, "b", flags)
+    unmoved = await llama_server(kind, slots=1, extra_args=flags)
+    talk = tiny_talk(kind)
+    async with (
+        direct(unmoved) as client,
+        running([("a", home.url), ("b", away.url)], home.kv_dir) as fleet,
+    ):
+        first = await first_turn(fleet, talk)
+        await fleet.until(saved(int(0.9 * first.answer.prompt_tokens)), SAVES_S)
+        reference = Reference(client, f"{kind} {flags}")
+        await ask_all(fleet, reference, talk, first, {"model": "b"})
+
+
+async def test_a_full_window_cache_is_refused(
+    llama_server: StartServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After `--swa-full` a restored state that diverges near its end would answer otherwise
+    (docs/llama-server.md section 0.9): nothing is saved, requests are right, the reason is told."""
+    server = await named(llama_server, "gemma3", "a", ["--swa-full"])
+    assert server.kv_dir is not None
+    talk = tiny_talk("gemma3")
+    async with (
+        direct(await llama_server("gemma3", slots=1, extra_args=["--swa-full"])) as client,
+        running([("a", server.url)], server.kv_dir) as fleet,
+    ):
+        backend = (await fleet.state())["backends"][0]
+        assert backend["up"]
+        assert backend["snapshots"] is False
+        assert "swa-full" in (backend["problem"] or "")
+
+        for messages in (talk.first, talk.sibling, talk.first):
+            body = {"messages": messages, **GREEDY}
+            found = await measured(fleet, CHAT, body)
+            assert found.restored_bytes == 0
+            assert other_first_token(found.answer, await client.fresh(body)) == ""
+        state = await fleet.until_quiet()
+        assert state["snapshots"]["count"] == 0
+
+    await doctor(from_flags([server.url], str(server.kv_dir)))
+    assert "swa-full" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "theirs"),
+    [
+        pytest.param("llama", PLAIN, TRANSPOSED, id="llama-flash-attention"),
+        pytest.param("llama", PLAIN, QUANTISED, id="llama-cache-type"),
+        pytest.param(
+            "gemma3", PLAIN, TRANSPOSED, id="gemma3-flash-attention", marks=pytest.mark.slow
+        ),
+        pytest.param("lfm2", PLAIN, QUANTISED, id="lfm2-cache-type", marks=pytest.mark.slow),
+    ],
+)
+async def test_servers_that_differ_never_exchange(
+    llama_server: StartServer, kind: str, ours: Sequence[str], theirs: Sequence[str]
+) -> None:
+    a = await named(llama_server, kind, "a", ours)
+    b = await named(llama_server, kind, "b", theirs)
+    await _never_mix(llama_server, kind, a, b, flags=theirs)
+
+
+@pytest.mark.parametrize(
+    "kind", ["mamba", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "lfm2"))]
+)
+async def test_models_that_differ_never_exchange(llama_server: StartServer, kind: str) -> None:
+    """Same shape, other weights: a file of one would be accepted by the other."""
+    a = await named(llama_server, kind, "a")
+    b = await named(llama_server, kind, "b", seed=1)
+    await _never_mix(llama_server, kind, a, b, seed=1)
+
+
+async def _never_mix(
+    llama_server: StartServer,
+    kind: str,
+    a: LlamaServer,
+    b: LlamaServer,
+    *,
+    seed: int = 0,
+    flags: Sequence[str] = (),
+) -> None:
+    """A prompt that `a` computed is computed by `b`, whose answer is that of a server like it."""
+    unmoved = await llama_server(kind, seed=seed, slots=1, extra_args=flags)
+    talk = tiny_talk(kind)
+    async with (
+        direct(unmoved) as client,
+        running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet,
+    ):
+        first = await first_turn(fleet, talk)
+        await fleet.until(saved(int(0.9 * first.answer.prompt_tokens)), SAVES_S)
+        backends = (await fleet.state())["backends"]
+        assert backends[0]["namespace"] != backends[1]["namespace"]
+
+        body = {"messages": talk.first, **GREEDY}
+        other = await measured(fleet, CHAT, body | {"model": "b"})
+
+        assert other.reused == 0
+        assert other.restored_bytes == 0
+        expected = await client.unmoved(body, [other.answer.cached])
+        assert other_words(other.answer, expected) == ""
+
+
+async def test_with_a_draft_model(llama_server: StartServer, server_argv: list[str]) -> None:
+    """A draft's context is not in state files (docs/llama-server.md section 0.10): slots are
+    emptied before a restore, or the next request would fail and end all others."""
+    if "router.demo.prebuilt" in server_argv:
+        pytest.skip("the prebuilt server takes no draft model; KVFERRY_TEST_FLAVOUR=binary")
+    plain = await llama_server("llama", slots=1)
+    draft = ["-md", str(plain.model), "--spec-type", "draft-simple", "-a", "a"]
+    server = await llama_server("llama", slots=1, ctx=8192, extra_args=draft)
+    short, long = ids(1, 700), ids(2, 2000)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        firsts = [await fleet.complete(prompt, n_predict=32) for prompt in (short, long)]
+        assert [first.status for first in firsts] == [200, 200]
+        assert any(first.timings.get("draft_n") for first in firsts), "nothing was drafted"
+        await fleet.until(saved(1500), SAVES_S)
+        for _ in range(2):
+            for prompt in (short, long):  # each time the other one has the slot
+                body = {"prompt": [*prompt, *ids(3, 20)], "n_predict": 32, "temperature": 0}
+                again = await measured(fleet, "/completion", body)
+                assert again.reused >= len(prompt)
+                assert again.restored_bytes > 0
+        assert server.pid is not None
+        await fleet.until_quiet()

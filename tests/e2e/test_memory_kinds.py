@@ -1,0 +1,87 @@
+"""Every memory kind, wherever the conversation goes: what was computed is not computed again, and
+the answer is that of a slot which was never moved.
+
+A first turn is computed in one place. Then its next turn, the same request again and a sibling
+(same system prompt, another question) are asked in another.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.e2e.conversing import saved
+from tests.e2e.measuring import direct
+from tests.e2e.prompts import Json
+from tests.e2e.turns import SAVES_S, Reference, ask_all, first_turn, named, tiny_talk
+from tests.fleet import running
+from tests.models import KINDS
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a server divides its KV."""
+
+    slots: int
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the first turn is computed and where the requests after it go."""
+
+    home: Shape
+    away: Shape | None = None  # a second server
+    moves: bool = True
+    busy: bool = False  # the first slot is generating something else meanwhile
+    restart: bool = False  # router and server stop in between
+
+
+ONE, TWO, UNIFIED = Shape(1), Shape(2), Shape(4, ("--kv-unified",))
+PLACES = {
+    "same-slot": Place(ONE, moves=False),
+    "other-slot": Place(TWO, busy=True),
+    "other-server": Place(ONE, ONE, busy=True),
+    "restart": Place(ONE, restart=True),
+    "np2-np1": Place(TWO, ONE),
+    "np1-np2": Place(ONE, TWO),
+    "np2-unified": Place(TWO, UNIFIED),
+    "unified-np2": Place(UNIFIED, TWO),
+}
+# A unified state is laid out as that of `-np 1`, and a recurrent one has no layout.
+_SLOW = {(kind, place) for kind in KINDS for place in ("np2-unified", "unified-np2")}
+_SLOW -= {("llama", "np2-unified"), ("gemma3", "unified-np2")}
+CELLS = [
+    pytest.param(kind, place, marks=[pytest.mark.slow] if (kind, place) in _SLOW else [])
+    for kind in KINDS
+    for place in PLACES
+]
+
+
+@pytest.mark.parametrize(("kind", "place"), CELLS)
+async def test_reuse_and_fidelity(llama_server: StartServer, kind: str, place: str) -> None:
+    where, talk = PLACES[place], tiny_talk(kind)
+    home = await named(llama_server, kind, "a", where.home.flags, slots=where.home.slots)
+    backends = [("a", home.url)]
+    away: Json = {}
+    if where.away is not None:
+        other = await named(llama_server, kind, "b", where.away.flags, slots=where.away.slots)
+        backends.append(("b", other.url))
+        away = {"model": "b"}
+    unmoved = await llama_server(kind, slots=1, ctx=8192)
+    async with direct(unmoved) as client:
+        reference = Reference(client, kind)
+        async with running(backends, home.kv_dir) as fleet:
+            first = await first_turn(fleet, talk)
+            if where.busy and not away:
+                away = {"id_slot": 1 - first.answer.slot[1]}
+            if where.moves:
+                await fleet.until(saved(int(0.9 * first.answer.prompt_tokens)), SAVES_S)
+            if not where.restart:
+                await ask_all(
+                    fleet, reference, talk, first, away, busy=where.busy, stranger=where.moves
+                )
+                return
+        await home.restart()
+        async with running(backends, home.kv_dir) as fleet:
+            await ask_all(fleet, reference, talk, first, away)

@@ -1,0 +1,46 @@
+"""A short prompt that begins like a long conversation pays for what they share, not for all."""
+
+from tests.conftest import StartServer
+from tests.e2e.conversing import saved
+from tests.e2e.measuring import CHAT, GREEDY, common, direct, measured
+from tests.e2e.prompts import Json, chat, sentences
+from tests.e2e.turns import SAVES_S, Reference, named, tiny_talk
+from tests.fleet import running
+
+SYSTEM = 80  # sentences of about 35 tokens: 2,800
+TURN = 55  # 1,900
+# The tiny model's states are so small that only a wide cache makes it worth while to cut one.
+WIDE = ["-ctk", "f32", "-ctv", "f32"]
+
+
+async def test_only_the_shared_part_of_a_long_snapshot_is_restored(
+    llama_server: StartServer,
+) -> None:
+    a = await named(llama_server, "llama", "a", WIDE)
+    b = await named(llama_server, "llama", "b", WIDE)
+    unmoved = await llama_server("llama", slots=1, extra_args=WIDE)
+    long = chat(1, *(sentences(10 + turn, TURN) for turn in range(5)), length=SYSTEM)
+    body: Json = {"messages": chat(1, sentences(2, 3), length=SYSTEM), **GREEDY}
+    async with (
+        direct(unmoved) as client,
+        running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet,
+    ):
+        first = await measured(fleet, CHAT, {"messages": long, "max_tokens": 4, "model": "a"})
+        assert first.answer.prompt_tokens > 12_000
+        state = await fleet.until(saved(12_000), SAVES_S)
+        snapshot = max(state["snapshots"]["items"], key=lambda item: item["tokens"])
+        token_bytes = snapshot["size_bytes"] / snapshot["tokens"]
+
+        found = await measured(fleet, CHAT, body | {"model": "b"})
+
+        prompt = await client.tokens(body["messages"])
+        shared = common(await client.tokens(long), prompt)
+        assert 2_500 < shared < 3_500
+        assert shared - 2 <= found.reused <= shared
+        assert 0.95 * shared * token_bytes <= found.restored_bytes <= 1.2 * shared * token_bytes
+        assert (
+            await Reference(client, "llama f32").check(
+                tiny_talk("llama"), first, body, prompt, found
+            )
+            == ""
+        )
