@@ -114,12 +114,14 @@ class StateShape:
 
     `checkpoints` are the lengths that a slot can go back to after a restore, where the server
     writes such into the file. Not `extendable`: a restore gives no token but through them
-    (a sliding window that is longer than the state, llama-server.md section 4.3).
+    (a sliding window that is longer than the state, llama-server.md section 4.3). With `media` in
+    it no prefix can be cut out.
     """
 
     n_stream: int = 1
     checkpoints: tuple[int, ...] = ()
     extendable: bool = True
+    media: bool = False
 
 
 PLAIN = StateShape()

@@ -105,7 +105,9 @@ def recover(directory: Directory, entry: Entry) -> Held | None:
         directory.place,
         tokens,
         entry.size_bytes,
-        StateShape(entry.n_stream, entry.checkpoints, entry.extendable),
+        StateShape(
+            entry.n_stream, entry.checkpoints, entry.extendable, media=bool(head.media_starts)
+        ),
     )
     return Held(snapshot, directory, found, entry.checksum)
 

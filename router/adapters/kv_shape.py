@@ -53,6 +53,7 @@ class Inspected:
             n_stream=self.layout.n_stream,
             checkpoints=tuple(sorted(c.n_tokens for c in self.layout.checkpoints)),
             extendable=self.padded or not self.has_window,
+            media=bool(self.head.media_starts),
         )
 
     @property

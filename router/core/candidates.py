@@ -137,7 +137,8 @@ def _restores(ask: Ask, target: Slot, displaced: tuple[float, float, bool]) -> I
             continue  # not worth a file, and so not worth reading one
         snapshot = catalog[match.item]
         ways: list[tuple[int, int, int | None]] = [(match.length, snapshot.size_bytes, None)]
-        if info.cuts and goes_back(info.memory_kind) and match.common < match.length:
+        divisible = info.cuts and goes_back(info.memory_kind) and not snapshot.shape.media
+        if divisible and match.common < match.length:
             share = match.common * snapshot.size_bytes // match.length
             if catalog.limits.admits(match.common, share):
                 ways.append((match.common, share, match.common))

@@ -2,7 +2,7 @@
 
 from router.core.reuse import CHECKPOINT_BEFORE_END
 from router.core.slots import NOTHING, UNKNOWN, Resident
-from router.tokens import Tokens, common_prefix, count, head, join
+from router.tokens import Tokens, common_prefix, count, head, iterate, join
 from router.types import Prompt, Reported
 
 
@@ -25,9 +25,12 @@ def after_finish(prompt: Prompt, reported: Reported, before: Resident = NOTHING)
     1. Tokens unknown, or another count than the backend's: nothing is claimed.
     2. The response carried the ids: all is known.
     3. Only their number is known: they are there, unread.
+    4. Media: known is the text before it; of the rest only its length, as the backend counts it.
     """
-    if prompt.unknown or prompt.n_media:
+    if prompt.unknown:
         return UNKNOWN
+    if prompt.n_media:
+        return _with_media(prompt, reported)
     if reported.prompt_tokens is not None and reported.prompt_tokens != len(prompt):
         return UNKNOWN
     # The server makes more, at starts of user messages; which ones is not claimed.
@@ -39,6 +42,15 @@ def after_finish(prompt: Prompt, reported: Reported, before: Resident = NOTHING)
     if reported.generated_tokens is None:
         return Resident(prompt.tokens, 0, checkpoints, unsure=True)
     return Resident(prompt.tokens, max(reported.generated_tokens - 1, 0), checkpoints)
+
+
+def _with_media(prompt: Prompt, reported: Reported) -> Resident:
+    """What one id stands for in the prompt takes up many positions of the slot."""
+    if reported.prompt_tokens is None or reported.prompt_tokens < len(prompt):
+        return UNKNOWN
+    text = head(prompt.tokens, next(at for at, i in enumerate(iterate(prompt.tokens)) if i < 0))
+    length = reported.prompt_tokens + max((reported.generated_tokens or 0) - 1, 0)
+    return Resident(text, length - count(text), unsure=reported.generated_tokens is None)
 
 
 def after_answer(resident: Resident, prompt: Tokens, answer: Tokens) -> Resident:

@@ -43,6 +43,15 @@ def test_nothing_is_claimed_of_what_cannot_be_known(prompt: Prompt) -> None:
     assert after_either(Resident(tokens(1)), prompt) == UNKNOWN
 
 
+def test_of_a_prompt_with_media_the_text_before_it_is_known() -> None:
+    """The slot was taken for empty, and given to the next who came."""
+    prompt = Prompt(tokens(1, 2, -5, 3), n_media=1)
+
+    assert after_finish(prompt, Reported(20, generated_tokens=5)) == Resident(tokens(1, 2), 22)
+    assert after_finish(prompt, Reported(20)) == Resident(tokens(1, 2), 18, unsure=True)
+    assert after_finish(prompt, Reported(3)) == UNKNOWN
+
+
 def test_nothing_is_claimed_if_the_backend_counted_another_prompt() -> None:
     assert after_finish(PROMPT, Reported(prompt_tokens=4)) == UNKNOWN
 

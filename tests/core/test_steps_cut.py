@@ -1,5 +1,6 @@
 """A trunk: what a prompt shares with a longer snapshot is cut out of its file and restored."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,6 +99,16 @@ def test_else_the_whole_is_restored(info: Any, limits: Limits, rewrite: Line) ->
     s.state.fleet.rates[A].rewrite = rewrite
 
     assert arrive(s, ids=SHORT) == [Restore(R, A0, LONG)]
+
+
+def test_a_state_with_media_is_restored_whole() -> None:
+    """A cut was tried each time, and failed each time."""
+    seen = replace(LONG, shape=StateShape(media=True))
+    s = scheduler(CUTS, snapshots=[seen], coalesce_above_s=None)
+    s.state.fleet.rates[A].restore = Line(1e-3, 1e-8)
+    s.state.fleet.rates[A].rewrite = by_size()
+
+    assert arrive(s, ids=SHORT) == [Restore(R, A0, seen)]
 
 
 def test_what_is_not_worth_a_file_is_not_worth_reading_one() -> None:

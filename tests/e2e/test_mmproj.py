@@ -1,0 +1,304 @@
+"""Servers with a projector for pictures (`--mmproj`): text is reused as anywhere, pictures are
+answered as by the server alone, and neither spoils the other's slots or files."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from router.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.e2e.conversing import all_but_one, saved
+from tests.e2e.measuring import (
+    CHAT,
+    GREEDY,
+    Direct,
+    direct,
+    measured,
+    other_first_token,
+    other_words,
+)
+from tests.e2e.prompts import Json, chat, ids, sentences
+from tests.e2e.turns import SAVES_S, Reference, ask_all, first_turn, named, tiny_talk
+from tests.fleet import Answer, Fleet, running
+from tests.mmproj import N_POSITIONS, picture, tiny_mmproj
+
+SYSTEM = 10  # sentences of about 35 tokens: enough to be saved, and a picture still counts
+OVERESTIMATED = "kvferry_reuse_overestimated_tokens_total"
+SHORT: Json = GREEDY | {"max_tokens": 16}
+
+
+def flags() -> list[str]:
+    return ["--mmproj", str(tiny_mmproj())]
+
+
+async def sighted(llama_server: StartServer, name: str, *, slots: int = 1) -> LlamaServer:
+    """A server that sees, chosen by `model: name`."""
+    return await named(llama_server, "llama", name, flags(), slots=slots)
+
+
+def look(seed: int, question: str = "What is it?", *, system: int = 1) -> list[Json]:
+    """A chat that shows a picture after a long system prompt."""
+    shown: list[Json] = [
+        {"type": "text", "text": "Look at this:"},
+        {"type": "image_url", "image_url": {"url": picture(seed)}},
+        {"type": "text", "text": question},
+    ]
+    return [*chat(system, length=SYSTEM), {"role": "user", "content": shown}]
+
+
+def ask(text: str, *, system: int = 1) -> list[Json]:
+    """A chat without a picture, with the same system prompt."""
+    return chat(system, text, length=SYSTEM)
+
+
+async def expected(client: Direct, messages: list[Json]) -> Answer:
+    """What a server answers that has nothing in its slot."""
+    return await client.post(CHAT, {"messages": messages, **SHORT, "cache_prompt": False})
+
+
+def promised(answer: Answer) -> int:
+    """Tokens that the router said would be there."""
+    return int(answer.headers["x-kvferry-reused-tokens"])
+
+
+async def check(fleet: Fleet, client: Direct, messages: list[Json], **fields: object) -> Answer:
+    """A chat is answered as without the router, and nothing was there that was not promised."""
+    answer = await fleet.post(CHAT, {"messages": messages, **SHORT} | fields)
+    assert answer.status == 200, answer.body
+    alone = await expected(client, messages)
+    assert answer.prompt_tokens == alone.prompt_tokens
+    assert other_first_token(answer, alone) == ""
+    assert other_words(answer, alone) == ""
+    assert promised(answer) <= answer.cached
+    return answer
+
+
+async def nothing_overestimated(fleet: Fleet) -> None:
+    await fleet.until_quiet()
+    assert (await fleet.metrics()).get(OVERESTIMATED, 0.0) == 0
+
+
+async def test_pictures_are_told_apart(llama_server: StartServer) -> None:
+    """What the other tests rest on: the tiny model sees, and answers the same picture the same."""
+    async with direct(await sighted(llama_server, "a")) as client:
+        one, two, again = [await expected(client, look(seed)) for seed in (1, 2, 1)]
+        text = await expected(client, ask("Look at this:What is it?"))
+    assert other_first_token(one, two) != ""
+    assert other_words(one, two) != ""
+    assert one.text == again.text
+    assert one.prompt_tokens == text.prompt_tokens + N_POSITIONS
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("place", ["displaced", "other-server"])
+async def test_text_is_reused_as_without_a_projector(
+    llama_server: StartServer, kind: str, place: str
+) -> None:
+    """The attach probe works, and a displaced conversation comes back: with the window of gemma3
+    too, whose prompts the router computes in pieces, as token arrays."""
+    home = await named(llama_server, kind, "a", flags())
+    backends, away = [("a", home.url)], {"model": "a"}
+    if place == "other-server":
+        other = await named(llama_server, kind, "b", flags())
+        backends, away = [*backends, ("b", other.url)], {"model": "b"}
+    unmoved = await llama_server(kind, slots=1, extra_args=flags())
+    talk = tiny_talk(kind)
+    async with direct(unmoved) as client, running(backends, home.kv_dir) as fleet:
+        for backend in (await fleet.state())["backends"]:
+            assert (backend["snapshots"], backend["problem"]) == (True, None)
+        first = await first_turn(fleet, talk)
+        await fleet.until(saved(int(0.9 * first.answer.prompt_tokens)), SAVES_S)
+        await ask_all(fleet, Reference(client, f"{kind} mmproj"), talk, first, away)
+        await nothing_overestimated(fleet)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_pictures_and_text_take_turns(llama_server: StartServer, slots: int) -> None:
+    """On the same slots, the same pictures again, two pictures under the same text, with the
+    saves of idle slots in between: each answer is the one of a server that nobody else uses."""
+    server = await sighted(llama_server, "a", slots=slots)
+    alone = await sighted(llama_server, "b")
+    texts = [ask(sentences(20 + i, 8), system=i % 2) for i in range(3)]
+    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
+        for again in (False, True):
+            for messages in (look(1), texts[0], look(2), texts[1], look(1), texts[2]):
+                answer = await check(fleet, client, messages)
+                if again and messages in texts:
+                    assert answer.cached > 0.9 * answer.prompt_tokens
+                await fleet.until_quiet()
+                await asyncio.sleep(0.15)  # longer than the router waits before it saves
+        # The conversation about a picture goes on, displaced in between and not.
+        messages = look(2)
+        for turn in range(3):
+            answer = await check(fleet, client, messages)
+            messages = [
+                *messages,
+                {"role": "assistant", "content": answer.text},
+                {"role": "user", "content": sentences(40 + turn, 2)},
+            ]
+            if turn:
+                await check(fleet, client, texts[turn])
+        for _ in range(2 if slots == 1 else 0):  # in the slot, or in the file of one
+            assert all_but_one(await check(fleet, client, look(1)))
+        await nothing_overestimated(fleet)
+
+
+async def test_a_conversation_about_a_picture_keeps_its_slot(llama_server: StartServer) -> None:
+    """What a slot holds behind the first picture is not known to the router, but is worth
+    something: a conversation without pictures takes the other slot."""
+    server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
+    seen, read = look(1), ask("Hello!", system=2)
+    yaml = "store: {save_when_idle_for: 'off'}"
+    backends = [("a", server.url)]
+    async with (
+        direct(alone) as client,
+        running(backends, server.kv_dir, yaml=yaml) as fleet,
+    ):
+        for turn in range(4):
+            said = []
+            for slot, messages in enumerate((seen, read)):
+                answer = await check(fleet, client, messages)
+                assert answer.slot == ("a", slot)
+                if turn:
+                    assert answer.cached > 0.8 * answer.prompt_tokens
+                more = {"role": "user", "content": sentences(40 + turn, 2)}
+                said.append([{"role": "assistant", "content": answer.text}, more])
+            seen, read = [*seen, *said[0]], [*read, *said[1]]
+        await nothing_overestimated(fleet)
+
+
+async def test_pictures_and_text_at_once(llama_server: StartServer) -> None:
+    """In one batch the numbers differ in their last digits: the first tokens are compared."""
+    server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
+    asked = [look(1), ask("Hello!"), look(2), ask("Hello!", system=2)] * 3
+    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
+        posts = [fleet.post(CHAT, {"messages": messages, **SHORT}) for messages in asked]
+        for messages, answer in zip(asked, await asyncio.gather(*posts), strict=True):
+            assert answer.status == 200, answer.body
+            assert other_first_token(answer, await expected(client, messages)) == ""
+        await nothing_overestimated(fleet)
+
+
+async def test_text_before_a_picture_is_restored(llama_server: StartServer) -> None:
+    """A snapshot of text serves a chat with a picture up to the picture."""
+    server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
+    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
+        await check(fleet, client, ask("Hello!"))
+        await fleet.until(saved(300), SAVES_S)
+        await check(fleet, client, ask("Hello!", system=2))
+        for seed in (1, 2):
+            answer = await check(fleet, client, look(seed))
+            assert answer.source == "snapshot"
+            assert promised(answer) > 300
+            await check(fleet, client, ask("Hello!", system=2))
+        await nothing_overestimated(fleet)
+
+
+async def test_a_long_state_with_a_picture_is_restored_whole(llama_server: StartServer) -> None:
+    """No prefix can be cut out of it, and none is tried."""
+    wide = [*flags(), "-ctk", "f32", "-ctv", "f32"]  # so that a cut would be worth while
+    a = await named(llama_server, "llama", "a", wide)
+    b = await named(llama_server, "llama", "b", wide)
+    unmoved = await llama_server("llama", slots=1, extra_args=wide)
+    turns = [sentences(10 + turn, 55) for turn in range(4)]
+    long = [*chat(1, *turns, length=80), look(1)[-1]]
+    short = chat(1, "Hello!", length=80)
+    async with (
+        direct(unmoved) as client,
+        running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet,
+    ):
+        first = await fleet.post(CHAT, {"messages": long, "max_tokens": 4, "model": "a"})
+        assert first.prompt_tokens > 10_000
+        await fleet.until(saved(first.prompt_tokens), SAVES_S)
+
+        answer = await check(fleet, client, short, model="b")
+
+        assert answer.source == "snapshot"
+        assert promised(answer) > 0.9 * answer.prompt_tokens
+        metrics = await fleet.metrics()
+        assert metrics['kvferry_kv_failures_total{action="cut"}'] == 0
+        assert metrics['kvferry_moved_bytes_total{action="restore"}'] > 10_000 * 2048
+        await nothing_overestimated(fleet)
+
+
+async def test_an_abandoned_picture_does_not_spoil_the_slot(llama_server: StartServer) -> None:
+    server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
+    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
+        for again in range(2):
+            body = {"messages": look(1), "max_tokens": 20_000, "stream": True, "ignore_eos": True}
+            async with fleet.session.post(fleet.url + CHAT, json=body) as response:
+                assert response.status == 200
+                await response.content.readany()
+            await fleet.until_quiet()
+            await check(fleet, client, look(2 - again))
+            await check(fleet, client, ask("Hello!"))
+        await nothing_overestimated(fleet)
+
+
+async def test_slots_that_hold_pictures_at_the_start(llama_server: StartServer) -> None:
+    """What the router finds in the slots of a running server is tried out around, saved and read;
+    the text before a picture is good for other chats, the picture for the same one, here and on
+    another server. One without a projector refuses such a file (docs/llama-server.md section 1.6),
+    which a client does not see.
+    """
+    a, b = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
+    blind = await named(llama_server, "llama", "blind")
+    alone = await sighted(llama_server, "d")
+    async with direct(a) as before:
+        for slot in (0, 1):
+            body = {"messages": look(slot, system=slot), **SHORT, "id_slot": slot}
+            await before.post(CHAT, body)
+    backends = [("a", a.url), ("b", b.url), ("blind", blind.url)]
+    async with direct(alone) as client, running(backends, a.kv_dir) as fleet:
+        for backend in (await fleet.state())["backends"]:
+            assert (backend["snapshots"], backend["problem"]) == (True, None)
+        await fleet.until(saved(300 + N_POSITIONS, count=2), SAVES_S)
+
+        refused = await fleet.post(CHAT, {"messages": ask("Hello!"), **SHORT, "model": "blind"})
+        assert refused.status == 200
+        assert refused.cached == 0
+        assert (await fleet.metrics())['kvferry_kv_failures_total{action="restore"}'] == 1
+        assert other_words(refused, await expected(client, ask("Hello!"))) == ""
+
+        whole = await check(fleet, client, look(1), model="b")
+        assert whole.source == "snapshot"
+        assert promised(whole) < whole.cached == whole.prompt_tokens - 1
+        for number, model in enumerate(("b", "a", "b", "a")):
+            system = number % 2
+            for messages in (ask("Hi.", system=system), look(5, system=system)):
+                answer = await check(fleet, client, messages, model=model)
+                assert answer.cached > 300, (model, answer.source)
+        await nothing_overestimated(fleet)
+
+
+async def test_token_arrays(llama_server: StartServer) -> None:
+    """`/v1/completions` takes none on such a server (docs/llama-server.md section 1.6): its own
+    error comes through. `/completion` does, the router's prefills among them."""
+    server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
+    prompt = ids(1, 1500)
+    yaml = "policy: {coalesce_above: 1ms}"  # so that the router computes prompts itself
+    async with (
+        direct(alone) as client,
+        running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet,
+    ):
+        body: Json = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+        by_itself = replace(fleet, url=alone.url)
+        refusal = await by_itself.post("/v1/completions", body)
+        assert refusal.status == 400
+        for _ in range(2):
+            answer = await fleet.post("/v1/completions", body)
+            assert (answer.status, answer.json) == (400, refusal.json)
+        native = await fleet.complete(prompt)
+        assert all_but_one(native)  # computed by the router for those who were refused
+        assert native.text == (await by_itself.complete(prompt)).text
+
+        said = sentences(60, 40)
+        for text in (said, "Never mind. " + said):
+            found = await measured(fleet, "/v1/completions", body | {"prompt": text})
+            same = await client.post("/v1/completions", body | {"prompt": text})
+            assert found.answer.text == same.text
+        again = await measured(fleet, "/v1/completions", body | {"prompt": said})
+        assert again.reused > 0.9 * again.answer.prompt_tokens
+        await check(fleet, client, look(1))
+        await nothing_overestimated(fleet)

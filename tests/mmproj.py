@@ -1,0 +1,115 @@
+"""A tiny vision tower with random weights for the tiny `llama` model, and pictures to show it.
+
+LLaVA's kind, the plainest that llama.cpp knows (tools/mtmd/models/llava.cpp): patches, one block,
+two matrices into the embedding space of the language model. No tokens around the picture, each of
+whose patches becomes one position. What it sees is noise; that the noise depends on every patch is
+what the tests need.
+"""
+
+import base64
+import hashlib
+import shutil
+import struct
+import tempfile
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from tests.models import tiny_model
+
+TEXT_EMBD = 128  # of tests/models.py: llama-server refuses a tower of another width
+PATCH, SIDE = 14, 112  # pixels
+N_POSITIONS = (SIDE // PATCH) ** 2  # that a picture takes in a slot
+_EMBD, _FF, _HEADS = 64, 128, 1
+
+
+def tiny_mmproj() -> Path:
+    """The file for `--mmproj`, written on first use."""
+    # The name holds a hash of this file: a cached tower of older code is never taken for a new one.
+    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    path = tiny_model("llama").path.parent.parent / f"mmproj-{recipe}" / "mmproj.gguf"
+    if not path.is_file():
+        staged = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent.parent))
+        try:
+            _write(staged / path.name)
+            with suppress(OSError):  # another process was faster; its bytes are the same
+                staged.rename(path.parent)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+    return path
+
+
+def picture(seed: int) -> str:
+    """A picture of coloured noise as a data URI; another seed is another picture."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+    return "data:image/png;base64," + base64.b64encode(_png(pixels)).decode()
+
+
+def _png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """8-bit RGB, no filter: the smallest PNG that is one."""
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def _write(path: Path) -> None:
+    """Keys and tensors as tools/mtmd/clip-impl.h names them and clip.cpp reads them."""
+    writer: Any = gguf.GGUFWriter(str(path), "clip")
+    writer.add_name("tiny-mmproj")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_string("clip.projector_type", "mlp")
+    writer.add_bool("clip.use_gelu", True)
+    for key, value in {
+        "image_size": SIDE,
+        "patch_size": PATCH,
+        "embedding_length": _EMBD,
+        "feed_forward_length": _FF,
+        "projection_dim": TEXT_EMBD,
+        "block_count": 1,
+        "attention.head_count": _HEADS,
+    }.items():
+        writer.add_uint32(f"clip.vision.{key}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
+    writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
+    writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+    # Without it LLaVA's last block is not run (clip_graph_llava::build).
+    writer.add_array("clip.vision.feature_layer", [1])
+
+    random = np.random.default_rng(7)
+
+    def matrix(name: str, rows: int, *shape: int) -> None:
+        """Keeps the size of a unit-size input."""
+        values = random.standard_normal((rows, *shape)) / np.prod(shape) ** 0.5
+        writer.add_tensor(name, values.astype(np.float32))
+
+    def constant(name: str, size: int, value: float) -> None:
+        writer.add_tensor(name, np.full(size, value, dtype=np.float32))
+
+    matrix("v.patch_embd.weight", _EMBD, 3, PATCH, PATCH)
+    matrix("v.position_embd.weight", N_POSITIONS, _EMBD)
+    for norm in ("ln1", "ln2"):
+        constant(f"v.blk.0.{norm}.weight", _EMBD, 1.0)
+        constant(f"v.blk.0.{norm}.bias", _EMBD, 0.0)
+    for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
+        matrix(f"v.blk.0.{part}.weight", _EMBD, _EMBD)
+    matrix("v.blk.0.ffn_up.weight", _FF, _EMBD)
+    matrix("v.blk.0.ffn_down.weight", _EMBD, _FF)
+    matrix("mm.0.weight", TEXT_EMBD, _EMBD)
+    constant("mm.0.bias", TEXT_EMBD, 0.0)
+    matrix("mm.2.weight", TEXT_EMBD, TEXT_EMBD)
+    constant("mm.2.bias", TEXT_EMBD, 0.0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
