@@ -31,7 +31,7 @@ class Transfers:
         slot = effect.slot
         if self.store is None or info is None or info.place is None:
             return ev.SaveFailed(effect.request, slot, _NO_STORE)
-        name = self.store.staging_name()
+        name, start = self.store.staging_name(), self.clock.now()
         try:
             transfer = await self.backends[slot.backend].save(slot.index, name)
             staged = await self.store.verify(info.place, name, transfer.size_bytes)
@@ -42,7 +42,8 @@ class Transfers:
             self.telemetry.saved(slot, effect.reason, None, str(error))
             return ev.SaveFailed(effect.request, slot, str(error))
         self.telemetry.saved(slot, effect.reason, transfer, "")
-        return ev.Saved(effect.request, slot, snapshot, transfer.seconds)
+        handling_s = max(self.clock.now() - start - transfer.seconds, 0.0)
+        return ev.Saved(effect.request, slot, snapshot, transfer.seconds, handling_s)
 
     async def restore(self, effect: ef.Restore, info: BackendInfo | None) -> ev.Event:
         """Let the backend read a snapshot into a slot, rewritten for it where that is needed."""

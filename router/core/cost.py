@@ -97,6 +97,8 @@ class Rates:
     save: Line = field(default_factory=lambda: Line(2e-3, 1 / 1.5e9))
     restore: Line = field(default_factory=lambda: Line(2e-3, 1 / 2e9))
     rewrite: Line = field(default_factory=lambda: Line(2e-3, 1 / 1e9))
+    # What a save takes beyond the backend's own time, which stops nobody else.
+    handling_s: Mean = field(default_factory=lambda: Mean(0.005))
     bytes_per_token: Mean = field(default_factory=lambda: Mean(50_000.0))
     output_tokens: Mean = field(default_factory=lambda: Mean(200.0))
     output_s_per_token: Mean = field(default_factory=lambda: Mean(0.02))
@@ -129,9 +131,13 @@ class Rates:
         """Seconds to make another file of `size_bytes` out of a state file, without a backend."""
         return self.rewrite.predict(1.0, size_bytes)
 
-    def observe_save(self, tokens: int, size_bytes: int, seconds: float) -> None:
+    def observe_save(
+        self, tokens: int, size_bytes: int, seconds: float, handling_s: float = 0.0
+    ) -> None:
         """Learn from a save."""
         self.save.observe(1.0, size_bytes, seconds)
+        if handling_s:
+            self.handling_s.observe(handling_s)
         if tokens >= 16:
             self.bytes_per_token.observe(size_bytes / tokens)
 

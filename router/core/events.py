@@ -79,12 +79,16 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A slot's content is a committed snapshot; its tokens are the truth about the slot."""
+    """A slot's content is a committed snapshot; its tokens are the truth about the slot.
+
+    The backend took `seconds`; asking it and checking the file took `handling_s` more.
+    """
 
     request: RequestId
     slot: SlotId
     snapshot: Snapshot
     seconds: float
+    handling_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

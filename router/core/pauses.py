@@ -28,6 +28,8 @@ def pauses(fleet: Fleet, request: Request, chosen: Candidate) -> tuple[tuple[int
         return (), 0.0
     rates, catalog = fleet.rates[info.id], fleet.catalog
     chance, running = fleet.policy.reuse_probability, fleet.running(info.id)
+    # Besides the save: one more request before it, and one more check of a file after it.
+    handling_s = 2 * rates.handling_s.value
     places = {*(prompt.boundaries or (len(prompt) - 1,)), _branch(fleet, info, request)}
     found: list[int] = []
     cost_s = 0.0
@@ -39,9 +41,9 @@ def pauses(fleet: Fleet, request: Request, chosen: Candidate) -> tuple[tuple[int
         size_bytes = round(place * rates.bytes_per_token.value)
         save_s = rates.save_s(place)
         gain_s = rates.prefill_s(place - there, there) - rates.restore_s(size_bytes)
-        if save_s * (1 + running) < chance * gain_s:
+        if save_s * (1 + running) + handling_s < chance * gain_s:
             found.append(place)
-            cost_s += save_s
+            cost_s += save_s + handling_s
     return tuple(found), cost_s
 
 

@@ -133,7 +133,9 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         # The backend went while the file was on its way: nothing vouches for it.
         state.delete([snapshot])
     else:
-        state.fleet.rates[info.id].observe_save(len(snapshot), snapshot.size_bytes, event.seconds)
+        state.fleet.rates[info.id].observe_save(
+            len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
+        )
         state.delete(state.fleet.catalog.add(snapshot, info.memory_kind, state.value_s(snapshot)))
         if not snapshot.shape.extendable:
             # Shorter than a window that the probe has not seen the end of: none so short again.

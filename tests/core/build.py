@@ -82,6 +82,7 @@ def rates(prefill_s: float = 0.01, transfer_s: float = 0.001) -> Rates:
         prefill=Line(prefill_s, 0.0),
         save=Line(transfer_s, 0.0),
         restore=Line(transfer_s, 0.0),
+        handling_s=Mean(0.0),
         bytes_per_token=Mean(BYTES_PER_TOKEN),
     )
 

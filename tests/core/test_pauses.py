@@ -126,6 +126,21 @@ def test_a_save_that_costs_more_than_it_can_spare_is_not_made() -> None:
     assert planned(made).pauses == (900,)  # a stream stops with each of them
 
 
+def test_what_a_save_takes_beside_the_backend_is_learned_and_counts() -> None:
+    made = fleet(HYBRID)
+    made.rates[HYBRID.id] = rates(prefill_s=0.0001)
+    assert planned(made).pauses == (600, 900)  # spare 30 ms and 15 ms, with a chance of a half
+    made.rates[HYBRID.id].handling_s.value = 0.01
+    found = planned(made)
+    assert found.pauses == (600,)
+    assert found.pauses_s == pytest.approx(0.021)
+
+    s = started()
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+    s.handle(ev.Saved(R, A0, snapshot("b1", run_of(600)), 0.001, handling_s=3.0), NOW)
+    assert s.state.fleet.rates[HYBRID.id].handling_s.value == pytest.approx(1.5)
+
+
 def test_a_window_that_nobody_has_seen_is_learned_from_a_state_that_gives_nothing() -> None:
     swa = backend(memory_kind=MemoryKind.SLIDING_WINDOW)
     s = scheduler(swa, coalesce_above_s=None)
