@@ -171,6 +171,8 @@ def _plan(made: Plan) -> dict[str, object]:
     return {
         "chosen": _candidate(made.chosen),
         "prefill_first": made.prefill_first,
+        "pauses": list(made.pauses),
+        "pauses_s": round(made.pauses_s, 6),
         "losers": [_candidate(loser) for loser in made.losers],
     }
 
@@ -180,6 +182,7 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
     parts = {
         "wait": price.wait_s,
         "save_displaced": price.save_s,
+        "rewrite": price.rewrite_s,
         "restore": price.restore_s,
         "prefill": price.prefill_s,
         "stall": price.stall_s,
@@ -191,6 +194,7 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
         "source": candidate.source,
         "reused_tokens": candidate.reused_tokens,
         "snapshot": candidate.snapshot,
+        "cut": candidate.cut,
         "copy_from": str(candidate.copy_from) if candidate.copy_from else None,
         "waits_for": str(candidate.wait_for) if candidate.wait_for else None,
         "total_s": round(price.total_s, 6),

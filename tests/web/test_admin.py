@@ -103,3 +103,4 @@ async def test_a_dry_run_says_what_then_happens(fleet: Fleet) -> None:
 
     assert planned["plan"]["chosen"]["source"] == answer.source == "resident"
     assert planned["plan"]["chosen"]["reused_tokens"] == answer.cached
+    assert planned["plan"]["pauses"] == []
