@@ -218,9 +218,13 @@ class SegmentTokenizer:
         return EMPTY if tokens is None else tokens
 
     async def _parts(self, cutter: Cutter, segments: Sequence[Segment]) -> list[Tokens] | None:
-        parts = [self._known(segment.key) for segment in segments]
-        missing = [index for index, part in enumerate(parts) if part is None]
-        for start, stop in runs(segments, missing):
+        known = [self._known(segment.key) for segment in segments]
+        missing: dict[Key, int] = {}
+        for index, part in enumerate(known):
+            if part is None:
+                missing.setdefault(segments[index].key, index)
+        found: dict[Key, Tokens | _Future] = {}
+        for start, stop in runs(segments, list(missing.values())):
             run = segments[start:stop]
             text = "".join(segment.text for segment in run)
             local = self._local
@@ -230,19 +234,19 @@ class SegmentTokenizer:
                 if pieces is None:
                     return None
                 for segment, piece in zip(run, pieces, strict=True):
+                    found[segment.key] = piece
                     self._cache.put(segment.key, piece)
-                parts[start:stop] = pieces
                 continue
             owned: dict[Key, _Future] = {}
             for segment in run:
-                if self._known(segment.key) is None:
-                    future: _Future = asyncio.get_running_loop().create_future()
-                    owned[segment.key] = self._pending[segment.key] = future
-            parts[start:stop] = [self._known(segment.key) for segment in run]
+                if missing.get(segment.key, -1) >= start and segment.key not in owned:
+                    owned[segment.key] = asyncio.get_running_loop().create_future()
+            found.update(owned)
+            self._pending.update(owned)
             self._spawn(self._fill(owned, partial(self._run, cutter, run, text)), name="tokenize")
         ready: list[Tokens] = []
-        for part in parts:
-            tokens = await _value(part)
+        for segment, part in zip(segments, known, strict=True):
+            tokens = await _value(found[segment.key] if part is None else part)
             if tokens is None:
                 return None
             ready.append(tokens)
@@ -365,6 +369,6 @@ class SegmentTokenizer:
         self._pending.clear()
 
 
-async def _value(part: Tokens | _Future | None) -> Tokens | None:
+async def _value(part: Tokens | _Future) -> Tokens | None:
     # Shielded: the future belongs to all who wait for it.
     return await asyncio.shield(part) if isinstance(part, asyncio.Future) else part

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import all_but_one, reuse
+from tests.e2e.conversing import all_but_one, reuse, saved
+from tests.e2e.measuring import measured
 from tests.e2e.prompts import Json, chat, ids, sentences
 from tests.fleet import Answer, Fleet, running
 
@@ -73,21 +74,23 @@ async def test_planned_and_reported_reuse_agree(llama_server: StartServer) -> No
 async def test_a_conversation_of_another_memory_kind_grows_on_the_other_server(
     llama_server: StartServer, kind: str
 ) -> None:
-    """Hybrid and recurrent states are of use whole or not at all: the next turn uses all of one."""
+    """Hybrid and recurrent states are of use whole or not at all: the next turn uses one whole."""
     a = await llama_server(kind, slots=1, ctx=8192)
     b = await llama_server(kind, slots=1, ctx=8192)
     prompt = ids(1, 1500)
     async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
         first = await fleet.complete(prompt, return_tokens=True)
-        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
-        (a if first.slot[0] == "a" else b).kill()
         said = first.json["tokens"]
+        # Paused before the last token of the prompt; eight more are not worth another file.
+        whole = len(prompt) - 1
+        await fleet.until(saved(whole))
+        (a if first.slot[0] == "a" else b).kill()
 
-        second = await fleet.complete(prompt + said + ids(2, 30))
+        longer = {"prompt": prompt + said + ids(2, 30), "n_predict": 8, "temperature": 0}
+        second = await measured(fleet, "/completion", longer)
 
-    assert second.source == "snapshot"
-    # The last token of an answer is never in the KV (docs/llama-server.md section 1.3).
-    assert second.cached == len(prompt) + len(said) - 1
+    assert second.answer.source == "snapshot"
+    assert second.reused == whole
 
 
 async def test_two_models_never_mix(llama_server: StartServer) -> None:
@@ -100,7 +103,7 @@ async def test_two_models_never_mix(llama_server: StartServer) -> None:
         await fleet.until(lambda state: state["snapshots"]["count"] == 1)
         two = await fleet.complete(prompt, model="two")
         assert (one.slot[0], two.slot[0]) == ("a", "b")
-        assert two.cached == 0
+        assert two.source == "cold"
         assert two.text != one.text
         await fleet.until(lambda state: state["snapshots"]["count"] == 2)
         namespaces = {item["namespace"] for item in (await fleet.state())["snapshots"]["items"]}
