@@ -9,9 +9,9 @@ than its cell meta.
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from router import tokens as tok
 from router.errors import KvFileError
@@ -30,9 +30,8 @@ _CELL = struct.Struct("<iIi")  # pos, n_seq_id, seq_id
 _SEQ_ID_AT = 8  # in a cell
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes of the source file, unchanged."""
+class Span(NamedTuple):
+    """Bytes of the source file, unchanged. A tuple: there can be a hundred thousand of them."""
 
     offset: int
     size: int
@@ -126,9 +125,16 @@ def cut(head: Head, layout: Layout, n_tokens: int, file: BinaryIO) -> Rewrite:
     for section in sections:
         out.span(at, section.offset)
         unit = section.element_bytes or section.row_bytes
-        for row in _row_offsets(section, stream.cell_count):
-            for first, last in runs:
-                out.span(row + first * unit, row + last * unit)
+        rows = _row_offsets(section, stream.cell_count)
+        parts = [(first * unit, last * unit) for first, last in runs]
+        if len(parts) == 1 and len(rows) > 1:  # the cells of rows are not next to each other
+            ((first, last),) = parts
+            out.span(rows[0] + first, rows[0] + last)
+            out.apart([Span(row + first, last - first) for row in rows[1:-1]])
+            rows = rows[-1:]
+        for row in rows:
+            for first, last in parts:
+                out.span(row + first, row + last)
         at = section.offset + stream.cell_count * section.row_bytes
     out.put(_U32.pack(0) * (len(block.streams) - 1 - filled))
     return out.done()
@@ -205,6 +211,15 @@ class _Pieces:
         self._flush_span()
         self._flush_bytes()
         self._first, self._end = first, end
+
+    def apart(self, spans: list[Span]) -> None:
+        """Many spans, none of which touches another or what was before."""
+        if not spans:
+            return
+        self._flush_span()
+        self._flush_bytes()
+        self._done += spans
+        self._size += sum(span.size for span in spans)
 
     def extend(self, pieces: Iterable[Piece]) -> None:
         """Pieces that were collected apart, to know their size."""
@@ -293,10 +308,10 @@ def _rows(section: Section) -> int:
     return section.row_bytes // section.element_bytes if section.element_bytes else 1
 
 
-def _row_offsets(section: Section, n_cells: int) -> Iterator[int]:
+def _row_offsets(section: Section, n_cells: int) -> range:
     n_rows = _rows(section)
     size = section.row_bytes * n_cells // n_rows
-    return iter(range(section.offset, section.offset + n_rows * size, size))
+    return range(section.offset, section.offset + n_rows * size, size)
 
 
 def _too_many_rows(sections: tuple[Section, ...]) -> bool:
