@@ -32,9 +32,14 @@ class Ask:
         return bool(request.whole_backend or request.prompt.unknown or not request.reuse)
 
     def running(self, backend: BackendId) -> int:
-        """Streams on a backend that a transfer or a prefill would stop."""
+        """Requests on a backend that a transfer or a prefill would hold up.
+
+        Those whose prompt the router computes first are among them: without them a busy server
+        would look idle.
+        """
         if backend not in self._running:
-            self._running[backend] = self.fleet.running(backend)
+            fleet = self.fleet
+            self._running[backend] = fleet.running(backend) + fleet.prefilling(backend)
         return self._running[backend]
 
     def candidate(
@@ -224,8 +229,8 @@ def starting_later(ask: Ask) -> Iterator[Candidate]:
         common = common_prefix(slot.pending, request.prompt.tokens)
         held = count(slot.pending)
         reused = reusable_tokens(info.memory_kind, len(request.prompt), common, held)
-        if not reused:
-            continue
+        if reused < max(fleet.catalog.limits.min_tokens, 1):
+            continue  # nobody will save so little for others
         rates = fleet.rates[info.id]
         wait_s = max(slot.busy_until - ask.now, 0.0)
         rest_s = rates.prefill_s(len(request.prompt) - reused, reused)

@@ -25,7 +25,8 @@ def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> tuple[float, float, 
     """Price of taking a slot's content away: `(save seconds, expected loss, save it)`.
 
     `kept` tokens stay useful where they are. All of it is weighed by the chance that the content
-    is asked for again:
+    is asked for again, and by the requests that stop meanwhile: those beside the save now, and as
+    many beside the restore or the prefill then.
 
     1. A snapshot holds it: then it has to be restored.
     2. Saving it now and restoring it then is cheaper than computing it again: it is saved.
@@ -38,13 +39,13 @@ def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> tuple[float, float, 
     rates, chance = fleet.rates[info.id], fleet.policy.reuse_probability
     covered = fleet.catalog.reach(info.memory_kind, info.namespace, resident.tokens)
     size_bytes = round(len(resident) * rates.bytes_per_token.value)
-    back_s = chance * rates.restore_s(size_bytes)
+    stopped = 1 + fleet.running(info.id)
+    back_s = chance * stopped * rates.restore_s(size_bytes)
     missing = len(resident) - max(covered, kept)
     if missing <= 0:
         return 0.0, back_s, False
-    loss_s = chance * rates.prefill_s(missing, len(resident) - missing)
+    loss_s = chance * stopped * rates.prefill_s(missing, len(resident) - missing)
     save_s = rates.save_s(len(resident))
-    stall_s = save_s * fleet.running(info.id)
-    if can_save(fleet, info, len(resident)) and save_s + stall_s + back_s < loss_s:
+    if can_save(fleet, info, len(resident)) and save_s * stopped + back_s < loss_s:
         return save_s, back_s, True
     return 0.0, loss_s, False

@@ -65,6 +65,11 @@ class Fleet:
         """Streams that stop while a state file is written or read."""
         return sum(slot.phase is Phase.RUNNING for slot in self.slots.of(backend))
 
+    def prefilling(self, backend: BackendId) -> int:
+        """Prompts that the router has computed at this moment, before it sends the request."""
+        slots = self.slots.of(backend)
+        return sum(slot.phase is Phase.PREPARING and slot.sharing for slot in slots)
+
     def wants(self, slot: Slot, request: Request) -> bool:
         """The client's own `id_slot`, if it sent one that this backend has, is this slot's."""
         hint = request.slot_hint

@@ -18,6 +18,7 @@ from tests.core.build import (
     A1,
     B0,
     OTHER_NS,
+    R2,
     A,
     R,
     backend,
@@ -286,14 +287,34 @@ def test_a_part_of_a_hybrid_covers_nothing() -> None:
 
 
 def test_saving_does_not_pay_when_it_stops_too_much() -> None:
-    """5 s would be lost at even odds; a save of 6 s, and half of that with a stream to stop."""
+    """5 s would be lost at even odds; a save of 4 s and a restore of 4 s at these odds are more."""
     made = fleet(backend("a", 2), holding={A0: ELSE})
     made.rates[A] = rates(transfer_s=3.0)
     assert saving_pays(made, made.slots[A0]) == (3.0, 1.5, True)
 
+    # A stream that stops for the save would stop as well for what it spares.
     busy(made, A1)
-    assert saving_pays(made, made.slots[A0]) == (0.0, 5.0, False)
-    assert chosen(request(ids=LONG), made).price.loss_s == 5.0
+    assert saving_pays(made, made.slots[A0]) == (3.0, 3.0, True)
+    made.rates[A] = rates(transfer_s=4.0)
+    assert saving_pays(made, made.slots[A0]) == (0.0, 10.0, False)
+    assert chosen(request(ids=LONG), made).price.loss_s == 10.0
+
+
+def test_a_prompt_that_the_router_computes_counts_as_load() -> None:
+    made = fleet(backend("a", 2), backend("b", 2))
+    made.slots[A0].lease(R2)
+    made.slots[A0].sharing = True
+    assert chosen(request(ids=LONG), made).slot == B0
+
+
+def test_nobody_waits_for_less_than_is_worth_a_file() -> None:
+    made = fleet(backend("a", 1), backend("b", 1))
+    made.slots[A0].lease(R2)
+    made.slots[A0].sharing, made.slots[A0].pending = True, run_of(100)
+    made.slots[A0].busy_until = 0.5
+    assert chosen(request(ids=run_of(101)), made).wait_for == A0
+    made.catalog.limits = Limits(min_tokens=101)
+    assert chosen(request(ids=run_of(101)), made).wait_for is None
 
 
 def test_streams_that_stop_are_priced() -> None:

@@ -71,9 +71,10 @@ def test_a_request_waits_for_a_prefill_under_way_when_that_is_cheaper() -> None:
 
 
 def test_a_request_does_not_wait_for_one_that_takes_longer_than_its_own() -> None:
-    """Computing it twice is charged at the odds that the seconds are needed elsewhere."""
-    assert waits(request(ids=MORE), shared_prefill(until=14.0)) == A0
-    assert waits(request(ids=MORE), shared_prefill(until=16.0)) is None
+    """Computing it twice is charged at the odds that the seconds are needed elsewhere, and holds
+    up the one that is under way."""
+    assert waits(request(ids=MORE), shared_prefill(until=24.0)) == A0
+    assert waits(request(ids=MORE), shared_prefill(until=26.0)) is None
 
 
 def test_nobody_waits_for_ever() -> None:
