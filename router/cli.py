@@ -12,6 +12,7 @@ from router.config import Config, ConfigError, check_text, from_flags, load
 from router.core.policy import PolicyName
 from router.errors import KvError
 from router.main import StartError, serve, set_up_logging
+from router.simulate.command import add_options, simulate
 
 OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
 
@@ -60,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--llama-server", metavar="PATH", help="the llama-server to use")
     command.add_argument("--keep", action="store_true", help="leave servers and router running")
     command.set_defaults(run=_demo)
+
+    command = commands.add_parser("simulate", help="play a trace or a workload, faster than time")
+    add_options(command)
+    command.set_defaults(run=simulate)
     return parser
 
 

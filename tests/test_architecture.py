@@ -57,6 +57,9 @@ LAYERS: dict[str, set[str]] = {
     },
     "router.config_load": {"router.config_values"},
     "router.config_values": set(),
+    # The scheduler as it is, and everything else made up; the command reads sizes and times.
+    "router.simulate": BASE
+    | {"router.core", "router.simulate", "router.config_values", "router.terminal"},
 }
 # These put things together and may know all.
 BUILDERS = ("router.main", "router.cli", "router.demo", "router.doctor", "router.__main__")
@@ -113,6 +116,11 @@ TESTED_ELSEWHERE = {
     "router.web.replies": "tests/web/test_bad_input.py",
     "router.web.directory": "tests/web/test_bad_input.py, two models",
     "router.demo.model": "downloads a model; the demo's own tests",
+    "router.simulate.asks": "data; tests/simulate/test_simulator.py",
+    "router.simulate.fleet": "data; tests/simulate/test_simulator.py",
+    "router.simulate.hardware": "data; tests/simulate/test_server.py",
+    "router.simulate.losses": "tests/simulate/test_simulator.py",
+    "router.simulate.measure": "data; tests/simulate/test_simulator.py, test_experiment.py",
     "router.demo.prebuilt": "runs in every test with a real server",
 }
 
