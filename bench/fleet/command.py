@@ -1,0 +1,133 @@
+"""`python -m bench.fleet`: the same clients in front of the same llama-servers, with one router
+after the other between them.
+
+Each contender has fresh servers. Prompts, their order and the answers that conversations go on with
+are the same for all; what is counted is counted by the servers.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.client import Client
+from bench.conversation import words_for
+from bench.fleet import options as cli
+from bench.fleet import plots, traces, workload
+from bench.fleet.contenders import Shape
+from bench.fleet.measure import COLUMNS, Load, Run, medians, run, write_samples
+from bench.report import Report, arguments_of
+from router.demo.launcher import LlamaServer
+from router.simulate.trace import TraceError
+from tests.models import tiny_model
+
+_WIDTH = 210  # of the table, wherever it is printed
+_SAMPLE = 1_000  # tokens whose words are counted
+_MARGIN = 256  # of a slot, in tokens
+_TEMPLATE = 16  # tokens around each message, at most
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = cli.parser()
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the table as JSON")
+    options = parser.parse_args(argv)
+    cli.resolve(parser, options)
+    report = asyncio.run(measure(parser, options))
+    report.show(Console(width=_WIDTH))
+    if options.output is not None:
+        report.write(options.output)
+    return 0
+
+
+async def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Report:
+    """All contenders, `--runs` times, in turned order."""
+    arguments = arguments_of(options) | {"contender": [c.name for c in cli.contenders(options)]}
+    report = Report("fleet", f"Fleet, case {options.case}", list(COLUMNS), arguments)
+    wanted = cli.contenders(options)
+    report.notes.extend(dict.fromkeys(c.missing for c in wanted if c.missing))
+    wanted = [contender for contender in wanted if not contender.missing]
+    model = options.model or (await asyncio.to_thread(tiny_model, "llama")).path
+    try:
+        load, ctx = await _load(model, options)
+    except TraceError as error:
+        parser.error(f"argument --trace: {error}")
+    shape = Shape(model, options.servers, options.slots, options.ctx or ctx, options.threads)
+    runs: list[Run] = []
+    with tempfile.TemporaryDirectory(prefix="kvferry-fleet-") as scratch:
+        for number in range(1, options.runs + 1):
+            for contender in wanted if number % 2 else wanted[::-1]:
+                home = (options.logs or Path(scratch)) / f"{number} {contender.name}"
+                home = home.with_name(home.name.replace(" ", "-").replace(":", "-"))
+                home.mkdir(parents=True)
+                runs.append(await run(contender, number, shape, load, home))
+                if options.logs is not None:
+                    write_samples(runs[-1], home / "requests.jsonl")
+    for contender in wanted:
+        own = [each for each in runs if each.contender == contender]
+        for each in own:
+            report.add(*each.cells())
+        if len(own) > 1:
+            report.add(*medians(own))
+    report.notes += _notes(runs, shape, load)
+    if options.plot is not None:
+        report.notes.append(plots.draw(runs, report.title, options.plot))
+    return report
+
+
+async def _load(model: Path, options: argparse.Namespace) -> tuple[Load, int]:
+    """The workload, and how many tokens a slot must have for it: both depend on the vocabulary."""
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(LlamaServer(model, ctx=1024))
+        client = Client(server.url)
+        stack.callback(client.close)
+        if options.trace is not None:
+            vocabulary = await asyncio.to_thread(traces.vocabulary, client)
+            made = await asyncio.to_thread(
+                traces.build,
+                *(options.trace, vocabulary),
+                scale=options.scale,
+                speed=options.speed or 1.0,
+                limit=options.limit,
+                raw=options.raw_tokens,
+            )
+            per_word = 1.0
+        else:
+            n_words = await asyncio.to_thread(words_for, client, _SAMPLE)
+            per_word = _SAMPLE / n_words
+            made = workload.build(cli.sizes(options, per_word), options.seed, per_word)
+    n_words, n_tokens = made.longest
+    ctx = round(1.1 * per_word * n_words) + n_tokens + _MARGIN + 2 * _TEMPLATE * options.turns
+    load = Load(made, options.clients, options.speed is not None, options.real_answers)
+    return load, -(-ctx // 256) * 256
+
+
+def _notes(runs: Sequence[Run], shape: Shape, load: Load) -> list[str]:
+    n_asks = sum(len(step.asks) for step in load.workload.steps)
+    loop = "open loop" if load.open_loop else f"{load.clients} clients in a closed loop"
+    answers = "the model's own" if load.real_answers else "made up, the same for all contenders"
+    notes = [
+        f"{n_asks} requests, {loop}; {shape.servers} llama-servers with {shape.slots} slots of "
+        f"{shape.ctx_per_slot:,} tokens each, {shape.threads} thread each; fresh ones for every "
+        f"row; answers that conversations go on with: {answers}",
+        "computed: by the servers' counters, kvferry's own prefills included; oracle: what a cache "
+        "without limits would compute of the same prompts in the same order; moved and stall: of "
+        "kvferry's saves and restores, those in the background after the last answer included",
+    ]
+    for each in runs:
+        name = f"{each.contender.name} {each.number}"
+        for ending in ("left", "abandoned"):
+            if n := sum(sample.ending == ending for sample in each.samples):
+                notes.append(f"{name}: {n} {ending}")
+        if each.errors:
+            notes.append(f"{name}: first error: {each.errors[0].problem}")
+        if each.miscounted:
+            notes.append(
+                f"{name}: {each.miscounted} prompts have another length by the server's usage than "
+                "by its tokenizer: its oracle is no good"
+            )
+    return notes

@@ -1,0 +1,175 @@
+"""The routers that are compared, each started in front of llama-servers of its own."""
+
+import argparse
+import json
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from bench import rig
+from bench.fleet.counters import Fleet, settle
+from bench.rig import Proxy, _process
+from router.config import Policy, PolicyName
+from router.demo.launcher import LlamaServer, free_port
+
+KVFERRY, NGINX, SGLANG = "kvferry", "nginx", "sglang"
+_LOGGING = "logging: {format: json, level: debug}"
+# llama-server's default when nothing is said; the launcher's own flag is 0 and comes before.
+_RAM_CACHE = ("--cache-ram", "8192")
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One row. `more`: kvferry's policy."""
+
+    kind: str
+    more: str = ""
+    ram_cache: bool = False
+
+    @property
+    def name(self) -> str:
+        """As in the table."""
+        name = f"{self.kind}:{self.more}" if self.more else self.kind
+        return f"{name} + RAM cache" if self.ram_cache else name
+
+    @property
+    def missing(self) -> str | None:
+        """What to install; None if all is there."""
+        if self.kind == NGINX and rig.find_nginx() is None:
+            return rig.NGINX_HINT
+        if self.kind == SGLANG and rig.find_sglang() is None:
+            return rig.SGLANG_HINT
+        return None
+
+
+def contender(text: str) -> Contender:
+    """`kvferry`, `kvferry:POLICY`, `kvferry:KEY=VALUE,...`, both, `nginx`, `sglang`.
+
+    The keys are those of `policy` in kvferry's configuration. Raises ArgumentTypeError.
+    """
+    kind, colon, more = text.partition(":")
+    if kind not in (KVFERRY, NGINX, SGLANG):
+        raise argparse.ArgumentTypeError(
+            f"no such contender: {text!r} (kvferry, kvferry:POLICY, nginx, sglang)"
+        )
+    if colon and kind != KVFERRY:
+        raise argparse.ArgumentTypeError(f"{kind} takes no policy: {text!r}")
+    if colon:
+        try:
+            Policy.model_validate(_policy(more))
+        except ValidationError as error:
+            said = "; ".join(str(problem["msg"]) for problem in error.errors())
+            raise argparse.ArgumentTypeError(f"{text!r}: {said}") from None
+    return Contender(kind, more)
+
+
+def _policy(more: str) -> dict[str, str]:
+    """`cheapest,max_wait=5s` as the mapping of the configuration; without a name the default."""
+    parts = more.split(",")
+    name = str(PolicyName.PREFER_IDLE) if "=" in parts[0] else parts.pop(0)
+    return {"name": name} | {key: value for key, _, value in (p.partition("=") for p in parts)}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The llama-servers of every contender."""
+
+    model: Path
+    servers: int
+    slots: int  # of each
+    ctx_per_slot: int
+    threads: int
+
+
+@asynccontextmanager
+async def running(contender: Contender, shape: Shape, home: Path) -> AsyncIterator[Fleet]:
+    """Fresh servers and the contender in front of them. `home` gets its logs and states."""
+    kv_dir = home / "kv"
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(
+                LlamaServer(
+                    shape.model,
+                    slots=shape.slots,
+                    ctx=shape.slots * shape.ctx_per_slot,
+                    kv_dir=kv_dir,
+                    threads=shape.threads,
+                    log_path=home / f"llama-{number}.log",
+                    extra_args=_RAM_CACHE if contender.ram_cache else (),
+                )
+            )
+            for number in range(shape.servers)
+        ]
+        urls = [server.url for server in servers]
+        proxy = await stack.enter_async_context(_proxy(contender, urls, home, kv_dir))
+        own = proxy.url if contender.kind == KVFERRY else None
+        processes = [Proxy("llama", each.url, each.pid) for each in servers if each.pid is not None]
+        fleet = Fleet(proxy.url, tuple(urls), own, proxy, tuple(processes))
+        await settle(fleet)
+        yield fleet
+
+
+def _proxy(
+    contender: Contender, urls: Sequence[str], home: Path, kv_dir: Path
+) -> AbstractAsyncContextManager[Proxy]:
+    if contender.kind == KVFERRY:
+        policy = json.dumps(_policy(contender.more or str(PolicyName.PREFER_IDLE)))
+        return rig.kvferry(KVFERRY, urls, home, kv_dir=kv_dir, policy=policy, more=_LOGGING)
+    if contender.kind == SGLANG:
+        python = rig.find_sglang()
+        assert python is not None
+        return rig.sglang(python, urls, home)
+    program = rig.find_nginx()
+    assert program is not None
+    return nginx(program, urls, home)
+
+
+@asynccontextmanager
+async def nginx(program: str, backends: Sequence[str], folder: Path) -> AsyncIterator[Proxy]:
+    """nginx as it comes: plain round robin over `backends`, nothing buffered."""
+    port = free_port()
+    home = folder / "nginx"
+    home.mkdir()
+    user = "user root;" if os.geteuid() == 0 else ""
+    temp = "".join(
+        f"{kind}_temp_path {home}/{kind};\n  "
+        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    # A client that leaves is no failure of the server, so none is ever left out.
+    servers = "".join(
+        f"server {url.removeprefix('http://')} max_fails=0;\n    " for url in backends
+    )
+    (home / "nginx.conf").write_text(f"""{user}
+daemon off;
+worker_processes 1;
+pid {home}/pid;
+error_log {home}/error.log;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off;
+  {temp}
+  client_max_body_size 64m;
+  client_body_buffer_size 4m;
+  upstream llama {{
+    {servers}
+  }}
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{
+      proxy_pass http://llama;
+      proxy_http_version 1.1;
+      proxy_set_header Connection "";
+      proxy_buffering off;
+      proxy_read_timeout 1h;
+    }}
+  }}
+}}
+""")
+    argv = [program, "-e", f"{home}/error.log", "-p", str(home), "-c", f"{home}/nginx.conf"]
+    url = f"http://127.0.0.1:{port}"
+    async with _process("nginx", argv, url, "/health", folder) as proxy:
+        yield proxy

@@ -1,0 +1,132 @@
+"""What the servers and kvferry counted, before and after a run.
+
+Prompt tokens that were computed come from the llama-servers for every contender alike: so kvferry's
+own prefills are in, and what it says of itself is not needed. A prompt whose client leaves before
+the first token is in no server's counter.
+"""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+from bench.client import Client
+from bench.rig import Proxy
+
+_QUIET_S = 0.6  # without a change: kvferry saves what is idle for 0.5 s
+_PATIENCE_S = 60.0
+_PERIOD_S = 0.1
+_COMPUTED = "llamacpp:prompt_tokens_total"
+_GENERATED = "llamacpp:tokens_predicted_total"
+_BUSY = ("llamacpp:requests_processing", "llamacpp:requests_deferred")
+_UP = "kvferry_backend_up{"
+_MOVED = "kvferry_moved_bytes_total{"
+_SAVES = "kvferry_save_seconds_"
+_RESTORES = "kvferry_restore_seconds_"
+
+
+class UnsettledError(RuntimeError):
+    """Servers that never come to rest cannot be counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What a contender's clients and counters talk to."""
+
+    url: str
+    servers: tuple[str, ...]
+    kvferry: str | None = None  # where its metrics are
+    router: Proxy | None = None
+    processes: tuple[Proxy, ...] = ()  # of the servers
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Sums over all servers, since they were started. What only kvferry has is None without it."""
+
+    computed: int  # prompt tokens
+    generated: int
+    busy: int  # requests
+    moved_bytes: int | None = None  # written by saves and read by restores
+    stall_s: float | None = None  # in which a backend saved or restored, and nothing else
+    saves: int | None = None
+    restores: int | None = None
+    up: int | None = None  # backends
+    router_cpu_s: float = field(default=0.0, compare=False)
+    server_cpu_s: float = field(default=0.0, compare=False)
+
+    def since(self, before: "Counts") -> "Counts":
+        """What was added."""
+        return Counts(
+            self.computed - before.computed,
+            self.generated - before.generated,
+            self.busy,
+            _less(self.moved_bytes, before.moved_bytes),
+            None
+            if self.stall_s is None or before.stall_s is None
+            else self.stall_s - before.stall_s,
+            _less(self.saves, before.saves),
+            _less(self.restores, before.restores),
+            self.up,
+            self.router_cpu_s - before.router_cpu_s,
+            self.server_cpu_s - before.server_cpu_s,
+        )
+
+
+def _less(after: int | None, before: int | None) -> int | None:
+    return None if after is None or before is None else after - before
+
+
+def counts(fleet: Fleet) -> Counts:
+    """As it stands. Blocking."""
+    servers = [_metrics(url) for url in fleet.servers]
+
+    def total(*names: str) -> int:
+        return round(sum(metrics.get(name, 0.0) for metrics in servers for name in names))
+
+    computed, generated, busy = total(_COMPUTED), total(_GENERATED), total(*_BUSY)
+    plain = Counts(
+        computed,
+        generated,
+        busy,
+        router_cpu_s=0.0 if fleet.router is None else fleet.router.cpu_s(),
+        server_cpu_s=sum(process.cpu_s() for process in fleet.processes),
+    )
+    if fleet.kvferry is None:
+        return plain
+    own = _metrics(fleet.kvferry)
+
+    def summed(*starts: str) -> float:
+        return sum(value for name, value in own.items() if name.startswith(starts))
+
+    return replace(
+        plain,
+        moved_bytes=round(summed(_MOVED)),
+        stall_s=summed(f"{_SAVES}sum", f"{_RESTORES}sum"),
+        saves=round(summed(f"{_SAVES}count")),
+        restores=round(summed(f"{_RESTORES}count")),
+        up=round(summed(_UP)),
+    )
+
+
+async def settle(fleet: Fleet) -> Counts:
+    """Wait until nothing changes any more: probes, saves in the background, prompts of clients that
+    left. All of kvferry's backends are up then. Raises UnsettledError."""
+    deadline = monotonic() + _PATIENCE_S
+    last, since = await asyncio.to_thread(counts, fleet), monotonic()
+    while monotonic() < deadline:
+        await asyncio.sleep(_PERIOD_S)
+        now = await asyncio.to_thread(counts, fleet)
+        ready = not now.busy and now.up in (None, len(fleet.servers))
+        if now != last or not ready:
+            last, since = now, monotonic()
+        elif monotonic() - since >= _QUIET_S:
+            return now
+    raise UnsettledError(f"still not quiet after {_PATIENCE_S:.0f} s: {last}")
+
+
+def _metrics(url: str) -> dict[str, float]:
+    client = Client(url)
+    lines = client.get("/metrics").body.decode().splitlines()
+    client.close()
+    pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, _, value in pairs}

@@ -1,0 +1,155 @@
+"""One contender, one run: drive it, count, and hold it against the oracle."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.client import Client, Json
+from bench.fleet import oracle
+from bench.fleet.contenders import Contender, Shape, running
+from bench.fleet.counters import Counts, counts, settle
+from bench.fleet.drive import Driver, Sample
+from bench.fleet.workload import Workload
+from bench.report import Cell, median, percentile
+
+COLUMNS = (
+    *("contender", "run", "prompt", "computed", "oracle", "x oracle"),
+    *("TTFT p50 ms", "p90", "p99", "gap p50 ms", "gap p99", "gap max"),
+    *("tokens/s", "wall s", "errors", "moved MB", "stall s"),
+    *("router CPU s", "server CPU s"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How the workload is put to a contender."""
+
+    workload: Workload
+    clients: int
+    open_loop: bool = False
+    real_answers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of it. `needed`: for each sample, what the oracle had to compute; None for those
+    whose client left before the first byte."""
+
+    contender: Contender
+    number: int
+    wall_s: float
+    counted: Counts
+    samples: tuple[Sample, ...]  # in the order in which they were sent
+    needed: tuple[int | None, ...]
+    prompt_tokens: int  # of all that were answered
+    miscounted: int  # answered requests whose length the server gives otherwise
+
+    @property
+    def oracle(self) -> int:
+        """Prompt tokens that a cache without limits would have computed."""
+        return sum(needed for needed in self.needed if needed is not None)
+
+    @property
+    def errors(self) -> list[Sample]:
+        """Requests that failed."""
+        return [sample for sample in self.samples if sample.ending == "error"]
+
+    def cells(self) -> list[Cell]:
+        """The row."""
+        streams = [sample for sample in self.samples if sample.ask.kind == "stream"]
+        others = [sample for sample in self.samples if sample.ask.kind != "stream"]
+        ttft = [sample.ttft_s * 1000 for sample in others if sample.ttft_s is not None]
+        # Where there are streams that last, they are what the gaps are about.
+        gaps = [gap * 1000 for sample in streams or others for gap in sample.gaps_s]
+        counted = self.counted
+        moved = counted.moved_bytes
+        return [
+            *(self.contender.name, self.number, self.prompt_tokens, counted.computed, self.oracle),
+            counted.computed / max(self.oracle, 1),
+            *(percentile(ttft, percent) for percent in (50, 90, 99)),
+            *(percentile(gaps, percent) for percent in (50, 99, 100)),
+            *(counted.generated / self.wall_s, self.wall_s, len(self.errors)),
+            None if moved is None else moved / 1e6,
+            *(counted.stall_s, counted.router_cpu_s, counted.server_cpu_s),
+        ]
+
+
+async def run(contender: Contender, number: int, shape: Shape, load: Load, home: Path) -> Run:
+    """Fresh servers, one run, everything counted."""
+    async with running(contender, shape, home) as fleet:
+        before = await asyncio.to_thread(counts, fleet)
+        driver = Driver(fleet.url, load.workload, load.real_answers)
+        wall_s = await (driver.open() if load.open_loop else driver.closed(load.clients))
+        after = await settle(fleet)
+        samples = sorted(driver.samples, key=lambda sample: sample.sent_s)
+        found = await asyncio.to_thread(_tokens, fleet.servers[0], samples)
+    needed = iter(oracle.computed(tokens for tokens in found if tokens is not None))
+    return Run(
+        contender,
+        number,
+        wall_s,
+        after.since(before),
+        tuple(samples),
+        tuple(None if tokens is None else next(needed) for tokens in found),
+        sum(len(tokens[0]) for tokens in found if tokens is not None),
+        sum(
+            sample.prompt_tokens is not None and sample.prompt_tokens != len(tokens[0])
+            for sample, tokens in zip(samples, found, strict=True)
+            if tokens is not None
+        ),
+    )
+
+
+def _tokens(server: str, samples: Sequence[Sample]) -> list[tuple[list[int], list[int]] | None]:
+    """Prompt and answer of each, by the server's own template and vocabulary; None where nobody
+    waited for an answer."""
+    client = Client(server)
+
+    def tokens(text: str, *, special: bool) -> list[int]:
+        asked = {"content": text, "add_special": special, "parse_special": special}
+        found: list[int] = client.post("/tokenize", asked).json()["tokens"]
+        return found
+
+    def prompt(sample: Sample) -> list[int]:
+        raw = sample.ask.prompt
+        if isinstance(raw, list):
+            return raw
+        if raw is None:
+            reply = client.post("/apply-template", {"messages": sample.messages})
+            raw = str(reply.json()["prompt"])
+        return tokens(raw, special=True)
+
+    found = [
+        (prompt(sample), tokens(sample.text, special=False)) if sample.answered else None
+        for sample in samples
+    ]
+    client.close()
+    return found
+
+
+def medians(runs: Sequence[Run]) -> list[Cell]:
+    """One row for all runs of a contender: each cell by itself."""
+    rows = [run.cells() for run in runs]
+    columns = list(zip(*rows, strict=True))[2:]
+    return [runs[0].contender.name, "median", *map(_median, columns)]
+
+
+def _median(cells: Sequence[Cell]) -> Cell:
+    numbers = [cell for cell in cells if isinstance(cell, int | float)]
+    return median(numbers) if numbers else None
+
+
+def write_samples(run: Run, path: Path) -> None:
+    """Each request as a line of JSON, without its text: what to look at beside kvferry's log."""
+    lines = []
+    for sample, needed in zip(run.samples, run.needed, strict=True):
+        line: Json = asdict(sample)
+        line["kind"] = sample.ask.kind
+        line["oracle_computed"] = needed
+        line["gap_max_s"] = max(sample.gaps_s, default=None)
+        for name in ("ask", "messages", "text", "gaps_s"):
+            del line[name]
+        lines.append(json.dumps(line))
+    path.write_text("\n".join(lines) + "\n")

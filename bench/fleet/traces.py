@@ -1,0 +1,64 @@
+"""A recorded trace in Mooncake's format as a workload.
+
+A block of 512 tokens becomes 512 / scale words, drawn from its hash id alone: equal ids, equal
+text, equal tokens. Only words are used that are one token each after a space, so that lengths are
+exact with any vocabulary and a text has the same tokens as the array of their ids.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.client import Client
+from bench.fleet.workload import Ask, Step, Workload
+from router.simulate.trace import BLOCK_TOKENS, Line, read_trace
+from tests.models import SENTENCES
+
+_WORDS = sorted(set(re.findall(r"[a-z]+", SENTENCES)))
+_ENOUGH = 16  # words: with 8 to a block there are 4 thousand million blocks
+
+Vocabulary = Sequence[tuple[str, int]]  # words with a space in front, and their tokens
+
+
+class VocabularyError(RuntimeError):
+    """Too few words of one token."""
+
+
+def vocabulary(client: Client) -> list[tuple[str, int]]:
+    """The words that are one token each. Raises VocabularyError if they are too few."""
+    found: list[tuple[str, int]] = []
+    for word in (f" {word}" for word in _WORDS):
+        tokens = client.post("/tokenize", {"content": word, "add_special": False}).json()["tokens"]
+        if len(tokens) == 1:
+            found.append((word, tokens[0]))
+    if len(found) < _ENOUGH:
+        raise VocabularyError(f"{len(found)} words of one token in this vocabulary: too few")
+    return found
+
+
+def build(
+    path: Path, vocabulary: Vocabulary, *, scale: int, speed: float, limit: int, raw: bool
+) -> Workload:
+    """The first `limit` requests. `raw`: token arrays instead of text. Raises TraceError."""
+    lines = read_trace(path, limit)
+    steps = []
+    for number, line in enumerate(lines):
+        drawn = _drawn(line, vocabulary, scale)
+        prompt: str | list[int] = (
+            [token for _, token in drawn] if raw else "".join(word for word, _ in drawn)
+        )
+        ask = Ask("prompt", max(line.output_tokens // scale, 1), prompt=prompt)
+        at_s = (line.at_ms - lines[0].at_ms) / 1000 / speed
+        steps.append(Step(number, 0, (ask,), at_s=at_s))
+    return Workload((), tuple(steps))
+
+
+def _drawn(line: Line, vocabulary: Vocabulary, scale: int) -> list[tuple[str, int]]:
+    size = max(BLOCK_TOKENS // scale, 1)
+    drawn = [
+        found
+        for block in line.blocks
+        for found in random.Random(f"block {block}").choices(vocabulary, k=size)
+    ]
+    return drawn[: max(line.input_tokens // scale, 1)]
