@@ -114,7 +114,7 @@ async def start(
             way = rig.kvferry(name, [url], folder, policy="passthrough")
             url = (await stack.enter_async_context(way)).url
         elif name == "nginx":
-            url = (await stack.enter_async_context(rig.nginx(program, url, folder))).url
+            url = (await stack.enter_async_context(rig.nginx(program, [url], folder))).url
         elif name == "sglang-router":
             url = (await stack.enter_async_context(rig.sglang(program, [url], folder))).url
         client = Client(url)

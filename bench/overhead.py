@@ -68,7 +68,7 @@ async def _contender(name: str, home: Path) -> AsyncIterator[rig.Proxy]:
         if name == "nginx":
             program = rig.find_nginx()
             assert program is not None
-            way = rig.nginx(program, fake.url, folder)
+            way = rig.nginx(program, [fake.url], folder)
         else:
             policy = "passthrough" if name == BASELINE else "cheapest"
             # The fake cannot save without a directory; the price of a save is bench.restore's.

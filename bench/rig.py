@@ -156,8 +156,13 @@ def find_nginx() -> str | None:
 
 
 @asynccontextmanager
-async def nginx(program: str, backend: str, folder: Path) -> AsyncIterator[Proxy]:
-    """nginx as a plain proxy: one worker, nothing buffered, connections kept on both sides."""
+async def nginx(
+    program: str, backends: Sequence[str], folder: Path, *, keep: bool = True
+) -> AsyncIterator[Proxy]:
+    """nginx as a plain proxy, round robin over `backends`: one worker, nothing buffered.
+
+    With `keep` connections are kept on both sides, for single requests; without, it is as it comes.
+    """
     port = free_port()
     home = folder / "nginx"
     home.mkdir()
@@ -166,6 +171,10 @@ async def nginx(program: str, backend: str, folder: Path) -> AsyncIterator[Proxy
         f"{kind}_temp_path {home}/{kind};\n  "
         for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
+    # A client that leaves is no failure of the server, so none is ever left out.
+    servers = [f"server {url.removeprefix('http://')} max_fails=0;" for url in backends]
+    if keep:  # llama-server drops idle connections after 5 s
+        servers += ["keepalive 16;", "keepalive_timeout 2s;"]
     (home / "nginx.conf").write_text(f"""{user}
 daemon off;
 worker_processes 1;
@@ -177,11 +186,9 @@ http {{
   {temp}
   client_max_body_size 64m;
   client_body_buffer_size 4m;
-  keepalive_requests 1000000;
+  {"keepalive_requests 1000000;" if keep else ""}
   upstream llama {{
-    server {backend.removeprefix("http://")};
-    keepalive 16;
-    keepalive_timeout 2s;  # llama-server drops idle connections after 5 s
+    {" ".join(servers)}
   }}
   server {{
     listen 127.0.0.1:{port};

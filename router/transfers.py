@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from router.core import effects as ef
 from router.core import events as ev
-from router.core.candidates import needs_restream
 from router.errors import BackendError, KvError, KvFileError
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.types import BackendId, BackendInfo, Snapshot
@@ -53,7 +52,7 @@ class Transfers:
         backend, rewrite_s, start = self.backends[slot.backend], 0.0, self.clock.now()
         try:
             name = await self.store.open(snapshot, info.place, info.n_stream)
-            if needs_restream(snapshot, info):
+            if snapshot.shape.needs_restream(info.n_stream):
                 rewrite_s = self.clock.now() - start
                 self.telemetry.rewritten("restream", snapshot.size_bytes, rewrite_s, "")
             try:

@@ -123,6 +123,11 @@ class StateShape:
     extendable: bool = True
     media: bool = False
 
+    def needs_restream(self, n_stream: int) -> bool:
+        """A backend whose files have `n_stream` KV streams reads such a file rewritten only; 0:
+        it has none."""
+        return n_stream > 0 and self.n_stream not in (0, n_stream)
+
 
 PLAIN = StateShape()
 

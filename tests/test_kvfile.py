@@ -117,7 +117,7 @@ def test_fingerprint_ignores_streams_and_cells() -> None:
     longer = parse(full([*TOKENS, 9]))[1]
 
     assert one.fingerprint() == two.fingerprint() == longer.fingerprint()
-    assert one.compatibility() == longer.compatibility() != two.compatibility()
+    assert one.n_stream == longer.n_stream != two.n_stream
 
 
 def test_fingerprint_tells_shapes_apart() -> None:
@@ -411,7 +411,7 @@ async def test_real_compatibility(llama_server: StartServer, kind: str) -> None:
         await server.stop()
 
     assert layouts["plain"].fingerprint() == layouts["unified"].fingerprint()
-    assert layouts["plain"].compatibility() != layouts["unified"].compatibility()
+    assert layouts["plain"].n_stream != layouts["unified"].n_stream
     assert len({layout.fingerprint() for layout in layouts.values()}) == 3
     assert (layouts["plain"].n_stream, layouts["unified"].n_stream) == (2, 1)
     block = layouts["no fa"].blocks[0]

@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 
 from router import tokens as tok
-from router.adapters import kv_files
+from router.adapters import kv_shape
 from router.demo.launcher import LlamaServer
 from router.errors import KvFileError
 from router.kvfile.blocks import AttentionBlock
@@ -200,7 +200,7 @@ async def test_truncated(llama_server: StartServer, tmp_path: Path, kind: str) -
             survivors.append(parse(raw[:at])[1])
             path.write_bytes(raw[:at])
             with pytest.raises(KvFileError, match="the backend reported"):
-                kv_files.inspect(path, len(raw))
+                kv_shape.inspect(path, len(raw))
     assert len(survivors) <= 4
     for layout in survivors:
         if layout.fingerprint() == original.fingerprint():

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import tokens as tok
-from router.adapters import kv_files
+from router.adapters import kv_files, kv_shape
 from router.demo.launcher import LlamaServer
 from router.errors import KvFileError
 from router.kvfile import rewrite as module
@@ -499,9 +499,9 @@ def rewritten(path: Path, name: str, change: Callable[..., Rewrite | None], *arg
     assert rewrite is not None
     target = path.with_name(name)
     identity = kv_files.write_rewritten(path, target, kv_files.identity(path), rewrite)
-    after, head_after = kv_files.inspect(target, rewrite.size_bytes)
-    assert identity == after
-    assert tok.common_prefix(found.tokens, head_after.tokens) == head_after.n_tokens
+    after = kv_shape.inspect(target, rewrite.size_bytes)
+    assert identity == after.identity
+    assert tok.common_prefix(found.tokens, after.head.tokens) == after.head.n_tokens
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from pydantic import ValidationError
 
 from bench import rig
 from bench.fleet.counters import Fleet, settle
-from bench.rig import Proxy, _process
+from bench.rig import Proxy
 from router.config import Policy, PolicyName
-from router.demo.launcher import LlamaServer, free_port
+from router.demo.launcher import LlamaServer
 
 KVFERRY, NGINX, SGLANG = "kvferry", "nginx", "sglang"
 _LOGGING = "logging: {format: json, level: debug}"
@@ -125,51 +124,4 @@ def _proxy(
         return rig.sglang(python, urls, home)
     program = rig.find_nginx()
     assert program is not None
-    return nginx(program, urls, home)
-
-
-@asynccontextmanager
-async def nginx(program: str, backends: Sequence[str], folder: Path) -> AsyncIterator[Proxy]:
-    """nginx as it comes: plain round robin over `backends`, nothing buffered."""
-    port = free_port()
-    home = folder / "nginx"
-    home.mkdir()
-    user = "user root;" if os.geteuid() == 0 else ""
-    temp = "".join(
-        f"{kind}_temp_path {home}/{kind};\n  "
-        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
-    # A client that leaves is no failure of the server, so none is ever left out.
-    servers = "".join(
-        f"server {url.removeprefix('http://')} max_fails=0;\n    " for url in backends
-    )
-    (home / "nginx.conf").write_text(f"""{user}
-daemon off;
-worker_processes 1;
-pid {home}/pid;
-error_log {home}/error.log;
-events {{ worker_connections 1024; }}
-http {{
-  access_log off;
-  {temp}
-  client_max_body_size 64m;
-  client_body_buffer_size 4m;
-  upstream llama {{
-    {servers}
-  }}
-  server {{
-    listen 127.0.0.1:{port};
-    location / {{
-      proxy_pass http://llama;
-      proxy_http_version 1.1;
-      proxy_set_header Connection "";
-      proxy_buffering off;
-      proxy_read_timeout 1h;
-    }}
-  }}
-}}
-""")
-    argv = [program, "-e", f"{home}/error.log", "-p", str(home), "-c", f"{home}/nginx.conf"]
-    url = f"http://127.0.0.1:{port}"
-    async with _process("nginx", argv, url, "/health", folder) as proxy:
-        yield proxy
+    return rig.nginx(program, urls, home, keep=False)

@@ -18,8 +18,6 @@ import xxhash
 
 from router.adapters import kv_copy
 from router.errors import KvFileError
-from router.kvfile.head import Head, read_head
-from router.kvfile.layout import check_agreement, read_layout
 from router.kvfile.rewrite import Rewrite
 
 log = structlog.get_logger(__name__)
@@ -75,25 +73,6 @@ def _identity(status: os.stat_result, path: Path) -> Identity:
     if not stat.S_ISREG(status.st_mode):
         raise KvFileError(f"{path.name} is not a regular file")
     return Identity(status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-def inspect(path: Path, size_bytes: int) -> tuple[Identity, Head]:
-    """Check a file that a backend reports to have written with `size_bytes`, to the last byte.
-
-    The size comes first: a backend reports success on a full disk, and aborts when it reads a
-    file that is short (docs/llama-server.md sections 0.3 and 0.4). Raises KvFileError.
-    """
-    with open_regular(path) as file:
-        found = identity_of(file)
-        if found.size_bytes != size_bytes:
-            raise KvFileError(
-                f"{path.name} has {found.size_bytes} bytes, the backend reported {size_bytes}"
-            )
-        head = read_head(file)
-        check_agreement(head, read_layout(file, head, found.size_bytes))
-        with suppress(PermissionError):  # the backend runs as another user: its umask decides
-            os.fchmod(file.fileno(), 0o600)
-    return found, head
 
 
 def checksum(file: BinaryIO) -> str:

@@ -176,7 +176,7 @@ class KvStore:
         """
         target_directory = self._directory(place)
         held = await self._unchanged(snapshot)
-        restream = n_stream > 0 and held.snapshot.shape.n_stream not in (0, n_stream)
+        restream = held.snapshot.shape.needs_restream(n_stream)
         if target_directory is held.directory and not restream:
             return held.path.name
         target = target_directory.path / kv_files.staging_name()

@@ -9,7 +9,7 @@ from router.core.plan import Candidate, Price
 from router.core.reuse import can_restore, goes_back, reusable_tokens
 from router.core.slots import Phase, Slot
 from router.tokens import common_prefix, count
-from router.types import BackendId, BackendInfo, Request, SlotId, Snapshot, Source
+from router.types import BackendId, Request, SlotId, Snapshot, Source, StateShape
 
 # Snapshots that are priced for each backend: those that share most, of these the shortest. One
 # that shares less could only win by being much smaller.
@@ -164,7 +164,7 @@ def _restore(
     is_cut: bool,
 ) -> Candidate:
     rates = ask.fleet.rates[target.id.backend]
-    n_rewrites = is_cut + needs_restream(snapshot, ask.fleet.infos[target.id.backend])
+    n_rewrites = is_cut + snapshot.shape.needs_restream(ask.fleet.infos[target.id.backend].n_stream)
     return ask.candidate(
         target.id,
         Source.SNAPSHOT,
@@ -173,11 +173,6 @@ def _restore(
         rewrite_s=n_rewrites * rates.rewrite_s(size_bytes),
         restore_s=rates.restore_s(size_bytes),
     )
-
-
-def needs_restream(snapshot: Snapshot, info: BackendInfo) -> bool:
-    """The backend reads files with another number of KV streams only."""
-    return snapshot.shape.n_stream not in (0, info.n_stream)
 
 
 def _copy(
@@ -197,13 +192,14 @@ def _copy(
     rates = fleet.rates[there.id]
     save_s = rates.save_s(len(held))
     size_bytes = round(len(held) * rates.bytes_per_token.value)
+    rewritten = StateShape(there.n_stream).needs_restream(here.n_stream)
     way = ask.candidate(
         target.id,
         Source.COPY,
         displaced,
         reused=reused,
         save_s=save_s,
-        rewrite_s=rates.rewrite_s(size_bytes) if there.n_stream != here.n_stream else 0.0,
+        rewrite_s=rewritten * rates.rewrite_s(size_bytes),
         restore_s=fleet.rates[here.id].restore_s(size_bytes),
         stall_s=save_s * ask.running(there.id),
     )

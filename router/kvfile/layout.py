@@ -118,10 +118,6 @@ class Layout:
         text = "; ".join(block.describe() for block in self.blocks)
         return xxhash.xxh3_64_hexdigest(text.encode())
 
-    def compatibility(self) -> str:
-        """Equal for two files that one server accepts as they are."""
-        return f"{self.fingerprint()}/{self.n_stream}"
-
 
 def read_layout(file: BinaryIO, head: Head, size: int) -> Layout:
     """Walk the memory state of `file`, which has `size` bytes.
