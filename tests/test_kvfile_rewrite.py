@@ -25,7 +25,7 @@ from router.errors import KvFileError
 from router.kvfile import rewrite as module
 from router.kvfile.head import Head, read_head
 from router.kvfile.layout import Layout, check_agreement, read_layout
-from router.kvfile.rewrite import Piece, Rewrite, Span, cut, pad, restream
+from router.kvfile.rewrite import Piece, Rewrite, Rows, Span, cut, pad, restream
 from tests.conftest import StartServer
 from tests.kvfiles import appendix, attention, head, i32, recurrent, stream, u32
 from tests.models import N_SWA
@@ -57,10 +57,18 @@ def parse(raw: bytes) -> tuple[Head, Layout]:
     return found, layout
 
 
+def plainly(rewrite: Rewrite) -> list[bytes | Span]:
+    """The pieces, with each row by itself."""
+    plain: list[bytes | Span] = []
+    for piece in rewrite.pieces:
+        plain += piece.spans() if isinstance(piece, Rows) else [piece]
+    return plain
+
+
 def apply(raw: bytes, rewrite: Rewrite) -> bytes:
     """The result, in the plainest way; also that it says what it is and wastes no pieces."""
     out = raw[: rewrite.start]
-    for piece in rewrite.pieces:
+    for piece in plainly(rewrite):
         if isinstance(piece, Span):
             assert 0 < piece.size <= len(raw) - piece.offset
             out += raw[piece.offset : piece.offset + piece.size]
@@ -198,8 +206,8 @@ def test_cut_refuses(raw: bytes, n: int, what: str) -> None:
 def test_cut_refuses_too_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hostile order of cells would make a piece of each."""
     raw = head(TOKENS) + block([*range(0, 20, 2), *range(1, 20, 2)], v_trans=True)
-    monkeypatch.setattr(module, "MAX_PIECES", 19)
-    cut_to(raw, 1)
+    monkeypatch.setattr(module, "MAX_PIECES", 1)
+    cut_to(raw, 1)  # one run of cells, however many rows
     with pytest.raises(KvFileError, match="pieces"):
         cut_to(raw, 10)
 
@@ -309,6 +317,16 @@ def random_rewrite(seed: int, size: int, *, forward: bool) -> Rewrite:
         n = chance.choice(sizes)
         if chance.random() < 0.4:
             pieces.append(chance.randbytes(n))
+        elif not forward and chance.random() < 0.3:
+            gap = chance.choice([1, 100, 1 << 12, (1 << 12) + 1, 20_000])
+            most = (size - n) // (n + gap) + 1
+            rows = Rows(0, n, n + gap, chance.randint(1, most) if most > 1 else 1)
+            if rows.n * n > 3 << 20:
+                continue
+            pieces.append(
+                rows._replace(offset=chance.randint(0, size - n - rows.stride * (rows.n - 1)))
+            )
+            n *= rows.n
         else:
             low = end if forward else 0
             high = min(at, size - n) if forward else size - n
@@ -324,7 +342,7 @@ def random_rewrite(seed: int, size: int, *, forward: bool) -> Rewrite:
 
 def plain_apply(raw: bytes, rewrite: Rewrite) -> bytes:
     parts = [raw[: rewrite.start]]
-    for piece in rewrite.pieces:
+    for piece in plainly(rewrite):
         if isinstance(piece, Span):
             parts.append(raw[piece.offset : piece.offset + piece.size])
         else:
@@ -367,23 +385,27 @@ def refuse(*_: object) -> int:
 
 @pytest.mark.parametrize(
     "pieces",
-    [(Span(20, 4),), (b"ab", Span(13, 4)), (b"x" * 20, Span(20, 4), Span(10, 4))],
-    ids=["down", "down after bytes", "back"],
+    [
+        (Span(20, 4),),
+        (b"ab", Span(13, 4)),
+        (b"x" * 20, Span(20, 4), Span(10, 4)),
+        (Rows(10, 2, 4, 3),),
+    ],
+    ids=["down", "down after bytes", "back", "rows"],
 )
 def test_not_in_place(tmp_path: Path, pieces: tuple[Piece, ...]) -> None:
     """What moves to lower offsets could be overwritten before it was read."""
     path = tmp_path / "file"
     path.write_bytes(bytes(range(40)))
-    size = 10 + sum(len(p) if isinstance(p, bytes) else p.size for p in pieces)
     with pytest.raises(KvFileError, match="in place"):
-        kv_files.rewrite_tail(path, Rewrite(10, pieces, size))
+        kv_files.rewrite_tail(path, Rewrite(10, pieces, 40))
     assert bytes(range(40)) == path.read_bytes()
 
 
 def test_source_too_short_leaves_nothing(tmp_path: Path) -> None:
-    for piece in (Span(5, 10), Span(5, 1 << 19)):
+    for piece in (Span(5, 10), Span(5, 1 << 19), Rows(1, 2, 3, 3), Rows(1, 2, 9000, 3)):
         with pytest.raises(KvFileError):
-            written(tmp_path, b"x" * 8, Rewrite(4, (b"ab", piece), 6 + piece.size))
+            written(tmp_path, b"x" * 8, Rewrite(4, (b"ab", piece), 100))
         assert not (tmp_path / "target").exists()
 
 
@@ -423,7 +445,10 @@ def test_symlink_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "real").read_bytes() == b"abc"
 
 
-def test_rows_are_not_a_call_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_rows_are_not_a_call_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
     """20,000 rows of 200 bytes: 4 MB in some 40 reads, not in 20,000."""
     calls = []
     preadv = os.preadv
@@ -434,12 +459,15 @@ def test_rows_are_not_a_call_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "preadv", counted)
     raw = random.Random(3).randbytes(8_000_000)
-    rows = tuple(Span(at, 200) for at in range(0, len(raw), 400))
-    assert (
-        plain_apply(raw, Rewrite(0, rows, 4_000_000))
-        == (written(tmp_path, raw, Rewrite(0, rows, 4_000_000))[0])
-    )
+    rows = Rows(0, 200, 400, 20_000)
+    rewrite = Rewrite(0, (rows,) if together else tuple(rows.spans()), 4_000_000)
+    assert plain_apply(raw, rewrite) == written(tmp_path, raw, rewrite)[0]
     assert len(calls) < 60
+
+
+def test_transposed_rows_are_one_piece() -> None:
+    raw = head(TOKENS) + block(range(20), v_trans=True)
+    assert sum(isinstance(piece, Rows) for piece in cut(*parse(raw), 9, io.BytesIO(raw)).pieces) > 0
 
 
 # The rest talks to real servers.

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 
 from router.errors import KvFileError
-from router.kvfile.rewrite import Piece, Rewrite, Span
+from router.kvfile.rewrite import Piece, Rewrite, Rows, Span
 
 # Measured on ext4 with a warm page cache: preadv and pwrite of 128 KiB to 4 MiB at a time are as
 # fast as copy_file_range; below 64 KiB the calls show.
@@ -21,6 +21,8 @@ _LARGE = 1 << 18  # bytes: a span of this size is worth a system call of its own
 _GAP = 1 << 12
 _BUFFERS = 1024  # IOV_MAX of Linux
 
+_Call = tuple[int, list[memoryview], int]  # how far behind the first, where to, how many bytes
+
 
 def write(reader: int, writer: int, rewrite: Rewrite) -> None:
     """Write the whole result to the empty file `writer`."""
@@ -28,7 +30,9 @@ def write(reader: int, writer: int, rewrite: Rewrite) -> None:
     buffer = _Buffer()
     for target, pieces in _batches(rewrite):
         first = pieces[0]
-        if isinstance(first, Span) and first.size >= _LARGE:
+        if isinstance(first, Rows):
+            _write_rows(reader, writer, buffer, first, target)
+        elif isinstance(first, Span) and first.size >= _LARGE:
             copy_range(reader, writer, first.offset, target, first.size)
         else:
             _write(writer, buffer.fill(reader, pieces), target)
@@ -48,7 +52,7 @@ def shift(file: int, rewrite: Rewrite) -> None:
             if isinstance(piece, bytes):
                 at += len(piece)
                 continue
-            if not end <= piece.offset <= at:
+            if isinstance(piece, Rows) or not end <= piece.offset <= at:
                 raise KvFileError("not a change that can be made in place")
             end = piece.offset + piece.size
             at += piece.size
@@ -62,6 +66,20 @@ def shift(file: int, rewrite: Rewrite) -> None:
         else:
             _write(file, buffer.fill(file, pieces), target)
     os.ftruncate(file, rewrite.size_bytes)
+
+
+def _write_rows(reader: int, writer: int, buffer: "_Buffer", rows: Rows, target: int) -> None:
+    """With nothing but a call for each row: a file can have ten thousands."""
+    room = _BATCH // rows.size
+    calls: list[_Call] = []
+    for done in range(0, rows.n, room):
+        n = min(room, rows.n - done)
+        if not calls or n < room:
+            calls = buffer.calls(rows, n)
+        at = rows.offset + done * rows.stride
+        for distance, parts, size in calls:
+            _read(reader, parts, size, at + distance)
+        _write(writer, buffer.filled(n * rows.size), target + done * rows.size)
 
 
 def copy_range(reader: int, writer: int, source: int, target: int, size: int) -> None:
@@ -95,7 +113,7 @@ def _copy_by_kernel(reader: int, writer: int, source: int, target: int, size: in
 
 
 def _batches(rewrite: Rewrite) -> Iterator[tuple[int, list[Piece]]]:
-    """Pieces that are written together, and where to: one large span, or up to _BATCH bytes.
+    """Pieces that are written together, and where to: one large span, rows, or up to _BATCH bytes.
 
     New bytes of any number are cut to fit.
     """
@@ -103,11 +121,16 @@ def _batches(rewrite: Rewrite) -> Iterator[tuple[int, list[Piece]]]:
     size = 0
     batch: list[Piece] = []
     for piece in _small_or_span(rewrite.pieces):
-        n = len(piece) if isinstance(piece, bytes) else piece.size
+        if isinstance(piece, bytes):
+            n, alone = len(piece), False
+        elif isinstance(piece, Span):
+            n, alone = piece.size, piece.size >= _LARGE
+        else:
+            n, alone = piece.size * piece.n, True
         if batch and size + n > _BATCH:
             yield at, batch
             at, size, batch = at + size, 0, []
-        if n > _BATCH or (n >= _LARGE and isinstance(piece, Span)):
+        if alone:
             if batch:
                 yield at, batch
                 at, size, batch = at + size, 0, []
@@ -124,6 +147,8 @@ def _small_or_span(pieces: tuple[Piece, ...]) -> Iterator[Piece]:
     for piece in pieces:
         if isinstance(piece, bytes) and len(piece) > _BATCH:
             yield from (piece[at : at + _BATCH] for at in range(0, len(piece), _BATCH))
+        elif isinstance(piece, Rows) and piece.size >= _LARGE:
+            yield from piece.spans()
         else:
             yield piece
 
@@ -147,6 +172,7 @@ class _Buffer:
                 self._bytes[at : at + len(piece)] = piece
                 at += len(piece)
                 continue
+            assert isinstance(piece, Span)  # rows are a batch of their own
             gap = piece.offset - end
             if parts and (not 0 <= gap <= _GAP or len(parts) > _BUFFERS - 2):
                 _read(reader, parts, end - first, first)
@@ -160,7 +186,24 @@ class _Buffer:
             end = piece.offset + piece.size
         if parts:
             _read(reader, parts, end - first, first)
-        return self._bytes[:at]
+        return self.filled(at)
+
+    def calls(self, rows: Rows, n: int) -> list[_Call]:
+        """What reads `n` rows: `distance` from the first, to one behind the other in the buffer."""
+        gap = rows.stride - rows.size
+        each = min(n, _BUFFERS // 2) if gap <= _GAP else 1
+        calls: list[_Call] = []
+        for first in range(0, n, each):
+            parts: list[memoryview] = []
+            for row in range(first, min(first + each, n)):
+                parts += [self._waste[:gap]] if parts else []
+                parts.append(self._bytes[row * rows.size : (row + 1) * rows.size])
+            calls.append((first * rows.stride, parts, sum(map(len, parts))))
+        return calls
+
+    def filled(self, size: int) -> memoryview:
+        """The first `size` bytes."""
+        return self._bytes[:size]
 
 
 def _read(reader: int, parts: list[memoryview], size: int, offset: int) -> None:

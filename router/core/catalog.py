@@ -92,8 +92,8 @@ class Catalog:
         3. What it makes superfluous goes, unless other prompts branch off there.
         4. The least valuable go until the limits hold.
         """
-        useless = not (snapshot.shape.extendable or snapshot.shape.checkpoints)
-        if useless or self.limits.exceeded_by(len(snapshot), snapshot.size_bytes):
+        too_large = self.limits.exceeded_by(len(snapshot), snapshot.size_bytes)
+        if too_large or not snapshot.shape.useful:
             return [snapshot]
         index = self._index.setdefault(snapshot.namespace, PrefixIndex())
         for match in index.match(snapshot.tokens, limit=4):

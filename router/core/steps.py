@@ -137,7 +137,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
             len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
         )
         state.delete(state.fleet.catalog.add(snapshot, info.memory_kind, state.value_s(snapshot)))
-        if not snapshot.shape.extendable:
+        if not snapshot.shape.useful:
             # Shorter than a window that the probe has not seen the end of: none so short again.
             window = max(info.window, len(snapshot))
             state.fleet.infos[info.id] = replace(info, window=window)

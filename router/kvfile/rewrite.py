@@ -9,7 +9,7 @@ than its cell meta.
 import struct
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
@@ -31,13 +31,30 @@ _SEQ_ID_AT = 8  # in a cell
 
 
 class Span(NamedTuple):
-    """Bytes of the source file, unchanged. A tuple: there can be a hundred thousand of them."""
+    """Bytes of the source file, unchanged. A tuple: a pad of a transposed V has 80,000 of them."""
 
     offset: int
     size: int
 
 
-Piece = bytes | Span
+class Rows(NamedTuple):
+    """`n` spans of `size` bytes, each `stride` bytes behind the one before.
+
+    One object for all of them: a transposed V has a thousand rows in every layer.
+    """
+
+    offset: int
+    size: int
+    stride: int
+    n: int
+
+    def spans(self) -> Iterator[Span]:
+        """Each by itself, in order."""
+        for index in range(self.n):
+            yield Span(self.offset + index * self.stride, self.size)
+
+
+Piece = bytes | Span | Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +130,7 @@ def cut(head: Head, layout: Layout, n_tokens: int, file: BinaryIO) -> Rewrite:
         raise KvFileError("an empty state cannot be cut")
     runs = _runs(_positions(file, stream), n_tokens)
     sections = (*stream.k, *stream.v)
-    if len(runs) * sum(_rows(section) for section in sections) > MAX_PIECES:
+    if len(runs) > 1 and len(runs) * sum(_rows(section) for section in sections) > MAX_PIECES:
         raise KvFileError(f"cells in {len(runs)} runs: too many pieces")
     out = _Pieces(0)
     out.put(_token_payload(head, n_tokens))
@@ -126,15 +143,14 @@ def cut(head: Head, layout: Layout, n_tokens: int, file: BinaryIO) -> Rewrite:
         out.span(at, section.offset)
         unit = section.element_bytes or section.row_bytes
         rows = _row_offsets(section, stream.cell_count)
-        parts = [(first * unit, last * unit) for first, last in runs]
-        if len(parts) == 1 and len(rows) > 1:  # the cells of rows are not next to each other
-            ((first, last),) = parts
-            out.span(rows[0] + first, rows[0] + last)
-            out.apart([Span(row + first, last - first) for row in rows[1:-1]])
-            rows = rows[-1:]
-        for row in rows:
-            for first, last in parts:
-                out.span(row + first, row + last)
+        if len(runs) == 1 and len(rows) > 1:
+            ((first, last),) = runs
+            size = (last - first) * unit
+            out.rows(Rows(rows[0] + first * unit, size, rows.step, len(rows)))
+        else:
+            for row in rows:
+                for first, last in runs:
+                    out.span(row + first * unit, row + last * unit)
         at = section.offset + stream.cell_count * section.row_bytes
     out.put(_U32.pack(0) * (len(block.streams) - 1 - filled))
     return out.done()
@@ -212,20 +228,20 @@ class _Pieces:
         self._flush_bytes()
         self._first, self._end = first, end
 
-    def apart(self, spans: list[Span]) -> None:
-        """Many spans, none of which touches another or what was before."""
-        if not spans:
-            return
+    def rows(self, rows: Rows) -> None:
+        """Spans that do not touch each other."""
         self._flush_span()
         self._flush_bytes()
-        self._done += spans
-        self._size += sum(span.size for span in spans)
+        self._done.append(rows)
+        self._size += rows.size * rows.n
 
     def extend(self, pieces: Iterable[Piece]) -> None:
         """Pieces that were collected apart, to know their size."""
         for piece in pieces:
             if isinstance(piece, Span):
                 self.span(piece.offset, piece.offset + piece.size)
+            elif isinstance(piece, Rows):
+                self.rows(piece)
             else:
                 self.put(piece)
 

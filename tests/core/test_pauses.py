@@ -155,6 +155,18 @@ def test_a_window_that_nobody_has_seen_is_learned_from_a_state_that_gives_nothin
     assert planned(s.state.fleet, other).pauses == (900,)
 
 
+def test_a_state_with_checkpoints_says_nothing_of_the_window() -> None:
+    """It gives tokens, so one as short is worth saving again."""
+    swa = backend(memory_kind=MemoryKind.SLIDING_WINDOW)
+    s = scheduler(swa, coalesce_above_s=None)
+    arrive(s, prompt=CHAT)
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+    saved(s, replace(snapshot("b1", run_of(600)), shape=StateShape(1, (500,), extendable=False)))
+
+    assert s.state.fleet.infos[swa.id].window == 0
+    assert planned(s.state.fleet, Prompt(run_of(905, 3), boundaries=(600, 900))).pauses[0] == 600
+
+
 def test_limits_hold_for_pauses() -> None:
     made = fleet(HYBRID)
     made.catalog.limits = Limits(max_tokens=700)
