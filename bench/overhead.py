@@ -9,8 +9,9 @@ import asyncio
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
@@ -21,7 +22,7 @@ from bench.report import Report, arguments_of, median, run_bench
 
 COLUMNS = (
     *("case", "contender", "requests/s", "n", "CPU ms/request", "x baseline"),
-    *("idle CPU %", "RSS MiB"),
+    *("CPU ms/1,000 tokens", "idle CPU %", "RSS MiB"),
 )
 CHAT = "/v1/chat/completions"
 BASELINE = "kvferry passthrough"
@@ -29,11 +30,40 @@ _MIB = 1024**2
 _ROUNDS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """`bodies` gives the n-th request."""
+
+    name: str
+    bodies: Callable[[int], Json]
+    rate: float  # requests a second
+    seconds: float
+
+
+def _body(n_words: int, seed: int = 1, *, stream: bool = False) -> Json:
+    question = words(Conversation(seed).random, n_words)
+    return {
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 32 if stream else 1,
+        "stream": stream,
+    }
+
+
+_CASES: dict[str, Callable[[int], Json]] = {
+    "short chat": lambda _: _body(1),
+    "chat of 4,000 bytes, seen before": lambda _: _body(600),
+    "chat of 4,000 bytes, new": lambda number: _body(600, number),
+    "stream of 32 events": lambda _: _body(1, stream=True),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="bench.overhead", description=__doc__)
-    parser.add_argument("--rate", type=float, default=50.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each case and contender")
+    parser.add_argument("--rates", default="10,100", help="requests a second, comma-separated")
+    parser.add_argument(
+        "--seconds", type=float, default=12.0, help="of each case, rate and contender"
+    )
     parser.add_argument("--idle-seconds", type=float, default=10.0)
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
@@ -50,12 +80,14 @@ async def measure(options: argparse.Namespace) -> Report:
         if rig.find_nginx() is None:
             report.notes.append(rig.NGINX_HINT)
         await _idle(proxies, options.idle_seconds, report)
-        for case, body in (
-            ("short chat", _body(1, stream=False)),
-            ("chat of 4,000 bytes", _body(600, stream=False)),
-            ("stream of 32 events", _body(1, stream=True)),
-        ):
-            await asyncio.to_thread(_loaded, proxies, case, body, options, report)
+        for rate in (float(text) for text in options.rates.split(",")):
+            for case, bodies in _CASES.items():
+                case_ = _Case(case, bodies, rate, options.seconds)
+                await asyncio.to_thread(_loaded, proxies, case_, report)
+    report.notes.append(
+        "the fake's tokens are bytes, where real text has about four of them in a token; "
+        "CPU ms/1,000 tokens: of all that a request costs"
+    )
     return report
 
 
@@ -85,19 +117,21 @@ async def _idle(proxies: list[rig.Proxy], seconds: float, report: Report) -> Non
     for proxy, cpu_s in zip(proxies, before, strict=True):
         percent = 100 * (proxy.cpu_s() - cpu_s) / passed
         memory = proxy.rss_bytes() / _MIB
-        report.add("idle", proxy.name, None, None, None, None, percent, memory)
+        report.add("idle", proxy.name, *[None] * 5, percent, memory)
 
 
-def _loaded(
-    proxies: list[rig.Proxy], case: str, body: Json, options: argparse.Namespace, report: Report
-) -> None:
-    n = max(round(options.rate * options.seconds / _ROUNDS), 1)
+def _loaded(proxies: list[rig.Proxy], case: _Case, report: Report) -> None:
+    n = max(round(case.rate * case.seconds / _ROUNDS), 1)
+    client = Client(proxies[0].url)
+    usage = client.post(CHAT, case.bodies(0) | {"stream": False}).json()["usage"]
+    client.close()
     costs: dict[str, list[float]] = {proxy.name: [] for proxy in proxies}
     rates: dict[str, list[float]] = {proxy.name: [] for proxy in proxies}
     for turn in range(-1, _ROUNDS):
         for proxy in proxies:
             cpu_s, start = proxy.cpu_s(), perf_counter()
-            _steady(proxy.url, body, n if turn >= 0 else max(n // 10, 1), options.rate)
+            first = (turn + 1) * n
+            _steady(proxy.url, case, range(first, first + (n if turn >= 0 else max(n // 10, 1))))
             if turn >= 0:
                 costs[proxy.name].append((proxy.cpu_s() - cpu_s) / n * 1000)
                 rates[proxy.name].append(n / (perf_counter() - start))
@@ -105,31 +139,24 @@ def _loaded(
     for proxy in proxies:
         cost = median(costs[proxy.name])
         report.add(
-            *(case, proxy.name, median(rates[proxy.name]), _ROUNDS * n, cost),
-            *(cost / baseline if baseline else None, None, proxy.rss_bytes() / _MIB),
+            *(case.name, proxy.name, median(rates[proxy.name]), _ROUNDS * n, cost),
+            *(cost / baseline if baseline else None, cost / usage["prompt_tokens"] * 1000),
+            *(None, proxy.rss_bytes() / _MIB),
         )
 
 
-def _steady(url: str, body: Json, n: int, rate: float) -> None:
-    """`n` requests, one every 1 / `rate` seconds, or as fast as they go if that is slower."""
+def _steady(url: str, case: _Case, numbers: range) -> None:
+    """A request every 1 / rate seconds, or as fast as they go if that is slower."""
     client, nothing = Client(url), threading.Event()
     start = perf_counter()
-    for number in range(n):
-        nothing.wait(max(start + number / rate - perf_counter(), 0.0))
+    for done, number in enumerate(numbers):
+        body = case.bodies(number)
+        nothing.wait(max(start + done / case.rate - perf_counter(), 0.0))
         if body["stream"]:
             stream_all(url, CHAT, [body])
         else:
             client.post(CHAT, body)
     client.close()
-
-
-def _body(n_words: int, *, stream: bool) -> Json:
-    question = words(Conversation(1).random, n_words)
-    return {
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": 32 if stream else 1,
-        "stream": stream,
-    }
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import argparse
 import gc
 import random
 import sys
+import tracemalloc
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -41,6 +42,7 @@ BYTES_PER_TOKEN = 50_000
 _GROUP = 20  # snapshots that share a prefix; every second snapshot is in a group
 _VOCABULARY = 150_000
 _PAGE_BYTES = 4096
+_SLOTS = 1_000  # whose memory is measured
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +60,9 @@ def measure(options: argparse.Namespace) -> Report:
     least: dict[str, float] = {}
     for count in sorted(int(text) for text in options.counts.split(",")):
         _measure_count(count, options, report, least)
+    report.add(
+        None, "a slot that holds something", _SLOTS, *[None] * 3, _slot_bytes(options.tokens)
+    )
     report.notes.append(
         f"half of the snapshots share a prefix of a quarter to three quarters with {_GROUP - 1} "
         f"others"
@@ -149,6 +154,21 @@ def _measure_count(
     add("add and evict", evicting)
     if fleet.catalog.evicted != len(evicting):
         raise RuntimeError(f"{fleet.catalog.evicted} evicted, not {len(evicting)}")
+
+
+def _slot_bytes(tokens: int) -> float:
+    """What a slot takes in memory beyond the tokens that it holds."""
+    random_ = random.Random(3)
+    held = [make_tokens(random_, tokens) for _ in range(_SLOTS)]
+    gc.collect()
+    tracemalloc.start()
+    fleet = Fleet()
+    fleet.slots.add(BackendId("a"), _SLOTS)
+    for slot, ids in zip(fleet.slots.of(BackendId("a")), held, strict=True):
+        slot.resident = Resident(ids)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return taken / _SLOTS
 
 
 def _timed(action: Callable[[], object]) -> float:

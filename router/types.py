@@ -85,6 +85,7 @@ class Request:
     whole_backend: bool = False  # n > 1 or a batch: takes slots of llama-server's own choice
     reuse: bool = True  # False: `cache_prompt: false`
     slot_hint: int | None = None
+    client: str | None = None  # between these the queue is fair
     session: str | None = None  # a hint for `sticky`; tokens are the truth everywhere else
     avoid: frozenset[BackendId] = frozenset()  # failed for this request already
 

@@ -70,7 +70,7 @@ def test_streaming(tmp_path: Path) -> None:
 def test_planning(tmp_path: Path) -> None:
     rows = run(planning.main, tmp_path, "--counts", "5,50", "--tokens", "300", "--rounds", "4")
 
-    assert [row["snapshots"] for row in rows] == [5] * 5 + [50] * 5
+    assert [row["snapshots"] for row in rows] == [5] * 5 + [50] * 5 + [None]
     assert all(row["x fewest"] == 1 for row in rows[:5])
 
 
@@ -101,7 +101,7 @@ def test_agent(tmp_path: Path) -> None:
 
 def test_overhead(tmp_path: Path) -> None:
     rows = run(
-        overhead.main, tmp_path, "--rate", "100", "--seconds", "0.1", "--idle-seconds", "0.1"
+        overhead.main, tmp_path, "--rates", "50,100", "--seconds", "0.1", "--idle-seconds", "0.1"
     )
 
     assert {row["case"] for row in rows} >= {"idle", "short chat"}

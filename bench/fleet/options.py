@@ -55,6 +55,16 @@ CASES: Mapping[str, Mapping[str, Value]] = {
         "interrupted": 0.1,
         "abandoned": 0.1,
     },
+    "agent": {
+        "conversations": 2,
+        "turns": 12,
+        "groups": 2,
+        "system_tokens": 2_000,
+        "question_words": 60,
+        "clients": 1,
+        "servers": 1,
+        "slots": 1,
+    },
     "trace": {},
 }
 # Against itself without a move, since it is the moves that are asked about.

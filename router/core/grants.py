@@ -80,8 +80,8 @@ def next_giving_up(state: State) -> float | None:
 
 
 def _unserved(state: State) -> list[Waiting]:
-    """Of the oldest, those that no backend could serve; the rest have their turn later."""
-    return [w for w in state.queue.oldest(_LOOKED_AT) if not state.is_served(w.request)]
+    """Of the first, those that no backend could serve; the rest have their turn later."""
+    return [w for w in state.queue.first(_LOOKED_AT) if not state.is_served(w.request)]
 
 
 def stop(state: State, *, save: bool) -> None:
@@ -99,23 +99,22 @@ def patience_ends(state: State, now: float) -> float | None:
 
 
 def serve_queue(state: State, now: float) -> None:
-    """Give free slots to those who wait, the oldest first.
+    """Give free slots to those who wait, in the order of the queue.
 
     1. There is a way to start now: grant.
     2. Waiting for a busy slot is cheaper: let others pass.
-    3. It needs all slots of a backend, or the choice of them: nobody younger may take slots on
+    3. It needs all slots of a backend, or the choice of them: nobody behind it may take slots on
        the one it will get, or it would starve.
     """
     if not any(slot.is_idle for slot in state.fleet.slots):
         return
     reserved: set[BackendId] = set()
-    for waiting in state.queue.oldest(_LOOKED_AT):
+    for waiting in state.queue.first(_LOOKED_AT):
         request = waiting.request
         if reserved:
             request = replace(request, avoid=request.avoid | reserved)
         decision = plan(request, state.fleet, now, now - waiting.since)
         if decision is not None and decision.chosen.wait_for is None:
-            state.queue.remove(request.id)
             _grant(state, waiting, decision, now)
         elif decision is None and (request.whole_backend or not request.pinnable):
             shut = [
@@ -128,11 +127,11 @@ def serve_queue(state: State, now: float) -> None:
 
 
 def turn_away(state: State) -> None:
-    """More wait than may: the youngest goes, who could not be served at once."""
+    """More wait than may: who sent the most loses the last one. Nobody could be served at once."""
     while len(state.queue) > state.queue.limits.max_requests:
-        youngest = state.queue.youngest()
-        state.queue.remove(youngest)
-        state.reject(youngest, QueueFullError("too many requests are waiting; try again later"))
+        last = state.queue.last()
+        state.queue.remove(last)
+        state.reject(last, QueueFullError("too many requests are waiting; try again later"))
 
 
 def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
@@ -151,9 +150,9 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
     )
     state.jobs[job.id] = job
     slot.pending = request.prompt.tokens
-    slot.busy_until = (
-        now + decision.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
-    )
+    needs_s = decision.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
+    slot.busy_until = now + needs_s
+    state.queue.serve(request.id, needs_s)
     if request.whole_backend:
         rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
         job.others = [other.lease(request.id) for other in rest]

@@ -1,10 +1,17 @@
-"""Requests that wait for a slot: in order of arrival, limited in number and in time."""
+"""Requests that wait for a slot: fair between clients, limited in number and in time.
+
+Between clients: who has had the least server time comes first. That is the virtual token counter
+of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), in seconds. A client that
+sends many or long prompts waits for itself and not before everybody else. Of one client, the
+oldest comes first.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 from router.types import Request, RequestId
+
+_CLIENTS = 10_000  # remembered; of one more, the half that has had the least is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +33,13 @@ class Waiting:
 
 @dataclass(slots=True)
 class Queue:
-    """First come, first looked at; who is served depends on what each can use."""
+    """Who waits, by arrival and by client. Who is served depends on what each can use as well."""
 
     limits: QueueLimits = field(default_factory=QueueLimits)
     _waiting: dict[RequestId, Waiting] = field(default_factory=dict)
+    _clients: dict[str | None, dict[RequestId, Waiting]] = field(default_factory=dict)
+    _served_s: dict[str | None, float] = field(default_factory=dict)  # what each has had
+    _floor_s: float = 0.0  # a newcomer counts as having had this much
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -37,21 +47,55 @@ class Queue:
     def __iter__(self) -> Iterator[Waiting]:
         return iter(tuple(self._waiting.values()))
 
-    def oldest(self, n: int) -> list[Waiting]:
-        """The first `n` of them."""
-        return list(islice(self._waiting.values(), n))
+    def first(self, n: int) -> list[Waiting]:
+        """The first `n` of them: one of each client, then a second of each, and so on."""
+        clients = sorted(self._clients, key=self._served_s.__getitem__)
+        turns = [iter(self._clients[client].values()) for client in clients]
+        found: list[Waiting] = []
+        while turns and len(found) < n:
+            heads = [(turn, next(turn, None)) for turn in turns]
+            turns = [turn for turn, head in heads if head is not None]
+            found += [head for _, head in heads if head is not None]
+        return found[:n]
 
-    def youngest(self) -> RequestId:
-        """The last to come. Raises StopIteration if nobody waits."""
-        return next(reversed(self._waiting))
+    def last(self) -> RequestId:
+        """The youngest of the client that has the most. Raises ValueError if nobody waits."""
+        most = max(self._clients, key=lambda client: len(self._clients[client]))
+        return next(reversed(self._clients[most]))
 
     def add(self, request: Request, now: float) -> None:
-        """Wait."""
-        self._waiting[request.id] = Waiting(request, now)
+        """Wait. Who asked for nothing for a while has no claim on that time."""
+        client = request.client
+        waiting = self._waiting[request.id] = Waiting(request, now)
+        if len(self._served_s) > _CLIENTS:
+            self._floor_s = sorted(self._served_s.values())[_CLIENTS // 2]
+            self._served_s = {
+                one: seconds
+                for one, seconds in self._served_s.items()
+                if one in self._clients or seconds > self._floor_s
+            }
+        if client not in self._clients:
+            self._clients[client] = {}
+            self._served_s[client] = max(self._served_s.get(client, 0.0), self._floor_s)
+        self._clients[client][request.id] = waiting
+
+    def serve(self, request: RequestId, seconds: float) -> None:
+        """Wait no longer: it gets so much of a server's time. Raises KeyError: it did not wait."""
+        client = self._waiting[request].request.client
+        self.remove(request)  # first: what is now under way is not yet had by everybody
+        self._served_s[client] += seconds
 
     def remove(self, request: RequestId) -> Waiting | None:
         """Wait no longer. None: it did not wait."""
-        return self._waiting.pop(request, None)
+        waiting = self._waiting.pop(request, None)
+        if waiting is None:
+            return None
+        self._floor_s = max(self._floor_s, min(self._served_s[one] for one in self._clients))
+        client = waiting.request.client
+        del self._clients[client][request]
+        if not self._clients[client]:
+            del self._clients[client]
+        return waiting
 
     def overdue(self, now: float) -> list[Waiting]:
         """Those past their deadline."""

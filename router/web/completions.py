@@ -95,6 +95,7 @@ class Completions:
             whole_backend=parsed.whole_backend,
             reuse=parsed.cache_prompt,
             slot_hint=parsed.slot_hint,
+            client=_client(http),
             session=_session(http),
         )
         return request, reader
@@ -110,6 +111,7 @@ class Completions:
             pinnable=False,
             whole_backend=takes_many_slots(raw),
             max_new_tokens=0,
+            client=_client(http),
         )
         return await self._serve(_Exchange(http, raw, request, None, None, None, perf_counter()))
 
@@ -257,6 +259,12 @@ def _headers(request: Request, grant: Grant) -> dict[str, str]:
         "x-kvferry-source": chosen.source,
         "x-kvferry-reused-tokens": str(chosen.reused_tokens),
     }
+
+
+def _client(http: web.Request) -> str | None:
+    """Between whom the queue is fair: keys, or without one addresses. No key is kept as it is."""
+    key = http.headers.get("authorization") or http.headers.get("x-api-key")
+    return http.remote if key is None else f"key {hash(key):x}"
 
 
 def _session(http: web.Request) -> str | None:

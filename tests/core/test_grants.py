@@ -83,6 +83,17 @@ def test_with_all_slots_taken_a_request_waits_and_is_served_in_turn() -> None:
     assert (dispatch.request, dispatch.waited_s) == (R2, 5.0)
 
 
+def test_a_client_with_many_prompts_waits_for_itself() -> None:
+    """Of five prompts at once, four are served after that of another client, who came last."""
+    s = scheduler(ONE)
+    for number in range(5):
+        arrive(s, f"a{number}", client="a")
+    arrive(s, "b", client="b")
+
+    s.handle(ev.Finished(RequestId("a0"), Outcome.OK, Reported()), NOW + 5)
+    assert list(s.state.jobs) == ["b"]
+
+
 def test_a_full_queue_turns_away_only_who_cannot_be_served_at_once() -> None:
     s = scheduler(ONE, queue=QueueLimits(max_requests=0))
 
