@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import agent, latency, overhead, planning, restore, rewrite, rig, streaming
+from bench import agent, latency, overhead, planning, predict, restore, rewrite, rig, streaming
 from bench.client import Stream
 from bench.report import Report, median, percentile, shown
 
@@ -137,3 +137,20 @@ def test_a_row_fits_its_columns() -> None:
 
 def test_gaps_are_between_reads() -> None:
     assert Stream(reads_s=[1.0, 1.5, 3.5]).gaps_s == [0.5, 2.0]
+
+
+@pytest.mark.real
+def test_predict(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 200 * n, "input_length": 1536, "output_length": 64, "hash_ids": [n % 3, 3, n]}
+        for n in range(6)
+    ]
+    trace.write_text("\n".join(json.dumps(line) for line in lines))
+    rows = run(predict.main, tmp_path, "--trace", str(trace), "--scale", "2", "--slots", "1")
+
+    found = {row["what"]: row for row in rows}
+    assert found["prompt tokens"]["real"] == found["prompt tokens"]["predicted"] == 6 * 768
+    assert isinstance(found["computed tokens"]["error %"], float)
+    assert found["computed tokens"]["real"] != 6 * 768
+    assert found["TTFT p50 ms"]["predicted"]

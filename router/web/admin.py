@@ -140,7 +140,10 @@ class Admin:
             "build": attached.props.build_info,
             "rates": {
                 "prefill_tokens_per_s": round(1000 / max(rates.prefill_s(1000), 1e-9), 1),
-                "save_1000_tokens_s": round(rates.save_s(1000), 4),
+                "save_1000_tokens_s": round(rates.save_s(1000), 5),
+                "restore_1000_tokens_s": round(
+                    rates.restore_s(round(1000 * rates.bytes_per_token.value)), 5
+                ),
                 "bytes_per_token": round(rates.bytes_per_token.value),
                 "output_tokens_per_s": round(1 / max(rates.output_s_per_token.value, 1e-9), 1),
             },
