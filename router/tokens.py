@@ -62,6 +62,8 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     Halving, comparing only the undecided part: memcmp does the work and every byte is looked at
     at most twice.
     """
+    if a[:WIDTH] != b[:WIDTH]:
+        return 0  # most have nothing in common
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high // WIDTH

@@ -2,16 +2,17 @@
 
 from dataclasses import replace
 
-from router.core.candidates import Ask, cold, resident
+from router.core.ask import Ask
+from router.core.candidates import cold, resident, reused_of
 from router.core.fleet import Fleet
 from router.core.plan import Plan
 from router.core.policy import PolicyName
-from router.core.slots import Slot
-from router.types import Request, SlotId
+from router.tokens import common_prefix
+from router.types import BackendId, Request, SlotId
 
 
-def baseline(ask: Ask, free: list[Slot]) -> Plan | None:
-    """Choose by the policy's rule. None: wait.
+def baseline(ask: Ask, room: list[BackendId]) -> Plan | None:
+    """Choose by the policy's rule among the backends that have `room`. None: wait.
 
     1. `sticky`: the slot of the first time, however long it takes; else the least busy. A home
        that is gone, or that a `slot_hint` rules out, is none.
@@ -19,6 +20,7 @@ def baseline(ask: Ask, free: list[Slot]) -> Plan | None:
     3. `least_busy`: the backend with the fewest running, then the slot idle for longest.
     """
     fleet = ask.fleet
+    free = [slot for backend in room for slot in fleet.free(backend, ask.request)]
     if fleet.policy.name is PolicyName.STICKY:
         home = _home(fleet, ask.request)
         if home is not None:
@@ -32,7 +34,10 @@ def baseline(ask: Ask, free: list[Slot]) -> Plan | None:
         slot = min(free, key=lambda s: in_turn.index(s.id))
     else:
         slot = min(free, key=lambda s: (ask.running(s.id.backend), s.last_used, s.id))
-    chosen = (None if ask.has_no_say else resident(ask, slot)) or cold(ask, slot)
+    held, wanted = slot.resident.tokens, ask.request.prompt.tokens
+    common = 0 if ask.has_no_say else common_prefix(held, wanted)
+    reused = reused_of(ask, slot, common)
+    chosen = resident(ask, slot, common, reused) if reused else cold(ask, slot)
     return Plan(replace(chosen, save_displaced=False), reason=fleet.policy.name)
 
 

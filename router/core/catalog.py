@@ -68,6 +68,7 @@ class Catalog:
     total_bytes: int = 0
     total_tokens: int = 0
     evicted: int = 0
+    changes: int = 0  # of what there is; what was found out before the last one may be wrong
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -102,6 +103,7 @@ class Catalog:
         entry = _Entry(snapshot, kind, value_s)
         self._entries[snapshot.id] = entry
         index.insert(snapshot.tokens, snapshot.id)
+        self.changes += 1
         self.total_bytes += snapshot.size_bytes
         self.total_tokens += len(snapshot)
         self._rank(entry)
@@ -153,6 +155,8 @@ class Catalog:
 
     def reach(self, kind: MemoryKind, namespace: Namespace, tokens: Tokens) -> int:
         """How many of `tokens` a restore would spare a prompt that goes on after them."""
+        if goes_back(kind):
+            return self.covered(namespace, tokens)
         found = self.useful(kind, namespace, tokens, count(tokens) + 1)
         return max((reused for _, reused in found), default=0)
 
@@ -199,6 +203,7 @@ class Catalog:
         if entry is None or entry.doomed:
             return []
         self._index[entry.snapshot.namespace].remove(entry.snapshot.tokens, snapshot)
+        self.changes += 1
         self.total_bytes -= entry.snapshot.size_bytes
         self.total_tokens -= len(entry.snapshot)
         if entry.references:

@@ -32,20 +32,19 @@ def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> tuple[float, float, 
     2. Saving it now and restoring it then is cheaper than computing it again: it is saved.
     3. Else what no snapshot holds is computed again.
     """
-    resident = slot.resident
-    if len(resident) <= kept:
+    n_held = len(slot.resident)
+    if n_held <= kept:
         return 0.0, 0.0, False
     info = fleet.infos[slot.id.backend]
     rates, chance = fleet.rates[info.id], fleet.policy.reuse_probability
-    covered = fleet.catalog.reach(info.memory_kind, info.namespace, resident.tokens)
-    size_bytes = round(len(resident) * rates.bytes_per_token.value)
+    size_bytes = round(n_held * rates.bytes_per_token.value)
     stopped = 1 + fleet.running(info.id)
     back_s = chance * stopped * rates.restore_s(size_bytes)
-    missing = len(resident) - max(covered, kept)
+    missing = n_held - max(fleet.reach(slot), kept)
     if missing <= 0:
         return 0.0, back_s, False
-    loss_s = chance * stopped * rates.prefill_s(missing, len(resident) - missing)
-    save_s = rates.save_s(len(resident))
-    if can_save(fleet, info, len(resident)) and save_s * stopped + back_s < loss_s:
+    loss_s = chance * stopped * rates.prefill_s(missing, n_held - missing)
+    save_s = rates.save_s(n_held)
+    if can_save(fleet, info, n_held) and save_s * stopped + back_s < loss_s:
         return save_s, back_s, True
     return 0.0, loss_s, False

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from router.core.catalog import Catalog
 from router.core.cost import Rates
+from router.core.holdings import Holdings
 from router.core.policy import Policy
-from router.core.slots import Phase, Slot, SlotTable
+from router.core.slots import Phase, Resident, Slot, SlotTable
 from router.types import BackendId, BackendInfo, Request, SlotId
 
 
@@ -22,6 +23,11 @@ class Fleet:
     gated: set[BackendId] = field(default_factory=set)
     sticky: dict[str, SlotId] = field(default_factory=dict)
     granted: int = 0  # how many leases so far; what round robin turns on
+    holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
+    # What `reach` found last, and for what.
+    _reach: dict[SlotId, tuple[Resident, BackendInfo, int, int]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def serves(self, backend: BackendId, request: Request) -> bool:
         """The backend is up, answers to the model, and the prompt fits into a slot."""
@@ -42,12 +48,26 @@ class Fleet:
         """
         if backend in self.gated:
             return False
-        phases = [slot.phase for slot in self.slots.of(backend)]
+        phases = self.slots.phases(backend)
         if request.whole_backend:
-            return all(phase is Phase.IDLE for phase in phases)
-        if not request.pinnable and Phase.DRAINING in phases:
+            return phases[Phase.IDLE] == len(self.slots.of(backend))
+        if not request.pinnable and phases[Phase.DRAINING]:
             return False  # the slot may be idle already, and the server's choice
-        return not (self.needs_gate(backend, request) and Phase.PREPARING in phases)
+        return not (self.needs_gate(backend, request) and phases[Phase.PREPARING])
+
+    def has_room(self, backend: BackendId, request: Request) -> bool:
+        """The backend could take the request now."""
+        return (
+            self.slots.phases(backend)[Phase.IDLE] > 0
+            and self.serves(backend, request)
+            and self.is_open(backend, request)
+            and (request.slot_hint is None or bool(self.free(backend, request)))
+        )
+
+    def free(self, backend: BackendId, request: Request) -> list[Slot]:
+        """The idle slots of a backend, of which the request may have one."""
+        slots = self.slots.of(backend)
+        return [slot for slot in slots if slot.is_idle and self.wants(slot, request)]
 
     def needs_gate(self, backend: BackendId, request: Request) -> bool:
         """Nothing else may be prepared on the backend until this request is known to run.
@@ -63,15 +83,32 @@ class Fleet:
 
     def running(self, backend: BackendId) -> int:
         """Streams that stop while a state file is written or read."""
-        return sum(slot.phase is Phase.RUNNING for slot in self.slots.of(backend))
+        return self.slots.phases(backend)[Phase.RUNNING]
 
     def prefilling(self, backend: BackendId) -> int:
         """Prompts that the router has computed at this moment, before it sends the request."""
+        if not self.slots.phases(backend)[Phase.PREPARING]:
+            return 0
         slots = self.slots.of(backend)
         return sum(slot.phase is Phase.PREPARING and slot.sharing for slot in slots)
+
+    def reach(self, slot: Slot) -> int:
+        """How many of the tokens that a slot holds could be restored from a snapshot.
+
+        The price of taking any slot away depends on it, and it seldom changes.
+        """
+        resident, info = slot.resident, self.infos[slot.id.backend]
+        changes = self.catalog.changes
+        known = self._reach.get(slot.id)
+        if known and known[0] is resident and known[1] is info and known[2] == changes:
+            return known[3]
+        reach = self.catalog.reach(info.memory_kind, info.namespace, resident.tokens)
+        self._reach[slot.id] = resident, info, changes, reach
+        return reach
 
     def wants(self, slot: Slot, request: Request) -> bool:
         """The client's own `id_slot`, if it sent one that this backend has, is this slot's."""
         hint = request.slot_hint
-        n_slots = self.infos[slot.id.backend].n_slots
-        return hint is None or slot.id.index == hint or hint >= n_slots
+        if hint is None:
+            return True
+        return slot.id.index == hint or hint >= self.infos[slot.id.backend].n_slots

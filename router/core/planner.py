@@ -4,39 +4,39 @@ Pure: the same fleet, request and time always give the same plan. `POST /kvferry
 same function as production.
 """
 
+from router.core.ask import Ask
 from router.core.baseline import baseline
-from router.core.candidates import Ask, less_double_work, starting_later, starting_now
+from router.core.candidates import starting_now
 from router.core.displacement import can_save
 from router.core.fleet import Fleet
+from router.core.later import starting_later
 from router.core.pauses import pauses
 from router.core.plan import Candidate, Plan
 from router.core.policy import PolicyName
 from router.types import Request, Source
 
-_LOSERS = 12  # kept for the explanation
+_LOSERS = 12  # for an explanation
 
 
-def plan(request: Request, fleet: Fleet, now: float, waited_s: float = 0.0) -> Plan | None:
+def plan(
+    request: Request, fleet: Fleet, now: float, waited_s: float = 0.0, losers: int = _LOSERS
+) -> Plan | None:
     """The best thing to do with a request now. None: nothing can be done but wait.
 
+    At most so many `losers` come along; none of them decides anything, and in a large fleet they
+    take longer than the decision.
     A plan whose `chosen.wait_for` is set means: another slot is free, but waiting is cheaper.
     """
     ask = Ask(request, fleet, now)
-    free = [
-        slot
-        for backend in fleet.infos
-        if fleet.serves(backend, request) and fleet.is_open(backend, request)
-        for slot in fleet.slots.of(backend)
-        if slot.is_idle and fleet.wants(slot, request)
-    ]
+    room = [backend for backend in fleet.infos if fleet.has_room(backend, request)]
     if not fleet.policy.moves_kv:
-        return baseline(ask, free)
-    candidates = list(starting_now(ask, free))
-    if not candidates:
+        return baseline(ask, room)
+    if not room:
         return None
-    if waited_s < fleet.policy.max_wait_s:
-        later = list(starting_later(ask))
-        candidates = [less_double_work(ask, way, later) for way in candidates] + later
+    later = starting_later(ask, 1 + losers) if waited_s < fleet.policy.max_wait_s else []
+    # Owners of a prefix compete by other rules than their price alone.
+    shared = [way for way in later if way.source is Source.SNAPSHOT]
+    candidates = starting_now(ask, room, 1 + losers, shared) + later
     candidates.sort(key=Candidate.order)
     chosen = candidates[0]
     if fleet.policy.name is PolicyName.PREFER_OWNER:
@@ -45,7 +45,7 @@ def plan(request: Request, fleet: Fleet, now: float, waited_s: float = 0.0) -> P
     stops, stops_s = pauses(fleet, request, chosen) if starts else ((), 0.0)
     return Plan(
         chosen=chosen,
-        losers=tuple(way for way in candidates if way is not chosen)[:_LOSERS],
+        losers=tuple(way for way in candidates if way is not chosen)[:losers],
         reason=_reason(request, chosen),
         prefill_first=_prefill_first(request, chosen, fleet),
         pauses=stops,

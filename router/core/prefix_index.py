@@ -105,6 +105,20 @@ class PrefixIndex(Generic[Item]):
             depth = end - len(node.edge)
         return found
 
+    def shares(self, tokens: Tokens) -> Iterator[tuple[Item, int]]:
+        """Every item that shares a prefix with `tokens`, and how many tokens; in any order."""
+        path, common = self._walk(tokens)
+        covered: _Node[Item] | None = None  # by a deeper step
+        for node, end in reversed(path):
+            shared = min(common, end) // WIDTH
+            below = [node]
+            while below:
+                here = below.pop()
+                for item in here.items:
+                    yield item, shared
+                below += [child for child in here.children.values() if child is not covered]
+            covered = node
+
     def longest(self, tokens: Tokens) -> int:
         """How many leading tokens some item shares with `tokens`."""
         return self._walk(tokens)[1] // WIDTH

@@ -3,7 +3,7 @@
 A slot's life is the table `TRANSITIONS`; an illegal move raises, because it is a bug.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -66,6 +66,16 @@ class Resident:
 NOTHING = Resident()
 UNKNOWN = Resident(unsure=True)
 
+Phases = dict[Phase, int]
+
+
+def no_slots() -> Phases:
+    """None in any phase."""
+    return dict.fromkeys(Phase, 0)
+
+
+_NO_SLOTS = no_slots()
+
 
 @dataclass(slots=True)
 class Slot:
@@ -81,6 +91,12 @@ class Slot:
     pending: Tokens = EMPTY  # what the lease in force computes, or saves
     sharing: bool = False  # PREPARING, and others may have `pending` when that is done
     saved: bool = False  # the background has had its chance with this content
+    # How many slots of its backend are in which phase. Shared by them; counted rather than looked
+    # up, because every decision asks it of every backend.
+    phases: Phases = field(default_factory=no_slots, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.phases[self.phase] += 1
 
     @property
     def is_idle(self) -> bool:
@@ -90,7 +106,9 @@ class Slot:
         allowed = TRANSITIONS[self.phase]
         if move not in allowed:
             raise StaleLeaseError(f"{self.id}: cannot {move} while {self.phase}")
+        self.phases[self.phase] -= 1
         self.phase = allowed[move]
+        self.phases[self.phase] += 1
 
     def lease(self, request: RequestId) -> Lease:
         """Hand the slot out. The caller owns the lease until `release` or `lose`."""
@@ -141,6 +159,7 @@ class SlotTable:
     """All slots, in the order of their ids."""
 
     _slots: dict[BackendId, list[Slot]] = field(default_factory=dict)
+    _phases: dict[BackendId, Phases] = field(default_factory=dict)
 
     def __getitem__(self, slot: SlotId) -> Slot:
         return self._slots[slot.backend][slot.index]
@@ -153,9 +172,21 @@ class SlotTable:
         slots = self.of(lease.slot.backend)
         return lease.slot.index < len(slots) and slots[lease.slot.index].holds(lease)
 
+    def by_backend(self) -> Iterable[tuple[BackendId, list[Slot]]]:
+        """The slots of each backend, by index."""
+        return self._slots.items()
+
     def of(self, backend: BackendId) -> list[Slot]:
         """The slots of one backend, by index."""
         return self._slots.get(backend, [])
+
+    def phases(self, backend: BackendId) -> Phases:
+        """How many slots of one backend are in which phase; to be read only."""
+        return self._phases.get(backend, _NO_SLOTS)
+
+    def any_idle(self) -> bool:
+        """Somebody could be granted a slot at all."""
+        return any(phases[Phase.IDLE] for phases in self._phases.values())
 
     def add(self, backend: BackendId, n_slots: int) -> None:
         """Slots of a backend that has just come up: empty, whatever they were before.
@@ -165,8 +196,10 @@ class SlotTable:
         for old in self.of(backend):
             old.lose()
         generations = [slot.generation for slot in self.of(backend)] + [0] * n_slots
+        phases = self._phases[backend] = no_slots()
         self._slots[backend] = [
-            Slot(SlotId(backend, index), generation=generations[index]) for index in range(n_slots)
+            Slot(SlotId(backend, index), generation=generations[index], phases=phases)
+            for index in range(n_slots)
         ]
 
     def lose(self, backend: BackendId) -> list[RequestId]:

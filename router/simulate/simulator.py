@@ -79,7 +79,7 @@ class Simulator:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._moments = 0
         self._versions = dict.fromkeys(self.servers, 0)
-        self._changed: set[BackendId] = set()
+        self._changed: dict[BackendId, None] = {}  # in order: the same run every time
         self._clients: dict[RequestId, _Client] = {}
         self._prefills: dict[RequestId, Run] = {}
         self._given_up: set[RequestId] = set()  # of these
@@ -138,7 +138,7 @@ class Simulator:
         """A server, moved to this moment, to be changed."""
         server = self.servers[name]
         server.move_to(self.now)
-        self._changed.add(name)
+        self._changed[name] = None
         return server
 
     def _due(self, server: Server, version: int) -> None:

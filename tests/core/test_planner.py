@@ -35,8 +35,8 @@ ELSE = run_of(1000, 7)
 TWO = (backend("a", 1), backend("b", 1))
 
 
-def chosen(request_: Request, fleet_: Fleet, **more: float) -> Candidate:
-    decision = plan(request_, fleet_, 0.0, **more)
+def chosen(request_: Request, fleet_: Fleet, waited_s: float = 0.0) -> Candidate:
+    decision = plan(request_, fleet_, 0.0, waited_s)
     assert decision is not None
     return decision.chosen
 
@@ -97,6 +97,26 @@ def test_a_cold_start_displaces_what_is_worth_least() -> None:
     made = fleet(backend(place=None), holding={A0: ELSE})
 
     assert chosen(request(ids=LONG), made).slot == A1
+
+
+def test_asked_for_the_best_alone_the_others_are_not_priced() -> None:
+    made = fleet(*TWO, holding={A0: run_of(100), B0: run_of(900)})
+
+    decision = plan(request(ids=LONG), made, 0.0, losers=0)
+    assert decision is not None
+    assert (decision.chosen.slot, decision.losers) == (B0, ())
+
+
+def test_of_two_that_compute_the_prefix_the_first_to_be_done_is_waited_for() -> None:
+    made = fleet(backend("a", 1), backend("b", 1), backend("c", 1))
+    for slot, until in ((A0, 1.0), (B0, 20.0)):
+        made.slots[slot].lease(R2)
+        made.slots[slot].sharing, made.slots[slot].pending = True, LONG
+        made.slots[slot].busy_until = until
+
+    decision = plan(request(ids=[*([1] * 1000), 2]), made, 0.0, losers=0)
+    assert decision is not None
+    assert (decision.chosen.wait_for, decision.losers) == (A0, ())
 
 
 def test_the_losers_come_along_in_order() -> None:

@@ -30,8 +30,8 @@ ELSE = run_of(1000, 7)
 TWO = (backend("a", 1), backend("b", 1))
 
 
-def chosen(request_: Request, fleet_: Fleet, **more: float) -> Candidate:
-    decision = plan(request_, fleet_, 0.0, **more)
+def chosen(request_: Request, fleet_: Fleet, waited_s: float = 0.0) -> Candidate:
+    decision = plan(request_, fleet_, 0.0, waited_s)
     assert decision is not None
     return decision.chosen
 

@@ -1,6 +1,7 @@
 """What is true of every plan, whatever the fleet."""
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import assume, given, settings
@@ -98,6 +99,18 @@ def test_the_chosen_is_never_dearer_than_a_loser(made: Fleet, asked: Request) ->
 
     totals = [round(way.price.total_s, 9) for way in ways(decision)]
     assert totals == sorted(totals)
+
+
+@settings(max_examples=300)
+@given(fleets(), requests(), st.integers(0, 12))
+def test_what_is_left_out_would_not_have_been_among_the_first(
+    made: Fleet, asked: Request, losers: int
+) -> None:
+    everything, decision = plan(asked, made, 0.5, losers=1000), plan(asked, made, 0.5, 0.0, losers)
+
+    assert (everything is None) == (decision is None)
+    if everything is not None and decision is not None:
+        assert replace(everything, losers=everything.losers[:losers]) == decision
 
 
 @given(fleets(), requests())
