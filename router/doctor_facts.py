@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import orjson
-from multidict import CIMultiDict
 
 from router.adapters import kv_files, kv_shape
 from router.adapters.llama_client import Connections, LlamaClient
@@ -339,9 +338,7 @@ async def _raw(
     client: LlamaClient, method: str, path: str, body: bytes | None = None
 ) -> tuple[int, bytes]:
     """A call whose refusal is the answer. Raises BackendError."""
-    headers: CIMultiDict[str] = CIMultiDict()
-    if body is not None:
-        headers["Content-Type"] = "application/json"
+    headers = [(b"Content-Type", b"application/json")] if body is not None else []
     async with client.relay(method, path, headers, body) as response:
         return response.status, await response.read()
 

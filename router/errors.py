@@ -61,6 +61,14 @@ class UnsupportedMediaTypeError(RouterError):
     outcome = "bad_request"
 
 
+class ExpectationError(RouterError):
+    """The client wants to hear something before it sends its body that no server says."""
+
+    status = 417
+    kind = "invalid_request_error"
+    outcome = "bad_request"
+
+
 class ContextTooLongError(RouterError):
     """The prompt fits into no backend; the wording and fields are llama-server's own."""
 

@@ -103,7 +103,7 @@ def _state(config: Config) -> State:
 class Router:
     """A running router, without its listening socket."""
 
-    app: web.Application
+    server: web.Server
     engine: Engine
     directory: Directory
     config: Config
@@ -246,21 +246,17 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
             body_timeout_s=config.limits.body_timeout_s,
             idle_timeout_s=config.limits.idle_timeout_s,
             passthrough=config.policy.name is PolicyName.PASSTHROUGH,
-        ).build()
+        )
         for name, monitor in monitors.items():
             tasks.spawn(monitor.run(), name=f"monitor {name}")
         stack.push_async_callback(tasks.aclose)
-        yield Router(app, engine, directory, config)
+        yield Router(app.server(), engine, directory, config)
 
 
 @asynccontextmanager
 async def listening(router: Router) -> AsyncIterator[str]:
     """Serve on the configured address; yields the URL. Raises OSError if it is taken."""
-    runner = web.AppRunner(
-        router.app,
-        access_log=None,
-        shutdown_timeout=1.0,
-    )
+    runner = web.ServerRunner(router.server, shutdown_timeout=1.0)
     await runner.setup()
     try:
         address = router.config.listen

@@ -14,7 +14,6 @@ from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
-from multidict import CIMultiDict
 
 from router.tasks import Tasks
 
@@ -24,7 +23,8 @@ KEEP_IDLE_S = 2.0
 # Bytes of a response that may wait for their reader before the backend is made to wait.
 _HIGH_WATER = 256 * 1024
 
-Header = tuple[str, str]
+Header = tuple[bytes, bytes]
+"""As it is on the wire; names in any case."""
 
 
 class HttpError(OSError):
@@ -36,13 +36,19 @@ class HttpError(OSError):
 
 
 class Response:
-    """A response whose headers are in; iterate for the body, `close` in any case."""
+    """A response whose headers and first bytes are in; iterate for the body, `close` in any
+    case."""
 
     def __init__(self, connection: "_Connection") -> None:
         self._connection = connection
         self.status = connection.parser.get_status_code()
         self.reason = connection.reason
-        self.headers = CIMultiDict(connection.headers)
+        self.headers: list[Header] = connection.headers
+
+    @property
+    def is_complete(self) -> bool:
+        """All of it has come: nothing will be waited for."""
+        return self._connection.is_complete
 
     def __aiter__(self) -> "Response":
         return self
@@ -87,7 +93,7 @@ class Pool:
         self._connect_timeout_s = connect_timeout_s
         self._tls = ssl.create_default_context() if target.tls else None
         host = f"[{target.host}]" if ":" in target.host else target.host
-        self._host = f"{host}:{target.port}"
+        self._host = f"{host}:{target.port}".encode()
         self._idle: deque[tuple[float, _Connection]] = deque()
         self._open: set[_Connection] = set()
         self._tasks = Tasks()
@@ -95,23 +101,30 @@ class Pool:
         self._closed = False
 
     async def request(
-        self, method: str, path: str, headers: Iterable[Header], body: bytes | None
+        self,
+        method: str,
+        path: str,
+        headers: Iterable[Header],
+        body: bytes | None,
+        timeout_s: float,
     ) -> Response:
-        """Send and wait for the headers of the answer. Raises HttpError, OSError, TimeoutError.
+        """Send, and wait for the headers of the answer and the first of its body, which a client
+        gets together (docs/adr/0005). Raises HttpError, OSError, TimeoutError.
 
         A kept connection may have been closed by the other side meanwhile; if so, nothing was
-        worked on, and the request goes out once more on a fresh one.
+        worked on, and the request goes out once more on a fresh one. `timeout_s` is for the
+        answer; connecting has its own.
         """
         head = self._head(method, path, headers, body)
         kept = self._kept()
         if kept is not None:
             try:
-                return await kept.send(method, head, body)
+                return await kept.send(method, head, body, timeout_s)
             except HttpError as error:
                 if not error.untouched:
                     raise
         fresh = await self._connect()
-        return await fresh.send(method, head, body)
+        return await fresh.send(method, head, body, timeout_s)
 
     async def aclose(self) -> None:
         """Close every connection, whoever uses it."""
@@ -172,15 +185,16 @@ class Pool:
         return connection
 
     def _head(self, method: str, path: str, headers: Iterable[Header], body: bytes | None) -> bytes:
-        lines = [f"{method} {path} HTTP/1.1", f"Host: {self._host}"]
-        lines += [f"{name}: {value}" for name, value in headers]
+        target = path.encode("utf-8", "surrogateescape")
+        lines = [b"%b %b HTTP/1.1" % (method.encode(), target), b"Host: " + self._host]
+        lines += [b"%b: %b" % header for header in headers]
         if body is not None or method in ("POST", "PUT", "PATCH"):
-            lines.append(f"Content-Length: {len(body or b'')}")
-        head = "\r\n".join(lines)
+            lines.append(b"Content-Length: %d" % len(body or b""))
+        head = b"\r\n".join(lines)
         # aiohttp has refused control characters in what clients send; the rest is our own.
-        if head.count("\n") != len(lines) - 1:
+        if head.count(b"\n") != len(lines) - 1:
             raise HttpError("a header holds a line break")
-        return head.encode("utf-8", "surrogateescape") + b"\r\n\r\n"
+        return head + b"\r\n\r\n"
 
 
 class _Connection(asyncio.Protocol):
@@ -201,9 +215,9 @@ class _Connection(asyncio.Protocol):
         self._in_use = bool(method)
         self._touched = False
         self._headed = False
-        self._complete = False
+        self.is_complete = False
         self._keep = False
-        self._error: HttpError | None = None
+        self._error: OSError | None = None
         self._chunks: list[bytes] = []
         self._buffered = 0
         self._paused = False
@@ -230,19 +244,17 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
         self._pool.forget(self)
-        unanswered = self._started is not None and not self._started.done()
-        if unanswered or self._is_framed():
+        if not self._headed or self._is_framed():
             self._fail(HttpError("the connection broke", untouched=not self._touched))
         else:
-            self._complete = True  # a body that ends with its connection
-            self._wake()
+            self._end()  # a body that ends with its connection
 
     def _is_framed(self) -> bool:
         """The answer says where it ends, and has not got there."""
-        if self._complete:
+        if self.is_complete:
             return False
         names = {name.lower() for name, _ in self.headers}
-        return not self._headed or bool(names & {"content-length", "transfer-encoding"})
+        return not self._headed or bool(names & {b"content-length", b"transfer-encoding"})
 
     # -- httptools -----------------------------------------------------------------------------
 
@@ -250,7 +262,8 @@ class _Connection(asyncio.Protocol):
         self.reason += status.decode("latin-1")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.decode("latin-1"), value.decode("utf-8", "surrogateescape")))
+        if not self._headed:  # else a trailer, which nobody here sends or wants
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self.parser.get_status_code() < 200:
@@ -258,9 +271,7 @@ class _Connection(asyncio.Protocol):
         self._headed = True
         self._keep = self.parser.should_keep_alive() and self._method != "HEAD"
         if self._method == "HEAD":
-            self._complete = True
-        if self._started is not None and not self._started.done():
-            self._started.set_result(None)
+            self._end()
 
     def on_chunk_header(self) -> None:
         # llama-server closes after every chunked answer (llama-server.md, "Connections").
@@ -276,13 +287,15 @@ class _Connection(asyncio.Protocol):
             self.headers.clear()
             self.reason = ""
             return
-        self._complete = True
-        self._wake()
+        self._end()
 
     # -- for the pool and the response ---------------------------------------------------------
 
-    async def send(self, method: str, head: bytes, body: bytes | None) -> Response:
-        """Write a request; returns when the answer's headers are in. Raises HttpError."""
+    async def send(
+        self, method: str, head: bytes, body: bytes | None, timeout_s: float
+    ) -> Response:
+        """Write a request; returns when something of the answer's body is in, or the end of it.
+        Raises HttpError and TimeoutError."""
         self._reset(method)
         if self._transport is None or not self.is_open:
             raise HttpError("the connection is closed", untouched=True)
@@ -293,11 +306,14 @@ class _Connection(asyncio.Protocol):
             self._transport.write(body)
         else:
             self._transport.write(head + (body or b""))
+        timer = self._loop.call_later(timeout_s, self._fail, TimeoutError())
         try:
             await self._started
         except BaseException:
             self.abort()
             raise
+        finally:
+            timer.cancel()
         return Response(self)
 
     async def read(self) -> bytes:
@@ -305,7 +321,7 @@ class _Connection(asyncio.Protocol):
         while not self._chunks:
             if self._error is not None:
                 raise self._error
-            if self._complete:
+            if self.is_complete:
                 return b""
             self._waiter = self._loop.create_future()
             await self._waiter
@@ -322,10 +338,10 @@ class _Connection(asyncio.Protocol):
         if not self._in_use:
             return
         self._in_use = False
-        if self._complete and self._keep and self.is_open and not self._chunks:
+        if self.is_complete and self._keep and self.is_open and not self._chunks:
             self._pool.keep(self)
         else:
-            if self._complete:
+            if self.is_complete:
                 self._pool.replace()
             self.abort()
 
@@ -335,8 +351,8 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _fail(self, error: HttpError) -> None:
-        if self._complete:
+    def _fail(self, error: OSError) -> None:
+        if self.is_complete:
             return
         self._error = error
         if self._started is not None and not self._started.done():
@@ -344,6 +360,12 @@ class _Connection(asyncio.Protocol):
             self._started.exception()  # seen, also if nobody waits any more
         self._wake()
 
+    def _end(self) -> None:
+        self.is_complete = True
+        self._wake()
+
     def _wake(self) -> None:
+        if self._started is not None and not self._started.done():
+            self._started.set_result(None)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -5,16 +5,15 @@ action may be sent is the engine's to know.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-
-from multidict import CIMultiDict
+from typing import Any
 
 from router.adapters import llama_reply as reply
 from router.adapters import llama_wire as wire
-from router.adapters.http1 import Pool, Response, Target
+from router.adapters.http1 import Header, Pool, Response, Target
 from router.errors import BackendError, BackendRefusedError, BackendTimeoutError
 from router.tokens import Tokens, unpack
 from router.types import BackendId, Reported, SlotStatus, Transfer
@@ -63,13 +62,26 @@ def _our_errors() -> Iterator[None]:
 
 
 class RelayedResponse:
-    """A backend's response on its way to a client; its headers are in."""
+    """A backend's response on its way to a client; its headers and first bytes are in."""
 
     def __init__(self, response: Response) -> None:
         self.status = response.status
         self.reason = response.reason
         self.headers = response.headers
         self._response = response
+
+    def header(self, name: str) -> str | None:
+        """The first value of a header; `name` in lower case."""
+        wanted = name.encode()
+        for found, value in self.headers:
+            if found.lower() == wanted:
+                return value.decode("latin-1")
+        return None
+
+    @property
+    def is_complete(self) -> bool:
+        """All of it has come: `read` waits for nothing."""
+        return self._response.is_complete
 
     def __aiter__(self) -> "RelayedResponse":
         return self
@@ -101,16 +113,16 @@ class LlamaClient:
         self.url = url
         self._pool = connections.pool(url, timeouts.connect_s)
         self._timeouts = timeouts
-        self._authorization = f"Bearer {api_key}" if api_key else None
+        self._authorization = (b"Authorization", f"Bearer {api_key}".encode()) if api_key else None
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
         """One control call, to the end of its answer. Raises BackendError and its kin."""
-        headers = [("Content-Type", "application/json")] if body is not None else []
+        headers = [(b"Content-Type", b"application/json")] if body is not None else []
         if self._authorization:
-            headers.append(("Authorization", self._authorization))
+            headers.append(self._authorization)
         with _our_errors():
             async with asyncio.timeout(timeout_s):
-                response = await self._pool.request(method, path, headers, body)
+                response = await self._pool.request(method, path, headers, body, timeout_s)
                 try:
                     payload = await response.read()
                 finally:
@@ -190,21 +202,33 @@ class LlamaClient:
         payload = await self._call("POST", "/completion", body, self._timeouts.action_s)
         return reply.top_logprobs_from(payload)
 
-    @asynccontextmanager
-    async def relay(
-        self, method: str, path: str, headers: CIMultiDict[str], body: bytes | None
-    ) -> AsyncIterator[RelayedResponse]:
-        """A client's request; the response's headers are in.
+    def relay(
+        self, method: str, path: str, headers: Sequence[Header], body: bytes | None
+    ) -> "_Relaying":
+        """A client's request. `async with` gives the response, its headers and first bytes in.
 
-        `path` is raw, query included. Raises BackendError; the connection is closed on exit
-        unless the response was read to its end.
+        `path` is raw, query included. Entering raises BackendError; the connection is closed on
+        exit unless the response was read to its end.
         """
         if self._authorization:
-            headers["Authorization"] = self._authorization
+            kept = [header for header in headers if header[0].lower() != b"authorization"]
+            headers = [*kept, self._authorization]
+        asked = self._pool.request(method, path, headers, body, self._timeouts.first_byte_s)
+        return _Relaying(asked)
+
+
+class _Relaying:
+    """A class and no generator: every request of a client goes through it."""
+
+    def __init__(self, asked: Coroutine[Any, Any, Response]) -> None:
+        self._asked = asked
+        self._response: Response | None = None
+
+    async def __aenter__(self) -> RelayedResponse:
         with _our_errors():
-            async with asyncio.timeout(self._timeouts.first_byte_s):
-                response = await self._pool.request(method, path, headers.items(), body)
-        try:
-            yield RelayedResponse(response)
-        finally:
-            response.close()
+            self._response = await self._asked
+        return RelayedResponse(self._response)
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._response is not None:
+            self._response.close()

@@ -32,14 +32,14 @@ class Admin:
         self._registry = registry
         self._now = now
 
-    async def metrics(self, _: web.Request) -> web.Response:
+    async def metrics(self, _: web.BaseRequest) -> web.Response:
         """Prometheus text."""
         return web.Response(
             body=generate_latest(self._registry),
             headers=OWN_HEADERS | {"Content-Type": CONTENT_TYPE_LATEST},
         )
 
-    async def health(self, _: web.Request) -> web.Response:
+    async def health(self, _: web.BaseRequest) -> web.Response:
         """200 once a backend can be used, else 503 with what is wrong with each."""
         usable = bool(self._engine.infos)
         return json_response(
@@ -53,7 +53,7 @@ class Admin:
             status=200 if usable else 503,
         )
 
-    async def state(self, _: web.Request) -> web.Response:
+    async def state(self, _: web.BaseRequest) -> web.Response:
         """Backends, slots, snapshots and queue as the scheduler sees them."""
         state = self._engine.scheduler.state
         fleet, now = state.fleet, self._now()
@@ -149,7 +149,7 @@ class Admin:
             },
         }
 
-    async def plan(self, request: web.Request, raw: bytes, name: RequestId) -> web.Response:
+    async def plan(self, request: web.BaseRequest, raw: bytes, name: RequestId) -> web.Response:
         """A dry run: candidates, prices, choice. `?path=` names the route, chat by default."""
         path = request.query.get("path", "/v1/chat/completions")
         route = route_of(path)

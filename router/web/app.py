@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import orjson
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from router.adapters.llama_reply import merge_models
 from router.adapters.llama_wire import route_of
@@ -20,6 +20,7 @@ from router.errors import (
     BadRequestError,
     BodyTooLargeError,
     ClientTooSlowError,
+    ExpectationError,
     ForbiddenError,
     RouterError,
 )
@@ -28,15 +29,12 @@ from router.types import RequestId
 from router.web.admin import Admin
 from router.web.completions import Completions
 from router.web.directory import Directory
-from router.web.relay import Capture, forward_headers, forward_target, relay
+from router.web.relay import STARTED, Capture, forward_headers, forward_target, relay
 from router.web.replies import REQUEST_ID, error_response, json_response, open_to_browsers
 
 log = structlog.get_logger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-# The response of a request, once its head is on its way to the client.
-_STARTED = web.RequestKey("started", web.StreamResponse)
+_Handler = Callable[[web.BaseRequest, RequestId], Awaitable[web.StreamResponse]]
 
 # Routes that run in slots of llama-server's own choice and overwrite what those hold
 # (llama-server.md section 2.1).
@@ -76,7 +74,7 @@ def forbidden(method: str, path: str) -> str | None:
 
 
 class App:
-    """Builds the aiohttp application; owns no state but what it was given."""
+    """Every request of every client; owns no state but what it was given."""
 
     def __init__(
         self,
@@ -98,91 +96,94 @@ class App:
         self._body_timeout_s = body_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._passthrough = passthrough
+        self._own: dict[tuple[str, str], _Handler] = {
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/kvferry/health"): self._health,
+            ("GET", "/kvferry/state"): self._state,
+            ("POST", "/kvferry/plan"): self._plan,
+        }
 
-    def build(self) -> web.Application:
-        """The application; requests are cancelled when their client leaves."""
-        app = web.Application(
-            client_max_size=self._max_body_bytes,
-            handler_args={
-                # Without it the slot of a client that left during a long prefill stays taken.
-                "handler_cancellation": True,
-                "auto_decompress": True,
-            },
+    def server(self) -> web.Server:
+        """What makes a protocol for each connection; requests are cancelled when their client
+        leaves. Needs a running loop."""
+        return web.Server(
+            self._handle,
+            # Without it the slot of a client that left during a long prefill stays taken.
+            handler_cancellation=True,
+            auto_decompress=True,
+            access_log=None,
         )
-        app.on_response_prepare.append(_note_start)
-        app.router.add_get("/metrics", self._named(self._metrics))
-        app.router.add_get("/kvferry/health", self._named(self._health))
-        app.router.add_get("/kvferry/state", self._named(self._state))
-        app.router.add_post("/kvferry/plan", self._named(self._plan))
-        app.router.add_route("*", "/{path:.*}", self._named(self._any))
-        return app
 
-    def _named(
-        self, handler: Callable[[web.Request, RequestId], Awaitable[web.StreamResponse]]
-    ) -> Handler:
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Give the request an id, and an error the router's own shape.
 
         1. An answer that the router gives on purpose.
         2. The client left while it was written to.
         3. A bug. The client learns nothing of it; half an answer must not look like a whole one.
         """
-
-        async def handle(request: web.Request) -> web.StreamResponse:
-            name = RequestId(secrets.token_hex(8))
-            try:
-                return await handler(request, name)
-            except RouterError as error:
-                self._telemetry.rejected(name, error.outcome, str(error))
-                return open_to_browsers(request, error_response(error, name))
-            except ConnectionError:
-                raise
-            except Exception as error:  # noqa: BLE001 - the top of every request: logged, counted
-                return self._failed(request, name, error)
-
-        return handle
+        name = RequestId(secrets.token_hex(8))
+        try:
+            if "Expect" in request.headers:
+                await _expected(request)
+            path = request.path
+            method = "GET" if request.method == "HEAD" else request.method
+            if own := self._own.get((method, path)):
+                return await own(request, name)
+            return await self._any(request, path, name)
+        except RouterError as error:
+            self._telemetry.rejected(name, error.outcome, str(error))
+            return open_to_browsers(request, error_response(error, name))
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the top of every request: logged, counted
+            return self._failed(request, name, error)
 
     def _failed(
-        self, request: web.Request, name: RequestId, error: Exception
+        self, request: web.BaseRequest, name: RequestId, error: Exception
     ) -> web.StreamResponse:
         log.error("request_failed", request_id=name, exc_info=error)
         told = RouterError("an error inside the router; its log has it under this request's id")
         self._telemetry.rejected(name, told.outcome, type(error).__name__)
-        started: web.StreamResponse | None = request.get(_STARTED)
+        started: web.StreamResponse | None = request.get(STARTED)
         if started is None:
             return open_to_browsers(request, error_response(told, name))
         if request.transport is not None:
             request.transport.abort()
         return started
 
-    async def _any(self, request: web.Request, name: RequestId) -> web.StreamResponse:
-        path = request.path.rstrip("/") or "/"
+    async def _any(
+        self, request: web.BaseRequest, path: str, name: RequestId
+    ) -> web.StreamResponse:
+        path = path.rstrip("/") or "/"
+        looks_at_it = request.method == "POST" and not self._passthrough
+        if looks_at_it and (route := route_of(path)):
+            raw = await self._read(request)
+            return await self._completions.completion(request, route, raw, name)
         if reason := forbidden(request.method, path):
             raise ForbiddenError(reason)
-        if self._passthrough or request.method != "POST":
-            if path in _MODELS and request.method == "GET":
-                return await self._models(request, name)
-            return await self._pass(request, name, await self._read(request), None)
+        if path in _MODELS and request.method == "GET":
+            return await self._models(request, name)
         raw = await self._read(request)
-        if route := route_of(path):
-            return await self._completions.completion(request, route, raw, name)
+        if not looks_at_it:
+            return await self._pass(request, name, raw, None)
         model = _model_of(raw)
         if path in _TAKES_SLOTS:
             return await self._completions.other(request, raw, name, model)
         return await self._pass(request, name, raw, model)
 
-    async def _metrics(self, request: web.Request, _: RequestId) -> web.StreamResponse:
+    async def _metrics(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
         return await self._admin.metrics(request)
 
-    async def _health(self, request: web.Request, _: RequestId) -> web.StreamResponse:
+    async def _health(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
         return await self._admin.health(request)
 
-    async def _state(self, request: web.Request, _: RequestId) -> web.StreamResponse:
+    async def _state(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
         return await self._admin.state(request)
 
-    async def _plan(self, request: web.Request, name: RequestId) -> web.StreamResponse:
+    async def _plan(self, request: web.BaseRequest, name: RequestId) -> web.StreamResponse:
         return await self._admin.plan(request, await self._read(request), name)
 
-    async def _read(self, request: web.Request) -> bytes:
+    async def _read(self, request: web.BaseRequest) -> bytes:
         """The body, within limits of size and time. Raises RouterError."""
         if not request.can_read_body:
             return b""
@@ -196,20 +197,25 @@ class App:
                 f"the body did not arrive within {self._body_timeout_s:g} s (limits.body_timeout)"
             ) from error
 
-    async def _read_all(self, request: web.Request) -> bytes:
+    async def _read_all(self, request: web.BaseRequest) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
         try:
-            return await request.read()
+            while chunk := await request.content.readany():
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > self._max_body_bytes:
+                    raise BodyTooLargeError(
+                        f"the body is larger than {self._max_body_bytes} bytes (limits.max_body)"
+                    )
         except web.RequestPayloadError as error:
             raise BadRequestError(
                 "the body cannot be read: its chunks or its Content-Encoding are broken"
             ) from error
-        except web.HTTPRequestEntityTooLarge as error:
-            raise BodyTooLargeError(
-                f"the body is larger than {self._max_body_bytes} bytes (limits.max_body)"
-            ) from error
+        return b"".join(chunks)
 
     async def _pass(
-        self, request: web.Request, name: RequestId, raw: bytes, model: str | None
+        self, request: web.BaseRequest, name: RequestId, raw: bytes, model: str | None
     ) -> web.StreamResponse:
         """Send a request on as it is, to a backend that fits. Raises RouterError."""
         client = self._directory.pick(self._directory.resolve(model))
@@ -225,7 +231,7 @@ class App:
             )
         return response
 
-    async def _models(self, request: web.Request, name: RequestId) -> web.StreamResponse:
+    async def _models(self, request: web.BaseRequest, name: RequestId) -> web.StreamResponse:
         """The models of all backends; a fleet with one model gives its server's own answer."""
         clients = self._directory.one_for_each_model()
         if len(clients) < 2:
@@ -235,8 +241,13 @@ class App:
         return open_to_browsers(request, merged)
 
 
-async def _note_start(request: web.Request, response: web.StreamResponse) -> None:
-    request[_STARTED] = response
+async def _expected(request: web.BaseRequest) -> None:
+    """Let a client go on that asked before it sends its body. Raises ExpectationError."""
+    if request.version < HttpVersion11:
+        return
+    if request.headers["Expect"].lower() != "100-continue":
+        raise ExpectationError("the only Expect header that is understood is 100-continue")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
 def _model_of(raw: bytes) -> str | None:

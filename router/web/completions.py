@@ -6,6 +6,7 @@ slot is and which one it will be is the engine's business.
 
 import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 from aiohttp import web
@@ -40,7 +41,7 @@ _INLINE_BYTES = 32 * 1024
 class _Exchange:
     """One client request on its way."""
 
-    http: web.Request
+    http: web.BaseRequest
     raw: bytes
     request: Request
     route: Route | None
@@ -62,7 +63,7 @@ class Completions:
         self._idle_timeout_s = idle_timeout_s
 
     async def completion(
-        self, http: web.Request, route: Route, raw: bytes, request_id: RequestId
+        self, http: web.BaseRequest, route: Route, raw: bytes, request_id: RequestId
     ) -> web.StreamResponse:
         """One of the completion routes. Raises RouterError."""
         arrived = perf_counter()
@@ -73,7 +74,7 @@ class Completions:
         return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
 
     async def describe(
-        self, http: web.Request, parsed: ParsedRequest, request_id: RequestId
+        self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
     ) -> tuple[Request, PromptReader | None]:
         """What the scheduler has to know of a completion. Raises ModelNotFoundError."""
         model = self._directory.resolve(parsed.model)
@@ -101,7 +102,7 @@ class Completions:
         return request, reader
 
     async def other(
-        self, http: web.Request, raw: bytes, request_id: RequestId, model: str | None
+        self, http: web.BaseRequest, raw: bytes, request_id: RequestId, model: str | None
     ) -> web.StreamResponse:
         """A request that takes slots as the server likes. Raises RouterError."""
         request = Request(
@@ -148,7 +149,7 @@ class Completions:
                 exchange.http.method, target, headers, _body(exchange, grant)
             ) as upstream:
                 status = upstream.status
-                encoding = upstream.headers.get("Content-Encoding")
+                encoding = upstream.header("content-encoding")
                 response, outcome = await relay(
                     exchange.http,
                     upstream,
@@ -170,7 +171,18 @@ class Completions:
             if outcome is Outcome.BACKEND_ERROR:
                 self._directory.doubt(backend)
             ok = outcome is Outcome.OK and status == 200
-            self._finish(exchange, grant, outcome, capture, encoding if ok else "unread")
+            finish = partial(
+                self._finish,
+                *(exchange, grant, outcome, capture),
+                encoding=encoding if ok else "unread",
+                ended=perf_counter(),
+            )
+            if outcome in (Outcome.OK, Outcome.REFUSED):
+                # uvloop sends what was written when this turn is over: the books can wait for the
+                # next one, which comes before anything else that the client may send.
+                asyncio.get_running_loop().call_soon(finish)
+            else:
+                finish()
 
     def _finish(
         self,
@@ -178,7 +190,9 @@ class Completions:
         grant: Grant,
         outcome: Outcome,
         capture: Capture,
+        *,
         encoding: str | None,
+        ended: float,
     ) -> None:
         """Report the end, without awaiting anything: a cancellation cannot skip it."""
         reported, whole = Reported(), True
@@ -192,8 +206,7 @@ class Completions:
                 encoding,
                 complete=whole,
             )
-        now = perf_counter()
-        total_s = now - exchange.arrived
+        total_s = ended - exchange.arrived
         ttft_s = None
         if exchange.first_byte is not None:
             ttft_s = exchange.first_byte - exchange.arrived
@@ -227,7 +240,7 @@ class Completions:
             self._engine.answer_read(grant.lease, prompt.tokens, answer)
 
 
-def parse_completion(http: web.Request, route: Route, raw: bytes) -> ParsedRequest:
+def parse_completion(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedRequest:
     """Raises BadRequestError or, where the content type explains it, UnsupportedMediaTypeError.
 
     Any content type will do for JSON: llama-server does not look at it either.
@@ -261,13 +274,13 @@ def _headers(request: Request, grant: Grant) -> dict[str, str]:
     }
 
 
-def _client(http: web.Request) -> str | None:
+def _client(http: web.BaseRequest) -> str | None:
     """Between whom the queue is fair: keys, or without one addresses. No key is kept as it is."""
     key = http.headers.get("authorization") or http.headers.get("x-api-key")
     return http.remote if key is None else f"key {hash(key):x}"
 
 
-def _session(http: web.Request) -> str | None:
+def _session(http: web.BaseRequest) -> str | None:
     for name in ("x-session-id", "session-id", "x-session-affinity", "x-litellm-session-id"):
         if value := http.headers.get(name):
             return value[:256]

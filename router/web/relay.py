@@ -10,34 +10,21 @@ from collections.abc import Callable, Mapping
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 
+from router.adapters.http1 import Header
 from router.adapters.llama_client import RelayedResponse
 from router.errors import BackendError, BackendTimeoutError, BadRequestError
 from router.types import Outcome
+from router.web.answer import HOP_BY_HOP, Answer
 
-# Of a hop, not of the message (RFC 9110 section 7.6.1), or set anew for the next hop.
-_HOP_BY_HOP = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
 # `x-conversation-id` would make the server go on generating after its client has left
 # (llama-server.md section 5.6); our own server has already decoded a compressed body.
-_NOT_FORWARDED = _HOP_BY_HOP | {
-    "host",
-    "content-length",
-    "content-encoding",
-    "expect",
-    "x-conversation-id",
+_NOT_FORWARDED = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"content-encoding",
+    b"expect",
+    b"x-conversation-id",
 }
 
 _HEAD_BYTES = 64 * 1024
@@ -45,21 +32,19 @@ _TAIL_BYTES = 64 * 1024
 _WHOLE_BYTES = 1024 * 1024
 
 
-def forward_headers(request: web.Request) -> CIMultiDict[str]:
+def forward_headers(request: web.BaseRequest) -> list[Header]:
     """The client's headers as the backend gets them."""
-    named = {
-        name.strip().lower()
-        for value in request.headers.getall("Connection", [])
-        for name in value.split(",")
-    }
-    return CIMultiDict(
-        (name, value)
-        for name, value in request.headers.items()
-        if name.lower() not in _NOT_FORWARDED and name.lower() not in named
-    )
+    left_out = _NOT_FORWARDED
+    if "Connection" in request.headers:
+        left_out = left_out | {
+            name.strip().lower().encode("utf-8", "surrogateescape")
+            for value in request.headers.getall("Connection")
+            for name in value.split(",")
+        }
+    return [header for header in request.raw_headers if header[0].lower() not in left_out]
 
 
-def forward_target(request: web.Request) -> str:
+def forward_target(request: web.BaseRequest) -> str:
     """Path and query as the backend gets them: as they came. Raises BadRequestError.
 
     A target may also be a whole URL, as for a forward proxy; the host in it is not ours to visit.
@@ -72,13 +57,8 @@ def forward_target(request: web.Request) -> str:
     return raw
 
 
-class _Relayed(web.StreamResponse):
-    """Headers go out with the first bytes, in one packet: one packet less for the client to wake
-    up for, 0.15 ms of a short answer. aiohttp does so for `web.Response`; if it forgets this
-    attribute, nothing is lost but that.
-    """
-
-    _send_headers_immediately = False
+# The response of a request, once its head is on its way to the client.
+STARTED = web.RequestKey("started", web.StreamResponse)
 
 
 class Capture:
@@ -118,7 +98,7 @@ class Capture:
 
 
 async def relay(
-    request: web.Request,
+    request: web.BaseRequest,
     upstream: RelayedResponse,
     headers: Mapping[str, str],
     idle_timeout_s: float,
@@ -130,19 +110,25 @@ async def relay(
     Raises BackendError if the backend fails before anything was sent, so that another can be
     tried. Afterwards a failure aborts the client's connection: it must not look like an end.
     """
-    response = _Relayed(status=upstream.status, reason=upstream.reason)
-    for name, value in upstream.headers.items():
-        if name.lower() not in _HOP_BY_HOP:
-            response.headers.add(name, value)
-    response.headers.update(headers)
+    response = Answer(upstream, headers)
+    outcome = Outcome.OK if upstream.status < 400 else Outcome.REFUSED
     loop = asyncio.get_running_loop()
     failed: type[BackendError] | None = None
     try:
+        if upstream.is_complete:  # no patience needed
+            body = await upstream.read()
+            capture.add(body)
+            on_first_byte()
+            await response.prepare(request)
+            request[STARTED] = response
+            await response.write_eof(body)
+            return response, outcome
         async with asyncio.timeout(idle_timeout_s) as patience:
             async for chunk in upstream:
                 if not response.prepared:
                     on_first_byte()
                     await response.prepare(request)
+                    request[STARTED] = response
                 capture.add(chunk)
                 # The client's slowness is not the backend's silence.
                 patience.reschedule(None)
@@ -160,8 +146,5 @@ async def relay(
         if request.transport is not None:
             request.transport.abort()
         return response, Outcome.BACKEND_ERROR
-    if not response.prepared:  # no body at all
-        on_first_byte()
-        await response.prepare(request)
     await response.write_eof()
-    return response, Outcome.OK if upstream.status < 400 else Outcome.REFUSED
+    return response, outcome

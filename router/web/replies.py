@@ -39,7 +39,7 @@ def json_response(
     )
 
 
-def open_to_browsers(request: web.Request, response: web.Response) -> web.Response:
+def open_to_browsers(request: web.BaseRequest, response: web.Response) -> web.Response:
     """Let the page that asked read the answer, as llama-server does with all of its own."""
     if origin := request.headers.get("Origin"):
         response.headers["Access-Control-Allow-Origin"] = origin

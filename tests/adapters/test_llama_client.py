@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from multidict import CIMultiDict
 
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
 from router.demo.launcher import free_port
@@ -105,7 +104,7 @@ async def test_server_that_never_answers() -> None:
         with pytest.raises(BackendTimeoutError):
             await client.prefill(0, pack([1, 2]))
         with pytest.raises(BackendTimeoutError):
-            async with client.relay("POST", "/completion", CIMultiDict(), b"{}"):
+            async with client.relay("POST", "/completion", [], b"{}"):
                 pass
         for _ in range(3):
             await left.acquire()
@@ -122,7 +121,7 @@ async def test_server_that_breaks_off(raw: bytes) -> None:
         with pytest.raises(BackendError):
             await client.health()
         with pytest.raises(BackendError):
-            async with client.relay("GET", "/health", CIMultiDict(), None):
+            async with client.relay("GET", "/health", [], None):
                 pass
 
 
@@ -172,7 +171,7 @@ async def test_the_key_is_ours_and_the_path_as_it_came() -> None:
         writer.close()
 
     async with serving(serve) as url, client_of(url, key="secret") as client:
-        headers = CIMultiDict({"Authorization": "Bearer client", "X-Own": "1"})
+        headers = [(b"Authorization", b"Bearer client"), (b"X-Own", b"1")]
         async with client.relay("POST", "/a%2Fb?c=%20d&e", headers, b"{}") as response:
             await response.read()
 
@@ -187,7 +186,7 @@ async def test_the_key_is_ours_and_the_path_as_it_came() -> None:
 
 async def read_to_the_end(client: LlamaClient, times: int) -> None:
     for _ in range(times):
-        async with client.relay("POST", "/x", CIMultiDict(), b"{}") as response:
+        async with client.relay("POST", "/x", [], b"{}") as response:
             await response.read()
 
 
@@ -208,7 +207,7 @@ async def test_no_connection_is_kept_after_a_stream() -> None:
 async def test_no_connection_is_kept_that_was_not_read_to_its_end() -> None:
     async with answering(answer({"long": "x" * 100})) as (url, requests), client_of(url) as c:
         for _ in range(2):
-            async with c.relay("POST", "/x", CIMultiDict(), b"{}"):
+            async with c.relay("POST", "/x", [], b"{}"):
                 pass
         assert requests == [0, 1]
 
@@ -222,7 +221,7 @@ async def test_a_body_that_ends_with_its_connection() -> None:
     async with (
         serving(serve) as url,
         client_of(url) as client,
-        client.relay("GET", "/x", CIMultiDict(), None) as response,
+        client.relay("GET", "/x", [], None) as response,
     ):
         assert await response.read() == b"all of it"
 
@@ -236,7 +235,7 @@ async def test_an_answer_that_breaks_off_is_no_answer() -> None:
     async with (
         serving(serve) as url,
         client_of(url) as client,
-        client.relay("GET", "/x", CIMultiDict(), None) as response,
+        client.relay("GET", "/x", [], None) as response,
     ):
         with pytest.raises(BackendError):
             await response.read()
@@ -248,9 +247,9 @@ async def test_the_head_of_something_long() -> None:
     async with (
         answering(head) as (url, _),
         client_of(url) as client,
-        client.relay("HEAD", "/x", CIMultiDict(), None) as response,
+        client.relay("HEAD", "/x", [], None) as response,
     ):
-        assert (response.status, response.headers["Content-Length"]) == (200, "1000")
+        assert (response.status, response.header("content-length")) == (200, "1000")
         assert await response.read() == b""
 
 
@@ -278,7 +277,7 @@ async def test_a_slow_reader_makes_the_backend_wait() -> None:
     async with (
         serving(serve) as url,
         client_of(url) as client,
-        client.relay("GET", "/x", CIMultiDict(), None) as response,
+        client.relay("GET", "/x", [], None) as response,
     ):
         await stuck.wait()
         assert sent < 32 * 1024 * 1024
@@ -288,7 +287,7 @@ async def test_a_slow_reader_makes_the_backend_wait() -> None:
 async def test_a_line_break_in_a_header_is_refused() -> None:
     async with answering(answer({})) as (url, requests), client_of(url) as client:
         with pytest.raises(BackendError):
-            async with client.relay("GET", "/x", CIMultiDict({"A": "b\nc: d"}), None):
+            async with client.relay("GET", "/x", [(b"A", b"b\nc: d")], None):
                 pass
         assert requests == []
 

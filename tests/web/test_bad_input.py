@@ -135,6 +135,12 @@ async def test_broken_http(fleet: Fleet, raw: bytes) -> None:
     assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
 
 
+async def test_an_expectation_that_nobody_knows(fleet: Fleet) -> None:
+    headers = {"Expect": "202-checking"}
+    async with fleet.session.post(fleet.url + CHAT, data=b"{}", headers=headers) as response:
+        assert_refused(await read_answer(response), 417, "invalid_request_error", "100-continue")
+
+
 async def test_prompt_longer_than_the_context(fleet: Fleet) -> None:
     """Before anything is leased: no slot is emptied for it (llama-server.md section 2.3)."""
     answer = await fleet.complete("x" * 1024)

@@ -335,3 +335,30 @@ async def test_connection_of_the_client_is_its_own(pair: Pair) -> None:
         assert b"\r\nkeep-alive:" not in head
         await reader.readexactly(len(b'{"status":"ok"}'))
     writer.close()
+
+
+async def test_an_old_client_may_keep_its_connection(pair: Pair) -> None:
+    """Where the length of the answer is known, also in HTTP/1.0."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(pair.routed.rpartition(":")[2]))
+    for _ in range(2):
+        writer.write(b"GET /health HTTP/1.0\r\nHost: x\r\nConnection: keep-alive\r\n\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert head.startswith(b"http/1.0 200")
+        assert b"\r\nconnection: keep-alive\r\n" in head
+        await reader.readexactly(len(b'{"status":"ok"}'))
+    writer.close()
+
+
+async def test_a_client_that_asks_before_it_sends_its_body(pair: Pair) -> None:
+    body = orjson.dumps(TEXT)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(pair.routed.rpartition(":")[2]))
+    writer.write(
+        b"POST /completion HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    )
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    answer = await reader.read()
+    writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200")
