@@ -66,6 +66,6 @@ async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: Me
     directory = directory_of(info_of("a", kind), reader=reader)
     completions = Completions(cast(Engine, None), directory, lambda coro, *, name: None, 1.0)
     parsed = parse_request(Route.CHAT, {"messages": [], "model": "m"})
-    http = cast(web.Request, SimpleNamespace(headers={}))
+    http = cast(web.Request, SimpleNamespace(headers={}, remote=None))
     await completions.describe(http, parsed, RequestId("r"))
     assert reader.boundaries == [kind is MemoryKind.HYBRID]
