@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -17,15 +16,10 @@ from router.simulate.command import add_options, simulate
 
 OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
 
-# Read when a process starts: all objects close together, on huge pages (docs/adr/0010).
-_MEMORY = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `kvferry` command. Returns the exit code: 0 fine, 1 cannot work, 2 bad input."""
     options = _parser().parse_args(argv)
-    if options.run is _serve and argv is None:
-        _start_anew()
     try:
         code: int = options.run(options)
     except ConfigError as error:
@@ -103,13 +97,6 @@ def _config(options: argparse.Namespace) -> Config:
     if given:
         raise StartError(f"{', '.join(given)}: not together with --config; put it into the file")
     return load(options.config)
-
-
-def _start_anew() -> None:
-    """Replace this process by itself with `_MEMORY`; once, and not if somebody has chosen."""
-    if sys.platform == "linux" and os.environ.keys().isdisjoint(_MEMORY):
-        command = [sys.executable, *sys.orig_argv[1:]]
-        os.execve(sys.executable, command, os.environ | _MEMORY)  # noqa: S606 - our own argv
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -150,11 +150,6 @@ class Process:
         assert self._process.returncode is not None
         return self._process.returncode
 
-    def environment(self) -> dict[str, str]:
-        """What the running program was started with. Linux."""
-        lines = Path(f"/proc/{self._process.pid}/environ").read_text().split("\0")
-        return dict(line.split("=", 1) for line in lines if line)
-
     def kill(self) -> None:
         if self._process.returncode is None:
             self._process.kill()
@@ -209,22 +204,6 @@ async def test_serve_without_a_backend_that_answers(tmp_path: Path) -> None:
         async with session.get(f"{url}/kvferry/health") as response:
             assert response.status == 503
 
-        assert await process.end(signal.SIGTERM) == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="nothing is done elsewhere")
-@pytest.mark.parametrize(
-    ("chosen", "found"), [({}, "malloc"), ({"PYTHONMALLOC": "pymalloc"}, "pymalloc")]
-)
-async def test_objects_on_huge_pages(chosen: dict[str, str], found: str) -> None:
-    """It starts itself anew with the settings for that, unless somebody has chosen others."""
-    flags = ("--backend", NOBODY, "--listen", "127.0.0.1:0")
-    async with serving(*flags, **chosen) as process:
-        await process.event("listening")
-        names = process.environment()
-
-        assert names["PYTHONMALLOC"] == found
-        assert ("GLIBC_TUNABLES" in names) is (not chosen)
         assert await process.end(signal.SIGTERM) == 0
 
 
