@@ -56,7 +56,10 @@ async def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         load, ctx = await _load(model, options)
     except TraceError as error:
         parser.error(f"argument --trace: {error}")
-    shape = Shape(model, options.servers, options.slots, options.ctx or ctx, options.threads)
+    shape = Shape(
+        *(model, options.servers, options.slots, options.ctx or ctx, options.threads),
+        log_level="info" if options.logs is None else "debug",
+    )
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="kvferry-fleet-") as scratch:
         for number in range(1, options.runs + 1):

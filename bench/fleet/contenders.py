@@ -16,7 +16,7 @@ from router.config import Policy, PolicyName
 from router.demo.launcher import LlamaServer
 
 KVFERRY, NGINX, SGLANG = "kvferry", "nginx", "sglang"
-_LOGGING = "logging: {format: json, level: debug}"
+_LOGGING = "logging: {{format: json, level: {}}}"
 # llama-server's default when nothing is said; the launcher's own flag is 0 and comes before.
 _RAM_CACHE = ("--cache-ram", "8192")
 
@@ -82,6 +82,7 @@ class Shape:
     slots: int  # of each
     ctx_per_slot: int
     threads: int
+    log_level: str = "info"  # of kvferry
 
 
 @asynccontextmanager
@@ -104,7 +105,7 @@ async def running(contender: Contender, shape: Shape, home: Path) -> AsyncIterat
             for number in range(shape.servers)
         ]
         urls = [server.url for server in servers]
-        proxy = await stack.enter_async_context(_proxy(contender, urls, home, kv_dir))
+        proxy = await stack.enter_async_context(_proxy(contender, urls, home, shape.log_level))
         own = proxy.url if contender.kind == KVFERRY else None
         processes = [Proxy("llama", each.url, each.pid) for each in servers if each.pid is not None]
         fleet = Fleet(proxy.url, tuple(urls), own, proxy, tuple(processes))
@@ -113,11 +114,12 @@ async def running(contender: Contender, shape: Shape, home: Path) -> AsyncIterat
 
 
 def _proxy(
-    contender: Contender, urls: Sequence[str], home: Path, kv_dir: Path
+    contender: Contender, urls: Sequence[str], home: Path, log_level: str
 ) -> AbstractAsyncContextManager[Proxy]:
     if contender.kind == KVFERRY:
         policy = json.dumps(_policy(contender.more or str(PolicyName.PREFER_IDLE)))
-        return rig.kvferry(KVFERRY, urls, home, kv_dir=kv_dir, policy=policy, more=_LOGGING)
+        more = _LOGGING.format(log_level)
+        return rig.kvferry(KVFERRY, urls, home, kv_dir=home / "kv", policy=policy, more=more)
     if contender.kind == SGLANG:
         python = rig.find_sglang()
         assert python is not None
