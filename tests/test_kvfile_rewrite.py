@@ -321,7 +321,7 @@ def random_rewrite(seed: int, size: int, *, forward: bool) -> Rewrite:
             gap = chance.choice([1, 100, 1 << 12, (1 << 12) + 1, 20_000])
             most = (size - n) // (n + gap) + 1
             rows = Rows(0, n, n + gap, chance.randint(1, most) if most > 1 else 1)
-            if rows.n * n > 3 << 20:
+            if rows.n * n > 1 << 19:
                 continue
             pieces.append(
                 rows._replace(offset=chance.randint(0, size - n - rows.stride * (rows.n - 1)))
