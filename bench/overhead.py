@@ -81,9 +81,9 @@ async def measure(options: argparse.Namespace) -> Report:
             report.notes.append(rig.NGINX_HINT)
         await _idle(proxies, options.idle_seconds, report)
         for rate in (float(text) for text in options.rates.split(",")):
-            for case, bodies in _CASES.items():
-                case_ = _Case(case, bodies, rate, options.seconds)
-                await asyncio.to_thread(_loaded, proxies, case_, report)
+            for name, bodies in _CASES.items():
+                case = _Case(name, bodies, rate, options.seconds)
+                await asyncio.to_thread(_loaded, proxies, case, report)
     report.notes.append(
         "the fake's tokens are bytes, where real text has about four of them in a token; "
         "CPU ms/1,000 tokens: of all that a request costs"

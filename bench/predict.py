@@ -9,6 +9,7 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,13 +25,11 @@ from router.simulate.experiment import Experiment
 from router.simulate.fleet import Setup
 from router.simulate.hardware import PRESETS, Hardware
 from router.simulate.measure import Result
-from router.simulate.trace import Line, Trace, read_trace
+from router.simulate.trace import Line, Trace, TraceError, read_trace
 from tests.models import tiny_model
 
 COLUMNS = ("what", "real", "predicted", "error %")
 _MARGIN = 512  # of a slot, in tokens
-_BATCH = 2048  # llama-server's `-b`
-_MIN_TOKENS = 128  # kvferry's default
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def measure(options: argparse.Namespace) -> Report:
     """One real run, one simulation."""
     report = Report("predict", "Simulated and real", list(COLUMNS), arguments_of(options))
-    lines = read_trace(options.trace, options.limit)
+    try:
+        lines = read_trace(options.trace, options.limit)
+    except (OSError, TraceError) as error:
+        raise SystemExit(f"bench.predict: argument --trace: {error}") from None
     longest = max(line.input_tokens + line.output_tokens for line in lines) // options.scale
     model = (await asyncio.to_thread(tiny_model, "llama")).path
     shape = Shape(model, options.servers, options.slots, longest + _MARGIN, threads=1)
@@ -127,7 +129,8 @@ def _hardware(rates: Sequence[Json], scale: int) -> Hardware:
     def speed(seconds: float) -> float:
         return size / max(seconds - plain.transfer_s, seconds / 10, 1e-6)
 
-    return Hardware(
+    return replace(
+        plain,
         prefill_s=1 / middle("prefill_tokens_per_s") / scale,
         prefill_depth_s=0.0,
         decode_s=1 / middle("output_tokens_per_s") / scale,
@@ -135,8 +138,7 @@ def _hardware(rates: Sequence[Json], scale: int) -> Hardware:
         bytes_per_token=round(size / 1000 / scale),
         save_bytes_per_s=speed(middle("save_1000_tokens_s")),
         restore_bytes_per_s=speed(middle("restore_1000_tokens_s")),
-        rewrite_bytes_per_s=plain.rewrite_bytes_per_s,
-        batch=_BATCH * scale,
+        batch=plain.batch * scale,
     )
 
 
@@ -144,14 +146,15 @@ def _simulated(
     lines: list[Line], shape: Shape, hardware: Hardware, options: argparse.Namespace
 ) -> Result:
     scale: int = options.scale
-    setup = Setup(
-        hardware=hardware,
+    plain = Setup(hardware)
+    setup = replace(
+        plain,
         servers=shape.servers,
         slots=shape.slots,
         n_ctx=shape.ctx_per_slot * scale,
         policy=Policy(name=PolicyName.PREFER_IDLE),
         budget_bytes=UNLIMITED,
-        min_tokens=_MIN_TOKENS * scale,
+        min_tokens=plain.min_tokens * scale,
         scale=scale,
     )
     source = partial(Trace, lines, scale, options.speed)

@@ -106,16 +106,18 @@ def serve_queue(state: State, now: float) -> None:
     3. It needs all slots of a backend, or the choice of them: nobody behind it may take slots on
        the one it will get, or it would starve.
     """
+    if not state.fleet.slots.any_idle():
+        return
     reserved: set[BackendId] = set()
     for waiting in state.queue.first(_LOOKED_AT):
-        if not state.fleet.slots.any_idle():
-            return
         request = waiting.request
         if reserved:
             request = replace(request, avoid=request.avoid | reserved)
         decision = plan(request, state.fleet, now, now - waiting.since, losers=0)
         if decision is not None and decision.chosen.wait_for is None:
             _grant(state, waiting, decision, now)
+            if not state.fleet.slots.any_idle():
+                return
         elif decision is None and (request.whole_backend or not request.pinnable):
             shut = [
                 backend
