@@ -1,6 +1,6 @@
 """What a slot holds after something happened to it. Certain, or not claimed."""
 
-from router.core.reuse import CHECKPOINT_BEFORE_END
+from router.core.reuse import CHECKPOINT_BEFORE_END, MAX_CHECKPOINTS
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.tokens import Tokens, common_prefix, count, head, iterate, join
 from router.types import Prompt, Reported
@@ -8,13 +8,18 @@ from router.types import Prompt, Reported
 
 def after_prefill(before: Resident, tokens: Tokens, reported: Reported) -> Resident:
     """After a prefill of the router's own: its tokens, and the rollback points it has made."""
-    last = max(count(tokens) - CHECKPOINT_BEFORE_END, 0)
-    return Resident(tokens, 0, (*_kept(before, reported), last))
+    return Resident(tokens, 0, _checkpoints(before, reported, count(tokens)))
 
 
-def _kept(before: Resident, reported: Reported) -> tuple[int, ...]:
-    """Rollback points within what a request reused; the server drops the others."""
-    return tuple(c for c in before.checkpoints if c <= (reported.cached_tokens or 0))
+def _checkpoints(before: Resident, reported: Reported, n_prompt: int) -> tuple[int, ...]:
+    """Rollback points within what a request reused, and the one just before the end of its prompt.
+
+    The server drops the others, and the first ones where there are too many. It makes more, at
+    starts of user messages; which ones is not claimed.
+    """
+    kept = {c for c in before.checkpoints if c <= (reported.cached_tokens or 0)}
+    kept.add(max(n_prompt - CHECKPOINT_BEFORE_END, 0))
+    return tuple(sorted(kept)[-MAX_CHECKPOINTS:])
 
 
 def after_finish(prompt: Prompt, reported: Reported, before: Resident = NOTHING) -> Resident:
@@ -33,9 +38,7 @@ def after_finish(prompt: Prompt, reported: Reported, before: Resident = NOTHING)
         return _with_media(prompt, reported)
     if reported.prompt_tokens is not None and reported.prompt_tokens != len(prompt):
         return UNKNOWN
-    # The server makes more, at starts of user messages; which ones is not claimed.
-    last = max(len(prompt) - CHECKPOINT_BEFORE_END, 0)
-    checkpoints = (*_kept(before, reported), last)
+    checkpoints = _checkpoints(before, reported, len(prompt))
     if reported.generated is not None:
         held = head(reported.generated, max(count(reported.generated) - 1, 0))
         return Resident(join([prompt.tokens, held]), 0, checkpoints)

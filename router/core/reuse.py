@@ -5,6 +5,7 @@ from router.types import MemoryKind
 # llama-server takes a checkpoint this many tokens before the end of every prompt
 # (llama-server.md section 4.1), which is what saves an identical prompt on a live slot.
 CHECKPOINT_BEFORE_END = 4
+MAX_CHECKPOINTS = 32  # of a slot: `--ctx-checkpoints`, by default (llama-server.md section 3)
 
 
 def reusable_tokens(

@@ -6,7 +6,8 @@ next chunk is read only after the last one was written.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 
 import aiohttp
 from aiohttp import web
@@ -97,6 +98,42 @@ class Capture:
         return [whole[:limit], b"\n\n", whole[-limit:]]
 
 
+class _Silence:
+    """Cancels a wait for the backend when it has lasted too long; `since` when it lasts, None: it
+    does not wait now. Loop time.
+
+    One timer that looks now and then: one for each event of a stream would cost as much as sending
+    it.
+    """
+
+    def __init__(self, limit_s: float, timeout: asyncio.Timeout) -> None:
+        self._limit_s = limit_s
+        self._timeout = timeout
+        self._loop = asyncio.get_running_loop()
+        self.since: float | None = self._loop.time()
+        self.look()
+
+    def look(self) -> None:
+        """End the wait, or look again when it could be time to."""
+        now = self._loop.time()
+        since = now if self.since is None else self.since
+        if since + self._limit_s <= now:
+            self._timeout.reschedule(now)
+        else:
+            self.timer = self._loop.call_at(since + self._limit_s, self.look)
+
+
+@asynccontextmanager
+async def _silence(limit_s: float) -> AsyncIterator[_Silence]:
+    """Raises TimeoutError inside when the backend has been silent for `limit_s`."""
+    async with asyncio.timeout(None) as timeout:
+        silence = _Silence(limit_s, timeout)
+        try:
+            yield silence
+        finally:
+            silence.timer.cancel()
+
+
 async def relay(
     request: web.BaseRequest,
     upstream: RelayedResponse,
@@ -123,7 +160,7 @@ async def relay(
             request[STARTED] = response
             await response.write_eof(body)
             return response, outcome
-        async with asyncio.timeout(idle_timeout_s) as patience:
+        async with _silence(idle_timeout_s) as silence:
             async for chunk in upstream:
                 if not response.prepared:
                     on_first_byte()
@@ -131,9 +168,9 @@ async def relay(
                     request[STARTED] = response
                 capture.add(chunk)
                 # The client's slowness is not the backend's silence.
-                patience.reschedule(None)
+                silence.since = None
                 await response.write(chunk)
-                patience.reschedule(loop.time() + idle_timeout_s)
+                silence.since = loop.time()
     except (ConnectionResetError, aiohttp.ClientConnectionResetError):
         return response, Outcome.CLIENT_GONE
     except TimeoutError:

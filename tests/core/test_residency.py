@@ -65,6 +65,19 @@ def test_checkpoints_are_those_that_were_kept_and_one_just_before_the_end() -> N
     assert after_finish(PROMPT, Reported()).checkpoints == (0,)
 
 
+def test_checkpoints_are_no_more_for_the_same_prompt_again_and_for_a_long_talk_not_without_end() -> (
+    None
+):
+    again = Reported(10, 9)
+    once = after_finish(Prompt(run_of(10)), again)
+    assert after_finish(Prompt(run_of(10)), again, once).checkpoints == once.checkpoints == (6,)
+
+    held = NOTHING
+    for turn in range(1, 100):
+        held = after_finish(Prompt(run_of(10 * turn)), Reported(10 * turn, 10 * turn - 10), held)
+    assert held.checkpoints == tuple(10 * turn - 4 for turn in range(68, 100))
+
+
 def test_a_prefill_leaves_a_checkpoint_too() -> None:
     before = Resident(run_of(5), 0, (1, 3))
 
