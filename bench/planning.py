@@ -10,7 +10,8 @@ import random
 import sys
 import tracemalloc
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +22,7 @@ from router.core.cost import Rates
 from router.core.fleet import Fleet
 from router.core.planner import plan
 from router.core.slots import Resident
-from router.tokens import Tokens, head
+from router.tokens import WIDTH, Tokens, head
 from router.types import (
     BackendId,
     BackendInfo,
@@ -43,6 +44,12 @@ _GROUP = 20  # snapshots that share a prefix; every second snapshot is in a grou
 _VOCABULARY = 150_000
 _PAGE_BYTES = 4096
 _SLOTS = 1_000  # whose memory is measured
+_ADD = "add to catalog"
+_PLANS = (  # how much of the prompt a snapshot holds, and where the plan should then start
+    ("plan, deep match", 0.9, Source.SNAPSHOT),
+    ("plan, shallow match", 0.1, Source.SNAPSHOT),
+    ("plan, no match", 0.0, Source.COLD),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,23 +62,75 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """All numbers of snapshots, the fewest first: it is what the others are compared with."""
+    """All numbers of snapshots in turn, so that none has the processor and its caches to itself:
+    in production other work comes between two plans as well. The fewest are what the others are
+    compared with."""
     report = Report("planning", "A decision, by snapshots", list(COLUMNS), arguments_of(options))
-    least: dict[str, float] = {}
-    for count in sorted(int(text) for text in options.counts.split(",")):
-        _measure_count(count, options, report, least)
-    report.add(
-        None, "a slot that holds something", _SLOTS, *[None] * 3, _slot_bytes(options.tokens)
-    )
+    sizes = [_Size.of(int(text), options.tokens) for text in options.counts.split(",")]
+    sizes.sort(key=lambda size: len(size.snapshots))
+    random_ = random.Random(1)
+    for what, share, source in _PLANS:
+        for size in sizes * options.rounds:
+            start = head(random_.choice(size.snapshots).tokens, int(share * options.tokens))
+            rest = make_tokens(random_, options.tokens - len(start) // WIDTH)
+            size.plan(what, Tokens(start + rest), source)
+    for number, size in enumerate(sizes):
+        size.evict(make_snapshots(options.rounds, options.tokens, seed=2 + number))
+    for size in sizes:
+        for what, times in size.times.items():
+            ratio = median(times) / median(sizes[0].times[what])
+            row = len(size.snapshots), what, len(times), median(times) * 1e6
+            grown = size.bytes_each if what == _ADD else None
+            report.add(*row, percentile(times, 99) * 1e6, ratio, grown)
+    slot_bytes = _slot_bytes(options.tokens)
+    report.add(None, "a slot that holds something", _SLOTS, *[None] * 3, slot_bytes)
     report.notes.append(
         f"half of the snapshots share a prefix of a quarter to three quarters with {_GROUP - 1} "
         f"others"
     )
     report.notes.append(
-        f"memory: the tokens of a snapshot are {options.tokens * 4:,} bytes, which the index uses "
-        "where it can; `index bytes each` is what the process grows by beyond them"
+        f"memory: the tokens of a snapshot are {options.tokens * WIDTH:,} bytes, which the index "
+        "uses where it can; `index bytes each` is what the process grows by beyond them"
     )
     return report
+
+
+@dataclass
+class _Size:
+    """A fleet with so many snapshots, and how long things took with it, in seconds."""
+
+    snapshots: list[Snapshot]
+    fleet: Fleet
+    times: dict[str, list[float]]
+    bytes_each: float
+
+    @classmethod
+    def of(cls, count: int, tokens: int) -> "_Size":
+        snapshots = list(make_snapshots(count, tokens))
+        fleet = make_fleet(snapshots, tokens)
+        gc.collect()
+        before = rss_bytes()
+        adding = [_timed(partial(fleet.catalog.add, s, MemoryKind.FULL, 1.0)) for s in snapshots]
+        gc.collect()
+        return cls(snapshots, fleet, {_ADD: adding}, (rss_bytes() - before) / count)
+
+    def plan(self, what: str, ids: Tokens, source: Source) -> None:
+        """Decide about one prompt, which should start from `source`."""
+        request = Request(RequestId(what), Prompt(ids))
+        begin = perf_counter()
+        decision = plan(request, self.fleet, 0.0)
+        self.times.setdefault(what, []).append(perf_counter() - begin)
+        if decision is None or decision.chosen.source is not source:
+            raise RuntimeError(f"{what}: {decision}")
+
+    def evict(self, newcomers: Iterable[Snapshot]) -> None:
+        """The limit is what there is: each newcomer makes the catalog give one up."""
+        times = self.times.setdefault("add and evict", [])
+        for newcomer, _ in zip(newcomers, self.snapshots, strict=False):
+            named = replace(newcomer, id=SnapshotId(f"new-{newcomer.id}"))
+            times.append(_timed(partial(self.fleet.catalog.add, named, MemoryKind.FULL, 2.0)))
+        if self.fleet.catalog.evicted != len(times):
+            raise RuntimeError(f"{self.fleet.catalog.evicted} evicted, not {len(times)}")
 
 
 def make_tokens(random_: random.Random, n: int) -> Tokens:
@@ -88,7 +147,7 @@ def make_snapshots(n: int, tokens: int, seed: int = 0) -> Iterator[Snapshot]:
             low, high = max(tokens // 4, 1), max(tokens * 3 // 4, 1)
             shared = make_tokens(random_, random_.randint(low, high))
         start = shared if number % 2 else Tokens(b"")
-        ids = Tokens(start + make_tokens(random_, tokens - len(start) // 4))
+        ids = Tokens(start + make_tokens(random_, tokens - len(start) // WIDTH))
         yield Snapshot(SnapshotId(f"{number:08x}"), SPACE, PLACE, ids, tokens * BYTES_PER_TOKEN)
 
 
@@ -106,54 +165,6 @@ def make_fleet(snapshots: Sequence[Snapshot], tokens: int) -> Fleet:
             slot.resident = Resident(make_tokens(random_, tokens))
     fleet.catalog = Catalog(Limits(max_bytes=len(snapshots) * tokens * BYTES_PER_TOKEN))
     return fleet
-
-
-def _measure_count(
-    count: int, options: argparse.Namespace, report: Report, least: dict[str, float]
-) -> None:
-    tokens = options.tokens
-    snapshots = list(make_snapshots(count, tokens))
-    fleet = make_fleet(snapshots, tokens)
-    gc.collect()
-    before = rss_bytes()
-    adding = [_timed(partial(fleet.catalog.add, s, MemoryKind.FULL, 1.0)) for s in snapshots]
-    gc.collect()
-    grown = (rss_bytes() - before) / count
-
-    def add(what: str, times: list[float], size_bytes: float | None = None) -> None:
-        p50 = median(times) * 1e6
-        ratio = p50 / least.setdefault(what, p50)
-        report.add(*(count, what, len(times), p50, percentile(times, 99) * 1e6, ratio, size_bytes))
-
-    random_ = random.Random(1)
-    for what, share, source in (
-        ("plan, deep match", 0.9, Source.SNAPSHOT),
-        ("plan, shallow match", 0.1, Source.SNAPSHOT),
-        ("plan, no match", 0.0, Source.COLD),
-    ):
-        times = []
-        for number in range(options.rounds):
-            start = head(random_.choice(snapshots).tokens, int(share * tokens))
-            ids = Tokens(start + make_tokens(random_, tokens - len(start) // 4))
-            request = Request(RequestId(str(number)), Prompt(ids))
-            begin = perf_counter()
-            decision = plan(request, fleet, 0.0)
-            times.append(perf_counter() - begin)
-            if decision is None or decision.chosen.source is not source:
-                raise RuntimeError(f"{what}: {decision}")
-        add(what, times)
-    add("add to catalog", adding, grown)
-    # The limit is what there is: each newcomer makes the catalog give one up.
-    newcomers = make_snapshots(min(options.rounds, count), tokens, seed=2)
-    evicting = []
-    for newcomer in newcomers:
-        renamed = Snapshot(
-            *(SnapshotId(f"new-{newcomer.id}"), SPACE, PLACE, newcomer.tokens, newcomer.size_bytes)
-        )
-        evicting.append(_timed(partial(fleet.catalog.add, renamed, MemoryKind.FULL, 2.0)))
-    add("add and evict", evicting)
-    if fleet.catalog.evicted != len(evicting):
-        raise RuntimeError(f"{fleet.catalog.evicted} evicted, not {len(evicting)}")
 
 
 def _slot_bytes(tokens: int) -> float:
