@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 
 from bench import rig
 from bench.client import Json, WrongAnswerError, stream_all
@@ -28,7 +27,9 @@ CHAT = "/v1/chat/completions"
 
 @dataclass
 class _Seen:
-    rates: list[float] = field(default_factory=list)  # events a second, all streams of a round
+    # Events a second of all streams of a round, from the first one to the last: how long the
+    # first takes is bench.latency's.
+    rates: list[float] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
     n_reads: int = 0
     n_events: int = 0
@@ -67,7 +68,10 @@ async def measure(options: argparse.Namespace) -> Report:
                 urls[name] = (await stack.enter_async_context(way)).url
         for number in numbers:
             await asyncio.to_thread(_measure_one, urls, number, options, report)
-    report.notes.append("gap: between two reads of a stream that bring events")
+    report.notes.append(
+        "gap: between two reads of a stream that bring events; x direct: median of the ratios "
+        "within a round"
+    )
     return report
 
 
@@ -80,11 +84,9 @@ def _measure_one(
         names = list(urls)
         at = turn % len(names)
         for name in names[at:] + names[:at]:
-            start = perf_counter()
             streams = stream_all(
                 urls[name], CHAT, [_body(options.tokens, i) for i in range(number)]
             )
-            seconds = perf_counter() - start
             counts = {stream.n_events for stream in streams}
             each = each or max(counts)
             if counts != {each}:
@@ -92,7 +94,9 @@ def _measure_one(
             if turn < 0:
                 continue  # warm-up
             found = seen[name]
-            found.rates.append(number * each / seconds)
+            first = min(stream.reads_s[0] for stream in streams)
+            last = max(stream.reads_s[-1] for stream in streams)
+            found.rates.append(number * (each - 1) / (last - first))
             found.n_events += number * each
             for stream in streams:
                 found.gaps_ms += [gap * 1000 for gap in stream.gaps_s]
@@ -100,7 +104,7 @@ def _measure_one(
     for name, found in seen.items():
         report.add(
             *(number, name, len(found.rates), each, median(found.rates)),
-            median(found.rates) / median(seen["direct"].rates),
+            median([a / b for a, b in zip(found.rates, seen["direct"].rates, strict=True)]),
             *(median(found.gaps_ms), percentile(found.gaps_ms, 99)),
             found.n_reads / max(found.n_events, 1),
         )

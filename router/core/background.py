@@ -84,9 +84,6 @@ def _save(state: State, slot: Slot, now: float) -> None:
     state.saves += 1
     name = RequestId(f"save-{state.saves}")
     job = Job(id=name, lease=slot.lease(name), since=now)
-    # Who wants this very content can wait the moment that it takes.
-    slot.pending, slot.sharing = slot.resident.tokens, True
-    slot.busy_until = now + state.fleet.rates[slot.id.backend].save_s(len(slot.resident))
     job.steps.append(SaveStep(slot.id, SaveReason.IDLE))
     state.jobs[job.id] = job
     next_step(state, job, now)

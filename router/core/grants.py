@@ -151,9 +151,11 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
         gated=fleet.needs_gate(backend, request),
     )
     state.jobs[job.id] = job
-    slot.pending = request.prompt.tokens
     needs_s = decision.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
-    slot.busy_until = now + needs_s
+    # What the router computes first can be shared; that a save or a restore comes before does not
+    # matter to those who wait for it.
+    slot.pending, slot.sharing = request.prompt.tokens, decision.prefill_first
+    slot.busy_until = now + (decision.ttft_s if slot.sharing else needs_s)
     state.queue.serve(request.id, needs_s)
     if request.whole_backend:
         rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]

@@ -1,11 +1,13 @@
 """Ways to serve a request that begin with waiting for a busy slot, priced in seconds."""
 
+from collections.abc import Iterator
+
 from router.core.ask import Ask, Cheapest
 from router.core.displacement import can_save
 from router.core.plan import Candidate, Price
 from router.core.reuse import reusable_tokens
-from router.core.slots import Phase
-from router.tokens import count
+from router.core.slots import Phase, Slot
+from router.tokens import common_prefix, count
 from router.types import Source
 
 _BUSY = (Phase.PREPARING, Phase.RUNNING)
@@ -14,45 +16,69 @@ _BUSY = (Phase.PREPARING, Phase.RUNNING)
 def starting_later(ask: Ask, n: int) -> list[Candidate]:
     """Ways that begin with waiting for a busy slot which has, or is computing, the prefix.
 
-    1. Its prefill is under way on its own, and will be saved for all who wait; or what it holds
-       is being saved anyway.
-    2. It runs somebody's request: only where the policy allows to wait for the owner.
+    1. What it holds is being written to a file, perhaps because the slot is somebody else's now.
+    2. Its prefill is under way on its own, and will be saved for all who wait.
+    3. It runs somebody's request: only where the policy allows to wait for the owner.
 
-    The `n` cheapest of either kind are among them.
+    The `n` cheapest of the first two and of the third are among them.
     """
     if ask.has_no_say:
         return []
-    fleet, request, shared = ask.fleet, ask.request, ask.shared
+    fleet, shared = ask.fleet, ask.shared
     may_wait, at_least = fleet.policy.may_wait, max(fleet.catalog.limits.min_tokens, 1)
     saved, owners = Cheapest(n), Cheapest(n)
+    for slot in _busy(ask):
+        if slot.saving and (way := _once_saved(ask, slot, at_least)):
+            saved.add(way)
+        if not (slot.sharing or may_wait):
+            continue
+        common = shared.get(slot.id, 0)
+        if common < at_least:
+            continue  # nobody will save so little for others
+        info, rates = fleet.infos[slot.id.backend], fleet.rates[slot.id.backend]
+        held = count(slot.pending)
+        reused = reusable_tokens(info.memory_kind, ask.n_prompt, common, held)
+        if reused < at_least:
+            continue
+        wait_s = max(slot.busy_until - ask.now, 0.0)
+        rest_s = rates.prefill_s(ask.n_prompt - reused, reused)
+        if slot.sharing and can_save(fleet, info, held):
+            ask.computing = max(ask.computing, reused)
+            if not saved.beat(wait_s + rest_s):
+                saved.add(_from_file(ask, slot, held, reused, wait_s))
+        elif may_wait and wait_s <= fleet.policy.max_wait_s and fleet.wants(slot, ask.request):
+            price = Price(wait_s=wait_s, prefill_s=rest_s)
+            owners.add(Candidate(slot.id, Source.RESIDENT, reused, price, wait_for=slot.id))
+    return saved.ways + owners.ways
+
+
+def _busy(ask: Ask) -> Iterator[Slot]:
+    """Slots that could be waited for."""
+    fleet, may_wait = ask.fleet, ask.fleet.policy.may_wait
     for backend, slots in fleet.slots.by_backend():
         phases = fleet.slots.phases(backend)
         if not (phases[Phase.PREPARING] or (may_wait and phases[Phase.RUNNING])):
             continue
-        if not fleet.serves(backend, request):
-            continue
-        info, rates = fleet.infos[backend], fleet.rates[backend]
-        for slot in slots:
-            if slot.phase not in _BUSY or not (slot.sharing or may_wait):
-                continue
-            common = shared.get(slot.id, 0)
-            if common < at_least:
-                continue  # nobody will save so little for others
-            held = count(slot.pending)
-            reused = reusable_tokens(info.memory_kind, ask.n_prompt, common, held)
-            if reused < at_least:
-                continue
-            wait_s = max(slot.busy_until - ask.now, 0.0)
-            rest_s = rates.prefill_s(ask.n_prompt - reused, reused)
-            if slot.sharing and can_save(fleet, info, held):
-                ask.computing = max(ask.computing, reused)
-                if saved.beat(wait_s + rest_s):
-                    continue
-                size_bytes = round(held * rates.bytes_per_token.value)
-                back_s = rates.save_s(held) + rates.restore_s(size_bytes)
-                price = Price(wait_s=wait_s, restore_s=back_s, prefill_s=rest_s)
-                saved.add(Candidate(slot.id, Source.SNAPSHOT, reused, price, wait_for=slot.id))
-            elif may_wait and wait_s <= fleet.policy.max_wait_s and fleet.wants(slot, request):
-                price = Price(wait_s=wait_s, prefill_s=rest_s)
-                owners.add(Candidate(slot.id, Source.RESIDENT, reused, price, wait_for=slot.id))
-    return saved.ways + owners.ways
+        if fleet.serves(backend, ask.request):
+            yield from (slot for slot in slots if slot.phase in _BUSY)
+
+
+def _once_saved(ask: Ask, slot: Slot, at_least: int) -> Candidate | None:
+    """What a slot holds is being saved. Until then nobody can have it: if the slot is another's
+    already, this is the only place where it still is."""
+    info, held = ask.fleet.infos[slot.id.backend], count(slot.saving)
+    common = common_prefix(slot.saving, ask.request.prompt.tokens)
+    reused = reusable_tokens(info.memory_kind, ask.n_prompt, common, held)
+    if reused < at_least or not can_save(ask.fleet, info, held):
+        return None
+    ask.computing = max(ask.computing, reused)
+    return _from_file(ask, slot, held, reused, 0.0)
+
+
+def _from_file(ask: Ask, slot: Slot, held: int, reused: int, wait_s: float) -> Candidate:
+    """Wait, until it is saved as well, and restore it."""
+    rates = ask.fleet.rates[slot.id.backend]
+    back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
+    rest_s = rates.prefill_s(ask.n_prompt - reused, reused)
+    price = Price(wait_s=wait_s, restore_s=back_s, prefill_s=rest_s)
+    return Candidate(slot.id, Source.SNAPSHOT, reused, price, wait_for=slot.id)

@@ -88,7 +88,8 @@ class Slot:
     resident: Resident = NOTHING
     last_used: float = 0.0
     busy_until: float = 0.0
-    pending: Tokens = EMPTY  # what the lease in force computes, or saves
+    pending: Tokens = EMPTY  # what the lease in force computes
+    saving: Tokens = EMPTY  # what is being written to a file at this moment
     sharing: bool = False  # PREPARING, and others may have `pending` when that is done
     saved: bool = False  # the background has had its chance with this content
     # How many slots of its backend are in which phase. Shared by them; counted rather than looked
@@ -136,7 +137,7 @@ class Slot:
         self._check(lease)
         self._move(Move.RELEASE)
         self.holder = None
-        self.pending, self.sharing = EMPTY, False
+        self.pending, self.saving, self.sharing = EMPTY, EMPTY, False
         self.resident = resident
         self.last_used = now
         self.saved = False
@@ -146,7 +147,7 @@ class Slot:
         self._move(Move.LOSE)
         self.generation += 1
         self.holder = None
-        self.pending, self.sharing = EMPTY, False
+        self.pending, self.saving, self.sharing = EMPTY, EMPTY, False
         self.resident = NOTHING
 
     def _check(self, lease: Lease) -> None:

@@ -26,7 +26,7 @@ from router.core.plan import Plan
 from router.core.residency import after_prefill
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
-from router.tokens import Tokens, common_prefix, count, head
+from router.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.types import MemoryKind, Request, Snapshot, SnapshotId
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
@@ -74,6 +74,9 @@ def next_step(state: State, job: Job, now: float) -> None:
     match step:
         case SaveStep():
             namespace = state.fleet.infos[step.slot.backend].namespace
+            # Who wants this very content can wait the moment that it takes.
+            slot = state.fleet.slots[step.slot]
+            slot.saving = slot.resident.tokens
             state.out.append(Save(job.id, step.slot, namespace, step.reason))
         case CutStep():
             if state.fleet.catalog.is_forgotten(step.snapshot):
@@ -145,6 +148,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         if job.lease_of(event.slot) is not None:
             slot = state.fleet.slots[event.slot]
             slot.resident = Resident(snapshot.tokens, 0, slot.resident.checkpoints)
+            slot.saving = EMPTY
         _save_over(state, job, snapshot)
         next_step(state, job, now)
 
@@ -152,6 +156,8 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
 def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
     """No snapshot; the slot is as it was."""
     if job := state.jobs.get(event.request):
+        if job.lease_of(event.slot) is not None:
+            state.fleet.slots[event.slot].saving = EMPTY
         _save_over(state, job, None)
         next_step(state, job, now)
 

@@ -297,6 +297,17 @@ def test_what_stays_useful_is_no_loss() -> None:
     assert saving_pays(fleet(), fleet().slots[A0]) == (0.0, 0.0, False)
 
 
+def test_the_end_that_a_continued_conversation_leaves_is_not_worth_a_file() -> None:
+    """30 tokens take 0.3 s, a save 1 ms; but who shares 970 of 1,000 is what comes after them."""
+    made = fleet(backend("a", 1), holding={A0: ELSE})
+    made.rates[A] = rates(transfer_s=0.01)
+
+    save_s, loss_s, save = saving_pays(made, made.slots[A0], kept=970)
+    assert (save_s, save) == (0.0, False)
+    assert loss_s == pytest.approx(0.5 * 0.03 * 0.3)
+    assert saving_pays(made, made.slots[A0], kept=300)[2]
+
+
 def test_a_part_of_a_hybrid_covers_nothing() -> None:
     info = backend("a", 1, memory_kind=MemoryKind.HYBRID)
     part = fleet(info, holding={A0: ELSE}, snapshots=[snapshot("s", run_of(900, 7))])

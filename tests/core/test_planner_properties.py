@@ -47,13 +47,17 @@ def fleets(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Fleet:  
     for slot in made.slots:
         slot.resident = Resident(pack(draw(st.one_of(st.just([]), ids))), draw(st.integers(0, 3)))
         slot.last_used = draw(st.sampled_from([0.0, 1.0]))
-        match draw(st.sampled_from(["idle", "idle", "idle", "running", "sharing", "draining"])):
+        doing = ["idle", "idle", "idle", "running", "sharing", "saving", "draining"]
+        match draw(st.sampled_from(doing)):
             case "running":
                 busy(made, slot.id, until=draw(st.floats(0, 2)), pending=pack(draw(ids)))
             case "sharing":
                 slot.lease(request("x").id)
                 slot.pending, slot.sharing = pack(draw(ids)), True
                 slot.busy_until = draw(st.floats(0, 2))
+            case "saving":
+                slot.lease(request("x").id)
+                slot.saving, slot.pending = pack(draw(ids)), pack(draw(ids))
             case "draining":
                 slot.drain(slot.lease(request("x").id))
             case _:

@@ -65,9 +65,7 @@ def test_checkpoints_are_those_that_were_kept_and_one_just_before_the_end() -> N
     assert after_finish(PROMPT, Reported()).checkpoints == (0,)
 
 
-def test_checkpoints_are_no_more_for_the_same_prompt_again_and_for_a_long_talk_not_without_end() -> (
-    None
-):
+def test_the_same_prompt_again_adds_no_checkpoint_and_a_long_talk_only_so_many() -> None:
     again = Reported(10, 9)
     once = after_finish(Prompt(run_of(10)), again)
     assert after_finish(Prompt(run_of(10)), again, once).checkpoints == once.checkpoints == (6,)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from router.core import events as ev
+from router.core.catalog import Limits
 from router.core.effects import Delete, Dispatch, Prefill, Quarantine, Restore, Save
 from router.core.effects import SaveReason as Why
 from router.core.scheduler import Scheduler
@@ -14,6 +15,7 @@ from router.types import SnapshotId, Source
 from tests.core.build import (
     A0,
     A1,
+    B0,
     NS,
     OTHER_NS,
     R2,
@@ -41,6 +43,7 @@ from tests.core.drive import (
 )
 
 LONG, ELSE = run_of(1000), run_of(1000, 7)
+OFF: dict[str, Any] = {"idle_save_after_s": None}
 SNAP = snapshot("s", run_of(900))
 ONE = backend("a", 1)
 
@@ -62,6 +65,43 @@ def test_what_is_displaced_is_saved_before_the_request_runs() -> None:
     assert names(saved(s, snapshot("x", ELSE))) == ["Dispatch"]
     assert SnapshotId("x") in s.state.fleet.catalog
     assert slot(s, A0).phase is Phase.RUNNING
+
+
+def test_who_wants_what_is_displaced_waits_for_its_save() -> None:
+    """It is nowhere else at that moment; computing it again elsewhere would take 10 s."""
+    s = scheduler(ONE, backend("b", 1), holding={A0: ELSE, B0: run_of(1000, 3)}, **OFF)
+    assert arrive(s, ids=LONG) == [Save(R, A0, NS, Why.DISPLACED)]
+
+    assert arrive(s, "r2", run_of(1001, 7)) == []
+    effects = saved(s, snapshot("x", ELSE))
+    assert names(effects) == ["Prefill", "Save"]  # for r; and what b/0 holds goes, for r2
+    assert names(saved(s, snapshot("y", run_of(1000, 3)), B0, "r2")) == ["Restore"]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_nobody_waits_for_a_save_that_is_over(works: bool) -> None:
+    s = scheduler(ONE, backend("b", 1), holding={A0: ELSE, B0: run_of(1000, 3)}, **OFF)
+    arrive(s, ids=LONG)
+
+    over = saved(s, snapshot("x", run_of(5, 7))) if works else save_failed(s)
+    assert names(over) == ["Prefill"]
+    assert names(arrive(s, "r2", run_of(1001, 7))) == ["Save"]  # b/0 is taken, and it starts cold
+
+
+def test_what_is_of_no_use_in_another_slot_is_not_waited_for() -> None:
+    limits = Limits(min_tokens=9)
+    s = scheduler(ONE, backend("b", 1), holding={A0: ELSE, B0: ELSE}, limits=limits, **OFF)
+    arrive(s, ids=LONG)
+    assert slot(s, A0).saving == ELSE
+
+    assert names(arrive(s, "r2", run_of(5, 7))) == ["Save"]  # five are not worth it
+
+
+def test_a_prompt_that_will_be_computed_is_waited_for_while_room_is_made_for_it() -> None:
+    s = scheduler(ONE, backend("b", 1), holding={A0: ELSE, B0: ELSE}, **OFF)
+    assert arrive(s, ids=LONG) == [Save(R, A0, NS, Why.DISPLACED)]
+
+    assert arrive(s, "r2", LONG) == []
 
 
 def test_a_save_that_fails_is_the_end_of_the_save_only() -> None:
