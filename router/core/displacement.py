@@ -26,9 +26,7 @@ def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> tuple[float, float, 
 
     `kept` tokens stay useful where they are. All of it is weighed by the chance that the content
     is asked for again, and by the requests that stop meanwhile: those beside the save now, and as
-    many beside the restore or the prefill then. The more of it is kept, the likelier the request
-    is what comes after it, and nobody will ask for the end that is left: an answer of which the
-    client made something else.
+    many beside the restore or the prefill then.
 
     1. A snapshot holds it: then it has to be restored.
     2. Saving it now and restoring it then is cheaper than computing it again: it is saved.
@@ -38,7 +36,11 @@ def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> tuple[float, float, 
     if n_held <= kept:
         return 0.0, 0.0, False
     info = fleet.infos[slot.id.backend]
-    rates, chance = fleet.rates[info.id], fleet.policy.reuse_probability * (1 - kept / n_held)
+    rates, chance = fleet.rates[info.id], fleet.policy.reuse_probability
+    if kept >= max(slot.resident.checkpoints, default=n_held):
+        # The request goes on from the end of the slot's last prompt: it is the next turn, and of
+        # the answer that is left over the client has made something else.
+        chance *= 1 - kept / n_held
     size_bytes = round(n_held * rates.bytes_per_token.value)
     stopped = 1 + fleet.running(info.id)
     back_s = chance * stopped * rates.restore_s(size_bytes)

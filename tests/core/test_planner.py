@@ -298,14 +298,16 @@ def test_what_stays_useful_is_no_loss() -> None:
 
 
 def test_the_end_that_a_continued_conversation_leaves_is_not_worth_a_file() -> None:
-    """30 tokens take 0.3 s, a save 1 ms; but who shares 970 of 1,000 is what comes after them."""
+    """30 tokens take 0.3 s, a save 10 ms; but who shares all of the prompt is its next turn."""
     made = fleet(backend("a", 1), holding={A0: ELSE})
     made.rates[A] = rates(transfer_s=0.01)
+    assert saving_pays(made, made.slots[A0], kept=970)[2]
 
+    made.slots[A0].resident = Resident(ELSE, 0, (500, 966))
     save_s, loss_s, save = saving_pays(made, made.slots[A0], kept=970)
     assert (save_s, save) == (0.0, False)
     assert loss_s == pytest.approx(0.5 * 0.03 * 0.3)
-    assert saving_pays(made, made.slots[A0], kept=300)[2]
+    assert saving_pays(made, made.slots[A0], kept=965)[2]  # another talk that begins like it
 
 
 def test_a_part_of_a_hybrid_covers_nothing() -> None:
