@@ -13,6 +13,7 @@ from bench import rig
 from bench.fleet.counters import Fleet, settle
 from bench.rig import Proxy
 from router.config import Policy, PolicyName
+from router.config_load import ConfigError, read_yaml
 from router.demo.launcher import LlamaServer
 
 KVFERRY, NGINX, SGLANG = "kvferry", "nginx", "sglang"
@@ -60,17 +61,21 @@ def contender(text: str) -> Contender:
     if colon:
         try:
             Policy.model_validate(_policy(more))
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
         except ValidationError as error:
             said = "; ".join(str(problem["msg"]) for problem in error.errors())
             raise argparse.ArgumentTypeError(f"{text!r}: {said}") from None
     return Contender(kind, more)
 
 
-def _policy(more: str) -> dict[str, str]:
-    """`cheapest,max_wait=5s` as the mapping of the configuration; without a name the default."""
+def _policy(more: str) -> object:
+    """`cheapest,max_wait=5s` as the mapping of the configuration; without a name the default.
+    Raises ConfigError."""
     parts = more.split(",")
     name = str(PolicyName.PREFER_IDLE) if "=" in parts[0] else parts.pop(0)
-    return {"name": name} | {key: value for key, _, value in (p.partition("=") for p in parts)}
+    lines = [f"name: {name}", *(part.replace("=", ": ", 1) for part in parts)]
+    return read_yaml("\n".join(lines), "policy").value
 
 
 @dataclass(frozen=True, slots=True)
