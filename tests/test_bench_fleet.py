@@ -288,6 +288,7 @@ def test_contenders_in_turned_order_and_with_both_caches() -> None:
     ]
     assert contender("kvferry:cheapest") == Contender("kvferry", "cheapest")
     assert contender("kvferry:max_wait=0s,coalesce_above=off").kind == "kvferry"
+    assert contender("kvferry:reuse_probability=0.1").kind == "kvferry"
     assert made.parse_args(["--ram-cache"]).ram_cache == "on"
 
 
