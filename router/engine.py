@@ -7,6 +7,7 @@ two events overlap. Effects that take time run as tasks and report back as event
 import asyncio
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import structlog
@@ -15,6 +16,7 @@ from router.core import effects as ef
 from router.core import events as ev
 from router.core.account import record_of
 from router.core.attach import probe_name
+from router.core.catalog import UNLIMITED
 from router.core.displacement import can_save
 from router.core.plan import Plan
 from router.core.planner import plan as make_plan
@@ -195,23 +197,28 @@ class Engine:
     def stats(self) -> Stats:
         """For gauges."""
         fleet, queue = self._scheduler.state.fleet, self._scheduler.state.queue
+        limits = fleet.catalog.limits
         return Stats(
-            backends=tuple(
-                BackendStats(
-                    backend,
-                    backend in fleet.infos,
-                    {
-                        phase: sum(slot.phase is phase for slot in fleet.slots.of(backend))
-                        for phase in Phase
-                    },
-                )
-                for backend in self._backends
-            ),
+            backends=tuple(self._stats_of(backend) for backend in self._backends),
             queue_depth=len(queue),
             snapshots=len(fleet.catalog),
             snapshot_bytes=fleet.catalog.total_bytes,
             snapshot_tokens=fleet.catalog.total_tokens,
             evicted=fleet.catalog.evicted,
+            snapshot_bytes_limit=inf if limits.max_bytes == UNLIMITED else limits.max_bytes,
+            snapshot_tokens_limit=inf if limits.max_tokens == UNLIMITED else limits.max_tokens,
+        )
+
+    def _stats_of(self, backend: BackendId) -> BackendStats:
+        state = self._scheduler.state
+        slots, rates = state.fleet.slots.of(backend), state.fleet.rates.get(backend)
+        return BackendStats(
+            backend,
+            backend in state.fleet.infos,
+            {phase: sum(slot.phase is phase for slot in slots) for phase in Phase},
+            resident_tokens=sum(len(slot.resident) for slot in slots),
+            speeds=rates.speeds if rates else None,
+            stalled_s=state.stalled_s.get(backend, {}),
         )
 
     # -- events in, effects out ----------------------------------------------------------------

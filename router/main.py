@@ -16,6 +16,8 @@ import structlog
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from router import __version__
+from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.clock import MonotonicClock, wall_now
 from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
@@ -27,6 +29,7 @@ from router.adapters.prompts import PromptReader, Vocabulary
 from router.adapters.specials import discover_specials
 from router.adapters.telemetry import EngineCollector, PrometheusTelemetry
 from router.adapters.tokenizer import SegmentTokenizer
+from router.adapters.vitals import Vitals
 from router.config import Backend, Config, LogFormat, TokenizerMode
 from router.core.catalog import Catalog, Limits
 from router.core.fleet import Fleet
@@ -181,7 +184,7 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
     """
     registry = registry or CollectorRegistry()
     clock = MonotonicClock()
-    telemetry = PrometheusTelemetry(registry)
+    telemetry = PrometheusTelemetry(registry, [backend.name for backend in config.backends])
     async with AsyncExitStack() as stack:
         connections = await stack.enter_async_context(Connections())
         timeouts = timeouts_of(config)
@@ -239,7 +242,14 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
         completions = Completions(engine, directory, tasks.spawn, config.limits.idle_timeout_s)
         app = App(
             completions=completions,
-            admin=Admin(engine, directory, completions, registry, clock.now),
+            admin=Admin(
+                engine,
+                directory,
+                completions,
+                registry,
+                BackendMetrics(clients, registry),
+                clock.now,
+            ),
             directory=directory,
             telemetry=telemetry,
             max_body_bytes=config.limits.max_body_bytes,
@@ -247,6 +257,9 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
             idle_timeout_s=config.limits.idle_timeout_s,
             passthrough=config.policy.name is PolicyName.PASSTHROUGH,
         )
+        vitals = Vitals(registry, clock, found, __version__)
+        tasks.spawn(vitals.watch_loop(), name="event loop lag")
+        tasks.spawn(vitals.watch_disks(), name="room on disk")
         for name, monitor in monitors.items():
             tasks.spawn(monitor.run(), name=f"monitor {name}")
         stack.push_async_callback(tasks.aclose)

@@ -1,7 +1,9 @@
 """The words of kvferry as types. `docs/glossary.md` explains them; nothing here does anything."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import NewType
 
 from router.tokens import EMPTY, Tokens, count
@@ -201,6 +203,25 @@ class RequestRecord:
     ttft_s: float | None
     total_s: float
     predicted_s: float
+    avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
+
+
+class Stall(StrEnum):
+    """What makes the running streams of a backend stand still, or nearly."""
+
+    SAVE = "save"
+    RESTORE = "restore"
+    PREFILL = "prefill"  # the router's own, before a request
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What was learned of a backend, each a second; at the size of a state of 1,000 tokens."""
+
+    prefill_tokens: float
+    output_tokens: float
+    save_bytes: float
+    restore_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +231,9 @@ class BackendStats:
     backend: BackendId
     up: bool
     slots: dict[str, int]  # by phase
+    resident_tokens: int = 0
+    speeds: Speeds | None = None  # None: it was never up
+    stalled_s: Mapping[Stall, float] = field(default_factory=dict)  # so far, summed over streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +246,8 @@ class Stats:
     snapshot_bytes: int
     snapshot_tokens: int
     evicted: int
+    snapshot_bytes_limit: float = inf
+    snapshot_tokens_limit: float = inf
 
 
 @dataclass(frozen=True, slots=True)

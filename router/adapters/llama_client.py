@@ -18,6 +18,9 @@ from router.errors import BackendError, BackendRefusedError, BackendTimeoutError
 from router.tokens import Tokens, unpack
 from router.types import BackendId, Reported, SlotStatus, Transfer
 
+# llama-server's are 3 KB.
+_MAX_METRICS_BYTES = 256 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -98,6 +101,19 @@ class RelayedResponse:
         return b"".join([chunk async for chunk in self])
 
 
+async def _read(response: Response, max_bytes: int | None) -> bytes:
+    """The whole body; None: however long. Raises BackendError if it is longer."""
+    if max_bytes is None:
+        return await response.read()
+    chunks = []
+    async for chunk in response:
+        chunks.append(chunk)
+        max_bytes -= len(chunk)
+        if max_bytes < 0:
+            raise BackendError("the answer is too long")
+    return b"".join(chunks)
+
+
 class LlamaClient:
     """ports.Backend over HTTP, and what else is asked of a llama-server."""
 
@@ -115,7 +131,14 @@ class LlamaClient:
         self._timeouts = timeouts
         self._authorization = (b"Authorization", f"Bearer {api_key}".encode()) if api_key else None
 
-    async def _call(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float,
+        max_bytes: int | None = None,
+    ) -> bytes:
         """One control call, to the end of its answer. Raises BackendError and its kin."""
         headers = [(b"Content-Type", b"application/json")] if body is not None else []
         if self._authorization:
@@ -124,7 +147,7 @@ class LlamaClient:
             async with asyncio.timeout(timeout_s):
                 response = await self._pool.request(method, path, headers, body, timeout_s)
                 try:
-                    payload = await response.read()
+                    payload = await _read(response, max_bytes)
                 finally:
                     response.close()
         if response.status >= HTTPStatus.BAD_REQUEST:
@@ -151,6 +174,11 @@ class LlamaClient:
     async def lora_adapters(self) -> bytes:
         """`GET /lora-adapters`, as it is: it only has to be equal on both sides."""
         return await self._call("GET", "/lora-adapters", None, self._timeouts.control_s)
+
+    async def metrics(self) -> bytes:
+        """`GET /metrics`, as it is; refused by a server without `--metrics`."""
+        timeout_s = self._timeouts.health_s
+        return await self._call("GET", "/metrics", None, timeout_s, _MAX_METRICS_BYTES)
 
     async def slots(self) -> list[SlotStatus]:
         """`GET /slots`. More than one a second hides leaving clients from the server

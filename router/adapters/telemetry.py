@@ -9,13 +9,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.types import (
+    BackendId,
     BackendInfo,
+    BackendStats,
     Outcome,
     RequestId,
     RequestRecord,
     SlotId,
     Snapshot,
     Source,
+    Stall,
     Stats,
     Transfer,
 )
@@ -28,9 +31,10 @@ _TRANSFER_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 
 
 
 class PrometheusTelemetry:
-    """ports.Telemetry into a registry that is passed in."""
+    """ports.Telemetry into a registry that is passed in; what is counted by backend starts at
+    zero for `backends`."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, backends: Iterable[BackendId] = ()) -> None:
         self._requests = Counter(
             "kvferry_requests", "Requests by how they ended", ["outcome"], registry=registry
         )
@@ -80,6 +84,24 @@ class PrometheusTelemetry:
             buckets=_TTFT_S,
             registry=registry,
         )
+        self._predicted = Counter(
+            "kvferry_ttft_predicted_seconds",
+            "Predicted time to the first byte, of the requests in kvferry_ttft_seconds",
+            ["source"],
+            registry=registry,
+        )
+        self._avoided = Counter(
+            "kvferry_prefill_avoided_seconds",
+            "Prefill that reuse made unnecessary, at the learned rate of the backend",
+            ["backend", "source"],
+            registry=registry,
+        )
+        self._backend_requests = Counter(
+            "kvferry_backend_requests",
+            "Requests that reached a backend by how they ended",
+            ["backend", "outcome"],
+            registry=registry,
+        )
         self._save = Histogram(
             "kvferry_save_seconds",
             "Backend time for a slot save",
@@ -123,7 +145,13 @@ class PrometheusTelemetry:
         self._tokens = {source: self._prompt_tokens.labels(source) for source in sources}
         self._outcome = {outcome: self._requests.labels(outcome) for outcome in Outcome}
         self._source = {source: self._sources.labels(source) for source in Source}
+        self._predicted_of = {source: self._predicted.labels(source) for source in Source}
         self._ttft_of = {source: self._ttft.labels(source) for source in Source}
+        for backend in backends:
+            for outcome in Outcome:
+                self._backend_requests.labels(backend, outcome)
+            for source in (Source.RESIDENT, Source.SNAPSHOT, Source.COPY):
+                self._avoided.labels(backend, source)
         for action in ("save", "restore", "delete", "cut"):
             self._failures.labels(action)
         for what in ("cut", "restream"):
@@ -136,17 +164,22 @@ class PrometheusTelemetry:
         """Count and log a request that reached a backend."""
         self._outcome[record.outcome].inc()
         self._source[record.source].inc()
+        self._backend_requests.labels(record.slot.backend, record.outcome).inc()
         self._waited.observe(record.waited_s)
         if record.generated_tokens:
             self._generated_tokens.inc(record.generated_tokens)
         if record.ttft_s is not None:
             self._ttft_of[record.source].observe(record.ttft_s)
+            self._predicted_of[record.source].inc(record.predicted_s)
             self._prediction_error.observe(abs(record.predicted_s - record.ttft_s))
         if record.prompt_tokens is not None and record.computed_tokens is not None:
             reused = record.prompt_tokens - record.computed_tokens
-            kind = "snapshot" if record.source in (Source.SNAPSHOT, Source.COPY) else "resident"
+            moved = record.source in (Source.SNAPSHOT, Source.COPY)
             self._tokens["computed"].inc(record.computed_tokens)
-            self._tokens[kind].inc(reused)
+            self._tokens["snapshot" if moved else "resident"].inc(reused)
+            if reused:
+                by = record.source if moved else Source.RESIDENT
+                self._avoided.labels(record.slot.backend, by).inc(record.avoided_s)
             if record.source is not Source.NONE:
                 self._overestimated.inc(max(record.planned_tokens - reused, 0))
                 self._underestimated.inc(max(reused - record.planned_tokens, 0))
@@ -235,18 +268,8 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """What the engine is like now."""
         stats = self._stats()
-        up = GaugeMetricFamily(
-            "kvferry_backend_up", "1 if the backend is in use", labels=["backend"]
-        )
-        slots = GaugeMetricFamily(
-            "kvferry_slots", "Slots by what they do", labels=["backend", "phase"]
-        )
-        for backend in stats.backends:
-            up.add_metric([backend.backend], float(backend.up))
-            for phase, number in backend.slots.items():
-                slots.add_metric([backend.backend, phase], number)
-        yield up
-        yield slots
+        yield from _what_backends_do(stats.backends)
+        yield from _how_fast_backends_are(stats.backends)
         yield _what_backends_are(self._infos())
         yield GaugeMetricFamily(
             "kvferry_queue_depth", "Requests that wait for a slot", stats.queue_depth
@@ -258,9 +281,54 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "kvferry_snapshot_tokens", "Tokens of usable snapshots", stats.snapshot_tokens
         )
+        yield GaugeMetricFamily(
+            "kvferry_snapshot_bytes_limit", "store.max_bytes", stats.snapshot_bytes_limit
+        )
+        yield GaugeMetricFamily(
+            "kvferry_snapshot_tokens_limit", "store.max_tokens", stats.snapshot_tokens_limit
+        )
         yield CounterMetricFamily(
             "kvferry_snapshots_evicted", "Snapshots given up for room", stats.evicted
         )
+
+
+def _what_backends_do(backends: Iterable[BackendStats]) -> Iterator[Metric]:
+    up = GaugeMetricFamily("kvferry_backend_up", "1 if the backend is in use", labels=["backend"])
+    slots = GaugeMetricFamily("kvferry_slots", "Slots by what they do", labels=["backend", "phase"])
+    resident = GaugeMetricFamily(
+        "kvferry_resident_tokens", "Tokens whose KV is in the slots", labels=["backend"]
+    )
+    stall = CounterMetricFamily(
+        "kvferry_stall_seconds",
+        "Seconds that running streams stood still, summed over them",
+        labels=["backend", "action"],
+    )
+    for backend in backends:
+        up.add_metric([backend.backend], float(backend.up))
+        resident.add_metric([backend.backend], backend.resident_tokens)
+        for phase, number in backend.slots.items():
+            slots.add_metric([backend.backend, phase], number)
+        for action in Stall:
+            stall.add_metric([backend.backend, action], backend.stalled_s.get(action, 0.0))
+    yield from (up, slots, resident, stall)
+
+
+def _how_fast_backends_are(backends: Iterable[BackendStats]) -> Iterator[Metric]:
+    names = {
+        "kvferry_prefill_tokens_per_second": "Learned speed of prefill",
+        "kvferry_output_tokens_per_second": "Learned speed of generation, of one stream",
+        "kvferry_save_bytes_per_second": "Learned speed of slot saves",
+        "kvferry_restore_bytes_per_second": "Learned speed of slot restores",
+    }
+    families = [GaugeMetricFamily(*name, labels=["backend"]) for name in names.items()]
+    for backend in backends:
+        if (speeds := backend.speeds) is not None:
+            tokens = speeds.prefill_tokens, speeds.output_tokens
+            for family, value in zip(
+                families, (*tokens, speeds.save_bytes, speeds.restore_bytes), strict=True
+            ):
+                family.add_metric([backend.backend], value)
+    yield from families
 
 
 def _what_backends_are(infos: Iterable[BackendInfo]) -> Metric:

@@ -1,5 +1,6 @@
 """One finished request as a record: what was planned, what was reported, and what it took."""
 
+from router.core.cost import Rates
 from router.core.effects import Account
 from router.types import Reported, RequestRecord
 
@@ -23,7 +24,19 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         ttft_s=ttft_s,
         total_s=total_s,
         predicted_s=account.plan.ttft_s + account.waited_s,
+        avoided_s=account.avoided_s,
     )
+
+
+def avoided_s(rates: Rates, reported: Reported, prefilled: Reported | None) -> float:
+    """Seconds that the reused tokens would have taken to compute, as `rates` know by now.
+
+    They are the first of the prompt, so it is what a prefill of them alone would take.
+    """
+    computed = computed_tokens(reported, prefilled)
+    if reported.prompt_tokens is None or computed is None:
+        return 0.0
+    return rates.prefill_s(reported.prompt_tokens - computed)
 
 
 def computed_tokens(reported: Reported, prefilled: Reported | None) -> int | None:

@@ -6,12 +6,14 @@ observations, so the first request has an answer and the hundredth a good one.
 
 from dataclasses import dataclass, field
 
-from router.types import Reported
+from router.types import Reported, Speeds
 
 # Weight of the past after one observation: a change of load shows within about twenty.
 _DECAY = 0.95
 # From so many observations on, one counts for at most so many times what was predicted.
 _SETTLED, _SURPRISE = 3, 3.0
+# Tokens of a state at which speeds are shown; what takes less than no time is not divided by.
+_SHOWN_AT, _NO_TIME_S = 1000, 1e-9
 
 
 @dataclass(slots=True)
@@ -106,6 +108,17 @@ class Rates:
     def prefill_s(self, tokens: int, depth: int = 0) -> float:
         """Seconds to compute `tokens` on top of `depth` others; attention makes it superlinear."""
         return self.prefill.predict(tokens, tokens * (depth + tokens / 2))
+
+    @property
+    def speeds(self) -> Speeds:
+        """The lines as speeds, to be shown."""
+        size_bytes = _SHOWN_AT * self.bytes_per_token.value
+        return Speeds(
+            prefill_tokens=_SHOWN_AT / max(self.prefill_s(_SHOWN_AT), _NO_TIME_S),
+            output_tokens=1 / max(self.output_s_per_token.value, _NO_TIME_S),
+            save_bytes=size_bytes / max(self.save_s(_SHOWN_AT), _NO_TIME_S),
+            restore_bytes=size_bytes / max(self.restore_s(round(size_bytes)), _NO_TIME_S),
+        )
 
     def observe_prefill(self, tokens: int, depth: int, seconds: float) -> None:
         """Learn from `timings.prompt_n`, `cache_n` and `prompt_ms`."""

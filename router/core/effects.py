@@ -136,6 +136,7 @@ class Account:
     waited_s: float
     prepared_s: float
     prefilled: Reported | None
+    avoided_s: float = 0.0  # prefill that reuse made unnecessary
 
 
 Effect = (

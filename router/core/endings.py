@@ -3,6 +3,7 @@
 from collections import deque
 
 from router.core import events as ev
+from router.core.account import avoided_s
 from router.core.effects import Account, SaveReason, Watch
 from router.core.jobs import Job, SaveStep, Stage
 from router.core.residency import after_answer, after_either, after_finish, after_quiet
@@ -106,6 +107,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
             waited_s=job.waited_s,
             prepared_s=job.prepared_s,
             prefilled=job.prefilled,
+            avoided_s=avoided_s(state.fleet.rates[job.slot.backend], event.reported, job.prefilled),
         )
     )
     _learn(state, job, event)

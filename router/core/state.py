@@ -9,7 +9,7 @@ from router.core.jobs import Job, RestoreStep, Stage
 from router.core.queue import Queue
 from router.core.slots import UNKNOWN
 from router.errors import RouterError
-from router.types import BackendId, Request, RequestId, Snapshot, SnapshotId
+from router.types import BackendId, Request, RequestId, Snapshot, SnapshotId, Stall
 
 
 @dataclass(slots=True)
@@ -26,6 +26,13 @@ class State:
     saves_on_stop: bool = True
     saves: int = 0  # in the background, so far; makes their ids
     out: list[Effect] = field(default_factory=list)
+    # Seconds x streams, so far.
+    stalled_s: dict[BackendId, dict[Stall, float]] = field(default_factory=dict)
+
+    def stalled(self, backend: BackendId, stall: Stall, seconds: float) -> None:
+        """Something took `seconds` in which the backend's running streams got no further."""
+        total_s = self.stalled_s.setdefault(backend, {})
+        total_s[stall] = total_s.get(stall, 0.0) + seconds * self.fleet.running(backend)
 
     def reject(self, request: RequestId, error: RouterError) -> None:
         """Tell the client no."""

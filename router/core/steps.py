@@ -27,7 +27,7 @@ from router.core.residency import after_prefill
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
 from router.tokens import EMPTY, Tokens, common_prefix, count, head
-from router.types import MemoryKind, Request, Snapshot, SnapshotId
+from router.types import MemoryKind, Request, Snapshot, SnapshotId, Stall
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
 # server's answer does not tell which (llama-server.md section 1.1): once is forgiven.
@@ -136,6 +136,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         # The backend went while the file was on its way: nothing vouches for it.
         state.delete([snapshot])
     else:
+        state.stalled(info.id, Stall.SAVE, event.seconds)
         state.fleet.rates[info.id].observe_save(
             len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
         )
@@ -235,6 +236,7 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
         state.restore_over(event.request)
         return
     snapshot = state.fleet.catalog[event.snapshot]
+    state.stalled(job.slot.backend, Stall.RESTORE, event.seconds)
     rates = state.fleet.rates[job.slot.backend]
     rates.restore.observe(1.0, snapshot.size_bytes, event.seconds)
     if event.rewrite_s:
@@ -281,6 +283,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
             job.steps.clear()
     else:
         job.note_prefill(event.reported)
+        state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
         slot.resident = after_prefill(slot.resident, job.doing.tokens, event.reported)
         state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)

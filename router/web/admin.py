@@ -5,6 +5,7 @@ from collections.abc import Callable
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.llama_wire import parse_body, parse_request, route_of
 from router.core.plan import Candidate, Plan
 from router.engine import Engine
@@ -24,20 +25,22 @@ class Admin:
         directory: Directory,
         completions: Completions,
         registry: CollectorRegistry,
+        backend_metrics: BackendMetrics,
         now: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._directory = directory
         self._completions = completions
         self._registry = registry
+        self._backend_metrics = backend_metrics
         self._now = now
 
-    async def metrics(self, _: web.BaseRequest) -> web.Response:
-        """Prometheus text."""
-        return web.Response(
-            body=generate_latest(self._registry),
-            headers=OWN_HEADERS | {"Content-Type": CONTENT_TYPE_LATEST},
-        )
+    async def metrics(self, request: web.BaseRequest) -> web.Response:
+        """Prometheus text; with `?backends=1` every backend's own metrics too."""
+        body = generate_latest(self._registry)
+        if request.query.get("backends") == "1":
+            body += await self._backend_metrics.text()
+        return web.Response(body=body, headers=OWN_HEADERS | {"Content-Type": CONTENT_TYPE_LATEST})
 
     async def health(self, _: web.BaseRequest) -> web.Response:
         """200 once a backend can be used, else 503 with what is wrong with each."""
@@ -139,13 +142,13 @@ class Admin:
             "note": found.note,
             "build": attached.props.build_info,
             "rates": {
-                "prefill_tokens_per_s": round(1000 / max(rates.prefill_s(1000), 1e-9), 1),
+                "prefill_tokens_per_s": round(rates.speeds.prefill_tokens, 1),
                 "save_1000_tokens_s": round(rates.save_s(1000), 5),
                 "restore_1000_tokens_s": round(
                     rates.restore_s(round(1000 * rates.bytes_per_token.value)), 5
                 ),
                 "bytes_per_token": round(rates.bytes_per_token.value),
-                "output_tokens_per_s": round(1 / max(rates.output_s_per_token.value, 1e-9), 1),
+                "output_tokens_per_s": round(rates.speeds.output_tokens, 1),
             },
         }
 

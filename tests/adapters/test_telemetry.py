@@ -1,12 +1,19 @@
 """Every metric is described where an operator reads, and counts what it says."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
+from router.adapters.backend_metrics import BackendMetrics
+from router.adapters.clock import MonotonicClock
+from router.adapters.llama_client import Connections, LlamaClient, Timeouts
 from router.adapters.telemetry import EngineCollector, PrometheusTelemetry
+from router.adapters.vitals import Vitals
 from router.core.effects import SaveReason
 from router.core.slots import Phase
 from router.errors import RouterError
@@ -25,6 +32,8 @@ from router.types import (
     Snapshot,
     SnapshotId,
     Source,
+    Speeds,
+    Stall,
     Stats,
     Transfer,
 )
@@ -39,7 +48,12 @@ def stats() -> Stats:
     return Stats(
         backends=(
             BackendStats(
-                BackendId("a"), True, {phase.value: 2 * (phase is Phase.IDLE) for phase in Phase}
+                BackendId("a"),
+                True,
+                {phase.value: 2 * (phase is Phase.IDLE) for phase in Phase},
+                resident_tokens=8,
+                speeds=Speeds(9.0, 10.0, 11.0, 12.0),
+                stalled_s={Stall.SAVE: 13.0},
             ),
             BackendStats(BackendId("b"), False, {}),
         ),
@@ -48,6 +62,7 @@ def stats() -> Stats:
         snapshot_bytes=5,
         snapshot_tokens=6,
         evicted=7,
+        snapshot_bytes_limit=14,
     )
 
 
@@ -95,10 +110,12 @@ def record(**changes: object) -> RequestRecord:
     return RequestRecord(**(fields | changes))  # type: ignore[arg-type]
 
 
-def declared(registry: CollectorRegistry) -> dict[str, tuple[str, set[str]]]:
-    """Name as scraped: (type, labels)."""
+def declared(metrics: Iterable[Metric]) -> dict[str, tuple[str, set[str]]]:
+    """Name as scraped: (type, labels). Python's own metrics of a process are left out."""
     found = {}
-    for metric in registry.collect():
+    for metric in metrics:
+        if not metric.name.startswith("kvferry_"):
+            continue
         name = metric.name + ("_total" if metric.type == "counter" else "")
         labels = {label for sample in metric.samples for label in sample.labels} - {"le"}
         found[name] = (metric.type, labels)
@@ -113,17 +130,22 @@ def exercise(telemetry: PrometheusTelemetry) -> None:
     telemetry.restored(SLOT, Transfer(1, 2, 0.1), "")
 
 
-def test_every_metric_is_described(
-    registry: CollectorRegistry, telemetry: PrometheusTelemetry
+async def test_every_metric_is_described(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry, tmp_path: Path
 ) -> None:
     """One row each in docs/metrics.md: name, type, labels, meaning, what to do when it moves."""
     exercise(telemetry)
+    await Vitals(registry, MonotonicClock(), [str(tmp_path)], "1").look_at_disks()
+    async with Connections() as connections:
+        nobody = LlamaClient(BackendId("a"), "http://127.0.0.1:9", connections, Timeouts())
+        text = await BackendMetrics({nobody.id: nobody}, registry).text()
+    scraped = [*registry.collect(), *text_string_to_metric_families(text.decode())]
     rows = {
         name: (kind, set(re.findall(r"`(\w+)`", labels)))
         for name, kind, labels, _, _ in ROW.findall(DOCS.read_text())
     }
 
-    assert rows == declared(registry)
+    assert rows == declared(scraped)
 
 
 def test_every_value_of_an_outcome_is_described() -> None:
@@ -174,6 +196,50 @@ def test_reused_and_computed_make_the_prompt(
         if name != kind or expected:
             found = value(registry, "kvferry_prompt_tokens_total", source=name)
             assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "by"),
+    [
+        (Source.RESIDENT, "resident"),
+        (Source.SNAPSHOT, "snapshot"),
+        (Source.COPY, "copy"),
+        (Source.COLD, "resident"),  # more was there than was known
+        (Source.NONE, "resident"),
+    ],
+)
+def test_what_reuse_avoided_is_counted_by_its_source(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry, source: Source, by: str
+) -> None:
+    name = "kvferry_prefill_avoided_seconds_total"
+    telemetry.request(record(source=source, avoided_s=2.5))
+    telemetry.request(record(source=source, computed_tokens=100))
+
+    assert value(registry, name, backend="a", source=by) == 2.5
+    others = {"resident", "snapshot", "copy"} - {by}
+    assert [value(registry, name, backend="a", source=other) for other in others] == [None, None]
+
+
+def test_predictions_are_summed_beside_what_was_measured(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry
+) -> None:
+    telemetry.request(record(predicted_s=0.4, ttft_s=0.5))
+    telemetry.request(record(predicted_s=7.0, ttft_s=None))
+
+    assert value(registry, "kvferry_ttft_predicted_seconds_total", source="snapshot") == 0.4
+    assert value(registry, "kvferry_ttft_seconds_sum", source="snapshot") == 0.5
+
+
+def test_what_is_counted_by_backend_starts_at_zero() -> None:
+    """Else the first of each would not show in a rate."""
+    registry = CollectorRegistry()
+    telemetry = PrometheusTelemetry(registry, [BackendId("a")])
+    telemetry.request(record(outcome=Outcome.BACKEND_ERROR))
+
+    name = "kvferry_backend_requests_total"
+    assert value(registry, name, backend="a", outcome="ok") == 0
+    assert value(registry, name, backend="a", outcome="backend_error") == 1
+    assert value(registry, "kvferry_prefill_avoided_seconds_total", backend="a", source="copy") == 0
 
 
 @pytest.mark.parametrize(("planned", "over", "under"), [(90, 0, 0), (95, 5, 0), (60, 0, 30)])
@@ -228,6 +294,19 @@ def test_gauges_are_asked_for(registry: CollectorRegistry) -> None:
     assert value(registry, "kvferry_snapshot_bytes") == 5
     assert value(registry, "kvferry_snapshot_tokens") == 6
     assert value(registry, "kvferry_snapshots_evicted_total") == 7
+    assert value(registry, "kvferry_resident_tokens", backend="a") == 8
+    assert value(registry, "kvferry_prefill_tokens_per_second", backend="a") == 9
+    assert value(registry, "kvferry_output_tokens_per_second", backend="a") == 10
+    assert value(registry, "kvferry_save_bytes_per_second", backend="a") == 11
+    assert value(registry, "kvferry_restore_bytes_per_second", backend="a") == 12
+    assert value(registry, "kvferry_stall_seconds_total", backend="a", action="save") == 13
+    assert value(registry, "kvferry_stall_seconds_total", backend="a", action="restore") == 0
+    assert value(registry, "kvferry_snapshot_bytes_limit") == 14
+    assert value(registry, "kvferry_snapshot_tokens_limit") == float("inf")
+
+
+def test_a_backend_that_was_never_up_has_no_speed(registry: CollectorRegistry) -> None:
+    assert value(registry, "kvferry_prefill_tokens_per_second", backend="b") is None
 
 
 def test_what_backends_are(registry: CollectorRegistry) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from router.core.account import computed_tokens, record_of
+from router.core.account import avoided_s, computed_tokens, record_of
+from router.core.cost import Line, Rates
 from router.core.effects import Account
 from router.core.plan import Candidate, Plan, Price
 from router.types import Outcome, Reported, RequestRecord, Source
@@ -13,7 +14,7 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
     chosen = Candidate(A0, Source.SNAPSHOT, 2, Price(restore_s=1.0, prefill_s=2.0, loss_s=50.0))
     said = Reported(prompt_tokens=3, cached_tokens=2, generated_tokens=9)
     account = Account(
-        request(), A0, Plan(chosen, reason="why"), Outcome.OK, said, 5.0, 6.0, prefilled=None
+        request(), A0, Plan(chosen, reason="why"), Outcome.OK, said, 5.0, 6.0, None, avoided_s=9.0
     )
 
     assert record_of(account, ttft_s=7.0, total_s=8.0) == RequestRecord(
@@ -32,6 +33,7 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
         ttft_s=7.0,
         total_s=8.0,
         predicted_s=8.0,
+        avoided_s=9.0,
     )
 
 
@@ -51,3 +53,22 @@ def test_what_the_router_prefilled_itself_counts(
     said: Reported, prefilled: Reported | None, computed: int | None
 ) -> None:
     assert computed_tokens(said, prefilled) == computed
+
+
+@pytest.mark.parametrize(
+    ("said", "prefilled"),
+    [
+        (Reported(1000, 800), None),
+        (Reported(1000, 999), Reported(999, 800)),
+        (Reported(1000), None),
+    ],
+)
+def test_reuse_avoids_what_a_cold_prefill_would_take_longer(
+    said: Reported, prefilled: Reported | None
+) -> None:
+    """800 of 1,000 tokens; with a rate that falls with depth, so that it matters which."""
+    rates = Rates(prefill=Line(2e-3, 5e-6))
+    whole_s, rest_s = rates.prefill_s(1000), rates.prefill_s(200, depth=800)
+    expected = 0.0 if said.cached_tokens is None else whole_s - rest_s
+
+    assert avoided_s(rates, said, prefilled) == pytest.approx(expected)

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core.cost import Line, Mean, Rates
+from router.types import Speeds
 
 
 def test_a_line_starts_at_its_prior() -> None:
@@ -117,3 +118,25 @@ def test_generation_is_learned_and_nothing_from_no_tokens() -> None:
 
     rates.observe_generation(50, 5.0)
     assert (rates.output_tokens.value, rates.output_s_per_token.value) == (75.0, 0.3)
+
+
+def test_speeds_are_those_of_a_state_of_a_thousand_tokens() -> None:
+    rates = Rates(
+        prefill=Line(0.01, 0.0),
+        save=Line(1.0, 1 / 1e6),
+        restore=Line(0.0, 1 / 1e6),
+        bytes_per_token=Mean(1000.0),
+        output_s_per_token=Mean(0.5),
+    )
+
+    # A megabyte in two seconds and in one: the start of a save counts too.
+    assert rates.speeds == Speeds(
+        prefill_tokens=100.0, output_tokens=2.0, save_bytes=5e5, restore_bytes=1e6
+    )
+
+
+def test_a_speed_of_what_takes_no_time_is_a_number() -> None:
+    rates = Rates(prefill=Line(0.0, 0.0), save=Line(0.0, 0.0), output_s_per_token=Mean(0.0))
+
+    assert rates.speeds.prefill_tokens == pytest.approx(1e12)
+    assert rates.speeds.output_tokens == pytest.approx(1e9)

@@ -319,3 +319,12 @@ def test_an_answer_is_of_no_use_once_the_slot_is_taken_or_gone() -> None:
     assert plan_of(arrive(s, "r2", [1, 2, 3, 4])).chosen.source is Source.RESIDENT
     assert read(s, generation).unread == 2
     assert head(held(s, A0), 3) == tokens(1, 2, 3)
+
+
+def test_reuse_is_accounted_at_the_rate_that_was_known_when_it_ended() -> None:
+    """build.rates: a hundredth of a second for each token; what this end teaches comes after."""
+    s = running(ids=run_of(20))
+    (account, *_) = finish(s, prompt_tokens=20, cached_tokens=4, prompt_s=100.0)
+
+    assert isinstance(account, Account)
+    assert account.avoided_s == pytest.approx(0.04)

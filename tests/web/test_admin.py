@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from math import inf
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fake_llama import FakeLlama
 from tests.fake_wire import render_chat
@@ -70,6 +72,40 @@ async def test_backend_that_is_down(fake: FakeLlama, tmp_path: Path) -> None:
 
     assert (state["backends"][1]["up"], health.status) == (False, 200)
     assert health.json["backends"]["b"] == "the backend cannot be reached"
+
+
+async def test_gauges_are_the_state_as_it_is(fleet: Fleet) -> None:
+    await fleet.complete(PROMPT)
+    await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+    state, metrics = await fleet.until_quiet(), await fleet.metrics()
+    (backend,), snapshots = state["backends"], state["snapshots"]
+
+    held = sum(slot["resident_tokens"] for slot in state["slots"])
+    assert metrics['kvferry_resident_tokens{backend="a"}'] == held == len(PROMPT) + 7
+    assert metrics["kvferry_snapshot_bytes_limit"] == snapshots["max_bytes"] > 0
+    assert (metrics["kvferry_snapshot_tokens_limit"], snapshots["max_tokens"]) == (inf, -1)
+    speed = metrics['kvferry_prefill_tokens_per_second{backend="a"}']
+    assert round(speed, 1) == backend["rates"]["prefill_tokens_per_s"]
+
+
+async def test_one_scrape_for_all(fake: FakeLlama, tmp_path: Path) -> None:
+    """The router's own and every backend's metrics, valid as a whole; a backend that is down is
+    told so. Without the parameter nobody is asked."""
+    async with running([("a", fake.url), ("b", "http://127.0.0.1:9")], None, wait_for=["a"]) as f:
+        alone, seen = await f.metrics(), list(fake.seen)
+        text = (await f.get("/metrics?backends=1")).body.decode()
+
+    families = list(text_string_to_metric_families(text))
+    names = [family.name for family in families]
+    assert len(set(names)) == len(names)
+    samples = {(s.name, s.labels.get("backend")): s.value for f in families for s in f.samples}
+    assert samples["llamacpp:requests_processing", "a"] == 0
+    assert ("llamacpp:requests_processing", "b") not in samples
+    assert samples["kvferry_backend_scrape_up", "a"] == samples["kvferry_backend_up", "a"] == 1
+    assert samples["kvferry_backend_scrape_up", "b"] == samples["kvferry_backend_up", "b"] == 0
+    assert ("GET", "/metrics") not in seen
+    assert not [name for name in alone if "scrape_up" in name or "llamacpp" in name]
+    assert alone["process_resident_memory_bytes"] > 1e6
 
 
 @pytest.mark.parametrize(

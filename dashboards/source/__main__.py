@@ -1,0 +1,6 @@
+"""Writes every dashboard beside this package."""
+
+from dashboards.source.files import written
+
+for path, text in written():
+    path.write_text(text)

@@ -1,0 +1,25 @@
+"""Which dashboard goes into which file."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from dashboards.source.backends import BACKENDS
+from dashboards.source.cache import CACHE
+from dashboards.source.latency import LATENCY
+from dashboards.source.panels import dashboard_json
+from dashboards.source.store import STORE
+
+FOLDER = Path(__file__).parent.parent
+_FILES = {
+    "cache.json": CACHE,
+    "backends.json": BACKENDS,
+    "latency.json": LATENCY,
+    "store.json": STORE,
+}
+
+
+def written() -> Iterator[tuple[Path, str]]:
+    """Each file and what is in it."""
+    for name, dashboard in _FILES.items():
+        yield FOLDER / name, json.dumps(dashboard_json(dashboard), indent=1) + "\n"

@@ -1,0 +1,69 @@
+"""A real Prometheus scrapes a live router; every panel and every rule finds something in it."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests.conftest import StartServer
+from tests.e2e.prompts import chat, ids, sentences
+from tests.fleet import Fleet, running
+from tests.prometheus import program, prometheus
+from tests.test_dashboards import PANELS, alerts, queries, rules
+
+# What Grafana puts in for its variables: the whole test, and every backend.
+VARIABLES = {"$__rate_interval": "1m", "$__range": "1m", "$backend": ".*"}
+# Queries that find nothing while all is well, with the reason.
+EMPTY: dict[str, str] = {}
+LIMITS = """
+store: {max_bytes: 64MiB, max_tokens: 100000, save_when_idle_for: 10ms}
+policy: {coalesce_above: 20ms}
+"""
+
+
+def filled_in(expr: str) -> str:
+    for variable, value in VARIABLES.items():
+        expr = expr.replace(variable, value)
+    return expr
+
+
+async def _some_work(fleet: Fleet, seed: int) -> None:
+    """A conversation that goes from server to server and leaves its slot to others; a long prompt
+    of which another needs the first half."""
+    messages = chat(seed, sentences(seed, 2), length=30)
+    long = ids(100 + seed, 600)
+    for turn in range(3):
+        answer = await fleet.chat(messages, model="ab"[turn % 2], stream=turn == 0)
+        assert answer.status == 200, answer.body
+        messages += [
+            {"role": "assistant", "content": answer.text or "well"},
+            {"role": "user", "content": sentences(10 * seed + turn, 2)},
+        ]
+        await fleet.complete(long, model="a")
+        await fleet.complete([*long[:300], *ids(seed, 20)], model="b")
+
+
+async def test_every_query_finds_something(llama_server: StartServer, tmp_path: Path) -> None:
+    """Two servers with different `-np`, so that files are rewritten too."""
+    program("prometheus")
+    a = await llama_server("llama", slots=2, ctx=8192, extra_args=["-a", "a", "--metrics"])
+    b = await llama_server("llama", slots=1, ctx=4096, extra_args=["-a", "b", "--metrics"])
+    async with (
+        running([("a", a.url), ("b", b.url)], a.kv_dir, yaml=LIMITS) as fleet,
+        prometheus(urlsplit(fleet.url).netloc, tmp_path) as prom,
+    ):
+        await prom.until("kvferry_build_info")
+        for seed in range(3):
+            await _some_work(fleet, seed)
+            # What is counted for the first time has no rate until it is counted again.
+            done = (await fleet.metrics())['kvferry_requests_total{outcome="ok"}']
+            await prom.until(f'kvferry_requests_total{{outcome="ok"}} >= {done}')
+        asked = {expr for panel in PANELS.values() for expr in queries(panel)}
+        nothing = {expr for expr in asked if not await prom.query(filled_in(expr))}
+        recorded = [rule["record"] for rule in rules() if "record" in rule]
+        silent = {name for name in recorded if not await prom.query(name)}
+        health = await prom.rules()
+        raised = await prom.query("ALERTS{alertstate='firing'}")
+
+    assert nothing == set(EMPTY)
+    assert silent == set()
+    assert health == dict.fromkeys([*recorded, *alerts()], "ok")
+    assert raised == []

@@ -1,0 +1,115 @@
+"""Counters add up: what was reused and what was computed is what the backends reported."""
+
+import asyncio
+from itertools import count
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import StartServer
+from tests.e2e.conversing import runs_on, saved
+from tests.e2e.prompts import Json, chat, ids, sentences
+from tests.fleet import Answer, Fleet, running
+
+PARTS = ("resident", "snapshot", "computed")
+TALKS, TURNS = 3, 3
+LEAVING, N_LEFT = TALKS * TURNS, 200  # how many leave, and how long their prompts are
+
+
+async def _scrape(fleet: Fleet) -> dict[tuple[str, str], float]:
+    """One scrape with the backends' own: (sample, its only label but `backend`) to the sum over
+    backends."""
+    text = (await fleet.get("/metrics?backends=1")).body.decode()
+    sums: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            rest = [value for label, value in sample.labels.items() if label != "backend"]
+            key = sample.name, " ".join(rest)
+            sums[key] = sums.get(key, 0.0) + sample.value
+    return sums
+
+
+async def _leave(fleet: Fleet, prompt: list[int]) -> None:
+    """Ask for a long answer and go after its first bytes."""
+    body = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True}
+    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+        await response.content.readany()
+        response.close()
+
+
+async def _several_at_once(fleet: Fleet) -> list[Answer]:
+    """Three conversations on two routes, streamed and not; between their turns clients leave and
+    mistakes are made."""
+    firsts = count(300)
+
+    async def converse(seed: int) -> list[Answer]:
+        messages = chat(seed % 2, sentences(seed, 3), length=30)
+        answers = []
+        for turn in range(TURNS):
+            stream: Json = {"stream": (turn + seed) % 2 == 0}
+            if seed == 2:
+                text = "\n".join(message["content"] for message in messages)
+                answers.append(await fleet.complete(text, **stream))
+            else:
+                answers.append(await fleet.chat(messages, **stream))
+            # Each begins as nothing else does: all of it is computed.
+            prompt = [next(firsts), *ids(1, N_LEFT - 1)]
+            await _leave(fleet, prompt)
+            assert (await fleet.complete(ids(1, 9), temperature="hot")).status == 400
+            messages.append({"role": "assistant", "content": answers[-1].text or "well"})
+            messages.append({"role": "user", "content": sentences(10 * seed + turn, 2)})
+        return answers
+
+    talks = await asyncio.gather(*(converse(seed) for seed in range(TALKS)))
+    return [answer for talk in talks for answer in talk]
+
+
+async def _hop(fleet: Fleet) -> list[Answer]:
+    """One prompt, from its slot to the one beside it while its own is busy, to the other server,
+    and there once more."""
+    prompt = ids(7, 900)
+    first = await fleet.complete(prompt, model="a")
+    await fleet.until(saved(900))
+    name, index = first.slot
+    async with asyncio.TaskGroup() as group:
+        long = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True}
+        busy = group.create_task(fleet.post("/completion", long | {"id_slot": index, "model": "a"}))
+        await fleet.until(runs_on(name, index))
+        beside = await fleet.complete(prompt, model="a")
+        busy.cancel()
+    other = await fleet.complete(prompt, model="b")
+    assert len({first.slot, beside.slot, other.slot}) == 3
+    again = await fleet.complete(prompt, model="b")
+    return [first, beside, other, again]
+
+
+async def test_every_prompt_token_is_counted_once(llama_server: StartServer) -> None:
+    """resident + snapshot + computed = prompt tokens that the backends reported, to the token; and
+    each metric beside it counts the same requests."""
+    flags = ["--metrics"]
+    a = await llama_server("llama", slots=2, ctx=32768, extra_args=["-a", "a", *flags])
+    b = await llama_server("llama", slots=2, ctx=32768, extra_args=["-a", "b", *flags])
+    yaml = "policy: {coalesce_above: 20ms}"
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir, yaml=yaml) as fleet:
+        before = await _scrape(fleet)
+        answers = [*await _several_at_once(fleet), *await _hop(fleet)]
+        await fleet.until_quiet()
+        after = await _scrape(fleet)
+    assert [answer.status for answer in answers] == [200] * len(answers)
+
+    counted = {part: after["kvferry_prompt_tokens_total", part] for part in PARTS}
+    assert sum(counted.values()) == sum(answer.prompt_tokens for answer in answers)
+    assert all(counted.values()), counted
+    # Of those who left nothing was reported; the backends worked for them all the same, and for
+    # the long answer of the hop, whose prompt was there but for the last token.
+    name = "llamacpp:prompt_tokens_total", ""
+    assert after[name] - before[name] == counted["computed"] + LEAVING * N_LEFT + 1
+    ended = {"ok": len(answers), "client_gone": LEAVING + 1, "refused": LEAVING}
+    for outcome, number in (ended | {"backend_error": 0}).items():
+        assert after["kvferry_requests_total", outcome] == number
+        assert after["kvferry_backend_requests_total", outcome] == number
+    plans = [value for (metric, _), value in after.items() if metric == "kvferry_plans_total"]
+    assert sum(plans) == sum(ended.values())
+    assert after["kvferry_prefill_avoided_seconds_total", "snapshot"] > 0
+    assert after["kvferry_stall_seconds_total", "prefill"] > 0  # three clients on four slots
+    said = sum(answer.timings["predicted_n"] for answer in answers)
+    assert after["kvferry_generated_tokens_total", ""] == said
