@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from router import __version__
-from router.config import Config, ConfigError, check_text, from_flags, load
+from router.config import Config, ConfigError, from_flags, load
+from router.config_summary import check_text
+from router.console.client import DEFAULT_URL, CallError
+from router.console.snapshots import add_options as add_snapshot_options
+from router.console.snapshots import snapshots
 from router.core.policy import PolicyName
 from router.errors import KvError
 from router.main import StartError, serve, set_up_logging
@@ -25,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
-    except (StartError, KvError) as error:
+    except (StartError, KvError, CallError) as error:
         print(f"kvferry: {error}", file=sys.stderr)
         return CANNOT_WORK
     except OSError as error:
@@ -62,10 +66,23 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--keep", action="store_true", help="leave servers and router running")
     command.set_defaults(run=_demo)
 
+    command = commands.add_parser("top", help="watch a running router")
+    _where(command)
+    command.add_argument("--once", action="store_true", help="print one picture, for scripts")
+    command.set_defaults(run=_top)
+
+    command = commands.add_parser("snapshots", help="list, look at and give up snapshots")
+    add_snapshot_options(command, _where)
+    command.set_defaults(run=snapshots)
+
     command = commands.add_parser("simulate", help="play a trace or a workload, faster than time")
     add_options(command)
     command.set_defaults(run=simulate)
     return parser
+
+
+def _where(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--url", default=DEFAULT_URL, help=f"the router; default {DEFAULT_URL}")
 
 
 def _fleet_options(command: argparse.ArgumentParser) -> None:
@@ -128,6 +145,15 @@ def _doctor(options: argparse.Namespace) -> int:
     from router.doctor import doctor
 
     return asyncio.run(doctor(_config(options)))
+
+
+def _top(options: argparse.Namespace) -> int:
+    from router.console.top import top
+
+    try:
+        return asyncio.run(top(options.url, once=options.once))
+    except KeyboardInterrupt:  # how one leaves it
+        return OK
 
 
 def _demo(options: argparse.Namespace) -> int:

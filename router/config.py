@@ -31,9 +31,8 @@ from router.config_load import (
     read_yaml,
 )
 from router.config_load import Problem as Problem
-from router.config_values import NO_LIMIT, format_duration, format_size, shown
+from router.config_values import NO_LIMIT, shown
 from router.config_values import Address as Address
-from router.core.policy import Policy as Preset
 from router.core.policy import PolicyName as PolicyName
 from router.types import BackendId
 
@@ -184,6 +183,12 @@ class Probe(Section):
     enabled: values.Flag = True
 
 
+class Admin(Section):
+    """Who may change things through the router's own port."""
+
+    token_env: Annotated[str | None, values.optional(values.env_name)] = None
+
+
 class Logging(Section):
     """What is written to standard error."""
 
@@ -217,6 +222,7 @@ class Config(Section):
     health: Health = Health()
     tokenizer: Tokenizer = Tokenizer()
     probe: Probe = Probe()
+    admin: Admin = Admin()
     logging: Logging = Logging()
     shutdown_grace_s: values.Seconds = Field(default=30.0, alias="shutdown_grace")
 
@@ -279,59 +285,6 @@ def from_flags(
         problems = [Problem(_flag(path, len(backends)), None, text) for path, text in found]
         raise ConfigError("command line", problems)
     return config
-
-
-def check_text(path: Path) -> tuple[int, str]:
-    """What `kvferry check FILE` prints, and its exit status: 0 when the file is good, 2 if not."""
-    try:
-        config = load(path)
-    except ConfigError as error:
-        return 2, str(error)
-    return 0, summary(config)
-
-
-def summary(config: Config) -> str:
-    """One paragraph: what would run, and what in it will have no effect."""
-    backends = ", ".join(_described(backend) for backend in config.backends)
-    store, policy = config.store, config.policy
-    said = [
-        f"OK: kvferry would listen on {config.listen} and serve"
-        f" {len(config.backends)} backend{'s' * (len(config.backends) != 1)}: {backends}.",
-        f"Policy {policy.name}; tokenizer {config.tokenizer.mode};"
-        f" up to {config.queue.max_requests} requests wait,"
-        f" each at most {_or_no_limit(config.queue.deadline_s)}.",
-    ]
-    moves_kv = Preset(policy.name).moves_kv
-    # (1) to (4): the first reason why no snapshot is ever written. (5): what is written.
-    if not moves_kv:
-        said.append(f"Nothing is saved or restored: policy {policy.name} never moves KV.")
-    elif not any(backend.kv_dir for backend in config.backends):
-        said.append("Nothing is saved or restored: no backend has a kv_dir.")
-    elif not store.enabled:
-        said.append("Nothing is saved: the store is off.")
-    elif not config.probe.enabled:
-        said.append(
-            "Nothing is saved or restored: without the probe no backend is trusted with it."
-        )
-    else:
-        limits = [] if store.max_bytes == NO_LIMIT else [format_size(store.max_bytes)]
-        limits += [] if store.max_tokens == NO_LIMIT else [f"{store.max_tokens} tokens"]
-        said.append(
-            f"Snapshots of at least {store.min_tokens} tokens are kept,"
-            f" {'up to ' + ' and '.join(limits) if limits else 'without limit'}."
-        )
-    if moves_kv and config.tokenizer.mode is TokenizerMode.OFF:
-        said.append("With tokenizer.mode: off no prompt is known, so nothing can be reused.")
-    return " ".join(said)
-
-
-def _or_no_limit(seconds: float | None) -> str:
-    return "as long as it takes" if seconds is None else format_duration(seconds)
-
-
-def _described(backend: Backend) -> str:
-    place = f"kv_dir {backend.kv_dir}" if backend.kv_dir else "no kv_dir"
-    return f"{backend.name} ({backend.url}, {place})"
 
 
 def _validate(value: object) -> tuple[Config | None, list[tuple[KeyPath, str]]]:

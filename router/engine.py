@@ -5,7 +5,7 @@ two events overlap. Effects that take time run as tasks and report back as event
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -46,6 +46,8 @@ from router.types import (
 from router.watching import find_start, wait_quiet, wait_started
 
 log = structlog.get_logger(__name__)
+
+_PURGED_AT_ONCE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,15 @@ class Engine:
     def snapshot_lost(self, snapshot: SnapshotId) -> None:
         """A committed snapshot turned out to be unusable."""
         self._feed(ev.SnapshotLost(snapshot))
+
+    async def purge(self, snapshots: Sequence[SnapshotId]) -> None:
+        """Take snapshots out of use. Their files go in the background, each when nobody reads it.
+
+        A few at a time: finding ten thousand in the index would hold everybody else up.
+        """
+        for start in range(0, len(snapshots), _PURGED_AT_ONCE):
+            self._feed(ev.Purged(tuple(snapshots[start : start + _PURGED_AT_ONCE])))
+            await asyncio.sleep(0)
 
     def known_namespaces(self) -> set[Namespace]:
         """All that a backend could belong to."""

@@ -21,8 +21,15 @@ class BadRequestError(RouterError):
     outcome = "bad_request"
 
 
+class NotFoundError(BadRequestError):
+    """The router has nothing by that name."""
+
+    status = 404
+    kind = "not_found_error"
+
+
 class ForbiddenError(RouterError):
-    """A route that only the router may use on a backend."""
+    """A route that only the router may use on a backend, or an operator on the router."""
 
     status = 403
     kind = "permission_error"

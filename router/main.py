@@ -45,6 +45,8 @@ from router.web.admin import Admin
 from router.web.app import App
 from router.web.completions import Completions
 from router.web.directory import Directory
+from router.web.guard import Guard
+from router.web.snapshots import Snapshots
 
 log = structlog.get_logger(__name__)
 
@@ -66,15 +68,18 @@ def timeouts_of(config: Config) -> Timeouts:
 
 def client_of(backend: Backend, connections: Connections, timeouts: Timeouts) -> LlamaClient:
     """Raises StartError if the environment lacks the key that the configuration names."""
-    key = None
-    if backend.api_key_env is not None:
-        key = os.environ.get(backend.api_key_env)
-        if not key:
-            raise StartError(
-                f"backends: {backend.name}: api_key_env names {backend.api_key_env}, which is "
-                "not set in the environment"
-            )
+    key = _secret(f"backends: {backend.name}: api_key_env", backend.api_key_env)
     return LlamaClient(backend.name, backend.url, connections, timeouts, key)
+
+
+def _secret(key: str, variable: str | None) -> str | None:
+    """What the environment variable that `key` names holds. Raises StartError."""
+    if variable is None:
+        return None
+    secret = os.environ.get(variable)
+    if not secret:
+        raise StartError(f"{key} names {variable}, which is not set in the environment")
+    return secret
 
 
 def place_of(backend: Backend, config: Config) -> Place | None:
@@ -185,6 +190,7 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
     registry = registry or CollectorRegistry()
     clock = MonotonicClock()
     telemetry = PrometheusTelemetry(registry, [backend.name for backend in config.backends])
+    guard = Guard(_secret("admin: token_env", config.admin.token_env))
     async with AsyncExitStack() as stack:
         connections = await stack.enter_async_context(Connections())
         timeouts = timeouts_of(config)
@@ -250,6 +256,7 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
                 BackendMetrics(clients, registry),
                 clock.now,
             ),
+            snapshots=Snapshots(engine, guard, clock.now, wall_now),
             directory=directory,
             telemetry=telemetry,
             max_body_bytes=config.limits.max_body_bytes,

@@ -142,7 +142,7 @@ PLAIN = StateShape()
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A committed state file. Immutable."""
+    """A committed state file. Immutable. `saved_at` is in seconds since the epoch, to be shown."""
 
     id: SnapshotId
     namespace: Namespace
@@ -150,6 +150,7 @@ class Snapshot:
     tokens: Tokens
     size_bytes: int
     shape: StateShape = PLAIN
+    saved_at: float = 0.0
 
     def __len__(self) -> int:
         return count(self.tokens)

@@ -46,8 +46,12 @@ LAYERS: dict[str, set[str]] = {
     | {"router.core", "router.ports", "router.tasks", "router.transfers", "router.watching"},
     "router.web": BASE
     | {"router.engine", "router.ports", "router.adapters", "router.web"}
+    # Sizes and times in a query are written as in the configuration.
+    | {"router.config_load", "router.config_values"}
     # To show a decision: its data.
     | {"router.core.plan"},
+    # Asks a router over HTTP, like anybody else.
+    "router.console": {"router.console", "router.terminal"},
     # One enum: the names of the policies are said once.
     "router.config": {
         "router.types",
@@ -55,6 +59,7 @@ LAYERS: dict[str, set[str]] = {
         "router.config_load",
         "router.config_values",
     },
+    "router.config_summary": {"router.config", "router.config_values", "router.core.policy"},
     "router.config_load": {"router.config_values"},
     "router.config_values": set(),
     # The scheduler as it is, and everything else made up; the command reads sizes and times.
@@ -92,6 +97,7 @@ TESTED_ELSEWHERE = {
     "router.core.plan": "data; tests/core/test_planner.py",
     "router.core.policy": "data; tests/core/test_planner.py",
     "router.config_load": "tests/test_config.py",
+    "router.config_summary": "tests/test_config.py",
     "router.config_values": "tests/test_config.py",
     "router.kvfile.head": "tests/test_kvfile.py",
     "router.kvfile.layout": "tests/test_kvfile.py",

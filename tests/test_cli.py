@@ -48,7 +48,7 @@ def test_help_names_every_command(capsys: Capture) -> None:
     assert run("--help") == 0
 
     out = capsys.readouterr().out
-    for command in ("serve", "check", "doctor", "demo", "simulate"):
+    for command in ("serve", "check", "doctor", "demo", "top", "snapshots", "simulate"):
         assert command in out
 
 

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from router import config, config_values
+from router import config, config_summary, config_values
 from router.config import Address, Backend, Config, ConfigError, PolicyName, TokenizerMode
 from router.config_load import MAX_DEPTH, MAX_TEXT, MAX_VALUES, keys_of, path_text, read_yaml
 from router.core.policy import Policy as Preset
@@ -41,7 +41,7 @@ def minimal(more: str = "") -> Config:
 
 @pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*.y*ml")), ids=lambda path: path.name)
 def test_every_file_in_the_folder_loads(path: Path) -> None:
-    status, text = config.check_text(path)
+    status, text = config_summary.check_text(path)
 
     assert (status, text[:4]) == (0, "OK: ")
 
@@ -440,7 +440,7 @@ def test_check_prints_what_editors_can_jump_to(tmp_path: Path) -> None:
     path = tmp_path / "k.yaml"
     path.write_text(MINIMAL + "store: {max_byte: 1}\nlisten: 1\n")
 
-    status, text = config.check_text(path)
+    status, text = config_summary.check_text(path)
 
     assert status == 2
     assert (
@@ -473,7 +473,7 @@ def test_files_that_are_no_text(
 
 @pytest.mark.parametrize("name", ["missing.yaml", "", "a\0b"])
 def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
-    status, text = config.check_text(tmp_path / name)
+    status, text = config_summary.check_text(tmp_path / name)
 
     assert status == 2
     assert "cannot be read: " in text
@@ -489,7 +489,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_the_summary_says_what_has_no_effect(text: str, said: str) -> None:
-    assert said in config.summary(minimal(text))
+    assert said in config_summary.summary(minimal(text))
 
 
 @pytest.mark.parametrize(
@@ -504,7 +504,7 @@ def test_the_summary_says_what_has_no_effect(text: str, said: str) -> None:
 )
 def test_the_summary_says_what_is_kept(store: str, said: str) -> None:
     text = f"backends: [{{url: 'http://a:1', kv_dir: /kv}}]\nstore: {store}"
-    summary = config.summary(config.parse(text, "test.yaml"))
+    summary = config_summary.summary(config.parse(text, "test.yaml"))
 
     assert said in summary
     assert "serve 1 backend: a-1 (http://a:1, kv_dir /kv)." in summary

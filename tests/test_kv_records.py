@@ -36,7 +36,7 @@ def test_shape_is_recovered(tmp_path: Path, shape: StateShape) -> None:
     file.write_bytes(raw)
     directory = opened(tmp_path)
     snapshot = Snapshot(ID, Namespace("n"), directory.place, pack(TOKENS), len(raw), shape)
-    kv_records.record(Held(snapshot, directory, identity(file)), 1.0, fsync=False)
+    kv_records.record(Held(snapshot, directory, identity(file)), fsync=False)
     closed(directory)
 
     again = opened(tmp_path)

@@ -45,6 +45,11 @@ def staging_name() -> str:
     return f"kvf-{secrets.token_hex(16)}.part"
 
 
+def final_name(number: str) -> str:
+    """What the file of a snapshot is called, by its id."""
+    return f"kvf-{number}.kv"
+
+
 def identity(path: Path) -> Identity:
     """Of a regular file. Raises KvFileError for anything else."""
     return _identity(path.lstat(), path)

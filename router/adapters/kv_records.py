@@ -47,7 +47,7 @@ class Held:
 
     @property
     def path(self) -> Path:
-        return self.directory.path / f"kvf-{self.snapshot.id}.kv"
+        return self.directory.path / kv_files.final_name(self.snapshot.id)
 
     def unlink(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def open_directory(place: Place, others: Iterable[Directory], *, fsync: bool) ->
 
 def recover(directory: Directory, entry: Entry) -> Held | None:
     """Cross-check a record with its file; None if it is not to be offered."""
-    path = directory.path / f"kvf-{entry.id}.kv"
+    path = directory.path / kv_files.final_name(entry.id)
     if entry.file != path.name or not kv_files.FINAL.fullmatch(entry.file):
         drop(directory, entry.id)
         return None
@@ -108,6 +108,7 @@ def recover(directory: Directory, entry: Entry) -> Held | None:
         StateShape(
             entry.n_stream, entry.checkpoints, entry.extendable, media=bool(head.media_starts)
         ),
+        entry.added_at,
     )
     return Held(snapshot, directory, found, entry.checksum)
 
@@ -119,7 +120,7 @@ def sweep(directory: Directory) -> None:
         log.info("leftovers_removed", place=directory.place, files=removed)
 
 
-def record(held: Held, added_at: float, *, fsync: bool) -> None:
+def record(held: Held, *, fsync: bool) -> None:
     """Make a committed file durable. Order matters: data, name, directory; only then the record."""
     with kv_files.open_regular(held.path) as file:
         if fsync:
@@ -140,7 +141,7 @@ def record(held: Held, added_at: float, *, fsync: bool) -> None:
         mtime_ns=held.identity.mtime_ns,
         inode=held.identity.inode,
         checksum=checksum,
-        added_at=added_at,
+        added_at=snapshot.saved_at,
         media=media if len(media) == len(head.media_starts) else (),
         n_stream=snapshot.shape.n_stream,
         checkpoints=snapshot.shape.checkpoints,

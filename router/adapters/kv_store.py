@@ -152,7 +152,13 @@ class KvStore:
         directory = self._directory(staged.place)
         number = SnapshotId(path.stem.removeprefix("kvf-"))
         snapshot = Snapshot(
-            number, namespace, staged.place, staged.tokens, staged.size_bytes, staged.shape
+            number,
+            namespace,
+            staged.place,
+            staged.tokens,
+            staged.size_bytes,
+            staged.shape,
+            self._wall_now(),
         )
         held = Held(snapshot, directory, known)
         rename = partial(kv_records.rename, path, held)
@@ -277,7 +283,7 @@ class KvStore:
 
     async def _make_durable(self, held: Held) -> None:
         try:
-            record = partial(kv_records.record, held, self._wall_now(), fsync=self._fsync)
+            record = partial(kv_records.record, held, fsync=self._fsync)
             await self._run(self._bulk, record)
         except KvError as error:
             if held.gone:

@@ -47,6 +47,7 @@ class _Entry:
     value_s: float  # seconds that computing it again would take
     uses: int = 1
     references: int = 0
+    used_at: float | None = None  # last, in clock seconds; None: not since it was added
     doomed: bool = False  # out of the index; named for deletion with its last reference
     kept: bool = False  # never named for deletion: the file is somebody else's concern now
     priority: float = 0.0
@@ -167,11 +168,18 @@ class Catalog:
         index = self._index.get(namespace)
         return index.match(tokens, limit) if index else []
 
-    def acquire(self, snapshot: SnapshotId) -> Snapshot:
+    def used_at(self, snapshot: SnapshotId) -> float | None:
+        """When a snapshot was acquired last, in clock seconds. None: not since it was added, or
+        there is none."""
+        entry = self._entries.get(snapshot)
+        return None if entry is None else entry.used_at
+
+    def acquire(self, snapshot: SnapshotId, now: float) -> Snapshot:
         """Use a snapshot; it stays on disk until `release`."""
         entry = self._entries[snapshot]
         entry.references += 1
         entry.uses += 1
+        entry.used_at = now
         self._rank(entry)
         return entry.snapshot
 

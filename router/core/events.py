@@ -64,6 +64,13 @@ class SnapshotLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Purged:
+    """Somebody wants these snapshots gone; they need not exist any more."""
+
+    snapshots: tuple[SnapshotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """A client wants a completion."""
 
@@ -209,6 +216,7 @@ Event = (
     | Probed
     | SnapshotsFound
     | SnapshotLost
+    | Purged
     | Arrived
     | Cancelled
     | Saved

@@ -165,7 +165,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
     if job.gated:
         fleet.gated.add(backend)
     if chosen.snapshot is not None:
-        fleet.catalog.acquire(chosen.snapshot)
+        fleet.catalog.acquire(chosen.snapshot, now)
         job.using = chosen.snapshot
     fleet.granted += 1
     fleet.sticky.setdefault(sticky_key(request), chosen.slot)

@@ -59,6 +59,9 @@ class Scheduler:
                 attach.snapshots_found(state, event)
             case ev.SnapshotLost():
                 state.fleet.catalog.forget(event.snapshot)
+            case ev.Purged():
+                for snapshot in event.snapshots:
+                    state.delete(state.fleet.catalog.remove(snapshot))
             case ev.Arrived():
                 grants.arrived(state, event.request, now)
             case ev.Cancelled():

@@ -150,7 +150,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
             slot = state.fleet.slots[event.slot]
             slot.resident = Resident(snapshot.tokens, 0, slot.resident.checkpoints)
             slot.saving = EMPTY
-        _save_over(state, job, snapshot)
+        _save_over(state, job, snapshot, now)
         next_step(state, job, now)
 
 
@@ -159,7 +159,7 @@ def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
     if job := state.jobs.get(event.request):
         if job.lease_of(event.slot) is not None:
             state.fleet.slots[event.slot].saving = EMPTY
-        _save_over(state, job, None)
+        _save_over(state, job, None, now)
         next_step(state, job, now)
 
 
@@ -178,7 +178,7 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
             _restore_the_whole(state, job, "the limits leave no room for the part")
         else:
             state.restore_over(job.id)  # of the long one, which nobody will read
-            state.fleet.catalog.acquire(usable)
+            state.fleet.catalog.acquire(usable, now)
             job.using = usable
             job.steps[0] = RestoreStep(usable)
     next_step(state, job, now)
@@ -201,7 +201,7 @@ def _restore_the_whole(state: State, job: Job, reason: str) -> None:
         job.steps.popleft()
 
 
-def _save_over(state: State, job: Job, snapshot: Snapshot | None) -> None:
+def _save_over(state: State, job: Job, snapshot: Snapshot | None, now: float) -> None:
     """The source of a copy is given back at once; the copy goes on with what was saved."""
     if not (isinstance(job.doing, SaveStep) and job.doing.reason is SaveReason.COPY):
         return
@@ -216,7 +216,7 @@ def _save_over(state: State, job: Job, snapshot: Snapshot | None) -> None:
         if usable is None:
             job.went_cold("the copy failed")
         else:
-            state.fleet.catalog.acquire(usable)
+            state.fleet.catalog.acquire(usable, now)
             job.using = usable
 
 

@@ -63,7 +63,7 @@ def gdsf(
             gain = min(match.common, count(prompt) - 1)
             if gain >= min_tokens:
                 reused += gain
-                catalog.acquire(match.item)
+                catalog.acquire(match.item, number)
                 catalog.release(match.item)
         if count(held) >= min_tokens:
             size_bytes = count(held) * hardware.bytes_per_token

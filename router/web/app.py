@@ -31,6 +31,8 @@ from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.relay import STARTED, Capture, forward_headers, forward_target, relay
 from router.web.replies import REQUEST_ID, error_response, json_response, open_to_browsers
+from router.web.snapshots import PATH as SNAPSHOTS
+from router.web.snapshots import Snapshots
 
 log = structlog.get_logger(__name__)
 
@@ -81,6 +83,7 @@ class App:
         *,
         completions: Completions,
         admin: Admin,
+        snapshots: Snapshots,
         directory: Directory,
         telemetry: Telemetry,
         max_body_bytes: int,
@@ -90,6 +93,7 @@ class App:
     ) -> None:
         self._completions = completions
         self._admin = admin
+        self._snapshots = snapshots
         self._directory = directory
         self._telemetry = telemetry
         self._max_body_bytes = max_body_bytes
@@ -101,6 +105,8 @@ class App:
             ("GET", "/kvferry/health"): self._health,
             ("GET", "/kvferry/state"): self._state,
             ("POST", "/kvferry/plan"): self._plan,
+            ("GET", SNAPSHOTS): snapshots.all,
+            ("POST", f"{SNAPSHOTS}/purge"): self._purge,
         }
 
     def server(self) -> web.Server:
@@ -161,6 +167,8 @@ class App:
             return await self._completions.completion(request, route, raw, name)
         if reason := forbidden(request.method, path):
             raise ForbiddenError(reason)
+        if path.startswith(f"{SNAPSHOTS}/") and request.method in ("GET", "HEAD", "DELETE"):
+            return await self._snapshots.one(request, name, path.removeprefix(f"{SNAPSHOTS}/"))
         if path in _MODELS and request.method == "GET":
             return await self._models(request, name)
         raw = await self._read(request)
@@ -182,6 +190,9 @@ class App:
 
     async def _plan(self, request: web.BaseRequest, name: RequestId) -> web.StreamResponse:
         return await self._admin.plan(request, await self._read(request), name)
+
+    async def _purge(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
+        return await self._snapshots.purge(request, await self._read(request))
 
     async def _read(self, request: web.BaseRequest) -> bytes:
         """The body, within limits of size and time. Raises RouterError."""

@@ -14,6 +14,7 @@ from tests.core.build import NS, OTHER_NS, run_of, snapshot, tokens
 
 FULL, HYBRID = MemoryKind.FULL, MemoryKind.HYBRID
 S1, S2, S3 = SnapshotId("s1"), SnapshotId("s2"), SnapshotId("s3")
+NOW = 7.0
 
 
 # -- limits ------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ def test_use_makes_worth() -> None:
     used, unused = snapshot("s1", tokens(1), 10), snapshot("s2", tokens(2), 10)
     catalog.add(used, FULL, 1.0)
     catalog.add(unused, FULL, 1.5)
-    catalog.acquire(S1)
+    catalog.acquire(S1, NOW)
     catalog.release(S1)
 
     assert catalog.add(snapshot("s3", tokens(3), 10), FULL, 3.0) == [unused]
@@ -108,7 +109,7 @@ def test_old_favourites_fade() -> None:
     catalog = Catalog(Limits(max_bytes=20))
     catalog.add(snapshot("s1", tokens(1), 10), FULL, 1.0)
     for _ in range(5):
-        catalog.acquire(S1)
+        catalog.acquire(S1, NOW)
         catalog.release(S1)
 
     for n in range(2, 40):
@@ -131,7 +132,7 @@ def test_many_uses_leave_a_small_heap() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
     for _ in range(500):
-        catalog.acquire(S1)
+        catalog.acquire(S1, NOW)
 
     assert len(catalog._heap) <= 4 * len(catalog) + 65
 
@@ -142,7 +143,7 @@ def test_many_uses_leave_a_small_heap() -> None:
 def test_what_is_in_use_is_named_when_its_last_user_lets_go() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
-    assert catalog.acquire(S1) == catalog.acquire(S1) == snapshot("s1")
+    assert catalog.acquire(S1, NOW) == catalog.acquire(S1, NOW) == snapshot("s1")
 
     assert catalog.remove(S1) == []
     assert S1 not in catalog
@@ -157,7 +158,7 @@ def test_what_is_in_use_is_named_when_its_last_user_lets_go() -> None:
 def test_the_next_of_equal_tokens_takes_the_place_of_one_that_is_leaving() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
-    catalog.acquire(S1)
+    catalog.acquire(S1, NOW)
     catalog.remove(S1)
 
     assert catalog.add(snapshot("s2"), FULL, 1.0) == []
@@ -167,7 +168,7 @@ def test_the_next_of_equal_tokens_takes_the_place_of_one_that_is_leaving() -> No
 def test_an_end_of_use_deletes_nothing_that_is_still_wanted() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
-    catalog.acquire(S1)
+    catalog.acquire(S1, NOW)
 
     assert catalog.snapshots() == [(snapshot("s1"), 2, 1)]
     assert catalog.release(S1) == []
@@ -177,7 +178,7 @@ def test_an_end_of_use_deletes_nothing_that_is_still_wanted() -> None:
 def test_what_is_forgotten_is_never_named_for_deletion() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
-    catalog.acquire(S1)
+    catalog.acquire(S1, NOW)
     assert not catalog.is_forgotten(S1)
 
     assert catalog.forget(S1)
@@ -190,7 +191,7 @@ def test_what_is_forgotten_is_never_named_for_deletion() -> None:
 def test_what_is_leaving_already_can_still_be_forgotten() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
-    catalog.acquire(S1)
+    catalog.acquire(S1, NOW)
     catalog.remove(S1)
 
     assert catalog.forget(S1)
@@ -244,6 +245,18 @@ def test_covered_is_the_longest_share() -> None:
     assert catalog.covered(NS, run_of(3)) == 3
     assert catalog.covered(NS, run_of(9)) == 5
     assert catalog.covered(OTHER_NS, run_of(3)) == 0
+
+
+def test_it_is_known_when_a_snapshot_was_used_last() -> None:
+    catalog = Catalog()
+    catalog.add(snapshot("s1"), FULL, 1.0)
+    assert catalog.used_at(S1) is None
+    for now in (3.0, 5.0):
+        catalog.acquire(S1, now)
+        catalog.release(S1)
+
+    assert catalog.used_at(S1) == 5.0
+    assert catalog.used_at(S2) is None
 
 
 # -- against a model ---------------------------------------------------------------------------
@@ -323,7 +336,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def acquire(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from(self.model.usable()))
-        assert self.catalog.acquire(one.snapshot.id) == one.snapshot
+        assert self.catalog.acquire(one.snapshot.id, NOW) == one.snapshot
         one.references += 1
 
     @precondition(lambda self: any(k.references for k in self.model.known.values()))

@@ -176,6 +176,15 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             )
         )
 
+    @precondition(lambda self: self.files)
+    @rule(data=st.data(), chance=st.integers(0, 3))
+    def purged(self, data: st.DataObject, chance: int) -> None:
+        """Whatever there is or was, in use or not."""
+        if chance == 0:
+            names = data.draw(st.sets(st.sampled_from(sorted(self.files)), min_size=1, max_size=3))
+            self.feed(ev.Purged(tuple(sorted(names))))
+            assert not any(name in self.scheduler.state.fleet.catalog for name in names)
+
     @precondition(lambda self: not self.stopping)
     @rule(chance=st.integers(0, 19), save=st.booleans())
     def stops(self, chance: int, save: bool) -> None:

@@ -11,7 +11,7 @@ from router.core.effects import SaveReason as Why
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
 from router.tokens import Tokens, head
-from router.types import SnapshotId, Source
+from router.types import MemoryKind, SnapshotId, Source
 from tests.core.build import (
     A0,
     A1,
@@ -144,6 +144,21 @@ def test_a_late_save_is_a_snapshot_all_the_same() -> None:
 
 
 # -- restores ------------------------------------------------------------------------------------
+
+
+def test_what_is_purged_is_deleted_unless_it_is_restored_from() -> None:
+    """Then it is offered to nobody else, and deleted when that is over."""
+    other = snapshot("o", run_of(900, 5))
+    s = restoring()
+    s.state.fleet.catalog.add(other, MemoryKind.FULL, 1.0)
+    purged = ev.Purged((SnapshotId("s"), SnapshotId("o"), SnapshotId("unknown")))
+
+    assert s.handle(purged, NOW) == [Delete(other)]
+    assert s.state.fleet.catalog.snapshots() == []
+    effects = restored(s)
+    assert effects[0] == Delete(SNAP)
+    assert plan_of(effects).chosen.source is Source.SNAPSHOT
+    assert s.handle(purged, NOW) == []
 
 
 def test_a_restored_slot_holds_the_snapshot() -> None:

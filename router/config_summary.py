@@ -1,0 +1,60 @@
+"""What `kvferry check` says of a configuration: what would run, and what in it has no effect."""
+
+from pathlib import Path
+
+from router.config import Backend, Config, ConfigError, TokenizerMode, load
+from router.config_values import NO_LIMIT, format_duration, format_size
+from router.core.policy import Policy
+
+
+def check_text(path: Path) -> tuple[int, str]:
+    """What `kvferry check FILE` prints, and its exit status: 0 when the file is good, 2 if not."""
+    try:
+        config = load(path)
+    except ConfigError as error:
+        return 2, str(error)
+    return 0, summary(config)
+
+
+def summary(config: Config) -> str:
+    """One paragraph: what would run, and what in it will have no effect."""
+    backends = ", ".join(_described(backend) for backend in config.backends)
+    store, policy = config.store, config.policy
+    said = [
+        f"OK: kvferry would listen on {config.listen} and serve"
+        f" {len(config.backends)} backend{'s' * (len(config.backends) != 1)}: {backends}.",
+        f"Policy {policy.name}; tokenizer {config.tokenizer.mode};"
+        f" up to {config.queue.max_requests} requests wait,"
+        f" each at most {_or_no_limit(config.queue.deadline_s)}.",
+    ]
+    moves_kv = Policy(name=policy.name).moves_kv
+    # (1) to (4): the first reason why no snapshot is ever written. (5): what is written.
+    if not moves_kv:
+        said.append(f"Nothing is saved or restored: policy {policy.name} never moves KV.")
+    elif not any(backend.kv_dir for backend in config.backends):
+        said.append("Nothing is saved or restored: no backend has a kv_dir.")
+    elif not store.enabled:
+        said.append("Nothing is saved: the store is off.")
+    elif not config.probe.enabled:
+        said.append(
+            "Nothing is saved or restored: without the probe no backend is trusted with it."
+        )
+    else:
+        limits = [] if store.max_bytes == NO_LIMIT else [format_size(store.max_bytes)]
+        limits += [] if store.max_tokens == NO_LIMIT else [f"{store.max_tokens} tokens"]
+        said.append(
+            f"Snapshots of at least {store.min_tokens} tokens are kept,"
+            f" {'up to ' + ' and '.join(limits) if limits else 'without limit'}."
+        )
+    if moves_kv and config.tokenizer.mode is TokenizerMode.OFF:
+        said.append("With tokenizer.mode: off no prompt is known, so nothing can be reused.")
+    return " ".join(said)
+
+
+def _or_no_limit(seconds: float | None) -> str:
+    return "as long as it takes" if seconds is None else format_duration(seconds)
+
+
+def _described(backend: Backend) -> str:
+    place = f"kv_dir {backend.kv_dir}" if backend.kv_dir else "no kv_dir"
+    return f"{backend.name} ({backend.url}, {place})"

@@ -1,0 +1,43 @@
+"""Numbers as a person reads them at a glance; the exact ones are in JSON."""
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def number_of(number: int, what: str) -> str:
+    """`1 request`, `2,000 requests`."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def size(n_bytes: float) -> str:
+    """Three digits and a unit: `4.21GiB`."""
+    amount, unit = n_bytes, _UNITS[0]
+    for larger in _UNITS[1:]:
+        if amount < 1000:  # four digits are too many
+            break
+        amount, unit = amount / 1024, larger
+    digits = 0 if unit == "B" or amount >= 100 else 1 if amount >= 10 else 2
+    return f"{amount:.{digits}f}{unit}"
+
+
+def span(seconds: float | None) -> str:
+    """How long: `45ms`, `1.25s`, `12s`, `3m05s`, `2h10m`, `3d04h`; `-` for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f}ms"
+    if seconds < 10:
+        return f"{seconds:.2f}s"
+    minutes, rest_s = divmod(int(seconds), 60)
+    hours, rest_m = divmod(minutes, 60)
+    days, rest_h = divmod(hours, 24)
+    if days:
+        return f"{days}d{rest_h:02d}h"
+    if hours:
+        return f"{hours}h{rest_m:02d}m"
+    return f"{minutes}m{rest_s:02d}s" if minutes else f"{rest_s}s"
+
+
+def bar(share: float, width: int) -> str:
+    """`share` of 1 as a bar of so many columns."""
+    filled = round(min(max(share, 0.0), 1.0) * width)
+    return "█" * filled + "░" * (width - filled)

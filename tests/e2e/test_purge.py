@@ -1,0 +1,78 @@
+"""What an operator gives up is gone, whoever is using it; everything else stays."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from router.adapters.llama_client import LlamaClient
+from router.types import Transfer
+from tests.conftest import StartServer
+from tests.e2e.conversing import all_but_one, saved
+from tests.e2e.prompts import ids
+from tests.fleet import Fleet, running
+
+LONG = 2400
+# Nothing is saved behind the test's back, and no prompt is computed before it is sent.
+KEEP_STILL = """
+store: {save_when_idle_for: 'off', save_on_shutdown: false}
+policy: {coalesce_above: 'off'}
+"""
+
+
+async def snapshot_of(fleet: Fleet, prompt: list[int]) -> tuple[str, Path]:
+    """Id and file of the snapshot that begins as `prompt` does."""
+    rows = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
+    shown = [(await fleet.get(f"/kvferry/snapshots/{row['id']}")).json for row in rows]
+    (found,) = [row for row in shown if row["prefix_ids"] == prompt[:8]]
+    return found["id"], Path(found["place"]) / found["file"]
+
+
+async def test_purge_while_it_is_being_restored(
+    llama_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await llama_server("llama", slots=1)
+    backends = [("a", server.url)]
+    mine, other = ids(1, LONG), ids(2, LONG)
+    async with running(backends, server.kv_dir) as fleet:
+        first = await fleet.complete(mine)
+        await fleet.until(saved(LONG))
+        await fleet.complete(other)
+        await fleet.until(saved(LONG, count=2))
+
+    restore, begun, go_on = LlamaClient.restore, asyncio.Event(), asyncio.Event()
+
+    async def held(self: LlamaClient, slot: int, name: str) -> Transfer:
+        begun.set()
+        await go_on.wait()
+        return await restore(self, slot, name)
+
+    monkeypatch.setattr(LlamaClient, "restore", held)
+    async with running(backends, server.kv_dir, yaml=KEEP_STILL, wait_for=[]) as fleet:
+        go_on.set()  # the probe's own
+        await fleet.until_up()
+        name, file = await snapshot_of(fleet, mine)
+        begun.clear()
+        go_on.clear()
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(fleet.complete(mine))
+            await begun.wait()
+            purged = await fleet.post("/kvferry/snapshots/purge", {"id": [name]})
+            gone = await fleet.get(f"/kvferry/snapshots/{name}")
+            assert (purged.json["count"], purged.json["in_use"], gone.status) == (1, 1, 404)
+            assert file.exists()
+            go_on.set()
+        assert asked.result().source == "snapshot"
+        assert all_but_one(asked.result())
+        assert asked.result().text == first.text
+        await fleet.until(lambda _: not file.exists())
+
+        server.kill()  # and with it what the slot held
+        await fleet.until(lambda state: not state["backends"][0]["up"])
+        await server.restart()
+        await fleet.until_up()
+        again = await fleet.complete(mine)
+        assert (again.source, again.cached, again.text) == ("cold", 0, first.text)
+        kept = await fleet.complete(other)
+        assert kept.source == "snapshot"
+        assert all_but_one(kept)
