@@ -14,7 +14,7 @@ from router.console.client import DEFAULT_URL, CallError
 from router.console.snapshots import add_options as add_snapshot_options
 from router.console.snapshots import snapshots
 from router.core.policy import PolicyName
-from router.errors import KvError
+from router.errors import KvError, RouterError
 from router.main import StartError, serve, set_up_logging
 from router.simulate.command import add_options, simulate
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
-    except (StartError, KvError, CallError) as error:
+    except (RouterError, KvError, CallError) as error:
         print(f"kvferry: {error}", file=sys.stderr)
         return CANNOT_WORK
     except OSError as error:
@@ -59,6 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("doctor", help="try out every backend and say what to change")
     _fleet_options(command)
     command.set_defaults(run=_doctor)
+
+    command = commands.add_parser("explain", help="why a request was served as it was")
+    command.add_argument("id", metavar="ID", help="x-kvferry-request-id of its response")
+    command.add_argument(
+        "--url", default="http://127.0.0.1:8080", help="of the router; default %(default)s"
+    )
+    command.set_defaults(run=_explain)
 
     command = commands.add_parser("demo", help="start two llama-servers and show what kvferry does")
     command.add_argument("--model", type=Path, help="a .gguf file; else a small one is fetched")
@@ -154,6 +161,12 @@ def _top(options: argparse.Namespace) -> int:
         return asyncio.run(top(options.url, once=options.once))
     except KeyboardInterrupt:  # how one leaves it
         return OK
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from router.explain import explain
+
+    return explain(options.url, options.id)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -200,6 +200,13 @@ class Logging(Section):
     )
 
 
+class Diagnostics(Section):
+    """What is kept of requests that are over, and what of it may be shown."""
+
+    requests: values.Count = 1000  # 0: off
+    show_content: values.Flag = False
+
+
 def _backends(value: object, handler: ValidatorFunctionWrapHandler) -> object:
     if isinstance(value, list | tuple) and not value:
         raise ValueError(f"is empty: it needs {_REQUIRED['backends']}")
@@ -224,6 +231,7 @@ class Config(Section):
     probe: Probe = Probe()
     admin: Admin = Admin()
     logging: Logging = Logging()
+    diagnostics: Diagnostics = Diagnostics()
     shutdown_grace_s: values.Seconds = Field(default=30.0, alias="shutdown_grace")
 
     @model_validator(mode="after")
@@ -275,12 +283,9 @@ def from_flags(
     entries = [
         {"url": url} | ({"kv_dir": kv_dir} if kv_dir is not None else {}) for url in backends
     ]
-    given: dict[str, object] = {"backends": entries}
-    if listen is not None:
-        given["listen"] = listen
-    if policy is not None:
-        given["policy"] = policy
-    config, found = _validate(given)
+    flags = {"listen": listen, "policy": policy}
+    given = {key: value for key, value in flags.items() if value is not None}
+    config, found = _validate({"backends": entries, **given})
     if config is None:
         problems = [Problem(_flag(path, len(backends)), None, text) for path, text in found]
         raise ConfigError("command line", problems)

@@ -5,7 +5,7 @@ two events overlap. Effects that take time run as tasks and report back as event
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -37,6 +37,7 @@ from router.types import (
     Reported,
     Request,
     RequestId,
+    RequestRecord,
     SlotId,
     SlotStatus,
     Snapshot,
@@ -78,7 +79,10 @@ class Engine:
         store: SnapshotStore | None,
         clock: Clock,
         telemetry: Telemetry,
+        on_over: Callable[[RequestRecord, Plan], None] = lambda *_: None,
     ) -> None:
+        """`on_over` is told of each request that reached a backend, when it is over."""
+        self._on_over = on_over
         self._scheduler = scheduler
         self._backends = backends
         self._transfers = Transfers(backends, store, clock, telemetry)
@@ -309,7 +313,9 @@ class Engine:
 
     def _account(self, effect: ef.Account) -> None:
         timing = self._timings.get(effect.request.id, Timing(None, 0.0))
-        self._telemetry.request(record_of(effect, timing.ttft_s, timing.total_s))
+        record = record_of(effect, timing.ttft_s, timing.total_s)
+        self._telemetry.request(record)
+        self._on_over(record, effect.plan)
 
     # -- effects that take time ----------------------------------------------------------------
 

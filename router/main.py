@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from router import __version__
 from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.clock import MonotonicClock, wall_now
+from router.adapters.journal import Journal
 from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
 from router.adapters.llama_reply import Props
@@ -46,6 +47,7 @@ from router.web.app import App
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.guard import Guard
+from router.web.requests import Requests
 from router.web.snapshots import Snapshots
 
 log = structlog.get_logger(__name__)
@@ -191,6 +193,7 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
     clock = MonotonicClock()
     telemetry = PrometheusTelemetry(registry, [backend.name for backend in config.backends])
     guard = Guard(_secret("admin: token_env", config.admin.token_env))
+    journal = Journal(config.diagnostics.requests, wall_now)
     async with AsyncExitStack() as stack:
         connections = await stack.enter_async_context(Connections())
         timeouts = timeouts_of(config)
@@ -206,7 +209,9 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
                 wall_now=wall_now,
                 fsync=config.store.fsync,
             )
-        engine = Engine(Scheduler(_state(config)), clients, store, clock, telemetry)
+        engine = Engine(
+            Scheduler(_state(config)), clients, store, clock, telemetry, on_over=journal.over
+        )
         if store is not None:
             engine.snapshots_found(await store.load())
             stack.push_async_callback(store.aclose)
@@ -245,7 +250,9 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
             reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
         )
         registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))
-        completions = Completions(engine, directory, tasks.spawn, config.limits.idle_timeout_s)
+        completions = Completions(
+            engine, directory, journal, tasks.spawn, config.limits.idle_timeout_s
+        )
         app = App(
             completions=completions,
             admin=Admin(
@@ -257,6 +264,8 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
                 clock.now,
             ),
             snapshots=Snapshots(engine, guard, clock.now, wall_now),
+            requests=Requests(journal, directory, show_content=config.diagnostics.show_content),
+            journal=journal,
             directory=directory,
             telemetry=telemetry,
             max_body_bytes=config.limits.max_body_bytes,

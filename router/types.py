@@ -57,6 +57,45 @@ class Outcome(StrEnum):
     BACKEND_ERROR = "backend_error"  # died, hung or closed before the end
 
 
+class Miss(StrEnum):
+    """Why prompt tokens were computed; `docs/metrics.md` tells each. A token has one of these."""
+
+    NEW = "new"  # nobody ever held them, and what was held ends there; and the last token
+    DIVERGED = "diverged"  # what is held goes on otherwise
+    COLD = "cold"  # what is held begins otherwise
+    BUSY = "busy"  # held by a slot that was busy, and not waited for
+    KIND = "kind"  # held, but states of this memory kind cannot go back there
+    PRICE = "price"  # held and usable, but another way was cheaper or the policy's
+    DISPLACED = "displaced"  # was held by a slot, which gave it up unsaved
+    EVICTED = "evicted"  # was held by a snapshot, which is gone
+    FAILED = "failed"  # planned, but a restore, a cut or a copy came to nothing
+    MISPREDICTED = "mispredicted"  # planned, and computed all the same
+    UNKNOWN = "unknown"  # the router does not know the tokens
+    DECLINED = "declined"  # the client wanted no reuse, or several answers at once
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """What was held and shared most with a prompt, at the time of the decision.
+
+    `common` tokens are shared, of `length` that are held. `before`, `ours` and `theirs` are some
+    tokens up to the place where the two part, and what the prompt and the other have after it.
+    """
+
+    slot: SlotId | None  # either this
+    snapshot: SnapshotId | None  # or that
+    common: int
+    length: int
+    before: Tokens
+    ours: Tokens
+    theirs: Tokens
+
+    @property
+    def parts(self) -> bool:
+        """The two go on in different ways; else one is the beginning of the other."""
+        return bool(self.ours and self.theirs)
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The ids that the engine will see, or the reason why they are not known.
@@ -205,6 +244,8 @@ class RequestRecord:
     total_s: float
     predicted_s: float
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
+    missed: Mapping[Miss, int] = field(default_factory=dict)  # adds up to the computed tokens
+    nearest: Nearest | None = None
 
 
 class Stall(StrEnum):

@@ -35,11 +35,14 @@ LAYERS: dict[str, set[str]] = {
     "router.errors": set(),
     "router.tokens": set(),
     "router.ports": {"router.types", "router.tokens", "router.errors"},
+    "router.explain": {"router.types", "router.errors", "router.terminal"},
     "router.tasks": set(),
     "router.terminal": set(),
     "router.core": BASE | {"router.core"},
     "router.kvfile": BASE | {"router.kvfile"},
     "router.adapters": BASE | {"router.ports", "router.kvfile", "router.tasks", "router.adapters"},
+    # To keep a decision: its data.
+    "router.adapters.journal": BASE | {"router.core.plan"},
     "router.watching": BASE | {"router.ports"},
     "router.transfers": BASE | {"router.core", "router.ports"},
     "router.engine": BASE
@@ -119,6 +122,7 @@ TESTED_ELSEWHERE = {
     "router.demo.chat": "tests/test_demo.py",
     "router.demo.conversation": "tests/test_demo.py",
     "router.demo.table": "tests/test_demo.py",
+    "router.web.plans": "tests/web/test_admin.py, tests/web/test_requests.py",
     "router.web.app": "tests/web: test_transparency.py, test_forbidden.py, test_bad_input.py",
     "router.web.completions": "tests/web: test_faults.py, test_cancellation.py",
     "router.web.replies": "tests/web/test_bad_input.py",

@@ -28,8 +28,6 @@ PANELS = {
     for panel in dashboard["panels"]
     if panel["type"] != "row"
 }
-# Panels of what a router may be too old, or too young, to count; they show something without it.
-MAY_BE_MISSING = {"kvferry_missed_tokens_total": "falls back to all computed tokens"}
 # Metrics that are on no panel, with the reason.
 ON_NO_PANEL: dict[str, str] = {}
 _OURS = re.compile(r"\bkvferry_\w+")
@@ -111,17 +109,12 @@ def test_dashboards_are_told_apart() -> None:
 @pytest.mark.parametrize("panel", PANELS.values(), ids=PANELS)
 def test_every_metric_of_a_panel_exists(panel: Json) -> None:
     names = set().union(*(used(expr) for expr in queries(panel)))
-    assert names - set(described()) - set(MAY_BE_MISSING) == set()
+    assert names - set(described()) == set()
 
 
 def test_every_metric_is_on_a_panel_or_has_a_reason() -> None:
     shown = {name for p in PANELS.values() for expr in queries(p) for name in used(expr)}
     assert set(described()) - shown == set(ON_NO_PANEL)
-
-
-def test_what_may_be_missing_is_missing() -> None:
-    """Else it is time to take it off the list."""
-    assert set(MAY_BE_MISSING) & set(described()) == set()
 
 
 # -- rules ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from dashboards.source.panels import Dashboard, Kind, Panel
 from dashboards.source.queries import CHOSEN, SHARE, TOKENS_PER_S, rate, total
 
-_COMPUTED = 'source="computed"'
 _REUSED = 'source!="computed"'
 _REUSED_SHARE = (
     f"{rate('kvferry_prompt_tokens_total', matching=_REUSED)}"
@@ -119,15 +118,8 @@ CACHE = Dashboard(
             ),
             Panel(
                 "Tokens computed, by reason",
-                "Why what was computed was not reused; all in one where the router does not say.",
-                [
-                    (
-                        f"{rate('kvferry_missed_tokens_total', 'reason')} or label_replace("
-                        f"{rate('kvferry_prompt_tokens_total', matching=_COMPUTED)}, "
-                        '"reason", "all", "", "")',
-                        "{{reason}}",
-                    )
-                ],
+                "Why what was computed was not reused; `kvferry explain` says it of one request.",
+                [(rate("kvferry_missed_tokens_total", "reason"), "{{reason}}")],
                 TOKENS_PER_S,
                 stacked=True,
             ),

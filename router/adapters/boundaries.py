@@ -220,14 +220,14 @@ def _other_first(messages: list[Json]) -> list[Json]:
     leading = list(takewhile(lambda message: message.get("role") in _SYSTEM, messages))
     rest = messages[len(leading) :]
     first = rest[0] if rest and rest[0].get("role") == "user" else {"role": "user", "content": ""}
-    return [*leading, _other(first)]
+    return [*leading, other_message(first)]
 
 
 def _other_last(messages: list[Json]) -> list[Json]:
     """Up to the last message of a user or a tool, which is another; all, if there is none."""
     for at in range(len(messages) - 1, -1, -1):
         if messages[at].get("role") in _ASKING:
-            return [*messages[:at], _other(messages[at])]
+            return [*messages[:at], other_message(messages[at])]
     return messages
 
 
@@ -254,7 +254,7 @@ def _last_parts(messages: list[Json]) -> tuple[list[Json], list[Json]]:
     return [*leading, messages[user], *messages[call:]], long
 
 
-def _other(message: Json) -> Json:
+def other_message(message: Json) -> Json:
     """The same message with a text that differs in its first character, trimmed or not."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]

@@ -193,6 +193,12 @@ class LlamaClient:
         payload = await self._call("POST", "/tokenize", body, self._timeouts.control_s)
         return unpack(reply.tokens_from(payload))
 
+    async def detokenize(self, ids: list[int]) -> str:
+        """`POST /detokenize`: the text of some ids, special tokens included."""
+        body = wire.detokenize_body(ids)
+        payload = await self._call("POST", "/detokenize", body, self._timeouts.control_s)
+        return reply.text_from(payload)
+
     async def apply_template(self, body: bytes) -> str:
         """`POST /apply-template`: a chat body as the text that gets tokenized."""
         payload = await self._call("POST", "/apply-template", body, self._timeouts.control_s)

@@ -234,6 +234,11 @@ def tokens_from(payload: object) -> Tokens:
         raise answer.malformed("tokens holds something that is no token id") from error
 
 
+def text_from(payload: object) -> str:
+    """The answer to POST /detokenize, as bytes or parsed. Raises BackendError."""
+    return _Answer(payload, "POST /detokenize").get("content", str)
+
+
 def prompt_from(payload: object) -> str:
     """The answer to POST /apply-template, as bytes or parsed. Raises BackendError."""
     return _Answer(payload, "POST /apply-template").get("prompt", str)

@@ -343,6 +343,11 @@ def tokenize_body(
     )
 
 
+def detokenize_body(ids: list[int]) -> bytes:
+    """For POST /detokenize."""
+    return orjson.dumps({"tokens": ids})
+
+
 def prefill_body(tokens: Tokens, slot: int) -> bytes:
     """For POST /completion: compute `tokens` into a slot and generate nothing that stays.
 

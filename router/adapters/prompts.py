@@ -22,10 +22,11 @@ from router.adapters.llama_wire import (
     UnknownPrompt,
 )
 from router.adapters.local_template import LocalTemplate
+from router.adapters.parts import Part, part_at
 from router.adapters.tokenizer import SegmentTokenizer
 from router.errors import BackendError
-from router.tokens import Tokens, join, pack
-from router.types import Prompt
+from router.tokens import Tokens, count, head, join, pack, tail
+from router.types import Nearest, Prompt
 
 log = structlog.get_logger(__name__)
 
@@ -118,6 +119,19 @@ class PromptReader:
     async def answer(self, text: str) -> Tokens:
         """The ids of an answer, which stands for itself. Raises BackendError."""
         return await self._vocabulary.tokenizer.tokenize(text, add_special=False)
+
+    async def part(self, chat: dict[str, Any], nearest: Nearest) -> Part | None:
+        """In which part of a chat without media it left `nearest`; None if it is not rendered as
+        it was then. Raises BackendError."""
+
+        async def tokens_of(body: dict[str, Any]) -> Tokens:
+            return await self._tokenize(await self._render(body), add_special=True)
+
+        known = join([nearest.before, nearest.ours])
+        start = nearest.common - count(nearest.before)
+        if head(tail(await tokens_of(chat), start), count(known)) != known:
+            return None
+        return await part_at(chat, nearest.common, tokens_of)
 
     async def compare(self, parsed: ParsedRequest, expected: int, reported: int) -> None:
         """Tell the tokenizer how many prompt tokens the engine saw; it may have to give up

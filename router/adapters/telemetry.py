@@ -12,6 +12,7 @@ from router.types import (
     BackendId,
     BackendInfo,
     BackendStats,
+    Miss,
     Outcome,
     RequestId,
     RequestRecord,
@@ -53,6 +54,12 @@ class PrometheusTelemetry:
             "kvferry_plans",
             "Dispatched requests by planned source",
             ["source"],
+            registry=registry,
+        )
+        self._missed = Counter(
+            "kvferry_missed_tokens",
+            "Computed prompt tokens by the reason why they were not reused",
+            ["reason"],
             registry=registry,
         )
         self._overestimated = Counter(
@@ -143,6 +150,7 @@ class PrometheusTelemetry:
         # Looked up once: with every request it would cost more than counting.
         sources = ("resident", "snapshot", "computed")
         self._tokens = {source: self._prompt_tokens.labels(source) for source in sources}
+        self._missed_for = {reason: self._missed.labels(reason) for reason in Miss}
         self._outcome = {outcome: self._requests.labels(outcome) for outcome in Outcome}
         self._source = {source: self._sources.labels(source) for source in Source}
         self._predicted_of = {source: self._predicted.labels(source) for source in Source}
@@ -183,6 +191,8 @@ class PrometheusTelemetry:
             if record.source is not Source.NONE:
                 self._overestimated.inc(max(record.planned_tokens - reused, 0))
                 self._underestimated.inc(max(reused - record.planned_tokens, 0))
+        for reason, tokens in record.missed.items():
+            self._missed_for[reason].inc(tokens)
         log.info(
             "request",
             request_id=record.request,

@@ -2,12 +2,14 @@
 
 from router.core.cost import Rates
 from router.core.effects import Account
-from router.types import Reported, RequestRecord
+from router.core.misses import missed
+from router.types import Miss, Reported, RequestRecord
 
 
 def record_of(account: Account, ttft_s: float | None, total_s: float) -> RequestRecord:
     """The record for log and metrics; the times are the web layer's, in seconds."""
-    reported, chosen = account.reported, account.plan.chosen
+    reported, chosen, sight = account.reported, account.plan.chosen, account.plan.sight
+    computed = computed_tokens(reported, account.prefilled)
     return RequestRecord(
         request=account.request.id,
         slot=account.slot,
@@ -17,7 +19,7 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         planned_tokens=chosen.reused_tokens,
         prompt_tokens=reported.prompt_tokens,
         cached_tokens=reported.cached_tokens,
-        computed_tokens=computed_tokens(reported, account.prefilled),
+        computed_tokens=computed,
         generated_tokens=reported.generated_tokens,
         waited_s=account.waited_s,
         prepared_s=account.prepared_s,
@@ -25,6 +27,8 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         total_s=total_s,
         predicted_s=account.plan.ttft_s + account.waited_s,
         avoided_s=account.avoided_s,
+        missed=_missed(account, computed),
+        nearest=sight.nearest if sight is not None else None,
     )
 
 
@@ -37,6 +41,16 @@ def avoided_s(rates: Rates, reported: Reported, prefilled: Reported | None) -> f
     if reported.prompt_tokens is None or computed is None:
         return 0.0
     return rates.prefill_s(reported.prompt_tokens - computed)
+
+
+def _missed(account: Account, computed: int | None) -> dict[Miss, int]:
+    """By reason; nothing where the backend did not say what it computed."""
+    n_prompt, sight = account.reported.prompt_tokens, account.plan.sight
+    if n_prompt is None or computed is None:
+        return {}
+    # What was planned at first; a plan that came to nothing says so by reusing less.
+    failed = sight is not None and account.plan.chosen.reused_tokens < sight.planned
+    return missed(account.request, sight, n_prompt, computed, failed=failed)
 
 
 def computed_tokens(reported: Reported, prefilled: Reported | None) -> int | None:

@@ -7,6 +7,7 @@ it is named when its last user lets go.
 import heapq
 from dataclasses import dataclass, field
 
+from router.core.ghosts import Ghosts
 from router.core.prefix_index import Match, PrefixIndex
 from router.core.reuse import goes_back, reusable_tokens, subsumes
 from router.tokens import Tokens, count
@@ -69,6 +70,7 @@ class Catalog:
     total_bytes: int = 0
     total_tokens: int = 0
     evicted: int = 0
+    gone: Ghosts = field(default_factory=Ghosts)  # evicted, or found to be unusable
     changes: int = 0  # of what there is; what was found out before the last one may be wrong
 
     def __len__(self) -> int:
@@ -121,6 +123,11 @@ class Catalog:
         """How many leading tokens of `tokens` some snapshot holds."""
         index = self._index.get(namespace)
         return index.longest(tokens) if index else 0
+
+    def nearest(self, namespace: Namespace, tokens: Tokens) -> tuple[int, bool]:
+        """As `covered`, and whether a snapshot that holds so many goes on after them."""
+        index = self._index.get(namespace)
+        return index.nearest(tokens) if index else (0, False)
 
     def useful(
         self, kind: MemoryKind, namespace: Namespace, tokens: Tokens, n_prompt: int, limit: int = 4
@@ -198,6 +205,7 @@ class Catalog:
         if entry is None or entry.kept:
             return False
         entry.kept = True
+        self.gone.add(entry.snapshot.namespace, entry.snapshot.tokens)
         self.remove(snapshot)
         return True
 
@@ -238,5 +246,6 @@ class Catalog:
                 continue  # a stale row
             self._age = priority
             self.evicted += 1
+            self.gone.add(entry.snapshot.namespace, entry.snapshot.tokens)
             doomed += self.remove(snapshot)
         return doomed

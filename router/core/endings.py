@@ -19,6 +19,9 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
     What reached no client is told to the web layer, which may try elsewhere. What is running
     ends by itself: the connection breaks.
     """
+    if backend in state.fleet.infos:
+        for slot in state.fleet.slots.of(backend):
+            state.fleet.give_up(slot)
     state.fleet.infos.pop(backend, None)
     state.fleet.gated.discard(backend)
     state.fleet.slots.lose(backend)

@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 
 from router.core.catalog import Catalog
 from router.core.cost import Rates
+from router.core.ghosts import Ghosts
 from router.core.holdings import Holdings
 from router.core.policy import Policy
 from router.core.slots import Phase, Resident, Slot, SlotTable
+from router.tokens import count
 from router.types import BackendId, BackendInfo, Request, SlotId
 
 
@@ -24,6 +26,7 @@ class Fleet:
     sticky: dict[str, SlotId] = field(default_factory=dict)
     granted: int = 0  # how many leases so far; what round robin turns on
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
+    displaced: Ghosts = field(default_factory=Ghosts, repr=False, compare=False)
     # What `reach` found last, and for what.
     _reach: dict[SlotId, tuple[Resident, BackendInfo, int, int]] = field(
         default_factory=dict, repr=False, compare=False
@@ -105,6 +108,12 @@ class Fleet:
         reach = self.catalog.reach(info.memory_kind, info.namespace, resident.tokens)
         self._reach[slot.id] = resident, info, changes, reach
         return reach
+
+    def give_up(self, slot: Slot, kept: int = 0) -> None:
+        """A slot is about to lose all but `kept` tokens: remember what no snapshot holds."""
+        tokens = slot.resident.tokens
+        if count(tokens) > kept and count(tokens) > self.reach(slot):
+            self.displaced.add(self.infos[slot.id.backend].namespace, tokens)
 
     def wants(self, slot: Slot, request: Request) -> bool:
         """The client's own `id_slot`, if it sent one that this backend has, is this slot's."""

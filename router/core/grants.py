@@ -16,7 +16,7 @@ from router.errors import (
     NoBackendError,
     QueueFullError,
 )
-from router.types import BackendId, Request, RequestId
+from router.types import BackendId, Request, RequestId, Source
 
 # Waiting requests looked at when a slot comes free: planning one costs tens of microseconds, and
 # in a queue of thousands the first few decide.
@@ -141,6 +141,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
     fleet, request, chosen = state.fleet, waiting.request, decision.chosen
     backend = chosen.slot.backend
     slot = fleet.slots[chosen.slot]
+    fleet.give_up(slot, kept=chosen.reused_tokens if chosen.source is Source.RESIDENT else 0)
     job = Job(
         id=request.id,
         lease=slot.lease(request.id),
@@ -159,6 +160,8 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
     state.queue.serve(request.id, needs_s)
     if request.whole_backend:
         rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
+        for other in rest:
+            fleet.give_up(other)
         job.others = [other.lease(request.id) for other in rest]
     if chosen.copy_from is not None:
         job.others = [fleet.slots[chosen.copy_from].lease(request.id)]

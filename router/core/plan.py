@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from router.types import SlotId, SnapshotId, Source
+from router.types import Nearest, SlotId, SnapshotId, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,32 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Sight:
+    """How many leading tokens of a prompt were held, when it was decided what to do with it.
+
+    `planned`: meant to be reused. `usable`: an idle slot or a snapshot could have spared so many.
+    `waiting`: a busy slot could have, later. `held`: shared with anything there is, of use or not.
+    `evicted`, `displaced`: with what is not there any more. `parts`: what shares most of all goes
+    on otherwise. `worth`: fewer are not worth a snapshot.
+    """
+
+    planned: int = 0
+    usable: int = 0
+    waiting: int = 0
+    held: int = 0
+    evicted: int = 0
+    displaced: int = 0
+    parts: bool = False
+    worth: int = 1
+    nearest: Nearest | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The chosen candidate, the losers in order, and the reason in words.
+
+    `sight` is what was known of the prompt, for an explanation; None where the router has no say,
+    or the request is to wait.
 
     `pauses` are lengths at which the prefill stops for a snapshot, which takes `pauses_s`.
     """
@@ -71,6 +95,7 @@ class Plan:
     prefill_first: bool = field(default=False)
     pauses: tuple[int, ...] = ()
     pauses_s: float = 0.0
+    sight: Sight | None = None
 
     @property
     def ttft_s(self) -> float:

@@ -10,6 +10,7 @@ from router.core.candidates import starting_now
 from router.core.displacement import can_save
 from router.core.fleet import Fleet
 from router.core.later import starting_later
+from router.core.misses import look
 from router.core.pauses import pauses
 from router.core.plan import Candidate, Plan
 from router.core.policy import PolicyName
@@ -23,8 +24,8 @@ def plan(
 ) -> Plan | None:
     """The best thing to do with a request now. None: nothing can be done but wait.
 
-    At most so many `losers` come along; none of them decides anything, and in a large fleet they
-    take longer than the decision.
+    The best so many `losers` come along for sure, and of the others those that were priced on the
+    way; none of them decides anything, and in a large fleet they take longer than the decision.
     A plan whose `chosen.wait_for` is set means: another slot is free, but waiting is cheaper.
     """
     ask = Ask(request, fleet, now)
@@ -45,11 +46,12 @@ def plan(
     stops, stops_s = pauses(fleet, request, chosen) if starts else ((), 0.0)
     return Plan(
         chosen=chosen,
-        losers=tuple(way for way in candidates if way is not chosen)[:losers],
+        losers=tuple(way for way in candidates if way is not chosen)[: max(losers, _LOSERS)],
         reason=_reason(request, chosen),
         prefill_first=_prefill_first(request, chosen, fleet),
         pauses=stops,
         pauses_s=stops_s,
+        sight=look(ask, chosen) if starts else None,
     )
 
 

@@ -123,6 +123,15 @@ class PrefixIndex(Generic[Item]):
         """How many leading tokens some item shares with `tokens`."""
         return self._walk(tokens)[1] // WIDTH
 
+    def nearest(self, tokens: Tokens) -> tuple[int, bool]:
+        """How many leading tokens some item shares with `tokens`, and whether one of those that
+        share so many goes on after them."""
+        path, at = self._walk(tokens)
+        if not path:
+            return 0, False
+        node, end = path[-1]
+        return at // WIDTH, at < end or bool(node.children)
+
     def prefixes(self, tokens: Tokens) -> Iterator[Match[Item]]:
         """Items that are a strict prefix of `tokens`, the shortest first."""
         path, _ = self._walk(tokens)

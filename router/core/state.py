@@ -79,6 +79,7 @@ class State:
         if info is not None and not info.keeps_idle_slots:
             for slot in self.fleet.slots.of(backend):
                 if slot.is_idle:
+                    self.fleet.give_up(slot)
                     slot.resident = UNKNOWN
 
     def value_s(self, snapshot: Snapshot) -> float:

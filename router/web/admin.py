@@ -7,12 +7,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.llama_wire import parse_body, parse_request, route_of
-from router.core.plan import Candidate, Plan
 from router.engine import Engine
 from router.errors import BadRequestError
 from router.types import RequestId
 from router.web.completions import Completions
 from router.web.directory import Directory
+from router.web.plans import plan_json
 from router.web.replies import OWN_HEADERS, error_response, json_response
 
 
@@ -167,42 +167,7 @@ class Admin:
             {
                 "prompt_tokens": None if described.prompt.unknown else len(described.prompt),
                 "unknown": described.prompt.unknown,
-                "plan": _plan(made) if made else None,
+                "plan": plan_json(made) if made else None,
                 "reason": made.reason if made else "no slot is free: the request would wait",
             }
         )
-
-
-def _plan(made: Plan) -> dict[str, object]:
-    return {
-        "chosen": _candidate(made.chosen),
-        "prefill_first": made.prefill_first,
-        "pauses": list(made.pauses),
-        "pauses_s": round(made.pauses_s, 6),
-        "losers": [_candidate(loser) for loser in made.losers],
-    }
-
-
-def _candidate(candidate: Candidate) -> dict[str, object]:
-    price = candidate.price
-    parts = {
-        "wait": price.wait_s,
-        "save_displaced": price.save_s,
-        "rewrite": price.rewrite_s,
-        "restore": price.restore_s,
-        "prefill": price.prefill_s,
-        "stall": price.stall_s,
-        "expected_loss": price.loss_s,
-    }
-    return {
-        "backend": candidate.slot.backend,
-        "slot": candidate.slot.index,
-        "source": candidate.source,
-        "reused_tokens": candidate.reused_tokens,
-        "snapshot": candidate.snapshot,
-        "cut": candidate.cut,
-        "copy_from": str(candidate.copy_from) if candidate.copy_from else None,
-        "waits_for": str(candidate.wait_for) if candidate.wait_for else None,
-        "total_s": round(price.total_s, 6),
-        "parts_s": {name: round(value, 6) for name, value in parts.items() if value},
-    }

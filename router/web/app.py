@@ -14,6 +14,7 @@ import orjson
 import structlog
 from aiohttp import HttpVersion11, web
 
+from router.adapters.journal import Journal
 from router.adapters.llama_reply import merge_models
 from router.adapters.llama_wire import route_of
 from router.errors import (
@@ -31,6 +32,7 @@ from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.relay import STARTED, Capture, forward_headers, forward_target, relay
 from router.web.replies import REQUEST_ID, error_response, json_response, open_to_browsers
+from router.web.requests import Requests
 from router.web.snapshots import PATH as SNAPSHOTS
 from router.web.snapshots import Snapshots
 
@@ -54,6 +56,7 @@ _TAKES_SLOTS = frozenset(
         "/v1/audio/transcriptions",
     }
 )
+_REQUEST = "/kvferry/requests/"
 _MODELS = frozenset({"/models", "/v1/models"})
 
 
@@ -84,6 +87,8 @@ class App:
         completions: Completions,
         admin: Admin,
         snapshots: Snapshots,
+        requests: Requests,
+        journal: Journal,
         directory: Directory,
         telemetry: Telemetry,
         max_body_bytes: int,
@@ -94,6 +99,8 @@ class App:
         self._completions = completions
         self._admin = admin
         self._snapshots = snapshots
+        self._requests = requests
+        self._journal = journal
         self._directory = directory
         self._telemetry = telemetry
         self._max_body_bytes = max_body_bytes
@@ -107,6 +114,7 @@ class App:
             ("POST", "/kvferry/plan"): self._plan,
             ("GET", SNAPSHOTS): snapshots.all,
             ("POST", f"{SNAPSHOTS}/purge"): self._purge,
+            ("GET", "/kvferry/requests"): self._requests.recent,
         }
 
     def server(self) -> web.Server:
@@ -135,9 +143,12 @@ class App:
             method = "GET" if request.method == "HEAD" else request.method
             if own := self._own.get((method, path)):
                 return await own(request, name)
+            if method == "GET" and path.startswith(_REQUEST):
+                return await self._requests.one(path.removeprefix(_REQUEST))
             return await self._any(request, path, name)
         except RouterError as error:
             self._telemetry.rejected(name, error.outcome, str(error))
+            self._journal.rejected(name, error.outcome, str(error))
             return open_to_browsers(request, error_response(error, name))
         except ConnectionError:
             raise
@@ -150,6 +161,7 @@ class App:
         log.error("request_failed", request_id=name, exc_info=error)
         told = RouterError("an error inside the router; its log has it under this request's id")
         self._telemetry.rejected(name, told.outcome, type(error).__name__)
+        self._journal.rejected(name, told.outcome, type(error).__name__)
         started: web.StreamResponse | None = request.get(STARTED)
         if started is None:
             return open_to_browsers(request, error_response(told, name))

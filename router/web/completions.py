@@ -11,8 +11,10 @@ from time import perf_counter
 
 from aiohttp import web
 
+from router.adapters.journal import Journal
 from router.adapters.llama_reply import read_reply
 from router.adapters.llama_wire import (
+    ChatPrompt,
     ParsedRequest,
     Route,
     parse_body,
@@ -55,9 +57,15 @@ class Completions:
     """Handles every request that takes a slot."""
 
     def __init__(
-        self, engine: Engine, directory: Directory, spawn: Spawn, idle_timeout_s: float
+        self,
+        engine: Engine,
+        directory: Directory,
+        journal: Journal,
+        spawn: Spawn,
+        idle_timeout_s: float,
     ) -> None:
         self._engine = engine
+        self._journal = journal
         self._directory = directory
         self._spawn = spawn
         self._idle_timeout_s = idle_timeout_s
@@ -214,6 +222,9 @@ class Completions:
                 # All of it came at once; the first token was ready when generation began.
                 ttft_s = max(ttft_s - (reported.generated_s or 0.0), 0.0)
         self._engine.finish(exchange.request.id, outcome, reported, Timing(ttft_s, total_s))
+        source = exchange.parsed.prompt_source if exchange.parsed is not None else None
+        if isinstance(source, ChatPrompt) and not source.media:
+            self._journal.keep_chat(exchange.request.id, source.body, len(exchange.raw))
         if outcome is Outcome.OK and exchange.reader is not None:
             self._spawn(
                 self._learn(exchange, grant, reported, None if whole else capture),

@@ -68,6 +68,10 @@ class Directory:
                 return self._readers[info.id]
         return None
 
+    def reader_of(self, backend: BackendId) -> PromptReader | None:
+        """How prompts for one backend are read; None if nobody has found out."""
+        return self._readers.get(backend)
+
     def wants_boundaries(self, model: str | None) -> bool:
         """Whether a request for `model` may meet states that can only be extended, and saved."""
         return any(

@@ -5,17 +5,20 @@ import pytest
 from router.core.account import avoided_s, computed_tokens, record_of
 from router.core.cost import Line, Rates
 from router.core.effects import Account
-from router.core.plan import Candidate, Plan, Price
-from router.types import Outcome, Reported, RequestRecord, Source
+from router.core.plan import Candidate, Plan, Price, Sight
+from router.tokens import EMPTY
+from router.types import Miss, Nearest, Outcome, Reported, RequestRecord, Source
 from tests.core.build import A0, R, request
+
+NEAREST = Nearest(A0, None, 2, 2, EMPTY, EMPTY, EMPTY)
 
 
 def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
     chosen = Candidate(A0, Source.SNAPSHOT, 2, Price(restore_s=1.0, prefill_s=2.0, loss_s=50.0))
     said = Reported(prompt_tokens=3, cached_tokens=2, generated_tokens=9)
-    account = Account(
-        request(), A0, Plan(chosen, reason="why"), Outcome.OK, said, 5.0, 6.0, None, avoided_s=9.0
-    )
+    # At first the last token was to be reused as well.
+    plan = Plan(chosen, reason="why", sight=Sight(planned=3, nearest=NEAREST))
+    account = Account(request(), A0, plan, Outcome.OK, said, 5.0, 6.0, None, avoided_s=9.0)
 
     assert record_of(account, ttft_s=7.0, total_s=8.0) == RequestRecord(
         request=R,
@@ -34,7 +37,25 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
         total_s=8.0,
         predicted_s=8.0,
         avoided_s=9.0,
+        missed={Miss.FAILED: 1},
+        nearest=NEAREST,
     )
+
+
+def test_what_was_planned_and_came_is_not_called_a_failure() -> None:
+    chosen = Candidate(A0, Source.RESIDENT, 2, Price())
+    said = Reported(prompt_tokens=3, cached_tokens=1)
+    plan = Plan(chosen, sight=Sight(planned=2))
+    account = Account(request(), A0, plan, Outcome.OK, said, 0.0, 0.0, None)
+
+    assert record_of(account, None, 0.0).missed == {Miss.MISPREDICTED: 1, Miss.COLD: 1}
+
+
+def test_nothing_is_missed_where_nothing_was_reported() -> None:
+    plan = Plan(Candidate(A0, Source.NONE, 0, Price()))
+    account = Account(request(), A0, plan, Outcome.CLIENT_GONE, Reported(), 0.0, 0.0, None)
+
+    assert record_of(account, None, 0.0).missed == {}
 
 
 @pytest.mark.parametrize(

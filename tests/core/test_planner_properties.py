@@ -114,7 +114,9 @@ def test_what_is_left_out_would_not_have_been_among_the_first(
 
     assert (everything is None) == (decision is None)
     if everything is not None and decision is not None:
-        assert replace(everything, losers=everything.losers[:losers]) == decision
+        assert replace(everything, losers=decision.losers) == decision
+        assert everything.losers[:losers] == decision.losers[:losers]
+        assert set(decision.losers) <= set(everything.losers)
 
 
 @given(fleets(), requests())

@@ -158,3 +158,15 @@ def test_a_lookup_below_a_shared_root_is_bounded() -> None:
     assert 0 < len(found) <= 32
     assert {m.common for m in found} == {2}
     assert count(run_of(2)) == index.longest(run_of(2))
+
+
+def test_nearest_tells_whether_something_goes_on() -> None:
+    index: PrefixIndex[str] = PrefixIndex()
+    for ids in ((1, 2, 3), (1, 2, 3, 4), (7, 8)):
+        index.insert(pack(ids), str(ids))
+
+    assert index.nearest(pack((1, 2, 9))) == (2, True)
+    assert index.nearest(pack((1, 2, 3, 9))) == (3, True)
+    assert index.nearest(pack((1, 2, 3, 4, 9))) == (4, False)
+    assert index.nearest(pack((7, 8, 9))) == (2, False)
+    assert index.nearest(pack((5,))) == (0, False)

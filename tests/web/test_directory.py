@@ -6,6 +6,7 @@ from typing import cast
 import pytest
 from aiohttp import web
 
+from router.adapters.journal import Journal
 from router.adapters.llama_wire import ParsedRequest, Route, parse_request
 from router.adapters.prompts import PromptReader
 from router.engine import Engine
@@ -64,7 +65,10 @@ def test_one_backend_of_the_model_is_enough() -> None:
 async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: MemoryKind) -> None:
     reader = Reader()
     directory = directory_of(info_of("a", kind), reader=reader)
-    completions = Completions(cast(Engine, None), directory, lambda coro, *, name: None, 1.0)
+    journal = Journal(0, lambda: 0.0)
+    completions = Completions(
+        cast(Engine, None), directory, journal, lambda coro, *, name: None, 1.0
+    )
     parsed = parse_request(Route.CHAT, {"messages": [], "model": "m"})
     http = cast(web.Request, SimpleNamespace(headers={}, remote=None))
     await completions.describe(http, parsed, RequestId("r"))

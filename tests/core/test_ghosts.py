@@ -1,0 +1,41 @@
+"""What was held once is remembered, within bounds."""
+
+from router.core.ghosts import Ghosts
+from tests.core.build import NS, OTHER_NS, run_of, tokens
+
+
+def test_what_was_held_is_found_by_its_beginning() -> None:
+    ghosts = Ghosts()
+    ghosts.add(NS, tokens(1, 2, 3))
+
+    assert ghosts.nearest(NS, tokens(1, 2, 4)) == (2, True)
+    assert ghosts.nearest(NS, tokens(1, 2, 3, 4)) == (3, False)
+    assert ghosts.nearest(NS, tokens(9)) == (0, False)
+    assert ghosts.nearest(OTHER_NS, tokens(1, 2, 3)) == (0, False)
+
+
+def test_the_longer_takes_the_place_of_its_beginnings() -> None:
+    ghosts = Ghosts()
+    for n in (5, 9, 9):
+        ghosts.add(NS, run_of(n))
+    ghosts.add(NS, run_of(0))
+
+    assert len(ghosts) == 1
+    assert ghosts.nearest(NS, run_of(20)) == (9, False)
+
+
+def test_of_too_many_the_oldest_are_forgotten() -> None:
+    ghosts = Ghosts(max_tokens=1000)
+    for token in range(20):
+        ghosts.add(NS, run_of(100, token))
+
+    assert len(ghosts) == 6  # each takes a little more than its tokens
+    assert ghosts.nearest(NS, run_of(100, 13)) == (0, False)
+    assert ghosts.nearest(NS, run_of(100, 14)) == (100, False)
+
+
+def test_one_that_is_too_long_leaves_nothing() -> None:
+    ghosts = Ghosts(max_tokens=10)
+    ghosts.add(NS, run_of(100))
+
+    assert len(ghosts) == 0

@@ -1,0 +1,116 @@
+"""Why was it a miss? What the router says of real servers' misses, and in which words."""
+
+import asyncio
+
+import pytest
+
+from router.cli import main
+from tests.conftest import StartServer
+from tests.e2e.conversing import saved
+from tests.e2e.prompts import Json, chat, ids
+from tests.fleet import PATIENCE_S, Answer, Fleet, running
+
+_POLL_S = 0.01
+
+
+async def explained(fleet: Fleet, answer: Answer) -> Json:
+    """What the router knows of a request, once it is over: its books follow its last byte."""
+    path = f"/kvferry/requests/{answer.headers['x-kvferry-request-id']}"
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            told = await fleet.get(path)
+            if told.status != 404:
+                assert told.status == 200, told.body
+                assert sum(told.json["missed"].values()) == told.json["computed_tokens"]
+                return told.json
+            await asyncio.sleep(_POLL_S)
+
+
+async def test_a_divergence_in_the_second_of_four_messages(
+    llama_server: StartServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = await llama_server("llama", slots=1)
+    rest = ("They all float, one hopes.", "And which of them is yours?")
+    ours = chat(1, "Tell me about red boats.", *rest, length=20)
+    theirs = chat(1, "Tell me about blue boats, please.", *rest, length=20)
+    async with running([("a", server.url)], None, yaml="diagnostics: {show_content: true}") as f:
+        await f.chat(theirs)
+        told = await explained(f, await f.chat(ours))
+        name = told["id"]
+        code = await asyncio.to_thread(main, ["explain", name, "--url", f.url])
+
+    nearest = told["nearest"]
+    assert nearest["part"] == {"what": "message", "index": 1, "n_messages": 4, "role": "user"}
+    assert nearest["slot"] == {"backend": "a", "index": 0}
+    assert nearest["before"]["text"].endswith("about")
+    assert "red boats" in nearest["prompt"]["text"]
+    assert "blue boats" in nearest["held"]["text"]
+    assert told["missed"] == {"diverged": told["prompt_tokens"] - nearest["common_tokens"]}
+    printed = capsys.readouterr().out
+    assert code == 0
+    assert "in message 2 of 4 (user)" in printed
+    assert "red boats" in printed
+
+
+async def test_displaced(llama_server: StartServer) -> None:
+    """By another prompt in the only slot, and nothing is ever saved."""
+    server = await llama_server("llama", slots=1)
+    async with running([("a", server.url)], None) as fleet:
+        first = await fleet.complete(ids(1, 300))
+        await fleet.complete(ids(2, 300))
+        told = await explained(fleet, await fleet.complete(ids(1, 300) + ids(3, 50)))
+
+    assert first.status == 200
+    assert told["missed"] == {"displaced": 300, "diverged": 50}
+
+
+async def test_evicted(llama_server: StartServer) -> None:
+    """There is room for one snapshot of two; which one goes is the catalog's to say."""
+    server = await llama_server("llama", slots=1)
+    limits = "store: {max_tokens: 650}"
+    async with running([("a", server.url)], server.kv_dir, yaml=limits) as fleet:
+        await fleet.complete(ids(1, 300))
+        await fleet.until(saved(300))
+        await fleet.complete(ids(2, 400))
+        state = await fleet.until(lambda state: state["snapshots"]["evicted"] == 1)
+        seed, n = (2, 400) if state["snapshots"]["tokens"] < 400 else (1, 300)
+        server.kill()  # or the second would still be in the slot
+        await fleet.until(lambda state: not state["backends"][0]["up"])
+        await server.restart()
+        await fleet.until_up()
+        told = await explained(fleet, await fleet.complete(ids(seed, n) + ids(4, 50)))
+
+    assert told["missed"] == {"evicted": n, "diverged": 50}
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "mamba"])
+async def test_a_memory_that_cannot_go_back(llama_server: StartServer, kind: str) -> None:
+    """Nor does a prefill pause for a snapshot where it would help."""
+    server = await llama_server(kind, slots=1)
+    yaml = "policy: {reuse_probability: 0, coalesce_above: 'off'}"
+    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
+        await fleet.complete(ids(1, 300) + ids(2, 100))
+        told = await explained(fleet, await fleet.complete(ids(1, 300) + ids(3, 100)))
+
+    reused = told["prompt_tokens"] - told["computed_tokens"]
+    assert told["missed"] == {"kind": 300 - reused, "diverged": 100}
+    assert told["nearest"]["common_tokens"] == 300
+    assert told["nearest"]["part_unknown"] is not None
+
+
+async def test_the_reasons_add_up_over_a_mixed_run(llama_server: StartServer) -> None:
+    """To all the tokens that were computed, as the metrics count them."""
+    server = await llama_server("llama", slots=2)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        prompts = [ids(1, 300) + ids(i, 30 * i) for i in range(2, 6)]
+        await asyncio.gather(*(fleet.complete(prompt) for prompt in prompts * 2))
+        await fleet.complete(ids(7, 200), cache_prompt=False)
+        await fleet.complete(ids(8, 200), n_predict=2, n_cmpl=2)
+        await fleet.post("/infill", {"input_prefix": "x", "input_suffix": "y", "n_predict": 1})
+        await fleet.chat(chat(1, "Hello.", length=10))
+        await fleet.until_quiet()
+        metrics = await fleet.metrics()
+
+    missed = {k: v for k, v in metrics.items() if k.startswith("kvferry_missed_tokens_total{")}
+    assert sum(missed.values()) == metrics['kvferry_prompt_tokens_total{source="computed"}'] > 0
+    assert missed['kvferry_missed_tokens_total{reason="declined"}'] >= 200
