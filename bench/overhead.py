@@ -31,7 +31,7 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class Case:
     """`bodies` gives the n-th request."""
 
     name: str
@@ -49,7 +49,7 @@ def _body(n_words: int, seed: int = 1, *, stream: bool = False) -> Json:
     }
 
 
-_CASES: dict[str, Callable[[int], Json]] = {
+CASES: dict[str, Callable[[int], Json]] = {
     "short chat": lambda _: _body(1),
     "chat of 4,000 bytes, seen before": lambda _: _body(600),
     "chat of 4,000 bytes, new": lambda number: _body(600, number),
@@ -81,8 +81,8 @@ async def measure(options: argparse.Namespace) -> Report:
             report.notes.append(rig.NGINX_HINT)
         await _idle(proxies, options.idle_seconds, report)
         for rate in (float(text) for text in options.rates.split(",")):
-            for name, bodies in _CASES.items():
-                case = _Case(name, bodies, rate, options.seconds)
+            for name, bodies in CASES.items():
+                case = Case(name, bodies, rate, options.seconds)
                 await asyncio.to_thread(_loaded, proxies, case, report)
     report.notes.append(
         "the fake's tokens are bytes, where real text has about four of them in a token; "
@@ -120,7 +120,7 @@ async def _idle(proxies: list[rig.Proxy], seconds: float, report: Report) -> Non
         report.add("idle", proxy.name, *[None] * 5, percent, memory)
 
 
-def _loaded(proxies: list[rig.Proxy], case: _Case, report: Report) -> None:
+def _loaded(proxies: list[rig.Proxy], case: Case, report: Report) -> None:
     n = max(round(case.rate * case.seconds / _ROUNDS), 1)
     client = Client(proxies[0].url)
     usage = client.post(CHAT, case.bodies(0) | {"stream": False}).json()["usage"]
@@ -131,7 +131,7 @@ def _loaded(proxies: list[rig.Proxy], case: _Case, report: Report) -> None:
         for proxy in proxies:
             cpu_s, start = proxy.cpu_s(), perf_counter()
             first = (turn + 1) * n
-            _steady(proxy.url, case, range(first, first + (n if turn >= 0 else max(n // 10, 1))))
+            steady(proxy.url, case, range(first, first + (n if turn >= 0 else max(n // 10, 1))))
             if turn >= 0:
                 costs[proxy.name].append((proxy.cpu_s() - cpu_s) / n * 1000)
                 rates[proxy.name].append(n / (perf_counter() - start))
@@ -145,7 +145,7 @@ def _loaded(proxies: list[rig.Proxy], case: _Case, report: Report) -> None:
         )
 
 
-def _steady(url: str, case: _Case, numbers: range) -> None:
+def steady(url: str, case: Case, numbers: range) -> None:
     """A request every 1 / rate seconds, or as fast as they go if that is slower."""
     client, nothing = Client(url), threading.Event()
     start = perf_counter()

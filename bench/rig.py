@@ -234,6 +234,21 @@ async def sglang(python: str, backends: Sequence[str], folder: Path) -> AsyncIte
 async def fake_llama(folder: Path) -> AsyncIterator[Proxy]:
     """The tests' fake server: no model, so that a steady rate is steady."""
     port = free_port()
-    argv = [sys.executable, "-m", "bench.fake", str(port)]
-    async with _process("fake", argv, f"http://127.0.0.1:{port}", "/health", folder) as proxy:
+    async with _fakes(folder, 8, [port]) as proxy:
+        yield proxy
+
+
+@asynccontextmanager
+async def fake_fleet(folder: Path, *, backends: int, slots: int) -> AsyncIterator[list[str]]:
+    """Several of them in one process; yields their URLs."""
+    ports = [free_port() for _ in range(backends)]
+    async with _fakes(folder, slots, ports):
+        yield [f"http://127.0.0.1:{port}" for port in ports]
+
+
+@asynccontextmanager
+async def _fakes(folder: Path, slots: int, ports: Sequence[int]) -> AsyncIterator[Proxy]:
+    argv = [sys.executable, "-m", "bench.fake", str(slots), *map(str, ports)]
+    # The last one is up when all are.
+    async with _process("fake", argv, f"http://127.0.0.1:{ports[-1]}", "/health", folder) as proxy:
         yield proxy

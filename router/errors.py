@@ -110,6 +110,15 @@ class NoBackendError(RouterError):
     retry_after_s = 2.0
 
 
+class TooManyViewersError(RouterError):
+    """As many as may watch the live page do."""
+
+    status = 503
+    kind = "unavailable_error"
+    outcome = "too_many_viewers"
+    retry_after_s = 10.0
+
+
 class DeadlineError(RouterError):
     """The request waited in the queue for longer than `queue.deadline`."""
 

@@ -47,6 +47,9 @@ from router.web.app import App
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.guard import Guard
+from router.web.live import Live, Subject
+from router.web.page import load_page
+from router.web.picture import picture_of, survey
 from router.web.requests import Requests
 from router.web.snapshots import Snapshots
 
@@ -116,6 +119,7 @@ class Router:
     server: web.Server
     engine: Engine
     directory: Directory
+    live: Live
     config: Config
 
     async def stop(self) -> None:
@@ -253,8 +257,18 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
         completions = Completions(
             engine, directory, journal, tasks.spawn, config.limits.idle_timeout_s
         )
+        catalog = engine.scheduler.state.fleet.catalog
+        subject = Subject(
+            picture=lambda: picture_of(engine, directory, clock.now()),
+            n_snapshots=lambda: len(catalog),
+            survey=lambda: survey(catalog),
+            decisions=journal.recent,
+        )
+        live = Live(subject, tasks.spawn, wall_now)
         app = App(
             completions=completions,
+            live=live,
+            page=await asyncio.to_thread(load_page),
             admin=Admin(
                 engine,
                 directory,
@@ -279,7 +293,7 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
         for name, monitor in monitors.items():
             tasks.spawn(monitor.run(), name=f"monitor {name}")
         stack.push_async_callback(tasks.aclose)
-        yield Router(app.server(), engine, directory, config)
+        yield Router(app.server(), engine, directory, live, config)
 
 
 @asynccontextmanager
@@ -294,6 +308,7 @@ async def listening(router: Router) -> AsyncIterator[str]:
         host, port = runner.addresses[0][:2]
         yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
+        router.live.stop()
         await runner.cleanup()
 
 

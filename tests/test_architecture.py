@@ -51,8 +51,9 @@ LAYERS: dict[str, set[str]] = {
     | {"router.engine", "router.ports", "router.adapters", "router.web"}
     # Sizes and times in a query are written as in the configuration.
     | {"router.config_load", "router.config_values"}
-    # To show a decision: its data.
-    | {"router.core.plan"},
+    # To show a decision, and the fleet as it is: their data.
+    | {"router.core.plan", "router.core.catalog", "router.core.jobs"}
+    | {"router.core.queue", "router.core.slots"},
     # Asks a router over HTTP, like anybody else.
     "router.console": {"router.console", "router.terminal"},
     # One enum: the names of the policies are said once.
@@ -111,6 +112,7 @@ TESTED_ELSEWHERE = {
     "router.adapters.anthropic_wire": "tests/test_conversions.py",
     "router.adapters.responses_wire": "tests/test_conversions.py",
     "router.adapters.reply_readers": "tests/test_llama_reply.py",
+    "router.adapters.journal": "tests/web/test_live.py",
     "router.adapters.kv_copy": "tests/test_kvfile_rewrite.py, tests/test_kv_store.py",
     "router.adapters.kv_files": "tests/test_kv_store.py",
     "router.adapters.local_tokenizer": "tests/test_tokenizer.py",

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from bench import agent, latency, overhead, planning, predict, restore, rewrite, rig, streaming
+from bench import (
+    agent,
+    latency,
+    overhead,
+    planning,
+    predict,
+    restore,
+    rewrite,
+    rig,
+    streaming,
+    watched,
+)
 from bench.client import Stream
 from bench.report import Report, median, percentile, shown
 
@@ -106,6 +117,14 @@ def test_overhead(tmp_path: Path) -> None:
 
     assert {row["case"] for row in rows} >= {"idle", "short chat"}
     assert {row["contender"] for row in rows} >= {"kvferry", "kvferry passthrough"}
+
+
+def test_watched(tmp_path: Path) -> None:
+    """A viewer that hears nothing is an error of the bench."""
+    rows = run(watched.main, tmp_path, "--rate", "50", "--seconds", "0.6", "--rounds", "1")
+
+    assert [row["watched by"] for row in rows] == list(watched.WATCHERS)
+    assert {row["n"] for row in rows} == {30}
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
-"""The last decisions, for whoever asks why: kept in memory, bounded, shown to who subscribes.
+"""The last decisions, for whoever asks why: kept in memory, bounded.
 
 Holds of a prompt no more than the few tokens around the place where it left what was held, and
 of the latest chats the body, from which the message there can be told. Never a prompt's text on
 its own account; what of it is shown is for `web/requests` to decide.
 """
 
-import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -18,8 +16,6 @@ from router.types import RequestId, RequestRecord
 
 Json = dict[str, Any]
 
-# Entries that wait for a slow viewer; of more the oldest are dropped.
-_BACKLOG = 256
 # Chats whose messages can still be told apart, together; by the size that they came in. As
 # Python objects they take two to three times as much.
 _CHATS_BYTES = 16 * 1024 * 1024
@@ -66,26 +62,6 @@ class Entry:
         }
 
 
-class Subscription:
-    """Entries from now on, as they come, for one viewer."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Json] = deque(maxlen=_BACKLOG)
-        self._news = asyncio.Event()
-
-    async def get(self) -> Json:
-        """The next entry as JSON. One that is read too slowly misses the oldest."""
-        while not self._waiting:
-            self._news.clear()
-            await self._news.wait()
-        return self._waiting.popleft()
-
-    def put(self, entry: Json) -> None:
-        """One more; never waits."""
-        self._waiting.append(entry)
-        self._news.set()
-
-
 class Journal:
     """The last `limit` entries, by id and in order. One event loop; 0 keeps and tells nothing."""
 
@@ -95,7 +71,6 @@ class Journal:
         self._entries: dict[RequestId, Entry] = {}  # in the order of their ends
         self._chats: deque[tuple[Entry, int]] = deque()
         self._chats_bytes = 0
-        self._viewers: set[Subscription] = set()
 
     def over(self, record: RequestRecord, plan: Plan) -> None:
         """A request that reached a backend is over."""
@@ -134,26 +109,12 @@ class Journal:
         """One entry; None if it is too old, or never was."""
         return self._entries.get(request)
 
-    @contextmanager
-    def subscribe(self) -> Iterator[Subscription]:
-        """Entries from now on, until the block is left. Without viewers nothing is done for it."""
-        viewer = Subscription()
-        self._viewers.add(viewer)
-        try:
-            yield viewer
-        finally:
-            self._viewers.discard(viewer)
-
     def _add(self, entry: Entry) -> None:
         self._entries[entry.id] = entry
         if len(self._entries) > self.limit:
             oldest = self._entries.pop(next(iter(self._entries)))
             if oldest.chat is not None:
                 self._drop_chat()  # chats came in the same order, so it is the first of them
-        if self._viewers:
-            told = entry.as_json()
-            for viewer in self._viewers:
-                viewer.put(told)
 
     def _drop_chat(self) -> None:
         entry, size_bytes = self._chats.popleft()

@@ -12,6 +12,7 @@ from router.errors import BadRequestError
 from router.types import RequestId
 from router.web.completions import Completions
 from router.web.directory import Directory
+from router.web.picture import backend_row, slot_row, snapshot_row, store_row
 from router.web.plans import plan_json
 from router.web.replies import OWN_HEADERS, error_response, json_response
 
@@ -63,40 +64,20 @@ class Admin:
         return json_response(
             {
                 "policy": fleet.policy.name,
-                "backends": [self._backend(name) for name in self._directory.monitors],
+                "backends": [
+                    backend_row(name, self._directory, self._engine)
+                    for name in self._directory.monitors
+                ],
                 "slots": [
                     {
-                        "backend": slot.id.backend,
-                        "index": slot.id.index,
-                        "phase": slot.phase,
-                        "request": slot.holder,
-                        "resident_tokens": len(slot.resident),
-                        "unread_tokens": slot.resident.unread,
+                        **slot_row(slot, state.jobs),
                         "idle_s": round(now - slot.last_used, 3) if slot.last_used else None,
                     }
                     for slot in fleet.slots
                 ],
                 "snapshots": {
-                    "count": len(fleet.catalog),
-                    "size_bytes": fleet.catalog.total_bytes,
-                    "tokens": fleet.catalog.total_tokens,
-                    "evicted": fleet.catalog.evicted,
-                    "max_bytes": fleet.catalog.limits.max_bytes,
-                    "max_tokens": fleet.catalog.limits.max_tokens,
-                    "items": [
-                        {
-                            "id": snapshot.id,
-                            "namespace": snapshot.namespace,
-                            "tokens": len(snapshot),
-                            "size_bytes": snapshot.size_bytes,
-                            "n_stream": snapshot.shape.n_stream,
-                            "checkpoints": snapshot.shape.checkpoints,
-                            "extendable": snapshot.shape.extendable,
-                            "uses": uses,
-                            "in_use": references,
-                        }
-                        for snapshot, uses, references in fleet.catalog.snapshots()[:1000]
-                    ],
+                    **store_row(fleet.catalog),
+                    "items": [snapshot_row(*one) for one in fleet.catalog.snapshots()[:1000]],
                 },
                 "waiting_for_backend": self._directory.waiting,
                 "queue": [
@@ -109,48 +90,6 @@ class Admin:
                 ],
             }
         )
-
-    def _backend(self, name: str) -> dict[str, object]:
-        monitor = self._directory.monitors[name]  # type: ignore[index]
-        attached = monitor.attached
-        if attached is None:
-            return {
-                "name": name,
-                "url": monitor.client.url,
-                "up": False,
-                "problem": monitor.problem,
-            }
-        info, found = attached.info, attached.probe
-        rates = self._engine.scheduler.state.fleet.rates[info.id]
-        return {
-            "name": name,
-            "url": monitor.client.url,
-            "up": True,
-            "models": sorted(info.models),
-            "slots": info.n_slots,
-            "n_ctx": info.n_ctx,
-            "namespace": info.namespace,
-            "memory_kind": info.memory_kind,
-            "n_stream": info.n_stream,
-            "window": info.window,
-            "cuts": info.cuts,
-            "padded": found.padded,
-            "cache_types": found.cache_types,
-            "snapshots": self._engine.keeps_snapshots(info.id),
-            "keeps_idle_slots": info.keeps_idle_slots,
-            "problem": found.problem,
-            "note": found.note,
-            "build": attached.props.build_info,
-            "rates": {
-                "prefill_tokens_per_s": round(rates.speeds.prefill_tokens, 1),
-                "save_1000_tokens_s": round(rates.save_s(1000), 5),
-                "restore_1000_tokens_s": round(
-                    rates.restore_s(round(1000 * rates.bytes_per_token.value)), 5
-                ),
-                "bytes_per_token": round(rates.bytes_per_token.value),
-                "output_tokens_per_s": round(rates.speeds.output_tokens, 1),
-            },
-        }
 
     async def plan(self, request: web.BaseRequest, raw: bytes, name: RequestId) -> web.Response:
         """A dry run: candidates, prices, choice. `?path=` names the route, chat by default."""

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import posixpath
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import orjson
 import structlog
@@ -30,6 +30,8 @@ from router.types import RequestId
 from router.web.admin import Admin
 from router.web.completions import Completions
 from router.web.directory import Directory
+from router.web.live import Live
+from router.web.page import PREFIX, File, to_page
 from router.web.relay import STARTED, Capture, forward_headers, forward_target, relay
 from router.web.replies import REQUEST_ID, error_response, json_response, open_to_browsers
 from router.web.requests import Requests
@@ -89,6 +91,8 @@ class App:
         snapshots: Snapshots,
         requests: Requests,
         journal: Journal,
+        live: Live,
+        page: Mapping[str, File],
         directory: Directory,
         telemetry: Telemetry,
         max_body_bytes: int,
@@ -101,6 +105,7 @@ class App:
         self._snapshots = snapshots
         self._requests = requests
         self._journal = journal
+        self._page = page
         self._directory = directory
         self._telemetry = telemetry
         self._max_body_bytes = max_body_bytes
@@ -115,6 +120,9 @@ class App:
             ("GET", SNAPSHOTS): snapshots.all,
             ("POST", f"{SNAPSHOTS}/purge"): self._purge,
             ("GET", "/kvferry/requests"): self._requests.recent,
+            ("GET", "/kvferry/events"): live.events,
+            ("GET", PREFIX.rstrip("/")): to_page,
+            **{("GET", path): self._static for path in page},
         }
 
     def server(self) -> web.Server:
@@ -205,6 +213,9 @@ class App:
 
     async def _purge(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
         return await self._snapshots.purge(request, await self._read(request))
+
+    async def _static(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
+        return self._page[request.path].answer(request)
 
     async def _read(self, request: web.BaseRequest) -> bytes:
         """The body, within limits of size and time. Raises RouterError."""

@@ -1,7 +1,5 @@
 """The last decisions: as many as wanted, no more, and nothing of a prompt but where it parted."""
 
-import asyncio
-
 import pytest
 
 from router.adapters import journal as module
@@ -146,26 +144,3 @@ def test_a_chat_goes_with_its_entry() -> None:
 
     assert chats(made) == ["d", "c"]
     assert (len(made._chats), made._chats_bytes) == (2, 60)
-
-
-async def test_viewers_get_what_comes_while_they_look() -> None:
-    made = journal_of("before", limit=9)
-    with made.subscribe() as one, made.subscribe() as other:
-        waiting = [asyncio.ensure_future(viewer.get()) for viewer in (one, other)]  # noqa: TID251
-        await asyncio.sleep(0)
-        made.over(record("a"), PLAN)
-        made.over(record("b"), PLAN)
-        assert [told["id"] for told in await asyncio.gather(*waiting)] == ["a", "a"]
-        assert (await one.get())["id"] == "b"
-    made.over(record("after"), PLAN)
-    assert (await other.get())["id"] == "b"
-    assert not made._viewers
-
-
-async def test_a_slow_viewer_misses_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BACKLOG", 2)
-    made = journal_of(limit=9)
-    with made.subscribe() as viewer:
-        for name in "abc":
-            made.over(record(name), PLAN)
-        assert [(await viewer.get())["id"] for _ in range(2)] == ["b", "c"]
