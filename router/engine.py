@@ -255,6 +255,7 @@ class Engine:
         if self._wakeup is not None:
             self._wakeup.cancel()
             self._wakeup = None
+        self._scheduler.look_back()
         if self._closed:
             return
         now = self._clock.now()

@@ -5,7 +5,6 @@ from dataclasses import replace
 from router.core.ask import Ask
 from router.core.candidates import cold, resident, reused_of
 from router.core.fleet import Fleet
-from router.core.misses import look
 from router.core.plan import Plan
 from router.core.policy import PolicyName
 from router.tokens import common_prefix
@@ -40,7 +39,9 @@ def baseline(ask: Ask, room: list[BackendId]) -> Plan | None:
     reused = reused_of(ask, slot, common)
     chosen = resident(ask, slot, common, reused) if reused else cold(ask, slot)
     return Plan(
-        replace(chosen, save_displaced=False), reason=fleet.policy.name, sight=look(ask, chosen)
+        chosen=replace(chosen, save_displaced=False),
+        reason=fleet.policy.name,
+        shared=None if ask.has_no_say else ask.shared,
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from router.core.baseline import sticky_key
 from router.core.effects import SaveReason, StopWork
 from router.core.jobs import Job, PrefillStep, SaveStep, Stage
+from router.core.misses import look
 from router.core.plan import Plan
 from router.core.planner import plan
 from router.core.queue import Waiting
@@ -128,6 +129,25 @@ def serve_queue(state: State, now: float) -> None:
             reserved.update(sorted(shut, key=state.fleet.running)[:1])
 
 
+def look_back(state: State) -> None:
+    """Note what was known of the prompts that were granted last, and what they displace.
+
+    It explains and decides nothing, so it waits until the requests are on their way; nothing else
+    may have changed by then.
+    """
+    for job in state.unexplained:
+        assert job.request is not None
+        assert job.plan is not None
+        fleet, chosen = state.fleet, job.plan.chosen
+        job.plan = replace(job.plan, sight=look(job.request, job.plan, fleet))
+        kept = chosen.reused_tokens if chosen.source is Source.RESIDENT else 0
+        fleet.give_up(fleet.slots[job.slot], kept)
+        if job.request.whole_backend:
+            for lease in job.others:
+                fleet.give_up(fleet.slots[lease.slot])
+    state.unexplained.clear()
+
+
 def turn_away(state: State) -> None:
     """More wait than may: who sent the most loses the last one. Nobody could be served at once."""
     while len(state.queue) > state.queue.limits.max_requests:
@@ -141,7 +161,6 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
     fleet, request, chosen = state.fleet, waiting.request, decision.chosen
     backend = chosen.slot.backend
     slot = fleet.slots[chosen.slot]
-    fleet.give_up(slot, kept=chosen.reused_tokens if chosen.source is Source.RESIDENT else 0)
     job = Job(
         id=request.id,
         lease=slot.lease(request.id),
@@ -152,6 +171,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
         gated=fleet.needs_gate(backend, request),
     )
     state.jobs[job.id] = job
+    state.unexplained.append(job)
     needs_s = decision.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
     # What the router computes first can be shared; that a save or a restore comes before does not
     # matter to those who wait for it.
@@ -160,8 +180,6 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
     state.queue.serve(request.id, needs_s)
     if request.whole_backend:
         rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
-        for other in rest:
-            fleet.give_up(other)
         job.others = [other.lease(request.id) for other in rest]
     if chosen.copy_from is not None:
         job.others = [fleet.slots[chosen.copy_from].lease(request.id)]

@@ -6,11 +6,12 @@ idle slot held it, up to there a snapshot did. `Sight` has these lengths, and `m
 computed tokens at them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from router.core.ask import Ask
-from router.core.plan import Candidate, Sight
+from router.core.catalog import Catalog
+from router.core.fleet import Fleet
+from router.core.plan import Plan, Sight
 from router.core.reuse import can_restore, goes_back, reusable_tokens
 from router.tokens import EMPTY, WIDTH, Tokens, count
 from router.types import BackendInfo, Miss, Nearest, Request, SlotId, SnapshotId
@@ -18,19 +19,20 @@ from router.types import BackendInfo, Miss, Nearest, Request, SlotId, SnapshotId
 _AROUND = 10  # tokens on either side of the place where two sequences part
 
 
-def look(ask: Ask, chosen: Candidate) -> Sight | None:
-    """What is known of a prompt that starts now; None where the router has no say.
+def look(request: Request, made: Plan, fleet: Fleet) -> Sight | None:
+    """What was known of a prompt when `made` was made; None where the router has no say.
 
-    Only what belongs to the namespace of the chosen backend counts.
+    Nothing may have changed since but that its slot is leased. Only what belongs to the namespace
+    of the chosen backend counts.
     """
-    if ask.has_no_say:
+    if made.shared is None:
         return None
-    fleet, tokens = ask.fleet, ask.request.prompt.tokens
+    chosen, tokens = made.chosen, request.prompt.tokens
     info = fleet.infos[chosen.slot.backend]
     most = _Most()
-    usable, waiting = _in_slots(ask, info, most)
+    usable, waiting = _in_slots(fleet, made.shared, chosen.slot, info, len(request.prompt), most)
     if fleet.policy.moves_kv and can_restore(info.memory_kind):
-        usable = max(usable, _in_snapshots(ask, info, most))
+        usable = max(usable, _in_snapshots(fleet.catalog, request, info, most))
     evicted = fleet.catalog.gone.nearest(info.namespace, tokens)
     displaced = fleet.displaced.nearest(info.namespace, tokens)
     return Sight(
@@ -89,40 +91,47 @@ def _part(tokens: Tokens, start: int, end: int) -> Tokens:
     return Tokens(tokens[start * WIDTH : end * WIDTH])
 
 
-def _in_slots(ask: Ask, info: BackendInfo, most: _Most) -> tuple[int, int]:
-    """Tokens that an idle slot could spare the prompt, and those that a busy one could."""
-    fleet, kind = ask.fleet, info.memory_kind
+def _in_slots(
+    fleet: Fleet,
+    shared: Mapping[SlotId, int],
+    taken: SlotId,
+    info: BackendInfo,
+    n_prompt: int,
+    most: _Most,
+) -> tuple[int, int]:
+    """Tokens that an idle slot could spare the prompt, and those that a busy one could. `taken`
+    was idle before."""
     usable = waiting = 0
-    for name, common in ask.shared.items():
+    for name, common in shared.items():
         if common < usable or (common == usable and most.parts):
             continue  # it would change nothing
         if fleet.infos[name.backend].namespace != info.namespace:
             continue
         slot = fleet.slots[name]
-        if slot.is_idle:
-            most.see(common, slot.resident.tokens, slot=name)
+        if slot.is_idle or name == taken:
             held = slot.resident
+            most.see(common, held.tokens, slot=name)
             reused = reusable_tokens(
-                kind, ask.n_prompt, common, len(held), checkpoints=held.checkpoints
+                info.memory_kind, n_prompt, common, len(held), checkpoints=held.checkpoints
             )
             usable = max(usable, reused)
         else:
             most.see(common, slot.pending, slot=name)
-            reused = reusable_tokens(kind, ask.n_prompt, common, count(slot.pending))
+            reused = reusable_tokens(info.memory_kind, n_prompt, common, count(slot.pending))
             waiting = max(waiting, reused)
     return usable, waiting
 
 
-def _in_snapshots(ask: Ask, info: BackendInfo, most: _Most) -> int:
+def _in_snapshots(catalog: Catalog, request: Request, info: BackendInfo, most: _Most) -> int:
     """Tokens that a snapshot could spare the prompt."""
-    catalog, tokens = ask.fleet.catalog, ask.request.prompt.tokens
+    tokens, n_prompt = request.prompt.tokens, len(request.prompt)
     common, parts = catalog.nearest(info.namespace, tokens)
     if (common, parts) > (most.common, most.parts):
         for match in catalog.match(info.namespace, tokens, limit=2):
             most.see(match.common, catalog[match.item].tokens, snapshot=match.item)
     if goes_back(info.memory_kind):
-        return reusable_tokens(info.memory_kind, ask.n_prompt, common, common)
-    useful = catalog.useful(info.memory_kind, info.namespace, tokens, ask.n_prompt)
+        return reusable_tokens(info.memory_kind, n_prompt, common, common)
+    useful = catalog.useful(info.memory_kind, info.namespace, tokens, n_prompt)
     return max((reused for _, reused in useful), default=0)
 
 

@@ -1,5 +1,6 @@
 """A decision as data: the candidates, their prices in seconds, and which one won."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from router.types import Nearest, SlotId, SnapshotId, Source
@@ -83,8 +84,8 @@ class Sight:
 class Plan:
     """The chosen candidate, the losers in order, and the reason in words.
 
-    `sight` is what was known of the prompt, for an explanation; None where the router has no say,
-    or the request is to wait.
+    `shared`: how many of its tokens each slot shared. None where the router has no say, or the
+    request is to wait. `sight`: what was known of the prompt, for an explanation; see `misses`.
 
     `pauses` are lengths at which the prefill stops for a snapshot, which takes `pauses_s`.
     """
@@ -95,6 +96,7 @@ class Plan:
     prefill_first: bool = field(default=False)
     pauses: tuple[int, ...] = ()
     pauses_s: float = 0.0
+    shared: Mapping[SlotId, int] | None = field(default=None, repr=False, compare=False)
     sight: Sight | None = None
 
     @property

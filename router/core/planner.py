@@ -10,7 +10,6 @@ from router.core.candidates import starting_now
 from router.core.displacement import can_save
 from router.core.fleet import Fleet
 from router.core.later import starting_later
-from router.core.misses import look
 from router.core.pauses import pauses
 from router.core.plan import Candidate, Plan
 from router.core.policy import PolicyName
@@ -51,7 +50,7 @@ def plan(
         prefill_first=_prefill_first(request, chosen, fleet),
         pauses=stops,
         pauses_s=stops_s,
-        sight=look(ask, chosen) if starts else None,
+        shared=ask.shared if starts else None,
     )
 
 

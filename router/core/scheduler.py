@@ -21,6 +21,7 @@ class Scheduler:
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Take in one fact; returns what to do about it, in order."""
+        self.look_back()
         state = self.state
         state.out = []
         self._take(event, now)
@@ -30,6 +31,11 @@ class Scheduler:
             grants.turn_away(state)
         background.save_idle(state, now)
         return state.out
+
+    def look_back(self) -> None:
+        """What can wait until what the last event granted is on its way; else the next event does
+        it first."""
+        grants.look_back(self.state)
 
     def next_wakeup(self, now: float) -> float | None:
         """When a Tick would change something, in clock seconds. None: only an event would."""

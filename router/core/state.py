@@ -19,6 +19,7 @@ class State:
     fleet: Fleet = field(default_factory=Fleet)
     queue: Queue = field(default_factory=Queue)
     jobs: dict[RequestId, Job] = field(default_factory=dict)
+    unexplained: list[Job] = field(default_factory=list)  # granted by the last event
     # Restores that are under way although their job has ended: they keep their reference.
     late: dict[RequestId, SnapshotId] = field(default_factory=dict)
     strikes: dict[SnapshotId, int] = field(default_factory=dict)

@@ -48,6 +48,7 @@ GONE = Outcome.CLIENT_GONE
 
 def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
     s = running()
+    s.look_back()
     plan = s.state.jobs[R].plan
     assert plan is not None
     request_ = s.state.jobs[R].request

@@ -7,7 +7,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.core import events as ev
-from router.core.ask import Ask
 from router.core.catalog import Catalog, Limits
 from router.core.fleet import Fleet
 from router.core.misses import look, missed
@@ -16,7 +15,7 @@ from router.core.planner import plan
 from router.core.policy import PolicyName
 from router.core.slots import Resident
 from router.tokens import Tokens, count, head, join, unpack
-from router.types import MemoryKind, Miss, Prompt, Request
+from router.types import MemoryKind, Miss, Nearest, Prompt, Request
 from tests.core.build import (
     A0,
     A1,
@@ -31,7 +30,7 @@ from tests.core.build import (
     scheduler,
     snapshot,
 )
-from tests.core.drive import NOW, arrive, finish, restore_failed
+from tests.core.drive import NOW, arrive, finish, restore_failed, save_failed
 
 SHARED, TAIL, OTHER = run_of(200), run_of(100, 2), run_of(100, 3)
 PROMPT = join([SHARED, TAIL])
@@ -82,7 +81,19 @@ def why(made: Fleet, asked: Request, computed: int | None = None) -> dict[Miss, 
     assert decision is not None
     n = len(asked.prompt)
     reused = decision.chosen.reused_tokens
-    return missed(asked, decision.sight, n, n - reused if computed is None else computed)
+    seen = look(asked, decision, made)
+    return missed(asked, seen, n, n - reused if computed is None else computed)
+
+
+def nearest_of(made: Fleet) -> Nearest:
+    """What is told to be nearest to PROMPT."""
+    asked = request(ids=PROMPT)
+    decision = plan(asked, made, 0.0)
+    assert decision is not None
+    seen = look(asked, decision, made)
+    assert seen is not None
+    assert seen.nearest is not None
+    return seen.nearest
 
 
 def one(**more: Any) -> Fleet:
@@ -175,10 +186,11 @@ def test_another_namespace_does_not_count() -> None:
 )
 def test_where_the_router_has_no_say(more: dict[str, Any], reason: Miss) -> None:
     asked = request(**more)
-    decision = plan(asked, one(), 0.0)
+    made = one()
+    decision = plan(asked, made, 0.0)
 
     assert decision is not None
-    assert decision.sight is None
+    assert look(asked, decision, made) is None
     assert missed(asked, None, 9, 5) == {reason: 5}
     assert missed(asked, None, 9, 0) == {}
 
@@ -186,12 +198,7 @@ def test_where_the_router_has_no_say(more: dict[str, Any], reason: Miss) -> None
 def test_one_of_equals_is_named_that_goes_on() -> None:
     """A cut may end just where the prompt leaves the conversation that it was cut out of."""
     made = fleet(backend("a", 2), holding={A0: SHARED, A1: AWAY})
-    decision = plan(request(ids=PROMPT), made, 0.0)
-
-    assert decision is not None
-    assert decision.sight is not None
-    nearest = decision.sight.nearest
-    assert nearest is not None
+    nearest = nearest_of(made)
     assert (nearest.slot, nearest.snapshot) == (A1, None)
     assert (nearest.common, nearest.length, nearest.parts) == (200, 300, True)
     assert [unpack(part) for part in (nearest.before, nearest.ours, nearest.theirs)] == [
@@ -203,16 +210,27 @@ def test_one_of_equals_is_named_that_goes_on() -> None:
 
 def test_a_snapshot_is_the_nearest() -> None:
     made = one(holding={A0: head(SHARED, 50)}, snapshots=[snapshot("s", SHARED)])
-    ask = Ask(request(ids=PROMPT), made, 0.0)
-    decision = plan(ask.request, made, 0.0)
-    assert decision is not None
-    sight = look(ask, decision.chosen)
+    nearest = nearest_of(made)
 
-    assert sight is not None
-    assert sight.nearest is not None
-    assert (sight.nearest.slot, sight.nearest.snapshot) == (None, "s")
-    assert not sight.nearest.parts
-    assert count(sight.nearest.theirs) == 0
+    assert (nearest.slot, nearest.snapshot) == (None, "s")
+    assert not nearest.parts
+    assert count(nearest.theirs) == 0
+
+
+def test_it_may_be_told_when_the_slot_is_leased_but_not_later() -> None:
+    """What the next event changes must not be taken for what was known."""
+    s = scheduler(backend("a", 1), holding={A0: AWAY}, coalesce_above_s=None)
+    arrive(s, "r", PROMPT)
+    job = s.state.jobs[request().id]
+    assert job.plan is not None
+    before = job.plan.sight
+
+    save_failed(s)
+    after = job.plan.sight
+    assert before is None
+    assert after is not None
+    assert (after.usable, after.held) == (200, 200)
+    assert s.state.unexplained == []
 
 
 # -- what was held once ----------------------------------------------------------------------------
@@ -221,6 +239,7 @@ def test_a_snapshot_is_the_nearest() -> None:
 def reasons(s: Any, name: str, ids: Tokens) -> dict[Miss, int]:
     """Why a request computes what it does; it is granted at once."""
     arrive(s, name, ids)
+    s.look_back()
     job = s.state.jobs[name]
     n = count(ids)
     return missed(job.request, job.plan.sight, n, n - job.plan.chosen.reused_tokens)
@@ -279,6 +298,7 @@ def test_what_several_answers_at_once_displaced() -> None:
     serve(s, "first", SHARED)
     serve(s, "second", OTHER)
     arrive(s, "many", run_of(10, 9), whole_backend=True)
+    s.look_back()
 
     assert len(s.state.fleet.displaced) == 2
 
