@@ -119,7 +119,9 @@ class _Silent:
     def request(self, record: RequestRecord) -> None:
         self.records.append(record)
 
-    def rejected(self, request: RequestId, outcome: str, reason: str) -> None: ...
+    def rejected(
+        self, request: RequestId, outcome: str, reason: str, clients_id: str | None = None
+    ) -> None: ...
 
     def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None: ...
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from router import __version__
+from router.backends import StartError
 from router.config import Config, ConfigError, from_flags, load
 from router.config_summary import check_text
 from router.console.client import DEFAULT_URL, CallError
@@ -15,7 +16,8 @@ from router.console.snapshots import add_options as add_snapshot_options
 from router.console.snapshots import snapshots
 from router.core.policy import PolicyName
 from router.errors import KvError, RouterError
-from router.main import StartError, serve, set_up_logging
+from router.logs import set_up_logging
+from router.main import serve
 from router.simulate.command import add_options, simulate
 
 OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
@@ -73,6 +75,19 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--keep", action="store_true", help="leave servers and router running")
     command.set_defaults(run=_demo)
 
+    for name, doing in (
+        ("drain", "let a backend finish, save what it holds, and use it no more"),
+        ("undrain", "use a backend again"),
+    ):
+        command = commands.add_parser(name, help=doing)
+        command.add_argument("backend", metavar="NAME", help="as in the configuration")
+        _where(command)
+        command.set_defaults(run=_drain if name == "drain" else _undrain)
+
+    command = commands.add_parser("reload", help="have the configuration file read again")
+    _where(command)
+    command.set_defaults(run=_reload)
+
     command = commands.add_parser("top", help="watch a running router")
     _where(command)
     command.add_argument("--once", action="store_true", help="print one picture, for scripts")
@@ -125,10 +140,10 @@ def _config(options: argparse.Namespace) -> Config:
 
 def _serve(options: argparse.Namespace) -> int:
     config = _config(options)
-    set_up_logging(config)
+    set_up_logging(config.logging)
     import uvloop
 
-    uvloop.run(serve(config))
+    uvloop.run(serve(config, options.config))
     return OK
 
 
@@ -152,6 +167,24 @@ def _doctor(options: argparse.Namespace) -> int:
     from router.doctor import doctor
 
     return asyncio.run(doctor(_config(options)))
+
+
+def _drain(options: argparse.Namespace) -> int:
+    from router.console.operate import drain
+
+    return asyncio.run(drain(options.url, options.backend))
+
+
+def _undrain(options: argparse.Namespace) -> int:
+    from router.console.operate import undrain
+
+    return asyncio.run(undrain(options.url, options.backend))
+
+
+def _reload(options: argparse.Namespace) -> int:
+    from router.console.operate import reload
+
+    return asyncio.run(reload(options.url))
 
 
 def _top(options: argparse.Namespace) -> int:

@@ -200,6 +200,12 @@ class Logging(Section):
     )
 
 
+class Tracing(Section):
+    """Where traces of requests are sent."""
+
+    endpoint: Annotated[str | None, values.optional(values.http_url)] = None
+
+
 class Diagnostics(Section):
     """What is kept of requests that are over, and what of it may be shown."""
 
@@ -231,6 +237,7 @@ class Config(Section):
     probe: Probe = Probe()
     admin: Admin = Admin()
     logging: Logging = Logging()
+    tracing: Tracing = Tracing()
     diagnostics: Diagnostics = Diagnostics()
     shutdown_grace_s: values.Seconds = Field(default=30.0, alias="shutdown_grace")
 

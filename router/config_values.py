@@ -131,6 +131,14 @@ def text(value: object) -> str:
     return value
 
 
+def http_url(value: object) -> str:
+    """Any URL of HTTP, path included."""
+    url = text(value)
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"must be an http:// or https:// URL, not {shown(value)}")
+    return url
+
+
 def size(value: object, *, at_least: int = 0) -> int:
     """Bytes from a size with a unit or a plain number of bytes. `kB` is 1000, `KiB` 1024."""
     n_bytes = _size(value)

@@ -23,6 +23,7 @@ from router.adapters.manifest import os_errors
 from router.adapters.monitor import Attached, attach
 from router.adapters.specials import discover_specials
 from router.adapters.tokenizer import SegmentTokenizer
+from router.backends import StartError, client_of, timeouts_of
 from router.config import Backend, Config, TokenizerMode
 from router.errors import (
     BackendError,
@@ -31,7 +32,6 @@ from router.errors import (
     KvError,
     KvFileError,
 )
-from router.main import StartError, client_of, timeouts_of
 from router.ports import SnapshotStore
 from router.tasks import Tasks
 from router.types import Namespace, Place, SlotStatus, StagedFile

@@ -5,7 +5,7 @@ two events overlap. Effects that take time run as tasks and report back as event
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -16,10 +16,12 @@ from router.core import effects as ef
 from router.core import events as ev
 from router.core.account import record_of
 from router.core.attach import probe_name
-from router.core.catalog import UNLIMITED
+from router.core.catalog import UNLIMITED, Limits
 from router.core.displacement import can_save
 from router.core.plan import Plan
 from router.core.planner import plan as make_plan
+from router.core.policy import Policy
+from router.core.queue import QueueLimits
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
 from router.errors import BackendError
@@ -38,7 +40,6 @@ from router.types import (
     Request,
     RequestId,
     RequestRecord,
-    SlotId,
     SlotStatus,
     Snapshot,
     SnapshotId,
@@ -79,11 +80,14 @@ class Engine:
         store: SnapshotStore | None,
         clock: Clock,
         telemetry: Telemetry,
+        on_release: Callable[[BackendId], None] = lambda _: None,
         on_over: Callable[[RequestRecord, Plan], None] = lambda *_: None,
     ) -> None:
-        """`on_over` is told of each request that reached a backend, when it is over."""
+        """`backends` may change; `on_release` is told of each that was drained, when that is so,
+        `on_over` of each request that reached a backend, when it is over."""
         self._on_over = on_over
         self._scheduler = scheduler
+        self._on_release = on_release
         self._backends = backends
         self._transfers = Transfers(backends, store, clock, telemetry)
         self._clock = clock
@@ -156,8 +160,24 @@ class Engine:
         """A backend cannot be used from now on."""
         self._feed(ev.BackendDown(backend))
 
+    def drain(self, backend: BackendId) -> None:
+        """Nothing new for a backend; `on_release` follows, perhaps before this returns."""
+        self._feed(ev.Draining(backend))
+
+    def undrain(self, backend: BackendId) -> None:
+        """A backend that is draining is to be kept."""
+        self._feed(ev.Undrained(backend))
+
+    def removed(self, backend: BackendId) -> None:
+        """A backend that was released does not come back."""
+        self._feed(ev.Removed(backend))
+
+    def configure(self, policy: Policy, limits: Limits, queue: QueueLimits) -> None:
+        """Decide by these from now on; snapshots over the limits go."""
+        self._feed(ev.Configured(policy, limits, queue))
+
     def snapshots_found(self, snapshots: list[Snapshot]) -> None:
-        """What the store had at start-up."""
+        """What the store had in directories that it has opened."""
         self._feed(ev.SnapshotsFound(tuple(snapshots)))
 
     def snapshot_lost(self, snapshot: SnapshotId) -> None:
@@ -183,6 +203,11 @@ class Engine:
     def infos(self) -> Mapping[BackendId, BackendInfo]:
         """The backends that are up."""
         return self._scheduler.state.fleet.infos
+
+    @property
+    def draining(self) -> Set[BackendId]:
+        """The backends that get nothing new and are not done."""
+        return self._scheduler.state.fleet.draining
 
     def keeps_snapshots(self, backend: BackendId) -> bool:
         """What this backend's slots hold can be saved and restored with effect."""
@@ -293,6 +318,8 @@ class Engine:
                 self._tasks.spawn(self._transfers.delete(effect.snapshot), name="delete")
             case ef.Quarantine():
                 self._tasks.spawn(self._transfers.quarantine(effect), name="quarantine")
+            case ef.Release():
+                self._on_release(effect.backend)
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         future = self._grants.get(effect.request)
@@ -334,7 +361,7 @@ class Engine:
             self._feed(ev.PrefillFailed(effect.request, str(error)))
         except asyncio.CancelledError:
             # The client left: the connection is closed, and the slot free once the server knows.
-            await self._wait_quiet(effect.request, effect.slot)
+            await self._wait_quiet(effect.request, backend, effect.slot.index)
             self._feed(ev.PrefillFailed(effect.request, "the client left"))
         else:
             self._feed(ev.Prefilled(effect.request, reported))
@@ -342,14 +369,17 @@ class Engine:
             self._prefills.pop(effect.request, None)
 
     async def _watch(self, effect: ef.Watch) -> None:
-        n_tokens = await self._wait_quiet(effect.request, effect.slot, settled=effect.settled)
+        slot, backend = effect.slot, self._backends[effect.slot.backend]
+        n_tokens = await self._wait_quiet(
+            effect.request, backend, slot.index, settled=effect.settled
+        )
         self._feed(ev.Quiet(effect.request, n_tokens))
 
     async def _wait_quiet(
-        self, request: RequestId, slot: SlotId, *, settled: bool = False
+        self, request: RequestId, backend: Backend, index: int, *, settled: bool = False
     ) -> int | None:
-        jobs, backend = self._scheduler.state.jobs, self._backends[slot.backend]
-        return await wait_quiet(backend, slot.index, lambda: request in jobs, settled=settled)
+        jobs = self._scheduler.state.jobs
+        return await wait_quiet(backend, index, lambda: request in jobs, settled=settled)
 
     async def _place(self, effect: ef.Dispatch, future: asyncio.Future[Grant]) -> None:
         """Send a request that the server may place, find out where it runs, open the gate."""

@@ -1,5 +1,7 @@
 """Every error that a client can be told about: one class, one status, one metric label."""
 
+from collections.abc import Mapping, Sequence
+
 
 class RouterError(Exception):
     """Base of all. `status` is the HTTP status, `kind` the OpenAI-style `type`.
@@ -90,6 +92,27 @@ class ContextTooLongError(RouterError):
         )
         self.n_prompt_tokens = n_prompt_tokens
         self.n_ctx = n_ctx
+
+
+class InvalidConfigError(RouterError):
+    """A configuration that cannot be used. `problems`: key, line and message of each, if it is the
+    file that is wrong. For an operator: the message names files and keys."""
+
+    status = 422
+    kind = "invalid_config_error"
+    outcome = "bad_request"
+
+    def __init__(self, message: str, problems: Sequence[Mapping[str, object]] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class ConflictError(RouterError):
+    """It cannot be done as things are; the message says why."""
+
+    status = 409
+    kind = "conflict_error"
+    outcome = "bad_request"
 
 
 class QueueFullError(RouterError):

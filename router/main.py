@@ -2,16 +2,13 @@
 
 import asyncio
 import gc
-import logging
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import orjson
 import structlog
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -21,95 +18,75 @@ from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.clock import MonotonicClock, wall_now
 from router.adapters.journal import Journal
 from router.adapters.kv_store import KvStore
-from router.adapters.llama_client import Connections, LlamaClient, Timeouts
-from router.adapters.llama_reply import Props
-from router.adapters.local_template import prove
-from router.adapters.local_tokenizer import Encoder, LocalTokenizerError, load_local
-from router.adapters.monitor import Attached, Monitor, Watch
-from router.adapters.prompts import PromptReader, Vocabulary
-from router.adapters.specials import discover_specials
+from router.adapters.llama_client import Connections, LlamaClient
+from router.adapters.monitor import Attached, Monitor
 from router.adapters.telemetry import EngineCollector, PrometheusTelemetry
-from router.adapters.tokenizer import SegmentTokenizer
 from router.adapters.vitals import Vitals
-from router.config import Backend, Config, LogFormat, TokenizerMode
-from router.core.catalog import Catalog, Limits
-from router.core.fleet import Fleet
+from router.backends import (
+    Backends,
+    StartError,
+    client_of,
+    key_of,
+    place_of,
+    secret_of,
+    timeouts_of,
+    watch_of,
+)
+from router.config import Backend, Config, TokenizerMode
+from router.core.catalog import Limits
 from router.core.policy import Policy, PolicyName
-from router.core.queue import Queue, QueueLimits
+from router.core.queue import QueueLimits
 from router.core.scheduler import Scheduler
 from router.core.state import State
 from router.engine import Engine
 from router.errors import RouterError
-from router.tasks import Tasks
-from router.types import BackendId, Namespace, Place, Stats
+from router.logs import set_level
+from router.ports import Tracing
+from router.reload import Reload
+from router.tasks import Tasks, spawn
+from router.types import BackendId, Stats
+from router.vocabularies import Vocabularies
 from router.web.admin import Admin
 from router.web.app import App
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.guard import Guard
 from router.web.live import Live, Subject
+from router.web.operations import Operations
 from router.web.page import load_page
 from router.web.picture import picture_of, survey
 from router.web.requests import Requests
+from router.web.settings import Settings
 from router.web.snapshots import Snapshots
 
 log = structlog.get_logger(__name__)
 
 
-class StartError(RouterError):
-    """The router cannot start as it is configured; the message names the key and the way out."""
-
-
-def timeouts_of(config: Config) -> Timeouts:
-    """The client's limits, from the configuration."""
-    return Timeouts(
-        connect_s=config.limits.connect_timeout_s,
-        control_s=config.limits.control_timeout_s,
-        action_s=config.limits.action_timeout_s,
-        first_byte_s=config.limits.first_byte_timeout_s,
-        health_s=config.health.timeout_s,
-    )
-
-
-def client_of(backend: Backend, connections: Connections, timeouts: Timeouts) -> LlamaClient:
-    """Raises StartError if the environment lacks the key that the configuration names."""
-    key = _secret(f"backends: {backend.name}: api_key_env", backend.api_key_env)
-    return LlamaClient(backend.name, backend.url, connections, timeouts, key)
-
-
-def _secret(key: str, variable: str | None) -> str | None:
-    """What the environment variable that `key` names holds. Raises StartError."""
-    if variable is None:
-        return None
-    secret = os.environ.get(variable)
-    if not secret:
-        raise StartError(f"{key} names {variable}, which is not set in the environment")
-    return secret
-
-
-def place_of(backend: Backend, config: Config) -> Place | None:
-    """Where the backend's state files are; None if nothing is ever saved."""
-    moves_kv = Policy(name=config.policy.name).moves_kv
-    if backend.kv_dir is None or not config.store.enabled or not moves_kv:
-        return None
-    return Place(str(backend.kv_dir))
-
-
-def _state(config: Config) -> State:
-    catalog = Catalog(
-        Limits(config.store.max_bytes, config.store.max_tokens, config.store.min_tokens)
-    )
-    policy = Policy(
+def _policy(config: Config) -> Policy:
+    return Policy(
         name=config.policy.name,
         max_wait_s=config.policy.max_wait_s,
         coalesce_above_s=config.policy.coalesce_above_s,
         reuse_probability=config.policy.reuse_probability,
         idle_save_after_s=config.store.save_when_idle_for_s,
     )
-    limits = QueueLimits(
+
+
+def _limits(config: Config) -> Limits:
+    return Limits(config.store.max_bytes, config.store.max_tokens, config.store.min_tokens)
+
+
+def _queue_limits(config: Config) -> QueueLimits:
+    return QueueLimits(
         config.queue.max_requests, config.queue.deadline_s, config.queue.no_backend_wait_s
     )
-    return State(fleet=Fleet(policy=policy, catalog=catalog), queue=Queue(limits))
+
+
+def _take_settings(settings: Settings, config: Config) -> None:
+    settings.max_body_bytes = config.limits.max_body_bytes
+    settings.body_timeout_s = config.limits.body_timeout_s
+    settings.idle_timeout_s = config.limits.idle_timeout_s
+    settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
 
 
 @dataclass(slots=True)
@@ -120,7 +97,12 @@ class Router:
     engine: Engine
     directory: Directory
     live: Live
-    config: Config
+    reload: Reload
+
+    @property
+    def config(self) -> Config:
+        """What is in force now."""
+        return self.reload.config
 
     async def stop(self) -> None:
         """Let running requests end and save what is worth it, within `shutdown_grace`."""
@@ -133,130 +115,110 @@ class Router:
             log.warning("stopped_with_requests_running", grace_s=grace_s)
 
 
-class _Vocabularies:
-    """A tokenizer for each backend, shared by those of the same namespace."""
-
-    def __init__(self, config: Config, tasks: Tasks) -> None:
-        self._config = config
-        self._tasks = tasks
-        self._tokenizers: dict[Namespace, tuple[BackendId, SegmentTokenizer]] = {}
-        self.readers: dict[BackendId, PromptReader] = {}
-
-    async def _local(self, props: Props, specials: dict[str, int]) -> Encoder | None:
-        """The local tokenizer: the one that is configured, or the model's own file if it is here.
-
-        None with a line in the log; the backend is asked then.
-        """
-        path = self._config.tokenizer.path
-        if self._config.tokenizer.mode is TokenizerMode.AUTO:
-            path = Path(props.model_path)
-            if not await asyncio.to_thread(path.is_file):
-                return None
-        if path is None:
-            return None
-        try:
-            return await asyncio.to_thread(load_local, path, tuple(specials))
-        except LocalTokenizerError as error:
-            log.info("local_tokenizer_not_used", reason=str(error))
-            return None
-
-    async def prepare(self, client: LlamaClient, props: Props, namespace: Namespace) -> None:
-        """Learn how a backend tokenizes. Raises BackendError."""
-        if self._config.tokenizer.mode is TokenizerMode.OFF:
-            return
-        owner, tokenizer = self._tokenizers.get(namespace, (None, None))
-        if tokenizer is None or owner == client.id:
-            specials = await discover_specials(
-                props.chat_template, props.bos_token, props.eos_token, client.tokenize
-            )
-            tokenizer = SegmentTokenizer(
-                client.tokenize,
-                specials,
-                spawn=self._tasks.spawn,
-                cache_bytes=self._config.tokenizer.cache_bytes,
-            )
-            if reason := await tokenizer.self_check(await self._local(props, specials)):
-                log.info("tokenizer_whole_texts", backend=client.id, reason=reason)
-            self._tokenizers[namespace] = (client.id, tokenizer)
-        template = None
-        if self._config.tokenizer.mode is not TokenizerMode.BACKEND:
-            template = await prove(
-                props.chat_template, props.bos_token, props.eos_token, client.apply_template
-            )
-        vocabulary = Vocabulary(client, tokenizer, props.media_marker, template)
-        self.readers[client.id] = PromptReader(vocabulary)
-
-
 @asynccontextmanager
-async def build(config: Config, registry: CollectorRegistry | None = None) -> AsyncIterator[Router]:
+async def build(
+    config: Config,
+    registry: CollectorRegistry | None = None,
+    path: Path | None = None,
+    tracing: Tracing | None = None,
+) -> AsyncIterator[Router]:
     """A router that watches its backends; what was started is stopped on exit.
+
+    `path` is where the configuration was read, and will be again. `tracing`: instead of what is
+    configured.
 
     Raises StartError, or KvError if a kv_dir cannot be used.
     """
     registry = registry or CollectorRegistry()
     clock = MonotonicClock()
     telemetry = PrometheusTelemetry(registry, [backend.name for backend in config.backends])
-    guard = Guard(_secret("admin: token_env", config.admin.token_env))
+    guard = Guard(secret_of("admin: token_env", config.admin.token_env))
     journal = Journal(config.diagnostics.requests, wall_now)
     async with AsyncExitStack() as stack:
+        if tracing is None and config.tracing.endpoint is not None:
+            tracing = await _exporting(config.tracing.endpoint, stack)
         connections = await stack.enter_async_context(Connections())
-        timeouts = timeouts_of(config)
-        clients = {b.name: client_of(b, connections, timeouts) for b in config.backends}
-        places = {b.name: place_of(b, config) for b in config.backends}
-        found = [place for place in places.values() if place is not None]
         engine: Engine
-        store = None
-        if found:
-            store = KvStore(
-                found,
-                on_lost=lambda snapshot, _: engine.snapshot_lost(snapshot.id),
-                wall_now=wall_now,
-                fsync=config.store.fsync,
-            )
-        engine = Engine(
-            Scheduler(_state(config)), clients, store, clock, telemetry, on_over=journal.over
+        backends: Backends
+        store = KvStore(
+            (),
+            on_lost=lambda snapshot, _: engine.snapshot_lost(snapshot.id),
+            wall_now=wall_now,
+            fsync=config.store.fsync,
         )
-        if store is not None:
-            engine.snapshots_found(await store.load())
-            stack.push_async_callback(store.aclose)
+        stack.push_async_callback(store.aclose)
+        clients: dict[BackendId, LlamaClient] = {}
+
+        def released(backend: BackendId) -> None:
+            backends.released(backend)
+            vocabularies.leave(backend)
+
+        engine = Engine(
+            Scheduler(State()),
+            clients,
+            store,
+            clock,
+            telemetry,
+            on_release=released,
+            on_over=journal.over,
+        )
         stack.push_async_callback(engine.aclose)
         tasks = Tasks()
-        vocabularies = _Vocabularies(config, tasks)
+        stack.push_async_callback(tasks.aclose)
+        vocabularies = Vocabularies(config.tokenizer, tasks)
 
         def up(attached: Attached) -> None:
             engine.backend_up(attached.info, attached.slots)
             directory.backend_came()
 
-        def stats() -> Stats:
-            known = engine.stats()
-            return replace(known, queue_depth=known.queue_depth + directory.waiting)
+        def down(backend: BackendId) -> None:
+            engine.backend_down(backend)
+            vocabularies.leave(backend)
 
-        monitors = {
-            backend.name: Monitor(
-                clients[backend.name],
-                place=places[backend.name],
+        def monitor(backend: Backend, config: Config) -> Monitor:
+            return Monitor(
+                client_of(backend, connections, timeouts_of(config)),
+                place=place_of(backend, config),
                 store=store,
                 extra_models=backend.models,
-                watch=Watch(config.health.interval_s, config.health.failures, config.probe.enabled),
+                watch=watch_of(config),
                 known_namespaces=engine.known_namespaces,
                 on_up=up,
-                on_down=engine.backend_down,
+                on_down=down,
                 borrow=engine.borrow,
                 on_probed=lambda attached: engine.probed(attached.info),
                 prepare=vocabularies.prepare,
             )
-            for backend in config.backends
-        }
+
+        def stats() -> Stats:
+            known = engine.stats()
+            return replace(known, queue_depth=known.queue_depth + directory.waiting)
+
+        backends = Backends(engine, clients, monitor)
+        stack.push_async_callback(backends.aclose)
         directory = Directory(
-            monitors,
+            backends.monitors,
             vocabularies.readers,
             engine,
             reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
         )
+        settings = Settings()
+
+        async def take(wanted: Config) -> None:
+            """Put a configuration in force. All that can go wrong comes first."""
+            for backend in wanted.backends:
+                key_of(backend)
+            places = [place_of(backend, wanted) for backend in wanted.backends]
+            found = await store.add([place for place in places if place is not None])
+            engine.configure(_policy(wanted), _limits(wanted), _queue_limits(wanted))
+            engine.snapshots_found(found)
+            _take_settings(settings, wanted)
+            set_level(wanted.logging.level)
+            backends.configure(wanted)
+
+        await take(config)
+        reload = Reload(path, config, take)
         registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))
-        completions = Completions(
-            engine, directory, journal, tasks.spawn, config.limits.idle_timeout_s
-        )
         catalog = engine.scheduler.state.fleet.catalog
         subject = Subject(
             picture=lambda: picture_of(engine, directory, clock.now()),
@@ -265,6 +227,7 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
             decisions=journal.recent,
         )
         live = Live(subject, tasks.spawn, wall_now)
+        completions = Completions(engine, directory, journal, tasks.spawn, settings, tracing)
         app = App(
             completions=completions,
             live=live,
@@ -280,20 +243,26 @@ async def build(config: Config, registry: CollectorRegistry | None = None) -> As
             snapshots=Snapshots(engine, guard, clock.now, wall_now),
             requests=Requests(journal, directory, show_content=config.diagnostics.show_content),
             journal=journal,
+            operations=Operations(guard, directory, backends, reload),
             directory=directory,
             telemetry=telemetry,
-            max_body_bytes=config.limits.max_body_bytes,
-            body_timeout_s=config.limits.body_timeout_s,
-            idle_timeout_s=config.limits.idle_timeout_s,
-            passthrough=config.policy.name is PolicyName.PASSTHROUGH,
+            settings=settings,
         )
-        vitals = Vitals(registry, clock, found, __version__)
+        vitals = Vitals(registry, clock, lambda: store.places, __version__)
         tasks.spawn(vitals.watch_loop(), name="event loop lag")
         tasks.spawn(vitals.watch_disks(), name="room on disk")
-        for name, monitor in monitors.items():
-            tasks.spawn(monitor.run(), name=f"monitor {name}")
-        stack.push_async_callback(tasks.aclose)
-        yield Router(app.server(), engine, directory, live, config)
+        yield Router(app.server(), engine, directory, live, reload)
+
+
+async def _exporting(endpoint: str, stack: AsyncExitStack) -> Tracing:
+    """Raises StartError if the SDK is not there: it is an extra."""
+    try:
+        from router.adapters.tracing import exporting
+    except ModuleNotFoundError as error:
+        raise StartError("tracing: endpoint needs `pip install 'kvferry[otel]'`") from error
+    made = await asyncio.to_thread(exporting, endpoint)  # it looks around on this machine
+    stack.push_async_callback(made.aclose)
+    return made
 
 
 @asynccontextmanager
@@ -312,8 +281,8 @@ async def listening(router: Router) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def serve(config: Config) -> None:
-    """Run until SIGINT or SIGTERM; a second signal ends it at once."""
+async def serve(config: Config, path: Path | None = None) -> None:
+    """Run until SIGINT or SIGTERM; a second signal ends it at once. SIGHUP reads `path` again."""
     stopping = asyncio.Event()
 
     def stop() -> None:
@@ -324,12 +293,18 @@ async def serve(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-    async with build(config) as router, listening(router) as url:
+    async with build(config, path=path) as router, listening(router) as url:
+        loop.add_signal_handler(signal.SIGHUP, lambda: spawn(_reread(router), name="reload"))
         _calm_garbage_collector()
         log.info("listening", url=url, policy=config.policy.name, backends=len(config.backends))
         await stopping.wait()
-        log.info("stopping", grace_s=config.shutdown_grace_s)
+        log.info("stopping", grace_s=router.config.shutdown_grace_s)
         await router.stop()
+
+
+async def _reread(router: Router) -> None:
+    with suppress(RouterError):  # its log line says why
+        await router.reload()
 
 
 def _calm_garbage_collector() -> None:
@@ -339,31 +314,3 @@ def _calm_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-
-
-def set_up_logging(config: Config) -> None:
-    """structlog to standard error: JSON for machines, aligned text on a terminal."""
-    pretty = config.logging.format is LogFormat.CONSOLE or (
-        config.logging.format is LogFormat.AUTO and sys.stderr.isatty()
-    )
-    # Not the prettier traceback: it shows local variables, and prompts are among them.
-    console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-    renderer = console if pretty else structlog.processors.JSONRenderer(serializer=orjson.dumps)
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *([] if pretty else [structlog.processors.format_exc_info]),
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(
-            logging.getLevelNamesMapping()[config.logging.level.upper()]
-        ),
-        logger_factory=(
-            structlog.PrintLoggerFactory(sys.stderr)
-            if pretty
-            else structlog.BytesLoggerFactory(sys.stderr.buffer)
-        ),
-        cache_logger_on_first_use=True,
-    )

@@ -1,11 +1,13 @@
 """What the engine and the web layer ask of the outside world: only the methods they call."""
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from router.tokens import Tokens
 from router.types import (
     Namespace,
+    Outcome,
     Place,
     Reported,
     RequestId,
@@ -13,6 +15,7 @@ from router.types import (
     SlotId,
     SlotStatus,
     Snapshot,
+    Source,
     StagedFile,
     Transfer,
 )
@@ -89,11 +92,45 @@ class Telemetry(Protocol):
     """What the engine has to tell an operator."""
 
     def request(self, record: RequestRecord) -> None: ...
-    def rejected(self, request: RequestId, outcome: str, reason: str) -> None: ...
+    def rejected(
+        self, request: RequestId, outcome: str, reason: str, clients_id: str | None = None
+    ) -> None: ...
     def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None: ...
     def restored(self, slot: SlotId, transfer: Transfer | None, problem: str) -> None: ...
     def rewritten(self, what: str, size_bytes: int, seconds: float, problem: str) -> None: ...
     def deleted(self, snapshot: Snapshot, problem: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A request that was with a backend. Times are seconds since it came to the router."""
+
+    slot: SlotId
+    source: Source
+    planned_tokens: int
+    asked_s: float  # for a slot
+    waited_s: float  # in the queue; a length of time
+    granted_s: float
+    first_byte_s: float | None
+    ended_s: float
+    outcome: Outcome
+    reported: Reported
+
+
+class Trace(Protocol):
+    """One request of a client, as somebody follows it through several systems."""
+
+    def inject(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]: ...
+    def attempt(self, told: Attempt) -> None: ...
+    def end(self, ended_s: float, error: str | None) -> None: ...
+
+
+class Tracing(Protocol):
+    """Where traces begin. `ns`: when the request came, in nanoseconds since the epoch."""
+
+    def begin(
+        self, path: str, headers: Mapping[str, str], request: RequestId, model: str | None, ns: int
+    ) -> Trace: ...
 
 
 class Spawn(Protocol):

@@ -57,6 +57,15 @@ class Outcome(StrEnum):
     BACKEND_ERROR = "backend_error"  # died, hung or closed before the end
 
 
+class Standing(StrEnum):
+    """What a backend is to the router."""
+
+    UP = "up"
+    DOWN = "down"
+    DRAINING = "draining"  # gets nothing new; what it has is not over
+    DRAINED = "drained"  # nobody uses it or looks at it, until somebody says otherwise
+
+
 class Miss(StrEnum):
     """Why prompt tokens were computed; `docs/metrics.md` tells each. A token has one of these."""
 
@@ -129,6 +138,7 @@ class Request:
     client: str | None = None  # between these the queue is fair
     session: str | None = None  # a hint for `sticky`; tokens are the truth everywhere else
     avoid: frozenset[BackendId] = frozenset()  # failed for this request already
+    clients_id: str | None = None  # what its client calls it; for the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +253,7 @@ class RequestRecord:
     ttft_s: float | None
     total_s: float
     predicted_s: float
+    clients_id: str | None = None
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
     missed: Mapping[Miss, int] = field(default_factory=dict)  # adds up to the computed tokens
     nearest: Nearest | None = None

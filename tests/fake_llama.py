@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +71,7 @@ class FakeLlama:
         self.counts: Counter[tuple[str, int]] = Counter()  # (completion|save|restore|erase, slot)
         self.violations: list[str] = []  # what would have harmed a real server
         self.bodies: list[tuple[str, Json]] = []  # (path, body) of every POST, in order
+        self.headers: dict[str, Mapping[str, str]] = {}  # of the last request to a path
         self.seen: list[tuple[str, str]] = []  # (method, raw path) of everything, in order
         self.computed_tokens = 0  # prompt tokens that were not in the slot
         self.stuck = False  # a client does not read fast enough
@@ -155,6 +156,7 @@ class FakeLlama:
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         self.seen.append((request.method, request.raw_path))
+        self.headers[request.path] = request.headers
         if self.faults.loading:
             return _error(503, "Loading model", "unavailable_error")
         return await handler(request)

@@ -16,6 +16,7 @@ import yaml as pyyaml
 
 from router.config import Config, parse
 from router.main import Router, build, listening
+from router.ports import Tracing
 
 Json = dict[str, Any]
 
@@ -142,6 +143,23 @@ class Fleet:
         body = {"prompt": given, "n_predict": 8, "temperature": 0} | fields
         return await self.post("/completion", body)
 
+    async def reload(self) -> Answer:
+        """POST /kvferry/reload."""
+        return await self.post("/kvferry/reload", {})
+
+    async def operate(self, backend: str, action: str) -> Answer:
+        """POST /kvferry/backends/{backend}/drain or undrain."""
+        return await self.post(f"/kvferry/backends/{backend}/{action}", {})
+
+    async def until_is(self, backend: str, *states: str) -> Json:
+        """Wait until a backend is one of `states`; "gone": there is none of that name."""
+
+        def found(state: Json) -> bool:
+            is_ = [one["state"] for one in state["backends"] if one["name"] == backend]
+            return (is_ or ["gone"])[0] in states
+
+        return await self.until(found)
+
     async def state(self) -> Json:
         """GET /kvferry/state."""
         return (await self.get("/kvferry/state")).json
@@ -204,12 +222,22 @@ def configuration(
     yaml: str = "",
 ) -> Config:
     """DEFAULTS with `yaml` laid over them, for these backends."""
+    return parse(configuration_text(backends, kv_dir, yaml=yaml), "test")
+
+
+def configuration_text(
+    backends: Sequence[tuple[str, str]],
+    kv_dir: Path | Mapping[str, Path] | None,
+    *,
+    yaml: str = "",
+) -> str:
+    """The same as a file has it."""
     entries: list[Json] = []
     for name, url in backends:
         place = kv_dir.get(name) if isinstance(kv_dir, Mapping) else kv_dir
         entries.append({"name": name, "url": url} | ({"kv_dir": str(place)} if place else {}))
     document = _over(pyyaml.safe_load(DEFAULTS), pyyaml.safe_load(yaml) or {})
-    return parse(pyyaml.safe_dump(document | {"backends": entries}), "test")
+    return pyyaml.safe_dump(document | {"backends": entries})
 
 
 def _over(below: Json, above: Json) -> Json:
@@ -228,15 +256,17 @@ async def running(
     yaml: str = "",
     wait_for: Sequence[str] | None = None,
     no_backend_s: float | None = None,
+    path: Path | None = None,
+    tracing: Tracing | None = None,
 ) -> AsyncIterator[Fleet]:
     """A router on a free port, once the backends in `wait_for` are up (None: all of them).
 
     `kv_dir` is for all backends, or by name. `no_backend_s` is how long a request waits while
-    nobody could serve it.
+    nobody could serve it. `path`: where the configuration is read again.
     """
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with (
-        build(configuration(backends, kv_dir, yaml=yaml)) as router,
+        build(configuration(backends, kv_dir, yaml=yaml), path=path, tracing=tracing) as router,
         listening(router) as url,
         aiohttp.ClientSession(connector=connector) as session,
     ):

@@ -40,6 +40,8 @@ LAYERS: dict[str, set[str]] = {
     "router.terminal": set(),
     "router.core": BASE | {"router.core"},
     "router.kvfile": BASE | {"router.kvfile"},
+    # Says its version to others.
+    "router.adapters.tracing": BASE | {"router", "router.ports", "router.adapters"},
     "router.adapters": BASE | {"router.ports", "router.kvfile", "router.tasks", "router.adapters"},
     # To keep a decision: its data.
     "router.adapters.journal": BASE | {"router.core.plan"},
@@ -64,8 +66,15 @@ LAYERS: dict[str, set[str]] = {
         "router.config_values",
     },
     "router.config_summary": {"router.config", "router.config_values", "router.core.policy"},
+    "router.config_changes": {"router.types", "router.config", "router.core.policy"},
     "router.config_load": {"router.config_values"},
     "router.config_values": set(),
+    "router.logs": {"router.config"},
+    "router.vocabularies": BASE | {"router.adapters", "router.config", "router.tasks"},
+    # One backend: what is made for it, and how it ends.
+    "router.backends": BASE
+    | {"router.adapters", "router.config", "router.core.policy", "router.engine", "router.tasks"},
+    "router.reload": BASE | {"router.backends", "router.config", "router.config_changes"},
     # The scheduler as it is, and everything else made up; the command reads sizes and times.
     "router.simulate": BASE
     | {"router.core", "router.simulate", "router.config_values", "router.terminal"},
@@ -100,6 +109,10 @@ TESTED_ELSEWHERE = {
     "router.core.background": "the scheduler's tests",
     "router.core.plan": "data; tests/core/test_planner.py",
     "router.core.policy": "data; tests/core/test_planner.py",
+    "router.backends": "tests/test_reload.py, tests/web/test_operations.py",
+    "router.config_changes": "tests/test_reload.py",
+    "router.logs": "tests/test_reload.py, tests/test_cli.py",
+    "router.vocabularies": "tests/test_reload.py; every test with a router",
     "router.config_load": "tests/test_config.py",
     "router.config_summary": "tests/test_config.py",
     "router.config_values": "tests/test_config.py",
@@ -124,6 +137,8 @@ TESTED_ELSEWHERE = {
     "router.demo.chat": "tests/test_demo.py",
     "router.demo.conversation": "tests/test_demo.py",
     "router.demo.table": "tests/test_demo.py",
+    "router.web.settings": "data; tests/test_reload.py",
+    "router.console.client": "tests/console/test_operate.py",
     "router.web.plans": "tests/web/test_admin.py, tests/web/test_requests.py",
     "router.web.app": "tests/web: test_transparency.py, test_forbidden.py, test_bad_input.py",
     "router.web.completions": "tests/web: test_faults.py, test_cancellation.py",

@@ -48,7 +48,18 @@ def test_help_names_every_command(capsys: Capture) -> None:
     assert run("--help") == 0
 
     out = capsys.readouterr().out
-    for command in ("serve", "check", "doctor", "demo", "top", "snapshots", "simulate"):
+    for command in (
+        "serve",
+        "check",
+        "doctor",
+        "drain",
+        "undrain",
+        "reload",
+        "demo",
+        "simulate",
+        "top",
+        "snapshots",
+    ):
         assert command in out
 
 
@@ -141,10 +152,13 @@ class Process:
                 return found
         raise AssertionError(f"no {name} in {''.join(self.log)}")
 
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     async def end(self, number: signal.Signals | None = None) -> int:
         """Its exit code; `number` is sent first."""
         if number is not None:
-            self._process.send_signal(number)
+            self.send(number)
         _, err = await self._process.communicate()
         self.log.append(err.decode())
         assert self._process.returncode is not None

@@ -51,10 +51,9 @@ class BackendMetrics:
 
     async def _families(self) -> list[Metric]:
         taken = {_UP, *_names(self._registry.collect())}
-        answers = await asyncio.gather(
-            *(self._ask(client, taken) for client in self._clients.values())
-        )
-        given = dict(zip(self._clients, answers, strict=True))
+        clients = dict(self._clients)  # they may change meanwhile
+        answers = await asyncio.gather(*(self._ask(client, taken) for client in clients.values()))
+        given = dict(zip(clients, answers, strict=True))
         up = GaugeMetricFamily(_UP, "1 if the backend gave its metrics", labels=[_LABEL])
         for backend, found in given.items():
             up.add_metric([backend], float(found is not None))

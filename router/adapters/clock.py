@@ -11,6 +11,11 @@ class MonotonicClock:
         return time.monotonic()
 
 
+def wall_ns() -> int:
+    """Nanoseconds since the epoch; for traces, which other machines add to."""
+    return time.time_ns()
+
+
 def wall_now() -> float:
     """Seconds since the epoch; for records that outlive the process, never for durations."""
     return time.time()  # noqa: TID251 - the one place where wall time is read

@@ -90,7 +90,7 @@ class Pool:
 
     def __init__(self, target: Target, connect_timeout_s: float) -> None:
         self._target = target
-        self._connect_timeout_s = connect_timeout_s
+        self.connect_timeout_s = connect_timeout_s  # may be changed
         self._tls = ssl.create_default_context() if target.tls else None
         host = f"[{target.host}]" if ":" in target.host else target.host
         self._host = f"{host}:{target.port}".encode()
@@ -177,7 +177,7 @@ class Pool:
         return None
 
     async def _connect(self) -> "_Connection":
-        async with asyncio.timeout(self._connect_timeout_s):
+        async with asyncio.timeout(self.connect_timeout_s):
             _, connection = await asyncio.get_running_loop().create_connection(
                 lambda: _Connection(self), self._target.host, self._target.port, ssl=self._tls
             )

@@ -65,23 +65,46 @@ class KvStore:
         Raises KvError if a directory cannot be used; none is locked then.
         """
         try:
-            for place in self._places:
-                await self._run(self._bulk, self._open_directory, place)
+            return await self.add(self._places)
+        except KvError:
+            await self.aclose()
+            raise
+
+    async def add(self, places: Sequence[Place]) -> list[Snapshot]:
+        """Lock and read more directories; those that are open already stay as they are.
+
+        What is left of the new ones after a cross-check, oldest first. Raises KvError if one
+        cannot be used; none of them is locked then.
+        """
+        before = dict(self._directories)
+        fresh: list[Directory] = []
+        try:
+            for place in dict.fromkeys(places):
+                if place not in self._directories:
+                    known = self._distinct()
+                    await self._run(self._bulk, self._open_directory, place)
+                    fresh += [d for d in self._distinct() if all(d is not other for other in known)]
             entries = [
                 (directory, entry)
-                for directory in self._distinct()
+                for directory in fresh
                 for entry in directory.manifest.entries.values()
             ]
             entries.sort(key=lambda pair: pair[1].added_at)
             checks = [self._run(self._bulk, kv_records.recover, *pair) for pair in entries]
             found = [held for held in await asyncio.gather(*checks) if held is not None]
-            for directory in self._distinct():
+            for directory in fresh:
                 await self._run(self._bulk, kv_records.sweep, directory)
         except KvError:
-            await self.aclose()
+            self._directories = before
+            await self._close(fresh)
             raise
-        self._held = {held.snapshot.id: held for held in found}
+        self._held |= {held.snapshot.id: held for held in found}
         return [held.snapshot for held in found]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The directories that are open."""
+        return tuple(self._directories)
 
     async def flush(self) -> None:
         """Wait until everything committed so far is durable, or reported lost."""
@@ -94,13 +117,16 @@ class KvStore:
             with suppress(KvError):
                 await self._unlink(place, name)
         self._opened.clear()
-        for directory in self._distinct():
-            await self._run(self._bulk, directory.manifest.close)
-            directory.lock.release()
+        await self._close(self._distinct())
         self._directories.clear()
         self._held.clear()
         for pool in (self._quick, self._bulk):
             pool.shutdown(wait=False)
+
+    async def _close(self, directories: Sequence[Directory]) -> None:
+        for directory in directories:
+            await self._run(self._bulk, directory.manifest.close)
+            directory.lock.release()
 
     def staging_name(self) -> str:
         """A fresh name to let a backend write to."""

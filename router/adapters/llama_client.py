@@ -127,9 +127,16 @@ class LlamaClient:
     ) -> None:
         self.id = backend
         self.url = url
+        self.relaying = 0  # clients' requests that are with the server now
+        self._quiet: asyncio.Event | None = None  # somebody waits until there are none
         self._pool = connections.pool(url, timeouts.connect_s)
         self._timeouts = timeouts
         self._authorization = (b"Authorization", f"Bearer {api_key}".encode()) if api_key else None
+
+    def limit(self, timeouts: Timeouts) -> None:
+        """Other limits, for what begins from now on."""
+        self._timeouts = timeouts
+        self._pool.connect_timeout_s = timeouts.connect_s
 
     async def _call(
         self,
@@ -248,21 +255,40 @@ class LlamaClient:
             kept = [header for header in headers if header[0].lower() != b"authorization"]
             headers = [*kept, self._authorization]
         asked = self._pool.request(method, path, headers, body, self._timeouts.first_byte_s)
-        return _Relaying(asked)
+        return _Relaying(self, asked)
+
+    def relayed(self) -> None:
+        """One of `relaying` is over."""
+        self.relaying -= 1
+        if self._quiet is not None and not self.relaying:
+            self._quiet.set()
+
+    async def until_quiet(self) -> None:
+        """Wait until no client's request is with the server."""
+        while self.relaying:
+            self._quiet = asyncio.Event()
+            await self._quiet.wait()
 
 
 class _Relaying:
     """A class and no generator: every request of a client goes through it."""
 
-    def __init__(self, asked: Coroutine[Any, Any, Response]) -> None:
+    def __init__(self, client: LlamaClient, asked: Coroutine[Any, Any, Response]) -> None:
+        self._client = client
         self._asked = asked
         self._response: Response | None = None
 
     async def __aenter__(self) -> RelayedResponse:
-        with _our_errors():
-            self._response = await self._asked
+        self._client.relaying += 1
+        try:
+            with _our_errors():
+                self._response = await self._asked
+        except BaseException:
+            self._client.relayed()
+            raise
         return RelayedResponse(self._response)
 
     async def __aexit__(self, *_: object) -> None:
+        self._client.relayed()
         if self._response is not None:
             self._response.close()

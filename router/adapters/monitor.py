@@ -68,10 +68,11 @@ class Monitor:
         self.attached: Attached | None = None
         self.models: frozenset[str] = frozenset()  # as of the last time it was up
         self.problem = "not contacted yet"
+        self.watch = watch  # may be replaced; counts from the next look on
+        self.let_go = False  # nobody looks at it any more
         self._place = place
         self._store = store
         self._extra_models = extra_models
-        self._watch = watch
         self._known_namespaces = known_namespaces
         self._on_up = on_up
         self._on_down = on_down
@@ -84,6 +85,10 @@ class Monitor:
     def doubt(self) -> None:
         """Somebody failed to reach the backend: look now rather than at the next turn."""
         self._doubt.set()
+
+    def release(self) -> None:
+        """The backend was drained, and `run` is cancelled."""
+        self.attached, self.let_go, self.problem = None, True, "drained"
 
     async def run(self) -> None:
         """Attach when it is up, watch while it is, tell when it is not; for ever."""
@@ -98,10 +103,10 @@ class Monitor:
                 failures += 1
                 self.problem = str(error)
                 # A connection that is refused after a failed request needs no second opinion.
-                if self.attached is not None and (in_doubt or failures >= self._watch.failures):
+                if self.attached is not None and (in_doubt or failures >= self.watch.failures):
                     self._down(str(error))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._watch.interval_s):
+                async with asyncio.timeout(self.watch.interval_s):
                     await self._doubt.wait()
 
     async def _look(self) -> None:
@@ -162,7 +167,7 @@ class Monitor:
             place=self._place,
             store=self._store,
             extra_models=self._extra_models,
-            with_probe=self._watch.probe,
+            with_probe=self.watch.probe,
             known=self._known_namespaces(),
             only=only,
         )

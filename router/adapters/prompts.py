@@ -24,7 +24,7 @@ from router.adapters.llama_wire import (
 from router.adapters.local_template import LocalTemplate
 from router.adapters.parts import Part, part_at
 from router.adapters.tokenizer import SegmentTokenizer
-from router.errors import BackendError
+from router.errors import BackendError, BackendRefusedError
 from router.tokens import Tokens, count, head, join, pack, tail
 from router.types import Nearest, Prompt
 
@@ -63,7 +63,7 @@ class PromptReader:
             return prompt
         except BackendError as error:
             # Very likely the request itself is wrong; the backend's own answer will say so.
-            return Prompt(unknown=f"the backend does not render or tokenize it: {error}")
+            return Prompt(unknown=f"the backend does not render or tokenize it: {_why(error)}")
 
     async def _read(self, parsed: ParsedRequest) -> Prompt:
         source = parsed.prompt_source
@@ -151,7 +151,14 @@ class PromptReader:
                     log.warning("template_dropped", reason="the backend renders this otherwise")
                 await tokenizer.disagreed(text, add_special=True)
         except BackendError as error:
-            log.info("tokenizer_not_compared", reason=str(error))
+            log.info("tokenizer_not_compared", reason=_why(error))
+
+
+def _why(error: BackendError) -> str:
+    """For a log line. What the backend says itself may quote the prompt."""
+    if isinstance(error, BackendRefusedError):
+        return f"HTTP {error.backend_status}"
+    return str(error)
 
 
 def fingerprint_id(fingerprint: str) -> int:

@@ -193,9 +193,12 @@ class PrometheusTelemetry:
                 self._underestimated.inc(max(reused - record.planned_tokens, 0))
         for reason, tokens in record.missed.items():
             self._missed_for[reason].inc(tokens)
+        theirs = record.clients_id
+        named = {} if theirs is None else {"client_request_id": theirs}
         log.info(
             "request",
             request_id=record.request,
+            **named,
             outcome=record.outcome,
             slot=str(record.slot),
             source=record.source,
@@ -211,10 +214,13 @@ class PrometheusTelemetry:
             total_s=_ms(record.total_s),
         )
 
-    def rejected(self, request: RequestId, outcome: str, reason: str) -> None:
+    def rejected(
+        self, request: RequestId, outcome: str, reason: str, clients_id: str | None = None
+    ) -> None:
         """Count and log a request that the router answered itself."""
         self._requests.labels(outcome).inc()
-        log.info("request", request_id=request, outcome=outcome, reason=reason)
+        named = {} if clients_id is None else {"client_request_id": clients_id}
+        log.info("request", request_id=request, **named, outcome=outcome, reason=reason)
 
     def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None:
         """A save ended."""

@@ -6,7 +6,7 @@ Asks what could block in a thread. Knows nothing of requests, slots or snapshots
 import asyncio
 import platform
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,10 +28,15 @@ class Vitals(Collector):
     `watch_disks`."""
 
     def __init__(
-        self, registry: CollectorRegistry, clock: Clock, kv_dirs: Iterable[str], version: str
+        self,
+        registry: CollectorRegistry,
+        clock: Clock,
+        kv_dirs: Callable[[], Iterable[str]],
+        version: str,
     ) -> None:
+        """`kv_dirs` says which there are, each time."""
         self._clock = clock
-        self._kv_dirs = sorted(set(kv_dirs))
+        self._kv_dirs = kv_dirs
         self._disks: Mapping[str, tuple[int, int]] = {}
         self._lag = Histogram(
             "kvferry_event_loop_lag_seconds",
@@ -76,7 +81,7 @@ class Vitals(Collector):
 
     async def look_at_disks(self) -> None:
         """Note how full the disks are now. While one hangs, the last numbers stay."""
-        self._disks = await asyncio.to_thread(_room, self._kv_dirs)
+        self._disks = await asyncio.to_thread(_room, sorted(set(self._kv_dirs())))
 
 
 def _room(kv_dirs: Iterable[str]) -> dict[str, tuple[int, int]]:

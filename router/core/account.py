@@ -26,6 +26,7 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         ttft_s=ttft_s,
         total_s=total_s,
         predicted_s=account.plan.ttft_s + account.waited_s,
+        clients_id=account.request.clients_id,
         avoided_s=account.avoided_s,
         missed=_missed(account, computed),
         nearest=sight.nearest if sight is not None else None,

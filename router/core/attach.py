@@ -47,7 +47,8 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     None while a request is on its way to a slot that the server picks: it may pick these.
     """
     backend, name = event.backend, probe_name(event.backend)
-    if state.stopping or name in state.jobs or backend in state.fleet.gated:
+    leaves = state.stopping or backend in state.fleet.draining
+    if leaves or name in state.jobs or backend in state.fleet.gated:
         return
     idle = [slot for slot in state.fleet.slots.of(backend) if slot.is_idle]
     chosen = sorted(idle, key=lambda slot: len(slot.resident))[:_PROBE_SLOTS]

@@ -26,15 +26,14 @@ def save_idle(state: State, now: float) -> None:
     """Save slots whose content is worth it, one a backend at a time.
 
     1. Idle for long enough on a backend where nothing runs: costs nobody anything.
-    2. The router is stopping: all that is worth it.
+    2. The router is stopping, or the backend is to be let go of: all that is worth it.
     """
-    after_s = state.fleet.policy.idle_save_after_s
-    if state.stopping:
-        after_s = 0.0 if state.saves_on_stop else None
-    if after_s is None:
+    if state.stopping and not state.saves_on_stop:
         return
     for backend in state.fleet.infos:
-        if _is_calm(state, backend):
+        leaves = state.stopping or backend in state.fleet.draining
+        after_s = 0.0 if leaves else state.fleet.policy.idle_save_after_s
+        if after_s is not None and _is_calm(state, backend):
             _save_first(state, backend, now, after_s)
 
 

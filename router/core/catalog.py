@@ -119,6 +119,11 @@ class Catalog:
         doomed = [gone for item in superfluous for gone in self.remove(item)]
         return doomed + self._shrink()
 
+    def limit(self, limits: Limits) -> list[Snapshot]:
+        """Hold these limits from now on; returns the snapshots to delete for that now."""
+        self.limits = limits
+        return self._shrink()
+
     def covered(self, namespace: Namespace, tokens: Tokens) -> int:
         """How many leading tokens of `tokens` some snapshot holds."""
         index = self._index.get(namespace)

@@ -7,6 +7,7 @@ from router.core.plan import Plan
 from router.errors import RouterError
 from router.tokens import Tokens
 from router.types import (
+    BackendId,
     Lease,
     Namespace,
     Outcome,
@@ -125,6 +126,13 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
+    """Let go of a backend that was drained: nothing of ours is on it, and nothing more will be."""
+
+    backend: BackendId
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """A dispatched request is over: what was planned and what was reported."""
 
@@ -150,5 +158,6 @@ Effect = (
     | StopWork
     | Delete
     | Quarantine
+    | Release
     | Account
 )

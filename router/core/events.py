@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from router.core.catalog import Limits
+from router.core.policy import Policy
+from router.core.queue import QueueLimits
 from router.tokens import Tokens
 from router.types import (
     BackendId,
@@ -33,6 +36,37 @@ class BackendDown:
     """A backend is gone, and with it what its slots held."""
 
     backend: BackendId
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """A backend is to be let go of: nothing new for it. Answered by Release, when what it has is
+    done and what it holds is saved; at once if it is down."""
+
+    backend: BackendId
+
+
+@dataclass(frozen=True, slots=True)
+class Undrained:
+    """A backend that was not let go of yet is to be kept."""
+
+    backend: BackendId
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A backend that was let go of does not come back; its name may, for another."""
+
+    backend: BackendId
+
+
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """The configuration was read again; all three are in force from now on."""
+
+    policy: Policy
+    limits: Limits
+    queue: QueueLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +246,10 @@ class Stopping:
 Event = (
     BackendUp
     | BackendDown
+    | Draining
+    | Undrained
+    | Removed
+    | Configured
     | ProbeDue
     | Probed
     | SnapshotsFound

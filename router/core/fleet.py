@@ -23,6 +23,8 @@ class Fleet:
     slots: SlotTable = field(default_factory=SlotTable)
     # Backends where a request without a pin is on its way to a slot that the server picks.
     gated: set[BackendId] = field(default_factory=set)
+    # Backends that get nothing new: what they have ends, what they hold is saved.
+    draining: set[BackendId] = field(default_factory=set)
     sticky: dict[str, SlotId] = field(default_factory=dict)
     granted: int = 0  # how many leases so far; what round robin turns on
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
@@ -33,6 +35,10 @@ class Fleet:
     )
 
     def serves(self, backend: BackendId, request: Request) -> bool:
+        """The backend is fit for the request, and is to stay."""
+        return backend not in self.draining and self.fits(backend, request)
+
+    def fits(self, backend: BackendId, request: Request) -> bool:
         """The backend is up, answers to the model, and the prompt fits into a slot."""
         info = self.infos.get(backend)
         return (
@@ -108,6 +114,16 @@ class Fleet:
         reach = self.catalog.reach(info.memory_kind, info.namespace, resident.tokens)
         self._reach[slot.id] = resident, info, changes, reach
         return reach
+
+    def forget(self, backend: BackendId) -> None:
+        """A backend that is not up will not be again: nothing is kept of it."""
+        self.holdings.forget(backend)
+        self.slots.remove(backend)
+        self.rates.pop(backend, None)
+        self._reach = {
+            slot: known for slot, known in self._reach.items() if slot.backend != backend
+        }
+        self.sticky = {key: home for key, home in self.sticky.items() if home.backend != backend}
 
     def give_up(self, slot: Slot, kept: int = 0) -> None:
         """A slot is about to lose all but `kept` tokens: remember what no snapshot holds."""

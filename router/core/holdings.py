@@ -32,6 +32,11 @@ class Holdings:
                     known[at] = held
         return dict(self._index.shares(tokens))
 
+    def forget(self, backend: BackendId) -> None:
+        """A backend has no slots any more."""
+        self._resize(backend, 0)
+        del self._known[backend]
+
     def _change(self, slot: SlotId, before: Tokens, held: Tokens) -> None:
         if before:
             self._index.remove(before, slot)

@@ -46,21 +46,27 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
             ask.computing = max(ask.computing, reused)
             if not saved.beat(wait_s + rest_s):
                 saved.add(_from_file(ask, slot, held, reused, wait_s))
-        elif may_wait and wait_s <= fleet.policy.max_wait_s and fleet.wants(slot, ask.request):
+        elif may_wait and wait_s <= fleet.policy.max_wait_s and _is_to_be_had(ask, slot):
             price = Price(wait_s=wait_s, prefill_s=rest_s)
             owners.add(Candidate(slot.id, Source.RESIDENT, reused, price, wait_for=slot.id))
     return saved.ways + owners.ways
 
 
 def _busy(ask: Ask) -> Iterator[Slot]:
-    """Slots that could be waited for."""
+    """Slots that could be waited for; on a backend that is to be let go of, for their files."""
     fleet, may_wait = ask.fleet, ask.fleet.policy.may_wait
     for backend, slots in fleet.slots.by_backend():
         phases = fleet.slots.phases(backend)
         if not (phases[Phase.PREPARING] or (may_wait and phases[Phase.RUNNING])):
             continue
-        if fleet.serves(backend, ask.request):
+        if fleet.fits(backend, ask.request):
             yield from (slot for slot in slots if slot.phase in _BUSY)
+
+
+def _is_to_be_had(ask: Ask, slot: Slot) -> bool:
+    """The request may have the slot itself, when it is idle."""
+    fleet, request = ask.fleet, ask.request
+    return fleet.serves(slot.id.backend, request) and fleet.wants(slot, request)
 
 
 def _once_saved(ask: Ask, slot: Slot, at_least: int) -> Candidate | None:

@@ -100,12 +100,13 @@ def _in_slots(
     most: _Most,
 ) -> tuple[int, int]:
     """Tokens that an idle slot could spare the prompt, and those that a busy one could. `taken`
-    was idle before."""
+    was idle before. A backend that is released in this very moment is nobody's any more."""
     usable = waiting = 0
     for name, common in shared.items():
         if common < usable or (common == usable and most.parts):
             continue  # it would change nothing
-        if fleet.infos[name.backend].namespace != info.namespace:
+        there = fleet.infos.get(name.backend)
+        if there is None or there.namespace != info.namespace:
             continue
         slot = fleet.slots[name]
         if slot.is_idle or name == taken:

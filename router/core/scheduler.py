@@ -2,12 +2,12 @@
 
 Owns the queue, the slots, the leases and the catalog. Performs no I/O and knows no clock but the
 `now` it is told, in seconds. `docs/architecture.md` draws a request's way through it; each kind
-of fact is dealt with in `grants`, `steps`, `endings` or `background`.
+of fact is dealt with in `grants`, `steps`, `endings`, `drains` or `background`.
 """
 
 from typing import assert_never
 
-from router.core import attach, background, endings, grants, steps
+from router.core import attach, background, drains, endings, grants, steps
 from router.core import events as ev
 from router.core.effects import Effect
 from router.core.state import State
@@ -30,6 +30,8 @@ class Scheduler:
             grants.serve_queue(state, now)
             grants.turn_away(state)
         background.save_idle(state, now)
+        if state.fleet.draining:
+            drains.release(state, now)
         return state.out
 
     def look_back(self) -> None:
@@ -57,6 +59,14 @@ class Scheduler:
                 attach.backend_up(state, event)
             case ev.BackendDown():
                 endings.lose_backend(state, event.backend, now)
+            case ev.Draining():
+                drains.begin(state, event.backend)
+            case ev.Undrained():
+                state.fleet.draining.discard(event.backend)
+            case ev.Removed():
+                state.fleet.forget(event.backend)
+            case ev.Configured():
+                drains.configured(state, event)
             case ev.ProbeDue():
                 attach.probe_due(state, event, now)
             case ev.Probed():

@@ -161,6 +161,7 @@ class SlotTable:
 
     _slots: dict[BackendId, list[Slot]] = field(default_factory=dict)
     _phases: dict[BackendId, Phases] = field(default_factory=dict)
+    _first: int = 0  # generation of slots that were not there before
 
     def __getitem__(self, slot: SlotId) -> Slot:
         return self._slots[slot.backend][slot.index]
@@ -196,12 +197,19 @@ class SlotTable:
         """
         for old in self.of(backend):
             old.lose()
-        generations = [slot.generation for slot in self.of(backend)] + [0] * n_slots
+        generations = [slot.generation for slot in self.of(backend)]
+        generations += [self._first] * n_slots
         phases = self._phases[backend] = no_slots()
         self._slots[backend] = [
             Slot(SlotId(backend, index), generation=generations[index], phases=phases)
             for index in range(n_slots)
         ]
+
+    def remove(self, backend: BackendId) -> None:
+        """A backend is gone for good, and its slots with it; its name may come again."""
+        generations = [slot.generation for slot in self._slots.pop(backend, [])]
+        self._first = max([self._first, *generations])
+        self._phases.pop(backend, None)
 
     def lose(self, backend: BackendId) -> list[RequestId]:
         """All slots of a backend are gone; returns who held one."""

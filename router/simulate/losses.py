@@ -35,7 +35,7 @@ class Losses:
 
     def saw(self, effect: ef.Effect, state: State) -> None:
         """Something is done for a request: note where its tokens are, the first time."""
-        if isinstance(effect, ef.Account | ef.Reject | ef.Delete | ef.Quarantine):
+        if isinstance(effect, ef.Account | ef.Reject | ef.Delete | ef.Quarantine | ef.Release):
             if isinstance(effect, ef.Delete):
                 self._ever.insert(effect.snapshot.tokens, effect.snapshot.id)
             return

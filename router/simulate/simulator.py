@@ -272,6 +272,8 @@ class Simulator:
                     self._quiet(effect.slot)
             case ef.Delete() | ef.Quarantine():
                 pass  # the tokens go with the last reference
+            case ef.Release():  # pragma: no cover - nobody drains a fleet of numbers
+                pass
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         assert effect.pin, "simulated clients use routes that keep id_slot"

@@ -9,7 +9,7 @@ from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.llama_wire import parse_body, parse_request, route_of
 from router.engine import Engine
 from router.errors import BadRequestError
-from router.types import RequestId
+from router.types import RequestId, Standing
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.picture import backend_row, slot_row, snapshot_row, store_row
@@ -45,13 +45,14 @@ class Admin:
 
     async def health(self, _: web.BaseRequest) -> web.Response:
         """200 once a backend can be used, else 503 with what is wrong with each."""
-        usable = bool(self._engine.infos)
+        standing = {name: self._directory.standing(name) for name in self._directory.monitors}
+        usable = Standing.UP in standing.values()
         return json_response(
             {
                 "status": "ok" if usable else "no backend",
                 "backends": {
-                    name: "up" if monitor.attached else monitor.problem
-                    for name, monitor in self._directory.monitors.items()
+                    name: self._directory.monitors[name].problem if what is Standing.DOWN else what
+                    for name, what in standing.items()
                 },
             },
             status=200 if usable else 503,

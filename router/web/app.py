@@ -31,10 +31,18 @@ from router.web.admin import Admin
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.live import Live
+from router.web.operations import BACKENDS, Operations
 from router.web.page import PREFIX, File, to_page
 from router.web.relay import STARTED, Capture, forward_headers, forward_target, relay
-from router.web.replies import REQUEST_ID, error_response, json_response, open_to_browsers
+from router.web.replies import (
+    clients_id,
+    error_response,
+    json_response,
+    names,
+    open_to_browsers,
+)
 from router.web.requests import Requests
+from router.web.settings import Settings
 from router.web.snapshots import PATH as SNAPSHOTS
 from router.web.snapshots import Snapshots
 
@@ -95,10 +103,8 @@ class App:
         page: Mapping[str, File],
         directory: Directory,
         telemetry: Telemetry,
-        max_body_bytes: int,
-        body_timeout_s: float,
-        idle_timeout_s: float,
-        passthrough: bool,
+        settings: Settings,
+        operations: Operations,
     ) -> None:
         self._completions = completions
         self._admin = admin
@@ -108,15 +114,14 @@ class App:
         self._page = page
         self._directory = directory
         self._telemetry = telemetry
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout_s = body_timeout_s
-        self._idle_timeout_s = idle_timeout_s
-        self._passthrough = passthrough
+        self._settings = settings
+        self._operations = operations
         self._own: dict[tuple[str, str], _Handler] = {
             ("GET", "/metrics"): self._metrics,
             ("GET", "/kvferry/health"): self._health,
             ("GET", "/kvferry/state"): self._state,
             ("POST", "/kvferry/plan"): self._plan,
+            ("POST", "/kvferry/reload"): operations.reload,
             ("GET", SNAPSHOTS): snapshots.all,
             ("POST", f"{SNAPSHOTS}/purge"): self._purge,
             ("GET", "/kvferry/requests"): self._requests.recent,
@@ -155,9 +160,9 @@ class App:
                 return await self._requests.one(path.removeprefix(_REQUEST))
             return await self._any(request, path, name)
         except RouterError as error:
-            self._telemetry.rejected(name, error.outcome, str(error))
+            self._telemetry.rejected(name, error.outcome, str(error), clients_id(request))
             self._journal.rejected(name, error.outcome, str(error))
-            return open_to_browsers(request, error_response(error, name))
+            return open_to_browsers(request, error_response(error, name, clients_id(request)))
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - the top of every request: logged, counted
@@ -168,11 +173,11 @@ class App:
     ) -> web.StreamResponse:
         log.error("request_failed", request_id=name, exc_info=error)
         told = RouterError("an error inside the router; its log has it under this request's id")
-        self._telemetry.rejected(name, told.outcome, type(error).__name__)
+        self._telemetry.rejected(name, told.outcome, type(error).__name__, clients_id(request))
         self._journal.rejected(name, told.outcome, type(error).__name__)
         started: web.StreamResponse | None = request.get(STARTED)
         if started is None:
-            return open_to_browsers(request, error_response(told, name))
+            return open_to_browsers(request, error_response(told, name, clients_id(request)))
         if request.transport is not None:
             request.transport.abort()
         return started
@@ -181,12 +186,14 @@ class App:
         self, request: web.BaseRequest, path: str, name: RequestId
     ) -> web.StreamResponse:
         path = path.rstrip("/") or "/"
-        looks_at_it = request.method == "POST" and not self._passthrough
+        looks_at_it = request.method == "POST" and not self._settings.passthrough
         if looks_at_it and (route := route_of(path)):
             raw = await self._read(request)
             return await self._completions.completion(request, route, raw, name)
         if reason := forbidden(request.method, path):
             raise ForbiddenError(reason)
+        if path.startswith(BACKENDS) and request.method == "POST":
+            return await self._operations.backend(request, path.removeprefix(BACKENDS))
         if path.startswith(f"{SNAPSHOTS}/") and request.method in ("GET", "HEAD", "DELETE"):
             return await self._snapshots.one(request, name, path.removeprefix(f"{SNAPSHOTS}/"))
         if path in _MODELS and request.method == "GET":
@@ -223,24 +230,25 @@ class App:
             return b""
         if request.content.is_eof():  # all of it has come: nothing to wait for
             return await self._read_all(request)
+        limit_s = self._settings.body_timeout_s
         try:
-            async with asyncio.timeout(self._body_timeout_s):
+            async with asyncio.timeout(limit_s):
                 return await self._read_all(request)
         except TimeoutError as error:
             raise ClientTooSlowError(
-                f"the body did not arrive within {self._body_timeout_s:g} s (limits.body_timeout)"
+                f"the body did not arrive within {limit_s:g} s (limits.body_timeout)"
             ) from error
 
     async def _read_all(self, request: web.BaseRequest) -> bytes:
         chunks: list[bytes] = []
-        size = 0
+        size, limit = 0, self._settings.max_body_bytes
         try:
             while chunk := await request.content.readany():
                 chunks.append(chunk)
                 size += len(chunk)
-                if size > self._max_body_bytes:
+                if size > limit:
                     raise BodyTooLargeError(
-                        f"the body is larger than {self._max_body_bytes} bytes (limits.max_body)"
+                        f"the body is larger than {limit} bytes (limits.max_body)"
                     )
         except web.RequestPayloadError as error:
             raise BadRequestError(
@@ -258,8 +266,8 @@ class App:
             response, _ = await relay(
                 request,
                 upstream,
-                {REQUEST_ID: name, "x-kvferry-backend": client.id, "x-kvferry-source": "none"},
-                self._idle_timeout_s,
+                names(request, name) | {"x-kvferry-backend": client.id, "x-kvferry-source": "none"},
+                self._settings.idle_timeout_s,
                 Capture(),
                 lambda: None,
             )
@@ -271,7 +279,7 @@ class App:
         if len(clients) < 2:
             return await self._pass(request, name, b"", None)
         answers = await asyncio.gather(*(client.models_answer() for client in clients))
-        merged = json_response(merge_models(answers), headers={REQUEST_ID: name})
+        merged = json_response(merge_models(answers), headers=names(request, name))
         return open_to_browsers(request, merged)
 
 

@@ -5,12 +5,14 @@ slot is and which one it will be is the engine's business.
 """
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
 from aiohttp import web
 
+from router.adapters.clock import wall_ns
 from router.adapters.journal import Journal
 from router.adapters.llama_reply import read_reply
 from router.adapters.llama_wire import (
@@ -25,12 +27,19 @@ from router.adapters.llama_wire import (
 )
 from router.adapters.prompts import PromptReader
 from router.engine import Engine, Grant, Timing
-from router.errors import BackendError, BadRequestError, NoBackendError, UnsupportedMediaTypeError
-from router.ports import Spawn
+from router.errors import (
+    BackendError,
+    BadRequestError,
+    NoBackendError,
+    RouterError,
+    UnsupportedMediaTypeError,
+)
+from router.ports import Attempt, Spawn, Trace, Tracing
 from router.types import Outcome, Prompt, Reported, Request, RequestId
 from router.web.directory import Directory
 from router.web.relay import Capture, forward_headers, forward_target, relay
-from router.web.replies import REQUEST_ID
+from router.web.replies import clients_id, names
+from router.web.settings import Settings
 
 # Times a request is sent anew because its backend failed before the first byte.
 _ATTEMPTS = 3
@@ -51,6 +60,9 @@ class _Exchange:
     reader: PromptReader | None
     arrived: float
     first_byte: float | None = None
+    asked: float = 0.0  # for a slot; like `arrived`
+    granted: float = 0.0
+    trace: Trace | None = None
 
 
 class Completions:
@@ -62,13 +74,15 @@ class Completions:
         directory: Directory,
         journal: Journal,
         spawn: Spawn,
-        idle_timeout_s: float,
+        settings: Settings,
+        tracing: Tracing | None = None,
     ) -> None:
         self._engine = engine
         self._journal = journal
         self._directory = directory
         self._spawn = spawn
-        self._idle_timeout_s = idle_timeout_s
+        self._settings = settings
+        self._tracing = tracing
 
     async def completion(
         self, http: web.BaseRequest, route: Route, raw: bytes, request_id: RequestId
@@ -105,6 +119,7 @@ class Completions:
             reuse=parsed.cache_prompt,
             slot_hint=parsed.slot_hint,
             client=_client(http),
+            clients_id=clients_id(http),
             session=_session(http),
         )
         return request, reader
@@ -121,15 +136,34 @@ class Completions:
             whole_backend=takes_many_slots(raw),
             max_new_tokens=0,
             client=_client(http),
+            clients_id=clients_id(http),
         )
         return await self._serve(_Exchange(http, raw, request, None, None, None, perf_counter()))
 
     async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
+        if self._tracing is None:
+            return await self._serve_untraced(exchange)
+        http, arrived = exchange.http, exchange.arrived
+        ns = wall_ns() - round((perf_counter() - arrived) * 1e9)
+        request = exchange.request
+        trace = self._tracing.begin(http.path, http.headers, request.id, request.model, ns)
+        exchange.trace, error = trace, None
+        try:
+            return await self._serve_untraced(exchange)
+        except RouterError as told:
+            error = told.outcome
+            raise
+        finally:
+            trace.end(perf_counter() - arrived, error)
+
+    async def _serve_untraced(self, exchange: _Exchange) -> web.StreamResponse:
         """Wait for a slot and send; elsewhere if the backend fails before the first byte."""
         first_id = exchange.request.id
         for attempt in range(1, _ATTEMPTS + 1):
             try:
+                exchange.asked = perf_counter()
                 grant = await self._engine.submit(exchange.request)
+                exchange.granted = perf_counter()
                 return await self._send(exchange, grant)
             except (BackendError, NoBackendError):
                 if attempt == _ATTEMPTS or not self._engine.infos:
@@ -153,6 +187,8 @@ class Completions:
 
         try:
             headers, target = forward_headers(exchange.http), forward_target(exchange.http)
+            if exchange.trace is not None:
+                headers = exchange.trace.inject(headers)
             async with client.relay(
                 exchange.http.method, target, headers, _body(exchange, grant)
             ) as upstream:
@@ -161,8 +197,8 @@ class Completions:
                 response, outcome = await relay(
                     exchange.http,
                     upstream,
-                    _headers(exchange.request, grant),
-                    self._idle_timeout_s,
+                    names(exchange.http, exchange.request.id) | _headers(grant),
+                    self._settings.idle_timeout_s,
                     capture,
                     first_byte,
                 )
@@ -185,7 +221,7 @@ class Completions:
                 encoding=encoding if ok else "unread",
                 ended=perf_counter(),
             )
-            if outcome in (Outcome.OK, Outcome.REFUSED):
+            if outcome in (Outcome.OK, Outcome.REFUSED) and exchange.trace is None:
                 # uvloop sends what was written when this turn is over: the books can wait for the
                 # next one, which comes before anything else that the client may send.
                 asyncio.get_running_loop().call_soon(finish)
@@ -221,6 +257,8 @@ class Completions:
             if exchange.parsed is not None and not exchange.parsed.stream:
                 # All of it came at once; the first token was ready when generation began.
                 ttft_s = max(ttft_s - (reported.generated_s or 0.0), 0.0)
+        if exchange.trace is not None:
+            exchange.trace.attempt(_attempt(exchange, grant, outcome, reported, ended))
         self._engine.finish(exchange.request.id, outcome, reported, Timing(ttft_s, total_s))
         source = exchange.parsed.prompt_source if exchange.parsed is not None else None
         if isinstance(source, ChatPrompt) and not source.media:
@@ -246,9 +284,29 @@ class Completions:
             )
         answer = reported.generated
         if answer is None and reported.text:
-            answer = await reader.answer(reported.text)
+            with contextlib.suppress(BackendError):  # it may have gone; a save reads them as well
+                answer = await reader.answer(reported.text)
         if answer:
             self._engine.answer_read(grant.lease, prompt.tokens, answer)
+
+
+def _attempt(
+    exchange: _Exchange, grant: Grant, outcome: Outcome, reported: Reported, ended: float
+) -> Attempt:
+    """What a trace tells of it. Of an answer that came at once, the first byte is the last."""
+    arrived, first, chosen = exchange.arrived, exchange.first_byte, grant.plan.chosen
+    return Attempt(
+        slot=grant.lease.slot,
+        source=chosen.source,
+        planned_tokens=chosen.reused_tokens,
+        asked_s=exchange.asked - arrived,
+        waited_s=grant.waited_s,
+        granted_s=exchange.granted - arrived,
+        first_byte_s=None if first is None else first - arrived,
+        ended_s=ended - arrived,
+        outcome=outcome,
+        reported=reported,
+    )
 
 
 def parse_completion(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedRequest:
@@ -274,10 +332,9 @@ def _body(exchange: _Exchange, grant: Grant) -> bytes:
     return strip_slot(exchange.raw, exchange.parsed.body)
 
 
-def _headers(request: Request, grant: Grant) -> dict[str, str]:
+def _headers(grant: Grant) -> dict[str, str]:
     chosen = grant.plan.chosen
     return {
-        REQUEST_ID: request.id,
         "x-kvferry-backend": grant.lease.slot.backend,
         "x-kvferry-slot": str(grant.lease.slot.index),
         "x-kvferry-source": chosen.source,

@@ -8,7 +8,7 @@ from router.adapters.monitor import Monitor
 from router.adapters.prompts import PromptReader
 from router.engine import Engine
 from router.errors import ModelNotFoundError, NoBackendError, QueueFullError
-from router.types import BackendId, MemoryKind
+from router.types import BackendId, MemoryKind, Standing
 
 
 class Directory:
@@ -47,7 +47,11 @@ class Directory:
     def pick(self, model: str | None) -> LlamaClient:
         """A backend for a request that takes no slot. Raises NoBackendError."""
         fleet = self._engine.scheduler.state.fleet
-        able = [info for info in fleet.infos.values() if model is None or model in info.models]
+        able = [
+            info
+            for info in fleet.infos.values()
+            if (model is None or model in info.models) and info.id not in fleet.draining
+        ]
         if not able:
             raise NoBackendError("no backend for this request is up")
         chosen = min(able, key=lambda info: (fleet.running(info.id), info.id))
@@ -116,6 +120,19 @@ class Directory:
         """Nobody waits any more; the engine tells them no."""
         self._stopping = True
         self._news.set()
+
+    def standing(self, backend: BackendId) -> Standing:
+        """What a backend is to the router now. Raises KeyError.
+
+        One that was released still counts as draining while answers are on their way that took no
+        slot, as with policy `passthrough`.
+        """
+        monitor = self.monitors[backend]
+        if backend in self._engine.draining or (monitor.let_go and monitor.client.relaying):
+            return Standing.DRAINING
+        if monitor.let_go:
+            return Standing.DRAINED
+        return Standing.UP if monitor.attached else Standing.DOWN
 
     def doubt(self, backend: BackendId) -> None:
         """A request to this backend failed."""

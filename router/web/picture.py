@@ -45,6 +45,7 @@ def backend_row(name: BackendId, directory: Directory, engine: Engine) -> Row:
             "name": name,
             "url": monitor.client.url,
             "up": False,
+            "state": directory.standing(name),
             "problem": monitor.problem,
         }
     info, found = attached.info, attached.probe
@@ -53,6 +54,7 @@ def backend_row(name: BackendId, directory: Directory, engine: Engine) -> Row:
         "name": name,
         "url": monitor.client.url,
         "up": True,
+        "state": directory.standing(name),
         "models": sorted(info.models),
         "slots": info.n_slots,
         "n_ctx": info.n_ctx,

@@ -1,17 +1,39 @@
 """What the router says in its own name: errors in the OpenAI shape, with what to do about them."""
 
+import re
+
 import orjson
 from aiohttp import web
 
-from router.errors import ContextTooLongError, RouterError
+from router.errors import ContextTooLongError, InvalidConfigError, RouterError
 from router.types import RequestId
 
 REQUEST_ID = "x-kvferry-request-id"
+# What clients call a request themselves: told back, and written into the log.
+CLIENTS_ID = "x-request-id"
+_ID = re.compile(r"[!-~]{1,128}")
 # Not the name and version of the HTTP library, which would be there otherwise.
 OWN_HEADERS = {"Server": "kvferry"}
 
 
-def error_response(error: RouterError, request: RequestId) -> web.Response:
+def clients_id(request: web.BaseRequest) -> str | None:
+    """The client's own name for a request, if it is fit for a log line."""
+    found = request.headers.get(CLIENTS_ID)
+    return found if found is not None and _ID.fullmatch(found) else None
+
+
+def names(request: web.BaseRequest, name: RequestId) -> dict[str, str]:
+    """What a request is called, for its answer: by the router, and by its client."""
+    return _names(name, clients_id(request))
+
+
+def _names(ours: RequestId, theirs: str | None) -> dict[str, str]:
+    return {REQUEST_ID: ours} if theirs is None else {REQUEST_ID: ours, CLIENTS_ID: theirs}
+
+
+def error_response(
+    error: RouterError, request: RequestId, clients_id: str | None = None
+) -> web.Response:
     """The same fields as llama-server's own errors."""
     fields: dict[str, object] = {
         "code": error.status,
@@ -20,7 +42,9 @@ def error_response(error: RouterError, request: RequestId) -> web.Response:
     }
     if isinstance(error, ContextTooLongError):
         fields |= {"n_prompt_tokens": error.n_prompt_tokens, "n_ctx": error.n_ctx}
-    headers: dict[str, str] = {REQUEST_ID: request}
+    if isinstance(error, InvalidConfigError):
+        fields["problems"] = error.problems
+    headers = _names(request, clients_id)
     if error.retry_after_s is not None:
         headers["Retry-After"] = f"{error.retry_after_s:.0f}"
     return json_response({"error": fields}, status=error.status, headers=headers)

@@ -135,7 +135,7 @@ async def test_every_metric_is_described(
 ) -> None:
     """One row each in docs/metrics.md: name, type, labels, meaning, what to do when it moves."""
     exercise(telemetry)
-    await Vitals(registry, MonotonicClock(), [str(tmp_path)], "1").look_at_disks()
+    await Vitals(registry, MonotonicClock(), lambda: [str(tmp_path)], "1").look_at_disks()
     async with Connections() as connections:
         nobody = LlamaClient(BackendId("a"), "http://127.0.0.1:9", connections, Timeouts())
         text = await BackendMetrics({nobody.id: nobody}, registry).text()

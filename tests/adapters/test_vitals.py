@@ -24,7 +24,7 @@ class Clock:
 async def test_disks_are_as_the_system_says(tmp_path: Path) -> None:
     """A directory that is not there says nothing, and takes nothing from the others."""
     registry, here = CollectorRegistry(), str(tmp_path)
-    vitals = Vitals(registry, Clock(), [here, here, str(tmp_path / "gone")], "1")
+    vitals = Vitals(registry, Clock(), lambda: [here, here, str(tmp_path / "gone")], "1")
     assert registry.get_sample_value("kvferry_kv_dir_size_bytes", {"kv_dir": here}) is None
 
     await vitals.look_at_disks()
@@ -40,7 +40,7 @@ async def test_disks_are_as_the_system_says(tmp_path: Path) -> None:
 async def test_the_loop_is_as_late_as_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three looks: on time, a second late, and one for which the clock did not move."""
     clock, registry = Clock(), CollectorRegistry()
-    vitals = Vitals(registry, clock, [], "1")
+    vitals = Vitals(registry, clock, list, "1")
     passes = iter([0.25, 1.25, 0.0])
     looked = asyncio.Event()
 
@@ -66,7 +66,7 @@ async def test_the_loop_is_as_late_as_the_clock_says(monkeypatch: pytest.MonkeyP
 
 def test_what_runs_here() -> None:
     registry = CollectorRegistry()
-    Vitals(registry, Clock(), [], "1.2.3")
+    Vitals(registry, Clock(), list, "1.2.3")
 
     build = {"version": "1.2.3", "python": platform.python_version()}
     assert registry.get_sample_value("kvferry_build_info", build) == 1

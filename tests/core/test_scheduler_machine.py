@@ -161,6 +161,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     def comes_up(self, name: BackendId, n_slots: int, held: Ids, data: st.DataObject) -> None:
         """A new process, perhaps before anybody noticed that the old one was gone."""
         self.dies(name)
+        self.released.discard(name)
         info = self.infos[name] = replace(self.infos[name], n_slots=n_slots)
         server = self.servers[name] = Server(info, [held] * n_slots)
         strangers = data.draw(st.sets(st.integers(0, n_slots - 1), max_size=2))
@@ -175,6 +176,44 @@ class SchedulerMachine(World, RuleBasedStateMachine):
                 ),
             )
         )
+
+    @rule(name=st.sampled_from([A, B]), chance=st.integers(0, 3))
+    def is_to_leave(self, name: BackendId, chance: int) -> None:
+        """Until somebody thinks better of it, it gets nothing new."""
+        if chance:
+            return
+        self.feed(ev.Draining(name))
+        assert name in self.released or name in self.scheduler.state.fleet.draining
+
+    @precondition(lambda self: self.scheduler.state.fleet.draining)
+    @rule()
+    def is_to_stay(self) -> None:
+        self.feed(ev.Undrained(min(self.scheduler.state.fleet.draining)))
+
+    @precondition(lambda self: self.released)
+    @rule()
+    def is_removed(self) -> None:
+        name = min(self.released)
+        self.feed(ev.Removed(name))
+        assert not self.scheduler.state.fleet.slots.of(name)
+
+    @rule(
+        max_tokens=st.sampled_from([-1, 30, 12, 0]),
+        room=st.sampled_from([100, 2]),
+        policy=st.sampled_from(PolicyName),
+        chance=st.integers(0, 5),
+    )
+    def is_configured(self, max_tokens: int, room: int, policy: PolicyName, chance: int) -> None:
+        if chance:
+            return
+        state = self.scheduler.state
+        limits, queue = (
+            Limits(max_tokens=max_tokens),
+            replace(state.queue.limits, max_requests=room),
+        )
+        self.feed(ev.Configured(replace(state.fleet.policy, name=policy), limits, queue))
+        assert not limits.exceeded_by(state.fleet.catalog.total_tokens, 0)
+        assert len(state.queue) <= room
 
     @precondition(lambda self: self.files)
     @rule(data=st.data(), chance=st.integers(0, 3))
@@ -263,6 +302,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         state = self.scheduler.state
         assert state.jobs == {}
         assert state.fleet.gated == set()
+        assert state.fleet.draining == set()
         assert state.late == {}
         assert all(entry.references == 0 for entry in state.fleet.catalog._entries.values())
         assert not any(entry.doomed for entry in state.fleet.catalog._entries.values())

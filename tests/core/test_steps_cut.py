@@ -168,6 +168,15 @@ def test_a_client_that_leaves_meanwhile_leaves_the_trunk_behind() -> None:
     assert all(n == 0 for _, _, n in s.state.fleet.catalog.snapshots())
 
 
+def test_a_client_that_leaves_and_a_cut_that_fails() -> None:
+    s = begun()
+    cancel(s)
+
+    assert s.handle(ev.CutFailed(R, "no"), NOW) == []
+    assert s.state.jobs == {}
+    assert all(n == 0 for _, _, n in s.state.fleet.catalog.snapshots())
+
+
 def test_a_backend_that_goes_meanwhile() -> None:
     s = begun()
     s.handle(ev.BackendDown(A), NOW)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from router.core import effects as ef
 from router.core import events as ev
 from router.core.scheduler import Scheduler
+from router.core.slots import Phase
 from router.tokens import head, pack, unpack
 from router.types import (
     BackendId,
@@ -76,6 +77,7 @@ class World:
         self.answers: list[ev.AnswerRead] = []
         self.cutting: list[ef.Cut] = []
         self.stopping = False
+        self.released: set[BackendId] = set()
 
     def dies(self, name: BackendId) -> None:
         for op in self.ops:
@@ -216,8 +218,13 @@ class World:
     # -- what the scheduler answers ----------------------------------------------------------
 
     def feed(self, event: ev.Event) -> None:
+        state = self.scheduler.state
+        before, draining = set(state.jobs), set(state.fleet.draining)
         for effect in self.scheduler.handle(event, self.now):
             self.takes(effect)
+        for job in state.jobs.values():
+            if job.id not in before and job.request is not None:
+                assert job.slot.backend not in draining & state.fleet.draining, "a new request"
         if isinstance(event, ev.Finished):
             assert self.fates[event.request] == ["dispatched", "accounted"]
 
@@ -241,6 +248,13 @@ class World:
                 assert name not in self.gone, "deleted twice, or after its quarantine"
                 assert name not in self.restoring(), "deleted while it is being restored"
                 self.gone.add(name)
+            case ef.Release():
+                assert self.scheduler.state.fleet.slots.phases(effect.backend)[Phase.IDLE] == 0
+                left = [op for op in self.ops if op.server is self.servers[effect.backend]]
+                assert not any(isinstance(op.effect, ef.Dispatch) for op in left)
+                assert not (left and self.servers[effect.backend].alive), "not over"
+                self.dies(effect.backend)
+                self.released.add(effect.backend)
             case ef.Quarantine():
                 assert effect.snapshot.id not in self.gone, "quarantined twice"
                 self.gone.add(effect.snapshot.id)

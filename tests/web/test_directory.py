@@ -13,6 +13,7 @@ from router.engine import Engine
 from router.types import BackendInfo, MemoryKind, Place, Prompt, RequestId
 from router.web.completions import Completions
 from router.web.directory import Directory
+from router.web.settings import Settings
 from tests.core.build import backend
 
 PLACE = Place("/kv")
@@ -67,7 +68,7 @@ async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: Me
     directory = directory_of(info_of("a", kind), reader=reader)
     journal = Journal(0, lambda: 0.0)
     completions = Completions(
-        cast(Engine, None), directory, journal, lambda coro, *, name: None, 1.0
+        cast(Engine, None), directory, journal, lambda coro, *, name: None, Settings()
     )
     parsed = parse_request(Route.CHAT, {"messages": [], "model": "m"})
     http = cast(web.Request, SimpleNamespace(headers={}, remote=None))

@@ -137,7 +137,7 @@ async def test_a_bug_before_the_answer(
 
 @pytest.mark.usefixtures("log")
 async def test_a_bug_in_a_view(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(fleet.router.engine), "infos", property(_raise))
+    monkeypatch.setattr(type(fleet.router.engine), "draining", property(_raise))
     answer = await fleet.get("/kvferry/health")
     monkeypatch.undo()
 

@@ -65,7 +65,8 @@ export class Fleet {
   }
 
   showBackend(made, row, slots) {
-    setText(made.about, row.up ? `${row.models[0] ?? "?"}, ${row.memory_kind.replace("_", " ")}` : "down");
+    const kind = row.up ? `${row.models[0] ?? "?"}, ${row.memory_kind.replace("_", " ")}` : "";
+    setText(made.about, [kind, row.state].filter((part) => part && part !== "up").join(", "));
     const size = `${slots.length} × ${whole(row.n_ctx)}`;
     setText(made.size, row.up ? `${size}, ${short(Math.round(row.rates.prefill_tokens_per_s))} tok/s` : "");
     setText(made.problem, row.problem ?? "");

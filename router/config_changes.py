@@ -1,0 +1,98 @@
+"""What differs between two configurations, and how much of it a running router can take over."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from router.config import Backend, Config
+from router.core.policy import Policy
+from router.types import BackendId
+
+# Taken over at once; everything else needs a restart, keys that are new among them.
+_LIVE = frozenset(
+    {
+        *("store.max_bytes", "store.max_tokens", "store.min_tokens"),
+        *("store.save_when_idle_for", "store.save_on_shutdown"),
+        *("policy", "queue", "limits", "health", "probe"),
+        *("logging.level", "shutdown_grace"),
+    }
+)
+# What decides whether there are snapshots at all: directories are opened and backends tried out
+# for that when the router starts.
+_SWITCHES = frozenset({"store.max_bytes", "store.max_tokens", "policy.name"})
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key; sizes in bytes, times in seconds."""
+
+    key: str
+    before: object
+    after: object
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """`config` is what is in force when all but `needs_restart` is taken over."""
+
+    config: Config
+    taken: tuple[Change, ...]
+    needs_restart: tuple[Change, ...]
+    added: tuple[BackendId, ...]
+    removed: tuple[BackendId, ...]
+    replaced: tuple[BackendId, ...]  # the same name, otherwise configured
+
+
+def compare(old: Config, new: Config) -> Changes:
+    """What has to happen to get from one to the other."""
+    fixed = frozenset[str]() if _keeps_snapshots(old) == _keeps_snapshots(new) else _SWITCHES
+    taken: list[Change] = []
+    left: list[Change] = []
+    kept: dict[str, Any] = {}
+    for section, name, change in _differences(old, new):
+        top = change.key.partition(".")[0]
+        if change.key not in fixed and (change.key in _LIVE or top in _LIVE):
+            taken.append(change)
+            continue
+        left.append(change)
+        if section is None:
+            kept[name] = getattr(old, name)
+        else:
+            before = getattr(getattr(old, section), name)
+            now = kept.get(section, getattr(new, section))
+            kept[section] = now.model_copy(update={name: before})
+    was, wanted = _by_name(old), _by_name(new)
+    return Changes(
+        config=new.model_copy(update=kept),
+        taken=tuple(taken),
+        needs_restart=tuple(left),
+        added=tuple(name for name in wanted if name not in was),
+        removed=tuple(name for name in was if name not in wanted),
+        replaced=tuple(n for n in wanted if n in was and wanted[n] != was[n]),
+    )
+
+
+def _keeps_snapshots(config: Config) -> bool:
+    return config.store.enabled and Policy(name=config.policy.name).moves_kv
+
+
+def _by_name(config: Config) -> dict[BackendId, Backend]:
+    return {backend.name: backend for backend in config.backends}
+
+
+def _differences(old: Config, new: Config) -> Iterator[tuple[str | None, str, Change]]:
+    """Section (None: at the top), field and change of each key that differs, backends apart."""
+    for name, info in Config.model_fields.items():
+        before, after = getattr(old, name), getattr(new, name)
+        key = info.alias or name
+        if isinstance(before, BaseModel):
+            for inner, below in type(before).model_fields.items():
+                change = Change(
+                    f"{key}.{below.alias or inner}", getattr(before, inner), getattr(after, inner)
+                )
+                if change.before != change.after:
+                    yield name, inner, change
+        elif name != "backends" and before != after:
+            yield None, name, Change(key, before, after)

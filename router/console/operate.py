@@ -1,0 +1,68 @@
+"""`kvferry drain`, `undrain` and `reload`: what an operator does to a router that runs."""
+
+import asyncio
+from typing import Any
+
+from router.console.client import CallError, connected
+from router.terminal import output
+
+Json = dict[str, Any]
+
+_LOOK_S = 0.5
+
+
+async def drain(url: str, name: str) -> int:
+    """Ask for it, and say how far it is until it is done. Raises CallError.
+
+    Whoever stops waiting stops nothing.
+    """
+    console = output()
+    async with connected(url) as client:
+        await client.call("POST", f"/kvferry/backends/{name}/drain")
+        said = ""
+        while True:
+            state = await client.state()
+            backend = next((one for one in state["backends"] if one["name"] == name), None)
+            if backend is None or backend["state"] == "drained":
+                break
+            if backend["state"] != "draining":
+                raise CallError(f"{name} is {backend['state']}: somebody wants to keep it")
+            if (saying := _progress(name, state)) != said:
+                said = saying
+                console.print(said, soft_wrap=True)
+            await asyncio.sleep(_LOOK_S)
+        console.print(f"{name}: drained", soft_wrap=True)
+    return 0
+
+
+def _progress(name: str, state: Json) -> str:
+    """What is left to wait for."""
+    phases = [slot["phase"] for slot in state["slots"] if slot["backend"] == name]
+    doing = {"running": "answering", "preparing": "saving or preparing", "draining": "left behind"}
+    counts = ((phases.count(phase), words) for phase, words in doing.items())
+    left = ", ".join(f"{n} {words}" for n, words in counts if n)
+    return f"{name}: draining; slots: {left or 'none in use'}"
+
+
+async def undrain(url: str, name: str) -> int:
+    """Ask for it. Raises CallError."""
+    async with connected(url) as client:
+        answer = await client.call("POST", f"/kvferry/backends/{name}/undrain")
+        output().print(f"{name}: in use again ({answer['state']})", soft_wrap=True)
+    return 0
+
+
+async def reload(url: str) -> int:
+    """Ask for it, and print what changed, a line each. Raises CallError."""
+    async with connected(url) as client:
+        answer = await client.call("POST", "/kvferry/reload")
+    lines = [f"{what}: {name}" for what, names in answer["backends"].items() for name in names]
+    lines += [_line(change) for change in answer["changed"]]
+    lines += [f"needs a restart: {_line(change)}" for change in answer["needs_restart"]]
+    for line in lines or ["nothing has changed"]:
+        output().print(line, soft_wrap=True)
+    return 0
+
+
+def _line(change: Json) -> str:
+    return f"{change['key']}: {change['from']} -> {change['to']}"

@@ -1,0 +1,35 @@
+"""Backends that are let go of, one at a time or because the configuration was read again."""
+
+from router.core import events as ev
+from router.core.effects import Release
+from router.core.endings import lose_backend
+from router.core.state import State
+from router.types import BackendId
+
+
+def begin(state: State, backend: BackendId) -> None:
+    """Nothing new for a backend. What its slots hold is worth a file now or never."""
+    state.fleet.draining.add(backend)
+    for slot in state.fleet.slots.of(backend):
+        slot.saved = False
+
+
+def release(state: State, now: float) -> None:
+    """Let go of the backends that are done: nobody holds a slot, and no save is left to do.
+
+    Called when the saves in the background have had their turn: were there one to do, its job
+    would hold a slot now. To the scheduler such a backend is like one that is down.
+    """
+    leases = (x for job in state.jobs.values() for x in (job.lease, *job.others))
+    held = {lease.slot.backend for lease in leases}
+    for backend in sorted(state.fleet.draining - held):
+        state.fleet.draining.remove(backend)
+        lose_backend(state, backend, now)
+        state.out.append(Release(backend))
+
+
+def configured(state: State, event: ev.Configured) -> None:
+    """Decide by another policy and other limits; what is over them goes."""
+    state.fleet.policy = event.policy
+    state.queue.limits = event.queue
+    state.delete(state.fleet.catalog.limit(event.limits))
