@@ -14,6 +14,7 @@ class Price:
     save_s: float = 0.0  # of content that is displaced
     rewrite_s: float = 0.0  # of a state file, before it is restored; stops nobody
     restore_s: float = 0.0
+    handling_s: float = 0.0  # of files that are saved and restored, by the router; stops nobody
     prefill_s: float = 0.0
     stall_s: float = 0.0  # caused to running streams, which stop for transfers and prefills
     loss_s: float = 0.0  # expected, from what is displaced and not saved
@@ -21,7 +22,8 @@ class Price:
     @property
     def ttft_s(self) -> float:
         """What the request itself waits for."""
-        return self.wait_s + self.save_s + self.rewrite_s + self.restore_s + self.prefill_s
+        files_s = self.save_s + self.rewrite_s + self.restore_s + self.handling_s
+        return self.wait_s + files_s + self.prefill_s
 
     @property
     def total_s(self) -> float:

@@ -22,6 +22,7 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
         "save_displaced": price.save_s,
         "rewrite": price.rewrite_s,
         "restore": price.restore_s,
+        "handling": price.handling_s,
         "prefill": price.prefill_s,
         "stall": price.stall_s,
         "expected_loss": price.loss_s,

@@ -21,10 +21,10 @@ def candidate(**change: object) -> Candidate:
 
 
 def test_the_total_is_the_sum_of_its_parts() -> None:
-    price = Price(1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+    price = Price(1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
-    assert price.total_s == 127.0
-    assert price.ttft_s == 31.0
+    assert price.total_s == 255.0
+    assert price.ttft_s == 63.0
 
 
 @pytest.mark.parametrize(
