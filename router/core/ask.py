@@ -102,13 +102,13 @@ class Ask:
         rewrite_s: float = 0.0,
         restore_s: float = 0.0,
         stall_s: float = 0.0,
-        n_files: int = 0,
+        n_saves: int = 0,
         file: File | None = None,
         copy_from: SlotId | None = None,
     ) -> Candidate:
         """A way to start now, with all it costs this request and the others.
 
-        `displaced` is what `saving_pays` said; `save_s`, `stall_s` and the handling of `n_files`
+        `displaced` is what `saving_pays` said; `save_s`, `stall_s` and the handling of `n_saves`
         come on top. Streams on the
         same backend stop for a transfer, and all but stop for a prefill: they get one token for
         each of its batches.
@@ -132,7 +132,7 @@ class Ask:
                 save_s=displaced_s + save_s,
                 rewrite_s=rewrite_s,
                 restore_s=restore_s,
-                handling_s=(n_files + save) * rates.handling_s.value,
+                handling_s=(n_saves + save) * rates.handling_s.value,
                 prefill_s=prefill_s,
                 stall_s=stopped_s * self.running(slot.backend) + stall_s,
                 loss_s=loss_s,

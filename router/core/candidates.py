@@ -173,7 +173,6 @@ def _restore(
         reused=file.reused,
         rewrite_s=n_rewrites * rates.rewrite_s(file.size_bytes),
         restore_s=rates.restore_s(file.size_bytes),
-        n_files=1,
         file=file,
     )
 
@@ -205,6 +204,6 @@ def _copy(
         rewrite_s=rewritten * rewrite_s,
         restore_s=rates.restore_s(owner.size_bytes),
         stall_s=save_s * ask.running(there.id),
-        n_files=2,
+        n_saves=1,
         copy_from=owner.slot,
     )

@@ -86,6 +86,6 @@ def _from_file(ask: Ask, slot: Slot, held: int, reused: int, wait_s: float) -> C
     rates = ask.fleet.rates[slot.id.backend]
     back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
     rest_s = rates.prefill_s(ask.n_prompt - reused, reused)
-    handling_s = 2 * rates.handling_s.value
+    handling_s = rates.handling_s.value
     price = Price(wait_s=wait_s, restore_s=back_s, handling_s=handling_s, prefill_s=rest_s)
     return Candidate(slot.id, Source.SNAPSHOT, reused, price, wait_for=slot.id)

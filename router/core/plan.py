@@ -14,7 +14,7 @@ class Price:
     save_s: float = 0.0  # of content that is displaced
     rewrite_s: float = 0.0  # of a state file, before it is restored; stops nobody
     restore_s: float = 0.0
-    handling_s: float = 0.0  # of files that are saved and restored, by the router; stops nobody
+    handling_s: float = 0.0  # of what is saved, by the router; stops nobody
     prefill_s: float = 0.0
     stall_s: float = 0.0  # caused to running streams, which stop for transfers and prefills
     loss_s: float = 0.0  # expected, from what is displaced and not saved
