@@ -141,9 +141,7 @@ def _config(options: argparse.Namespace) -> Config:
 def _serve(options: argparse.Namespace) -> int:
     config = _config(options)
     set_up_logging(config.logging)
-    import uvloop
-
-    uvloop.run(serve(config, options.config))
+    _run(serve(config, options.config))
     return OK
 
 

@@ -282,7 +282,8 @@ async def listening(router: Router) -> AsyncIterator[str]:
 
 
 async def serve(config: Config, path: Path | None = None) -> None:
-    """Run until SIGINT or SIGTERM; a second signal ends it at once. SIGHUP reads `path` again."""
+    """Run until SIGINT or SIGTERM; a second signal ends it at once. SIGHUP reads `path` again, or
+    ends it where there is none."""
     stopping = asyncio.Event()
 
     def stop() -> None:
@@ -293,18 +294,26 @@ async def serve(config: Config, path: Path | None = None) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
+    asked = asyncio.Event()
+    # Before anything that takes long: unhandled it would end the process. Without a file it means
+    # that the terminal was closed.
+    loop.add_signal_handler(signal.SIGHUP, stop if path is None else asked.set)
     async with build(config, path=path) as router, listening(router) as url:
-        loop.add_signal_handler(signal.SIGHUP, lambda: spawn(_reread(router), name="reload"))
+        rereading = spawn(_reread(router, asked), name="reload")
         _calm_garbage_collector()
         log.info("listening", url=url, policy=config.policy.name, backends=len(config.backends))
         await stopping.wait()
         log.info("stopping", grace_s=router.config.shutdown_grace_s)
+        rereading.cancel()
         await router.stop()
 
 
-async def _reread(router: Router) -> None:
-    with suppress(RouterError):  # its log line says why
-        await router.reload()
+async def _reread(router: Router, asked: asyncio.Event) -> None:
+    while True:
+        await asked.wait()
+        asked.clear()
+        with suppress(RouterError):  # its log line says why
+            await router.reload()
 
 
 def _calm_garbage_collector() -> None:

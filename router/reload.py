@@ -9,7 +9,8 @@ import structlog
 from router.backends import StartError
 from router.config import Config, ConfigError, Problem, load
 from router.config_changes import Change, Changes, compare
-from router.errors import ConflictError, InvalidConfigError, KvError
+from router.errors import ConflictError, InvalidConfigError, KvError, RouterError
+from router.tasks import Tasks
 
 log = structlog.get_logger(__name__)
 
@@ -26,12 +27,28 @@ class Reload:
         self._path = path
         self._take = take
         self._turn = asyncio.Lock()
+        self._tasks = Tasks()
 
     async def __call__(self) -> dict[str, object]:
         """What changed, for JSON. Raises InvalidConfigError, ConflictError; nothing changed then.
 
-        One line in the log either way.
+        One line in the log either way. Goes on if whoever asked does not wait for it: half of it
+        must not be left.
         """
+        done: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
+        self._tasks.spawn(self._to_its_end(done), name="reload")
+        return await asyncio.shield(done)
+
+    async def _to_its_end(self, done: asyncio.Future[dict[str, object]]) -> None:
+        try:
+            done.set_result(await self._told())
+        except BaseException as error:
+            done.set_exception(error)
+            done.exception()  # nobody may be waiting any more: nothing to log
+            if not isinstance(error, RouterError):
+                raise
+
+    async def _told(self) -> dict[str, object]:
         async with self._turn:
             try:
                 changes = await self._reload()

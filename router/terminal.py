@@ -15,7 +15,7 @@ from rich.text import Text
 
 def output() -> Console:
     """Standard output: plain text when piped, 80 columns unless `COLUMNS` says otherwise."""
-    return Console(highlight=False, soft_wrap=False)
+    return Console(highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 class Progress:

@@ -74,7 +74,8 @@ LAYERS: dict[str, set[str]] = {
     # One backend: what is made for it, and how it ends.
     "router.backends": BASE
     | {"router.adapters", "router.config", "router.core.policy", "router.engine", "router.tasks"},
-    "router.reload": BASE | {"router.backends", "router.config", "router.config_changes"},
+    "router.reload": BASE
+    | {"router.backends", "router.config", "router.config_changes", "router.tasks"},
     # The scheduler as it is, and everything else made up; the command reads sizes and times.
     "router.simulate": BASE
     | {"router.core", "router.simulate", "router.config_values", "router.terminal"},

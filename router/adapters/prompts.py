@@ -63,7 +63,9 @@ class PromptReader:
             return prompt
         except BackendError as error:
             # Very likely the request itself is wrong; the backend's own answer will say so.
-            return Prompt(unknown=f"the backend does not render or tokenize it: {_why(error)}")
+            return Prompt(
+                unknown=f"the backend does not render or tokenize it: {without_prompt(error)}"
+            )
 
     async def _read(self, parsed: ParsedRequest) -> Prompt:
         source = parsed.prompt_source
@@ -151,11 +153,11 @@ class PromptReader:
                     log.warning("template_dropped", reason="the backend renders this otherwise")
                 await tokenizer.disagreed(text, add_special=True)
         except BackendError as error:
-            log.info("tokenizer_not_compared", reason=_why(error))
+            log.info("tokenizer_not_compared", reason=without_prompt(error))
 
 
-def _why(error: BackendError) -> str:
-    """For a log line. What the backend says itself may quote the prompt."""
+def without_prompt(error: BackendError) -> str:
+    """For whoever may not see prompts. What the backend says itself may quote one."""
     if isinstance(error, BackendRefusedError):
         return f"HTTP {error.backend_status}"
     return str(error)

@@ -17,6 +17,7 @@ from router.errors import (
     NoBackendError,
     QueueFullError,
 )
+from router.tokens import head
 from router.types import BackendId, Request, RequestId, Source
 
 # Waiting requests looked at when a slot comes free: planning one costs tens of microseconds, and
@@ -55,6 +56,7 @@ def cancelled(state: State, request: RequestId) -> None:
         # Others wait for this very prefill: it goes on, for them.
         job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
     else:
+        state.fleet.slots[job.slot].sharing = False  # nothing will come of it
         state.out.append(StopWork(request))
 
 
@@ -135,17 +137,17 @@ def look_back(state: State) -> None:
     It explains and decides nothing, so it waits until the requests are on their way; nothing else
     may have changed by then.
     """
-    for job in state.unexplained:
+    granted, state.unexplained = state.unexplained, []
+    for job in granted:
         assert job.request is not None
         assert job.plan is not None
         fleet, chosen = state.fleet, job.plan.chosen
-        job.plan = replace(job.plan, sight=look(job.request, job.plan, fleet))
+        job.plan = replace(job.plan, sight=look(job.request, job.plan, fleet), shared=None)
         kept = chosen.reused_tokens if chosen.source is Source.RESIDENT else 0
         fleet.give_up(fleet.slots[job.slot], kept)
         if job.request.whole_backend:
             for lease in job.others:
                 fleet.give_up(fleet.slots[lease.slot])
-    state.unexplained.clear()
 
 
 def turn_away(state: State) -> None:
@@ -175,7 +177,8 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
     needs_s = decision.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
     # What the router computes first can be shared; that a save or a restore comes before does not
     # matter to those who wait for it.
-    slot.pending, slot.sharing = request.prompt.tokens, decision.prefill_first
+    tokens, slot.sharing = request.prompt.tokens, decision.prefill_first
+    slot.pending = head(tokens, len(request.prompt) - 1) if slot.sharing else tokens
     slot.busy_until = now + (decision.ttft_s if slot.sharing else needs_s)
     state.queue.serve(request.id, needs_s)
     if request.whole_backend:

@@ -72,7 +72,7 @@ def _is_to_be_had(ask: Ask, slot: Slot) -> bool:
 def _once_saved(ask: Ask, slot: Slot, at_least: int) -> Candidate | None:
     """What a slot holds is being saved. Until then nobody can have it: if the slot is another's
     already, this is the only place where it still is."""
-    info, held = ask.fleet.infos[slot.id.backend], count(slot.saving)
+    info, held = ask.fleet.infos[slot.id.backend], len(slot.resident)
     common = common_prefix(slot.saving, ask.request.prompt.tokens)
     reused = reusable_tokens(info.memory_kind, ask.n_prompt, common, held)
     if reused < at_least or not can_save(ask.fleet, info, held):

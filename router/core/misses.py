@@ -117,8 +117,10 @@ def _in_slots(
             )
             usable = max(usable, reused)
         else:
-            most.see(common, slot.pending, slot=name)
-            reused = reusable_tokens(info.memory_kind, n_prompt, common, count(slot.pending))
+            # The source of a copy computes nothing: it is what it holds that is shared.
+            tokens = slot.pending or slot.resident.tokens
+            most.see(common, tokens, slot=name)
+            reused = reusable_tokens(info.memory_kind, n_prompt, common, count(tokens))
             waiting = max(waiting, reused)
     return usable, waiting
 

@@ -208,7 +208,7 @@ class Completions:
             raise
         except BackendError:
             avoid = exchange.request.avoid | {backend}
-            if len(self._engine.infos) > 1:
+            if len(self._engine.infos.keys() - self._engine.draining) > 1:
                 exchange.request = replace(exchange.request, avoid=avoid)
             raise
         finally:

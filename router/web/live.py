@@ -72,7 +72,8 @@ class Live:
         self._told: dict[int, Entry] = {}  # the newest decisions, by identity
         self._id = 0  # of the newest message
         self._messages: deque[bytes] = deque(maxlen=_KEPT)
-        self._whole: tuple[int, bytes] | None = None  # the picture as of a message
+        # The picture as of a message, and when it was made.
+        self._whole: tuple[int, float, bytes] | None = None
         self._news = asyncio.Event()
 
     def stop(self) -> None:
@@ -128,9 +129,11 @@ class Live:
 
     def _whole_picture(self) -> bytes:
         """As of the newest message; made once for all who come."""
-        if self._whole is None or self._whole[0] != self._id:
-            self._whole = (self._id, _message(self._id, "picture", self._in_full()))
-        return self._whole[1]
+        now = self._wall_now()
+        # It tells the time, so it does not keep, even where nothing happens.
+        if self._whole is None or self._whole[0] != self._id or now - self._whole[1] > 1:
+            self._whole = (self._id, now, _message(self._id, "picture", self._in_full()))
+        return self._whole[2]
 
     def _in_full(self) -> dict[str, object]:
         recent = self._subject.decisions(HISTORY)

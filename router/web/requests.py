@@ -12,6 +12,7 @@ from aiohttp import web
 
 from router.adapters.journal import Journal
 from router.adapters.parts import Part
+from router.adapters.prompts import without_prompt
 from router.errors import BackendError, BadRequestError
 from router.tokens import Tokens, unpack
 from router.types import BackendId, Nearest, RequestId
@@ -95,14 +96,16 @@ class Requests:
         try:
             part = await reader.part(chat, nearest)
         except BackendError as error:
-            return None, f"the backend does not render the chat: {error}"
+            return None, f"the backend does not render the chat: {without_prompt(error)}"
         return part, None if part else "the chat is rendered otherwise by now"
 
     async def _shown(self, backend: BackendId, tokens: Tokens) -> dict[str, object]:
         """The ids; and their text, if it may be shown and can be had."""
         ids = unpack(tokens)
         text = None
-        if self._show_content and all(token >= 0 for token in ids):  # others stand for media
+        monitor = self._directory.monitors.get(backend)  # a reload may have removed it
+        wanted = self._show_content and all(token >= 0 for token in ids)  # others stand for media
+        if monitor is not None and wanted:
             with suppress(BackendError):
-                text = await self._directory.monitors[backend].client.detokenize(ids)
+                text = await monitor.client.detokenize(ids)
         return {"ids": ids, "text": text}

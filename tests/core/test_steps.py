@@ -104,6 +104,24 @@ def test_a_prompt_that_will_be_computed_is_waited_for_while_room_is_made_for_it(
     assert arrive(s, "r2", LONG) == []
 
 
+def test_so_is_one_of_a_kind_that_cannot_go_back() -> None:
+    """What is computed first is a strict prefix of the same prompt."""
+    kind = {"memory_kind": MemoryKind.HYBRID}
+    one, two = backend("a", 1, **kind), backend("b", 1, **kind)
+    s = scheduler(one, two, holding={A0: ELSE, B0: ELSE}, **OFF)
+    assert arrive(s, ids=LONG) == [Save(R, A0, NS, Why.DISPLACED)]
+
+    assert arrive(s, "r2", LONG) == []
+
+
+def test_nobody_waits_for_one_whose_client_has_left() -> None:
+    s = scheduler(ONE, backend("b", 1), holding={A0: ELSE, B0: ELSE}, **OFF)
+    arrive(s, ids=LONG)
+    assert arrive(s, "r2", LONG) == []
+
+    assert names(cancel(s)) == ["StopWork", "Save"]  # r2 makes room for itself on b/0
+
+
 def test_a_save_that_fails_is_the_end_of_the_save_only() -> None:
     s = scheduler(ONE, holding={A0: ELSE}, coalesce_above_s=None)
     arrive(s, ids=LONG)

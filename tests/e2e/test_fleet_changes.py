@@ -144,6 +144,4 @@ async def test_a_signal_without_a_file(llama_server: StartServer) -> None:
     flags = ("--backend", server.url, "--listen", "127.0.0.1:0")
     async with serving(*flags) as process:
         await process.event("listening")
-        process.send(signal.SIGHUP)
-        assert "--config" in (await process.event("reload_failed"))["reason"]
-        assert await process.end(signal.SIGTERM) == 0
+        assert await process.end(signal.SIGHUP) == 0  # its terminal was closed
