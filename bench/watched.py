@@ -67,12 +67,12 @@ def _turns(proxy: rig.Proxy, options: argparse.Namespace, report: Report) -> Non
                 steady(proxy.url, case, range(n))
                 costs[name].append((proxy.cpu_s() - cpu_s) / n * 1000)
                 rates[name].append(n / (perf_counter() - start))
-    alone = sum(costs[NOBODY])
     for name in WATCHERS:
-        # Of all turns together: CPU time comes in steps of 10 ms, and a percent is few of them.
-        more = (sum(costs[name]) / alone - 1) * 100 if alone else None
-        mean = sum(costs[name]) / options.rounds
-        report.add(CASE, name, median(rates[name]), options.rounds * n, mean, more)
+        pairs = zip(costs[name], costs[NOBODY], strict=True)
+        ratios = [watched / alone for watched, alone in pairs if alone]
+        more = (median(ratios) - 1) * 100 if ratios else None
+        report.add(CASE, name, median(rates[name]), options.rounds * n, median(costs[name]), more)
+    report.notes.append("% more: median of the ratios within a round; CPU time has steps of 10 ms")
     report.notes.append(f"Prometheus scrapes every {SCRAPE_EVERY_S:g} s, the first at the start")
 
 
