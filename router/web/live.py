@@ -1,6 +1,6 @@
 """`GET /kvferry/events`: the live page's server-sent events.
 
-The engine is looked at twice a second while somebody watches, and not at all otherwise. All viewers
+The engine is looked at once a second while somebody watches, and not at all otherwise. All viewers
 read the same few messages: each gets a whole picture first and then what changed. One that is too
 slow for that misses some and gets another whole picture, so nothing piles up for it.
 """
@@ -21,12 +21,12 @@ from router.types import RequestId
 from router.web.picture import Picture, Row, changes
 from router.web.replies import OWN_HEADERS, REQUEST_ID
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 1.0
 MAX_VIEWERS = 32
 DECISIONS = 100  # in a whole picture, and in a change: of more, the newest
 HISTORY = 500  # decisions in a whole picture, the older ones as points of the charts only
 POINT = ("time", "ttft_s", "source", "prompt_tokens", "computed_tokens")
-_KEPT = 20  # messages: ten seconds, so that a short pause of a viewer costs no whole picture
+_KEPT = 10  # messages: ten seconds, so that a short pause of a viewer costs no whole picture
 _HEARTBEAT_S = 15.0  # a comment, so that nobody in between takes silence for an end
 _PATIENCE_S = 30.0  # for a viewer that takes nothing
 _SURVEY_EVERY_S = 5.0
