@@ -121,7 +121,7 @@ def test_overhead(tmp_path: Path) -> None:
 
 def test_watched(tmp_path: Path) -> None:
     """A viewer that hears nothing is an error of the bench."""
-    rows = run(watched.main, tmp_path, "--rate", "50", "--seconds", "0.6", "--rounds", "1")
+    rows = run(watched.main, tmp_path, "--rate", "12", "--seconds", "2.5", "--rounds", "1")
 
     assert [row["watched by"] for row in rows] == list(watched.WATCHERS)
     assert {row["n"] for row in rows} == {30}
