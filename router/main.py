@@ -217,7 +217,7 @@ async def build(
             backends.configure(wanted)
 
         await take(config)
-        reload = Reload(path, config, take)
+        reload = Reload(path, config, take, tasks.spawn)
         registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))
         catalog = engine.scheduler.state.fleet.catalog
         subject = Subject(

@@ -10,7 +10,7 @@ from router.backends import StartError
 from router.config import Config, ConfigError, Problem, load
 from router.config_changes import Change, Changes, compare
 from router.errors import ConflictError, InvalidConfigError, KvError, RouterError
-from router.tasks import Tasks
+from router.ports import Spawn
 
 log = structlog.get_logger(__name__)
 
@@ -19,7 +19,11 @@ class Reload:
     """Holds the configuration that is in force. Call it to read the file again."""
 
     def __init__(
-        self, path: Path | None, config: Config, take: Callable[[Config], Awaitable[None]]
+        self,
+        path: Path | None,
+        config: Config,
+        take: Callable[[Config], Awaitable[None]],
+        spawn: Spawn,
     ) -> None:
         """`path` None: there is no file. `take` puts a configuration in force, or raises
         StartError or KvError and has changed nothing."""
@@ -27,7 +31,7 @@ class Reload:
         self._path = path
         self._take = take
         self._turn = asyncio.Lock()
-        self._tasks = Tasks()
+        self._spawn = spawn
 
     async def __call__(self) -> dict[str, object]:
         """What changed, for JSON. Raises InvalidConfigError, ConflictError; nothing changed then.
@@ -36,7 +40,7 @@ class Reload:
         must not be left.
         """
         done: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
-        self._tasks.spawn(self._to_its_end(done), name="reload")
+        self._spawn(self._to_its_end(done), name="reload")
         return await asyncio.shield(done)
 
     async def _to_its_end(self, done: asyncio.Future[dict[str, object]]) -> None:

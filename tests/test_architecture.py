@@ -75,7 +75,7 @@ LAYERS: dict[str, set[str]] = {
     "router.backends": BASE
     | {"router.adapters", "router.config", "router.core.policy", "router.engine", "router.tasks"},
     "router.reload": BASE
-    | {"router.backends", "router.config", "router.config_changes", "router.tasks"},
+    | {"router.backends", "router.config", "router.config_changes", "router.ports"},
     # The scheduler as it is, and everything else made up; the command reads sizes and times.
     "router.simulate": BASE
     | {"router.core", "router.simulate", "router.config_values", "router.terminal"},

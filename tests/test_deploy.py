@@ -31,7 +31,6 @@ from tests.models import tiny_model
 
 Json = dict[str, Any]
 ROOT = Path(__file__).parent.parent
-DASHBOARDS = ROOT / "dashboards"
 KV_DIR = "/kv"
 _VARIABLE = re.compile(r"\$\{(\w+)(?::(-)([^}]*)|:\?[^}]*)\}")
 
@@ -180,12 +179,9 @@ def test_every_volume_is_there() -> None:
     bound = {source for source in sources - named if source != "./models"}
 
     assert named == set(COMPOSE["volumes"])
-    if not DASHBOARDS.exists():
-        bound = {source for source in bound if "dashboards" not in source}
     assert {source for source in bound if not (ROOT / source).exists()} == set()
 
 
-@pytest.mark.skipif(not DASHBOARDS.exists(), reason="there are no dashboards")
 def test_prometheus_and_grafana_find_their_files() -> None:
     prometheus, grafana = SERVICES["prometheus"], SERVICES["grafana"]
     folder = ROOT / mounts(prometheus)["/etc/prometheus"]

@@ -1,7 +1,7 @@
 """What each llama-server and its slots do."""
 
-from dashboards.source.panels import Dashboard, Kind, Panel
-from dashboards.source.queries import CHOSEN, SHARE, TOKENS_PER_S, rate
+from dashboards.source.panels import Dashboard, Kind, Panel, share_gauge
+from dashboards.source.queries import CHOSEN, TOKENS_PER_S, rate
 
 BACKENDS = Dashboard(
     "kvferry-backends",
@@ -22,7 +22,7 @@ BACKENDS = Dashboard(
                 base="red",
                 levels={1: "green"},
             ),
-            Panel(
+            share_gauge(
                 "Slots in use",
                 "Share of the slots that are not idle. At 1 for long: requests wait.",
                 [
@@ -32,12 +32,8 @@ BACKENDS = Dashboard(
                         "in use",
                     )
                 ],
-                SHARE,
-                Kind.GAUGE,
-                width=4,
-                height=6,
                 levels={0.8: "orange", 0.95: "red"},
-                highest=1,
+                width=4,
             ),
             Panel(
                 "What was found out",

@@ -10,6 +10,8 @@ from enum import StrEnum
 from itertools import count
 from typing import Any
 
+from dashboards.source.queries import SHARE
+
 Json = dict[str, Any]
 
 GRID_COLUMNS = 24
@@ -46,6 +48,17 @@ class Panel:
     levels: Mapping[float, str] = field(default_factory=dict)
     lowest: float | None = 0
     highest: float | None = None
+
+
+def share_gauge(
+    title: str,
+    description: str,
+    queries: Sequence[tuple[str, str]],
+    levels: Mapping[float, str],
+    width: int = 6,
+) -> Panel:
+    """How much of something is in use: from nothing to all of it."""
+    return Panel(title, description, queries, SHARE, Kind.GAUGE, width, 6, levels=levels, highest=1)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Snapshots, their limits, and what is done with them."""
 
-from dashboards.source.panels import Dashboard, Kind, Panel
-from dashboards.source.queries import SHARE, quantile, rate
+from dashboards.source.panels import Dashboard, Kind, Panel, share_gauge
+from dashboards.source.queries import quantile, rate
 
 STORE = Dashboard(
     "kvferry-store",
@@ -9,38 +9,23 @@ STORE = Dashboard(
     "Snapshots, their limits, the disk under them, and what is done with them.",
     {
         "Limits": [
-            Panel(
+            share_gauge(
                 "Bytes of store.max_bytes",
                 "Full is normal: the least useful make room. Without a limit it stays 0.",
                 [("sum(kvferry_snapshot_bytes) / sum(kvferry_snapshot_bytes_limit)", "bytes")],
-                SHARE,
-                Kind.GAUGE,
-                width=6,
-                height=6,
                 levels={0.9: "orange"},
-                highest=1,
             ),
-            Panel(
+            share_gauge(
                 "Tokens of store.max_tokens",
                 "The same. Without a limit it stays 0.",
                 [("sum(kvferry_snapshot_tokens) / sum(kvferry_snapshot_tokens_limit)", "tokens")],
-                SHARE,
-                Kind.GAUGE,
-                width=6,
-                height=6,
                 levels={0.9: "orange"},
-                highest=1,
             ),
-            Panel(
+            share_gauge(
                 "Disk in use",
                 "The whole file system of each kv_dir, whoever wrote there. Full: saves fail.",
                 [("1 - kvferry_kv_dir_free_bytes / kvferry_kv_dir_size_bytes", "{{kv_dir}}")],
-                SHARE,
-                Kind.GAUGE,
-                width=6,
-                height=6,
                 levels={0.9: "orange", 0.95: "red"},
-                highest=1,
             ),
             Panel(
                 "Snapshots",

@@ -27,7 +27,7 @@ from router.core.residency import after_prefill
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
 from router.tokens import EMPTY, Tokens, common_prefix, count, head
-from router.types import MemoryKind, Request, Snapshot, SnapshotId, Stall
+from router.types import MemoryKind, Request, SlotId, Snapshot, SnapshotId, Stall
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
 # server's answer does not tell which (llama-server.md section 1.1): once is forgiven.
@@ -149,17 +149,14 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         if job.lease_of(event.slot) is not None:
             slot = state.fleet.slots[event.slot]
             slot.resident = Resident(snapshot.tokens, 0, slot.resident.checkpoints)
-            slot.saving = EMPTY
-        _save_over(state, job, snapshot, now)
+        _save_over(state, job, event.slot, snapshot, now)
         next_step(state, job, now)
 
 
 def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
     """No snapshot; the slot is as it was."""
     if job := state.jobs.get(event.request):
-        if job.lease_of(event.slot) is not None:
-            state.fleet.slots[event.slot].saving = EMPTY
-        _save_over(state, job, None, now)
+        _save_over(state, job, event.slot, None, now)
         next_step(state, job, now)
 
 
@@ -201,11 +198,16 @@ def _restore_the_whole(state: State, job: Job, reason: str) -> None:
         job.steps.popleft()
 
 
-def _save_over(state: State, job: Job, snapshot: Snapshot | None, now: float) -> None:
+def _save_over(
+    state: State, job: Job, saved: SlotId, snapshot: Snapshot | None, now: float
+) -> None:
     """The source of a copy is given back at once; the copy goes on with what was saved."""
+    lease = job.lease_of(saved)  # None: it was lost with its backend
+    if lease is not None:
+        state.fleet.slots[saved].saving = EMPTY
     if not (isinstance(job.doing, SaveStep) and job.doing.reason is SaveReason.COPY):
         return
-    if lease := job.lease_of(job.doing.slot):  # else it was lost with its backend
+    if lease is not None:
         source = state.fleet.slots[lease.slot]
         job.others.remove(lease)
         source.release(lease, source.resident, source.last_used)

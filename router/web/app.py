@@ -157,7 +157,7 @@ class App:
             if own := self._own.get((method, path)):
                 return await own(request, name)
             if method == "GET" and path.startswith(_REQUEST):
-                return await self._requests.one(path.removeprefix(_REQUEST))
+                return await self._requests.one(path.removeprefix(_REQUEST), name)
             return await self._any(request, path, name)
         except RouterError as error:
             self._telemetry.rejected(name, error.outcome, str(error), clients_id(request))

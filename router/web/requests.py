@@ -13,7 +13,7 @@ from aiohttp import web
 from router.adapters.journal import Journal
 from router.adapters.parts import Part
 from router.adapters.prompts import without_prompt
-from router.errors import BackendError, BadRequestError
+from router.errors import BackendError, BadRequestError, NotFoundError
 from router.tokens import Tokens, unpack
 from router.types import BackendId, Nearest, RequestId
 from router.web.directory import Directory
@@ -45,16 +45,15 @@ class Requests:
         found = (one for one in told if wanted.items() <= one.items())
         return json_response({"requests": list(islice(found, int(limit)))})
 
-    async def one(self, wanted: str) -> web.Response:
+    async def one(self, wanted: str, name: RequestId) -> web.Response:
         """All that is known of one; 404 if it is not known."""
         entry = self._journal.get(RequestId(wanted))
         if entry is None:
-            message = (
+            problem = NotFoundError(
                 f"no request {wanted!r} is known: it is not over, or it was too long ago"
                 f" ({self._journal.limit} are kept, diagnostics.requests)"
             )
-            error = {"code": 404, "message": message, "type": "not_found_error"}
-            return json_response({"error": error}, status=404)
+            return error_response(problem, name)
         plan, record = entry.plan, entry.record
         shown = entry.as_json() | {
             "plan": plan_json(plan) if plan is not None else None,

@@ -27,6 +27,7 @@ from router.errors import BadRequestError, NotFoundError, UnsupportedMediaTypeEr
 from router.tokens import head, unpack
 from router.types import RequestId, Snapshot, SnapshotId
 from router.web.guard import Guard
+from router.web.picture import snapshot_row
 from router.web.replies import json_response
 
 log = structlog.get_logger(__name__)
@@ -113,18 +114,9 @@ class Item:
 
     def row(self) -> dict[str, object]:
         """For JSON."""
-        snapshot, shape = self.snapshot, self.snapshot.shape
-        return {
-            "id": snapshot.id,
-            "namespace": snapshot.namespace,
-            "tokens": len(snapshot),
-            "size_bytes": snapshot.size_bytes,
-            "n_stream": shape.n_stream,
-            "checkpoints": shape.checkpoints,
-            "extendable": shape.extendable,
-            "media": shape.media,
-            "uses": self.uses,
-            "in_use": self.in_use,
+        snapshot = self.snapshot
+        return snapshot_row(snapshot, self.uses, self.in_use) | {
+            "media": snapshot.shape.media,
             "age_s": round(self.age_s, 1),
             "idle_s": None if self.idle_s is None else round(self.idle_s, 1),
             "place": snapshot.place,
