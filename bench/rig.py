@@ -131,8 +131,10 @@ async def kvferry(
     policy: str = "prefer_idle_slot_with_global_restore",
     more: str = "",
     profile: Path | None = None,
+    metered: Path | None = None,
 ) -> AsyncIterator[Proxy]:
-    """kvferry in front of `backends`. `more` is YAML; `profile` gets a cProfile of its life."""
+    """kvferry in front of `backends`. `more` is YAML; `profile` gets a cProfile of its life,
+    `metered` what `bench.metered` tells."""
     port = free_port()
     kv = f", kv_dir: '{kv_dir}'" if kv_dir is not None else ""
     lines = [f"listen: 127.0.0.1:{port}", "backends:"]
@@ -144,7 +146,8 @@ async def kvferry(
     if profile is not None:
         run = f"__import__('cProfile').run('main()', {str(profile)!r})"
     code = f"from router.cli import main; {run}"
-    argv = [sys.executable, "-c", code, "serve", "--config", str(config)]
+    start = ["-m", "bench.metered", str(metered)] if metered is not None else ["-c", code]
+    argv = [sys.executable, *start, "serve", "--config", str(config)]
     url = f"http://127.0.0.1:{port}"
     async with _process(name, argv, url, "/kvferry/health", folder) as proxy:
         yield proxy

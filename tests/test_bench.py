@@ -121,10 +121,12 @@ def test_overhead(tmp_path: Path) -> None:
 
 def test_watched(tmp_path: Path) -> None:
     """A viewer that hears nothing is an error of the bench."""
-    rows = run(watched.main, tmp_path, "--rate", "12", "--seconds", "2.5", "--rounds", "1")
+    rows = run(watched.main, tmp_path, "--rate", "24", "--seconds", "2.5")
 
     assert [row["watched by"] for row in rows] == list(watched.WATCHERS)
-    assert {row["n"] for row in rows} == {30}
+    assert {row["n"] for row in rows} == {60}
+    shares = [row[f"{part} % of CPU"] for row in rows for part in ("page", "metrics")]
+    assert all(isinstance(share, float) and 0 < share < 100 for share in shares)
 
 
 @pytest.mark.parametrize(

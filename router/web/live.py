@@ -105,7 +105,7 @@ class Live:
         if not self._looking:
             self._look()
             self._looking = True
-            self._spawn(self._keep_looking(), name="live page")
+            self._spawn(self.keep_looking(), name="live page")
         seen: int | None = None  # of the messages; what a browser saw of another stream is no use
         while self._looking and not self._stopping:
             news = self._news
@@ -146,7 +146,8 @@ class Live:
             "history": [[row[name] for name in POINT] for row in entries[DECISIONS:]],
         }
 
-    async def _keep_looking(self) -> None:
+    async def keep_looking(self) -> None:
+        """Look again and again, until nobody watches any more."""
         try:
             while self._viewers and not self._stopping:
                 await self._survey_if_due()

@@ -1,0 +1,89 @@
+"""`python -m bench.metered FILE serve ...`: kvferry that counts the CPU time of being looked at.
+
+When it ends, FILE has as JSON, all in CPU seconds: `page_s` and `metrics_s`, what the event loop's
+thread spends in the code of the live page and of the metrics (to keep them and to tell them), and
+`total_s`, the whole process from the first such moment to the last.
+"""
+
+import atexit
+import json
+import sys
+from collections.abc import Callable, Coroutine, Generator
+from functools import wraps
+from pathlib import Path
+from time import process_time, thread_time
+from types import coroutine
+from typing import Any
+
+from router.adapters.telemetry import PrometheusTelemetry
+from router.cli import main
+from router.web.admin import Admin
+from router.web.live import Live
+
+
+class Meter:
+    """Adds up what some functions take, and the steps of some coroutines."""
+
+    def __init__(self) -> None:
+        self.seconds = {"page_s": 0.0, "metrics_s": 0.0}
+        self._first: float | None = None
+        self._last = 0.0
+
+    def report(self) -> dict[str, float]:
+        """For JSON."""
+        total_s = self._last - self._first if self._first is not None else 0.0
+        return self.seconds | {"total_s": total_s}
+
+    def function(self, name: str, owner: type, method: str) -> None:
+        """Count a function from now on."""
+        function = getattr(owner, method)
+        setattr(owner, method, wraps(function)(lambda *args: self._timed(name, function, *args)))
+
+    def coroutine(self, name: str, owner: type, method: str) -> None:
+        """Count the steps of a coroutine function; what it waits for is nobody's time."""
+        function = getattr(owner, method)
+
+        @wraps(function)
+        async def counted(*args: Any) -> Any:
+            return await _in_steps(function(*args), lambda *step: self._timed(name, *step))
+
+        setattr(owner, method, counted)
+
+    def _timed(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        if self._first is None:
+            self._first = process_time()
+        start = thread_time()
+        try:
+            return function(*args)
+        finally:
+            self.seconds[name] += thread_time() - start
+            self._last = process_time()
+
+
+@coroutine
+def _in_steps(work: Coroutine[Any, Any, Any], call: Callable[..., Any]) -> Generator[Any, Any, Any]:
+    step: Callable[..., Any] = work.send
+    value: Any = None
+    while True:
+        try:
+            waits_for = call(step, value)
+        except StopIteration as over:
+            return over.value
+        try:
+            value, step = (yield waits_for), work.send
+        except BaseException as error:  # noqa: BLE001 - handed on, whatever it is
+            value, step = error, work.throw
+
+
+def _run(argv: list[str]) -> int:
+    meter, file = Meter(), Path(argv[0])
+    meter.coroutine("page_s", Live, "events")
+    meter.coroutine("page_s", Live, "keep_looking")
+    meter.coroutine("metrics_s", Admin, "metrics")
+    meter.function("metrics_s", PrometheusTelemetry, "count")
+    atexit.register(lambda: file.write_text(json.dumps(meter.report())))
+    return main(argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(_run(sys.argv[1:]))
