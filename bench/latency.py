@@ -1,8 +1,8 @@
 """`python -m bench.latency`: what a proxy adds to a request, against a call without one.
 
 Every contender has a llama-server of its own (same model, same flags), so that each holds the
-prefix of its own conversation; the order of the contenders turns with every round. A second
-direct server shows how far two equal things differ in the same run.
+prefix of its own conversation. They take turns, a few requests each, and the order turns as well. A
+second direct server shows how far two equal things differ in the same run.
 """
 
 import argparse
@@ -62,6 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--long-rounds", type=int, default=100, help="turns of the long chat")
     parser.add_argument("--tokens", type=int, default=16_000, help="of the long chat")
     parser.add_argument("--warm-up", type=int, default=10, help="rounds that do not count")
+    parser.add_argument(
+        "--in-a-row",
+        type=int,
+        default=10,
+        help="requests of a turn; with 1, each finds the caches as the others left them",
+    )
     parser.add_argument("--only", help="contenders beside direct, comma-separated")
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="cProfile of kvferry; its times are no good"
@@ -138,7 +144,8 @@ def _measure_all(contenders: list[Contender], options: argparse.Namespace, repor
             for contender in able:
                 contender.conversation.grow_to(direct, options.tokens)
         if rounds:
-            _add_rows(report, name, run_rounds(able, case, options.warm_up, rounds))
+            samples = run_rounds(able, case, options.warm_up, rounds, options.in_a_row)
+            _add_rows(report, name, samples)
     if any(c.name == "sglang-router" for c in contenders):
         report.notes.append(
             "sglang-router answers /v1/models itself and has another /tokenize (404 here)"
@@ -150,16 +157,18 @@ def _measure_all(contenders: list[Contender], options: argparse.Namespace, repor
 
 
 def run_rounds(
-    contenders: list[Contender], case: Case, warm_up: int, rounds: int
+    contenders: list[Contender], case: Case, warm_up: int, rounds: int, in_a_row: int = 1
 ) -> dict[str, list[Sample]]:
-    """Each contender once a round, everybody first in turn."""
+    """Each contender so many requests `in_a_row`, everybody first in turn."""
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
-    for number in range(-warm_up, rounds):
-        turn = number % len(contenders)
-        for contender in contenders[turn:] + contenders[:turn]:
-            sample = case(contender, number)
-            if number >= 0:
-                samples[contender.name].append(sample)
+    numbers = range(-warm_up, rounds)
+    for turn, start in enumerate(range(0, len(numbers), in_a_row)):
+        first = turn % len(contenders)
+        for contender in contenders[first:] + contenders[:first]:
+            for number in numbers[start : start + in_a_row]:
+                sample = case(contender, number)
+                if number >= 0:
+                    samples[contender.name].append(sample)
     return samples
 
 
