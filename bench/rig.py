@@ -67,9 +67,11 @@ def _rss_bytes(pid: int) -> int:
 
 
 @asynccontextmanager
-async def llama(*, slots: int, ctx_per_slot: int, kv_dir: Path) -> AsyncIterator[LlamaServer]:
-    """A real llama-server with the tiny full-attention model."""
-    path = (await asyncio.to_thread(tiny_model, "llama")).path
+async def llama(
+    *, slots: int, ctx_per_slot: int, kv_dir: Path, model: Path | None = None
+) -> AsyncIterator[LlamaServer]:
+    """A real llama-server, with the tiny full-attention model where none is given."""
+    path = model or (await asyncio.to_thread(tiny_model, "llama")).path
     async with LlamaServer(path, slots=slots, ctx=slots * ctx_per_slot, kv_dir=kv_dir) as server:
         yield server
 

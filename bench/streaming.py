@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.streaming", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=600, help="of each stream")
+    parser.add_argument("--model", type=Path, metavar="FILE", help="GGUF; default: the tiny llama")
     parser.add_argument("--streams", default="1,4", help="how many at once, comma-separated")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
@@ -58,7 +59,10 @@ async def measure(options: argparse.Namespace) -> Report:
             folder.mkdir()
             server = await stack.enter_async_context(
                 rig.llama(
-                    slots=max(numbers), ctx_per_slot=options.tokens + 1024, kv_dir=folder / "kv"
+                    slots=max(numbers),
+                    ctx_per_slot=options.tokens + 1024,
+                    kv_dir=folder / "kv",
+                    model=options.model,
                 )
             )
             urls[name] = server.url
