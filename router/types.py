@@ -13,8 +13,12 @@ RequestId = NewType("RequestId", str)
 SnapshotId = NewType("SnapshotId", str)
 Namespace = NewType("Namespace", str)
 """Names all that must be equal for KV to be reusable: model, adapters, RoPE, cache layout."""
+Tenant = NewType("Tenant", str)
+"""Whose tokens: nothing of one is used for another. No name, `NOBODY`: nobody's in particular."""
 Place = NewType("Place", str)
 """A directory that holds state files; the `--slot-save-path` of one or more backends."""
+
+NOBODY = Tenant("")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -135,6 +139,7 @@ class Request:
     whole_backend: bool = False  # n > 1 or a batch: takes slots of llama-server's own choice
     reuse: bool = True  # False: `cache_prompt: false`
     slot_hint: int | None = None
+    tenant: Tenant = NOBODY  # whose prompt it is, where tenants are kept apart
     client: str | None = None  # between these the queue is fair
     session: str | None = None  # a hint for `sticky`; tokens are the truth everywhere else
     avoid: frozenset[BackendId] = frozenset()  # failed for this request already

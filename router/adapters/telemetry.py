@@ -160,7 +160,7 @@ class PrometheusTelemetry:
                 self._backend_requests.labels(backend, outcome)
             for source in (Source.RESIDENT, Source.SNAPSHOT, Source.COPY):
                 self._avoided.labels(backend, source)
-        for action in ("save", "restore", "delete", "cut"):
+        for action in ("save", "restore", "delete", "cut", "erase"):
             self._failures.labels(action)
         for what in ("cut", "restream"):
             self._rewrite.labels(what)
@@ -254,6 +254,11 @@ class PrometheusTelemetry:
             size_bytes=transfer.size_bytes,
             seconds=_ms(transfer.seconds),
         )
+
+    def erase_failed(self, slot: SlotId, problem: str) -> None:
+        """A slot could not be emptied of another tenant's tokens."""
+        self._failures.labels("erase").inc()
+        log.warning("erase_failed", slot=str(slot), reason=problem)
 
     def rewritten(self, what: str, size_bytes: int, seconds: float, problem: str) -> None:
         """A state file was made out of another, or could not be."""
