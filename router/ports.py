@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from router.tokens import Tokens
 from router.types import (
+    Caller,
     Namespace,
     Outcome,
     Place,
@@ -93,8 +94,15 @@ class Telemetry(Protocol):
 
     def request(self, record: RequestRecord) -> None: ...
     def rejected(
-        self, request: RequestId, outcome: str, reason: str, clients_id: str | None = None
+        self,
+        request: RequestId,
+        outcome: str,
+        reason: str,
+        clients_id: str | None = None,
+        caller: Caller | None = None,
     ) -> None: ...
+    def refused_key(self, reason: str) -> None: ...
+    def tenant_limited(self, reason: str) -> None: ...
     def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None: ...
     def restored(self, slot: SlotId, transfer: Transfer | None, problem: str) -> None: ...
     def erase_failed(self, slot: SlotId, problem: str) -> None: ...

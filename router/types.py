@@ -128,6 +128,14 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request, as the configuration calls them."""
+
+    key: str
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What the scheduler has to know of one completion request."""
 
@@ -144,6 +152,7 @@ class Request:
     session: str | None = None  # a hint for `sticky`; tokens are the truth everywhere else
     avoid: frozenset[BackendId] = frozenset()  # failed for this request already
     clients_id: str | None = None  # what its client calls it; for the log
+    caller: Caller | None = None  # for the log; None: there are no keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +268,7 @@ class RequestRecord:
     total_s: float
     predicted_s: float
     clients_id: str | None = None
+    caller: Caller | None = None
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
     missed: Mapping[Miss, int] = field(default_factory=dict)  # adds up to the computed tokens
     nearest: Nearest | None = None

@@ -12,6 +12,7 @@ from router.types import (
     BackendId,
     BackendInfo,
     BackendStats,
+    Caller,
     Miss,
     Outcome,
     RequestId,
@@ -147,6 +148,21 @@ class PrometheusTelemetry:
             ["action"],
             registry=registry,
         )
+        self._refused_keys = Counter(
+            "kvferry_refused_keys",
+            "Requests without a good key",
+            ["reason"],
+            registry=registry,
+        )
+        self._tenant_limits = Counter(
+            "kvferry_tenant_limits",
+            "Requests that were refused for a limit of their tenant",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in ("missing", "wrong"):
+            self._refused_keys.labels(reason)
+        self._tenant_limits.labels("max_requests")
         # Looked up once: with every request it would cost more than counting.
         sources = ("resident", "snapshot", "computed")
         self._tokens = {source: self._prompt_tokens.labels(source) for source in sources}
@@ -193,12 +209,10 @@ class PrometheusTelemetry:
                 self._underestimated.inc(max(reused - record.planned_tokens, 0))
         for reason, tokens in record.missed.items():
             self._missed_for[reason].inc(tokens)
-        theirs = record.clients_id
-        named = {} if theirs is None else {"client_request_id": theirs}
         log.info(
             "request",
             request_id=record.request,
-            **named,
+            **_from(record.clients_id, record.caller),
             outcome=record.outcome,
             slot=str(record.slot),
             source=record.source,
@@ -215,12 +229,25 @@ class PrometheusTelemetry:
         )
 
     def rejected(
-        self, request: RequestId, outcome: str, reason: str, clients_id: str | None = None
+        self,
+        request: RequestId,
+        outcome: str,
+        reason: str,
+        clients_id: str | None = None,
+        caller: Caller | None = None,
     ) -> None:
         """Count and log a request that the router answered itself."""
         self._requests.labels(outcome).inc()
-        named = {} if clients_id is None else {"client_request_id": clients_id}
+        named = _from(clients_id, caller)
         log.info("request", request_id=request, **named, outcome=outcome, reason=reason)
+
+    def refused_key(self, reason: str) -> None:
+        """A request had no key, or not a good one."""
+        self._refused_keys.labels(reason).inc()
+
+    def tenant_limited(self, reason: str) -> None:
+        """A request was refused for a limit of its tenant."""
+        self._tenant_limits.labels(reason).inc()
 
     def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None:
         """A save ended."""
@@ -275,6 +302,12 @@ class PrometheusTelemetry:
         if problem:
             self._failures.labels("delete").inc()
             log.warning("delete_failed", snapshot=snapshot.id, reason=problem)
+
+
+def _from(clients_id: str | None, caller: Caller | None) -> dict[str, str]:
+    """Whose request it is, as far as that is known."""
+    named = {} if clients_id is None else {"client_request_id": clients_id}
+    return named if caller is None else named | {"key": caller.key, "tenant": caller.tenant}
 
 
 class EngineCollector(Collector):

@@ -11,6 +11,7 @@ from router.core.catalog import Catalog
 from router.core.jobs import CutStep, DispatchStep, Job, PrefillStep, RestoreStep, SaveStep, Step
 from router.core.queue import Queue
 from router.core.slots import Slot
+from router.core.tenancy import tenant_of
 from router.engine import Engine
 from router.tokens import count
 from router.types import BackendId, RequestId, Snapshot
@@ -95,6 +96,7 @@ def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
         "request": slot.holder,
         "resident_tokens": len(slot.resident),
         "unread_tokens": slot.resident.unread,
+        "tenant": slot.tenant or None,
         "pending_tokens": count(slot.pending),
         "doing": _doing(slot, job),
         "source": chosen.source if chosen else None,
@@ -126,6 +128,7 @@ def snapshot_row(snapshot: Snapshot, uses: int, references: int) -> Row:
     return {
         "id": snapshot.id,
         "namespace": snapshot.namespace,
+        "tenant": tenant_of(snapshot.namespace) or None,
         "tokens": len(snapshot),
         "size_bytes": snapshot.size_bytes,
         "n_stream": snapshot.shape.n_stream,
