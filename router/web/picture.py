@@ -68,6 +68,7 @@ def backend_row(name: BackendId, directory: Directory, engine: Engine) -> Row:
         "cache_types": found.cache_types,
         "snapshots": engine.keeps_snapshots(info.id),
         "keeps_idle_slots": info.keeps_idle_slots,
+        "ram_cache": found.ram_cache,
         "problem": found.problem,
         "note": found.note,
         "build": attached.props.build_info,

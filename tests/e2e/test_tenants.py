@@ -192,3 +192,14 @@ async def test_where_sharing_is_allowed(llama_server: StartServer) -> None:
         assert all_but_one(await two.complete(BOB, prompt))
         cold = await two.cost(two.message(ALICE, talk))
         assert await two.cost(two.message(BOB, talk)) < cold
+
+
+@pytest.mark.parametrize("ram", ["0", "100"])
+async def test_a_server_that_mixes_tenants_is_told_of(
+    llama_server: StartServer, ram: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = await llama_server("llama", slots=1, extra_args=("--cache-ram", ram))
+    async with tenants([server]) as two:
+        (backend,) = (await two.fleet.state())["backends"]
+        assert backend["ram_cache"] == (ram != "0")
+    assert ("backend_mixes_tenants" in capsys.readouterr().out) == (ram != "0")

@@ -12,24 +12,16 @@ import aiohttp
 import pytest
 
 from router.cli import main
-from router.config import ConfigError, parse
+from router.config import parse
 from router.keys import digest_of, hash_text, new_key, read_hash
 from router.main import build, listening
 from tests.conftest import StartServer
 from tests.fake_llama import FakeLlama
 from tests.fleet import Fleet, configuration_text, read_answer, running
+from tests.test_config_auth import auth
 
 GOOD, ALSO, OTHER = "kvf_good", "kvf_also", "kvf_other"
 PROMPT = {"prompt": "ferry", "n_predict": 2}
-
-
-def auth(*keys: tuple[str, str, str], limits: str = "", share: str = "none") -> str:
-    """YAML for keys `(name, key, tenant)`."""
-    listed = ", ".join(
-        f"{{name: {name}, tenant: {tenant}, hash: '{hash_text(key)}'}}"
-        for name, key, tenant in keys
-    )
-    return f"auth: {{share_cache: {share}, keys: [{listed}], tenants: [{limits}]}}"
 
 
 KEYS = auth(("laptop", GOOD, "alice"), ("phone", ALSO, "alice"), ("desk", OTHER, "bob"))
@@ -276,33 +268,3 @@ async def test_keys_come_and_go_with_a_reload(fake: FakeLlama, tmp_path: Path) -
         fake.decode_gate.set()
         assert (await task).status == 200
         assert (await fleet.post("/completion", PROMPT, headers=bearer(OTHER))).status == 200
-
-
-# What the file may say
-
-
-@pytest.mark.parametrize(
-    ("text", "path", "said"),
-    [
-        (auth(("a", GOOD, "x"), ("a", ALSO, "x")), "auth.keys[1].name", "'a' is listed twice"),
-        (auth(("a", GOOD, "x"), ("b", GOOD, "x")), "auth.keys[1].hash", "the same key"),
-        (auth(("a", GOOD, "x"), limits="{name: y}"), "auth.tenants[0].name", "of no key"),
-        (auth(("a", GOOD, "x"), share="some"), "auth.share_cache", "none, all"),
-        ("auth: {keys: [{hash: 'sha256:00'}]}", "auth.keys[0].name", "is required"),
-        (f"auth: {{keys: [{{name: a, hash: {GOOD}}}]}}", "auth.keys[0].hash", "never the key"),
-        (auth(("a", GOOD, "x")) + "\npolicy: passthrough", "policy.name", "share_cache: all"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(text: str, path: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(f"backends: [{{url: 'http://a:1'}}]\n{text}", "test")
-    found = {problem.path: problem.message for problem in caught.value.problems}
-    assert said in found[path]
-    assert GOOD not in str(caught.value)
-
-
-def test_a_key_without_a_tenant_is_one_of_its_own() -> None:
-    keys = f"auth: {{keys: [{{name: a, hash: '{hash_text(GOOD)}'}}]}}"
-    config = parse(f"backends: [{{url: 'http://a:1'}}]\n{keys}", "test")
-    assert config.auth.keys[0].tenant == "a"
-    assert hash_text(GOOD)[7:] not in str(config), "it is not written into a log by accident"
