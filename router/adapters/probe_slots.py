@@ -73,8 +73,11 @@ async def keeps_idle_slots(
 
 async def has_ram_cache(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
     """Whether a prompt comes back after another one took its slot: the server keeps such in main
-    memory, and gives them to whoever asks next (llama-server.md section 3)."""
-    prompt = head(tokens, _RAM_CACHE_TOKENS)
+    memory, and gives them to whoever asks next (llama-server.md section 3).
+
+    Neither is the beginning of anything else: what is contained in an entry is not kept again.
+    """
+    prompt = head(pack(reversed(unpack(tokens))), _RAM_CACHE_TOKENS)
     other = pack(reversed(unpack(prompt)))
     for one in (prompt, other):
         await client.prefill(slot, one)
