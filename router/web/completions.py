@@ -118,6 +118,9 @@ class Completions:
         """What the scheduler has to know of a completion. Raises ModelNotFoundError."""
         model = self._directory.resolve(parsed.model)
         reader = self._directory.reader(model)
+        whose = self._from(http)
+        if reader is not None:
+            reader = reader.of(whose["tenant"])
         if parsed.lora:
             # Its KV is another model's (llama-server.md section 1.7).
             prompt = Prompt(unknown="a LoRA adapter for this request alone")
@@ -135,7 +138,7 @@ class Completions:
             whole_backend=parsed.whole_backend,
             reuse=parsed.cache_prompt,
             slot_hint=parsed.slot_hint,
-            **self._from(http),
+            **whose,
             session=_session(http),
         )
         return request, reader

@@ -11,7 +11,7 @@ from router.adapters.llama_wire import ParsedRequest, Route, parse_request
 from router.adapters.prompts import PromptReader
 from router.engine import Engine
 from router.ports import Telemetry
-from router.types import BackendInfo, MemoryKind, Place, Prompt, RequestId
+from router.types import NOBODY, BackendInfo, MemoryKind, Place, Prompt, RequestId, Tenant
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.guard import Guard
@@ -27,6 +27,10 @@ class Reader:
 
     def __init__(self) -> None:
         self.boundaries: list[bool] = []
+
+    def of(self, tenant: Tenant) -> "Reader":
+        assert tenant == NOBODY
+        return self
 
     async def read(self, parsed: ParsedRequest, *, boundaries: bool = False) -> Prompt:
         self.boundaries.append(boundaries)
