@@ -8,7 +8,16 @@ import heapq
 from collections.abc import Iterable, Mapping
 
 from router.core.catalog import Catalog
-from router.core.jobs import CutStep, DispatchStep, Job, PrefillStep, RestoreStep, SaveStep, Step
+from router.core.jobs import (
+    CutStep,
+    DispatchStep,
+    EraseStep,
+    Job,
+    PrefillStep,
+    RestoreStep,
+    SaveStep,
+    Step,
+)
 from router.core.queue import Queue
 from router.core.slots import Slot
 from router.core.tenancy import tenant_of
@@ -31,6 +40,7 @@ _TOP = 10
 _DOING: dict[type[Step], str] = {
     SaveStep: "save",
     CutStep: "cut",
+    EraseStep: "erase",
     RestoreStep: "restore",
     PrefillStep: "prefill",
     DispatchStep: "answer",
@@ -108,7 +118,7 @@ def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
 def _doing(slot: Slot, job: Job | None) -> str | None:
     if job is None or job.doing is None:
         return None
-    worked_on = job.doing.slot if isinstance(job.doing, SaveStep) else job.slot
+    worked_on = job.doing.slot if isinstance(job.doing, SaveStep | EraseStep) else job.slot
     return _DOING[type(job.doing)] if worked_on == slot.id else None
 
 
