@@ -7,8 +7,10 @@ import http.client
 import json
 import selectors
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,7 +47,9 @@ class Reply:
 class Client:
     """One connection at a time to one server."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`headers` go along with every request."""
+        self._headers = headers
         parts = urlsplit(url)
         self._host, self._port = str(parts.hostname), parts.port or 80
         self._connection: http.client.HTTPConnection | None = None
@@ -63,6 +67,7 @@ class Client:
         """One request. Raises WrongAnswerError unless the answer is a 200."""
         connection = self._connected()
         headers = {"Content-Type": "application/json"} if body is not None else {}
+        headers |= self._headers
         start = perf_counter()
         connection.request(method, path, body, headers)
         response = connection.getresponse()

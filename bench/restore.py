@@ -36,6 +36,7 @@ from router.tokens import Tokens, count, join, pack
 from router.types import (
     BackendId,
     BackendInfo,
+    Caller,
     MemoryKind,
     Namespace,
     Outcome,
@@ -120,10 +121,21 @@ class _Silent:
         self.records.append(record)
 
     def rejected(
-        self, request: RequestId, outcome: str, reason: str, clients_id: str | None = None
+        self,
+        request: RequestId,
+        outcome: str,
+        reason: str,
+        clients_id: str | None = None,
+        caller: Caller | None = None,
     ) -> None: ...
 
+    def refused_key(self, reason: str) -> None: ...
+
+    def tenant_limited(self, reason: str) -> None: ...
+
     def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None: ...
+
+    def erase_failed(self, slot: SlotId, problem: str) -> None: ...
 
     def rewritten(self, what: str, size_bytes: int, seconds: float, problem: str) -> None: ...
 

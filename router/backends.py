@@ -39,7 +39,8 @@ def timeouts_of(config: Config) -> Timeouts:
 
 def watch_of(config: Config) -> Watch:
     """How backends are watched, from the configuration."""
-    return Watch(config.health.interval_s, config.health.failures, config.probe.enabled)
+    health = config.health
+    return Watch(health.interval_s, health.failures, config.probe.enabled, config.auth.keeps_apart)
 
 
 def client_of(backend: Backend, connections: Connections, timeouts: Timeouts) -> LlamaClient:

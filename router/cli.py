@@ -11,11 +11,13 @@ from router import __version__
 from router.backends import StartError
 from router.config import Config, ConfigError, from_flags, load
 from router.config_summary import check_text
+from router.config_values import tenant_name
 from router.console.client import DEFAULT_URL, CallError
 from router.console.snapshots import add_options as add_snapshot_options
 from router.console.snapshots import snapshots
 from router.core.policy import PolicyName
 from router.errors import KvError, RouterError
+from router.keys import hash_text, new_key
 from router.logs import set_up_logging
 from router.main import serve
 from router.simulate.command import add_options, simulate
@@ -74,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--llama-server", metavar="PATH", help="the llama-server to use")
     command.add_argument("--keep", action="store_true", help="leave servers and router running")
     command.set_defaults(run=_demo)
+
+    command = commands.add_parser("key", help="make a key for a client")
+    command.add_argument("name", metavar="NAME", help="what the log calls it")
+    command.add_argument("--tenant", help="whose it is; default: NAME, a tenant of its own")
+    command.set_defaults(run=_key)
 
     for name, doing in (
         ("drain", "let a backend finish, save what it holds, and use it no more"),
@@ -165,6 +172,22 @@ def _doctor(options: argparse.Namespace) -> int:
     from router.doctor import doctor
 
     return asyncio.run(doctor(_config(options)))
+
+
+def _key(options: argparse.Namespace) -> int:
+    tenant = options.tenant or options.name
+    for name in (options.name, tenant):
+        try:
+            tenant_name(name)
+        except ValueError as error:
+            print(f"kvferry: {name!r} {error}", file=sys.stderr)
+            return BAD_INPUT
+    key = new_key()
+    print(f"The key, which is kept nowhere; give it to the client:\n\n  {key}\n")
+    print("For the configuration, under `auth: keys:`\n")
+    print(f"    - {{name: {options.name!r}, tenant: {tenant!r},")
+    print(f"       hash: '{hash_text(key)}'}}")
+    return OK
 
 
 def _drain(options: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from router import config_values as values
+from router.config_auth import Auth as Auth
 from router.config_load import ConfigError as ConfigError
 from router.config_load import (
     KeyPath,
@@ -236,6 +237,7 @@ class Config(Section):
     tokenizer: Tokenizer = Tokenizer()
     probe: Probe = Probe()
     admin: Admin = Admin()
+    auth: Auth = Auth()
     logging: Logging = Logging()
     tracing: Tracing = Tracing()
     diagnostics: Diagnostics = Diagnostics()
@@ -244,6 +246,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         misfits = _loops(self.listen, dict(enumerate(self.backends)))
+        if self.auth.keeps_apart and self.policy.name is PolicyName.PASSTHROUGH:
+            message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
+            misfits.append((("policy", "name"), message))
         if misfits:
             raise MisfitError(misfits)
         return self
@@ -252,6 +257,8 @@ class Config(Section):
 _REQUIRED = {
     "backends": "a list with the `url` of each llama-server",
     "url": "the base URL of a llama-server, such as http://127.0.0.1:8081",
+    "name": "letters, digits, dots, underscores or hyphens",
+    "hash": "what `kvferry key NAME` prints",
 }
 
 

@@ -15,7 +15,7 @@ _LIVE = frozenset(
     {
         *("store.max_bytes", "store.max_tokens", "store.min_tokens"),
         *("store.save_when_idle_for", "store.save_on_shutdown"),
-        *("policy", "queue", "limits", "health", "probe"),
+        *("policy", "queue", "limits", "health", "probe", "auth"),
         *("logging.level", "shutdown_grace"),
     }
 )

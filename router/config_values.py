@@ -339,6 +339,11 @@ def backend_name(value: object) -> str:
     return value
 
 
+def tenant_name(value: object) -> str:
+    """A name for logs, and for what is kept on disk of a tenant."""
+    return backend_name(value)
+
+
 def env_name(value: object) -> str:
     """The name of an environment variable. The value is never repeated: it may be the key."""
     if not isinstance(value, str) or not _ENV_NAME.fullmatch(value):

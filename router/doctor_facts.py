@@ -159,7 +159,7 @@ async def gather(
     try:
         facts = await _ask(client, facts)
         if facts.trouble is None:
-            facts = await _try_out(client, facts, known)
+            facts = await _try_out(client, facts, known, tenants=config.auth.keeps_apart)
     except BackendError as error:
         trouble = trouble_of(error)
         if facts.props is not None and trouble is Trouble.STRANGER:
@@ -230,7 +230,9 @@ async def _ask(client: LlamaClient, facts: Facts) -> Facts:
     )
 
 
-async def _try_out(client: LlamaClient, facts: Facts, known: set[Namespace]) -> Facts:
+async def _try_out(
+    client: LlamaClient, facts: Facts, known: set[Namespace], *, tenants: bool
+) -> Facts:
     """Attach to it as `serve` would. Raises BackendError."""
     props, folder = facts.props, facts.folder
     assert props is not None
@@ -247,6 +249,7 @@ async def _try_out(client: LlamaClient, facts: Facts, known: set[Namespace]) -> 
         store=cast(SnapshotStore, store),
         extra_models=facts.backend.models,
         with_probe=not untried,
+        tenants=tenants,
         known=known,
     )
     # A save that was refused leaves no file either: that is not a file unseen.

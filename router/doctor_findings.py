@@ -294,6 +294,12 @@ def _speeds(found: Probe) -> Finding:
 def _idle_slots(attached: Attached) -> Iterator[Finding]:
     """llama-server.md sections 0.1 and 0.6."""
     info, layout = attached.info, attached.probe.layout
+    if attached.probe.ram_cache:
+        yield Finding(
+            Level.WARNING,
+            "its RAM cache gives one tenant's prompts to another; kvferry cannot prevent that",
+            "restart it with --cache-ram 0, or set auth.share_cache: all",
+        )
     flags = f"--cache-ram 0 -np {info.n_slots} --no-kv-unified"
     if not info.keeps_idle_slots:
         yield Finding(

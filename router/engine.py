@@ -24,6 +24,7 @@ from router.core.policy import Policy
 from router.core.queue import QueueLimits
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
+from router.core.tenancy import model_of
 from router.errors import BackendError
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.tasks import Tasks
@@ -196,7 +197,8 @@ class Engine:
     def known_namespaces(self) -> set[Namespace]:
         """All that a backend could belong to."""
         state = self._scheduler.state
-        held = {snapshot.namespace for snapshot, _, _ in state.fleet.catalog.snapshots()}
+        snapshots = state.fleet.catalog.snapshots()
+        held = {model_of(snapshot.namespace) for snapshot, _, _ in snapshots}
         return held | {info.namespace for info in state.fleet.infos.values()}
 
     @property
@@ -307,6 +309,9 @@ class Engine:
             case ef.Restore():
                 work = self._transfers.restore(effect, self.infos.get(effect.slot.backend))
                 self._tasks.spawn(self._answer(work), name=f"restore {effect.slot}")
+            case ef.Erase():
+                work = self._transfers.erase(effect)
+                self._tasks.spawn(self._answer(work), name=f"erase {effect.slot}")
             case ef.Prefill():
                 self._tasks.spawn(self._prefill(effect), name=f"prefill {effect.slot}")
             case ef.StopWork():

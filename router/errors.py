@@ -30,6 +30,23 @@ class NotFoundError(BadRequestError):
     kind = "not_found_error"
 
 
+class UnauthorizedError(RouterError):
+    """No key, or not a good one; in llama-server's own words."""
+
+    status = 401
+    kind = "authentication_error"
+    outcome = "unauthorized"
+
+
+class TenantBusyError(RouterError):
+    """`max_requests` of the tenant are running or waiting."""
+
+    status = 429
+    kind = "rate_limit_error"
+    outcome = "tenant_busy"
+    retry_after_s = 1.0
+
+
 class ForbiddenError(RouterError):
     """A route that only the router may use on a backend, or an operator on the router."""
 

@@ -44,13 +44,14 @@ from router.logs import set_level
 from router.ports import Tracing
 from router.reload import Reload
 from router.tasks import Tasks, spawn
-from router.types import BackendId, Stats
+from router.types import BackendId, Caller, Stats
 from router.vocabularies import Vocabularies
 from router.web.admin import Admin
 from router.web.app import App
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.guard import Guard
+from router.web.keys import Keys, Known
 from router.web.live import Live, Subject
 from router.web.operations import Operations
 from router.web.page import load_page
@@ -69,6 +70,7 @@ def _policy(config: Config) -> Policy:
         coalesce_above_s=config.policy.coalesce_above_s,
         reuse_probability=config.policy.reuse_probability,
         idle_save_after_s=config.store.save_when_idle_for_s,
+        keeps_apart=config.auth.keeps_apart,
     )
 
 
@@ -87,6 +89,16 @@ def _take_settings(settings: Settings, config: Config) -> None:
     settings.body_timeout_s = config.limits.body_timeout_s
     settings.idle_timeout_s = config.limits.idle_timeout_s
     settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
+
+
+def _known(config: Config) -> Known:
+    auth = config.auth
+    limits = [(tenant.name, tenant.max_requests) for tenant in auth.tenants]
+    return Known(
+        callers={key.hash: Caller(key.name, key.tenant) for key in auth.keys},
+        max_requests={name: limit for name, limit in limits if limit is not None},
+        keeps_apart=auth.keeps_apart,
+    )
 
 
 @dataclass(slots=True)
@@ -203,6 +215,7 @@ async def build(
             reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
         )
         settings = Settings()
+        keys = Keys(guard, telemetry)
 
         async def take(wanted: Config) -> None:
             """Put a configuration in force. All that can go wrong comes first."""
@@ -213,6 +226,7 @@ async def build(
             engine.configure(_policy(wanted), _limits(wanted), _queue_limits(wanted))
             engine.snapshots_found(found)
             _take_settings(settings, wanted)
+            keys.known = _known(wanted)
             set_level(wanted.logging.level)
             backends.configure(wanted)
 
@@ -227,8 +241,9 @@ async def build(
             decisions=journal.recent,
         )
         live = Live(subject, tasks.spawn, wall_now)
-        completions = Completions(engine, directory, journal, tasks.spawn, settings, tracing)
+        completions = Completions(engine, directory, journal, tasks.spawn, settings, keys, tracing)
         app = App(
+            keys=keys,
             completions=completions,
             live=live,
             page=await asyncio.to_thread(load_page),

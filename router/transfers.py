@@ -71,6 +71,15 @@ class Transfers:
             effect.request, snapshot.id, transfer.n_tokens, transfer.seconds, rewrite_s
         )
 
+    async def erase(self, effect: ef.Erase) -> ev.Event:
+        """Let the backend empty a slot."""
+        try:
+            await self.backends[effect.slot.backend].erase(effect.slot.index)
+        except BackendError as error:
+            self.telemetry.erase_failed(effect.slot, str(error))
+            return ev.EraseFailed(effect.request, effect.slot, str(error))
+        return ev.Erased(effect.request, effect.slot)
+
     async def cut(self, effect: ef.Cut) -> ev.Event:
         """Make a snapshot of the first tokens of one. No backend takes part."""
         start = self.clock.now()

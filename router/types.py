@@ -13,8 +13,12 @@ RequestId = NewType("RequestId", str)
 SnapshotId = NewType("SnapshotId", str)
 Namespace = NewType("Namespace", str)
 """Names all that must be equal for KV to be reusable: model, adapters, RoPE, cache layout."""
+Tenant = NewType("Tenant", str)
+"""Whose tokens: nothing of one is used for another. No name, `NOBODY`: nobody's in particular."""
 Place = NewType("Place", str)
 """A directory that holds state files; the `--slot-save-path` of one or more backends."""
+
+NOBODY = Tenant("")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -124,6 +128,14 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request, as the configuration calls them."""
+
+    key: str
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What the scheduler has to know of one completion request."""
 
@@ -135,10 +147,12 @@ class Request:
     whole_backend: bool = False  # n > 1 or a batch: takes slots of llama-server's own choice
     reuse: bool = True  # False: `cache_prompt: false`
     slot_hint: int | None = None
+    tenant: Tenant = NOBODY  # whose prompt it is, where tenants are kept apart
     client: str | None = None  # between these the queue is fair
     session: str | None = None  # a hint for `sticky`; tokens are the truth everywhere else
     avoid: frozenset[BackendId] = frozenset()  # failed for this request already
     clients_id: str | None = None  # what its client calls it; for the log
+    caller: Caller | None = None  # for the log; None: there are no keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +268,7 @@ class RequestRecord:
     total_s: float
     predicted_s: float
     clients_id: str | None = None
+    caller: Caller | None = None
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
     missed: Mapping[Miss, int] = field(default_factory=dict)  # adds up to the computed tokens
     nearest: Nearest | None = None

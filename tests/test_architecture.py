@@ -36,6 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "router.tokens": set(),
     "router.ports": {"router.types", "router.tokens", "router.errors"},
     "router.explain": {"router.types", "router.errors", "router.terminal"},
+    "router.keys": set(),
     "router.tasks": set(),
     "router.terminal": set(),
     "router.core": BASE | {"router.core"},
@@ -52,21 +53,23 @@ LAYERS: dict[str, set[str]] = {
     "router.web": BASE
     | {"router.engine", "router.ports", "router.adapters", "router.web"}
     # Sizes and times in a query are written as in the configuration.
-    | {"router.config_load", "router.config_values"}
+    | {"router.config_load", "router.config_values", "router.keys"}
     # To show a decision, and the fleet as it is: their data.
     | {"router.core.plan", "router.core.catalog", "router.core.jobs"}
-    | {"router.core.queue", "router.core.slots"},
+    | {"router.core.queue", "router.core.slots", "router.core.tenancy"},
     # Asks a router over HTTP, like anybody else.
     "router.console": {"router.console", "router.terminal"},
     # One enum: the names of the policies are said once.
     "router.config": {
         "router.types",
         "router.core.policy",
+        "router.config_auth",
         "router.config_load",
         "router.config_values",
     },
     "router.config_summary": {"router.config", "router.config_values", "router.core.policy"},
     "router.config_changes": {"router.types", "router.config", "router.core.policy"},
+    "router.config_auth": {"router.config_load", "router.config_values", "router.keys"},
     "router.config_load": {"router.config_values"},
     "router.config_values": set(),
     "router.logs": {"router.config"},

@@ -17,6 +17,7 @@ from bench import (
     rewrite,
     rig,
     streaming,
+    tenants,
     watched,
 )
 from bench.client import Stream
@@ -101,6 +102,22 @@ def test_restore(tmp_path: Path) -> None:
     expected = ["server", "store", "erase", "call", "engine", "beyond"]
     assert [row["part"] for row in rows] == expected
     assert all(row["n"] == 2 for row in rows)
+
+
+@pytest.mark.real
+def test_tenants(tmp_path: Path) -> None:
+    rows = run(tenants.main, tmp_path, "--rounds", "2", "--tokens", "1500")
+
+    assert [row["route"] for row in rows] == [*tenants.ROUTES, *tenants.ROUTES]
+    # On the tiny model; where all share, it is plain to see.
+    assert all(row["n"] == 2 for row in rows)
+
+
+def test_the_rank_test() -> None:
+    assert tenants.alike([1, 2, 3, 4], [1, 2, 3, 4]) == 1
+    assert tenants.alike(range(20), range(100, 120)) < 1e-6
+    # U is 12, half a pair from the middle, and its deviation 4.79: z is 0.104.
+    assert tenants.alike([1, 4, 6, 7, 9], [2, 3, 5, 8, 10]) == pytest.approx(0.9168, abs=1e-4)
 
 
 def test_agent(tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ PANELS = {
     if panel["type"] != "row"
 }
 # Metrics that are on no panel, with the reason.
-ON_NO_PANEL: dict[str, str] = {}
+ON_NO_PANEL: dict[str, str] = {
+    "kvferry_refused_keys_total": "kvferry_requests_total has them as `unauthorized`",
+    "kvferry_tenant_limits_total": "kvferry_requests_total has them as `tenant_busy`",
+}
 _OURS = re.compile(r"\bkvferry_\w+")
 
 

@@ -158,6 +158,7 @@ def test_nothing_wrong() -> None:
         ({"problem": SWA_FULL, "memory_kind": MemoryKind.UNKNOWN}, "wrong answers", "--swa-full"),
         ({"problem": "odd", "memory_kind": MemoryKind.UNKNOWN}, "odd (restored: ", "newer"),
         ({"keeps_idle_slots": False}, "idle slots", "--cache-ram 0 -np 2 --no-kv-unified"),
+        ({"ram_cache": True}, "one tenant's prompts to another", "--cache-ram 0"),
         ({"endpoint_slots": False}, "what its slots do", "without --no-slots"),
         ({"is_sleeping": True}, "asleep", "without --sleep-idle-seconds"),
         ({"speculative": True}, "speculative", "-md"),

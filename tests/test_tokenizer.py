@@ -20,6 +20,7 @@ from router.adapters.specials import candidates, discover_specials
 from router.adapters.tokenizer import SegmentTokenizer
 from router.errors import BackendError, BackendRefusedError
 from router.tokens import EMPTY, pack, unpack
+from router.types import Tenant
 
 BOS, EOS, START, END = 1, 2, 3, 4
 SPECIALS = {"<s>": BOS, "</s>": EOS, "<|start|>": START, "<|end|>": END}
@@ -147,6 +148,20 @@ async def test_cold_conversation_is_one_call() -> None:
     assert [CHAT.removesuffix(ENDING)] == oracle.calls
 
 
+@pytest.mark.parametrize("cuts", [True, False])
+async def test_what_one_tenant_has_sent_is_new_for_another(cuts: bool) -> None:
+    """Also a short text, and at the same moment. Else its time would tell that it was sent."""
+    oracle = Oracle()
+    made = await checked(oracle) if cuts else make(oracle)
+    for text in (CHAT, "short"):
+        expected = pack(oracle.ids(text, True))
+        for tenants in ("ab", "aa", "bb", "cd"):
+            oracle.calls.clear()
+            asked = [made.tokenize(text, add_special=True, tenant=Tenant(t)) for t in tenants]
+            assert await asyncio.gather(*asked) == [expected, expected]
+            assert len(oracle.calls) == (2 if tenants in ("ab", "cd") else 0)
+
+
 async def test_second_turn_tokenizes_only_what_is_new() -> None:
     oracle = Oracle()
     made = await checked(oracle)
@@ -215,9 +230,9 @@ async def test_long_text_is_cut_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> 
     assert cutter is not None
     cut, split = cutter.cut, cutter.split
 
-    def watched_cut(text: str) -> object:
+    def watched_cut(text: str, tenant: Tenant) -> object:
         threads.add(threading.get_ident())
-        return cut(text)
+        return cut(text, tenant)
 
     def watched_split(ids: object, run: object) -> object:
         threads.add(threading.get_ident())

@@ -20,6 +20,7 @@ from router.adapters.local_template import SEEN_BY_TEMPLATES
 from router.adapters.tokenizer import SegmentTokenizer
 from router.errors import BackendError
 from router.tokens import WIDTH, Tokens, common_prefix, count, unpack
+from router.types import NOBODY, Tenant
 
 log = structlog.get_logger(__name__)
 
@@ -84,11 +85,14 @@ class _Search:
 
 
 class BoundaryFinder:
-    """For the prompts of one vocabulary. One event loop."""
+    """For a tenant's prompts of one vocabulary. One event loop."""
 
-    def __init__(self, render: Render, tokenizer: SegmentTokenizer) -> None:
+    def __init__(
+        self, render: Render, tokenizer: SegmentTokenizer, tenant: Tenant = NOBODY
+    ) -> None:
         self._render = render
         self._tokenizer = tokenizer
+        self._tenant = tenant
         self._openings: OrderedDict[bytes, Tokens] = OrderedDict()
         self._named: frozenset[str] = frozenset()
         self._marks: frozenset[int] = frozenset()
@@ -182,7 +186,7 @@ class BoundaryFinder:
         chat.pop("add_generation_prompt", None)
         try:
             text = await self._render(chat, generation_prompt)
-            return await self._tokenizer.tokenize(text, add_special=True)
+            return await self._tokenizer.tokenize(text, add_special=True, tenant=self._tenant)
         except BackendError as error:
             log.debug("boundary_not_found", reason=str(error))
             return None

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from router.core.plan import Plan
-from router.types import RequestId, RequestRecord
+from router.types import Caller, RequestId, RequestRecord
 
 Json = dict[str, Any]
 
@@ -36,6 +36,7 @@ class Entry:
     record: RequestRecord | None = None
     plan: Plan | None = None
     chat: Json | None = None
+    caller: Caller | None = None
 
     def as_json(self) -> Json:
         """Every field in each entry, null where nothing is known. Seconds, tokens; no text."""
@@ -46,6 +47,8 @@ class Entry:
             "backend": record.slot.backend if record else None,
             "slot": record.slot.index if record else None,
             "source": record.source if record else None,
+            "key": self.caller.key if self.caller else None,
+            "tenant": self.caller.tenant if self.caller else None,
             "reason": self.reason,
             "outcome": self.outcome,
             "prompt_tokens": record.prompt_tokens if record else None,
@@ -76,13 +79,15 @@ class Journal:
         """A request that reached a backend is over."""
         if self.limit:
             told = Entry(record.request, self._wall_now(), record.outcome, record.reason)
-            told.record, told.plan = record, plan
+            told.record, told.plan, told.caller = record, plan, record.caller
             self._add(told)
 
-    def rejected(self, request: RequestId, outcome: str, reason: str) -> None:
+    def rejected(
+        self, request: RequestId, outcome: str, reason: str, caller: Caller | None = None
+    ) -> None:
         """A request was answered by the router itself; after attempts that failed, those tell."""
         if self.limit and request not in self._entries:
-            self._add(Entry(request, self._wall_now(), outcome, reason))
+            self._add(Entry(request, self._wall_now(), outcome, reason, caller=caller))
 
     def keep_chat(self, request: RequestId, chat: Json, size_bytes: int) -> None:
         """Keep the body of a chat that is over, if it left something that was held.

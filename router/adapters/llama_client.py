@@ -225,8 +225,18 @@ class LlamaClient:
         return reply.transfer_from(payload, action)
 
     async def erase(self, slot: int) -> None:
-        """Empty an idle slot."""
-        await self._call("POST", f"/slots/{slot}?action=erase", b"{}", self._timeouts.action_s)
+        """Empty an idle slot, but for a token that is nobody's.
+
+        A server without `--slot-save-path` erases nothing (llama-server.md section 1.1); there a
+        prompt of one token that reuses nothing takes the place of what the slot held.
+        """
+        path, timeout_s = f"/slots/{slot}?action=erase", self._timeouts.action_s
+        try:
+            await self._call("POST", path, b"{}", timeout_s)
+        except BackendRefusedError as error:
+            if error.backend_status != HTTPStatus.NOT_IMPLEMENTED:
+                raise
+            await self._call("POST", "/completion", wire.overwrite_body(slot), timeout_s)
 
     async def prefill(self, slot: int, tokens: Tokens) -> Reported:
         """Compute `tokens` in an idle slot, which holds exactly them afterwards.

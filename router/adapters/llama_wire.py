@@ -366,6 +366,12 @@ def prefill_body(tokens: Tokens, slot: int) -> bytes:
     )
 
 
+def overwrite_body(slot: int) -> bytes:
+    """For POST /completion: leave one token, which every vocabulary has, in a slot."""
+    body = {"prompt": [0], "id_slot": slot, "n_predict": 0, "cache_prompt": False}
+    return orjson.dumps(body)
+
+
 def fingerprint_body(tokens: Tokens, slot: int) -> bytes:
     """For POST /completion: the likeliest next tokens, to tell models apart by what they do."""
     return orjson.dumps(

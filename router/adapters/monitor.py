@@ -37,6 +37,12 @@ class Attached:
     probe: Probe
 
 
+MIXES_TENANTS = (
+    "its RAM cache gives one tenant's prompts to another, which is not to be prevented from"
+    " outside; restart it with --cache-ram 0"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Watch:
     """How a backend is watched; seconds."""
@@ -44,6 +50,7 @@ class Watch:
     interval_s: float = 2.0
     failures: int = 2
     probe: bool = True
+    tenants: bool = False  # are kept apart
 
 
 class Monitor:
@@ -168,6 +175,7 @@ class Monitor:
             store=self._store,
             extra_models=self._extra_models,
             with_probe=self.watch.probe,
+            tenants=self.watch.tenants,
             known=self._known_namespaces(),
             only=only,
         )
@@ -191,6 +199,8 @@ def _log_attached(event: str, attached: Attached) -> None:
     )
     if attached.probe.problem:
         log.warning("backend_limited", backend=info.id, reason=attached.probe.problem)
+    if attached.probe.ram_cache:
+        log.warning("backend_mixes_tenants", backend=info.id, reason=MIXES_TENANTS)
     if attached.probe.note:
         log.info("backend_note", backend=info.id, note=attached.probe.note)
 
@@ -207,6 +217,7 @@ async def attach(
     store: SnapshotStore | None,
     extra_models: tuple[str, ...] = (),
     with_probe: bool = True,
+    tenants: bool = False,
     known: set[Namespace] | None = None,
     only: Collection[int] | None = None,
 ) -> Attached:
@@ -220,7 +231,9 @@ async def attach(
     allowed = [
         s if only is None or s.index in only else replace(s, is_processing=True) for s in slots
     ]
-    found = await probe(client, store, place, allowed) if with_probe else Probe()
+    found = Probe()
+    if with_probe:
+        found = await probe(client, store, place, allowed, tenants=tenants)
     layout = found.layout.fingerprint() if found.layout else ""
     info = BackendInfo(
         id=client.id,

@@ -13,7 +13,13 @@ from pathlib import Path
 from router.adapters import kv_files, kv_shape
 from router.adapters.identity import Behaviour, alike
 from router.adapters.llama_client import LlamaClient
-from router.adapters.probe_slots import erase, keeps_idle_slots, put_aside, put_back
+from router.adapters.probe_slots import (
+    erase,
+    has_ram_cache,
+    keeps_idle_slots,
+    put_aside,
+    put_back,
+)
 from router.errors import BackendError, KvError, KvFileError
 from router.kvfile.head import read_head
 from router.kvfile.layout import Layout, read_layout
@@ -68,6 +74,7 @@ class Probe:
     cuts: bool = False  # a prefix cut out of the file did what the whole did
     problem: str | None = None  # why snapshots are off, in words for the operator
     note: str | None = None  # what is worth knowing and stops nothing
+    ram_cache: bool | None = None  # prompts come back from main memory; None: not asked
     untried: bool = False  # there was no idle slot to try anything in
 
     @property
@@ -88,11 +95,17 @@ class Probe:
 
 
 async def probe(
-    client: LlamaClient, store: SnapshotStore | None, place: Place | None, slots: list[SlotStatus]
+    client: LlamaClient,
+    store: SnapshotStore | None,
+    place: Place | None,
+    slots: list[SlotStatus],
+    *,
+    tenants: bool = False,
 ) -> Probe:
     """Probe one backend. Raises BackendError if it goes away; all else is in the result.
 
     Works on an idle slot, an empty one if there is one; what that slot held is put back.
+    `tenants` are to be kept apart: see whether it would.
     """
     found = Probe()
     idle = [slot for slot in slots if not slot.is_processing]
@@ -118,6 +131,8 @@ async def probe(
         await erase(client, slot.index)
         found.behaviour = await client.fingerprint(slot.index, tokens)
         found.keeps_idle_slots = await keeps_idle_slots(client, slots, slot, tokens)
+        if tenants:
+            found.ram_cache = await has_ram_cache(client, slot.index, tokens)
     finally:
         await put_back(client, store, place, slot, keep)
     return found

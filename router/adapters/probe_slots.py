@@ -7,10 +7,12 @@ import structlog
 from router.adapters.llama_client import LlamaClient
 from router.errors import BackendError, BackendRefusedError, KvError
 from router.ports import SnapshotStore
-from router.tokens import Tokens, head
+from router.tokens import Tokens, count, head, pack, unpack
 from router.types import Place, SlotStatus
 
 log = structlog.get_logger(__name__)
+
+_RAM_CACHE_TOKENS = 32  # of a prompt that could come back
 
 
 async def put_aside(
@@ -67,6 +69,20 @@ async def keeps_idle_slots(
         await erase(client, empty[0].index)
         return after.get(used.index, 0) > 0
     return all(after.get(s.index, 0) > 0 for s in others)
+
+
+async def has_ram_cache(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
+    """Whether a prompt comes back after another one took its slot: the server keeps such in main
+    memory, and gives them to whoever asks next (llama-server.md section 3).
+
+    Neither is the beginning of anything else: what is contained in an entry is not kept again.
+    """
+    prompt = head(pack(reversed(unpack(tokens))), _RAM_CACHE_TOKENS)
+    other = pack(reversed(unpack(prompt)))
+    for one in (prompt, other):
+        await client.prefill(slot, one)
+    again = await client.prefill(slot, prompt)
+    return (again.cached_tokens or 0) > count(prompt) // 2
 
 
 async def erase(client: LlamaClient, slot: int) -> None:

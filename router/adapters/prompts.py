@@ -26,7 +26,7 @@ from router.adapters.parts import Part, part_at
 from router.adapters.tokenizer import SegmentTokenizer
 from router.errors import BackendError, BackendRefusedError
 from router.tokens import Tokens, count, head, join, pack, tail
-from router.types import Nearest, Prompt
+from router.types import NOBODY, Nearest, Prompt, Tenant
 
 log = structlog.get_logger(__name__)
 
@@ -42,11 +42,21 @@ class Vocabulary:
 
 
 class PromptReader:
-    """Reads prompts with the vocabulary of one backend."""
+    """Reads prompts with the vocabulary of one backend, and remembers them for one tenant."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, tenant: Tenant = NOBODY) -> None:
         self._vocabulary = vocabulary
-        self._finder = BoundaryFinder(self._render, vocabulary.tokenizer)
+        self._tenant = tenant
+        self._finder = BoundaryFinder(self._render, vocabulary.tokenizer, tenant)
+        self._others: dict[Tenant, PromptReader] = {}
+
+    def of(self, tenant: Tenant) -> "PromptReader":
+        """The same for a tenant; there are as many as the configuration has."""
+        if tenant == self._tenant:
+            return self
+        if tenant not in self._others:
+            self._others[tenant] = PromptReader(self._vocabulary, tenant)
+        return self._others[tenant]
 
     async def read(self, parsed: ParsedRequest, *, boundaries: bool = False) -> Prompt:
         """The prompt of a request; unknown with a reason if the backend cannot tell.
@@ -116,11 +126,12 @@ class PromptReader:
         return await self._vocabulary.client.apply_template(orjson.dumps(body))
 
     async def _tokenize(self, text: str, *, add_special: bool) -> Tokens:
-        return await self._vocabulary.tokenizer.tokenize(text, add_special=add_special)
+        tokenizer = self._vocabulary.tokenizer
+        return await tokenizer.tokenize(text, add_special=add_special, tenant=self._tenant)
 
     async def answer(self, text: str) -> Tokens:
         """The ids of an answer, which stands for itself. Raises BackendError."""
-        return await self._vocabulary.tokenizer.tokenize(text, add_special=False)
+        return await self._tokenize(text, add_special=False)
 
     async def part(self, chat: dict[str, Any], nearest: Nearest) -> Part | None:
         """In which part of a chat without media it left `nearest`; None if it is not rendered as
@@ -144,14 +155,14 @@ class PromptReader:
         source = parsed.prompt_source
         try:
             if isinstance(source, TextPrompt):
-                await tokenizer.disagreed(source.text, add_special=True)
+                await tokenizer.disagreed(source.text, add_special=True, tenant=self._tenant)
             elif isinstance(source, ChatPrompt) and not source.media:
                 text = await self._by_backend(source.body)
                 local = self._vocabulary.template
                 if local is not None and local.render(source.body) not in (None, text):
                     self._vocabulary.template = None
                     log.warning("template_dropped", reason="the backend renders this otherwise")
-                await tokenizer.disagreed(text, add_special=True)
+                await tokenizer.disagreed(text, add_special=True, tenant=self._tenant)
         except BackendError as error:
             log.info("tokenizer_not_compared", reason=without_prompt(error))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from router.tokens import WIDTH, Tokens, pack
+from router.types import NOBODY, Tenant
 
 SHORT_KEY = 64  # characters; a text that is no longer than that is its own key
 BRIDGE = 256  # characters; re-tokenizing so many known ones is cheaper than one more call
@@ -18,10 +19,13 @@ class Segment:
     special: int | None  # None: the part before the first special
 
 
-def key_of(text: str) -> str | bytes:
-    if len(text) <= SHORT_KEY:
+def key_of(text: str, tenant: Tenant = NOBODY) -> str | bytes:
+    """What a text is remembered by. Each tenant has keys of its own: how soon a text becomes
+    tokens would else tell who has sent it before."""
+    if len(text) <= SHORT_KEY and not tenant:
         return text
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    told = text.encode("utf-8", "surrogatepass")
+    return blake2b(told, digest_size=16, key=tenant.encode()).digest()
 
 
 class Cutter:
@@ -31,7 +35,7 @@ class Cutter:
         longest_first = sorted(specials, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def cut(self, text: str) -> list[Segment]:
+    def cut(self, text: str, tenant: Tenant = NOBODY) -> list[Segment]:
         """All of `text` in order; no segment is empty."""
         found = [(m.start(), self._ids[m.group()]) for m in self._pattern.finditer(text)]
         heads: list[tuple[int, int | None]] = [*found]
@@ -39,7 +43,7 @@ class Cutter:
             heads.insert(0, (0, None))
         ends = [start for start, _ in heads[1:]] + [len(text)] * bool(heads)
         parts = [(text[at:end], id_) for (at, id_), end in zip(heads, ends, strict=True)]
-        return [Segment(key_of(part), part, id_) for part, id_ in parts]
+        return [Segment(key_of(part, tenant), part, id_) for part, id_ in parts]
 
     def split(self, ids: Sequence[int], run: Sequence[Segment]) -> list[Tokens] | None:
         """The ids of each segment of `run`, or None if they do not fall into these segments."""

@@ -12,6 +12,7 @@ from router.types import (
     BackendId,
     BackendInfo,
     BackendStats,
+    Caller,
     Miss,
     Outcome,
     RequestId,
@@ -152,6 +153,21 @@ class PrometheusTelemetry:
             ["action"],
             registry=registry,
         )
+        self._refused_keys = Counter(
+            "kvferry_refused_keys",
+            "Requests without a good key",
+            ["reason"],
+            registry=registry,
+        )
+        self._tenant_limits = Counter(
+            "kvferry_tenant_limits",
+            "Requests that were refused for a limit of their tenant",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in ("missing", "wrong"):
+            self._refused_keys.labels(reason)
+        self._tenant_limits.labels("max_requests")
         # Looked up once: with every request it would cost more than counting.
         sources = ("resident", "snapshot", "computed")
         self._tokens = {source: self._prompt_tokens.labels(source) for source in sources}
@@ -165,7 +181,7 @@ class PrometheusTelemetry:
                 self._backend_requests.labels(backend, outcome)
             for source in (Source.RESIDENT, Source.SNAPSHOT, Source.COPY):
                 self._avoided.labels(backend, source)
-        for action in ("save", "restore", "delete", "cut"):
+        for action in ("save", "restore", "delete", "cut", "erase"):
             self._failures.labels(action)
         for what in ("cut", "restream"):
             self._rewrite.labels(what)
@@ -178,12 +194,10 @@ class PrometheusTelemetry:
         self._uncounted.append(record)
         if len(self._uncounted) >= _COUNTED_AT_ONCE:
             self.count()
-        theirs = record.clients_id
-        named = {} if theirs is None else {"client_request_id": theirs}
         log.info(
             "request",
             request_id=record.request,
-            **named,
+            **_from(record.clients_id, record.caller),
             outcome=record.outcome,
             slot=str(record.slot),
             source=record.source,
@@ -231,12 +245,25 @@ class PrometheusTelemetry:
             self._missed_for[reason].inc(tokens)
 
     def rejected(
-        self, request: RequestId, outcome: str, reason: str, clients_id: str | None = None
+        self,
+        request: RequestId,
+        outcome: str,
+        reason: str,
+        clients_id: str | None = None,
+        caller: Caller | None = None,
     ) -> None:
         """Count and log a request that the router answered itself."""
         self._requests.labels(outcome).inc()
-        named = {} if clients_id is None else {"client_request_id": clients_id}
+        named = _from(clients_id, caller)
         log.info("request", request_id=request, **named, outcome=outcome, reason=reason)
+
+    def refused_key(self, reason: str) -> None:
+        """A request had no key, or not a good one."""
+        self._refused_keys.labels(reason).inc()
+
+    def tenant_limited(self, reason: str) -> None:
+        """A request was refused for a limit of its tenant."""
+        self._tenant_limits.labels(reason).inc()
 
     def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None:
         """A save ended."""
@@ -271,6 +298,11 @@ class PrometheusTelemetry:
             seconds=_ms(transfer.seconds),
         )
 
+    def erase_failed(self, slot: SlotId, problem: str) -> None:
+        """A slot could not be emptied of another tenant's tokens."""
+        self._failures.labels("erase").inc()
+        log.warning("erase_failed", slot=str(slot), reason=problem)
+
     def rewritten(self, what: str, size_bytes: int, seconds: float, problem: str) -> None:
         """A state file was made out of another, or could not be."""
         if problem:
@@ -297,6 +329,12 @@ class _First(Collector):
     def collect(self) -> Iterable[Metric]:
         self._do()
         return ()
+
+
+def _from(clients_id: str | None, caller: Caller | None) -> dict[str, str]:
+    """Whose request it is, as far as that is known."""
+    named = {} if clients_id is None else {"client_request_id": clients_id}
+    return named if caller is None else named | {"key": caller.key, "tenant": caller.tenant}
 
 
 class EngineCollector(Collector):

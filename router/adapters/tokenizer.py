@@ -35,6 +35,7 @@ from router.adapters.specials import (
 from router.errors import BackendError
 from router.ports import Spawn
 from router.tokens import EMPTY, Tokens, join, pack
+from router.types import NOBODY, Tenant
 
 DEFAULT_CACHE_BYTES = 64 << 20
 LONG_TEXT = 256 * 1024  # characters; cutting and hashing so much chat text takes 1 ms
@@ -186,29 +187,32 @@ class SegmentTokenizer:
                 return False
         return True
 
-    async def tokenize(self, text: str, *, add_special: bool) -> Tokens:
+    async def tokenize(self, text: str, *, add_special: bool, tenant: Tenant = NOBODY) -> Tokens:
         """The ids of `text`, specials parsed. `add_special` adds what the model wants around it.
+        What is remembered of it is the tenant's own.
 
         A caller that is cancelled stops waiting and nothing else: the work goes on for whoever
         asks next. Raises BackendError; a failure is not remembered.
         """
         while True:
             epoch = self._epoch
-            tokens = await self._tokenize(text, add_special)
+            tokens = await self._tokenize(text, add_special, tenant)
             if epoch == self._epoch:
                 return tokens
 
-    async def _tokenize(self, text: str, add_special: bool) -> Tokens:
+    async def _tokenize(self, text: str, add_special: bool, tenant: Tenant) -> Tokens:
         cutter, long = self._cutter, len(text) > LONG_TEXT
         if cutter is not None:
-            segments = await asyncio.to_thread(cutter.cut, text) if long else cutter.cut(text)
+            cut = partial(cutter.cut, text, tenant)
+            segments = await asyncio.to_thread(cut) if long else cut()
             if len(segments) <= MAX_SEGMENTS:
                 parts = await self._parts(cutter, segments)
                 if parts is not None:
                     return self._framed(parts, add_special)
                 # An answer that does not fall into its segments is not to be remembered.
                 return await self._direct(text, add_special)
-        key = (add_special, await asyncio.to_thread(key_of, text) if long else key_of(text))
+        name = partial(key_of, text, tenant)
+        key = (add_special, await asyncio.to_thread(name) if long else name())
         known = self._known(key)
         if known is None:
             known = self._pending[key] = asyncio.get_running_loop().create_future()
@@ -323,7 +327,9 @@ class SegmentTokenizer:
         self.n_disagreed += 1
         return False
 
-    async def disagreed(self, text: str, *, add_special: bool) -> str | None:
+    async def disagreed(
+        self, text: str, *, add_special: bool, tenant: Tenant = NOBODY
+    ) -> str | None:
         """Compare `text` with a full call and drop, for good, what made it differ.
 
         Returns what was dropped and why; None if the ids were right, so that the reason is
@@ -335,7 +341,7 @@ class SegmentTokenizer:
             return None
         direct = await self._direct(text, add_special)
         reason = None
-        while not await self._gives(direct, text, add_special):
+        while not await self._gives(direct, text, add_special, tenant):
             if self._local is not None:
                 self._local, reason = None, "local tokenizer dropped: its ids are not the backend's"
             elif self._cutter is not None:
@@ -352,8 +358,8 @@ class SegmentTokenizer:
             _log.warning("tokenizer_dropped", reason=reason, n_disagreed=self.n_disagreed)
         return reason
 
-    async def _gives(self, direct: Tokens, text: str, add_special: bool) -> bool:
-        if await self.tokenize(text, add_special=add_special) != direct:
+    async def _gives(self, direct: Tokens, text: str, add_special: bool, tenant: Tenant) -> bool:
+        if await self.tokenize(text, add_special=add_special, tenant=tenant) != direct:
             return False
         if self._cutter is None or self._local is not None:
             return True

@@ -27,6 +27,7 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         total_s=total_s,
         predicted_s=account.plan.ttft_s + account.waited_s,
         clients_id=account.request.clients_id,
+        caller=account.request.caller,
         avoided_s=account.avoided_s,
         missed=_missed(account, computed),
         nearest=sight.nearest if sight is not None else None,

@@ -69,7 +69,8 @@ class Ask:
         """How many tokens of the prompt a slot holds, or will hold after its lease."""
         if self._shared is None:
             fleet = self.fleet
-            self._shared = fleet.holdings.shared(fleet.slots, self.request.prompt.tokens)
+            request = self.request
+            self._shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, request.tenant)
         return self._shared
 
     def running(self, backend: BackendId) -> int:

@@ -6,7 +6,7 @@ from router.core.endings import end, watch
 from router.core.jobs import Job
 from router.core.slots import UNKNOWN, Resident
 from router.core.state import State
-from router.types import BackendId, BackendInfo, MemoryKind, RequestId
+from router.types import NOBODY, BackendId, BackendInfo, MemoryKind, RequestId
 
 # One to try things in, and one to see whether a start there empties the other.
 _PROBE_SLOTS = 2
@@ -56,7 +56,7 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
         lease, *others = [slot.lease(name) for slot in chosen]
         state.jobs[name] = Job(id=name, lease=lease, others=others, since=now)
     for slot in chosen:
-        slot.busy_until = now + _PROBE_S
+        slot.busy_until, slot.tenant = now + _PROBE_S, NOBODY
 
 
 def probed(state: State, event: ev.Probed, now: float) -> None:

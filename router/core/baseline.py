@@ -35,7 +35,8 @@ def baseline(ask: Ask, room: list[BackendId]) -> Plan | None:
     else:
         slot = min(free, key=lambda s: (ask.running(s.id.backend), s.last_used, s.id))
     held, wanted = slot.resident.tokens, ask.request.prompt.tokens
-    common = 0 if ask.has_no_say else common_prefix(held, wanted)
+    foreign = slot.tenant != ask.request.tenant
+    common = 0 if foreign or ask.has_no_say else common_prefix(held, wanted)
     reused = reused_of(ask, slot, common)
     chosen = resident(ask, slot, common, reused) if reused else cold(ask, slot)
     return Plan(
@@ -58,4 +59,5 @@ def _home(fleet: Fleet, request: Request) -> SlotId | None:
 
 def sticky_key(request: Request) -> str:
     """What a conversation is known by: its session header, else its first 128 tokens."""
-    return request.session or request.prompt.tokens[:512].hex() or request.id
+    known_by = request.session or request.prompt.tokens[:512].hex() or request.id
+    return f"{known_by} {request.tenant}" if request.tenant else known_by

@@ -8,6 +8,7 @@ from router.core.displacement import can_save, saving_pays
 from router.core.plan import Candidate
 from router.core.reuse import can_restore, goes_back, reusable_tokens
 from router.core.slots import Resident, Slot
+from router.core.tenancy import namespace_of
 from router.types import BackendId, BackendInfo, SlotId, Source, StateShape
 
 # Snapshots that are priced for each backend: those that share most, of these the shortest. One
@@ -143,9 +144,8 @@ def _files(ask: Ask, info: BackendInfo, owner: _Owner | None) -> Files:
 
 def _find_files(ask: Ask, info: BackendInfo) -> list[File]:
     catalog, prompt = ask.fleet.catalog, ask.request.prompt
-    useful = catalog.useful(
-        info.memory_kind, info.namespace, prompt.tokens, ask.n_prompt, _SNAPSHOTS
-    )
+    namespace = namespace_of(info, ask.request.tenant)
+    useful = catalog.useful(info.memory_kind, namespace, prompt.tokens, ask.n_prompt, _SNAPSHOTS)
     found: list[File] = []
     for match, reused in useful:
         if reused < catalog.limits.min_tokens:

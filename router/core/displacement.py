@@ -3,7 +3,7 @@
 from router.core.fleet import Fleet
 from router.core.reuse import can_restore
 from router.core.slots import Slot
-from router.types import BackendInfo
+from router.types import NOBODY, BackendInfo
 
 
 def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
@@ -33,7 +33,7 @@ def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> tuple[float, float, 
     3. Else what no snapshot holds is computed again.
     """
     n_held = len(slot.resident)
-    if n_held <= kept:
+    if n_held <= kept or (fleet.policy.keeps_apart and slot.tenant == NOBODY):
         return 0.0, 0.0, False
     info = fleet.infos[slot.id.backend]
     rates, chance = fleet.rates[info.id], fleet.policy.reuse_probability

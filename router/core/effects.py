@@ -63,6 +63,14 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Erase:
+    """Empty an idle slot. Answered by Erased or EraseFailed."""
+
+    request: RequestId
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
 class Prefill:
     """Compute tokens in an idle slot, no answer wanted. Answered by Prefilled or PrefillFailed."""
 
@@ -151,6 +159,7 @@ Effect = (
     Save
     | Cut
     | Restore
+    | Erase
     | Prefill
     | Dispatch
     | Reject

@@ -10,7 +10,7 @@ from router.core.residency import after_answer, after_either, after_finish, afte
 from router.core.slots import UNKNOWN, Resident, Slot
 from router.core.state import State
 from router.errors import NoBackendError
-from router.types import BackendId, Outcome, RequestId
+from router.types import NOBODY, BackendId, Outcome, Request, RequestId
 
 
 def lose_backend(state: State, backend: BackendId, now: float) -> None:
@@ -87,6 +87,7 @@ def _follow(state: State, job: Job, index: int) -> None:
     leased.release(job.lease, leased.resident, leased.last_used)
     leased.generation += 1  # the answer will be read under this lease, and is not here
     job.lease = actual.lease(job.id)
+    actual.tenant = actual.taker = job.request.tenant
     job.sent_over = actual.resident
     actual.start(job.lease)
     actual.pending, actual.busy_until = pending, busy_until
@@ -138,6 +139,7 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
     for slot in state.fleet.slots.of(job.slot.backend):
         if slot.is_idle:
             slot.resident = after_either(slot.resident, job.request.prompt)
+            _mix(slot, job.request)
     # Where a start empties the idle slots, it emptied ours if it was elsewhere.
     lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
     return after_either(job.sent_over if lasts else UNKNOWN, job.request.prompt)
@@ -161,7 +163,14 @@ def _abandon(state: State, job: Job, now: float) -> None:
         _doubt_drained(state, job)
         for slot in state.fleet.slots.of(job.slot.backend):
             if slot.is_idle:
+                _mix(slot, job.request)
                 watch(state, slot)
+
+
+def _mix(slot: Slot, request: Request) -> None:
+    """A slot holds what it held, or a request's tokens: if those are two tenants', nobody's."""
+    if slot.tenant != request.tenant:
+        slot.tenant = NOBODY
 
 
 def _doubt_drained(state: State, job: Job) -> None:
@@ -187,6 +196,7 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
         return
     if job.request is None or job.doubted:
         held = UNKNOWN if event.n_tokens is None else Resident(unread=event.n_tokens)
+        state.fleet.slots[job.slot].tenant = NOBODY  # somebody else may have used it
         end(state, job, now, held)
     else:
         end(state, job, now, after_quiet(job.sent_over, job.request.prompt, event.n_tokens))

@@ -181,6 +181,23 @@ class RestoreFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Erased:
+    """A slot holds nothing."""
+
+    request: RequestId
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
+class EraseFailed:
+    """It is not known what the slot holds."""
+
+    request: RequestId
+    slot: SlotId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     """The prompt, less its last token, is in the slot."""
 
@@ -263,6 +280,8 @@ Event = (
     | CutFailed
     | Restored
     | RestoreFailed
+    | Erased
+    | EraseFailed
     | Prefilled
     | PrefillFailed
     | Launched

@@ -8,8 +8,9 @@ from router.core.ghosts import Ghosts
 from router.core.holdings import Holdings
 from router.core.policy import Policy
 from router.core.slots import Phase, Resident, Slot, SlotTable
+from router.core.tenancy import namespace_of, tempts
 from router.tokens import count
-from router.types import BackendId, BackendInfo, Request, SlotId
+from router.types import BackendId, BackendInfo, Request, SlotId, Tenant
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class Fleet:
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
     displaced: Ghosts = field(default_factory=Ghosts, repr=False, compare=False)
     # What `reach` found last, and for what.
-    _reach: dict[SlotId, tuple[Resident, BackendInfo, int, int]] = field(
+    _reach: dict[SlotId, tuple[Resident, BackendInfo, Tenant, int, int]] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -62,6 +63,8 @@ class Fleet:
             return phases[Phase.IDLE] == len(self.slots.of(backend))
         if not request.pinnable and phases[Phase.DRAINING]:
             return False  # the slot may be idle already, and the server's choice
+        if not request.pinnable and self.tempting(backend, request, Phase.RUNNING):
+            return False  # the same, when its answer ends
         return not (self.needs_gate(backend, request) and phases[Phase.PREPARING])
 
     def has_room(self, backend: BackendId, request: Request) -> bool:
@@ -90,6 +93,16 @@ class Fleet:
             or not self.infos[backend].keeps_idle_slots
         )
 
+    def tempting(self, backend: BackendId, request: Request, phase: Phase) -> list[Slot]:
+        """Slots in this phase with another tenant's tokens, where the server may put a request
+        that cannot be pinned. The baselines compute no prompt first."""
+        first = self.policy.moves_kv
+        return [
+            slot
+            for slot in self.slots.of(backend)
+            if slot.phase is phase and tempts(slot, request, computed_first=first)
+        ]
+
     def running(self, backend: BackendId) -> int:
         """Streams that stop while a state file is written or read."""
         return self.slots.phases(backend)[Phase.RUNNING]
@@ -107,12 +120,12 @@ class Fleet:
         The price of taking any slot away depends on it, and it seldom changes.
         """
         resident, info = slot.resident, self.infos[slot.id.backend]
-        changes = self.catalog.changes
+        tenant, changes = slot.tenant, self.catalog.changes
         known = self._reach.get(slot.id)
-        if known and known[0] is resident and known[1] is info and known[2] == changes:
-            return known[3]
-        reach = self.catalog.reach(info.memory_kind, info.namespace, resident.tokens)
-        self._reach[slot.id] = resident, info, changes, reach
+        if known and known[0] is resident and known[1] is info and known[2:4] == (tenant, changes):
+            return known[4]
+        reach = self.catalog.reach(info.memory_kind, namespace_of(info, tenant), resident.tokens)
+        self._reach[slot.id] = resident, info, tenant, changes, reach
         return reach
 
     def forget(self, backend: BackendId) -> None:
@@ -129,7 +142,7 @@ class Fleet:
         """A slot is about to lose all but `kept` tokens: remember what no snapshot holds."""
         tokens = slot.resident.tokens
         if count(tokens) > kept and count(tokens) > self.reach(slot):
-            self.displaced.add(self.infos[slot.id.backend].namespace, tokens)
+            self.displaced.add(namespace_of(self.infos[slot.id.backend], slot.tenant), tokens)
 
     def wants(self, slot: Slot, request: Request) -> bool:
         """The client's own `id_slot`, if it sent one that this backend has, is this slot's."""

@@ -3,7 +3,7 @@
 from router.core.prefix_index import PrefixIndex
 from router.core.slots import Phase, SlotTable
 from router.tokens import EMPTY, Tokens
-from router.types import BackendId, SlotId
+from router.types import NOBODY, BackendId, SlotId, Tenant
 
 
 class Holdings:
@@ -17,9 +17,11 @@ class Holdings:
         self._index: PrefixIndex[SlotId] = PrefixIndex()
         self._known: dict[BackendId, list[Tokens]] = {}  # what the index has of each slot
 
-    def shared(self, slots: SlotTable, tokens: Tokens) -> dict[SlotId, int]:
-        """How many leading tokens of `tokens` each slot shares; those that share none are left
-        out. Of a slot that is leased counts what its lease computes."""
+    def shared(
+        self, slots: SlotTable, tokens: Tokens, tenant: Tenant = NOBODY
+    ) -> dict[SlotId, int]:
+        """How many leading tokens of `tokens` each slot of a tenant shares; those that share none
+        are left out. Of a slot that is leased counts what its lease computes."""
         idle = Phase.IDLE
         for backend, ones in slots.by_backend():
             known = self._known.get(backend)
@@ -30,7 +32,8 @@ class Holdings:
                 if held is not known[at]:
                     self._change(slot.id, known[at], held)
                     known[at] = held
-        return dict(self._index.shares(tokens))
+        found = self._index.shares(tokens)
+        return {name: common for name, common in found if slots[name].whose == tenant}
 
     def forget(self, backend: BackendId) -> None:
         """A backend has no slots any more."""

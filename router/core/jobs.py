@@ -28,6 +28,13 @@ class CutStep:
 
 
 @dataclass(frozen=True, slots=True)
+class EraseStep:
+    """Empty a slot that the job holds, of another tenant's tokens."""
+
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreStep:
     """Restore into the job's slot. None: whatever the copy's save has just made."""
 
@@ -46,7 +53,7 @@ class DispatchStep:
     """Let the client's request go."""
 
 
-Step = SaveStep | CutStep | RestoreStep | PrefillStep | DispatchStep
+Step = SaveStep | CutStep | EraseStep | RestoreStep | PrefillStep | DispatchStep
 
 
 class Stage(StrEnum):

@@ -28,7 +28,8 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
     may_wait, at_least = fleet.policy.may_wait, max(fleet.catalog.limits.min_tokens, 1)
     saved, owners = Cheapest(n), Cheapest(n)
     for slot in _busy(ask):
-        if slot.saving and (way := _once_saved(ask, slot, at_least)):
+        ours = slot.tenant == ask.request.tenant
+        if slot.saving and ours and (way := _once_saved(ask, slot, at_least)):
             saved.add(way)
         if not (slot.sharing or may_wait):
             continue

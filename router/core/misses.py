@@ -13,6 +13,7 @@ from router.core.catalog import Catalog
 from router.core.fleet import Fleet
 from router.core.plan import Plan, Sight
 from router.core.reuse import can_restore, goes_back, reusable_tokens
+from router.core.tenancy import namespace_of
 from router.tokens import EMPTY, WIDTH, Tokens, count
 from router.types import BackendInfo, Miss, Nearest, Request, SlotId, SnapshotId
 
@@ -23,7 +24,7 @@ def look(request: Request, made: Plan, fleet: Fleet) -> Sight | None:
     """What was known of a prompt when `made` was made; None where the router has no say.
 
     Nothing may have changed since but that its slot is leased. Only what belongs to the namespace
-    of the chosen backend counts.
+    of the chosen backend counts, and to the request's tenant.
     """
     if made.shared is None:
         return None
@@ -33,8 +34,9 @@ def look(request: Request, made: Plan, fleet: Fleet) -> Sight | None:
     usable, waiting = _in_slots(fleet, made.shared, chosen.slot, info, len(request.prompt), most)
     if fleet.policy.moves_kv and can_restore(info.memory_kind):
         usable = max(usable, _in_snapshots(fleet.catalog, request, info, most))
-    evicted = fleet.catalog.gone.nearest(info.namespace, tokens)
-    displaced = fleet.displaced.nearest(info.namespace, tokens)
+    namespace = namespace_of(info, request.tenant)
+    evicted = fleet.catalog.gone.nearest(namespace, tokens)
+    displaced = fleet.displaced.nearest(namespace, tokens)
     return Sight(
         planned=chosen.reused_tokens,
         usable=usable,
@@ -128,13 +130,14 @@ def _in_slots(
 def _in_snapshots(catalog: Catalog, request: Request, info: BackendInfo, most: _Most) -> int:
     """Tokens that a snapshot could spare the prompt."""
     tokens, n_prompt = request.prompt.tokens, len(request.prompt)
-    common, parts = catalog.nearest(info.namespace, tokens)
+    namespace = namespace_of(info, request.tenant)
+    common, parts = catalog.nearest(namespace, tokens)
     if (common, parts) > (most.common, most.parts):
-        for match in catalog.match(info.namespace, tokens, limit=2):
+        for match in catalog.match(namespace, tokens, limit=2):
             most.see(match.common, catalog[match.item].tokens, snapshot=match.item)
     if goes_back(info.memory_kind):
         return reusable_tokens(info.memory_kind, n_prompt, common, common)
-    useful = catalog.useful(info.memory_kind, info.namespace, tokens, n_prompt)
+    useful = catalog.useful(info.memory_kind, namespace, tokens, n_prompt)
     return max((reused for _, reused in useful), default=0)
 
 

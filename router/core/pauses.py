@@ -9,6 +9,7 @@ from router.core.displacement import can_save
 from router.core.fleet import Fleet
 from router.core.plan import Candidate
 from router.core.reuse import can_restore, goes_back
+from router.core.tenancy import namespace_of
 from router.tokens import common_prefix, head
 from router.types import BackendInfo, Request
 
@@ -30,13 +31,14 @@ def pauses(fleet: Fleet, request: Request, chosen: Candidate) -> tuple[tuple[int
     chance, running = fleet.policy.reuse_probability, fleet.running(info.id)
     # Besides the save: one more request before it, and one more check of a file after it.
     handling_s = 2 * rates.handling_s.value
+    namespace = namespace_of(info, request.tenant)
     places = {*(prompt.boundaries or (len(prompt) - 1,)), _branch(fleet, info, request)}
     found: list[int] = []
     cost_s = 0.0
     for place in sorted(places):
         if not chosen.reused_tokens < place < len(prompt) or not can_save(fleet, info, place):
             continue
-        there = catalog.reach(kind, info.namespace, head(prompt.tokens, place))
+        there = catalog.reach(kind, namespace, head(prompt.tokens, place))
         there = max([there, *found])
         size_bytes = round(place * rates.bytes_per_token.value)
         save_s = rates.save_s(place)
@@ -48,7 +50,8 @@ def pauses(fleet: Fleet, request: Request, chosen: Candidate) -> tuple[tuple[int
 
 
 def _branch(fleet: Fleet, info: BackendInfo, request: Request) -> int:
-    """How far the prompt runs along with anything that is known."""
-    tokens = request.prompt.tokens
-    shared = [common_prefix(slot.resident.tokens, tokens) for slot in fleet.slots.of(info.id)]
-    return max([fleet.catalog.covered(info.namespace, tokens), *shared])
+    """How far the prompt runs along with anything that is known, and its tenant's."""
+    tokens, tenant = request.prompt.tokens, request.tenant
+    slots = [slot for slot in fleet.slots.of(info.id) if slot.tenant == tenant]
+    shared = [common_prefix(slot.resident.tokens, tokens) for slot in slots]
+    return max([fleet.catalog.covered(namespace_of(info, tenant), tokens), *shared])

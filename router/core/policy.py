@@ -25,6 +25,7 @@ class Policy:
     coalesce_above_s: float | None = 0.25  # None: off
     reuse_probability: float = 0.5
     idle_save_after_s: float | None = 0.5  # None: off
+    keeps_apart: bool = False  # tenants: what is nobody's is of use to nobody
 
     @property
     def moves_kv(self) -> bool:

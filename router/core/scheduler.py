@@ -94,6 +94,8 @@ class Scheduler:
                 steps.restored(state, event, now)
             case ev.RestoreFailed():
                 steps.restore_failed(state, event, now)
+            case ev.Erased() | ev.EraseFailed():
+                steps.erased(state, event, now)
             case ev.Prefilled() | ev.PrefillFailed():
                 steps.prefilled(state, event, now)
             case ev.Launched():

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from router.errors import StaleLeaseError
 from router.tokens import EMPTY, Tokens, count
-from router.types import BackendId, Lease, RequestId, SlotId
+from router.types import NOBODY, BackendId, Lease, RequestId, SlotId, Tenant
 
 
 class Phase(StrEnum):
@@ -90,6 +90,8 @@ class Slot:
     busy_until: float = 0.0
     pending: Tokens = EMPTY  # what the lease in force computes
     saving: Tokens = EMPTY  # what is being written to a file at this moment
+    tenant: Tenant = NOBODY  # whose tokens it holds: `resident` and `saving`
+    taker: Tenant = NOBODY  # whose request holds it: `pending` is theirs
     sharing: bool = False  # PREPARING, and others may have `pending` when that is done
     saved: bool = False  # the background has had its chance with this content
     # How many slots of its backend are in which phase. Shared by them; counted rather than looked
@@ -102,6 +104,11 @@ class Slot:
     @property
     def is_idle(self) -> bool:
         return self.phase is Phase.IDLE
+
+    @property
+    def whose(self) -> Tenant:
+        """Whose tokens it has to offer, now or when its lease is over."""
+        return self.tenant if self.phase is Phase.IDLE else self.taker
 
     def _move(self, move: Move) -> None:
         allowed = TRANSITIONS[self.phase]
@@ -148,7 +155,7 @@ class Slot:
         self.generation += 1
         self.holder = None
         self.pending, self.saving, self.sharing = EMPTY, EMPTY, False
-        self.resident = NOTHING
+        self.resident, self.tenant = NOTHING, NOBODY
 
     def _check(self, lease: Lease) -> None:
         if not self.holds(lease):

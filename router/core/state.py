@@ -8,6 +8,7 @@ from router.core.fleet import Fleet
 from router.core.jobs import Job, RestoreStep, Stage
 from router.core.queue import Queue
 from router.core.slots import UNKNOWN
+from router.core.tenancy import model_of
 from router.errors import RouterError
 from router.types import BackendId, Request, RequestId, Snapshot, SnapshotId, Stall
 
@@ -85,9 +86,10 @@ class State:
 
     def value_s(self, snapshot: Snapshot) -> float:
         """Seconds that computing a snapshot again would take, on the slowest backend it fits."""
+        model = model_of(snapshot.namespace)
         times = [
             self.fleet.rates[info.id].prefill_s(len(snapshot))
             for info in self.fleet.infos.values()
-            if info.namespace == snapshot.namespace
+            if info.namespace == model
         ]
         return max(times, default=Rates().prefill_s(len(snapshot)))

@@ -10,11 +10,21 @@ from typing import assert_never
 
 from router.core import events as ev
 from router.core.displacement import can_save, saving_pays
-from router.core.effects import Cut, Dispatch, Prefill, Quarantine, Restore, Save, SaveReason
+from router.core.effects import (
+    Cut,
+    Dispatch,
+    Erase,
+    Prefill,
+    Quarantine,
+    Restore,
+    Save,
+    SaveReason,
+)
 from router.core.endings import end
 from router.core.jobs import (
     CutStep,
     DispatchStep,
+    EraseStep,
     Job,
     PrefillStep,
     RestoreStep,
@@ -26,8 +36,10 @@ from router.core.plan import Plan
 from router.core.residency import after_prefill
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
+from router.core.tenancy import model_of, namespace_of, tempts
+from router.errors import NoBackendError
 from router.tokens import EMPTY, Tokens, common_prefix, count, head
-from router.types import MemoryKind, Request, SlotId, Snapshot, SnapshotId, Stall
+from router.types import NOBODY, MemoryKind, Request, SlotId, Snapshot, SnapshotId, Stall
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
 # server's answer does not tell which (llama-server.md section 1.1): once is forgiven.
@@ -37,16 +49,18 @@ _STRIKES = 2
 def steps_of(state: State, job: Job, request: Request, decision: Plan) -> deque[Step]:
     """The plan as steps."""
     chosen = decision.chosen
+    held = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
+    foreign = [slot for slot in held if slot.tenant != request.tenant]
+    displaced = held if request.whole_backend else [s for s in foreign if s.id != chosen.slot]
     steps: deque[Step] = deque()
-    if request.whole_backend:
-        held = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
-        steps.extend(
-            SaveStep(slot.id, SaveReason.DISPLACED)
-            for slot in held
-            if saving_pays(state.fleet, slot)[2]
-        )
-    elif chosen.save_displaced:
+    if chosen.save_displaced and not request.whole_backend:
         steps.append(SaveStep(chosen.slot, SaveReason.DISPLACED))
+    steps.extend(
+        SaveStep(slot.id, SaveReason.DISPLACED)
+        for slot in displaced
+        if saving_pays(state.fleet, slot)[2]
+    )
+    steps.extend(EraseStep(slot.id) for slot in foreign)
     if chosen.copy_from is not None:
         steps += [SaveStep(chosen.copy_from, SaveReason.COPY), RestoreStep(None)]
     elif chosen.snapshot is not None:
@@ -73,9 +87,9 @@ def next_step(state: State, job: Job, now: float) -> None:
     job.doing = step = job.steps.popleft()
     match step:
         case SaveStep():
-            namespace = state.fleet.infos[step.slot.backend].namespace
             # Who wants this very content can wait the moment that it takes.
             slot = state.fleet.slots[step.slot]
+            namespace = namespace_of(state.fleet.infos[step.slot.backend], slot.tenant)
             slot.saving = slot.resident.tokens
             state.out.append(Save(job.id, step.slot, namespace, step.reason))
         case CutStep():
@@ -83,6 +97,8 @@ def next_step(state: State, job: Job, now: float) -> None:
                 next_step(state, job, now)  # the restore deals with it
             else:
                 state.out.append(Cut(job.id, state.fleet.catalog[step.snapshot], step.n_tokens))
+        case EraseStep():
+            state.out.append(Erase(job.id, step.slot))
         case RestoreStep(snapshot=None):
             next_step(state, job, now)  # the copy came to nothing
         case RestoreStep(snapshot=snapshot):
@@ -105,9 +121,30 @@ def next_step(state: State, job: Job, now: float) -> None:
             state.others_cleared(job.slot.backend)
             state.out.append(Prefill(job.id, job.slot, step.tokens))
         case DispatchStep():
-            _dispatch(state, job, now)
+            if _meets_nobody(state, job):
+                _dispatch(state, job, now)
+            else:
+                _refuse(state, job)
+                next_step(state, job, now)
         case _:  # pragma: no cover - mypy sees to it
             assert_never(step)
+
+
+def _meets_nobody(state: State, job: Job) -> bool:
+    """The request can be sent and reuse nothing of another tenant. If all went as planned it can;
+    but where the server picks the slot, a prefill or a restore that failed leaves the one that we
+    mean with less of the prompt than others may have."""
+    request = job.request
+    assert request is not None
+    leased = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
+    if any(slot.tenant != request.tenant for slot in leased):
+        return False
+    if request.pinnable or request.whole_backend:
+        return True
+    held, wanted = leased[0].resident.tokens, request.prompt.tokens
+    computed = common_prefix(held, wanted) >= len(request.prompt) - 1
+    slots = state.fleet.slots.of(job.slot.backend)
+    return not any(s.is_idle and tempts(s, request, computed_first=computed) for s in slots)
 
 
 def _dispatch(state: State, job: Job, now: float) -> None:
@@ -132,7 +169,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
     """A snapshot is there; what it holds is the truth about the slot."""
     snapshot = event.snapshot
     info = state.fleet.infos.get(event.slot.backend)
-    if info is None or info.namespace != snapshot.namespace:
+    if info is None or info.namespace != model_of(snapshot.namespace):
         # The backend went while the file was on its way: nothing vouches for it.
         state.delete([snapshot])
     else:
@@ -270,6 +307,39 @@ def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
         next_step(state, job, now)
 
 
+def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
+    """A slot is the tenant's now whose request holds it. One that was only to be out of the
+    server's way is given back at once.
+
+    If that failed, the request ends here: what its tenant must not meet may still be there.
+    """
+    job = state.jobs.get(event.request)
+    if job is None:
+        return
+    assert job.request is not None
+    failed, lease = isinstance(event, ev.EraseFailed), job.lease_of(event.slot)
+    if lease is not None:
+        slot = state.fleet.slots[event.slot]
+        own = event.slot == job.slot
+        if not own:  # of its own slot it is noted already
+            state.fleet.give_up(slot)
+        slot.resident = UNKNOWN if failed else NOTHING
+        slot.tenant = NOBODY if failed else job.request.tenant
+        if not own and not job.request.whole_backend:
+            job.others.remove(lease)
+            slot.release(lease, slot.resident, slot.last_used)
+    if failed:
+        _refuse(state, job)
+    next_step(state, job, now)
+
+
+def _refuse(state: State, job: Job) -> None:
+    """Do not send the request: nothing more is done for it here. It may be tried elsewhere."""
+    if not job.cancelled:
+        state.reject(job.id, NoBackendError("no slot could be emptied for it; try again"))
+    job.steps.clear()
+
+
 def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) -> None:
     """The prompt is computed; if others wait for it, it is saved for them before it is used."""
     job = state.jobs.get(event.request)
@@ -300,11 +370,15 @@ def is_wanted(state: State, job: Job, held: Tokens) -> bool:
     info = state.fleet.infos[job.slot.backend]
     if not can_save(state.fleet, info, count(held)):
         return False
+    assert job.request is not None
+    namespace = namespace_of(info, job.request.tenant)
     for waiting in state.queue:
+        if waiting.request.tenant != job.request.tenant:
+            continue
         tokens = waiting.request.prompt.tokens
         shared = common_prefix(held, tokens)
         if shared < max(state.fleet.catalog.limits.min_tokens, 1):
             continue
-        if shared > state.fleet.catalog.covered(info.namespace, tokens):
+        if shared > state.fleet.catalog.covered(namespace, tokens):
             return True
     return False

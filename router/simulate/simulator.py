@@ -272,7 +272,7 @@ class Simulator:
                     self._quiet(effect.slot)
             case ef.Delete() | ef.Quarantine():
                 pass  # the tokens go with the last reference
-            case ef.Release():  # pragma: no cover - nobody drains a fleet of numbers
+            case ef.Erase() | ef.Release():  # pragma: no cover - no tenants here, and no drains
                 pass
 
     def _dispatch(self, effect: ef.Dispatch) -> None:

@@ -30,10 +30,11 @@ from router.types import RequestId
 from router.web.admin import Admin
 from router.web.completions import Completions
 from router.web.directory import Directory
+from router.web.keys import Keys
 from router.web.live import Live
 from router.web.operations import BACKENDS, Operations
 from router.web.page import PREFIX, File, to_page
-from router.web.relay import STARTED, Capture, forward_headers, forward_target, relay
+from router.web.relay import CALLER, STARTED, Capture, forward_headers, forward_target, relay
 from router.web.replies import (
     clients_id,
     error_response,
@@ -94,6 +95,7 @@ class App:
     def __init__(
         self,
         *,
+        keys: Keys,
         completions: Completions,
         admin: Admin,
         snapshots: Snapshots,
@@ -106,6 +108,7 @@ class App:
         settings: Settings,
         operations: Operations,
     ) -> None:
+        self._keys = keys
         self._completions = completions
         self._admin = admin
         self._snapshots = snapshots
@@ -152,6 +155,7 @@ class App:
         try:
             if "Expect" in request.headers:
                 await _expected(request)
+            self._keys.admit(request)
             path = request.path
             method = "GET" if request.method == "HEAD" else request.method
             if own := self._own.get((method, path)):
@@ -160,9 +164,10 @@ class App:
                 return await self._requests.one(path.removeprefix(_REQUEST), name)
             return await self._any(request, path, name)
         except RouterError as error:
-            self._telemetry.rejected(name, error.outcome, str(error), clients_id(request))
+            caller = request.get(CALLER)
+            self._telemetry.rejected(name, error.outcome, str(error), clients_id(request), caller)
             if not request.path.startswith("/kvferry/"):  # what operators do is not for everybody
-                self._journal.rejected(name, error.outcome, str(error))
+                self._journal.rejected(name, error.outcome, str(error), caller)
             return open_to_browsers(request, error_response(error, name, clients_id(request)))
         except ConnectionError:
             raise

@@ -9,6 +9,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
+from typing import TypedDict
 
 from aiohttp import web
 
@@ -35,9 +36,10 @@ from router.errors import (
     UnsupportedMediaTypeError,
 )
 from router.ports import Attempt, Spawn, Trace, Tracing
-from router.types import Outcome, Prompt, Reported, Request, RequestId
+from router.types import Caller, Outcome, Prompt, Reported, Request, RequestId, Tenant
 from router.web.directory import Directory
-from router.web.relay import Capture, forward_headers, forward_target, relay
+from router.web.keys import Keys
+from router.web.relay import CALLER, Capture, forward_headers, forward_target, relay
 from router.web.replies import clients_id, names
 from router.web.settings import Settings
 
@@ -46,6 +48,18 @@ _ATTEMPTS = 3
 # A stream up to this size is read in place, at about 1 µs for 100 bytes; of more the two ends, and
 # the rest in a thread. A plain answer is one object, of which an end says nothing: 4 ms at most.
 _INLINE_BYTES = 32 * 1024
+
+
+_STATELESS = ("/embedding", "/embeddings", "/rerank", "/reranking")
+
+
+class _From(TypedDict):
+    """Whose request it is."""
+
+    tenant: Tenant
+    client: str | None
+    clients_id: str | None
+    caller: Caller | None
 
 
 @dataclass(slots=True)
@@ -75,8 +89,10 @@ class Completions:
         journal: Journal,
         spawn: Spawn,
         settings: Settings,
+        keys: Keys,
         tracing: Tracing | None = None,
     ) -> None:
+        self._keys = keys
         self._engine = engine
         self._journal = journal
         self._directory = directory
@@ -90,10 +106,11 @@ class Completions:
         """One of the completion routes. Raises RouterError."""
         arrived = perf_counter()
         parsed = parse_completion(http, route, raw)
-        if not parsed.lora:  # whose prompt is not read anyway
-            await self._directory.wait_for_reader(parsed.model)
-        request, reader = await self.describe(http, parsed, request_id)
-        return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
+        with self._keys.room(http.get(CALLER)):
+            if not parsed.lora:  # whose prompt is not read anyway
+                await self._directory.wait_for_reader(parsed.model)
+            request, reader = await self.describe(http, parsed, request_id)
+            return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
 
     async def describe(
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
@@ -101,6 +118,9 @@ class Completions:
         """What the scheduler has to know of a completion. Raises ModelNotFoundError."""
         model = self._directory.resolve(parsed.model)
         reader = self._directory.reader(model)
+        whose = self._from(http)
+        if reader is not None:
+            reader = reader.of(whose["tenant"])
         if parsed.lora:
             # Its KV is another model's (llama-server.md section 1.7).
             prompt = Prompt(unknown="a LoRA adapter for this request alone")
@@ -118,8 +138,7 @@ class Completions:
             whole_backend=parsed.whole_backend,
             reuse=parsed.cache_prompt,
             slot_hint=parsed.slot_hint,
-            client=_client(http),
-            clients_id=clients_id(http),
+            **whose,
             session=_session(http),
         )
         return request, reader
@@ -135,10 +154,22 @@ class Completions:
             pinnable=False,
             whole_backend=takes_many_slots(raw),
             max_new_tokens=0,
-            client=_client(http),
-            clients_id=clients_id(http),
+            # Their tasks start from nothing, whatever the slot holds (server-context.cpp:3440).
+            reuse=not http.path.rstrip("/").endswith(_STATELESS),
+            **self._from(http),
         )
-        return await self._serve(_Exchange(http, raw, request, None, None, None, perf_counter()))
+        with self._keys.room(request.caller):
+            arrived = perf_counter()
+            return await self._serve(_Exchange(http, raw, request, None, None, None, arrived))
+
+    def _from(self, http: web.BaseRequest) -> _From:
+        caller = http.get(CALLER)
+        return {
+            "tenant": self._keys.tenant(caller),
+            "client": _client(http) if caller is None else f"tenant {caller.tenant}",
+            "clients_id": clients_id(http),
+            "caller": caller,
+        }
 
     async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
         if self._tracing is None:

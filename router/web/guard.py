@@ -18,6 +18,14 @@ class Guard:
     def __init__(self, token: str | None) -> None:
         self._token = token
 
+    def look(self, request: web.BaseRequest) -> None:
+        """Raises ForbiddenError unless the request may see what is there of all tenants. As
+        `check`, but without a token a page that this router served may ask, too."""
+        site = request.headers.get("Sec-Fetch-Site", "same-origin")
+        ours = self._token is None and site in ("same-origin", "none")
+        if not (ours and _is_local(request.remote) and not _is_passed_on(request)):
+            self.check(request)
+
     def check(self, request: web.BaseRequest) -> None:
         """Raises ForbiddenError unless the request may change something.
 
@@ -35,10 +43,14 @@ class Guard:
             return
         if any(name in request.headers for name in _BROWSER):
             raise ForbiddenError("this cannot be done from a browser unless admin.token_env is set")
-        if any(name in request.headers for name in _PASSED_ON) or not _is_local(request.remote):
+        if _is_passed_on(request) or not _is_local(request.remote):
             raise ForbiddenError(
                 "this can only be done from the router's own machine unless admin.token_env is set"
             )
+
+
+def _is_passed_on(request: web.BaseRequest) -> bool:
+    return any(name in request.headers for name in _PASSED_ON)
 
 
 def _bytes(text: str) -> bytes:

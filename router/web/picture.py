@@ -8,9 +8,19 @@ import heapq
 from collections.abc import Iterable, Mapping
 
 from router.core.catalog import Catalog
-from router.core.jobs import CutStep, DispatchStep, Job, PrefillStep, RestoreStep, SaveStep, Step
+from router.core.jobs import (
+    CutStep,
+    DispatchStep,
+    EraseStep,
+    Job,
+    PrefillStep,
+    RestoreStep,
+    SaveStep,
+    Step,
+)
 from router.core.queue import Queue
 from router.core.slots import Slot
+from router.core.tenancy import tenant_of
 from router.engine import Engine
 from router.tokens import count
 from router.types import BackendId, RequestId, Snapshot
@@ -30,6 +40,7 @@ _TOP = 10
 _DOING: dict[type[Step], str] = {
     SaveStep: "save",
     CutStep: "cut",
+    EraseStep: "erase",
     RestoreStep: "restore",
     PrefillStep: "prefill",
     DispatchStep: "answer",
@@ -67,6 +78,7 @@ def backend_row(name: BackendId, directory: Directory, engine: Engine) -> Row:
         "cache_types": found.cache_types,
         "snapshots": engine.keeps_snapshots(info.id),
         "keeps_idle_slots": info.keeps_idle_slots,
+        "ram_cache": found.ram_cache,
         "problem": found.problem,
         "note": found.note,
         "build": attached.props.build_info,
@@ -95,6 +107,7 @@ def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
         "request": slot.holder,
         "resident_tokens": len(slot.resident),
         "unread_tokens": slot.resident.unread,
+        "tenant": slot.tenant or None,
         "pending_tokens": count(slot.pending),
         "doing": _doing(slot, job),
         "source": chosen.source if chosen else None,
@@ -105,7 +118,7 @@ def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
 def _doing(slot: Slot, job: Job | None) -> str | None:
     if job is None or job.doing is None:
         return None
-    worked_on = job.doing.slot if isinstance(job.doing, SaveStep) else job.slot
+    worked_on = job.doing.slot if isinstance(job.doing, SaveStep | EraseStep) else job.slot
     return _DOING[type(job.doing)] if worked_on == slot.id else None
 
 
@@ -126,6 +139,7 @@ def snapshot_row(snapshot: Snapshot, uses: int, references: int) -> Row:
     return {
         "id": snapshot.id,
         "namespace": snapshot.namespace,
+        "tenant": tenant_of(snapshot.namespace) or None,
         "tokens": len(snapshot),
         "size_bytes": snapshot.size_bytes,
         "n_stream": snapshot.shape.n_stream,

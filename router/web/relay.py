@@ -15,7 +15,7 @@ from aiohttp import web
 from router.adapters.http1 import Header
 from router.adapters.llama_client import RelayedResponse
 from router.errors import BackendError, BackendTimeoutError, BadRequestError
-from router.types import Outcome
+from router.types import Caller, Outcome
 from router.web.answer import HOP_BY_HOP, Answer
 
 # `x-conversation-id` would make the server go on generating after its client has left
@@ -28,14 +28,20 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     b"x-conversation-id",
 }
 
+_KEYS = frozenset({b"authorization", b"x-api-key"})
+
+# There are keys, so what a request carries as one is ours; and whose it is, if it needed any.
+KEYED = web.RequestKey("keyed", bool)
+CALLER = web.RequestKey("caller", Caller)
+
 _HEAD_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
 _WHOLE_BYTES = 1024 * 1024
 
 
 def forward_headers(request: web.BaseRequest) -> list[Header]:
-    """The client's headers as the backend gets them."""
-    left_out = _NOT_FORWARDED
+    """The client's headers as the backend gets them. Where clients have keys, those are ours."""
+    left_out = _NOT_FORWARDED | _KEYS if KEYED in request else _NOT_FORWARDED
     if "Connection" in request.headers:
         left_out = left_out | {
             name.strip().lower().encode("utf-8", "surrogateescape")

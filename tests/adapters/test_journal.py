@@ -8,6 +8,7 @@ from router.core.plan import Candidate, Plan, Price
 from router.tokens import pack
 from router.types import (
     BackendId,
+    Caller,
     Miss,
     Nearest,
     Outcome,
@@ -29,6 +30,7 @@ def record(name: str, nearest: Nearest | None = PARTED) -> RequestRecord:
         slot=SLOT,
         source=Source.COLD,
         reason="why",
+        caller=Caller("laptop", "alice"),
         outcome=Outcome.OK,
         planned_tokens=0,
         prompt_tokens=9,
@@ -71,6 +73,8 @@ def test_an_entry_says_all_of_it() -> None:
         "backend": "a",
         "slot": 1,
         "source": "cold",
+        "key": "laptop",
+        "tenant": "alice",
         "reason": "why",
         "outcome": "ok",
         "prompt_tokens": 9,

@@ -7,9 +7,16 @@ import pytest
 
 from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
-from router.adapters.probe_slots import erase, keeps_idle_slots, put_aside, put_back
+from router.adapters.probe_slots import (
+    erase,
+    has_ram_cache,
+    keeps_idle_slots,
+    put_aside,
+    put_back,
+)
 from router.tokens import pack
 from router.types import BackendId, Place
+from tests.conftest import StartServer
 from tests.fake_llama import FakeLlama
 
 MINE, OTHERS = list(b"mine"), list(b"of others")
@@ -92,7 +99,16 @@ async def test_idle_slots_that_keep_theirs(
 
 
 async def test_without_slot_actions(fake: FakeLlama, client: LlamaClient) -> None:
-    """Nothing can be emptied then, and nothing goes wrong for it."""
+    """A token that is nobody's takes the place of what was there."""
     fake.kv_dir = None
     await erase(client, 0)
-    assert fake.slots[0].tokens == MINE
+    assert fake.slots[0].tokens == [0]
+
+
+@pytest.mark.parametrize("ram", ["0", "100"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2"])
+async def test_a_ram_cache_is_seen(llama_server: StartServer, kind: str, ram: str) -> None:
+    server = await llama_server(kind, slots=1, extra_args=("--cache-ram", ram))
+    async with Connections() as connections:
+        real = LlamaClient(BackendId("a"), server.url, connections, Timeouts())
+        assert await has_ram_cache(real, 0, pack(range(260, 360))) == (ram != "0")

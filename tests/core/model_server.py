@@ -5,7 +5,7 @@ No time passes here and nothing is decided: the state machine says what happens 
 
 from dataclasses import dataclass, field
 
-from router.types import BackendInfo, RequestId
+from router.types import NOBODY, BackendInfo, RequestId, Tenant
 
 Ids = tuple[int, ...]
 
@@ -37,9 +37,11 @@ class Server:
     slots: list[Ids] = field(default_factory=list)
     runs: dict[RequestId, Run] = field(default_factory=dict)
     alive: bool = True
+    owners: list[Tenant] = field(default_factory=list)  # whose tokens each slot holds
 
     def __post_init__(self) -> None:
         self.slots = self.slots or [()] * self.info.n_slots
+        self.owners = [NOBODY] * self.info.n_slots
 
     def user_of(self, index: int) -> Run | None:
         """Who uses a slot."""
@@ -49,9 +51,20 @@ class Server:
         """Slots that a request may be placed on."""
         return [i for i in range(self.info.n_slots) if self.user_of(i) is None]
 
-    def start(self, request: RequestId, prompt: Ids, slots: list[int]) -> Run:
-        """Begin: the slots keep what they share with the prompt."""
+    def picks(self, prompt: Ids) -> list[int]:
+        """Where a request that is not pinned may be put (llama-server.md section 2.2)."""
+        shared = {index: common(self.slots[index], prompt) for index in self.idle()}
+        return [index for index, n in shared.items() if n == max(shared.values())]
+
+    def start(
+        self, request: RequestId, prompt: Ids, slots: list[int], tenant: Tenant = NOBODY
+    ) -> Run:
+        """Begin: the slots keep what they share with the prompt. It must be the tenant's own."""
         assert set(slots) <= set(self.idle()), "a request on a busy slot"
+        for index in slots:
+            if common(self.slots[index], prompt):
+                assert self.owners[index] == tenant, "another tenant's tokens are reused"
+            self.owners[index] = tenant
         run = Run(request, prompt, slots)
         run.cached = min(common(self.slots[slots[0]], prompt), max(len(prompt) - 1, 0))
         self.runs[request] = run

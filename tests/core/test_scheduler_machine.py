@@ -16,6 +16,7 @@ from router.core.queue import QueueLimits
 from router.core.slots import Phase
 from router.tokens import pack, unpack
 from router.types import (
+    NOBODY,
     BackendId,
     MemoryKind,
     Namespace,
@@ -24,6 +25,7 @@ from router.types import (
     Reported,
     RequestId,
     SlotStatus,
+    Tenant,
 )
 from tests.core.build import NS, A, B, backend, rates, request, scheduler
 from tests.core.model_server import Ids, Server
@@ -49,6 +51,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         coalesce=st.sampled_from([None, 0.0, 0.1]),
         max_tokens=st.sampled_from([-1, 20, 0]),
         room=st.sampled_from([100, 3]),
+        apart=st.booleans(),
     )
     def begin(
         self,
@@ -60,7 +63,9 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         coalesce: float | None,
         max_tokens: int,
         room: int,
+        apart: bool,
     ) -> None:
+        self.tenants = (Tenant("x"), Tenant("y")) if apart else (NOBODY,)
         infos = [
             backend("a", sizes[0], memory_kind=kind, n_ctx=100, cuts=True),
             backend("b", sizes[1], memory_kind=kind, cuts=True, **b),
@@ -71,6 +76,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             coalesce_above_s=coalesce,
             max_wait_s=2.0,
             idle_save_after_s=idle_save,
+            keeps_apart=apart,
             limits=Limits(max_tokens=max_tokens),
             queue=QueueLimits(max_requests=room, deadline_s=20.0, no_backend_s=5.0),
         )
@@ -83,8 +89,12 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         kind=st.sampled_from(["plain", "plain", "plain", "unpinned", "whole", "unknown", "fresh"]),
         hint=st.sampled_from([None, None, None, 0, 1]),
         session=st.sampled_from([None, "x"]),
+        whose=st.integers(0, 1),
     )
-    def arrive(self, prompts: list[Ids], kind: str, hint: int | None, session: str | None) -> None:
+    def arrive(
+        self, prompts: list[Ids], kind: str, hint: int | None, session: str | None, whose: int
+    ) -> None:
+        tenant = self.tenants[whose % len(self.tenants)]
         variants: dict[str, dict[str, Any]] = {
             "plain": {"boundaries": True},
             "unpinned": {"pinnable": False},
@@ -98,7 +108,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             if more.pop("boundaries", False):
                 places = {1, len(prompt) // 2, len(prompt) - 1} - {0}
                 more["prompt"] = Prompt(pack(prompt), boundaries=tuple(sorted(places)))
-            asked = request(name, prompt, slot_hint=hint, session=session, **more)
+            asked = request(name, prompt, slot_hint=hint, session=session, tenant=tenant, **more)
             self.requests[asked.id] = asked
             self.true_prompt[asked.id] = prompt
             self.fates[asked.id] = []
@@ -321,6 +331,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
                 self.saves(op, op.effect, ok=True)
             case ef.Restore():
                 self.restores(op, op.effect, "ok")
+            case ef.Erase():
+                self.erases(op, op.effect, ok=True)
             case ef.Prefill():
                 self.prefills(op, op.effect, 1)
             case ef.Dispatch():

@@ -12,8 +12,10 @@ from router.core import effects as ef
 from router.core import events as ev
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
+from router.core.tenancy import namespace_of, tenant_of
 from router.tokens import head, pack, unpack
 from router.types import (
+    NOBODY,
     BackendId,
     BackendInfo,
     Outcome,
@@ -24,6 +26,7 @@ from router.types import (
     Snapshot,
     SnapshotId,
     StateShape,
+    Tenant,
 )
 from tests.core.build import backend
 from tests.core.model_server import Ids, Server
@@ -35,8 +38,8 @@ PROMPTS = st.builds(
     st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4),
 )
 ANSWERS = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4).map(tuple)
-Answerable = ef.Save | ef.Restore | ef.Prefill | ef.Dispatch | ef.Watch
-ACTIONS = (ef.Save, ef.Restore, ef.Prefill)
+Answerable = ef.Save | ef.Restore | ef.Erase | ef.Prefill | ef.Dispatch | ef.Watch
+ACTIONS = (ef.Save, ef.Restore, ef.Erase, ef.Prefill)
 
 
 class Op:
@@ -61,6 +64,8 @@ class Op:
 
 class World:
     """The state machine adds when each of these happens."""
+
+    tenants: tuple[Tenant, ...] = (NOBODY,)
 
     def populate(self, scheduler: Scheduler, infos: list[BackendInfo]) -> None:
         """At the start all servers are up and empty."""
@@ -98,6 +103,8 @@ class World:
                 self.saves(op, op.effect, data.draw(st.booleans()))
             case ef.Restore():
                 self.restores(op, op.effect, data.draw(st.sampled_from(["ok", "no", "bad"])))
+            case ef.Erase():
+                self.erases(op, op.effect, data.draw(st.integers(0, 4)) > 0)
             case ef.Prefill():
                 self.prefills(op, op.effect, data.draw(st.integers(0, 3)))
             case ef.Watch():
@@ -113,6 +120,9 @@ class World:
         if not ok or not held:
             self.feed(ev.SaveFailed(effect.request, op.slot, "no"))
             return
+        if op.server.alive:
+            owner = op.server.owners[op.slot.index]
+            assert tenant_of(effect.namespace) in (owner, NOBODY), "it is another's"
         name = SnapshotId(f"s{len(self.files)}")
         shape = StateShape(op.server.info.n_stream)
         made = Snapshot(name, effect.namespace, self.place(), pack(held), 1000 * len(held), shape)
@@ -140,16 +150,25 @@ class World:
         if how == "ok" and op.server.alive:
             assert len(held) <= op.server.info.n_ctx, "a snapshot that the slot cannot hold"
             op.server.slots[op.slot.index] = held
+            op.server.owners[op.slot.index] = tenant_of(effect.snapshot.namespace)
             self.feed(ev.Restored(effect.request, effect.snapshot.id, len(held), 0.001))
             return
         if op.server.alive:
             op.server.slots[op.slot.index] = ()
         self.feed(ev.RestoreFailed(effect.request, effect.snapshot.id, "no", how == "bad"))
 
+    def erases(self, op: Op, effect: ef.Erase, ok: bool) -> None:
+        self.ops.remove(op)
+        if ok and op.server.alive:
+            op.server.slots[op.slot.index] = ()
+            self.feed(ev.Erased(effect.request, op.slot))
+        else:
+            self.feed(ev.EraseFailed(effect.request, op.slot, "no"))
+
     def prefills(self, op: Op, effect: ef.Prefill, how: int) -> None:
         ids, name = tuple(unpack(effect.tokens)), RequestId(f"prefill {effect.request}")
         if op.server.alive and not op.started:
-            op.server.start(name, ids, [op.slot.index])
+            op.server.start(name, ids, [op.slot.index], self.requests[effect.request].tenant)
             op.started = True
             return
         self.ops.remove(op)
@@ -191,12 +210,15 @@ class World:
         if not isinstance(sent, ef.Dispatch):
             return
         op.started = True
-        slots = [op.slot.index]
+        slots, prompt = [op.slot.index], self.true_prompt[sent.request]
+        tenant = self.requests[sent.request].tenant
         if self.requests[sent.request].whole_backend:
             slots = op.server.idle()
         elif not sent.pin:
-            slots = [data.draw(st.sampled_from(op.server.idle()))]
-        op.server.start(sent.request, self.true_prompt[sent.request], slots)
+            # Between tenants it matters that the longest prefix wins; else nothing relies on it.
+            free = op.server.picks(prompt) if tenant else op.server.idle()
+            slots = [data.draw(st.sampled_from(free))]
+        op.server.start(sent.request, prompt, slots, tenant)
 
     def answers_well(self, op: Op, effect: ef.Dispatch, ids: Ids, data: st.DataObject) -> None:
         answer: Ids = data.draw(ANSWERS)
@@ -230,7 +252,7 @@ class World:
 
     def takes(self, effect: ef.Effect) -> None:
         match effect:
-            case ef.Save() | ef.Restore() | ef.Prefill() | ef.Dispatch() | ef.Watch():
+            case ef.Save() | ef.Restore() | ef.Erase() | ef.Prefill() | ef.Dispatch() | ef.Watch():
                 self.begins(effect)
             case ef.Cut():
                 assert effect.snapshot.id not in self.gone
@@ -274,7 +296,8 @@ class World:
             assert not any(isinstance(o.effect, ACTIONS) for o in peers), "may land on an action"
         if isinstance(effect, ef.Restore):
             assert effect.snapshot.id not in self.gone
-            assert effect.snapshot.namespace == op.server.info.namespace
+            tenant = self.requests[effect.request].tenant
+            assert effect.snapshot.namespace == namespace_of(op.server.info, tenant)
         if isinstance(effect, ef.Dispatch):
             self.fates[effect.request].append("dispatched")
         self.ops.append(op)

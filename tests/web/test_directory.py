@@ -10,9 +10,12 @@ from router.adapters.journal import Journal
 from router.adapters.llama_wire import ParsedRequest, Route, parse_request
 from router.adapters.prompts import PromptReader
 from router.engine import Engine
-from router.types import BackendInfo, MemoryKind, Place, Prompt, RequestId
+from router.ports import Telemetry
+from router.types import NOBODY, BackendInfo, MemoryKind, Place, Prompt, RequestId, Tenant
 from router.web.completions import Completions
 from router.web.directory import Directory
+from router.web.guard import Guard
+from router.web.keys import Keys
 from router.web.settings import Settings
 from tests.core.build import backend
 
@@ -24,6 +27,10 @@ class Reader:
 
     def __init__(self) -> None:
         self.boundaries: list[bool] = []
+
+    def of(self, tenant: Tenant) -> "Reader":
+        assert tenant == NOBODY
+        return self
 
     async def read(self, parsed: ParsedRequest, *, boundaries: bool = False) -> Prompt:
         self.boundaries.append(boundaries)
@@ -67,10 +74,12 @@ async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: Me
     reader = Reader()
     directory = directory_of(info_of("a", kind), reader=reader)
     journal = Journal(0, lambda: 0.0)
+    keys = Keys(Guard(None), cast(Telemetry, None))
     completions = Completions(
-        cast(Engine, None), directory, journal, lambda coro, *, name: None, Settings()
+        cast(Engine, None), directory, journal, lambda coro, *, name: None, Settings(), keys
     )
     parsed = parse_request(Route.CHAT, {"messages": [], "model": "m"})
-    http = cast(web.Request, SimpleNamespace(headers={}, remote=None))
+    nobody = SimpleNamespace(headers={}, remote=None, get=lambda _: None)
+    http = cast(web.Request, nobody)
     await completions.describe(http, parsed, RequestId("r"))
     assert reader.boundaries == [kind is MemoryKind.HYBRID]

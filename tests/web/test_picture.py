@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from router.core.catalog import Catalog, Limits
 from router.core.effects import SaveReason
-from router.core.jobs import CutStep, DispatchStep, Job, PrefillStep, RestoreStep, SaveStep, Step
+from router.core.jobs import (
+    CutStep,
+    DispatchStep,
+    EraseStep,
+    Job,
+    PrefillStep,
+    RestoreStep,
+    SaveStep,
+    Step,
+)
 from router.core.plan import Candidate, Plan, Price
 from router.core.slots import Slot
 from router.tokens import pack
@@ -145,4 +154,6 @@ def test_every_step_has_a_word() -> None:
         doing = step.__new__(step)
         if step is SaveStep:
             doing = SaveStep(TO, SaveReason.IDLE)
+        if step is EraseStep:
+            doing = EraseStep(TO)
         assert slot_row(Slot(TO, holder=HOLDER), {HOLDER: job_of(doing)})["doing"]

@@ -1,0 +1,105 @@
+"""Who a request comes from: its key, and the tenant behind it. Without keys, anybody.
+
+Owns what a request without a good key may still do, and how many requests a tenant may have. What
+tenants share is the scheduler's business.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from router.errors import TenantBusyError, UnauthorizedError
+from router.keys import digest_of
+from router.ports import Telemetry
+from router.types import NOBODY, Caller, Tenant
+from router.web.guard import Guard
+from router.web.relay import CALLER, KEYED
+
+# Open on a llama-server with --api-key (server-http.cpp:237-258): these, and its page, whose files
+# have names that change with each build. None of its other routes has a dot in its name.
+_PUBLIC = frozenset({"/health", "/v1/health", "/kvferry/health"})
+_PAGE = re.compile(
+    r"/(?:(?:_app/(?:[\w-][\w.-]*/)*)?[\w-][\w.-]*"
+    r"\.(?:css|html|ico|js|json|png|svg|webp|woff2?|webmanifest))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What of the configuration counts here. `callers` by the digest of their key."""
+
+    callers: Mapping[bytes, Caller] = field(default_factory=dict)
+    max_requests: Mapping[str, int] = field(default_factory=dict)  # by tenant
+    keeps_apart: bool = False
+
+
+class Keys:
+    """Lets requests in. `known` may be replaced: it counts for what comes after."""
+
+    def __init__(self, guard: Guard, telemetry: Telemetry) -> None:
+        self.known = Known()
+        self._guard = guard
+        self._telemetry = telemetry
+        self._busy: Counter[str] = Counter()
+
+    def admit(self, request: web.BaseRequest) -> None:
+        """Note whose request it is. Raises UnauthorizedError, ForbiddenError.
+
+        1. There are no keys: everybody may.
+        2. What a llama-server with a key leaves open. Browsers ask with OPTIONS before they send
+           a key.
+        3. What is shown of all tenants is for operators.
+        4. Whoever has a key. The digest is looked up in a table: how long that takes may tell
+           something of a digest, from which no key can be made.
+        """
+        if not self.known.callers:  # (1)
+            return
+        request[KEYED] = True
+        path = request.path
+        looks = request.method in ("GET", "HEAD")
+        if request.method == "OPTIONS" or (looks and (path in _PUBLIC or _PAGE.fullmatch(path))):
+            return  # (2)
+        if path == "/metrics" or path == "/kvferry" or path.startswith("/kvferry/"):  # (3)
+            self._guard.look(request)
+            return
+        key = _key_of(request)
+        caller = self.known.callers.get(digest_of(key)) if key else None
+        if caller is None:  # (4)
+            self._telemetry.refused_key("wrong" if key else "missing")
+            raise UnauthorizedError("Invalid API Key")
+        request[CALLER] = caller
+
+    def tenant(self, caller: Caller | None) -> Tenant:
+        """Whose tokens a caller's prompts are."""
+        if caller is None or not self.known.keeps_apart:
+            return NOBODY
+        return Tenant(caller.tenant)
+
+    @contextmanager
+    def room(self, caller: Caller | None) -> Iterator[None]:
+        """While a request runs or waits. Raises TenantBusyError if there are too many."""
+        if caller is None:
+            yield
+            return
+        name = caller.tenant
+        limit = self.known.max_requests.get(name)
+        if limit is not None and self._busy[name] >= limit:
+            self._telemetry.tenant_limited("max_requests")
+            raise TenantBusyError(
+                f"{limit} requests of this tenant are running or waiting; try again later"
+            )
+        self._busy[name] += 1
+        try:
+            yield
+        finally:
+            self._busy[name] -= 1
+
+
+def _key_of(request: web.BaseRequest) -> str:
+    """As llama-server reads it (server-http.cpp:269-279)."""
+    given = request.headers.get("Authorization") or request.headers.get("X-Api-Key") or ""
+    return given.removeprefix("Bearer ")

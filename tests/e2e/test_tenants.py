@@ -1,0 +1,205 @@
+"""What was computed for one tenant is computed again for another, as the servers count it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from router.demo.launcher import LlamaServer
+from router.keys import hash_text
+from tests.conftest import StartServer
+from tests.e2e.conversing import all_but_one, saved
+from tests.e2e.prompts import chat, ids
+from tests.fleet import Answer, Fleet, Json, running
+
+LONG = 600
+ALICE, BOB = "alice", "bob"
+KEYS = f"""
+    - {{name: one, tenant: alice, hash: '{hash_text("kvf_alice")}'}}
+    - {{name: two, tenant: bob, hash: '{hash_text("kvf_bob")}'}}
+"""
+# What takes a millisecond to compute is computed first, and shared with all who wait for it.
+APART = f"auth:\n  keys:{KEYS}\npolicy: {{coalesce_above: 1ms}}"
+TOGETHER = f"auth:\n  share_cache: all\n  keys:{KEYS}"
+
+
+class Tenants:
+    """Requests of tenants, and what all servers together computed for them."""
+
+    def __init__(self, fleet: Fleet, servers: Sequence[LlamaServer]) -> None:
+        self.fleet, self._servers = fleet, servers
+
+    async def complete(self, who: str, prompt: list[int], **more: object) -> Answer:
+        body = {"prompt": prompt, "n_predict": 4, "temperature": 0} | more
+        return await self.ask(who, "/completion", body)
+
+    async def message(self, who: str, messages: list[Json]) -> Answer:
+        system, rest = messages[0]["content"], messages[1:]
+        body = {"model": "x", "max_tokens": 4, "system": system, "messages": rest}
+        return await self.ask(who, "/v1/messages", body)
+
+    async def ask(self, who: str, path: str, body: Json) -> Answer:
+        """With the key as OpenAI's clients or Anthropic's send it."""
+        given = {"x-api-key": f"kvf_{who}"}
+        if path != "/v1/messages":
+            given = {"authorization": f"Bearer kvf_{who}"}
+        answer = await self.fleet.post(path, body, headers=given)
+        assert answer.status == 200, answer.body
+        return answer
+
+    async def cost(self, *asked: Awaitable[Answer]) -> int:
+        """Prompt tokens that all servers compute for these, in their own words."""
+        await self.fleet.until_quiet()
+        before = await self._computed()
+        await asyncio.gather(*asked)
+        await self.fleet.until_quiet()
+        return await self._computed() - before
+
+    async def _computed(self) -> int:
+        total = 0
+        for server in self._servers:
+            async with self.fleet.session.get(f"{server.url}/metrics") as response:
+                lines = (await response.text()).splitlines()
+            (line,) = [x for x in lines if x.startswith("llamacpp:prompt_tokens_total ")]
+            total += round(float(line.split()[1]))
+        return total
+
+
+@asynccontextmanager
+async def tenants(
+    servers: Sequence[LlamaServer], *, yaml: str = APART, kv_dir: Path | None = None
+) -> AsyncIterator[Tenants]:
+    backends = [(f"s{at}", server.url) for at, server in enumerate(servers)]
+    async with running(backends, kv_dir or servers[0].kv_dir, yaml=yaml) as fleet:
+        yield Tenants(fleet, servers)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2"])
+async def test_the_same_slot(llama_server: StartServer, kind: str) -> None:
+    server = await llama_server(kind, slots=1)
+    prompt = ids(1, LONG)
+    async with tenants([server]) as two:
+        first = await two.complete(ALICE, prompt)
+        assert await two.cost(two.complete(BOB, prompt)) == LONG
+        # One's own is still reused, and by more than one way: it was in nobody else's.
+        again = await two.complete(ALICE, [*prompt, 300])
+        assert again.cached >= LONG - 1
+        assert again.source == "snapshot"
+        assert (await two.complete(BOB, prompt)).text == first.text
+
+
+async def test_another_slot(llama_server: StartServer) -> None:
+    server = await llama_server("llama", slots=2)
+    prompt = ids(1, LONG)
+    async with tenants([server]) as two:
+        await two.complete(ALICE, prompt, id_slot=0)
+        await two.fleet.until(saved(LONG))
+        assert await two.cost(two.complete(BOB, prompt, id_slot=1)) == LONG
+        await two.fleet.until(saved(LONG, count=2))
+        assert await two.cost(two.complete(BOB, prompt, id_slot=0)) < LONG  # bob's own
+
+
+async def test_another_server_and_another_router(llama_server: StartServer) -> None:
+    """The manifest says whose a snapshot is."""
+    servers = [await llama_server("llama", slots=1) for _ in range(2)]
+    prompt = ids(1, LONG)
+    async with tenants(servers) as two:
+        where = (await two.complete(ALICE, prompt)).slot[0]
+        await two.fleet.until(saved(LONG))
+        await two.fleet.operate(where, "drain")
+        await two.fleet.until_is(where, "drained")
+        assert await two.cost(two.complete(BOB, prompt)) == LONG
+        await two.fleet.until(saved(LONG, count=2))
+    async with tenants(servers) as two:
+        state = await two.fleet.state()
+        assert {item["tenant"] for item in state["snapshots"]["items"]} == {ALICE, BOB}
+        assert all_but_one(await two.complete(ALICE, prompt))
+        assert all_but_one(await two.complete(BOB, prompt))
+
+
+async def test_after_a_restart_another_gets_nothing(llama_server: StartServer) -> None:
+    servers = [await llama_server("llama", slots=1)]
+    prompt = ids(1, LONG)
+    async with tenants(servers) as two:
+        await two.complete(ALICE, prompt)
+        await two.fleet.until(saved(LONG))
+    async with tenants(servers) as two:
+        assert await two.cost(two.complete(BOB, prompt)) == LONG
+
+
+async def test_at_the_same_moment(llama_server: StartServer) -> None:
+    """Of one tenant, one computes the prompt for all; for the other tenant, another does."""
+    servers = [await llama_server("llama", slots=2) for _ in range(2)]
+    prompt = ids(1, 4 * LONG)
+    async with tenants(servers) as two:
+        asked = [two.complete(who, prompt) for who in (ALICE, BOB, ALICE, BOB)]
+        cost = await two.cost(*asked)
+        assert 2 * len(prompt) <= cost <= 2 * len(prompt) + 8
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+async def test_where_the_server_picks_the_slot(llama_server: StartServer, slots: int) -> None:
+    server = await llama_server("llama", slots=slots, ctx=4096 * slots)
+    talk = chat(1, "Where does the ferry go?", length=30)
+    async with tenants([server]) as two:
+        cold = await two.cost(two.message(ALICE, talk))
+        assert cold > LONG
+        assert await two.cost(two.message(BOB, talk)) == cold
+        assert await two.cost(two.message(ALICE, talk)) < cold  # alice's own
+        other = chat(2, "Where does the ferry go?", length=30)
+        alone = await two.cost(two.message(ALICE, other))
+        await two.fleet.post("/kvferry/snapshots/purge", {"min_tokens": 1})
+        third = chat(3, "Where does the ferry go?", length=30)
+        both = await two.cost(*(two.message(who, third) for who in (ALICE, BOB, BOB)))
+        assert abs(both - 2 * alone) < 100, "three at once, two tenants"
+
+
+async def test_what_slots_held_before_the_router_came(llama_server: StartServer) -> None:
+    server = await llama_server("llama", slots=2)
+    prompt = ids(1, LONG)
+    backends = [("s0", server.url)]
+    async with running(backends, None) as fleet:  # a router without keys
+        await fleet.complete(prompt)
+        await fleet.complete(prompt, id_slot=1)
+    async with tenants([server]) as two:
+        for at in range(2):
+            one = ids(1, LONG - at)  # not what the one before has left
+            assert await two.cost(two.complete((ALICE, BOB)[at], one, id_slot=at)) == LONG - at
+
+
+async def test_a_server_that_erases_nothing(llama_server: StartServer, tmp_path: Path) -> None:
+    """Without --slot-save-path something else takes the place of what was held."""
+    server = LlamaServer(
+        (await llama_server("llama")).model, slots=1, ctx=4096, argv=None, log_path=tmp_path / "log"
+    )
+    async with server:
+        prompt = ids(1, LONG)
+        async with running([("s0", server.url)], None, yaml=APART) as fleet:
+            two = Tenants(fleet, [server])
+            await two.complete(ALICE, prompt)
+            answer = await two.complete(BOB, prompt)
+            assert answer.cached == 0
+            assert all_but_one(await two.complete(BOB, prompt))
+
+
+async def test_where_sharing_is_allowed(llama_server: StartServer) -> None:
+    server = await llama_server("llama", slots=2)
+    prompt, talk = ids(1, LONG), chat(1, "Where does the ferry go?", length=30)
+    async with tenants([server], yaml=TOGETHER) as two:
+        await two.complete(ALICE, prompt)
+        assert all_but_one(await two.complete(BOB, prompt))
+        cold = await two.cost(two.message(ALICE, talk))
+        assert await two.cost(two.message(BOB, talk)) < cold
+
+
+@pytest.mark.parametrize("ram", ["0", "100"])
+async def test_a_server_that_mixes_tenants_is_told_of(
+    llama_server: StartServer, ram: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = await llama_server("llama", slots=1, extra_args=("--cache-ram", ram))
+    async with tenants([server]) as two:
+        (backend,) = (await two.fleet.state())["backends"]
+        assert backend["ram_cache"] == (ram != "0")
+    assert ("backend_mixes_tenants" in capsys.readouterr().out) == (ram != "0")
