@@ -243,7 +243,7 @@ def statuses(answer: bytes) -> list[int]:
     found: list[int] = []
     client.receive_data(answer)
     client.receive_data(b"")
-    while True:
+    while client.trailing_data[0]:
         client.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
         client.send(h11.EndOfMessage())
         while not isinstance(event := client.next_event(), h11.EndOfMessage):
@@ -255,6 +255,7 @@ def statuses(answer: bytes) -> list[int]:
             assert client.trailing_data[0] == b"", "bytes after the last answer"
             return found
         client.start_next_cycle()
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
