@@ -41,9 +41,13 @@ class UnknownMethodError(FramingError):
 
 
 class MethodError(BadRequestError):
-    """The router has it, but not for this method."""
+    """The router has it, but not for this method. `allowed` are those that it is for."""
 
     status = 405
+
+    def __init__(self, message: str, allowed: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.allowed = tuple(allowed)
 
 
 class NeedsTokenError(RouterError):

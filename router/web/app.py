@@ -35,7 +35,7 @@ from router.web.guard import Guard
 from router.web.listener import Listener
 from router.web.live import Live
 from router.web.operations import BACKENDS, Operations
-from router.web.own import HEALTH, METRICS, OwnRoutes, Route, Side
+from router.web.own import HEALTH, METRICS, OwnRoutes, Route, Side, is_own
 from router.web.page import PREFIX, File, to_page
 from router.web.relay import STARTED, Capture, forward_headers, forward_target, relay
 from router.web.replies import (
@@ -168,7 +168,7 @@ class App:
             return await self._any(request, path, name)
         except RouterError as error:
             self._telemetry.rejected(name, error.outcome, str(error), clients_id(request))
-            if not request.path.startswith("/kvferry/"):  # what operators do is not for everybody
+            if not is_own(request.path):  # what operators do is not for everybody
                 self._journal.rejected(name, error.outcome, str(error))
             response = error_response(error, name, clients_id(request))
             if isinstance(error, FramingError):

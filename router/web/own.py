@@ -80,7 +80,8 @@ class OwnRoutes:
             raise NotFoundError("there is nothing at this path")
         handler = fitting.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
-            raise MethodError(f"this path is for {' and '.join(sorted(fitting))}")
+            allowed = sorted(fitting)
+            raise MethodError(f"this path is for {' and '.join(allowed)}", allowed)
         if path != HEALTH:
             self._guard.check_look(request)
         elif side is Side.CLIENTS or not self._guard.may_look(request):

@@ -9,6 +9,7 @@ from aiohttp import web
 from router.errors import (
     ContextTooLongError,
     InvalidConfigError,
+    MethodError,
     NeedsTokenError,
     RouterError,
 )
@@ -59,6 +60,8 @@ def error_response(
     headers = _names(request, clients_id)
     if error.retry_after_s is not None:
         headers["Retry-After"] = f"{error.retry_after_s:.0f}"
+    if isinstance(error, MethodError):
+        headers["Allow"] = ", ".join(error.allowed)
     if isinstance(error, NeedsTokenError):
         headers["WWW-Authenticate"] = 'Basic realm="kvferry", charset="UTF-8"'
     return json_response({"error": fields}, status=error.status, headers=headers)

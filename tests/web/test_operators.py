@@ -84,6 +84,7 @@ async def test_nothing_of_it_goes_to_a_backend(backend: Recorder, where: str) ->
                 full = url + (path if path.startswith("/") else "/kvferry/nothing")
                 answer = await ask(fleet, method, full)
                 there = url == fleet.url and where == "elsewhere"
+                assert ("Allow" in answer.headers) == (answer.status == 405)
                 assert answer.status == (404 if there else status), (method, path)
     assert backend.requests == []
 
