@@ -21,6 +21,9 @@ from pydantic import (
 
 from router import config_values as values
 from router.config_auth import Auth as Auth
+from router.config_edge import Admin as Admin
+from router.config_edge import Limits as Limits
+from router.config_edge import Tls as Tls
 from router.config_load import ConfigError as ConfigError
 from router.config_load import (
     KeyPath,
@@ -95,6 +98,7 @@ class Store(Section):
     max_tokens: values.CountOrNoLimit = NO_LIMIT  # the same
     min_tokens: values.Count = 128
     fsync: values.Flag = True
+    group_access: values.Flag = False
     save_when_idle_for_s: values.SecondsOrOff = Field(default=0.5, alias="save_when_idle_for")
     save_on_shutdown: values.Flag = True
 
@@ -138,18 +142,6 @@ class Queue(Section):
     no_backend_wait_s: values.Seconds = Field(default=10.0, alias="no_backend_wait")
 
 
-class Limits(Section):
-    """What a client may send, and how long each step may take."""
-
-    max_body_bytes: values.PositiveSize = Field(default=64 * MIB, alias="max_body")
-    body_timeout_s: values.PositiveSeconds = Field(default=60.0, alias="body_timeout")
-    connect_timeout_s: values.PositiveSeconds = Field(default=5.0, alias="connect_timeout")
-    first_byte_timeout_s: values.PositiveSeconds = Field(default=3600.0, alias="first_byte_timeout")
-    idle_timeout_s: values.PositiveSeconds = Field(default=600.0, alias="idle_timeout")
-    control_timeout_s: values.PositiveSeconds = Field(default=10.0, alias="control_timeout")
-    action_timeout_s: values.PositiveSeconds = Field(default=120.0, alias="action_timeout")
-
-
 class Health(Section):
     """How backends are watched."""
 
@@ -182,12 +174,6 @@ class Probe(Section):
     """The small save and restore that measures a backend when it is attached."""
 
     enabled: values.Flag = True
-
-
-class Admin(Section):
-    """Who may change things through the router's own port."""
-
-    token_env: Annotated[str | None, values.optional(values.env_name)] = None
 
 
 class Logging(Section):
@@ -238,6 +224,7 @@ class Config(Section):
     probe: Probe = Probe()
     admin: Admin = Admin()
     auth: Auth = Auth()
+    tls: Tls = Tls()
     logging: Logging = Logging()
     tracing: Tracing = Tracing()
     diagnostics: Diagnostics = Diagnostics()
@@ -245,10 +232,17 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
-        misfits = _loops(self.listen, dict(enumerate(self.backends)))
+        backends = dict(enumerate(self.backends))
+        misfits = _loops(self.listen, backends)
         if self.auth.keeps_apart and self.policy.name is PolicyName.PASSTHROUGH:
             message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
             misfits.append((("policy", "name"), message))
+        own = self.admin.listen
+        if own is not None:
+            misfits += _loops(own, backends)
+            if own.port and (values.reaches(self.listen, own) or values.reaches(own, self.listen)):
+                message = f"is where clients connect (listen: {self.listen}): take another port"
+                misfits.append((("admin", "listen"), message))
         if misfits:
             raise MisfitError(misfits)
         return self

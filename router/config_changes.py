@@ -16,9 +16,11 @@ _LIVE = frozenset(
         *("store.max_bytes", "store.max_tokens", "store.min_tokens"),
         *("store.save_when_idle_for", "store.save_on_shutdown"),
         *("policy", "queue", "limits", "health", "probe", "auth"),
-        *("logging.level", "shutdown_grace"),
+        *("logging.level", "shutdown_grace", "tls.certificate", "tls.key"),
     }
 )
+# A port that speaks TLS takes other files, and no other protocol.
+_TLS = frozenset({"tls.certificate", "tls.key"})
 # What decides whether there are snapshots at all: directories are opened and backends tried out
 # for that when the router starts.
 _SWITCHES = frozenset({"store.max_bytes", "store.max_tokens", "policy.name"})
@@ -48,6 +50,7 @@ class Changes:
 def compare(old: Config, new: Config) -> Changes:
     """What has to happen to get from one to the other."""
     fixed = frozenset[str]() if _keeps_snapshots(old) == _keeps_snapshots(new) else _SWITCHES
+    fixed |= _TLS if (old.tls.key is None) != (new.tls.key is None) else frozenset()
     taken: list[Change] = []
     left: list[Change] = []
     kept: dict[str, Any] = {}

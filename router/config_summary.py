@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from router import tls
 from router.config import Backend, Config, ConfigError, TokenizerMode, load
 from router.config_values import NO_LIMIT, format_duration, format_size
 from router.core.policy import Policy
@@ -13,7 +14,19 @@ def check_text(path: Path) -> tuple[int, str]:
         config = load(path)
     except ConfigError as error:
         return 2, str(error)
-    return 0, summary(config)
+    try:
+        warned = _warned(config)
+    except tls.TlsError as error:
+        return 2, f"{path}: {error}"
+    return 0, summary(config) + warned
+
+
+def _warned(config: Config) -> str:
+    """What is wrong with the certificate, as far as it can be used. Raises TlsError."""
+    if config.tls.certificate is None or config.tls.key is None:
+        return ""
+    problem = tls.warning(config.tls.certificate, config.tls.key)
+    return f" Warning: {problem}." if problem else ""
 
 
 def summary(config: Config) -> str:
@@ -21,7 +34,7 @@ def summary(config: Config) -> str:
     backends = ", ".join(_described(backend) for backend in config.backends)
     store, policy = config.store, config.policy
     said = [
-        f"OK: kvferry would listen on {config.listen} and serve"
+        f"OK: kvferry would listen on {_listened(config)} and serve"
         f" {len(config.backends)} backend{'s' * (len(config.backends) != 1)}: {backends}.",
         f"Policy {policy.name}; tokenizer {config.tokenizer.mode};"
         f" up to {config.queue.max_requests} requests wait,"
@@ -53,6 +66,12 @@ def summary(config: Config) -> str:
 
 def _or_no_limit(seconds: float | None) -> str:
     return "as long as it takes" if seconds is None else format_duration(seconds)
+
+
+def _listened(config: Config) -> str:
+    protocol = "" if config.tls.certificate is None else " (TLS)"
+    own = config.admin.listen
+    return f"{config.listen}{protocol}" + (f", for operators on {own}{protocol}," if own else "")
 
 
 def _described(backend: Backend) -> str:

@@ -63,6 +63,7 @@ class Folder:
     uid: int = -1
     usable: bool = False  # files can be found, made and removed here
     identity: tuple[int, int] = (-1, -1)  # device, inode
+    group_access: bool = False  # the configuration lets its group in
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,9 @@ async def gather(
     """Everything about one backend; raises nothing for what is wrong with it."""
     facts = Facts(backend)
     if backend.kv_dir is not None:
-        facts = replace(facts, folder=await asyncio.to_thread(look_at, Path(backend.kv_dir)))
+        folder = await asyncio.to_thread(look_at, Path(backend.kv_dir))
+        folder = replace(folder, group_access=config.store.group_access)
+        facts = replace(facts, folder=folder)
     try:
         client = client_of(backend, connections, timeouts_of(config))
     except StartError as error:

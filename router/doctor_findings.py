@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from router.adapters.kv_files import openness
 from router.adapters.monitor import Attached
 from router.adapters.probe import NO_SWA_FULL, Padding, Probe
 from router.core.reuse import can_restore
@@ -152,12 +153,13 @@ def _folder(facts: Facts) -> Iterator[Finding]:
             f"kv_dir {path} cannot be used by uid {os.geteuid()}; it is {_owned(folder)}",
             "run kvferry and llama-server as the same user",
         )
-    elif folder.mode & 0o077:
+    elif found := openness(folder.mode, group_access=folder.group_access):
+        whom, right = found
         yield Finding(
-            Level.WARNING,
-            f"kv_dir {path} is open to other users; state files are transcripts "
-            f"(mode {folder.mode:o})",
-            f"chmod 700 {shown}",
+            Level.ERROR,
+            f"kv_dir {path} is open to {whom} (mode {folder.mode:o}), and state files are"
+            " transcripts: kvferry does not start with it",
+            f"chmod {right} {shown}",
         )
 
 

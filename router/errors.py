@@ -47,6 +47,34 @@ class TenantBusyError(RouterError):
     retry_after_s = 1.0
 
 
+class FramingError(BadRequestError):
+    """Where the request ends is in doubt: its connection is closed after the answer."""
+
+
+class UnknownMethodError(FramingError):
+    """A method of which nobody here knows what follows its headers."""
+
+    status = 405
+
+
+class MethodError(BadRequestError):
+    """The router has it, but not for this method. `allowed` are those that it is for."""
+
+    status = 405
+
+    def __init__(self, message: str, allowed: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.allowed = tuple(allowed)
+
+
+class NeedsTokenError(RouterError):
+    """A look at what only operators may see. A browser asks for the token."""
+
+    status = 401
+    kind = "authentication_error"
+    outcome = "forbidden"
+
+
 class ForbiddenError(RouterError):
     """A route that only the router may use on a backend, or an operator on the router."""
 
@@ -71,8 +99,32 @@ class BodyTooLargeError(RouterError):
     outcome = "body_too_large"
 
 
+class HeaderTooLargeError(RouterError):
+    """A header is over `limits.max_header`, or there are more than `limits.max_headers`."""
+
+    status = 431
+    kind = "invalid_request_error"
+    outcome = "header_too_large"
+
+
+class TargetTooLongError(HeaderTooLargeError):
+    """The request line is over `limits.max_request_line`."""
+
+    status = 414
+
+
+class TooManyConnectionsError(RouterError):
+    """`limits.connections` or `limits.connections_per_client` are open."""
+
+    status = 503
+    kind = "unavailable_error"
+    outcome = "too_many_connections"
+    retry_after_s = 1.0
+
+
 class ClientTooSlowError(RouterError):
-    """The client did not send its body within `limits.body_timeout`."""
+    """The client did not send its headers within `limits.header_timeout`, or its body within
+    `limits.body_timeout`."""
 
     status = 408
     kind = "invalid_request_error"

@@ -4,16 +4,16 @@ import asyncio
 import gc
 import os
 import signal
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from router import __version__
+from router import __version__, tls
 from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.clock import MonotonicClock, wall_now
 from router.adapters.journal import Journal
@@ -32,7 +32,7 @@ from router.backends import (
     timeouts_of,
     watch_of,
 )
-from router.config import Backend, Config, TokenizerMode
+from router.config import Address, Backend, Config, Tls, TokenizerMode
 from router.core.catalog import Limits
 from router.core.policy import Policy, PolicyName
 from router.core.queue import QueueLimits
@@ -54,6 +54,7 @@ from router.web.guard import Guard
 from router.web.keys import Keys, Known
 from router.web.live import Live, Subject
 from router.web.operations import Operations
+from router.web.own import Side
 from router.web.page import load_page
 from router.web.picture import picture_of, survey
 from router.web.requests import Requests
@@ -61,6 +62,9 @@ from router.web.settings import Settings
 from router.web.snapshots import Snapshots
 
 log = structlog.get_logger(__name__)
+
+# How long answers that are under way may go on when everything else has stopped.
+_CLOSE_S = 1.0
 
 
 def _policy(config: Config) -> Policy:
@@ -85,9 +89,17 @@ def _queue_limits(config: Config) -> QueueLimits:
 
 
 def _take_settings(settings: Settings, config: Config) -> None:
-    settings.max_body_bytes = config.limits.max_body_bytes
-    settings.body_timeout_s = config.limits.body_timeout_s
-    settings.idle_timeout_s = config.limits.idle_timeout_s
+    limits = config.limits
+    settings.connections = limits.connections
+    settings.connections_per_client = limits.connections_per_client
+    settings.max_request_line_bytes = limits.max_request_line_bytes
+    settings.max_header_bytes = limits.max_header_bytes
+    settings.max_headers = limits.max_headers
+    settings.header_timeout_s = limits.header_timeout_s
+    settings.keep_alive_timeout_s = limits.keep_alive_timeout_s
+    settings.max_body_bytes = limits.max_body_bytes
+    settings.body_timeout_s = limits.body_timeout_s
+    settings.idle_timeout_s = limits.idle_timeout_s
     settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
 
 
@@ -103,13 +115,16 @@ def _known(config: Config) -> Known:
 
 @dataclass(slots=True)
 class Router:
-    """A running router, without its listening socket."""
+    """A running router, without its listening sockets. `admin_url` is where its own routes are;
+    None while nobody listens, or where clients connect."""
 
-    server: web.Server
+    app: App
     engine: Engine
     directory: Directory
     live: Live
     reload: Reload
+    tls: ssl.SSLContext | None
+    admin_url: str | None = None
 
     @property
     def config(self) -> Config:
@@ -145,6 +160,7 @@ async def build(
     clock = MonotonicClock()
     telemetry = PrometheusTelemetry(registry, [backend.name for backend in config.backends])
     guard = Guard(secret_of("admin: token_env", config.admin.token_env))
+    context = tls.server_context() if config.tls.certificate is not None else None
     journal = Journal(config.diagnostics.requests, wall_now)
     async with AsyncExitStack() as stack:
         if tracing is None and config.tracing.endpoint is not None:
@@ -157,6 +173,7 @@ async def build(
             on_lost=lambda snapshot, _: engine.snapshot_lost(snapshot.id),
             wall_now=wall_now,
             fsync=config.store.fsync,
+            group_access=config.store.group_access,
         )
         stack.push_async_callback(store.aclose)
         clients: dict[BackendId, LlamaClient] = {}
@@ -215,18 +232,22 @@ async def build(
             reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
         )
         settings = Settings()
-        keys = Keys(guard, telemetry)
+        keys = Keys(telemetry)
 
         async def take(wanted: Config) -> None:
             """Put a configuration in force. All that can go wrong comes first."""
             for backend in wanted.backends:
                 key_of(backend)
             places = [place_of(backend, wanted) for backend in wanted.backends]
+            if context is not None:
+                await asyncio.to_thread(_show_certificate, context, wanted.tls)
             found = await store.add([place for place in places if place is not None])
             engine.configure(_policy(wanted), _limits(wanted), _queue_limits(wanted))
             engine.snapshots_found(found)
             _take_settings(settings, wanted)
             keys.known = _known(wanted)
+            has_keys = bool(wanted.auth.keys)
+            guard.protects_reads = wanted.admin.protects_reads(has_keys=has_keys)
             set_level(wanted.logging.level)
             backends.configure(wanted)
 
@@ -245,6 +266,7 @@ async def build(
         app = App(
             keys=keys,
             completions=completions,
+            guard=guard,
             live=live,
             page=await asyncio.to_thread(load_page),
             admin=Admin(
@@ -266,7 +288,18 @@ async def build(
         vitals = Vitals(registry, clock, lambda: store.places, __version__)
         tasks.spawn(vitals.watch_loop(), name="event loop lag")
         tasks.spawn(vitals.watch_disks(), name="room on disk")
-        yield Router(app.server(), engine, directory, live, reload)
+        yield Router(app, engine, directory, live, reload, context)
+
+
+def _show_certificate(context: ssl.SSLContext, files: Tls) -> None:
+    """Blocking. Raises StartError."""
+    assert files.certificate is not None and files.key is not None  # noqa: PT018 - for mypy
+    try:
+        if problem := tls.warning(files.certificate, files.key):
+            log.warning("certificate", problem=problem)
+        tls.load(context, files.certificate, files.key)
+    except tls.TlsError as error:
+        raise StartError(str(error)) from error
 
 
 async def _exporting(endpoint: str, stack: AsyncExitStack) -> Tracing:
@@ -282,18 +315,41 @@ async def _exporting(endpoint: str, stack: AsyncExitStack) -> Tracing:
 
 @asynccontextmanager
 async def listening(router: Router) -> AsyncIterator[str]:
-    """Serve on the configured address; yields the URL. Raises OSError if it is taken."""
-    runner = web.ServerRunner(router.server, shutdown_timeout=1.0)
-    await runner.setup()
+    """Serve on the configured addresses; yields the clients' URL. Raises OSError if one is
+    taken."""
+    config = router.config
+    own = config.admin.listen
+    async with AsyncExitStack() as stack:
+        if own is not None:
+            address = _address(router, own, Side.OPERATORS)
+            router.admin_url = await stack.enter_async_context(address)
+        side = Side.ALL if own is None else Side.CLIENTS
+        url = await stack.enter_async_context(_address(router, config.listen, side))
+        # Last in, first out: an open page must not hold up the end.
+        stack.callback(router.live.stop)
+        yield url
+
+
+@asynccontextmanager
+async def _address(router: Router, address: Address, side: Side) -> AsyncIterator[str]:
+    listener = router.app.listener(side)
+    handshake_s = router.config.limits.header_timeout_s
+    server = await asyncio.get_running_loop().create_server(
+        listener,
+        address.host,
+        address.port,
+        backlog=1024,
+        ssl=router.tls,
+        ssl_handshake_timeout=None if router.tls is None else handshake_s,
+    )
     try:
-        address = router.config.listen
-        site = web.TCPSite(runner, address.host, address.port, backlog=1024)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        host, port = server.sockets[0].getsockname()[:2]
+        scheme = "http" if router.tls is None else "https"
+        yield f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     finally:
-        router.live.stop()
-        await runner.cleanup()
+        server.close()
+        listener.pre_shutdown()
+        await listener.shutdown(_CLOSE_S)
 
 
 async def serve(config: Config, path: Path | None = None) -> None:
@@ -316,7 +372,10 @@ async def serve(config: Config, path: Path | None = None) -> None:
     async with build(config, path=path) as router, listening(router) as url:
         rereading = spawn(_reread(router, asked), name="reload")
         _calm_garbage_collector()
-        log.info("listening", url=url, policy=config.policy.name, backends=len(config.backends))
+        own = {} if router.admin_url is None else {"admin_url": router.admin_url}
+        log.info(
+            "listening", url=url, **own, policy=config.policy.name, backends=len(config.backends)
+        )
         await stopping.wait()
         log.info("stopping", grace_s=router.config.shutdown_grace_s)
         rereading.cancel()

@@ -17,6 +17,7 @@ import yaml as pyyaml
 from router.config import Config, parse
 from router.main import Router, build, listening
 from router.ports import Tracing
+from router.types import BackendId, Standing
 
 Json = dict[str, Any]
 
@@ -192,16 +193,17 @@ class Fleet:
 
     async def until_up(self, *names: str) -> None:
         """Wait until these backends are in use; all of them if none is named."""
-        health: Json = {}
+        directory = self.router.directory
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    health = (await self.get("/kvferry/health")).json["backends"]
-                    if all(health[name] == "up" for name in names or health):
-                        return
+                while any(
+                    directory.standing(BackendId(name)) is not Standing.UP
+                    for name in names or directory.monitors
+                ):
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            raise AssertionError(f"never up: {health}") from None
+            problems = {name: one.problem for name, one in directory.monitors.items()}
+            raise AssertionError(f"never up: {problems}") from None
 
 
 def is_quiet(state: Json) -> bool:

@@ -261,7 +261,7 @@ BAD = [
     ("limits: {idle_timeout: 0}", "limits.idle_timeout", 3, "more than 0"),
     ("limits: {max_body: 0}", "limits.max_body", 3, "at least 1B"),
     ("limits: {idle_timeut: 1s}", "limits.idle_timeut", 3, "did you mean `idle_timeout`?"),
-    ("limits: {zzz: 1s}", "limits.zzz", 3, "known here: max_body, body_timeout"),
+    ("limits: {zzz: 1s}", "limits.zzz", 3, "max_body, body_timeout"),
     ("health: {failures: 0}", "health.failures", 3, "at least 1, not 0"),
     ("tokenizer: {mode: local}", "tokenizer.path", 3, "is required with mode: local"),
     ("tokenizer: {path: /m}", "tokenizer.path", 3, "with mode: local only"),

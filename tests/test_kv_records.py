@@ -19,7 +19,7 @@ TOKENS = [5, 6, 7, 8]
 
 
 def opened(path: Path) -> Directory:
-    return kv_records.open_directory(Place(str(path)), [], fsync=False)
+    return kv_records.open_directory(Place(str(path)), [], fsync=False, group_access=False)
 
 
 def closed(directory: Directory) -> None:

@@ -214,7 +214,7 @@ async def test_full_disk_can_still_be_emptied(
 async def test_leftovers_are_swept_and_others_left_alone(stores: Stores) -> None:
     store = stores.make()
     directory = at(store._places[0])
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
     (directory / store.staging_name()).write_bytes(b"x")
     (directory / f"kvf-{'0' * 32}.kv").write_bytes(full(TOKENS))
     others = {"mine.bin", "kvf-1.kv", "kvf-x.part", ".hidden"}

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -41,7 +42,7 @@ class Response:
 
     def __init__(self, connection: "_Connection") -> None:
         self._connection = connection
-        self.status = connection.parser.get_status_code()
+        self.status = connection.status
         self.reason = connection.reason
         self.headers: list[Header] = connection.headers
 
@@ -192,7 +193,7 @@ class Pool:
             lines.append(b"Content-Length: %d" % len(body or b""))
         head = b"\r\n".join(lines)
         # aiohttp has refused control characters in what clients send; the rest is our own.
-        if head.count(b"\n") != len(lines) - 1:
+        if not head.count(b"\r") == head.count(b"\n") == len(lines) - 1:
             raise HttpError("a header holds a line break")
         return head + b"\r\n\r\n"
 
@@ -209,6 +210,7 @@ class _Connection(asyncio.Protocol):
 
     def _reset(self, method: str) -> None:
         self.parser = httptools.HttpResponseParser(self)
+        self.status = 0
         self.reason = ""
         self.headers: list[Header] = []
         self._method = method
@@ -217,6 +219,7 @@ class _Connection(asyncio.Protocol):
         self._headed = False
         self.is_complete = False
         self._keep = False
+        self._surplus = False
         self._error: OSError | None = None
         self._chunks: list[bytes] = []
         self._buffered = 0
@@ -232,9 +235,12 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._touched = True
+        if self.is_complete or not self._in_use:
+            self.abort()  # nobody asked: it would be taken for the answer to the next request
+            return
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, HttpError) as error:
             self._fail(HttpError(f"the answer is not HTTP: {error}"))
             self.abort()
         if self._buffered > _HIGH_WATER and not self._paused and self._transport is not None:
@@ -258,16 +264,28 @@ class _Connection(asyncio.Protocol):
 
     # -- httptools -----------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        if self.is_complete:  # more than was asked for, in one packet with what was
+            self._surplus = True
+
     def on_status(self, status: bytes) -> None:
-        self.reason += status.decode("latin-1")
+        if not self.is_complete:
+            self.reason += status.decode("latin-1")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._headed:  # else a trailer, which nobody here sends or wants
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        if self.parser.get_status_code() < 200:
+        if self.is_complete:
+            return
+        self.status = self._status()
+        if self.status < 200:
             return  # 100 Continue and the like; the answer is still to come
+        # What httptools leaves to its user: it would read a body to the end of the connection.
+        encodings = [v for name, v in self.headers if name.lower() == b"transfer-encoding"]
+        if encodings and [one.strip().lower() for one in encodings] != [b"chunked"]:
+            raise HttpError("the only Transfer-Encoding is chunked")
         self._headed = True
         self._keep = self.parser.should_keep_alive() and self._method != "HEAD"
         if self._method == "HEAD":
@@ -277,13 +295,25 @@ class _Connection(asyncio.Protocol):
         # llama-server closes after every chunked answer (llama-server.md, "Connections").
         self._keep = False
 
+    def _status(self) -> int:
+        """Raises HttpError for one that there is not."""
+        status: int = self.parser.get_status_code()
+        if not 100 <= status < 600 or status == HTTPStatus.SWITCHING_PROTOCOLS:
+            raise HttpError(f"there is no status {status}")
+        return status
+
     def on_body(self, body: bytes) -> None:
+        if self.is_complete:  # of an answer that was not asked for, or to a HEAD
+            self._surplus = True
+            return
         self._chunks.append(body)
         self._buffered += len(body)
         self._wake()
 
     def on_message_complete(self) -> None:
-        if self.parser.get_status_code() < 200:
+        if self.is_complete:
+            return
+        if self.status < 200:
             self.headers.clear()
             self.reason = ""
             return
@@ -338,7 +368,8 @@ class _Connection(asyncio.Protocol):
         if not self._in_use:
             return
         self._in_use = False
-        if self.is_complete and self._keep and self.is_open and not self._chunks:
+        clean = self.is_complete and not self._chunks and not self._surplus
+        if clean and self._keep and self.is_open:
             self._pool.keep(self)
         else:
             if self.is_complete:

@@ -7,6 +7,7 @@ Nothing here follows a symbolic link or opens a pipe: the directory is written b
 import os
 import re
 import secrets
+import shlex
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import structlog
 import xxhash
 
 from router.adapters import kv_copy
-from router.errors import KvFileError
+from router.errors import KvError, KvFileError
 from router.kvfile.rewrite import Rewrite
 
 log = structlog.get_logger(__name__)
@@ -179,9 +180,42 @@ def sweep(directory: Path, known: frozenset[str]) -> int:
     return removed
 
 
-def prepare_directory(directory: Path) -> None:
-    """Create it, for the owner only, if missing; prove that files can be made in it."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+def file_mode(*, group_access: bool) -> int:
+    """Of a state file, whatever the umask of the backend that wrote it."""
+    return 0o660 if group_access else 0o600
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Unless the file is another user's: the directory alone keeps others out then."""
+    with open_regular(path) as file, suppress(PermissionError):
+        os.fchmod(file.fileno(), mode)
+
+
+def openness(mode: int, *, group_access: bool) -> tuple[str, str] | None:
+    """To whom a directory of this mode is open that it must not be open to, and the mode to give
+    it; None if all is well."""
+    right = "770" if group_access else "700"
+    if mode & stat.S_IRWXO:
+        return "all users", right
+    return ("its group", right) if mode & stat.S_IRWXG and not group_access else None
+
+
+def prepare_directory(directory: Path, *, group_access: bool = False) -> None:
+    """Create it, for the owner only, if missing; prove that files can be made in it.
+
+    Raises KvError if others can look into it: state files are transcripts.
+    """
+    directory.mkdir(mode=0o770 if group_access else 0o700, parents=True, exist_ok=True)
+    mode = stat.S_IMODE(directory.stat().st_mode)
+    if found := openness(mode, group_access=group_access):
+        whom, right = found
+        way_out = f"chmod {right} {shlex.quote(str(directory))}"
+        if whom == "its group":
+            way_out += ", or store.group_access: true if llama-server is another user of it"
+        raise KvError(
+            f"{directory} is open to {whom} (mode {mode:o}), and state files are transcripts of"
+            f" conversations: {way_out}"
+        )
     probe = directory / staging_name()
     os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     probe.unlink()

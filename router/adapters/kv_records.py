@@ -53,11 +53,13 @@ class Held:
         self.path.unlink(missing_ok=True)
 
 
-def open_directory(place: Place, others: Iterable[Directory], *, fsync: bool) -> Directory:
+def open_directory(
+    place: Place, others: Iterable[Directory], *, fsync: bool, group_access: bool
+) -> Directory:
     """Lock it and read its manifest; one of `others`, if it is the same. Raises KvError."""
     path = Path(place)
     with os_errors(f"{place} cannot be used for state files"):
-        kv_files.prepare_directory(path)
+        kv_files.prepare_directory(path, group_access=group_access)
         for other in others:
             if path.samefile(other.path):  # one directory under two names
                 return other
@@ -166,10 +168,11 @@ def check_again(held: Held) -> None:
             _refresh(held.directory, held.snapshot.id, found)
 
 
-def rename(staged: Path, held: Held) -> None:
-    """Give a staged file its final name, if it is still the one that was verified."""
+def rename(staged: Path, held: Held, mode: int) -> None:
+    """Give a staged file its mode and its final name, if it is still the one that was verified."""
     if kv_files.identity(staged) != held.identity:
         raise KvFileError(f"{staged.name} changed after it was verified")
+    kv_files.set_mode(staged, mode)
     staged.rename(held.path)
 
 

@@ -4,9 +4,7 @@ Between `kv_store.py`, which owns names and records, and `router/kvfile`, which 
 Everything here blocks and may raise OSError or KvFileError.
 """
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +75,6 @@ def inspect(path: Path, size_bytes: int) -> Inspected:
         head = read_head(file)
         layout = read_layout(file, head, found.size_bytes)
         check_agreement(head, layout)
-        with suppress(PermissionError):  # the backend runs as another user: its umask decides
-            os.fchmod(file.fileno(), 0o600)
     return Inspected(found, head, layout)
 
 

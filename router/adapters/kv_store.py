@@ -41,16 +41,19 @@ class KvStore:
         on_lost: Callable[[Snapshot, str], None],
         wall_now: Callable[[], float],
         fsync: bool = True,
+        group_access: bool = False,
     ) -> None:
         """`on_lost` is told of a committed snapshot whose file could not be made durable.
 
         `wall_now` is seconds since the epoch. Without `fsync` a crash of the machine (not of
-        the router) may lose snapshots; it never brings back a wrong one.
+        the router) may lose snapshots; it never brings back a wrong one. `group_access`: the
+        group of a directory may read and write in it, as a backend of another user has to.
         """
         self._places = tuple(dict.fromkeys(places))
         self._on_lost = on_lost
         self._wall_now = wall_now
         self._fsync = fsync
+        self._group_access = group_access
         self._directories: dict[Place, Directory] = {}
         self._held: dict[SnapshotId, Held] = {}
         self._staged: dict[tuple[Place, str], Identity] = {}
@@ -187,7 +190,8 @@ class KvStore:
             self._wall_now(),
         )
         held = Held(snapshot, directory, known)
-        rename = partial(kv_records.rename, path, held)
+        mode = kv_files.file_mode(group_access=self._group_access)
+        rename = partial(kv_records.rename, path, held, mode)
         await self._finish(self._quick, rename, held.unlink, KvFileError)
         self._held[number] = held
         self._background.spawn(self._make_durable(held), name=f"kv_durable {number}")
@@ -305,7 +309,9 @@ class KvStore:
 
     def _open_directory(self, place: Place) -> None:
         others = self._distinct()
-        self._directories[place] = kv_records.open_directory(place, others, fsync=self._fsync)
+        self._directories[place] = kv_records.open_directory(
+            place, others, fsync=self._fsync, group_access=self._group_access
+        )
 
     async def _make_durable(self, held: Held) -> None:
         try:

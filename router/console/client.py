@@ -29,10 +29,14 @@ class RouterClient:
 
     async def state(self) -> Json:
         """`/kvferry/state`."""
-        _, body = await self._send("GET", "/kvferry/state")
+        status, body = await self._send("GET", "/kvferry/state")
         found = _json(body)
+        if status in (401, 403) and (told := _told(found)):
+            raise CallError(f"{told} ({TOKEN_ENV} holds it for this command)")
         if "slots" not in found:
-            raise CallError(f"what answers at {self.url} is not a kvferry")
+            raise CallError(
+                f"what answers at {self.url} is not a kvferry, or has admin.listen elsewhere"
+            )
         return found
 
     async def metrics(self) -> str:
@@ -57,9 +61,7 @@ class RouterClient:
         status, raw = await self._send(method, path, query, body)
         answer = _json(raw)
         if status >= 400:
-            error = answer.get("error")
-            told = error.get("message") if isinstance(error, dict) else None
-            raise CallError(str(told or f"{self.url}{path} was answered with {status}"))
+            raise CallError(_told(answer) or f"{self.url}{path} was answered with {status}")
         return answer
 
     async def _send(
@@ -78,13 +80,17 @@ class RouterClient:
             raise CallError(f"no router answers at {self.url}: {_reason(error)}") from error
 
 
+def token_header() -> dict[str, str]:
+    """What TOKEN_ENV holds, as the router wants to see it; nothing if it is not set."""
+    token = os.environ.get(TOKEN_ENV)
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[RouterClient]:
     """A client; what TOKEN_ENV holds goes along, if it is set."""
-    token = os.environ.get(TOKEN_ENV)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    async with aiohttp.ClientSession(headers=token_header(), timeout=timeout) as session:
         yield RouterClient(url, session)
 
 
@@ -97,6 +103,13 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno and error.errno > 0:
         return os.strerror(error.errno)
     return str(error) or type(error).__name__
+
+
+def _told(answer: Json) -> str | None:
+    """The words of an error, if it has any."""
+    error = answer.get("error")
+    told = error.get("message") if isinstance(error, dict) else None
+    return str(told) if told else None
 
 
 def _json(raw: bytes) -> Json:

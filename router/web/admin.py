@@ -43,20 +43,17 @@ class Admin:
             body += await self._backend_metrics.text()
         return web.Response(body=body, headers=OWN_HEADERS | {"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def health(self, _: web.BaseRequest) -> web.Response:
-        """200 once a backend can be used, else 503 with what is wrong with each."""
+    async def health(self, *, brief: bool) -> web.Response:
+        """200 once a backend can be used, else 503; with what is wrong with each, unless brief."""
         standing = {name: self._directory.standing(name) for name in self._directory.monitors}
         usable = Standing.UP in standing.values()
-        return json_response(
-            {
-                "status": "ok" if usable else "no backend",
-                "backends": {
-                    name: self._directory.monitors[name].problem if what is Standing.DOWN else what
-                    for name, what in standing.items()
-                },
-            },
-            status=200 if usable else 503,
-        )
+        told: dict[str, object] = {"status": "ok" if usable else "no backend"}
+        if not brief:
+            told["backends"] = {
+                name: self._directory.monitors[name].problem if what is Standing.DOWN else what
+                for name, what in standing.items()
+            }
+        return json_response(told, status=200 if usable else 503)
 
     async def state(self, _: web.BaseRequest) -> web.Response:
         """Backends, slots, snapshots and queue as the scheduler sees them."""

@@ -4,7 +4,7 @@ Headers of one hop stay behind, and how the body is framed is said anew: a clien
 version of HTTP than the router does to the backend. Why not aiohttp's own: docs/adr/0009.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from email.utils import formatdate
 from functools import lru_cache
 
@@ -12,6 +12,7 @@ from aiohttp import HttpVersion, HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 
 from router.adapters.clock import wall_now
+from router.adapters.http1 import Header
 from router.adapters.llama_client import RelayedResponse
 
 # Of a hop, not of the message (RFC 9110 section 7.6.1), or set anew for the next hop.
@@ -28,6 +29,16 @@ HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
+
+
+def named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:
+    """What else is of one hop in a message, in lower case: what `Connection` names."""
+    return frozenset(
+        one.strip().lower()
+        for name, value in headers
+        if name.lower() == b"connection"
+        for one in value.split(b",")
+    )
 
 
 class Answer(web.StreamResponse):
@@ -92,6 +103,7 @@ class Answer(web.StreamResponse):
         lengthless = status < 200 or status in (204, 304)
         self._bodiless = lengthless or method == "HEAD"
         left_out = HOP_BY_HOP | {b"content-length"} if lengthless else HOP_BY_HOP
+        left_out |= named_in_connection(self._upstream.headers)
         names = {name.encode() for name in self._own}
         left_out |= names
         lines = [f"HTTP/{version.major}.{version.minor} {status} {self.reason}".encode("latin-1")]

@@ -7,8 +7,8 @@ under `/kvferry/` and `/metrics`.
 import asyncio
 import contextlib
 import posixpath
-import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import orjson
 import structlog
@@ -23,6 +23,7 @@ from router.errors import (
     ClientTooSlowError,
     ExpectationError,
     ForbiddenError,
+    FramingError,
     RouterError,
 )
 from router.ports import Telemetry
@@ -30,9 +31,12 @@ from router.types import RequestId
 from router.web.admin import Admin
 from router.web.completions import Completions
 from router.web.directory import Directory
+from router.web.guard import Guard
 from router.web.keys import Keys
+from router.web.listener import Listener
 from router.web.live import Live
 from router.web.operations import BACKENDS, Operations
+from router.web.own import HEALTH, METRICS, OwnRoutes, Route, Side, is_own
 from router.web.page import PREFIX, File, to_page
 from router.web.relay import CALLER, STARTED, Capture, forward_headers, forward_target, relay
 from router.web.replies import (
@@ -41,15 +45,16 @@ from router.web.replies import (
     json_response,
     names,
     open_to_browsers,
+    request_id,
 )
+from router.web.requests import PATH as REQUESTS
 from router.web.requests import Requests
 from router.web.settings import Settings
 from router.web.snapshots import PATH as SNAPSHOTS
 from router.web.snapshots import Snapshots
+from router.web.strict import check_head
 
 log = structlog.get_logger(__name__)
-
-_Handler = Callable[[web.BaseRequest, RequestId], Awaitable[web.StreamResponse]]
 
 # Routes that run in slots of llama-server's own choice and overwrite what those hold
 # (llama-server.md section 2.1).
@@ -67,7 +72,6 @@ _TAKES_SLOTS = frozenset(
         "/v1/audio/transcriptions",
     }
 )
-_REQUEST = "/kvferry/requests/"
 _MODELS = frozenset({"/models", "/v1/models"})
 
 
@@ -98,6 +102,7 @@ class App:
         keys: Keys,
         completions: Completions,
         admin: Admin,
+        guard: Guard,
         snapshots: Snapshots,
         requests: Requests,
         journal: Journal,
@@ -112,63 +117,68 @@ class App:
         self._completions = completions
         self._admin = admin
         self._snapshots = snapshots
-        self._requests = requests
         self._journal = journal
         self._page = page
         self._directory = directory
         self._telemetry = telemetry
         self._settings = settings
-        self._operations = operations
-        self._own: dict[tuple[str, str], _Handler] = {
-            ("GET", "/metrics"): self._metrics,
-            ("GET", "/kvferry/health"): self._health,
-            ("GET", "/kvferry/state"): self._state,
-            ("POST", "/kvferry/plan"): self._plan,
-            ("POST", "/kvferry/reload"): operations.reload,
-            ("GET", SNAPSHOTS): snapshots.all,
-            ("POST", f"{SNAPSHOTS}/purge"): self._purge,
-            ("GET", "/kvferry/requests"): self._requests.recent,
-            ("GET", "/kvferry/events"): live.events,
-            ("GET", PREFIX.rstrip("/")): to_page,
-            **{("GET", path): self._static for path in page},
-        }
-
-    def server(self) -> web.Server:
-        """What makes a protocol for each connection; requests are cancelled when their client
-        leaves. Needs a running loop."""
-        return web.Server(
-            self._handle,
-            # Without it the slot of a client that left during a long prefill stays taken.
-            handler_cancellation=True,
-            auto_decompress=True,
-            access_log=None,
+        self.own = OwnRoutes(
+            [
+                Route("GET", METRICS, self._metrics),
+                Route("GET", HEALTH, self._health),
+                Route("GET", "/kvferry/state", self._state),
+                Route("POST", "/kvferry/plan", self._plan),
+                Route("POST", "/kvferry/reload", operations.reload),
+                Route("POST", f"{BACKENDS}{{name}}/{{action}}", operations.backend),
+                Route("GET", SNAPSHOTS, snapshots.all),
+                Route("POST", f"{SNAPSHOTS}/purge", self._purge),
+                Route("GET", f"{SNAPSHOTS}/{{id}}", snapshots.one),
+                Route("DELETE", f"{SNAPSHOTS}/{{id}}", snapshots.one),
+                Route("GET", REQUESTS, requests.recent),
+                Route("GET", f"{REQUESTS}/{{id}}", requests.one),
+                Route("GET", "/kvferry/events", live.events),
+                Route("GET", PREFIX.rstrip("/"), to_page),
+                *(Route("GET", path, self._static) for path in page),
+            ],
+            guard,
+            self._brief_health,
         )
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    def listener(self, side: Side) -> Listener:
+        """What makes a protocol for each connection to an address; requests are cancelled when
+        their client leaves. Needs a running loop."""
+        return Listener(partial(self._handle, side), self._settings, self._refused)
+
+    def _refused(self, name: RequestId, error: RouterError) -> None:
+        self._telemetry.rejected(name, error.outcome, str(error))
+
+    async def _handle(self, side: Side, request: web.BaseRequest) -> web.StreamResponse:
         """Give the request an id, and an error the router's own shape.
 
         1. An answer that the router gives on purpose.
         2. The client left while it was written to.
         3. A bug. The client learns nothing of it; half an answer must not look like a whole one.
         """
-        name = RequestId(secrets.token_hex(8))
+        name = request_id()
         try:
+            check_head(request)
+            path = request.path
+            own = self.own.find(request, path, side)
             if "Expect" in request.headers:
                 await _expected(request)
-            self._keys.admit(request)
-            path = request.path
-            method = "GET" if request.method == "HEAD" else request.method
-            if own := self._own.get((method, path)):
+            if own is not None:
                 return await own(request, name)
-            if method == "GET" and path.startswith(_REQUEST):
-                return await self._requests.one(path.removeprefix(_REQUEST), name)
+            self._keys.admit(request)
             return await self._any(request, path, name)
         except RouterError as error:
             caller = request.get(CALLER)
             self._telemetry.rejected(name, error.outcome, str(error), clients_id(request), caller)
-            if not request.path.startswith("/kvferry/"):  # what operators do is not for everybody
+            if not is_own(request.path):  # what operators do is not for everybody
                 self._journal.rejected(name, error.outcome, str(error), caller)
-            return open_to_browsers(request, error_response(error, name, clients_id(request)))
+            response = error_response(error, name, clients_id(request))
+            if isinstance(error, FramingError):
+                response.force_close()
+            return open_to_browsers(request, response)
         except ConnectionError:
             raise
         except Exception as error:  # noqa: BLE001 - the top of every request: logged, counted
@@ -198,10 +208,6 @@ class App:
             return await self._completions.completion(request, route, raw, name)
         if reason := forbidden(request.method, path):
             raise ForbiddenError(reason)
-        if path.startswith(BACKENDS) and request.method == "POST":
-            return await self._operations.backend(request, path.removeprefix(BACKENDS))
-        if path.startswith(f"{SNAPSHOTS}/") and request.method in ("GET", "HEAD", "DELETE"):
-            return await self._snapshots.one(request, name, path.removeprefix(f"{SNAPSHOTS}/"))
         if path in _MODELS and request.method == "GET":
             return await self._models(request, name)
         raw = await self._read(request)
@@ -215,8 +221,11 @@ class App:
     async def _metrics(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
         return await self._admin.metrics(request)
 
-    async def _health(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
-        return await self._admin.health(request)
+    async def _health(self, _request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
+        return await self._admin.health(brief=False)
+
+    async def _brief_health(self, _request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
+        return await self._admin.health(brief=True)
 
     async def _state(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
         return await self._admin.state(request)

@@ -1,11 +1,13 @@
-"""Who may change things through the router's port, which every client of the models reaches."""
+"""Who may look at the router, and who may change things, through a port that others may reach."""
 
+import binascii
 import hmac
+from base64 import b64decode
 from ipaddress import IPv6Address, ip_address
 
 from aiohttp import web
 
-from router.errors import ForbiddenError
+from router.errors import ForbiddenError, NeedsTokenError
 
 # What browsers send along with a request that a page made, and proxies with one that they pass on.
 _BROWSER = ("Origin", "Sec-Fetch-Site")
@@ -13,40 +15,76 @@ _PASSED_ON = ("Forwarded", "Via", "X-Forwarded-For", "X-Real-IP")
 
 
 class Guard:
-    """Lets an operator through. `token` is what `admin.token_env` names; None: there is none."""
+    """Lets an operator through. `token` is what `admin.token_env` names; None: there is none.
 
-    def __init__(self, token: str | None) -> None:
+    `protects_reads`, which may be changed: looking is for operators as well.
+    """
+
+    def __init__(self, token: str | None, *, protects_reads: bool = False) -> None:
         self._token = token
+        self.protects_reads = protects_reads
 
-    def look(self, request: web.BaseRequest) -> None:
-        """Raises ForbiddenError unless the request may see what is there of all tenants. As
-        `check`, but without a token a page that this router served may ask, too."""
-        site = request.headers.get("Sec-Fetch-Site", "same-origin")
-        ours = self._token is None and site in ("same-origin", "none")
-        if not (ours and _is_local(request.remote) and not _is_passed_on(request)):
-            self.check(request)
+    def may_look(self, request: web.BaseRequest) -> bool:
+        """Whether the request may see what the router knows."""
+        try:
+            self.check_look(request)
+        except (ForbiddenError, NeedsTokenError):
+            return False
+        return True
 
-    def check(self, request: web.BaseRequest) -> None:
+    def check_look(self, request: web.BaseRequest) -> None:
+        """Raises NeedsTokenError or ForbiddenError unless the request may look.
+
+        The token may also come as the password of HTTP Basic, with any name: a browser then asks
+        for it and shows it again for everything that the live page loads, its event stream too.
+        Good for looking only: a browser shows it for requests that another page makes, as well.
+        """
+        if not self.protects_reads:
+            return
+        if self._token is None:
+            # As `check`, but a page that this router served may ask, too.
+            ours = request.headers.get("Sec-Fetch-Site") in ("same-origin", "none")
+            self.check(request, from_page=ours)
+        elif not self._shows_token(request) and not self._has_password(request):
+            raise NeedsTokenError(
+                "this needs `Authorization: Bearer TOKEN`, or HTTP Basic with the token as"
+                " password: the token of admin.token_env"
+            )
+
+    def check(self, request: web.BaseRequest, *, from_page: bool = False) -> None:
         """Raises ForbiddenError unless the request may change something.
 
         1. With a token: whoever shows it, from anywhere. No browser adds it by itself.
         2. Without: who connects from this machine, but no page in a browser on it, whatever name
-           the page was reached by, and nobody that a proxy on it speaks for.
+           the page was reached by, and nobody that a proxy on it speaks for. `from_page`: but one
+           that is known to be ours.
         """
         if self._token is not None:
-            given = request.headers.get("Authorization", "")
-            wanted = f"Bearer {self._token}"
-            if not hmac.compare_digest(_bytes(given), _bytes(wanted)):
+            if not self._shows_token(request):
                 raise ForbiddenError(
                     "this needs `Authorization: Bearer TOKEN` with the token of admin.token_env"
                 )
             return
-        if any(name in request.headers for name in _BROWSER):
+        if not from_page and any(name in request.headers for name in _BROWSER):
             raise ForbiddenError("this cannot be done from a browser unless admin.token_env is set")
         if _is_passed_on(request) or not _is_local(request.remote):
             raise ForbiddenError(
                 "this can only be done from the router's own machine unless admin.token_env is set"
             )
+
+    def _shows_token(self, request: web.BaseRequest) -> bool:
+        given = request.headers.get("Authorization", "")
+        return hmac.compare_digest(_bytes(given), _bytes(f"Bearer {self._token}"))
+
+    def _has_password(self, request: web.BaseRequest) -> bool:
+        kind, _, encoded = request.headers.get("Authorization", "").partition(" ")
+        if kind.lower() != "basic":
+            return False
+        try:
+            _, colon, password = b64decode(_bytes(encoded), validate=True).partition(b":")
+        except binascii.Error:
+            return False
+        return bool(colon) and hmac.compare_digest(password, _bytes(self._token or ""))
 
 
 def _is_passed_on(request: web.BaseRequest) -> bool:

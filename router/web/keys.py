@@ -1,4 +1,4 @@
-"""Who a request comes from: its key, and the tenant behind it. Without keys, anybody.
+"""Who a client's request comes from: its key, and the tenant behind it. Without keys, anybody.
 
 Owns what a request without a good key may still do, and how many requests a tenant may have. What
 tenants share is the scheduler's business.
@@ -16,12 +16,11 @@ from router.errors import TenantBusyError, UnauthorizedError
 from router.keys import digest_of
 from router.ports import Telemetry
 from router.types import NOBODY, Caller, Tenant
-from router.web.guard import Guard
 from router.web.relay import CALLER, KEYED
 
 # Open on a llama-server with --api-key (server-http.cpp:237-258): these, and its page, whose files
 # have names that change with each build. None of its other routes has a dot in its name.
-_PUBLIC = frozenset({"/health", "/v1/health", "/kvferry/health"})
+_PUBLIC = frozenset({"/health", "/v1/health"})
 _PAGE = re.compile(
     r"/(?:(?:_app/(?:[\w-][\w.-]*/)*)?[\w-][\w.-]*"
     r"\.(?:css|html|ico|js|json|png|svg|webp|woff2?|webmanifest))?"
@@ -40,20 +39,18 @@ class Known:
 class Keys:
     """Lets requests in. `known` may be replaced: it counts for what comes after."""
 
-    def __init__(self, guard: Guard, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry) -> None:
         self.known = Known()
-        self._guard = guard
         self._telemetry = telemetry
         self._busy: Counter[str] = Counter()
 
     def admit(self, request: web.BaseRequest) -> None:
-        """Note whose request it is. Raises UnauthorizedError, ForbiddenError.
+        """Note whose request it is. Raises UnauthorizedError.
 
         1. There are no keys: everybody may.
         2. What a llama-server with a key leaves open. Browsers ask with OPTIONS before they send
            a key.
-        3. What is shown of all tenants is for operators.
-        4. Whoever has a key. The digest is looked up in a table: how long that takes may tell
+        3. Whoever has a key. The digest is looked up in a table: how long that takes may tell
            something of a digest, from which no key can be made.
         """
         if not self.known.callers:  # (1)
@@ -63,12 +60,9 @@ class Keys:
         looks = request.method in ("GET", "HEAD")
         if request.method == "OPTIONS" or (looks and (path in _PUBLIC or _PAGE.fullmatch(path))):
             return  # (2)
-        if path == "/metrics" or path == "/kvferry" or path.startswith("/kvferry/"):  # (3)
-            self._guard.look(request)
-            return
         key = _key_of(request)
         caller = self.known.callers.get(digest_of(key)) if key else None
-        if caller is None:  # (4)
+        if caller is None:  # (3)
             self._telemetry.refused_key("wrong" if key else "missing")
             raise UnauthorizedError("Invalid API Key")
         request[CALLER] = caller

@@ -42,11 +42,11 @@ class Operations:
         self._guard.check(request)
         return json_response(await self._reload())
 
-    async def backend(self, request: web.BaseRequest, path: str) -> web.Response:
+    async def backend(self, request: web.BaseRequest, _: RequestId, path: str) -> web.Response:
         """`NAME/drain` or `NAME/undrain`; answers with what the backend is now, and returns
         before it is drained. Raises ForbiddenError, NotFoundError, ConflictError."""
         self._guard.check(request)
-        backend, _, action = path.partition("/")
+        backend, _slash, action = path.partition("/")
         name = BackendId(backend)
         if action not in self._actions:
             raise NotFoundError("backends can be drained and undrained")

@@ -16,7 +16,7 @@ from router.adapters.http1 import Header
 from router.adapters.llama_client import RelayedResponse
 from router.errors import BackendError, BackendTimeoutError, BadRequestError
 from router.types import Caller, Outcome
-from router.web.answer import HOP_BY_HOP, Answer
+from router.web.answer import HOP_BY_HOP, Answer, named_in_connection
 
 # `x-conversation-id` would make the server go on generating after its client has left
 # (llama-server.md section 5.6); our own server has already decoded a compressed body.
@@ -43,11 +43,7 @@ def forward_headers(request: web.BaseRequest) -> list[Header]:
     """The client's headers as the backend gets them. Where clients have keys, those are ours."""
     left_out = _NOT_FORWARDED | _KEYS if KEYED in request else _NOT_FORWARDED
     if "Connection" in request.headers:
-        left_out = left_out | {
-            name.strip().lower().encode("utf-8", "surrogateescape")
-            for value in request.headers.getall("Connection")
-            for name in value.split(",")
-        }
+        left_out = left_out | named_in_connection(request.raw_headers)
     return [header for header in request.raw_headers if header[0].lower() not in left_out]
 
 

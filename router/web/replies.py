@@ -1,19 +1,32 @@
 """What the router says in its own name: errors in the OpenAI shape, with what to do about them."""
 
 import re
+import secrets
 
 import orjson
 from aiohttp import web
 
-from router.errors import ContextTooLongError, InvalidConfigError, RouterError
+from router.errors import (
+    ContextTooLongError,
+    InvalidConfigError,
+    MethodError,
+    NeedsTokenError,
+    RouterError,
+)
 from router.types import RequestId
 
 REQUEST_ID = "x-kvferry-request-id"
 # What clients call a request themselves: told back, and written into the log.
 CLIENTS_ID = "x-request-id"
 _ID = re.compile(r"[!-~]{1,128}")
+_ORIGIN = re.compile(r"[!-~]{1,512}")
 # Not the name and version of the HTTP library, which would be there otherwise.
 OWN_HEADERS = {"Server": "kvferry"}
+
+
+def request_id() -> RequestId:
+    """A name for a request that just came."""
+    return RequestId(secrets.token_hex(8))
 
 
 def clients_id(request: web.BaseRequest) -> str | None:
@@ -47,6 +60,10 @@ def error_response(
     headers = _names(request, clients_id)
     if error.retry_after_s is not None:
         headers["Retry-After"] = f"{error.retry_after_s:.0f}"
+    if isinstance(error, MethodError):
+        headers["Allow"] = ", ".join(error.allowed)
+    if isinstance(error, NeedsTokenError):
+        headers["WWW-Authenticate"] = 'Basic realm="kvferry", charset="UTF-8"'
     return json_response({"error": fields}, status=error.status, headers=headers)
 
 
@@ -65,6 +82,7 @@ def json_response(
 
 def open_to_browsers(request: web.BaseRequest, response: web.Response) -> web.Response:
     """Let the page that asked read the answer, as llama-server does with all of its own."""
-    if origin := request.headers.get("Origin"):
+    origin = request.headers.get("Origin")
+    if origin is not None and _ORIGIN.fullmatch(origin):
         response.headers["Access-Control-Allow-Origin"] = origin
     return response

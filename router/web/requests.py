@@ -22,6 +22,8 @@ from router.web.replies import error_response, json_response
 
 Json = dict[str, Any]
 
+PATH = "/kvferry/requests"
+
 _LIMIT = 100
 _FILTERS = ("outcome", "source", "backend")
 
@@ -45,7 +47,7 @@ class Requests:
         found = (one for one in told if wanted.items() <= one.items())
         return json_response({"requests": list(islice(found, int(limit)))})
 
-    async def one(self, wanted: str, name: RequestId) -> web.Response:
+    async def one(self, _: web.BaseRequest, name: RequestId, wanted: str) -> web.Response:
         """All that is known of one; 404 if it is not known."""
         entry = self._journal.get(RequestId(wanted))
         if entry is None:

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 class Settings:
     """Sizes in bytes, times in seconds. What is changed counts for what comes after."""
 
+    connections: int = 0  # -1: no limit
+    connections_per_client: int = 0
+    max_request_line_bytes: int = 0
+    max_header_bytes: int = 0
+    max_headers: int = 0
+    header_timeout_s: float = 0.0
+    keep_alive_timeout_s: float = 0.0
     max_body_bytes: int = 0
     body_timeout_s: float = 0.0
     idle_timeout_s: float = 0.0

@@ -168,7 +168,7 @@ async def test_without_kv_dir(fake: FakeLlama) -> None:
 async def test_wrong_kv_dir(fake: FakeLlama, tmp_path: Path) -> None:
     """The server saves somewhere else: said in words, and nothing is offered to it."""
     other = tmp_path / "other"
-    other.mkdir()
+    other.mkdir(mode=0o700)
     async with Connections() as connections, asyncio.TaskGroup() as group:
         watched = Watched(fake, connections, other)
         assert watched.store is not None

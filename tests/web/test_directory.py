@@ -14,7 +14,6 @@ from router.ports import Telemetry
 from router.types import NOBODY, BackendInfo, MemoryKind, Place, Prompt, RequestId, Tenant
 from router.web.completions import Completions
 from router.web.directory import Directory
-from router.web.guard import Guard
 from router.web.keys import Keys
 from router.web.settings import Settings
 from tests.core.build import backend
@@ -74,7 +73,7 @@ async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: Me
     reader = Reader()
     directory = directory_of(info_of("a", kind), reader=reader)
     journal = Journal(0, lambda: 0.0)
-    keys = Keys(Guard(None), cast(Telemetry, None))
+    keys = Keys(cast(Telemetry, None))
     completions = Completions(
         cast(Engine, None), directory, journal, lambda coro, *, name: None, Settings(), keys
     )

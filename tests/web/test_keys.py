@@ -191,8 +191,8 @@ async def test_with_an_operators_token_only_that_opens_it(
     monkeypatch.setenv("TOKEN", "secret")
     yaml = KEYS + "\nadmin: {token_env: TOKEN}"
     async with running([("a", fake.url)], None, yaml=yaml) as fleet:
-        assert await status(fleet, "GET", "/kvferry/state") == 403
-        assert await status(fleet, "GET", "/kvferry/state", headers=bearer(GOOD)) == 403
+        assert await status(fleet, "GET", "/kvferry/state") == 401
+        assert await status(fleet, "GET", "/kvferry/state", headers=bearer(GOOD)) == 401
         assert await status(fleet, "GET", "/kvferry/state", headers=bearer("secret")) == 200
         assert await status(fleet, "GET", "/v1/models", headers=bearer("secret")) == 401
 

@@ -67,7 +67,7 @@ async def test_without_the_slash(fleet: Fleet) -> None:
 async def test_only_to_be_read(fleet: Fleet) -> None:
     async with fleet.session.head(fleet.url + "/kvferry/") as response:
         assert (response.status, response.content_type) == (200, "text/html")
-    assert (await fleet.get("/kvferry/page.py")).status == 503  # a backend's, if one were up
+    assert (await fleet.get("/kvferry/page.py")).status == 404
 
 
 def test_every_file_is_served_and_every_reference_leads_to_one() -> None:

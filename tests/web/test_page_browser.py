@@ -8,14 +8,14 @@ import random
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
+from playwright.async_api import Browser, ConsoleMessage, Error, Page, async_playwright, expect
 
 from router.demo.launcher import LlamaServer
 from router.web import live
@@ -117,6 +117,22 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         running([("a", one.url), ("b", two.url)], tmp_path) as router,
     ):
         yield router
+
+
+async def test_behind_a_token(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The browser is asked once, and shows the password for files and for the events as well."""
+    monkeypatch.setenv("TEST_TOKEN", "sesame")
+    yaml = "admin: {listen: '127.0.0.1:0', token_env: TEST_TOKEN, protect_reads: true}"
+    async with running([("a", "http://127.0.0.1:9")], None, yaml=yaml, wait_for=[]) as router:
+        assert router.router.admin_url is not None
+        operators = replace(router, url=router.router.admin_url)
+        credentials = {"username": "anybody", "password": "sesame"}
+        async with opened(browser, operators, http_credentials=credentials) as found:
+            await expect(found.page.locator("body")).to_contain_text("down")
+        page = await browser.new_page()
+        with pytest.raises(Error, match="ERR_INVALID_AUTH_CREDENTIALS"):  # nobody types it in
+            await page.goto(operators.url + "/kvferry/")
+        await page.close()
 
 
 async def test_shows_a_router_at_work(

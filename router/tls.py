@@ -1,0 +1,92 @@
+"""The certificate that the router shows: two files, checked before they are used, read again later.
+
+A context is made once for each listening address; other files go into the same one, so that
+connections which are open stay, and new ones see what is new.
+"""
+
+import ssl
+from pathlib import Path
+
+
+class TlsError(Exception):
+    """The files cannot be used. The message begins with the key that names the file."""
+
+
+def server_context() -> ssl.SSLContext:
+    """TLS 1.2 and up with OpenSSL's ciphers for servers; without a certificate yet."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    """Have a context show this certificate from now on. Blocking.
+
+    Raises TlsError, and the context is as it was then: the files are tried on another first.
+    """
+    _load(server_context(), certificate, key)
+    _load(context, certificate, key)
+
+
+def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    for name, path in (("certificate", certificate), ("key", key)):
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise TlsError(f"tls.{name}: {path} cannot be read: {error.strerror}") from error
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except _EncryptedError:
+        raise TlsError(
+            f"tls.key: {key} is encrypted; write it without a password (openssl pkey -in KEY -out"
+            " PLAIN) and let nobody else read it"
+        ) from None
+    except ssl.SSLError as error:
+        if "MISMATCH" in (error.reason or ""):
+            message = f"tls.key: {key} is not the key of the certificate {certificate}"
+        elif not _has(certificate, b"CERTIFICATE-----"):
+            message = f"tls.certificate: {certificate} holds no certificate in PEM form"
+        elif not _has(key, b"PRIVATE KEY-----"):
+            message = f"tls.key: {key} holds no private key in PEM form"
+        else:
+            message = f"tls.certificate: cannot be used with tls.key: {error.reason}"
+        raise TlsError(message) from error
+
+
+class _EncryptedError(Exception):
+    """OpenSSL asked for a password."""
+
+
+def _no_password() -> str:
+    raise _EncryptedError
+
+
+def _has(path: Path, words: bytes) -> bool:
+    return b"-----BEGIN" in (text := path.read_bytes()) and words in text
+
+
+def warning(certificate: Path, key: Path) -> str | None:
+    """What a client that trusts the certificate's issuer has against it all the same: expired, not
+    yet valid, not for servers. None if nothing. Blocking. Raises TlsError.
+
+    Found out by a handshake in memory, in which the certificate itself is all that is trusted.
+    """
+    server = server_context()
+    _load(server, certificate, key)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(certificate)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking = client.wrap_bio(to_client, to_server)
+    answering = server.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for side in (asking, answering, asking):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    except ssl.SSLCertVerificationError as error:
+        return f"tls.certificate: {certificate}: {error.verify_message}"
+    return None

@@ -1,0 +1,197 @@
+"""A listening address: who may connect, how many, and how long the head of a request may take.
+
+aiohttp reads the requests; this counts connections, sets its limits, and says in the router's own
+shape what was wrong with bytes that are no request. Knows no routes.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import cast
+
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+
+from router.errors import (
+    ClientTooSlowError,
+    FramingError,
+    HeaderTooLargeError,
+    RouterError,
+    TargetTooLongError,
+    TooManyConnectionsError,
+)
+from router.types import RequestId
+from router.web.replies import error_response, request_id
+from router.web.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+NO_LIMIT = -1
+
+OnRefused = Callable[[RequestId, RouterError], None]
+
+
+class Listener(web.Server):
+    """Makes a protocol for each connection to one address; needs a running loop.
+
+    `settings` may change: what is changed counts for connections that come after.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        settings: Settings,
+        on_refused: OnRefused,
+    ) -> None:
+        """`on_refused` is told of what got an error and never reached `handler`."""
+        # Without cancellation the slot of a client that left during a long prefill stays taken.
+        super().__init__(handler, handler_cancellation=True)
+        self.settings = settings
+        self.on_refused = on_refused
+        self._open: Counter[str] = Counter()
+        self._n_open = 0
+
+    def __call__(self) -> web.RequestHandler:
+        settings = self.settings
+        return _Connection(
+            self,
+            loop=asyncio.get_running_loop(),
+            access_log=None,
+            max_line_size=settings.max_request_line_bytes,
+            max_field_size=settings.max_header_bytes,
+            max_headers=settings.max_headers,
+            keepalive_timeout=settings.keep_alive_timeout_s,
+        )
+
+    def admit(self, client: str) -> None:
+        """Count a connection of `client` until `leave`. Raises TooManyConnectionsError."""
+        whole, each = self.settings.connections, self.settings.connections_per_client
+        if whole != NO_LIMIT and self._n_open >= whole:
+            raise TooManyConnectionsError(f"{whole} connections are open (limits.connections)")
+        if each != NO_LIMIT and self._open[client] >= each:
+            raise TooManyConnectionsError(
+                f"{each} connections of this address are open (limits.connections_per_client)"
+            )
+        self._n_open += 1
+        self._open[client] += 1
+
+    def leave(self, client: str) -> None:
+        """A connection that was admitted is closed."""
+        self._n_open -= 1
+        self._open[client] -= 1
+        if not self._open[client]:
+            del self._open[client]
+
+
+class _Connection(web.RequestHandler):
+    """One connection. The head of a request may take `limits.header_timeout` from its first byte;
+    before that the connection is idle, and `limits.keep_alive_timeout` is aiohttp's to keep."""
+
+    __slots__ = ("_client", "_head_timer", "_listener")
+
+    def __init__(self, listener: Listener, **options: object) -> None:
+        super().__init__(listener, **options)  # type: ignore[arg-type]
+        self._listener = listener
+        self._client: str | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        client = client_of(transport.get_extra_info("peername"))
+        try:
+            self._listener.admit(client)
+        except TooManyConnectionsError as error:
+            self.transport = cast(asyncio.Transport, transport)
+            self._refuse(error)
+            return
+        self._client = client
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._head_is_in()
+        if self._client is not None:
+            self._listener.leave(self._client)
+            self._client = None
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self._request_count
+        super().data_received(data)
+        if self._request_count != before:
+            self._head_is_in()
+        elif self._waiter is not None and self._head_timer is None:
+            limit_s = self._listener.settings.header_timeout_s
+            self._head_timer = self._loop.call_later(limit_s, self._head_is_late, limit_s)
+
+    def _head_is_in(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self, limit_s: float) -> None:
+        self._head_timer = None
+        told = f"the headers did not arrive within {limit_s:g} s (limits.header_timeout)"
+        self._refuse(ClientTooSlowError(told))
+
+    def _refuse(self, error: RouterError) -> None:
+        """Say why, and close: nothing was asked that could be answered."""
+        name = request_id()
+        self._listener.on_refused(name, error)
+        response = error_response(error, name)
+        head = [f"HTTP/1.1 {response.status} {response.reason}"]
+        head += [f"{name}: {value}" for name, value in response.headers.items()]
+        body = cast(bytes, response.body)
+        head += [f"Content-Length: {len(body)}", "Connection: close"]
+        if self.transport is not None:
+            self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
+        self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """For aiohttp: the answer to bytes that are no request. Nothing of them is repeated."""
+        if status < 500:
+            error = self._wrong_with(exc)
+        else:
+            log.error("request_failed", exc_info=exc)
+            error = RouterError("an error inside the router")
+        if request.writer.output_size > 0:
+            raise ConnectionError("half an answer is on its way already")
+        name = request_id()
+        self._listener.on_refused(name, error)
+        response = error_response(error, name)
+        response.force_close()
+        return response
+
+    def _wrong_with(self, exc: BaseException | None) -> RouterError:
+        settings = self._listener.settings
+        if isinstance(exc, LineTooLong):
+            # aiohttp says how much was allowed, and not of what.
+            limit = exc.args[1]
+            if limit == settings.max_request_line_bytes != settings.max_header_bytes:
+                return TargetTooLongError(
+                    f"the request line is longer than {limit} bytes (limits.max_request_line)"
+                )
+            return HeaderTooLargeError(f"a header is larger than {limit} bytes (limits.max_header)")
+        if "Too many headers" in str(exc):
+            return HeaderTooLargeError(
+                f"there are more than {settings.max_headers} headers (limits.max_headers)"
+            )
+        return FramingError("this is not HTTP/1.1 as it should be")
+
+
+def client_of(peername: object) -> str:
+    """Whose connection it is. One client has a whole /64 of IPv6 to itself."""
+    host = peername[0] if isinstance(peername, tuple) and peername else ""
+    try:
+        address: IPv4Address | IPv6Address = ip_address(str(host).partition("%")[0])
+    except ValueError:
+        return str(host)
+    if isinstance(address, IPv6Address):
+        return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))
+    return str(address)

@@ -1,0 +1,199 @@
+"""Connections and heads of requests within their limits; an error names the key of the limit."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from router.errors import TooManyConnectionsError
+from router.web.listener import Listener, client_of
+from router.web.settings import Settings
+from tests.fleet import Fleet, Json, running
+from tests.recorder import exchange
+from tests.web.test_smuggling import get, statuses
+
+GOOD = get(b"GET /kvferry/health HTTP/1.1", b"Host: x\r\nConnection: close\r\n")
+KEPT = get(b"GET /kvferry/health HTTP/1.1")
+
+
+@asynccontextmanager
+async def limited(limits: str) -> AsyncIterator[Fleet]:
+    async with running(
+        [("a", "http://127.0.0.1:9")], None, yaml=f"limits: {{{limits}}}", wait_for=[]
+    ) as fleet:
+        yield fleet
+
+
+def error_in(answer: bytes) -> Json:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"Connection: close" in head or head.startswith(b"HTTP/1.0")
+    assert b"Server: kvferry" in head
+    assert b"x-kvferry-request-id: " in head
+    error: Json = json.loads(body)["error"]
+    assert error["code"] == int(head.split()[1])
+    return error
+
+
+async def connect(fleet: Fleet) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", int(fleet.url.rpartition(":")[2]))
+
+
+@pytest.mark.parametrize(
+    ("limits", "raw", "status", "key"),
+    [
+        (
+            "max_request_line: 100",
+            get(b"GET /" + b"x" * 100 + b" HTTP/1.1"),
+            414,
+            "limits.max_request_line",
+        ),
+        (
+            "max_header: 100",
+            KEPT[:-2] + b"A: " + b"x" * 101 + b"\r\n\r\n",
+            431,
+            "limits.max_header",
+        ),
+        ("max_header: 100", KEPT[:-2] + b"x" * 101 + b": a\r\n\r\n", 431, "limits.max_header"),
+        ("max_headers: 5", KEPT[:-2] + b"A: b\r\n" * 5 + b"\r\n", 431, "limits.max_headers"),
+        ("max_header: 8KiB", get(b"GET /" + b"x" * 8192 + b" HTTP/1.1"), 431, "limits.max_header"),
+    ],
+)
+async def test_the_head_of_a_request(limits: str, raw: bytes, status: int, key: str) -> None:
+    """The last: two limits that are equal cannot be told apart, and the error does not guess."""
+    async with limited(limits) as fleet:
+        error = error_in(await exchange(fleet.url, raw))
+        fits = statuses(await exchange(fleet.url, GOOD))
+        metrics = await fleet.metrics()
+
+    assert (error["code"], error["type"]) == (status, "invalid_request_error")
+    assert key in error["message"]
+    assert fits == [503]
+    assert metrics['kvferry_requests_total{outcome="header_too_large"}'] == 1
+
+
+async def test_what_just_fits() -> None:
+    async with limited("max_request_line: 100, max_header: 100, max_headers: 5") as fleet:
+        line = get(b"GET /kvferry/health?" + b"x" * 79 + b" HTTP/1.1", b"Host: x\r\n")
+        fields = b"A: " + b"x" * 99 + b"\r\nB: b\r\nC: c\r\nConnection: close\r\n\r\n"
+
+        assert statuses(await exchange(fleet.url, line[:-2] + fields)) == [503]
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", KEPT], ids=["the first request", "the second request of a connection"]
+)
+async def test_a_head_that_drips(raw: bytes) -> None:
+    """Each byte in time, and all of them too late: what counts is when the head began."""
+    async with limited("header_timeout: 300ms, keep_alive_timeout: 1m") as fleet:
+        reader, writer = await connect(fleet)
+        writer.write(raw)
+        if raw:
+            await reader.readuntil(b"}}")
+        writer.write(b"GET /kvferry/health HTTP/1.1\r\nA: ")
+        gone = asyncio.ensure_future(reader.read())  # noqa: TID251 - a test's own
+        while not gone.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.02)
+        writer.close()
+
+    answer = gone.result()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert "limits.header_timeout" in json.loads(body)["error"]["message"]
+
+
+async def test_a_head_that_comes_in_time_and_a_slow_answer() -> None:
+    """The time is for the head alone: what is asked may take longer, and so may the next head."""
+    async with limited("header_timeout: 200ms, body_timeout: 1m") as fleet:
+        reader, writer = await connect(fleet)
+        writer.write(b"POST /kvferry/plan HTTP/1.1\r\nHost: x\r\nContent-Le")
+        await asyncio.sleep(0.05)
+        writer.write(b"ngth: 1\r\n\r\n")
+        await asyncio.sleep(0.4)
+        writer.write(b"{")
+        assert (await reader.readuntil(b"\r\n")).split()[1] == b"400"
+        await reader.readuntil(b"}}")
+        await asyncio.sleep(0.4)
+        writer.write(GOOD)
+        assert (await reader.read()).split()[1] == b"503"
+        writer.close()
+
+
+@pytest.mark.parametrize("raw", [b"", KEPT], ids=["before the first", "after an answer"])
+async def test_a_connection_without_a_request(raw: bytes) -> None:
+    """Closed without a word: there is nobody to tell."""
+    async with limited("keep_alive_timeout: 200ms") as fleet:
+        answer = await exchange(fleet.url, raw)
+
+    assert statuses(answer) == ([503] if raw else [])
+
+
+@pytest.mark.parametrize("key", ["connections", "connections_per_client"])
+async def test_one_connection_too_many(key: str) -> None:
+    """It is told why; and as soon as one is closed there is room again."""
+    async with limited(f"{key}: 2") as fleet:
+        open_ = [await connect(fleet) for _ in range(2)]
+        for reader, writer in open_:
+            writer.write(KEPT)
+            await reader.readuntil(b"}}")
+        error = error_in(await exchange(fleet.url, b""))
+        assert (error["code"], error["type"]) == (503, "unavailable_error")
+        assert f"limits.{key})" in error["message"]
+
+        for reader, writer in open_:  # which are as good as before
+            writer.write(KEPT)
+            assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 503")
+        open_[0][1].close()
+        await open_[0][1].wait_closed()
+        async with asyncio.timeout(10):
+            while error_or_good(await exchange(fleet.url, GOOD)) != "no backend":
+                pass
+        open_[1][1].close()
+        assert (await fleet.metrics())[
+            'kvferry_requests_total{outcome="too_many_connections"}'
+        ] >= 1
+
+
+def error_or_good(answer: bytes) -> str:
+    body = json.loads(answer.partition(b"\r\n\r\n")[2])
+    return str(body.get("status") or body["error"]["message"])
+
+
+async def test_a_reload_counts_for_new_connections() -> None:
+    settings = Settings(connections=-1, connections_per_client=-1)
+    listener = Listener(_never, settings, lambda *_: None)
+    listener.admit("a")
+    listener.admit("b")
+    settings.connections_per_client = 1
+    with pytest.raises(TooManyConnectionsError, match="connections_per_client"):
+        listener.admit("a")
+    listener.admit("c")
+    listener.leave("a")
+    listener.admit("a")
+    settings.connections = 3
+    with pytest.raises(TooManyConnectionsError, match=r"limits\.connections\)"):
+        listener.admit("d")
+
+
+async def _never(_: web.BaseRequest) -> web.StreamResponse:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("peername", "client"),
+    [
+        (("192.0.2.7", 1), "192.0.2.7"),
+        (("::ffff:192.0.2.7", 1, 0, 0), "192.0.2.7"),
+        (("2001:db8:1:2:3:4:5:6", 1, 0, 0), "2001:db8:1:2::"),
+        (("2001:db8:1:2:ffff::", 1, 0, 0), "2001:db8:1:2::"),
+        (("fe80::1%eth0", 1, 0, 2), "fe80::"),
+        (("::1", 1, 0, 0), "::"),
+        ("/run/socket", ""),
+        (None, ""),
+    ],
+)
+def test_whose_connection_it_is(peername: object, client: str) -> None:
+    assert client_of(peername) == client
