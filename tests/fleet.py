@@ -196,10 +196,10 @@ class Fleet:
         directory = self.router.directory
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while any(
-                    directory.standing(BackendId(name)) is not Standing.UP
-                    for name in names or directory.monitors
-                ):
+                while True:
+                    wanted = map(BackendId, names or directory.monitors)
+                    if all(directory.standing(name) is Standing.UP for name in wanted):
+                        return
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             problems = {name: one.problem for name, one in directory.monitors.items()}
