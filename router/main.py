@@ -211,9 +211,9 @@ async def build(
             places = [place_of(backend, wanted) for backend in wanted.backends]
             found = await store.add([place for place in places if place is not None])
             engine.configure(_policy(wanted), _limits(wanted), _queue_limits(wanted))
-            engine.snapshots_found(found)
             _take_settings(settings, wanted)
             set_level(wanted.logging.level)
+            await engine.snapshots_found(found)
             backends.configure(wanted)
 
         await take(config)

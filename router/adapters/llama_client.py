@@ -13,9 +13,10 @@ from typing import Any
 
 from router.adapters import llama_reply as reply
 from router.adapters import llama_wire as wire
+from router.adapters import long_bodies
 from router.adapters.http1 import Header, Pool, Response, Target
 from router.errors import BackendError, BackendRefusedError, BackendTimeoutError
-from router.tokens import Tokens, unpack
+from router.tokens import Tokens
 from router.types import BackendId, Reported, SlotStatus, Transfer
 
 # llama-server's are 3 KB.
@@ -198,7 +199,7 @@ class LlamaClient:
         """`POST /tokenize`: the ids, as the engine sees them."""
         body = wire.tokenize_body(content, add_special=add_special, parse_special=parse_special)
         payload = await self._call("POST", "/tokenize", body, self._timeouts.control_s)
-        return unpack(reply.tokens_from(payload))
+        return await long_bodies.read(payload, reply.ids_from, payload)
 
     async def detokenize(self, ids: list[int]) -> str:
         """`POST /detokenize`: the text of some ids, special tokens included."""

@@ -12,6 +12,7 @@ from time import perf_counter
 
 from aiohttp import web
 
+from router.adapters import long_bodies
 from router.adapters.clock import wall_ns
 from router.adapters.journal import Journal
 from router.adapters.llama_reply import read_reply
@@ -89,7 +90,7 @@ class Completions:
     ) -> web.StreamResponse:
         """One of the completion routes. Raises RouterError."""
         arrived = perf_counter()
-        parsed = parse_completion(http, route, raw)
+        parsed = await long_bodies.read(raw, parse_completion, http, route, raw)
         if not parsed.lora:  # whose prompt is not read anyway
             await self._directory.wait_for_reader(parsed.model)
         request, reader = await self.describe(http, parsed, request_id)
@@ -133,7 +134,7 @@ class Completions:
             prompt=Prompt(unknown="not a completion"),
             model=self._directory.resolve(model),
             pinnable=False,
-            whole_backend=takes_many_slots(raw),
+            whole_backend=await long_bodies.read(raw, takes_many_slots, raw),
             max_new_tokens=0,
             client=_client(http),
             clients_id=clients_id(http),
