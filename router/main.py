@@ -44,7 +44,7 @@ from router.logs import set_level
 from router.ports import Tracing
 from router.reload import Reload
 from router.tasks import Tasks, spawn
-from router.types import BackendId, Stats
+from router.types import BackendId, Standing, Stats
 from router.vocabularies import Vocabularies
 from router.web.admin import Admin
 from router.web.app import App
@@ -191,8 +191,15 @@ async def build(
             )
 
         def stats() -> Stats:
-            known = engine.stats()
-            return replace(known, queue_depth=known.queue_depth + directory.waiting)
+            known, leaving = engine.stats(), (Standing.DRAINING, Standing.DRAINED)
+            return replace(
+                known,
+                queue_depth=known.queue_depth + directory.waiting,
+                backends=tuple(
+                    replace(one, drained=directory.standing(one.backend) in leaving)
+                    for one in known.backends
+                ),
+            )
 
         backends = Backends(engine, clients, monitor)
         stack.push_async_callback(backends.aclose)

@@ -113,7 +113,6 @@ TESTED_ELSEWHERE = {
     "router.backends": "tests/test_reload.py, tests/web/test_operations.py",
     "router.config_changes": "tests/test_reload.py",
     "router.logs": "tests/test_reload.py, tests/test_cli.py",
-    "router.vocabularies": "tests/test_reload.py; every test with a router",
     "router.config_load": "tests/test_config.py",
     "router.config_summary": "tests/test_config.py",
     "router.config_values": "tests/test_config.py",

@@ -129,7 +129,7 @@ class LlamaClient:
         self.id = backend
         self.url = url
         self.relaying = 0  # clients' requests that are with the server now
-        self._quiet: asyncio.Event | None = None  # somebody waits until there are none
+        self._quiet: asyncio.Event | None = None  # those who wait until there are none
         self._pool = connections.pool(url, timeouts.connect_s)
         self._timeouts = timeouts
         self._authorization = (b"Authorization", f"Bearer {api_key}".encode()) if api_key else None
@@ -263,11 +263,13 @@ class LlamaClient:
         self.relaying -= 1
         if self._quiet is not None and not self.relaying:
             self._quiet.set()
+            self._quiet = None
 
     async def until_quiet(self) -> None:
         """Wait until no client's request is with the server."""
         while self.relaying:
-            self._quiet = asyncio.Event()
+            if self._quiet is None:
+                self._quiet = asyncio.Event()
             await self._quiet.wait()
 
 

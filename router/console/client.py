@@ -52,9 +52,14 @@ class RouterClient:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Json | None = None,
+        *,
+        patient: bool = False,
     ) -> Json:
-        """The JSON of an answer. An error that the router answers with is raised with its words."""
-        status, raw = await self._send(method, path, query, body)
+        """The JSON of an answer. An error that the router answers with is raised with its words.
+
+        `patient`: for what goes on in the router whether we wait for it or not, however long.
+        """
+        status, raw = await self._send(method, path, query, body, patient=patient)
         answer = _json(raw)
         if status >= 400:
             error = answer.get("error")
@@ -68,10 +73,13 @@ class RouterClient:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Json | None = None,
+        *,
+        patient: bool = False,
     ) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(None if patient else _TIMEOUT_S, sock_connect=_TIMEOUT_S)
         try:
             async with self._session.request(
-                method, self.url + path, params=query, json=body
+                method, self.url + path, params=query, json=body, timeout=timeout
             ) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -83,8 +91,7 @@ async def connected(url: str) -> AsyncIterator[RouterClient]:
     """A client; what TOKEN_ENV holds goes along, if it is set."""
     token = os.environ.get(TOKEN_ENV)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    async with aiohttp.ClientSession(headers=headers) as session:
         yield RouterClient(url, session)
 
 
