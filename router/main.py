@@ -86,6 +86,7 @@ def _take_settings(settings: Settings, config: Config) -> None:
     settings.max_body_bytes = config.limits.max_body_bytes
     settings.body_timeout_s = config.limits.body_timeout_s
     settings.idle_timeout_s = config.limits.idle_timeout_s
+    settings.send_timeout_s = config.limits.send_timeout_s
     settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
 
 

@@ -269,7 +269,7 @@ class App:
                 request,
                 upstream,
                 names(request, name) | {"x-kvferry-backend": client.id, "x-kvferry-source": "none"},
-                self._settings.idle_timeout_s,
+                self._settings,
                 Capture(),
                 lambda: None,
             )

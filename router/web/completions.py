@@ -199,7 +199,7 @@ class Completions:
                     exchange.http,
                     upstream,
                     names(exchange.http, exchange.request.id) | _headers(grant),
-                    self._settings.idle_timeout_s,
+                    self._settings,
                     capture,
                     first_byte,
                 )
