@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import resource
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -299,6 +300,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
             os._exit(130)
         stopping.set()
 
+    _allow_descriptors()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
@@ -322,6 +324,13 @@ async def _reread(router: Router, asked: asyncio.Event) -> None:
         asked.clear()
         with suppress(RouterError):  # its log line says why
             await router.reload()
+
+
+def _allow_descriptors() -> None:
+    """As many as the system allows: each client takes two, and 1,024 are a usual default."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system may have a lower limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _calm_garbage_collector() -> None:
