@@ -47,6 +47,10 @@ class Proxy:
         """Memory of the process and its children."""
         return sum(_rss_bytes(pid) for pid in _family(self.pid))
 
+    def descriptors(self) -> int:
+        """Open file descriptors of the process and its children."""
+        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in _family(self.pid))
+
 
 def _family(pid: int) -> list[int]:
     try:
@@ -134,9 +138,10 @@ async def kvferry(
     more: str = "",
     profile: Path | None = None,
     metered: Path | None = None,
+    module: str = "router.cli",
 ) -> AsyncIterator[Proxy]:
     """kvferry in front of `backends`. `more` is YAML; `profile` gets a cProfile of its life,
-    `metered` what `bench.metered` tells."""
+    `metered` what `bench.metered` tells; else `module` has the `main` that is run."""
     port = free_port()
     kv = f", kv_dir: '{kv_dir}'" if kv_dir is not None else ""
     lines = [f"listen: 127.0.0.1:{port}", "backends:"]
@@ -147,7 +152,7 @@ async def kvferry(
     run = "main()"
     if profile is not None:
         run = f"__import__('cProfile').run('main()', {str(profile)!r})"
-    code = f"from router.cli import main; {run}"
+    code = f"from {module} import main; {run}"
     start = ["-m", "bench.metered", str(metered)] if metered is not None else ["-c", code]
     argv = [sys.executable, *start, "serve", "--config", str(config)]
     url = f"http://127.0.0.1:{port}"
@@ -162,11 +167,17 @@ def find_nginx() -> str | None:
 
 @asynccontextmanager
 async def nginx(
-    program: str, backends: Sequence[str], folder: Path, *, keep: bool = True
+    program: str,
+    backends: Sequence[str],
+    folder: Path,
+    *,
+    keep: bool = True,
+    connections: int = 1024,
 ) -> AsyncIterator[Proxy]:
     """nginx as a plain proxy, round robin over `backends`: one worker, nothing buffered.
 
     With `keep` connections are kept on both sides, for single requests; without, it is as it comes.
+    `connections` are those of both sides together.
     """
     port = free_port()
     home = folder / "nginx"
@@ -185,7 +196,7 @@ daemon off;
 worker_processes 1;
 pid {home}/pid;
 error_log {home}/error.log;
-events {{ worker_connections 1024; }}
+events {{ worker_connections {connections}; }}
 http {{
   access_log off;
   {temp}
@@ -244,16 +255,20 @@ async def fake_llama(folder: Path) -> AsyncIterator[Proxy]:
 
 
 @asynccontextmanager
-async def fake_fleet(folder: Path, *, backends: int, slots: int) -> AsyncIterator[list[str]]:
-    """Several of them in one process; yields their URLs."""
+async def fake_fleet(
+    folder: Path, *, backends: int, slots: int, more: Sequence[str] = ()
+) -> AsyncIterator[list[str]]:
+    """Several of them in one process; yields their URLs. `more` are arguments of `bench.fake`."""
     ports = [free_port() for _ in range(backends)]
-    async with _fakes(folder, slots, ports):
+    async with _fakes(folder, slots, ports, more):
         yield [f"http://127.0.0.1:{port}" for port in ports]
 
 
 @asynccontextmanager
-async def _fakes(folder: Path, slots: int, ports: Sequence[int]) -> AsyncIterator[Proxy]:
-    argv = [sys.executable, "-m", "bench.fake", str(slots), *map(str, ports)]
+async def _fakes(
+    folder: Path, slots: int, ports: Sequence[int], more: Sequence[str] = ()
+) -> AsyncIterator[Proxy]:
+    argv = [sys.executable, "-m", "bench.fake", str(slots), *map(str, ports), *more]
     # The last one is up when all are.
     async with _process("fake", argv, f"http://127.0.0.1:{ports[-1]}", "/health", folder) as proxy:
         yield proxy

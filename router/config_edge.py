@@ -45,6 +45,7 @@ class Limits(Section):
     connect_timeout_s: values.PositiveSeconds = Field(default=5.0, alias="connect_timeout")
     first_byte_timeout_s: values.PositiveSeconds = Field(default=3600.0, alias="first_byte_timeout")
     idle_timeout_s: values.PositiveSeconds = Field(default=600.0, alias="idle_timeout")
+    send_timeout_s: values.PositiveSeconds = Field(default=600.0, alias="send_timeout")
     control_timeout_s: values.PositiveSeconds = Field(default=10.0, alias="control_timeout")
     action_timeout_s: values.PositiveSeconds = Field(default=120.0, alias="action_timeout")
 

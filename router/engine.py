@@ -51,6 +51,7 @@ from router.watching import find_start, wait_quiet, wait_started
 log = structlog.get_logger(__name__)
 
 _PURGED_AT_ONCE = 10
+_FOUND_AT_ONCE = 100  # about 5 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +178,11 @@ class Engine:
         """Decide by these from now on; snapshots over the limits go."""
         self._feed(ev.Configured(policy, limits, queue))
 
-    def snapshots_found(self, snapshots: list[Snapshot]) -> None:
-        """What the store had in directories that it has opened."""
-        self._feed(ev.SnapshotsFound(tuple(snapshots)))
+    async def snapshots_found(self, snapshots: Sequence[Snapshot]) -> None:
+        """What the store had in directories that it has opened; some at a time, as in `purge`."""
+        for start in range(0, len(snapshots), _FOUND_AT_ONCE):
+            self._feed(ev.SnapshotsFound(tuple(snapshots[start : start + _FOUND_AT_ONCE])))
+            await asyncio.sleep(0)
 
     def snapshot_lost(self, snapshot: SnapshotId) -> None:
         """A committed snapshot turned out to be unusable."""

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import resource
 import signal
 import ssl
 from collections.abc import AsyncIterator
@@ -44,7 +45,7 @@ from router.logs import set_level
 from router.ports import Tracing
 from router.reload import Reload
 from router.tasks import Tasks, spawn
-from router.types import BackendId, Caller, Stats
+from router.types import BackendId, Caller, Standing, Stats
 from router.vocabularies import Vocabularies
 from router.web.admin import Admin
 from router.web.app import App
@@ -100,6 +101,7 @@ def _take_settings(settings: Settings, config: Config) -> None:
     settings.max_body_bytes = limits.max_body_bytes
     settings.body_timeout_s = limits.body_timeout_s
     settings.idle_timeout_s = limits.idle_timeout_s
+    settings.send_timeout_s = limits.send_timeout_s
     settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
 
 
@@ -220,8 +222,15 @@ async def build(
             )
 
         def stats() -> Stats:
-            known = engine.stats()
-            return replace(known, queue_depth=known.queue_depth + directory.waiting)
+            known, leaving = engine.stats(), (Standing.DRAINING, Standing.DRAINED)
+            return replace(
+                known,
+                queue_depth=known.queue_depth + directory.waiting,
+                backends=tuple(
+                    replace(one, drained=directory.standing(one.backend) in leaving)
+                    for one in known.backends
+                ),
+            )
 
         backends = Backends(engine, clients, monitor)
         stack.push_async_callback(backends.aclose)
@@ -243,12 +252,12 @@ async def build(
                 await asyncio.to_thread(_show_certificate, context, wanted.tls)
             found = await store.add([place for place in places if place is not None])
             engine.configure(_policy(wanted), _limits(wanted), _queue_limits(wanted))
-            engine.snapshots_found(found)
             _take_settings(settings, wanted)
             keys.known = _known(wanted)
             has_keys = bool(wanted.auth.keys)
             guard.protects_reads = wanted.admin.protects_reads(has_keys=has_keys)
             set_level(wanted.logging.level)
+            await engine.snapshots_found(found)
             backends.configure(wanted)
 
         await take(config)
@@ -362,6 +371,7 @@ async def serve(config: Config, path: Path | None = None) -> None:
             os._exit(130)
         stopping.set()
 
+    _allow_descriptors()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
@@ -388,6 +398,13 @@ async def _reread(router: Router, asked: asyncio.Event) -> None:
         asked.clear()
         with suppress(RouterError):  # its log line says why
             await router.reload()
+
+
+def _allow_descriptors() -> None:
+    """As many as the system allows: each client takes two, and 1,024 are a usual default."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system may have a lower limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _calm_garbage_collector() -> None:

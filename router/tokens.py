@@ -11,11 +11,16 @@ from typing import NewType
 Tokens = NewType("Tokens", bytes)
 
 WIDTH = 4
+_PIECE = 64 * 1024
 EMPTY = Tokens(b"")
 
 
 def pack(ids: Iterable[int]) -> Tokens:
     """Pack ids. Raises OverflowError for an id that is not an int32."""
+    if isinstance(ids, list) and len(ids) > _PIECE:
+        # One call for millions would not let go of the GIL in between.
+        pieces = range(0, len(ids), _PIECE)
+        return join(pack(ids[start : start + _PIECE]) for start in pieces)
     packed = array("i", ids)
     if sys.byteorder == "big":  # pragma: no cover - no such machine here
         packed.byteswap()

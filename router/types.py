@@ -299,6 +299,7 @@ class BackendStats:
     backend: BackendId
     up: bool
     slots: dict[str, int]  # by phase
+    drained: bool = False  # or being drained: somebody wants it so
     resident_tokens: int = 0
     speeds: Speeds | None = None  # None: it was never up
     stalled_s: Mapping[Stall, float] = field(default_factory=dict)  # so far, summed over streams

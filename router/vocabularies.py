@@ -55,10 +55,14 @@ class Vocabularies:
         self.readers: dict[BackendId, PromptReader] = {}
 
     def leave(self, backend: BackendId) -> None:
-        """A backend is not up any more: others are asked in its place."""
+        """A backend is not up any more: others are asked in its place. What nobody speaks any more
+        is forgotten; who speaks it next is asked anew."""
         self.readers.pop(backend, None)
-        for speakers in self._speakers.values():
+        for namespace, speakers in tuple(self._speakers.items()):
             speakers.clients.pop(backend, None)
+            if not speakers.clients:
+                del self._speakers[namespace]
+                self._tokenizers.pop(namespace, None)
 
     async def prepare(self, client: LlamaClient, props: Props, namespace: Namespace) -> None:
         """Learn how a backend tokenizes. Raises BackendError."""

@@ -3,11 +3,13 @@
 import asyncio
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +221,27 @@ async def test_serve_without_a_backend_that_answers(tmp_path: Path) -> None:
             assert response.status == 503
 
         assert await process.end(signal.SIGTERM) == 0
+
+
+async def test_more_clients_than_a_shell_allows_open_files() -> None:
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+    try:
+        serve = serving("--backend", NOBODY, "--listen", "127.0.0.1:0")
+        process = await serve.__aenter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+    async with AsyncExitStack() as stack:
+        stack.push_async_exit(serve)
+        url = (await process.event("listening"))["url"]
+        host, port = url.removeprefix("http://").split(":")
+        for _ in range(100):
+            _, writer = await asyncio.open_connection(host, port)
+            stack.callback(writer.close)
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+            metrics = await response.text()
+        (fds,) = re.findall(r"^process_open_fds (\S+)", metrics, re.M)
+        assert float(fds) > 100
 
 
 async def test_port_taken() -> None:

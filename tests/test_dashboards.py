@@ -165,7 +165,9 @@ def test_prometheus_scrapes_the_default_address_with_all_backends() -> None:
     default = parse("backends: [{url: 'http://127.0.0.1:1'}]", "test").listen
     assert scrape["job_name"] == "kvferry"  # the alert KvferryDown knows it by this name
     assert scrape["params"] == {"backends": ["1"]}
-    assert scrape["static_configs"] == [{"targets": [f"{default.host}:{default.port}"]}]
+    (name,) = scrape["file_sd_configs"][0]["files"]
+    targets = yaml.safe_load((SHIPPED / name).read_text())
+    assert targets == [{"targets": [f"{default.host}:{default.port}"]}]
 
 
 def test_grafana_is_told_where_everything_is() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.build import snapshot
 from tests.fake_llama import FakeLlama
 from tests.fake_wire import encode_state, generate
 from tests.fleet import Answer, Fleet, Json, running
@@ -281,3 +282,22 @@ async def test_a_large_plain_answer_is_counted_like_any_other(fleet: Fleet) -> N
     metrics = await fleet.metrics()
     assert metrics["kvferry_generated_tokens_total"] == 8000
     assert metrics['kvferry_prompt_tokens_total{source="computed"}'] == len(PROMPT)
+
+
+async def test_others_have_their_turn_while_snapshots_are_taken_in(fleet: Fleet) -> None:
+    """As when a reload opens a directory with thousands."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    engine = fleet.router.engine
+    async with asyncio.TaskGroup() as group:
+        counting = group.create_task(count())
+        await engine.snapshots_found([snapshot(f"s{n}", [n], 10) for n in range(1000)])
+        counting.cancel()
+    assert turns >= 10
+    assert (await fleet.state())["snapshots"]["count"] == 1000

@@ -325,3 +325,22 @@ async def test_real_backends_share_a_snapshot(
     assert fresh["tokens"] == again["tokens"]
     await pair.flush()
     assert stores.lost == []
+
+
+async def test_many_records_are_checked_many_at_a_time(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten thousand handed to the threads one by one would hold up the event loop."""
+    made = [await put(store, full([number, 6, 7])) for number in range(210)]
+    await store.aclose()
+    loop, calls = asyncio.get_running_loop(), list[object]()
+    hand_over = loop.run_in_executor
+
+    def noted(pool: Any, function: Any, *args: Any) -> Any:
+        calls.append(function)
+        return hand_over(pool, function, *args)
+
+    monkeypatch.setattr(loop, "run_in_executor", noted)
+    again = stores.make()
+    assert {snapshot.id for snapshot in await again.load()} == {one.id for one in made}
+    assert len(calls) == 3 + 2  # and the directory opened, and swept

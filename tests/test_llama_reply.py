@@ -1,5 +1,6 @@
 """What a backend says of a request is found in the bytes of its answer, on every route."""
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from router.adapters.llama_reply import (
     error_message_from,
+    ids_from,
     models_from,
     prompt_from,
     props_from,
@@ -389,3 +391,28 @@ def test_transfer() -> None:
     with pytest.raises(BackendError, match="a slot restore is malformed: n_restored"):
         transfer_from(answer, "restore")
     assert error_message_from(b"nonsense") == error_message_from(b"[]") == ""
+
+
+@pytest.mark.parametrize("dumps", [orjson.dumps, lambda value: json.dumps(value).encode()])
+def test_many_ids_are_read_like_few(dumps: Callable[[object], bytes]) -> None:
+    """In pieces, whatever white space is between them."""
+    ids = [number % 50_000 for number in range(100_000)]
+    assert ids_from(dumps({"tokens": ids})) == ids
+    for odd in ({"tokens": [*ids, "a"]}, {"tokens": [[1], *ids]}, {"other": ids}):
+        with pytest.raises(BackendError, match="POST /tokenize is malformed"):
+            ids_from(dumps(odd))
+    assert ids_from(dumps({"tokens": [], "more": ids})) == []
+
+
+def test_a_long_answer_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+    loads = orjson.loads
+
+    def noted(raw: bytes) -> object:
+        sizes.append(len(raw))
+        return loads(raw)
+
+    monkeypatch.setattr("router.adapters.llama_reply.orjson.loads", noted)
+    raw = orjson.dumps({"tokens": [12345] * 200_000})
+    ids_from(raw)
+    assert max(sizes) < 140_000 < len(raw) < sum(sizes)

@@ -11,9 +11,10 @@ BACKENDS = Dashboard(
         "Now": [
             Panel(
                 "Backends up",
-                "/kvferry/health says what is wrong with those that are not.",
+                "/kvferry/health says what is wrong with those that are neither up nor drained.",
                 [
                     (f"sum(kvferry_backend_up{{{CHOSEN}}})", "up"),
+                    (f"sum(kvferry_backend_drained{{{CHOSEN}}})", "drained"),
                     (f"count(kvferry_backend_up{{{CHOSEN}}})", "configured"),
                 ],
                 kind=Kind.NUMBER,

@@ -74,6 +74,12 @@ def open_directory(
     return directory
 
 
+def recover_all(entries: Iterable[tuple[Directory, Entry]]) -> list[Held]:
+    """As `recover`; those that are to be offered."""
+    found = (recover(directory, entry) for directory, entry in entries)
+    return [held for held in found if held is not None]
+
+
 def recover(directory: Directory, entry: Entry) -> Held | None:
     """Cross-check a record with its file; None if it is not to be offered."""
     path = directory.path / kv_files.final_name(entry.id)
@@ -92,7 +98,7 @@ def recover(directory: Directory, entry: Entry) -> Held | None:
                 # A directory that was copied or restored from a backup.
                 if kv_files.checksum(file) != entry.checksum:
                     raise KvFileError("another checksum than recorded")
-                _refresh(directory, entry.id, found)
+                _refresh(directory, entry, found)
     except (KvFileError, OSError) as error:
         log.warning("snapshot_not_recovered", snapshot=entry.id, reason=str(error))
         drop(directory, entry.id)
@@ -165,7 +171,8 @@ def check_again(held: Held) -> None:
     with held.lock:
         held.identity = found
         if not held.gone:
-            _refresh(held.directory, held.snapshot.id, found)
+            entry = held.directory.manifest.entries[held.snapshot.id]
+            _refresh(held.directory, entry, found)
 
 
 def rename(staged: Path, held: Held, mode: int) -> None:
@@ -192,8 +199,7 @@ def drop(directory: Directory, snapshot: SnapshotId) -> None:
         log.warning("drop_not_recorded", snapshot=snapshot, error=str(error))
 
 
-def _refresh(directory: Directory, snapshot: SnapshotId, found: Identity) -> None:
+def _refresh(directory: Directory, entry: Entry, found: Identity) -> None:
     """Record how the same bytes are to be recognised from now on; only saves a checksum later."""
-    entry = directory.manifest.entries[snapshot]
     with suppress(KvError):
         directory.manifest.add(replace(entry, mtime_ns=found.mtime_ns, inode=found.inode))

@@ -30,6 +30,10 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
+# Records that one turn of a thread checks: handing over ten thousand one by one would hold up the
+# event loop for a third of a second.
+_RECOVERED_AT_ONCE = 100
+
 
 class KvStore:
     """See the module. `load` comes first, `aclose` last; all calls from one event loop."""
@@ -93,8 +97,10 @@ class KvStore:
                 for entry in directory.manifest.entries.values()
             ]
             entries.sort(key=lambda pair: pair[1].added_at)
-            checks = [self._run(self._bulk, kv_records.recover, *pair) for pair in entries]
-            found = [held for held in await asyncio.gather(*checks) if held is not None]
+            starts = range(0, len(entries), _RECOVERED_AT_ONCE)
+            batches = [entries[start : start + _RECOVERED_AT_ONCE] for start in starts]
+            checks = [self._run(self._bulk, kv_records.recover_all, batch) for batch in batches]
+            found = [held for some in await asyncio.gather(*checks) for held in some]
             for directory in fresh:
                 await self._run(self._bulk, kv_records.sweep, directory)
         except KvError:

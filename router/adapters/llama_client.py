@@ -13,9 +13,10 @@ from typing import Any
 
 from router.adapters import llama_reply as reply
 from router.adapters import llama_wire as wire
+from router.adapters import long_bodies
 from router.adapters.http1 import Header, Pool, Response, Target
 from router.errors import BackendError, BackendRefusedError, BackendTimeoutError
-from router.tokens import Tokens, unpack
+from router.tokens import Tokens
 from router.types import BackendId, Reported, SlotStatus, Transfer
 
 # llama-server's are 3 KB.
@@ -128,7 +129,7 @@ class LlamaClient:
         self.id = backend
         self.url = url
         self.relaying = 0  # clients' requests that are with the server now
-        self._quiet: asyncio.Event | None = None  # somebody waits until there are none
+        self._quiet: asyncio.Event | None = None  # those who wait until there are none
         self._pool = connections.pool(url, timeouts.connect_s)
         self._timeouts = timeouts
         self._authorization = (b"Authorization", f"Bearer {api_key}".encode()) if api_key else None
@@ -198,7 +199,7 @@ class LlamaClient:
         """`POST /tokenize`: the ids, as the engine sees them."""
         body = wire.tokenize_body(content, add_special=add_special, parse_special=parse_special)
         payload = await self._call("POST", "/tokenize", body, self._timeouts.control_s)
-        return unpack(reply.tokens_from(payload))
+        return await long_bodies.read(payload, reply.ids_from, payload)
 
     async def detokenize(self, ids: list[int]) -> str:
         """`POST /detokenize`: the text of some ids, special tokens included."""
@@ -272,11 +273,13 @@ class LlamaClient:
         self.relaying -= 1
         if self._quiet is not None and not self.relaying:
             self._quiet.set()
+            self._quiet = None
 
     async def until_quiet(self) -> None:
         """Wait until no client's request is with the server."""
         while self.relaying:
-            self._quiet = asyncio.Event()
+            if self._quiet is None:
+                self._quiet = asyncio.Event()
             await self._quiet.wait()
 
 

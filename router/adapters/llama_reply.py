@@ -5,6 +5,7 @@ all that is lost is knowledge. The `*_from` functions are for control calls and 
 BackendError, because without those answers the router cannot go on.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -14,11 +15,15 @@ import orjson
 from router.adapters.llama_wire import Route
 from router.adapters.reply_readers import READERS, Json, Reading, as_dict
 from router.errors import BackendError
-from router.tokens import Tokens, pack
+from router.tokens import Tokens, pack, unpack
 from router.types import Reported, SlotStatus, Transfer
 
 IDENTITY = (None, "", "identity")
 T = TypeVar("T")
+# Around the ids of /tokenize; and bytes of ids that are read in one go, in 1 ms.
+_BEFORE_IDS = re.compile(rb'\s*{\s*"tokens"\s*:\s*\[')
+_AFTER_IDS = re.compile(rb"\]\s*}\s*\Z")
+_PIECE_BYTES = 128 * 1024
 
 
 def read_reply(
@@ -232,6 +237,30 @@ def tokens_from(payload: object) -> Tokens:
         return pack(ids)
     except (TypeError, OverflowError) as error:
         raise answer.malformed("tokens holds something that is no token id") from error
+
+
+def ids_from(payload: bytes) -> list[int]:
+    """The answer to POST /tokenize as ids. Raises BackendError.
+
+    A long one is read in pieces: in a thread, everybody else has a turn in between.
+    """
+    return [number for piece in _pieces(payload) for number in unpack(tokens_from(piece))]
+
+
+def _pieces(payload: bytes) -> Iterator[bytes]:
+    """The answer as several that hold some of its ids each; as it is, if it is short or odd."""
+    before = _BEFORE_IDS.match(payload)
+    after = _AFTER_IDS.search(payload, max(len(payload) - 16, 0))
+    long = len(payload) > _PIECE_BYTES and payload.count(b"]") == 1
+    if not long or before is None or after is None:
+        yield payload
+        return
+    start, end = before.end(), after.start()
+    while start < end:
+        stop = payload.find(b",", start + _PIECE_BYTES, end)
+        stop = end if stop < 0 else stop
+        yield b'{"tokens":[%b]}' % payload[start:stop]
+        start = stop + 1
 
 
 def text_from(payload: object) -> str:

@@ -375,6 +375,9 @@ class EngineCollector(Collector):
 
 def _what_backends_do(backends: Iterable[BackendStats]) -> Iterator[Metric]:
     up = GaugeMetricFamily("kvferry_backend_up", "1 if the backend is in use", labels=["backend"])
+    drained = GaugeMetricFamily(
+        "kvferry_backend_drained", "1 if the backend is or gets drained", labels=["backend"]
+    )
     slots = GaugeMetricFamily("kvferry_slots", "Slots by what they do", labels=["backend", "phase"])
     resident = GaugeMetricFamily(
         "kvferry_resident_tokens", "Tokens whose KV is in the slots", labels=["backend"]
@@ -386,12 +389,13 @@ def _what_backends_do(backends: Iterable[BackendStats]) -> Iterator[Metric]:
     )
     for backend in backends:
         up.add_metric([backend.backend], float(backend.up))
+        drained.add_metric([backend.backend], float(backend.drained))
         resident.add_metric([backend.backend], backend.resident_tokens)
         for phase, number in backend.slots.items():
             slots.add_metric([backend.backend, phase], number)
         for action in Stall:
             stall.add_metric([backend.backend, action], backend.stalled_s.get(action, 0.0))
-    yield from (up, slots, resident, stall)
+    yield from (up, drained, slots, resident, stall)
 
 
 def _how_fast_backends_are(backends: Iterable[BackendStats]) -> Iterator[Metric]:

@@ -306,11 +306,12 @@ class SegmentTokenizer:
 
     async def _whole(self, key: Key, text: str, add_special: bool) -> Mapping[Key, Tokens]:
         if self._local is not None:
-            return {key: self._framed([pack(await self._local.encode(text))], add_special)}
+            ids = await _packed(await self._local.encode(text))
+            return {key: self._framed([ids], add_special)}
         return {key: await self._direct(text, add_special)}
 
     async def _direct(self, text: str, add_special: bool) -> Tokens:
-        return pack(await self._call(text, add_special=add_special, parse_special=True))
+        return await _packed(await self._call(text, add_special=add_special, parse_special=True))
 
     def _framed(self, parts: Sequence[Tokens], add_special: bool) -> Tokens:
         if not add_special or self._framing is None:
@@ -378,3 +379,7 @@ class SegmentTokenizer:
 async def _value(part: Tokens | _Future) -> Tokens | None:
     # Shielded: the future belongs to all who wait for it.
     return await asyncio.shield(part) if isinstance(part, asyncio.Future) else part
+
+
+async def _packed(ids: list[int]) -> Tokens:
+    return pack(ids) if len(ids) <= LONG_IDS else await asyncio.to_thread(pack, ids)

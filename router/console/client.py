@@ -56,9 +56,14 @@ class RouterClient:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Json | None = None,
+        *,
+        patient: bool = False,
     ) -> Json:
-        """The JSON of an answer. An error that the router answers with is raised with its words."""
-        status, raw = await self._send(method, path, query, body)
+        """The JSON of an answer. An error that the router answers with is raised with its words.
+
+        `patient`: for what goes on in the router whether we wait for it or not, however long.
+        """
+        status, raw = await self._send(method, path, query, body, patient=patient)
         answer = _json(raw)
         if status >= 400:
             raise CallError(_told(answer) or f"{self.url}{path} was answered with {status}")
@@ -70,10 +75,13 @@ class RouterClient:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Json | None = None,
+        *,
+        patient: bool = False,
     ) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(None if patient else _TIMEOUT_S, sock_connect=_TIMEOUT_S)
         try:
             async with self._session.request(
-                method, self.url + path, params=query, json=body
+                method, self.url + path, params=query, json=body, timeout=timeout
             ) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -89,8 +97,7 @@ def token_header() -> dict[str, str]:
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[RouterClient]:
     """A client; what TOKEN_ENV holds goes along, if it is set."""
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=token_header(), timeout=timeout) as session:
+    async with aiohttp.ClientSession(headers=token_header()) as session:
         yield RouterClient(url, session)
 
 

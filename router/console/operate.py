@@ -53,9 +53,10 @@ async def undrain(url: str, name: str) -> int:
 
 
 async def reload(url: str) -> int:
-    """Ask for it, and print what changed, a line each. Raises CallError."""
+    """Ask for it, and print what changed, a line each: reading large directories takes its time.
+    Raises CallError."""
     async with connected(url) as client:
-        answer = await client.call("POST", "/kvferry/reload")
+        answer = await client.call("POST", "/kvferry/reload", patient=True)
     lines = [f"{what}: {name}" for what, names in answer["backends"].items() for name in names]
     lines += [_line(change) for change in answer["changed"]]
     lines += [f"needs a restart: {_line(change)}" for change in answer["needs_restart"]]

@@ -29,7 +29,7 @@ def release(state: State, now: float) -> None:
 
 
 def configured(state: State, event: ev.Configured) -> None:
-    """Decide by another policy and other limits; what is over them goes."""
+    """Decide by another policy and other limits; what is over them goes, little by little."""
     state.fleet.policy = event.policy
     state.queue.limits = event.queue
-    state.delete(state.fleet.catalog.limit(event.limits))
+    state.fleet.catalog.limits = event.limits

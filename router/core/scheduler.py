@@ -25,6 +25,7 @@ class Scheduler:
         state = self.state
         state.out = []
         self._take(event, now)
+        state.delete(state.fleet.catalog.shrink())
         background.save_fleeting(state, now)
         if not state.stopping:
             grants.serve_queue(state, now)
@@ -42,6 +43,8 @@ class Scheduler:
     def next_wakeup(self, now: float) -> float | None:
         """When a Tick would change something, in clock seconds. None: only an event would."""
         state = self.state
+        if state.fleet.catalog.is_over:
+            return now
         times = [
             state.queue.next_deadline(),
             background.wakeup(state),

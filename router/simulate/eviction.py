@@ -69,6 +69,8 @@ def gdsf(
             size_bytes = count(held) * hardware.bytes_per_token
             made = Snapshot(SnapshotId(str(number)), space, place, held, size_bytes)
             catalog.add(made, MemoryKind.FULL, hardware.prefill_of(count(held), 0))
+            while catalog.is_over:
+                catalog.shrink()
     return Evicted("gdsf", budget_bytes, asked, reused, catalog.evicted)
 
 

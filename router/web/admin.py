@@ -5,6 +5,7 @@ from collections.abc import Callable
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from router.adapters import long_bodies
 from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.llama_wire import parse_body, parse_request, route_of
 from router.engine import Engine
@@ -97,7 +98,8 @@ class Admin:
             return error_response(
                 BadRequestError(f"path: {path!r} is not a completion route"), name
             )
-        parsed = parse_request(route, parse_body(raw))
+        body = await long_bodies.read(raw, parse_body, raw)
+        parsed = await long_bodies.read(raw, parse_request, route, body)
         described, _ = await self._completions.describe(request, parsed, name)
         made = self._engine.plan(described)
         return json_response(

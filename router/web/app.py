@@ -14,6 +14,7 @@ import orjson
 import structlog
 from aiohttp import HttpVersion11, web
 
+from router.adapters import long_bodies
 from router.adapters.journal import Journal
 from router.adapters.llama_reply import merge_models
 from router.adapters.llama_wire import route_of
@@ -213,7 +214,7 @@ class App:
         raw = await self._read(request)
         if not looks_at_it:
             return await self._pass(request, name, raw, None)
-        model = _model_of(raw)
+        model = await long_bodies.read(raw, _model_of, raw)
         if path in _TAKES_SLOTS:
             return await self._completions.other(request, raw, name, model)
         return await self._pass(request, name, raw, model)
@@ -282,7 +283,7 @@ class App:
                 request,
                 upstream,
                 names(request, name) | {"x-kvferry-backend": client.id, "x-kvferry-source": "none"},
-                self._settings.idle_timeout_s,
+                self._settings,
                 Capture(),
                 lambda: None,
             )

@@ -13,6 +13,7 @@ from typing import TypedDict
 
 from aiohttp import web
 
+from router.adapters import long_bodies
 from router.adapters.clock import wall_ns
 from router.adapters.journal import Journal
 from router.adapters.llama_reply import read_reply
@@ -105,7 +106,7 @@ class Completions:
     ) -> web.StreamResponse:
         """One of the completion routes. Raises RouterError."""
         arrived = perf_counter()
-        parsed = parse_completion(http, route, raw)
+        parsed = await long_bodies.read(raw, parse_completion, http, route, raw)
         with self._keys.room(http.get(CALLER)):
             if not parsed.lora:  # whose prompt is not read anyway
                 await self._directory.wait_for_reader(parsed.model)
@@ -152,7 +153,7 @@ class Completions:
             prompt=Prompt(unknown="not a completion"),
             model=self._directory.resolve(model),
             pinnable=False,
-            whole_backend=takes_many_slots(raw),
+            whole_backend=await long_bodies.read(raw, takes_many_slots, raw),
             max_new_tokens=0,
             # Their tasks start from nothing, whatever the slot holds (server-context.cpp:3440).
             reuse=not http.path.rstrip("/").endswith(_STATELESS),
@@ -229,7 +230,7 @@ class Completions:
                     exchange.http,
                     upstream,
                     names(exchange.http, exchange.request.id) | _headers(grant),
-                    self._settings.idle_timeout_s,
+                    self._settings,
                     capture,
                     first_byte,
                 )

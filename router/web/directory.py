@@ -54,8 +54,8 @@ class Directory:
         ]
         if not able:
             raise NoBackendError("no backend for this request is up")
-        chosen = min(able, key=lambda info: (fleet.running(info.id), info.id))
-        return self.monitors[chosen.id].client
+        clients = [self.monitors[info.id].client for info in able]
+        return min(clients, key=lambda client: (client.relaying, client.id))
 
     def one_for_each_model(self) -> list[LlamaClient]:
         """A backend for each set of model names, in the order of the configuration."""

@@ -17,6 +17,7 @@ from router.adapters.llama_client import RelayedResponse
 from router.errors import BackendError, BackendTimeoutError, BadRequestError
 from router.types import Caller, Outcome
 from router.web.answer import HOP_BY_HOP, Answer, named_in_connection
+from router.web.settings import Settings
 
 # `x-conversation-id` would make the server go on generating after its client has left
 # (llama-server.md section 5.6); our own server has already decoded a compressed body.
@@ -34,6 +35,8 @@ _KEYS = frozenset({b"authorization", b"x-api-key"})
 KEYED = web.RequestKey("keyed", bool)
 CALLER = web.RequestKey("caller", Caller)
 
+# Of an answer that has come as a whole; nobody waits for the client then.
+_SENT_AT_ONCE = 64 * 1024
 _HEAD_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
 _WHOLE_BYTES = 1024 * 1024
@@ -101,46 +104,76 @@ class Capture:
 
 
 class _Silence:
-    """Cancels a wait for the backend when it has lasted too long; `since` when it lasts, None: it
-    does not wait now. Loop time.
+    """Cancels a wait that has lasted too long: for a backend that sends nothing (`since` when, in
+    loop time), or for a client that takes nothing (`since` is None).
 
-    One timer that looks now and then: one for each event of a stream would cost as much as sending
-    it.
+    Timers that look now and then: one for each event of a stream would cost as much as sending it.
+    Of a client it is seen that nothing has changed from one look to the next.
     """
 
-    def __init__(self, limit_s: float, timeout: asyncio.Timeout) -> None:
-        self._limit_s = limit_s
+    def __init__(
+        self, settings: Settings, timeout: asyncio.Timeout, taken: Callable[[], object]
+    ) -> None:
+        self._idle_s, self._send_s = settings.idle_timeout_s, settings.send_timeout_s
         self._timeout = timeout
+        self._taken = taken
+        self._seen: object = None
         self._loop = asyncio.get_running_loop()
         self.since: float | None = self._loop.time()
         self.look()
+        self.client_timer = self._loop.call_later(self._send_s, self.look_at_client)
 
     def look(self) -> None:
-        """End the wait, or look again when it could be time to."""
+        """End the wait for a backend, or look again when it could be time to."""
         now = self._loop.time()
         since = now if self.since is None else self.since
-        if since + self._limit_s <= now:
+        if since + self._idle_s <= now:
             self._timeout.reschedule(now)
         else:
-            self.timer = self._loop.call_at(since + self._limit_s, self.look)
+            self.timer = self._loop.call_at(since + self._idle_s, self.look)
+
+    def look_at_client(self) -> None:
+        """End the wait for a client, or look again."""
+        seen = self._taken() if self.since is None else None
+        if seen is not None and seen == self._seen:
+            self._timeout.reschedule(self._loop.time())
+        else:
+            self._seen = seen
+            self.client_timer = self._loop.call_later(self._send_s, self.look_at_client)
 
 
 @asynccontextmanager
-async def _silence(limit_s: float) -> AsyncIterator[_Silence]:
-    """Raises TimeoutError inside when the backend has been silent for `limit_s`."""
-    async with asyncio.timeout(None) as timeout:
-        silence = _Silence(limit_s, timeout)
-        try:
-            yield silence
-        finally:
-            silence.timer.cancel()
+async def _silence(
+    request: web.BaseRequest, settings: Settings, capture: Capture
+) -> AsyncIterator[_Silence]:
+    """Raises TimeoutError inside when the backend has been silent for too long, and
+    ConnectionResetError when the client has."""
+
+    def taken() -> object:
+        """Another value if the client has taken something."""
+        transport = request.transport
+        return capture.size_bytes, transport.get_write_buffer_size() if transport else None
+
+    silence: _Silence | None = None
+    try:
+        async with asyncio.timeout(None) as timeout:
+            silence = _Silence(settings, timeout, taken)
+            try:
+                yield silence
+            finally:
+                silence.timer.cancel()
+                silence.client_timer.cancel()
+    except TimeoutError:
+        if silence is None or silence.since is not None:
+            raise
+        raise ConnectionResetError("the client takes nothing") from None
 
 
 async def relay(
     request: web.BaseRequest,
     upstream: RelayedResponse,
     headers: Mapping[str, str],
-    idle_timeout_s: float,
+    settings: Settings,
     capture: Capture,
     on_first_byte: Callable[[], None],
 ) -> tuple[web.StreamResponse, Outcome]:
@@ -154,15 +187,20 @@ async def relay(
     loop = asyncio.get_running_loop()
     failed: type[BackendError] | None = None
     try:
-        if upstream.is_complete:  # no patience needed
+        if upstream.is_complete:  # nothing to wait for but the client, if it is much
             body = await upstream.read()
             capture.add(body)
             on_first_byte()
             await response.prepare(request)
             request[STARTED] = response
-            await response.write_eof(body)
+            if len(body) <= _SENT_AT_ONCE:
+                await response.write_eof(body)
+                return response, outcome
+            async with _silence(request, settings, capture) as silence:
+                silence.since = None
+                await response.write_eof(body)
             return response, outcome
-        async with _silence(idle_timeout_s) as silence:
+        async with _silence(request, settings, capture) as silence:
             async for chunk in upstream:
                 if not response.prepared:
                     on_first_byte()
@@ -173,7 +211,10 @@ async def relay(
                 silence.since = None
                 await response.write(chunk)
                 silence.since = loop.time()
+            silence.since = None
+            await response.write_eof()
     except (ConnectionResetError, aiohttp.ClientConnectionResetError):
+        _abort(request)  # it may be there, and take nothing
         return response, Outcome.CLIENT_GONE
     except TimeoutError:
         failed = BackendTimeoutError
@@ -182,8 +223,11 @@ async def relay(
     if failed is not None:
         if not response.prepared:
             raise failed("the backend broke off before it answered")
-        if request.transport is not None:
-            request.transport.abort()
+        _abort(request)
         return response, Outcome.BACKEND_ERROR
-    await response.write_eof()
     return response, outcome
+
+
+def _abort(request: web.BaseRequest) -> None:
+    if request.transport is not None:
+        request.transport.abort()

@@ -17,4 +17,5 @@ class Settings:
     max_body_bytes: int = 0
     body_timeout_s: float = 0.0
     idle_timeout_s: float = 0.0
+    send_timeout_s: float = 0.0
     passthrough: bool = False

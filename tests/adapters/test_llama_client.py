@@ -321,3 +321,17 @@ async def test_prefill_is_told_to_stop_by_leaving() -> None:
         fake.prefill_gate.set()
         reported = await client.prefill(1, pack([1, 2, 3]))
         assert (reported.prompt_tokens, reported.cached_tokens) == (3, 0)
+
+
+async def test_all_who_wait_for_quiet_are_told() -> None:
+    """As when a backend is drained, taken back and drained again while one answer lasts."""
+    async with client_of("http://127.0.0.1:9") as client:
+        client.relaying = 2
+        async with asyncio.TaskGroup() as group:
+            waiting = [group.create_task(client.until_quiet()) for _ in range(2)]
+            await asyncio.sleep(0)
+            client.relayed()
+            await asyncio.sleep(0)
+            assert not any(task.done() for task in waiting)
+            client.relayed()
+        await client.until_quiet()

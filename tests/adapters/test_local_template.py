@@ -148,3 +148,11 @@ async def test_agrees_with_a_real_server(llama_server: StartServer, name: str | 
         for turns in (["hi"], ["a", "<think>x</think>b", "c"], ["a", "b", "c", "d", "e"]):
             body = chat(*turns)
             assert template.render(body) == await client.apply_template(orjson.dumps(body))
+
+
+async def test_a_chat_of_very_many_messages_is_the_backends_to_render() -> None:
+    """Each takes 10 µs here, and nobody else is served meanwhile."""
+    template = await backend_of("{% for m in messages %}{{ m.content }};{% endfor %}")
+    assert template is not None
+    assert template.render(chat(*["x"] * 499)) == "x;" * 499
+    assert template.render(chat(*["x"] * 501)) is None

@@ -100,3 +100,20 @@ async def test_a_router_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(CallError, match=r"silent for 0\.05 s"):
             await router.state()
         enough.set()
+
+
+async def test_what_takes_long_may_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reload goes on in the router, however long it takes to read large directories."""
+    monkeypatch.setattr(client, "_TIMEOUT_S", 0.05)
+    enough = asyncio.Event()
+
+    async def hang(_: web.BaseRequest) -> web.Response:
+        await enough.wait()
+        return web.json_response({"done": True})
+
+    async with answering(hang) as router, asyncio.TaskGroup() as group:
+        reloading = group.create_task(router.call("POST", "/x", patient=True))
+        with pytest.raises(CallError, match="silent"):
+            await router.call("POST", "/x")
+        enough.set()
+    assert reloading.result() == {"done": True}

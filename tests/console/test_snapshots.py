@@ -35,7 +35,7 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv(TOKEN_ENV, raising=False)
     async with FakeLlama() as fake, running([("a", fake.url)], None, yaml=QUIET) as made:
-        made.router.engine.snapshots_found([snapshot(number) for number in range(1, N + 1)])
+        await made.router.engine.snapshots_found([snapshot(number) for number in range(1, N + 1)])
         yield made
 
 

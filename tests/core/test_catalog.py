@@ -392,3 +392,18 @@ class CatalogMachine(RuleBasedStateMachine):
 
 TestCatalogMachine = CatalogMachine.TestCase
 TestCatalogMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_many_are_given_up_a_few_at_a_time() -> None:
+    """Ten thousand at once would hold everybody else up for half a second."""
+    catalog = Catalog()
+    for n in range(100):
+        catalog.add(snapshot(f"s{n}", tokens(n), 10), FULL, 1.0 + n)
+    catalog.limits = Limits(max_bytes=30)
+
+    steps = []
+    while catalog.is_over:
+        steps.append([gone.id for gone in catalog.shrink()])
+    assert [len(step) for step in steps] == [32, 32, 32, 1]
+    assert [name for step in steps for name in step] == [f"s{n}" for n in range(97)]
+    assert catalog.shrink() == []

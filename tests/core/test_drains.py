@@ -194,3 +194,15 @@ def test_another_policy_and_another_queue_are_in_force_at_once() -> None:
     assert isinstance(reject.error, QueueFullError)  # type: ignore[union-attr]
     assert s.state.fleet.policy is policy
     assert B not in s.state.fleet.infos
+
+
+def test_what_is_far_over_the_new_limits_goes_little_by_little() -> None:
+    """The next step is due at once, and other events have their turn before it."""
+    s = scheduler(backend("a", 1), snapshots=[snapshot(f"s{n}", [n], 10) for n in range(100)])
+    steps = [s.handle(ev.Configured(Policy(), Limits(max_bytes=300), QueueLimits()), NOW)]
+    while s.next_wakeup(NOW) == NOW:
+        steps.append(s.handle(ev.Tick(), NOW))
+
+    assert [len(effects) for effects in steps] == [32, 32, 6]
+    assert {type(effect) for effects in steps for effect in effects} == {Delete}
+    assert s.state.fleet.catalog.total_bytes == 300

@@ -59,3 +59,10 @@ def test_an_id_that_is_no_int32_is_refused() -> None:
 def test_nothing_is_empty() -> None:
     assert EMPTY == tokens() == run_of(0) == join([])
     assert count(EMPTY) == 0
+
+
+def test_many_ids_are_packed_like_few() -> None:
+    ids = list(range(200_000))
+    assert unpack(pack(ids)) == ids
+    with pytest.raises(OverflowError):
+        pack([*ids, 2**31])

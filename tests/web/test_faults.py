@@ -1,10 +1,13 @@
 """Backends that die, hang and come back, and what the client sees of it: as little as possible."""
 
 import asyncio
+import json
+import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -65,6 +68,23 @@ async def broken_stream(fleet: Fleet) -> bytes:
         except aiohttp.ClientPayloadError:
             return received
     raise AssertionError(f"a clean end after {received!r}")
+
+
+@asynccontextmanager
+async def stopped_reading(
+    fleet: Fleet, body: Json, room: int = 4096
+) -> AsyncIterator[socket.socket]:
+    """A client that has read the head of its answer and nothing more."""
+    raw, parts = json.dumps(body).encode(), urlsplit(fleet.url)
+    head = f"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    with socket.socket() as connection:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        await loop.sock_connect(connection, (parts.hostname, parts.port))
+        await loop.sock_sendall(connection, head.encode() + raw)
+        assert (await loop.sock_recv(connection, 12)).endswith(b" 200")
+        yield connection
 
 
 # --- before the first byte: nobody has seen anything, so it is tried again ------------------------
@@ -194,6 +214,40 @@ async def test_a_slow_client_is_no_silent_backend(two: Two) -> None:
             received = await response.read()
         assert len(received) > 60 * 256 * 1024
         assert b'"stop": true' in received
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_a_client_that_takes_nothing_does_not_keep_its_slot(two: Two, stream: bool) -> None:
+    """It is there and does not read; with a whole answer the backend is done long ago."""
+    yaml = "{limits: {send_timeout: 100ms}, health: {interval: 60s}}"
+    async with running(two.backends[:1], None, yaml=yaml) as fleet:
+        two.a.faults.padding_bytes = 2**18
+        two.a.model = "m" * 2**24  # it is in a whole answer
+        body = {"prompt": PROMPT, "n_predict": 1000 if stream else 1, "stream": stream}
+        metrics: dict[str, float] = {}
+        async with stopped_reading(fleet, body):
+            while not metrics.get('kvferry_requests_total{outcome="client_gone"}'):
+                metrics = await fleet.metrics()
+            state = await fleet.until_quiet()
+        assert {slot["phase"] for slot in state["slots"]} == {"idle"}
+        assert not any(slot.busy for slot in two.a.slots)
+
+
+async def test_a_client_that_takes_little_by_little_is_left_alone(two: Two) -> None:
+    """One event is more than it reads in the time in which one may take nothing."""
+    yaml = "limits: {send_timeout: 500ms}"
+    async with running(two.backends[:1], None, yaml=yaml) as fleet:
+        two.a.faults.padding_bytes = 2**24
+        body = {"prompt": PROMPT, "n_predict": 1} | STREAM
+        async with stopped_reading(fleet, body, 2**17) as connection:
+            loop, received = asyncio.get_running_loop(), b""
+            while not received.endswith(b"0\r\n\r\n"):
+                data = await loop.sock_recv(connection, 2**17)
+                assert data, "cut off"
+                received = received[-8:] + data
+                await asyncio.sleep(0.015)
+        metrics = await fleet.metrics()
+        assert metrics['kvferry_requests_total{outcome="ok"}'] == 1
 
 
 # --- nobody there, or nobody free -----------------------------------------------------------------

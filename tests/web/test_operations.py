@@ -46,6 +46,12 @@ async def health(fleet: Fleet) -> dict[str, str]:
     return found
 
 
+async def drained(fleet: Fleet) -> dict[str, float]:
+    """The metric by which the alert for backends that are down keeps silent."""
+    metrics, name = await fleet.metrics(), "kvferry_backend_drained"
+    return {backend: metrics[f'{name}{{backend="{backend}"}}'] for backend in "ab"}
+
+
 @pytest.mark.parametrize(
     "path", ["/kvferry/reload", "/kvferry/backends/a/drain", "/kvferry/backends/a/undrain"]
 )
@@ -73,6 +79,7 @@ async def test_a_drained_backend(a: FakeLlama, b: FakeLlama, fleet: Fleet) -> No
         answer = await fleet.operate("a", "drain")
         assert (answer.status, answer.json) == (200, {"backend": "a", "state": "draining"})
         assert (await health(fleet))["a"] == "draining"
+        assert await drained(fleet) == {"a": 1, "b": 0}
         other = await fleet.complete("x" * 300)
         assert other.slot[0] == "b"
         a.decode_gate.set()
@@ -80,6 +87,7 @@ async def test_a_drained_backend(a: FakeLlama, b: FakeLlama, fleet: Fleet) -> No
     state = await fleet.until_is("a", "drained")
 
     assert (await health(fleet)) == {"a": "drained", "b": "up"}
+    assert await drained(fleet) == {"a": 1, "b": 0}
     assert [slot["phase"] for slot in state["slots"] if slot["backend"] == "a"] == ["lost"]
     again = await fleet.complete(PROMPT)
     assert_good(again)

@@ -1,10 +1,17 @@
 """Headers between two hops, and what is kept of a response that went by."""
 
+import asyncio
+from typing import cast
+
 import pytest
+from aiohttp import HttpVersion11, web
 from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
-from router.web.relay import Capture, forward_headers
+from router.adapters.llama_client import RelayedResponse
+from router.types import Outcome
+from router.web.relay import Capture, forward_headers, relay
+from router.web.settings import Settings
 
 MEGABYTE = 2**20
 
@@ -66,3 +73,42 @@ def test_of_a_huge_one_the_two_ends(chunk_bytes: int) -> None:
     assert len(kept) <= MEGABYTE + 2**16
     assert kept.startswith(bytes(8))
     assert kept.endswith((sent - chunk_bytes // 8 * 8).to_bytes(8, "big"))
+
+
+class _Stuck(dict[object, object]):
+    """A request whose client takes nothing of what is written."""
+
+    method, version, keep_alive = "POST", HttpVersion11, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer = self.transport = self
+        self.aborted = False
+
+    async def write(self, _: bytes) -> None:
+        await asyncio.Event().wait()
+
+    def get_write_buffer_size(self) -> int:
+        return 5
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class _Whole:
+    """A backend's answer that has come as a whole."""
+
+    status, reason, headers, is_complete = 200, "OK", [(b"Content-Length", b"100000")], True
+
+    async def read(self) -> bytes:
+        return b"x" * 100_000
+
+
+async def test_of_a_whole_answer_a_client_must_take_something_too() -> None:
+    request, settings = _Stuck(), Settings(idle_timeout_s=60.0, send_timeout_s=0.02)
+    upstream = cast(RelayedResponse, _Whole())
+    http = cast(web.BaseRequest, request)
+    _, outcome = await relay(http, upstream, {}, settings, Capture(), lambda: None)
+
+    assert outcome is Outcome.CLIENT_GONE
+    assert request.aborted

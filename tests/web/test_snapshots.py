@@ -40,8 +40,8 @@ def made(number: int, *, tokens: int = 10, size: int = 100, age_h: float = 0.0) 
     return Snapshot(name, space, Place("/kv"), ids, size, saved_at=saved_at)
 
 
-def told(fleet: Fleet, *snapshots: Snapshot) -> None:
-    fleet.router.engine.snapshots_found(list(snapshots))
+async def told(fleet: Fleet, *snapshots: Snapshot) -> None:
+    await fleet.router.engine.snapshots_found(snapshots)
 
 
 FOUR = (
@@ -115,13 +115,13 @@ async def test_a_restore_is_a_use(fake: FakeLlama, tmp_path: Path) -> None:
     ],
 )
 async def test_filters_and_order(fleet: Fleet, query: dict[str, str], expected: list[int]) -> None:
-    told(fleet, *FOUR)
+    await told(fleet, *FOUR)
 
     assert ids_of(await fleet.get(f"{PATH}?{urlencode(query)}")) == expected
 
 
 async def test_what_was_used_is_not_unused(fleet: Fleet) -> None:
-    told(fleet, *FOUR)
+    await told(fleet, *FOUR)
     catalog = fleet.router.engine.scheduler.state.fleet.catalog
     catalog.acquire(FOUR[2].id, 0.0)
 
@@ -133,7 +133,9 @@ async def test_what_was_used_is_not_unused(fleet: Fleet) -> None:
 @pytest.mark.parametrize("sort", ["newest", "largest", "least_used"])
 async def test_pages_hold_each_once_whatever_goes_meanwhile(fleet: Fleet, sort: str) -> None:
     """Equal ranks are told apart by id; what the cursor names may be gone."""
-    told(fleet, *(made(n, tokens=5 + n % 3, size=7 + n % 5, age_h=n % 4) for n in range(1, 51)))
+    await told(
+        fleet, *(made(n, tokens=5 + n % 3, size=7 + n % 5, age_h=n % 4) for n in range(1, 51))
+    )
     seen: list[int] = []
     after: dict[str, str] = {}
     while True:
@@ -153,7 +155,7 @@ async def purged(fleet: Fleet, **wanted: Any) -> Answer:
 
 
 async def test_no_answer_grows_without_bound(fleet: Fleet) -> None:
-    told(fleet, *(made(n, tokens=1) for n in range(1, 1201)))
+    await told(fleet, *(made(n, tokens=1) for n in range(1, 1201)))
     answer = await fleet.get(f"{PATH}?limit=100000")
 
     assert (answer.json["count"], len(answer.json["snapshots"])) == (1200, 1000)
@@ -186,7 +188,7 @@ async def test_a_query_that_means_nothing_is_refused(
 @pytest.mark.parametrize("number", ["00000009ff", "0000000", "00000", "..", "a/b"])
 async def test_no_such_snapshot(fleet: Fleet, number: str) -> None:
     """Nor one of several, nor one by an id that is too short."""
-    told(fleet, *FOUR)
+    await told(fleet, *FOUR)
     async with fleet.session.get(f"{fleet.url}{PATH}/{number.replace('/', '%2F')}") as response:
         assert response.status == 404 or number == ".."
     assert (await purged(fleet, id=[number])).status == 404
@@ -209,7 +211,7 @@ async def test_no_such_snapshot(fleet: Fleet, number: str) -> None:
 )
 async def test_purge(fleet: Fleet, wanted: dict[str, Any], goes: list[int]) -> None:
     """A dry run says the same and does nothing."""
-    told(fleet, *FOUR)
+    await told(fleet, *FOUR)
     tried = await purged(fleet, dry_run=True, **wanted)
     assert await left(fleet) == [1, 2, 3, 4]
     done = await purged(fleet, **wanted)
@@ -221,7 +223,7 @@ async def test_purge(fleet: Fleet, wanted: dict[str, Any], goes: list[int]) -> N
 
 
 async def test_delete_one(fleet: Fleet) -> None:
-    told(fleet, *FOUR)
+    await told(fleet, *FOUR)
     async with fleet.session.delete(f"{fleet.url}{PATH}/00000002") as response:
         assert response.status == 200
         assert (await response.json())["count"] == 1
@@ -230,7 +232,7 @@ async def test_delete_one(fleet: Fleet) -> None:
 
 
 async def test_more_than_are_taken_at_once(fleet: Fleet) -> None:
-    told(fleet, *(made(n, tokens=1) for n in range(1, 351)))
+    await told(fleet, *(made(n, tokens=1) for n in range(1, 351)))
 
     assert (await purged(fleet, all=True)).json["count"] == 350
     assert await left(fleet) == []
@@ -251,7 +253,7 @@ async def test_more_than_are_taken_at_once(fleet: Fleet) -> None:
     ],
 )
 async def test_a_purge_says_what_it_means(fleet: Fleet, wanted: dict[str, Any]) -> None:
-    told(fleet, *FOUR)
+    await told(fleet, *FOUR)
 
     assert (await purged(fleet, **wanted)).status == 400
     assert await left(fleet) == [1, 2, 3, 4]
@@ -259,7 +261,7 @@ async def test_a_purge_says_what_it_means(fleet: Fleet, wanted: dict[str, Any]) 
 
 async def test_no_page_in_a_browser_purges(fleet: Fleet) -> None:
     """A form cannot declare JSON; a script says where it comes from."""
-    told(fleet, *FOUR)
+    await told(fleet, *FOUR)
     url = f"{fleet.url}{PATH}/purge"
     async with fleet.session.post(url, data='{"all": true}') as response:
         assert response.status == 415
@@ -274,7 +276,7 @@ async def test_no_page_in_a_browser_purges(fleet: Fleet) -> None:
 async def test_with_a_token(fake: FakeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_TEST_TOKEN", "sesame")
     async with running([("a", fake.url)], None, yaml="admin: {token_env: KVFERRY_TEST_TOKEN}") as f:
-        told(f, *FOUR)
+        await told(f, *FOUR)
         assert (await purged(f, all=True)).status == 403
         assert await left(f) == [1, 2, 3, 4]  # looking is free
         shown = {"Authorization": "Bearer sesame"}

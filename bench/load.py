@@ -1,0 +1,261 @@
+"""`python -m bench.load`: a thousand clients at once, of every kind, and what that does to the
+router: memory, descriptors, the longest turn of its event loop, and how it ended for each client.
+
+The backends are fakes in a process of their own: a token for every stream at each beat, so that
+all streams are open at the same time. `--real` adds real servers with the tiny model.
+"""
+
+import argparse
+import asyncio
+import random
+import resource
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import aiohttp
+import uvloop
+
+from bench import rig, stalls
+from bench.client import WrongAnswerError
+from bench.crowd import Client, connects, send
+from bench.report import Report, arguments_of, run_bench
+
+COLUMNS = (
+    *("case", "contender", "clients", "ended", "requests/s", "queue max"),
+    *("RSS MiB before", "peak", "after", "KiB a client"),
+    *("descriptors before", "peak ", "after ", "longest turn ms", "of CPU ms"),
+)
+_MIB = 1024**2
+_LOOK_S = 0.25
+_BACKENDS = 8
+_BEAT_S = 0.5
+_PADDING = 256 * 1024
+Load = Callable[[str], Awaitable[Counter[str]]]
+
+
+@dataclass
+class _Looks:
+    """What was seen of a process while clients came and went."""
+
+    proxy: rig.Proxy
+    rss: list[int] = field(default_factory=list)
+    descriptors: list[int] = field(default_factory=list)
+    queue: float = 0.0
+    turns_s: dict[str, float] = field(default_factory=dict)
+
+    async def keep_looking(self, session: aiohttp.ClientSession) -> None:
+        """For ever."""
+        while True:
+            self.look()
+            await self.ask(session)
+            await asyncio.sleep(_LOOK_S)
+
+    def look(self) -> None:
+        """At what the kernel knows."""
+        self.rss.append(self.proxy.rss_bytes())
+        self.descriptors.append(self.proxy.descriptors())
+
+    async def ask(self, session: aiohttp.ClientSession) -> None:
+        """At what only the router knows."""
+        if not self.proxy.name.startswith("kvferry"):
+            return
+        async with session.get(self.proxy.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
+        found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        self.queue = max(self.queue, float(found["kvferry_queue_depth"]))
+        for by in stalls.BY:
+            seconds = float(found[f'{stalls.NAME}{{by="{by}"}}'])
+            self.turns_s[by] = max(self.turns_s.get(by, 0.0), seconds)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    report: Report
+    session: aiohttp.ClientSession
+
+    async def case(self, name: str, proxy: rig.Proxy, n: int, load: Load) -> Counter[str]:
+        """One row."""
+        looks = _Looks(proxy)
+        await looks.ask(self.session)
+        looks.queue, looks.turns_s = 0.0, {}
+        looks.look()
+        async with asyncio.TaskGroup() as group:
+            looking = group.create_task(looks.keep_looking(self.session))
+            start = perf_counter()
+            ended = await load(proxy.url)
+            seconds = perf_counter() - start
+            looking.cancel()
+        # Idle connections to backends are kept for two seconds.
+        await asyncio.sleep(3.0)
+        looks.look()
+        await looks.ask(self.session)
+        rss, fds = looks.rss, looks.descriptors
+        turns = (looks.turns_s.get(by) for by in stalls.BY)
+        self.report.add(
+            *(name, proxy.name, n, ", ".join(f"{k} × {v}" for k, v in ended.most_common())),
+            *(sum(ended.values()) / seconds, round(looks.queue) if looks.turns_s else None),
+            *(rss[0] / _MIB, max(rss) / _MIB, rss[-1] / _MIB, (max(rss) - rss[0]) / 1024 / n),
+            *(fds[0], max(fds), fds[-1]),
+            *(None if turn is None else turn * 1000 for turn in turns),
+        )
+        if odd := ended.keys() - {"right", "503", "left", "closed"}:
+            raise WrongAnswerError(f"{name}, {proxy.name}: {odd}")
+        return ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="bench.load", description=__doc__)
+    parser.add_argument("--clients", type=int, default=1000)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the clients, shorter")
+    parser.add_argument("--only", metavar="CASE", help="this case")
+    parser.add_argument("--real", action="store_true", help="and 64 clients on two real servers")
+    return run_bench(parser, lambda options: uvloop.run(measure(options)), argv)
+
+
+async def measure(options: argparse.Namespace) -> Report:
+    """Each case has a fresh router; the kernel's numbers are of its process alone."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    n = options.clients // 10 if options.quick else options.clients
+    report = Report("load", f"{n:,} clients at once", list(COLUMNS), arguments_of(options))
+    async with aiohttp.ClientSession() as session:
+        bench = _Bench(report, session)
+        seconds = 2.0 if options.quick else 6.0
+        cases: dict[str, Callable[[], Awaitable[None]]] = {
+            "streams": lambda: _streams(bench, n),
+            "queue": lambda: _queue(bench, n),
+            "queue full": lambda: _limit(bench, n),
+            "slow readers": lambda: _slow(bench, max(n // 10, 5), seconds),
+            "stopped reading": lambda: _stopped(bench, max(n // 10, 5), seconds),
+            "leaving": lambda: _leaving(bench, n),
+            "connects": lambda: _connecting(bench, n, seconds),
+        }
+        if options.real:
+            cases["real servers"] = lambda: _real(bench, 64)
+        for name, case in cases.items():
+            if options.only in (None, name):
+                await case()
+    report.notes += [
+        "KiB a client: what the process grew by at its peak, by client",
+        f"longest turn: what the event loop was late by, looked at every {stalls.EVERY_S * 1000:g}"
+        " ms; of CPU: the CPU time of its thread between two looks",
+    ]
+    if rig.find_nginx() is None:
+        report.notes.append(rig.NGINX_HINT)
+    return report
+
+
+@asynccontextmanager
+async def _fleet(
+    contender: str = "kvferry",
+    *,
+    backends: int = _BACKENDS,
+    slots: int = 8,
+    more: Sequence[str] = (),
+    yaml: str = "",
+) -> AsyncIterator[rig.Proxy]:
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
+        fakes = rig.fake_fleet(folder, backends=backends, slots=slots, more=more)
+        urls = await stack.enter_async_context(fakes)
+        if contender == "nginx":
+            program = rig.find_nginx()
+            assert program is not None
+            way = rig.nginx(program, urls, folder, keep=False, connections=16 * 1024)
+        else:
+            policy = "passthrough" if contender.endswith("passthrough") else "cheapest"
+            way = rig.kvferry(
+                contender, urls, folder, policy=policy, more=yaml, module="bench.stalls"
+            )
+        yield await stack.enter_async_context(way)
+
+
+def _clients(n: int, n_tokens: int, **more: int | float) -> list[Client]:
+    """Each with a question of its own."""
+    return [Client(f"{number} is what I ask. " * 8, n_tokens, **more) for number in range(n)]  # type: ignore[arg-type]
+
+
+async def _streams(bench: _Bench, n: int) -> None:
+    """As many slots as clients: all of them are read at the same time."""
+    beat = ["--beat", str(_BEAT_S)]
+    contenders = ["kvferry", "kvferry passthrough", *(["nginx"] if rig.find_nginx() else [])]
+    for contender in contenders:
+        async with _fleet(contender, slots=-(-n // _BACKENDS), more=beat) as proxy:
+            await bench.case("streams", proxy, n, lambda url: send(url, _clients(n, 12)))
+
+
+async def _queue(bench: _Bench, n: int) -> None:
+    """Few slots: most wait, and all get their answer."""
+    async with _fleet(yaml=f"queue: {{max_requests: {n}}}") as proxy:
+        await bench.case("queue", proxy, n, lambda url: send(url, _clients(n, 4)))
+
+
+async def _limit(bench: _Bench, n: int) -> None:
+    """One slot for all, and nobody is done before all have come: exactly the limit waits."""
+    limit = n // 4
+    async with _fleet(
+        backends=1, slots=1, more=["--beat", "15"], yaml=f"queue: {{max_requests: {limit}}}"
+    ) as proxy:
+        clients = _clients(n, 1, stays_s=12.0)
+        ended = await bench.case("queue full", proxy, n, lambda url: send(url, clients))
+    if ended["503"] != n - limit - 1:
+        raise WrongAnswerError(f"{ended['503']} were turned away, not {n - limit - 1}")
+
+
+async def _slow(bench: _Bench, n: int, seconds: float) -> None:
+    """They read 1 KiB a second."""
+    async with _fleet() as proxy:
+        clients = _clients(n, round(seconds * 1024 / 160), rate=1024)
+        await bench.case("slow readers", proxy, n, lambda url: send(url, clients))
+
+
+async def _stopped(bench: _Bench, n: int, seconds: float) -> None:
+    """A gigabyte is there for each; they read the head, stop, and leave after a while."""
+    more = ["--padding", str(_PADDING)]
+    async with _fleet(slots=-(-n // _BACKENDS), more=more) as proxy:
+        clients = _clients(n, 4000, takes=1024, stays_s=seconds)
+        await bench.case("stopped reading", proxy, n, lambda url: send(url, clients))
+
+
+async def _leaving(bench: _Bench, n: int) -> None:
+    """At any moment, some of them after their answer."""
+    chance = random.Random(1)
+    async with _fleet(more=["--beat", "0.02"]) as proxy:
+        clients = [
+            Client(f"{number} is what I ask. " * 8, 8, stays_s=chance.uniform(0.0, 6.0))
+            for number in range(n)
+        ]
+        await bench.case("leaving", proxy, n, lambda url: send(url, clients))
+
+
+async def _connecting(bench: _Bench, per_s: int, seconds: float) -> None:
+    """Connections that ask for nothing."""
+    async with _fleet() as proxy:
+        n = round(per_s * seconds)
+        await bench.case("connects", proxy, n, lambda url: connects(url, per_s, seconds))
+
+
+async def _real(bench: _Bench, n: int) -> None:
+    """Two real servers with four slots each. What is right is what one client alone gets."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
+        kv_dir = folder / "kv"
+        servers = [
+            await stack.enter_async_context(rig.llama(slots=4, ctx_per_slot=512, kv_dir=kv_dir))
+            for _ in range(2)
+        ]
+        urls = [server.url for server in servers]
+        way = rig.kvferry("kvferry", urls, folder, kv_dir=kv_dir, module="bench.stalls")
+        proxy = await stack.enter_async_context(way)
+        await bench.case("real servers", proxy, n, lambda url: send(url, _clients(n, 24)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

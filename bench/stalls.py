@@ -1,0 +1,62 @@
+"""kvferry as it is, with a closer look at its event loop: `python -m bench.stalls serve ...`.
+
+The longest wait is kept: by the clock, which is also what the machine did to the process, and by
+the CPU time of the loop's thread, which is the loop's own work.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from router import main as router_main
+from router.adapters.vitals import Vitals
+from router.cli import main as cli
+from router.ports import Clock
+
+EVERY_S = 0.005
+NAME = "bench_longest_turn_seconds"
+BY = ("clock", "cpu")
+
+
+class Watched(Vitals):
+    """Adds a gauge that counts from the last look at it."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        clock: Clock,
+        kv_dirs: Callable[[], Iterable[str]],
+        version: str,
+    ) -> None:
+        super().__init__(registry, clock, kv_dirs, version)
+        self._longest = dict.fromkeys(BY, 0.0)
+        gauge = Gauge(NAME, "Since the last scrape", ["by"], registry=registry)
+        for by in BY:
+            gauge.labels(by).set_function(partial(self._taken, by))
+
+    def _taken(self, by: str) -> float:
+        value, self._longest[by] = self._longest[by], 0.0
+        return value
+
+    async def watch_loop(self) -> None:
+        """Note how late the loop is, for ever."""
+        while True:
+            clock, cpu = time.perf_counter(), time.thread_time()
+            await asyncio.sleep(EVERY_S)
+            late = time.perf_counter() - clock - EVERY_S
+            for by, seconds in zip(BY, (late, time.thread_time() - cpu), strict=True):
+                self._longest[by] = max(self._longest[by], seconds)
+
+
+def main() -> int:
+    """As the command `kvferry`."""
+    vars(router_main)["Vitals"] = Watched
+    return cli()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Many clients at once, of every kind: what they cost is bounded, and nothing of them is left."""
+
+import asyncio
+import io
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.crowd import Client, connects, send
+from router.adapters.llama_wire import parse_body
+from router.adapters.long_bodies import LONG_BYTES
+from router.web import app, completions
+from tests.fake_llama import FakeLlama
+from tests.fleet import PATIENCE_S, Fleet, Json, running
+from tests.web.test_faults import stopped_reading
+
+CHUNK = 2**18
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path, n_slots=20) as server:
+        yield server
+        assert server.violations == []
+
+
+def clients(n: int, **more: Any) -> list[Client]:
+    return [Client(f"{number} asks " * 5, 3, **more) for number in range(n)]
+
+
+async def left_over(fleet: Fleet) -> Json:
+    """What the router and this process hold, once the pools have let go of idle connections."""
+    await fleet.until_quiet()
+    engine = fleet.router.engine
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "tasks": Counter(task.get_name().split(" ")[0] for task in asyncio.all_tasks()),
+        "jobs": len(engine.scheduler.state.jobs),
+        "grants": len(engine._grants),
+        "timings": len(engine._timings),
+    }
+
+
+def grown(before: Json, after: Json) -> Json:
+    """Where there is more than before. Tasks without a name count by their module's own."""
+    before_tasks, after_tasks = before["tasks"], after["tasks"]
+    found: Json = {key: after[key] for key in after if key != "tasks" and after[key] > before[key]}
+    new = {name: n for name, n in after_tasks.items() if not name.startswith("Task-")}
+    found |= {name: n for name, n in new.items() if n > before_tasks[name]}
+    return found
+
+
+async def until_refused(fleet: Fleet, n: int) -> None:
+    """Wait until so many were turned away."""
+    metrics: dict[str, float] = {}
+    async with asyncio.timeout(PATIENCE_S):
+        while metrics.get('kvferry_requests_total{outcome="queue_full"}', 0) < n:
+            metrics = await fleet.metrics()
+
+
+async def test_nothing_is_left_of_a_storm(fake: FakeLlama, tmp_path: Path) -> None:
+    """Some leave at any moment, some ask for nothing, the rest get what is theirs."""
+    async with running([("a", fake.url)], tmp_path) as fleet:
+        await send(fleet.url, clients(5))
+        before = await left_over(fleet)
+        staying = await send(fleet.url, clients(150))
+        leaving = [
+            Client(f"{number} leaves " * 5, 3, stays_s=0.001 * number) for number in range(150)
+        ]
+        left = await send(fleet.url, leaving)
+        touched = await connects(fleet.url, 1000, 0.3)
+
+        assert staying == {"right": 150}
+        assert left["left"] > 0
+        assert set(left) <= {"left", "right"}
+        assert touched == {"closed": 300}
+        async with asyncio.timeout(PATIENCE_S):
+            while grown(before, await left_over(fleet)):
+                pass
+        assert (await fleet.state())["queue"] == []
+
+
+async def test_clients_that_stop_reading_cost_a_bounded_amount(fake: FakeLlama) -> None:
+    """Five gigabytes are there for twenty of them. What is fetched waits in the buffers of two
+    connections each, mostly the kernel's."""
+    fake.faults.padding_bytes = CHUNK
+    async with running([("a", fake.url)], None) as fleet, AsyncExitStack() as stack:
+        for number in range(20):
+            body = {"prompt": f"{number}" * 100, "n_predict": 1000, "stream": True}
+            await stack.enter_async_context(stopped_reading(fleet, body))
+        sent = -1
+        async with asyncio.timeout(PATIENCE_S):
+            while fake.chunks_sent != sent:
+                sent = fake.chunks_sent
+                await asyncio.sleep(0.2)
+        assert 20 <= sent < 20 * 64
+
+        others = await fleet.state()  # nobody else is held up
+        assert [slot["phase"] for slot in others["slots"]] == ["running"] * 20
+        await stack.aclose()
+        await fleet.until_quiet()
+        assert fake.chunks_sent < 20 * 64
+
+
+async def test_as_many_wait_as_may_and_no_more(fake: FakeLlama) -> None:
+    """20 are served, 30 wait, the rest is told to come again."""
+    async with running([("a", fake.url)], None, yaml="queue: {max_requests: 30}") as fleet:
+        fake.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(send(fleet.url, clients(80)))
+            state = await fleet.until(lambda state: len(state["queue"]) == 30)
+            await until_refused(fleet, 30)
+            state = await fleet.state()
+            assert len(state["queue"]) == 30
+            assert [slot["phase"] for slot in state["slots"]] == ["running"] * 20
+            fake.decode_gate.set()
+    assert asked.result() == {"right": 50, "503": 30}
+
+
+async def test_one_with_five_hundred_requests_does_not_starve_another(tmp_path: Path) -> None:
+    """The one loses its last ones to the limit; each of the other's is served after one of its."""
+    async with (
+        FakeLlama(n_slots=1) as fake,
+        running([("a", fake.url)], None, yaml="queue: {max_requests: 200}") as fleet,
+        asyncio.TaskGroup() as group,
+    ):
+        fake.decode_gate.clear()
+
+        async def ask(who: str, number: int) -> int:
+            body = {"prompt": f"{who} {number:03}", "n_predict": 2}
+            answer = await fleet.post("/completion", body, headers={"authorization": who})
+            return answer.status
+
+        async def until_waiting(n: int) -> None:
+            await fleet.until(lambda state: len(state["queue"]) == n)
+
+        first = group.create_task(ask("many", 0))
+        await fleet.until(lambda state: state["slots"][0]["phase"] == "running")
+        many = [group.create_task(ask("many", number)) for number in range(1, 500)]
+        await until_waiting(200)
+        await until_refused(fleet, 299)
+        few = [group.create_task(ask("few", number)) for number in range(5)]
+        await until_refused(fleet, 304)
+        await until_waiting(200)
+        fake.decode_gate.set()
+        await asyncio.wait([*many, *few, first])
+
+        assert [task.result() for task in few] == [200] * 5
+        assert Counter(task.result() for task in many) == {200: 195, 503: 304}
+        served = [body["prompt"] for path, body in fake.bodies if path == "/completion"]
+        turns = [served.index(f"few {number:03}") for number in range(5)]
+        begun = served.index("many 000")
+        assert turns == sorted(turns)
+        assert max(turns) - begun <= 11
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions", "/tokenize"])
+async def test_long_bodies_are_read_off_the_loop(
+    fake: FakeLlama, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Every parse of a body that is long is made by another thread."""
+    here, parsed = threading.get_ident(), list[tuple[bool, bool]]()
+
+    def noted(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            raw = next(arg for arg in args if isinstance(arg, bytes))
+            parsed.append((len(raw) > LONG_BYTES, threading.get_ident() != here))
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(completions, "parse_body", noted(parse_body))
+    monkeypatch.setattr(app, "_model_of", noted(app._model_of))
+    async with running([("a", fake.url)], None) as fleet:
+        for size in (10, LONG_BYTES + 1):
+            text = "x" * size
+            body: Json = {"prompt": text, "content": text, "n_predict": 1}
+            body |= {"messages": [{"role": "user", "content": text}]}
+            raw = io.BytesIO(json.dumps(body).encode())
+            headers = {"Content-Type": "application/json"}
+            async with fleet.session.post(fleet.url + path, data=raw, headers=headers) as response:
+                assert response.status in (200, 400)
+    assert parsed == [(False, False), (True, True)]
