@@ -94,7 +94,8 @@ def recover(directory: Directory, entry: Entry) -> Held | None:
     except (KvFileError, OSError) as error:
         log.warning("snapshot_not_recovered", snapshot=entry.id, reason=str(error))
         drop(directory, entry.id)
-        kv_files.quarantine(path)
+        with suppress(OSError):  # the router starts all the same
+            kv_files.quarantine(path)
         return None
     tokens = collapse_media(head, entry.media)
     if tokens is None:  # committed without fingerprints: matches nothing, and ages out

@@ -14,7 +14,7 @@ from tests.e2e.conversing import saved
 from tests.e2e.prompts import ids
 from tests.fleet import Fleet, running
 
-LONG = 700
+LONG, CHANCE = 700, 10
 NOBODY = 65534
 AS_ROOT = os.geteuid() == 0
 
@@ -143,8 +143,9 @@ async def test_damaged_files(
 
     async def look(fleet: Fleet) -> None:
         answers = await assert_undisturbed(fleet, undisturbed, prompts)
-        for prompt, (name, one) in zip(answers, DAMAGES.items(), strict=False):
-            assert prompt.cached == (LONG - 1 if one.harmless else 0), name
+        for answer, (name, one) in zip(answers, DAMAGES.items(), strict=False):
+            # A few tokens may be those that the slot's last prompt happened to begin with.
+            assert answer.cached == LONG - 1 if one.harmless else answer.cached < CHANCE, name
         assert answers[-2].cached == LONG - 1  # its file is well
         assert server.pid == pid
         await assert_consistent(fleet, [server.kv_dir])  # type: ignore[list-item]
