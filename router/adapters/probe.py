@@ -13,7 +13,13 @@ from pathlib import Path
 from router.adapters import kv_files, kv_shape
 from router.adapters.identity import Behaviour, alike
 from router.adapters.llama_client import LlamaClient
-from router.adapters.probe_slots import erase, keeps_idle_slots, put_aside, put_back
+from router.adapters.probe_slots import (
+    discard,
+    erase,
+    keeps_idle_slots,
+    put_aside,
+    put_back,
+)
 from router.errors import BackendError, KvError, KvFileError
 from router.kvfile.head import read_head
 from router.kvfile.layout import Layout, read_layout
@@ -114,7 +120,7 @@ async def probe(
             try:
                 await trial.run(tokens)
             finally:
-                await store.discard(place, trial.name)
+                await discard(store, place, trial.name)
         await erase(client, slot.index)
         found.behaviour = await client.fingerprint(slot.index, tokens)
         found.keeps_idle_slots = await keeps_idle_slots(client, slots, slot, tokens)
@@ -290,7 +296,7 @@ class _Trial:
             found.note = f"no prefix can be cut out of its state files: {error}"
             return
         finally:
-            await self._store.discard(self._place, name)
+            await discard(self._store, self._place, name)
         found.cuts = cached == count(half) and alike(again, whole)
         if not found.cuts:
             # What _reuse says of a refused restore is about this file, and stops nothing.

@@ -97,7 +97,11 @@ class World:
             case ef.Save():
                 self.saves(op, op.effect, data.draw(st.booleans()))
             case ef.Restore():
-                self.restores(op, op.effect, data.draw(st.sampled_from(["ok", "no", "bad"])))
+                self.restores(
+                    op,
+                    op.effect,
+                    data.draw(st.sampled_from(["ok", *(blame.value for blame in ev.Blame)])),
+                )
             case ef.Prefill():
                 self.prefills(op, op.effect, data.draw(st.integers(0, 3)))
             case ef.Watch():
@@ -144,7 +148,8 @@ class World:
             return
         if op.server.alive:
             op.server.slots[op.slot.index] = ()
-        self.feed(ev.RestoreFailed(effect.request, effect.snapshot.id, "no", how == "bad"))
+        blame = ev.Blame(how) if op.server.alive else ev.Blame.BACKEND
+        self.feed(ev.RestoreFailed(effect.request, effect.snapshot.id, "no", blame))
 
     def prefills(self, op: Op, effect: ef.Prefill, how: int) -> None:
         ids, name = tuple(unpack(effect.tokens)), RequestId(f"prefill {effect.request}")

@@ -92,7 +92,7 @@ def _rename(*, after: bool) -> None:
         if ours and after:
             _die()
 
-    os.rename = wrapped
+    os.rename = wrapped  # type: ignore[assignment]
 
 
 def _compact_soon() -> None:

@@ -1,4 +1,4 @@
-"""Somebody does something to the state files: nobody gets a wrong answer, and no server dies of it."""
+"""State files are damaged: nobody gets a wrong answer, and no server dies of it."""
 
 import os
 import shutil
