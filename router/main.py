@@ -98,6 +98,7 @@ class Router:
     directory: Directory
     live: Live
     reload: Reload
+    store: KvStore
 
     @property
     def config(self) -> Config:
@@ -143,6 +144,7 @@ async def build(
         store = KvStore(
             (),
             on_lost=lambda snapshot, _: engine.snapshot_lost(snapshot.id),
+            on_found=lambda found: engine.snapshots_found(found),  # noqa: PLW0108 - made below
             wall_now=wall_now,
             fsync=config.store.fsync,
         )
@@ -251,7 +253,7 @@ async def build(
         vitals = Vitals(registry, clock, lambda: store.places, __version__)
         tasks.spawn(vitals.watch_loop(), name="event loop lag")
         tasks.spawn(vitals.watch_disks(), name="room on disk")
-        yield Router(app.server(), engine, directory, live, reload)
+        yield Router(app.server(), engine, directory, live, reload, store)
 
 
 async def _exporting(endpoint: str, stack: AsyncExitStack) -> Tracing:
@@ -306,6 +308,9 @@ async def serve(config: Config, path: Path | None = None) -> None:
         log.info("stopping", grace_s=router.config.shutdown_grace_s)
         rereading.cancel()
         await router.stop()
+    if router.store.works:
+        log.warning("stopped_with_a_hanging_kv_dir")
+        os._exit(0)  # the interpreter would wait for the thread
 
 
 async def _reread(router: Router, asked: asyncio.Event) -> None:

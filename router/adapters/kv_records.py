@@ -16,6 +16,7 @@ import structlog
 from router import tokens as tok
 from router.adapters import kv_files
 from router.adapters.kv_files import Identity
+from router.adapters.kv_threads import Threads
 from router.adapters.manifest import DirectoryLock, Entry, Manifest, os_errors, sync_directory
 from router.errors import KvError, KvFileError
 from router.kvfile.head import collapse_media, read_head
@@ -32,6 +33,7 @@ class Directory:
     place: Place
     lock: DirectoryLock
     manifest: Manifest
+    threads: Threads
 
 
 @dataclass(slots=True)
@@ -53,7 +55,9 @@ class Held:
         self.path.unlink(missing_ok=True)
 
 
-def open_directory(place: Place, others: Iterable[Directory], *, fsync: bool) -> Directory:
+def open_directory(
+    place: Place, others: Iterable[Directory], threads: Threads, *, fsync: bool
+) -> Directory:
     """Lock it and read its manifest; one of `others`, if it is the same. Raises KvError."""
     path = Path(place)
     with os_errors(f"{place} cannot be used for state files"):
@@ -61,7 +65,7 @@ def open_directory(place: Place, others: Iterable[Directory], *, fsync: bool) ->
         for other in others:
             if path.samefile(other.path):  # one directory under two names
                 return other
-    directory = Directory(path, place, DirectoryLock(path), Manifest(path, fsync=fsync))
+    directory = Directory(path, place, DirectoryLock(path), Manifest(path, fsync=fsync), threads)
     directory.lock.acquire()
     try:
         directory.manifest.open()
@@ -168,7 +172,13 @@ def check_again(held: Held) -> None:
 
 
 def rename(staged: Path, held: Held) -> None:
-    """Give a staged file its final name, if it is still the one that was verified."""
+    """Give a staged file its final name, if it is still the one that was verified.
+
+    Not in a directory that came in the place of the one that was opened (a file system was
+    unmounted, say): there is no manifest of ours in it.
+    """
+    if not held.directory.manifest.is_there():
+        raise KvFileError(f"{held.directory.place} is not the directory that was opened")
     if kv_files.identity(staged) != held.identity:
         raise KvFileError(f"{staged.name} changed after it was verified")
     staged.rename(held.path)

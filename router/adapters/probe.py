@@ -12,6 +12,7 @@ from pathlib import Path
 
 from router.adapters import kv_files, kv_shape
 from router.adapters.identity import Behaviour, alike
+from router.adapters.kv_threads import QUICK_S
 from router.adapters.llama_client import LlamaClient
 from router.adapters.probe_slots import (
     discard,
@@ -186,12 +187,15 @@ class _Trial:
         found.save_s, found.size_bytes = saved.seconds, saved.size_bytes
         path = Path(self._place) / self.name
         try:
-            found.layout = await asyncio.to_thread(_layout_of, path, saved.size_bytes)
+            async with asyncio.timeout(QUICK_S):
+                found.layout = await asyncio.to_thread(_layout_of, path, saved.size_bytes)
         except FileNotFoundError:
             found.problem = (
                 "the server saved a slot, but no file appeared in kv_dir: is it the directory "
                 "that the server was started with (--slot-save-path), seen from this machine?"
             )
+        except TimeoutError:
+            found.problem = "kv_dir does not answer"
         except (KvFileError, OSError) as error:
             found.problem = f"the state file cannot be used: {error}"
         return await self._client.fingerprint(self._slot, _extended(tokens, 2))
@@ -284,7 +288,8 @@ class _Trial:
         whole = await self._client.fingerprint(self._slot, prompt)
         source, target = Path(self._place) / self.name, Path(self._place) / name
         try:
-            size = await asyncio.to_thread(_cut, source, target, count(half))
+            async with asyncio.timeout(QUICK_S):
+                size = await asyncio.to_thread(_cut, source, target, count(half))
         except (KvFileError, OSError) as error:
             found.note = f"no prefix can be cut out of its state files: {error}"
             return

@@ -34,7 +34,12 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., None]]:
 
     yield mount
     for place in reversed(places):
-        subprocess.run(["umount", "-l", place], check=False)
+        unmount(Path(place))
+
+
+def unmount(place: Path) -> None:
+    """At once, whoever has files open there. Harmless if nothing is mounted."""
+    subprocess.run(["umount", "-l", str(place)], capture_output=True, check=False)
 
 
 def disk_of(mounted: Callable[..., None], place: Path, size_bytes: int) -> Path:
