@@ -36,17 +36,17 @@ async def test_who_waits_for_a_thread_that_hangs_is_told_so_and_the_next_at_once
     changes: list[bool] = []
     made = Threads("/kv", lambda: changes.append(made.hangs))
     go = threading.Event()
-    first, second = (made.begin(go.wait, quick=True) for _ in range(2))
-    for future in (first, second):
+    begun = [made.begin(go.wait, quick=True) for _ in range(2)]
+    for future in begun:
         with pytest.raises(KvError, match="/kv does not answer"):
             await made.result(future, NO_TIME)
     for quick in (True, False):
         with pytest.raises(KvError, match="/kv does not answer"):
-            made.begin(int, quick=quick)
+            await made.begin(int, quick=quick)
     assert (made.hangs, made.works, changes) == (True, True, [True])
 
     go.set()
-    await asyncio.wait([first, second])
+    await asyncio.wait(begun)
     await turns()
     assert (made.hangs, made.works, changes) == (False, False, [True, False])
     assert await made.result(made.begin(int, quick=True), None) == 0
@@ -107,7 +107,7 @@ async def test_what_hangs_is_withdrawn_and_offered_again(
     assert stores.lost == [(snapshot, "its directory does not answer")]
     assert store.hangs
     # The other directory has threads of its own.
-    assert (await store.discard(stores.places[1], store.staging_name())) is None
+    await store.discard(stores.places[1], store.staging_name())
 
     hanging.go.set()
     await until(lambda: bool(found))
