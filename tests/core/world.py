@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from router.core import effects as ef
 from router.core import events as ev
+from router.core.attach import probe_name
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
 from router.tokens import head, pack, unpack
@@ -78,6 +79,7 @@ class World:
         self.cutting: list[ef.Cut] = []
         self.stopping = False
         self.released: set[BackendId] = set()
+        self.probing: set[BackendId] = set()
 
     def dies(self, name: BackendId) -> None:
         for op in self.ops:
@@ -89,6 +91,15 @@ class World:
             if op.server is not self.servers[name] or not isinstance(op.effect, ef.Watch)
         ]
         self.servers[name].alive = False
+        self.probing.discard(name)
+
+    def try_out(self, server: Server) -> None:
+        """The slots that were lent are used, and may be for a start that empties idle ones."""
+        lent = probe_name(server.info.id)
+        for slot in self.scheduler.state.fleet.slots.of(server.info.id):
+            if slot.holder == lent or not (server.info.keeps_idle_slots or slot.holder):
+                assert server.user_of(slot.id.index) is None, "lent, and somebody else's"
+                server.slots[slot.id.index] = ()
 
     # -- what becomes of effects -------------------------------------------------------------
 
