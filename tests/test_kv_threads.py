@@ -128,6 +128,7 @@ async def test_a_file_that_comes_too_late_is_removed(
     with pytest.raises(KvError, match="does not answer"):
         await store.open(snapshot, stores.places[1], 1)
     hanging.go.set()
+    await until(lambda: not store.works)
     await store.flush()
     assert names(store) == {f"kvf-{snapshot.id}.kv"}
     assert not [name for name in os.listdir(stores.places[1]) if name.startswith("kvf-")]

@@ -71,8 +71,10 @@ class Threads:
         for pool in (self._quick, self._bulk):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ended(self, _: asyncio.Future[Any]) -> None:
+    def _ended(self, future: asyncio.Future[Any]) -> None:
         self._n_working -= 1
+        if not future.cancelled():
+            future.exception()  # perhaps nobody else asks for it any more
 
     def _give_up(self, future: asyncio.Future[Any]) -> None:
         hung_before = self.hangs
@@ -84,8 +86,6 @@ class Threads:
 
     def _returned(self, future: asyncio.Future[Any]) -> None:
         self._stuck.discard(future)
-        if not future.cancelled():
-            future.exception()  # nobody else will ask for it
         if not self.hangs:
             log.warning("kv_dir_answers_again", kv_dir=self._place)
             self._on_change()

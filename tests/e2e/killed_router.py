@@ -7,11 +7,12 @@ Half-written means that the first half of the bytes lies on the disk.
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from router.adapters import kv_copy, kv_files, kv_records, manifest
+from router.adapters import kv_copy, kv_files, kv_records, kv_store, manifest
 from router.adapters.kv_records import Held
 from router.adapters.llama_client import LlamaClient
 from router.adapters.manifest import Manifest
@@ -104,6 +105,19 @@ def _never_link() -> None:
     kv_files.link = lambda *_: False
 
 
+def _hang() -> None:
+    """A file that is made durable takes for ever, and nobody means to wait so long."""
+    real: Wrapped = kv_files.checksum
+
+    def wrapped(file: Any) -> Any:
+        if Path(sys.argv[2]).exists():
+            threading.Event().wait()
+        return real(file)
+
+    kv_files.checksum = wrapped
+    kv_store.BULK_S = 1.0  # type: ignore[attr-defined]
+
+
 POINTS: dict[str, list[Callable[[], None]]] = {
     "save: asked for": [lambda: _wrap_async("save", after=False)],
     "save: written by the server": [lambda: _wrap_async("save", after=True)],
@@ -129,7 +143,10 @@ POINTS: dict[str, list[Callable[[], None]]] = {
     "shutdown: slots are being saved": [lambda: _wrap_async("save", after=True)],
 }
 
+# It lives on with this one.
+HANGS = "hangs"
+
 if __name__ == "__main__":
-    for patch in POINTS[sys.argv[1]]:
+    for patch in [_hang] if sys.argv[1] == HANGS else POINTS[sys.argv[1]]:
         patch()
     sys.exit(main(sys.argv[3:]))

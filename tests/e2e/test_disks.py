@@ -105,6 +105,7 @@ async def test_full(
     record_property("client", "the right answers")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("the disk is full", "while a prefix is cut out of a snapshot")
 async def test_full_while_a_prefix_is_cut(
     llama_server: StartServer,

@@ -124,7 +124,13 @@ async def saved_files(fleet: Fleet, prompts: list[list[int]]) -> list[Path]:
 
 
 @pytest.mark.fault(f"a state file is {ALL}", "between save and restore")
-@pytest.mark.parametrize("running_meanwhile", [True, False], ids=["running", "stopped"])
+@pytest.mark.parametrize(
+    "running_meanwhile",
+    [
+        pytest.param(True, id="running"),
+        pytest.param(False, id="stopped", marks=pytest.mark.slow),
+    ],
+)
 async def test_damaged_files(
     llama_server: StartServer,
     running_meanwhile: bool,

@@ -138,6 +138,7 @@ async def test_hangs(
     record_property("client", "the right answers, one of them late")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("the KV directory of one server hangs", "while the router stops")
 async def test_hangs_at_the_end(
     two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
@@ -170,6 +171,7 @@ async def test_removed(two: Two, record_property: Callable[[str, object], None])
     record_property("client", "the right answers")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("the KV directory of one server is unmounted", "while it is in use")
 async def test_unmounted(
     two: Two,

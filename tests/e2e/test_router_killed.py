@@ -16,7 +16,7 @@ from router.main import Router
 from tests.conftest import StartServer
 from tests.e2e.consistent import assert_consistent, assert_undisturbed
 from tests.e2e.conversing import saved
-from tests.e2e.killed_router import POINTS
+from tests.e2e.killed_router import HANGS, POINTS
 from tests.e2e.prompts import ids
 from tests.e2e.turns import named
 from tests.fleet import Fleet, configuration_text, running
@@ -26,7 +26,7 @@ LONG = 1500
 KEPT, OTHER, THIRD = ids(1, LONG), ids(2, LONG), ids(3, LONG)
 QUICK = "store: {save_when_idle_for: 50ms, fsync: true}"
 LATE = "store: {save_when_idle_for: 1h}"
-OFTEN = {"commit: half a record", "copy: half written"}
+OFTEN = {"copy: half written"}
 
 
 @dataclass
@@ -131,6 +131,27 @@ def _points() -> list[object]:
         )
         for point in POINTS
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.fault("the KV directory hangs for good", "while the router stops", client="nothing")
+async def test_it_ends_although_a_thread_does_not(
+    llama_server: StartServer, tmp_path: Path
+) -> None:
+    server = await llama_server(slots=1, extra_args=["-a", "a"])
+    scene = Scene([("a", server.url)], {"a": tmp_path / "kv"}, tmp_path / "armed")
+    async with doomed(scene, HANGS, tmp_path) as (process, fleet):
+        await fleet.complete(KEPT, model="a")
+        await fleet.until(saved(LONG - 1))
+        await assert_consistent(fleet, scene.places.values())
+        scene.armed.touch()
+        await fleet.complete(OTHER, model="a")
+        await fleet.until(saved(LONG - 1, 2))
+        assert await process.end(signal.SIGTERM) == 0
+        assert "stopped_with_a_hanging_kv_dir" in "".join(process.log)
+    async with running(scene.backends, scene.places, yaml=QUICK) as fleet:
+        assert (await fleet.complete(KEPT)).cached == LONG - 1
+        await assert_consistent(fleet, scene.places.values())
 
 
 @pytest.mark.parametrize("point", _points())
