@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from router.adapters import kv_store
+from router.adapters import kv_store, probe
 from router.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.e2e.consistent import assert_consistent, assert_undisturbed
@@ -32,13 +32,13 @@ _CALLS = ("stat", "lstat", "open", "unlink", "rename", "link", "scandir", "listd
 @contextmanager
 def hanging(place: Path) -> Iterator[None]:
     """Nothing that this process does in `place` returns before the end of the block. (Servers are
-    other processes: theirs does.)"""
+    other processes: theirs does. And who starts one looks whether the directory is there.)"""
     over, main, on_loop = threading.Event(), threading.main_thread(), list[str]()
     real = {name: getattr(os, name) for name in _CALLS}
 
     def held(name: str) -> Callable[..., Any]:
         def call(*args: Any, **more: Any) -> Any:
-            if str(args[0] if args else "").startswith(str(place)) and not over.is_set():
+            if str(args[0] if args else "").startswith(f"{place}/") and not over.is_set():
                 if threading.current_thread() is main:
                     on_loop.append(name)
                 over.wait(120)
@@ -136,6 +136,35 @@ async def test_hangs(
         await assert_undisturbed(fleet, two.undisturbed, [HERE, THERE])
         await assert_consistent(fleet, two.homes.values())
     record_property("client", "the right answers, one of them late")
+
+
+@pytest.mark.slow
+@pytest.mark.fault("the KV directory of one server hangs", "while that server comes up")
+async def test_hangs_at_the_start_of_a_server(
+    two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    """It is used without snapshots, and tried anew after it was drained."""
+    for module in (kv_store, probe):
+        monkeypatch.setattr(module, "QUICK_S", 0.5)
+    async with running(two.backends, two.homes, yaml=YAML) as fleet:
+        await two.fill(fleet)
+        two.a.kill()
+        await fleet.until_is("a", "down")
+        with hanging(two.homes["a"]):
+            await two.a.restart()
+            await fleet.until_up("a")
+            (a, _) = (await fleet.state())["backends"]
+            assert (a["snapshots"], a["problem"]) == (False, "kv_dir does not answer")
+            await two.all_is_answered(fleet)
+            await two.b_goes_on(fleet, 10)
+        await fleet.until(lambda _: not fleet.router.store.hangs)
+        await fleet.operate("a", "drain")
+        await fleet.until_is("a", "drained")
+        await fleet.operate("a", "undrain")
+        await fleet.until_is("a", "up")
+        assert all(one["snapshots"] for one in (await fleet.state())["backends"])
+        await assert_consistent(fleet, two.homes.values())
+    record_property("client", "the right answers")
 
 
 @pytest.mark.slow
