@@ -8,7 +8,7 @@ BINARY_VENV := .cache/llama-server
 VOCABS := .cache/vocabs
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-binary test-slow check bench clean
+.PHONY: demo test test-binary test-slow soak check bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvferry demo
@@ -25,6 +25,13 @@ test-binary: $(VENV)/.test $(BINARY_VENV)/.ready
 # Minutes rather than seconds: a real instruct model, every vocabulary family that llama.cpp ships.
 test-slow: $(VENV)/.test $(VOCABS)/.ready
 	KVFERRY_TEST_VOCABS="$(CURDIR)/$(VOCABS)" $(BIN)/python -m pytest -q -m slow --timeout 900
+
+# As long as one likes: random faults on real servers for SOAK_S seconds, and the scheduler's state
+# machine for as many games as take about as long on one core.
+SOAK_S ?= 3600
+soak: $(VENV)/.test
+	KVFERRY_CHAOS_S=$(SOAK_S) $(BIN)/python -m pytest -q -m slow tests/e2e/test_chaos.py
+	KVFERRY_MACHINE_EXAMPLES=$$(($(SOAK_S) * 30)) $(BIN)/python -m pytest -q --timeout 0 tests/core/test_scheduler_machine.py
 
 bench: $(VENV)/.test
 	@sed -n '/^```/,/^```/p' bench/README.md

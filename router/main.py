@@ -125,6 +125,7 @@ class Router:
     directory: Directory
     live: Live
     reload: Reload
+    store: KvStore
     tls: ssl.SSLContext | None
     admin_url: str | None = None
 
@@ -173,6 +174,7 @@ async def build(
         store = KvStore(
             (),
             on_lost=lambda snapshot, _: engine.snapshot_lost(snapshot.id),
+            on_found=lambda found: engine.snapshots_found(found),  # noqa: PLW0108 - made below
             wall_now=wall_now,
             fsync=config.store.fsync,
             group_access=config.store.group_access,
@@ -297,7 +299,7 @@ async def build(
         vitals = Vitals(registry, clock, lambda: store.places, __version__)
         tasks.spawn(vitals.watch_loop(), name="event loop lag")
         tasks.spawn(vitals.watch_disks(), name="room on disk")
-        yield Router(app, engine, directory, live, reload, context)
+        yield Router(app, engine, directory, live, reload, store, context)
 
 
 def _show_certificate(context: ssl.SSLContext, files: Tls) -> None:
@@ -390,6 +392,9 @@ async def serve(config: Config, path: Path | None = None) -> None:
         log.info("stopping", grace_s=router.config.shutdown_grace_s)
         rereading.cancel()
         await router.stop()
+    if router.store.works:
+        log.warning("stopped_with_a_hanging_kv_dir")
+        os._exit(0)  # the interpreter would wait for the thread
 
 
 async def _reread(router: Router, asked: asyncio.Event) -> None:

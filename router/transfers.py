@@ -48,7 +48,7 @@ class Transfers:
         """Let the backend read a snapshot into a slot, rewritten for it where that is needed."""
         slot, snapshot = effect.slot, effect.snapshot
         if self.store is None or info is None or info.place is None:
-            return ev.RestoreFailed(effect.request, snapshot.id, _NO_STORE, bad_file=False)
+            return ev.RestoreFailed(effect.request, snapshot.id, _NO_STORE, ev.Blame.DISK)
         backend, rewrite_s, start = self.backends[slot.backend], 0.0, self.clock.now()
         try:
             name = await self.store.open(snapshot, info.place, info.n_stream)
@@ -64,8 +64,7 @@ class Transfers:
                     await self.store.close(snapshot, info.place, name)
         except (BackendError, KvError) as error:
             self.telemetry.restored(slot, None, str(error))
-            bad_file = isinstance(error, KvFileError)
-            return ev.RestoreFailed(effect.request, snapshot.id, str(error), bad_file)
+            return ev.RestoreFailed(effect.request, snapshot.id, str(error), _blame(error))
         self.telemetry.restored(slot, transfer, "")
         return ev.Restored(
             effect.request, snapshot.id, transfer.n_tokens, transfer.seconds, rewrite_s
@@ -120,3 +119,9 @@ class Transfers:
                 await self.store.quarantine(effect.snapshot, effect.reason)
             except KvError as error:
                 self.telemetry.deleted(effect.snapshot, str(error))
+
+
+def _blame(error: BackendError | KvError) -> ev.Blame:
+    if isinstance(error, KvFileError):
+        return ev.Blame.FILE
+    return ev.Blame.DISK if isinstance(error, KvError) else ev.Blame.BACKEND

@@ -172,11 +172,11 @@ class Process:
 
 
 @asynccontextmanager
-async def serving(*flags: str, **environment: str) -> AsyncIterator[Process]:
-    command = "import sys; from router.cli import main; sys.exit(main())"
+async def starting(*argv: str, **environment: str) -> AsyncIterator[Process]:
+    """A program that logs as `kvferry serve` does; killed if it is still there at the end."""
     made = Process(
         await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", command, "serve", *flags),
+            *argv,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=os.environ | environment,
@@ -187,6 +187,13 @@ async def serving(*flags: str, **environment: str) -> AsyncIterator[Process]:
     finally:
         made.kill()
         await made.end()
+
+
+@asynccontextmanager
+async def serving(*flags: str, **environment: str) -> AsyncIterator[Process]:
+    command = "import sys; from router.cli import main; sys.exit(main())"
+    async with starting(sys.executable, "-c", command, "serve", *flags, **environment) as made:
+        yield made
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -8,6 +8,7 @@ import pytest
 from router.adapters import kv_records
 from router.adapters.kv_files import identity
 from router.adapters.kv_records import Directory, Held
+from router.adapters.kv_threads import Threads
 from router.adapters.manifest import MANIFEST
 from router.errors import KvError
 from router.tokens import pack
@@ -19,7 +20,13 @@ TOKENS = [5, 6, 7, 8]
 
 
 def opened(path: Path) -> Directory:
-    return kv_records.open_directory(Place(str(path)), [], fsync=False, group_access=False)
+    return kv_records.open_directory(
+        Place(str(path)),
+        [],
+        Threads(str(path), lambda: None),
+        fsync=False,
+        group_access=False,
+    )
 
 
 def closed(directory: Directory) -> None:

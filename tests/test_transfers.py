@@ -143,9 +143,9 @@ async def test_a_backend_that_refuses_is_no_bad_file() -> None:
     world = World(restore=BackendRefusedError("no", backend_status=400))
     event = await world.transfers().restore(ef.Restore(R, A0, LONG), backend())
 
-    assert event == ev.RestoreFailed(R, LONG.id, "no", bad_file=False)
+    assert event == ev.RestoreFailed(R, LONG.id, "no", ev.Blame.BACKEND)
     assert ("close", "opened") in world.said
 
     world = World(open=KvFileError("no"))
     event = await world.transfers().restore(ef.Restore(R, A0, LONG), backend())
-    assert event == ev.RestoreFailed(R, LONG.id, "no", bad_file=True)
+    assert event == ev.RestoreFailed(R, LONG.id, "no", ev.Blame.FILE)

@@ -159,23 +159,32 @@ def quarantine(path: Path) -> None:
 
 
 def prune_quarantined(directory: Path) -> None:
-    """Keep KEEP_QUARANTINED files. By ctime: a rename sets that, and not mtime."""
-    found = [p for p in directory.iterdir() if QUARANTINED.fullmatch(p.name)]
-    found.sort(key=lambda p: p.lstat().st_ctime_ns, reverse=True)
-    for path in found[KEEP_QUARANTINED:]:
-        path.unlink(missing_ok=True)
+    """Keep KEEP_QUARANTINED files. By ctime: a rename sets that, and not mtime.
+
+    Never raises: another thread may be at it, and what cannot be removed (a directory that
+    somebody put in a file's place) stays.
+    """
+    found: list[tuple[int, Path]] = []
+    with suppress(OSError):
+        for path in directory.iterdir():
+            if QUARANTINED.fullmatch(path.name):
+                with suppress(OSError):
+                    found.append((path.lstat().st_ctime_ns, path))
+    for _, path in sorted(found, reverse=True)[KEEP_QUARANTINED:]:
+        with suppress(OSError):
+            path.unlink()
 
 
 def sweep(directory: Path, known: frozenset[str]) -> int:
-    """Remove files of ours that no record names; returns how many. Others stay alone."""
+    """Remove files of ours that no record names; returns how many. Others stay alone, and what
+    cannot be removed."""
     removed = 0
     for path in directory.iterdir():
         if path.name in known or not (STAGING.fullmatch(path.name) or FINAL.fullmatch(path.name)):
             continue
-        if stat.S_ISDIR(path.lstat().st_mode):
-            continue
-        path.unlink(missing_ok=True)
-        removed += 1
+        with suppress(OSError):
+            path.unlink()
+            removed += 1
     prune_quarantined(directory)
     return removed
 

@@ -16,6 +16,7 @@ import structlog
 from router import tokens as tok
 from router.adapters import kv_files
 from router.adapters.kv_files import Identity
+from router.adapters.kv_threads import Threads
 from router.adapters.manifest import DirectoryLock, Entry, Manifest, os_errors, sync_directory
 from router.errors import KvError, KvFileError
 from router.kvfile.head import collapse_media, read_head
@@ -32,6 +33,7 @@ class Directory:
     place: Place
     lock: DirectoryLock
     manifest: Manifest
+    threads: Threads
 
 
 @dataclass(slots=True)
@@ -54,7 +56,12 @@ class Held:
 
 
 def open_directory(
-    place: Place, others: Iterable[Directory], *, fsync: bool, group_access: bool
+    place: Place,
+    others: Iterable[Directory],
+    threads: Threads,
+    *,
+    fsync: bool,
+    group_access: bool,
 ) -> Directory:
     """Lock it and read its manifest; one of `others`, if it is the same. Raises KvError."""
     path = Path(place)
@@ -63,7 +70,7 @@ def open_directory(
         for other in others:
             if path.samefile(other.path):  # one directory under two names
                 return other
-    directory = Directory(path, place, DirectoryLock(path), Manifest(path, fsync=fsync))
+    directory = Directory(path, place, DirectoryLock(path), Manifest(path, fsync=fsync), threads)
     directory.lock.acquire()
     try:
         directory.manifest.open()
@@ -74,9 +81,9 @@ def open_directory(
     return directory
 
 
-def recover_all(entries: Iterable[tuple[Directory, Entry]]) -> list[Held]:
+def recover_all(directory: Directory, entries: Iterable[Entry]) -> list[Held]:
     """As `recover`; those that are to be offered."""
-    found = (recover(directory, entry) for directory, entry in entries)
+    found = (recover(directory, entry) for entry in entries)
     return [held for held in found if held is not None]
 
 
@@ -102,7 +109,8 @@ def recover(directory: Directory, entry: Entry) -> Held | None:
     except (KvFileError, OSError) as error:
         log.warning("snapshot_not_recovered", snapshot=entry.id, reason=str(error))
         drop(directory, entry.id)
-        kv_files.quarantine(path)
+        with suppress(OSError):  # the router starts all the same
+            kv_files.quarantine(path)
         return None
     tokens = collapse_media(head, entry.media)
     if tokens is None:  # committed without fingerprints: matches nothing, and ages out
@@ -176,7 +184,13 @@ def check_again(held: Held) -> None:
 
 
 def rename(staged: Path, held: Held, mode: int) -> None:
-    """Give a staged file its mode and its final name, if it is still the one that was verified."""
+    """Give a staged file its mode and its final name, if it is still the one that was verified.
+
+    Not in a directory that came in the place of the one that was opened (a file system was
+    unmounted, say): there is no manifest of ours in it.
+    """
+    if not held.directory.manifest.is_there():
+        raise KvFileError(f"{held.directory.place} is not the directory that was opened")
     if kv_files.identity(staged) != held.identity:
         raise KvFileError(f"{staged.name} changed after it was verified")
     kv_files.set_mode(staged, mode)

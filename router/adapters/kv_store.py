@@ -4,13 +4,12 @@ Owns every file in them that is named `kvf-*`, and through the manifest the answ
 them exist. Decides nothing: what is saved, restored or evicted, and when a file is no longer in
 use, is the engine's business.
 
-Blocking work runs in two small pools, so that a restore that waits for a stat does not queue
-behind the checksum of ten gigabytes. What it may raise is KvError or KvFileError.
+Blocking work runs in threads, each directory's own (`kv_threads.py`): what is in one that hangs is
+withdrawn, and offered again when it answers. What a call may raise is KvError or KvFileError.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ import structlog
 from router.adapters import kv_files, kv_records, kv_shape
 from router.adapters.kv_files import Identity
 from router.adapters.kv_records import Directory, Held
+from router.adapters.kv_threads import BULK_S, QUICK_S, Threads
 from router.adapters.manifest import os_errors
 from router.errors import KvError, KvFileError
 from router.tasks import Tasks
@@ -33,6 +33,7 @@ T = TypeVar("T")
 # Records that one turn of a thread checks: handing over ten thousand one by one would hold up the
 # event loop for a third of a second.
 _RECOVERED_AT_ONCE = 100
+_TOLD_AT_ONCE = 10  # finding ten thousand in an index would hold everybody up
 
 
 class KvStore:
@@ -43,11 +44,13 @@ class KvStore:
         places: Sequence[Place],
         *,
         on_lost: Callable[[Snapshot, str], None],
+        on_found: Callable[[list[Snapshot]], Awaitable[None]] | None = None,
         wall_now: Callable[[], float],
         fsync: bool = True,
         group_access: bool = False,
     ) -> None:
-        """`on_lost` is told of a committed snapshot whose file could not be made durable.
+        """`on_lost` is told of a snapshot whose file could not be made durable, or is in a
+        directory that hangs; `on_found` of the latter when the directory answers again.
 
         `wall_now` is seconds since the epoch. Without `fsync` a crash of the machine (not of
         the router) may lose snapshots; it never brings back a wrong one. `group_access`: the
@@ -55,6 +58,7 @@ class KvStore:
         """
         self._places = tuple(dict.fromkeys(places))
         self._on_lost = on_lost
+        self._on_found = on_found
         self._wall_now = wall_now
         self._fsync = fsync
         self._group_access = group_access
@@ -62,9 +66,9 @@ class KvStore:
         self._held: dict[SnapshotId, Held] = {}
         self._staged: dict[tuple[Place, str], Identity] = {}
         self._opened: set[tuple[Place, str]] = set()
+        self._unwanted: list[tuple[Place, str]] = []  # in directories that hang
+        self._threads: list[Threads] = []
         self._background = Tasks()
-        self._quick = ThreadPoolExecutor(2, "kv-quick")  # stat, rename, head
-        self._bulk = ThreadPoolExecutor(2, "kv-bulk")  # fsync, checksum, copy
 
     async def load(self) -> list[Snapshot]:
         """Lock and read the directories; what is left after a cross-check, oldest first.
@@ -89,26 +93,28 @@ class KvStore:
             for place in dict.fromkeys(places):
                 if place not in self._directories:
                     known = self._distinct()
-                    await self._run(self._bulk, self._open_directory, place)
+                    await self._open_directory(place)
                     fresh += [d for d in self._distinct() if all(d is not other for other in known)]
-            entries = [
-                (directory, entry)
-                for directory in fresh
-                for entry in directory.manifest.entries.values()
-            ]
-            entries.sort(key=lambda pair: pair[1].added_at)
-            starts = range(0, len(entries), _RECOVERED_AT_ONCE)
-            batches = [entries[start : start + _RECOVERED_AT_ONCE] for start in starts]
-            checks = [self._run(self._bulk, kv_records.recover_all, batch) for batch in batches]
+            checks = [self._recover(directory) for directory in fresh]
             found = [held for some in await asyncio.gather(*checks) for held in some]
+            found.sort(key=lambda held: held.directory.manifest.entries[held.snapshot.id].added_at)
             for directory in fresh:
-                await self._run(self._bulk, kv_records.sweep, directory)
+                await self._unhurried(directory, partial(kv_records.sweep, directory))
         except KvError:
             self._directories = before
             await self._close(fresh)
             raise
         self._held |= {held.snapshot.id: held for held in found}
         return [held.snapshot for held in found]
+
+    async def _recover(self, directory: Directory) -> list[Held]:
+        entries = list(directory.manifest.entries.values())
+        found: list[Held] = []
+        for start in range(0, len(entries), _RECOVERED_AT_ONCE):
+            some = entries[start : start + _RECOVERED_AT_ONCE]
+            work = partial(kv_records.recover_all, directory, some)
+            found += await self._unhurried(directory, work)
+        return found
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -120,8 +126,14 @@ class KvStore:
         await self._background.join()
 
     async def aclose(self) -> None:
-        """Finish the background work, remove what `open` made, let go of the directories."""
-        await self.flush()
+        """Finish the background work, remove what `open` made, let go of the directories.
+
+        Those that hang are let go of as they are: a thread that waits there cannot be ended.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(QUICK_S if self.hangs else BULK_S):
+                await self.flush()
+        await self._background.aclose()
         for place, name in tuple(self._opened):
             with suppress(KvError):
                 await self._unlink(place, name)
@@ -129,13 +141,23 @@ class KvStore:
         await self._close(self._distinct())
         self._directories.clear()
         self._held.clear()
-        for pool in (self._quick, self._bulk):
-            pool.shutdown(wait=False)
 
     async def _close(self, directories: Sequence[Directory]) -> None:
         for directory in directories:
-            await self._run(self._bulk, directory.manifest.close)
+            with suppress(KvError):
+                await self._bulk(directory, directory.manifest.close)
+            directory.threads.close()
             directory.lock.release()
+
+    @property
+    def hangs(self) -> bool:
+        """Some directory does not answer."""
+        return any(threads.hangs for threads in self._threads)
+
+    @property
+    def works(self) -> bool:
+        """Some thread has not come back; after `aclose` it will not be waited for."""
+        return any(threads.works for threads in self._threads)
 
     def staging_name(self) -> str:
         """A fresh name to let a backend write to."""
@@ -149,9 +171,10 @@ class KvStore:
         """
         path = self._staging_path(place, name)
         try:
-            found = await self._run(self._quick, kv_shape.inspect, path, size_bytes)
+            directory = self._directory(place)
+            found = await self._quick(directory, partial(kv_shape.inspect, path, size_bytes))
             if found.has_window:
-                found = await self._run(self._bulk, kv_shape.pad, path, found)
+                found = await self._bulk(directory, partial(kv_shape.pad, path, found))
         except KvError as error:
             with suppress(KvError):
                 await self.discard(place, name)
@@ -167,7 +190,8 @@ class KvStore:
         name = kv_files.staging_name()
         target = held.directory.path / name
         make = partial(kv_shape.cut, held.path, target, held.identity, n_tokens)
-        found = await self._finish(self._bulk, make, partial(target.unlink, missing_ok=True))
+        undo = partial(target.unlink, missing_ok=True)
+        found = await self._bulk(held.directory, make, undo)
         return self._stage(snapshot.place, name, found)
 
     def _stage(self, place: Place, name: str, found: kv_shape.Inspected) -> StagedFile:
@@ -198,7 +222,7 @@ class KvStore:
         held = Held(snapshot, directory, known)
         mode = kv_files.file_mode(group_access=self._group_access)
         rename = partial(kv_records.rename, path, held, mode)
-        await self._finish(self._quick, rename, held.unlink, KvFileError)
+        await self._quick(directory, rename, held.unlink, blame_file=True)
         self._held[number] = held
         self._background.spawn(self._make_durable(held), name=f"kv_durable {number}")
         return snapshot
@@ -225,10 +249,12 @@ class KvStore:
         undo = partial(target.unlink, missing_ok=True)
         if restream:
             make = partial(kv_shape.restream, held.path, target, held.identity, n_stream)
-            await self._finish(self._bulk, make, undo)
-        elif not await self._finish(self._quick, partial(kv_files.link, held.path, target), undo):
+            await self._bulk(target_directory, make, undo)
+        elif not await self._quick(
+            target_directory, partial(kv_files.link, held.path, target), undo
+        ):
             copy = partial(kv_files.copy, held.path, target, held.identity)
-            await self._finish(self._bulk, copy, undo)
+            await self._bulk(target_directory, copy, undo)
         self._opened.add((place, target.name))
         return target.name
 
@@ -237,9 +263,11 @@ class KvStore:
         held = self._held.get(snapshot.id)
         if held is None:
             raise KvFileError(f"snapshot {snapshot.id} does not exist")
-        found = await self._run(self._quick, kv_files.identity, held.path, error=KvFileError)
+        look = partial(kv_files.identity, held.path)
+        found = await self._quick(held.directory, look, blame_file=True)
         if found != held.identity:
-            await self._run(self._bulk, kv_records.check_again, held, error=KvFileError)
+            check = partial(kv_records.check_again, held)
+            await self._bulk(held.directory, check, blame_file=True)
         return held
 
     async def close(self, snapshot: Snapshot, place: Place, name: str) -> None:
@@ -253,7 +281,7 @@ class KvStore:
         held = self._held.pop(snapshot.id, None)
         if held is not None:
             held.gone = True
-            await self._run(self._bulk, kv_records.take_out, held, held.unlink)
+            await self._bulk(held.directory, partial(kv_records.take_out, held, held.unlink))
 
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
         """Take a snapshot that misbehaved out of the manifest; keep its file for the operator."""
@@ -262,7 +290,7 @@ class KvStore:
             held.gone = True
             log.warning("snapshot_quarantined", snapshot=snapshot.id, reason=reason)
             remove = partial(kv_files.quarantine, held.path)
-            await self._run(self._bulk, kv_records.take_out, held, remove)
+            await self._bulk(held.directory, partial(kv_records.take_out, held, remove))
 
     def _distinct(self) -> list[Directory]:
         return list({id(d): d for d in self._directories.values()}.values())
@@ -279,56 +307,123 @@ class KvStore:
         return self._directory(place).path / name
 
     async def _unlink(self, place: Place, name: str) -> None:
-        path = self._directory(place).path / name
-        await self._run(self._quick, partial(path.unlink, missing_ok=True))
+        directory = self._directory(place)
+        path = directory.path / name
+        try:
+            await self._quick(directory, partial(path.unlink, missing_ok=True))
+        except KvError:
+            if directory.threads.hangs:
+                self._unwanted.append((place, name))
+            raise
 
-    async def _run(
-        self, pool: Executor, function: Callable[..., T], *args: Any, error: type[KvError] = KvError
+    async def _quick(
+        self,
+        directory: Directory,
+        function: Callable[[], T],
+        undo: Callable[[], None] | None = None,
+        *,
+        blame_file: bool = False,
     ) -> T:
-        with os_errors("kv store", error):
-            return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+        """What only looks, or renames. `undo` as `_finish`; `blame_file`: an OSError means that
+        the file is not what it should be."""
+        with os_errors("kv store", KvFileError if blame_file else KvError):
+            future = directory.threads.begin(function, quick=True)
+            return await self._finish(directory, future, QUICK_S, undo)
+
+    async def _bulk(
+        self,
+        directory: Directory,
+        function: Callable[[], T],
+        undo: Callable[[], None] | None = None,
+        *,
+        blame_file: bool = False,
+    ) -> T:
+        """As `_quick`, for what reads or writes as much as a file has."""
+        with os_errors("kv store", KvFileError if blame_file else KvError):
+            future = directory.threads.begin(function, quick=False)
+            return await self._finish(directory, future, BULK_S, undo)
+
+    async def _unhurried(self, directory: Directory, function: Callable[[], T]) -> T:
+        """As `_bulk`, for what no request waits for: it takes as long as it takes."""
+        with os_errors("kv store"):
+            future = directory.threads.begin(function, quick=False)
+            return await directory.threads.result(future, None)
 
     async def _finish(
         self,
-        pool: Executor,
-        function: Callable[[], T],
-        undo: Callable[[], None],
-        error: type[KvError] = KvError,
+        directory: Directory,
+        future: asyncio.Future[T],
+        limit_s: float,
+        undo: Callable[[], None] | None,
     ) -> T:
-        """As `_run`; if the caller is cancelled meanwhile, the effect is undone in the background.
+        """Wait for a thread; if nobody does so to its end, its effect is undone in the background.
 
         A thread cannot be cancelled: without this the file that it makes belongs to nobody.
         """
-        with os_errors("kv store", error):
-            future = asyncio.get_running_loop().run_in_executor(pool, function)
-            try:
-                return await asyncio.shield(future)
-            except asyncio.CancelledError:
-                self._background.spawn(self._undo(future, undo), name="kv_undo")
-                raise
+        try:
+            return await directory.threads.result(future, limit_s)
+        except BaseException as error:
+            alone = not future.done() or isinstance(error, asyncio.CancelledError)
+            if undo is not None and alone:
+                self._background.spawn(self._undo(directory, future, undo), name="kv_undo")
+            raise
 
-    async def _undo(self, future: asyncio.Future[T], undo: Callable[[], None]) -> None:
+    async def _undo(
+        self, directory: Directory, future: asyncio.Future[Any], undo: Callable[[], None]
+    ) -> None:
         with suppress(KvError, OSError):
             await future
         with suppress(KvError):
-            await self._run(self._quick, undo)
+            await self._quick(directory, undo)
 
-    def _open_directory(self, place: Place) -> None:
-        others = self._distinct()
-        self._directories[place] = kv_records.open_directory(
-            place, others, fsync=self._fsync, group_access=self._group_access
+    async def _open_directory(self, place: Place) -> None:
+        threads = Threads(place, lambda: self._changed(place))
+        make = partial(
+            kv_records.open_directory,
+            *(place, self._distinct(), threads),
+            fsync=self._fsync,
+            group_access=self._group_access,
         )
+        self._threads.append(threads)
+        with os_errors("kv store"):
+            directory = await threads.result(threads.begin(make, quick=False), BULK_S)
+        self._directories[place] = directory
+        if directory.threads is not threads:  # it is open already, under another name
+            threads.close()
+
+    def _changed(self, place: Place) -> None:
+        """A directory hangs, or answers again: nobody is to wait for what is in it, until then."""
+        directory = self._directories.get(place)
+        if directory is None:
+            return
+        there = [h.snapshot for h in self._held.values() if h.directory is directory]
+        self._background.spawn(self._tell(there, directory), name=f"kv_dir {place}")
+
+    async def _tell(self, snapshots: list[Snapshot], directory: Directory) -> None:
+        if not directory.threads.hangs:
+            if self._on_found is not None:
+                await self._on_found([s for s in snapshots if s.id in self._held])
+            unwanted, self._unwanted = self._unwanted, []
+            for place, name in unwanted:
+                with suppress(KvError):
+                    await self._unlink(place, name)
+            return
+        for number, snapshot in enumerate(snapshots):
+            self._on_lost(snapshot, "its directory does not answer")
+            if number % _TOLD_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def _make_durable(self, held: Held) -> None:
         try:
-            record = partial(kv_records.record, held, fsync=self._fsync)
-            await self._run(self._bulk, record)
+            await self._unhurried(
+                held.directory, partial(kv_records.record, held, fsync=self._fsync)
+            )
         except KvError as error:
             if held.gone:
                 return  # deleted meanwhile, and its file with it
             held.gone = True
             self._held.pop(held.snapshot.id, None)
             with suppress(KvError):
-                await self._run(self._bulk, kv_records.take_out, held, held.unlink)
+                await self._bulk(held.directory, partial(kv_records.take_out, held, held.unlink))
             log.warning("snapshot_lost", snapshot=held.snapshot.id, reason=str(error))
             self._on_lost(held.snapshot, str(error))

@@ -165,6 +165,13 @@ class Manifest:
             if self._drops >= MIN_DROPS and self._drops > len(self._entries):
                 self._compact()
 
+    def is_there(self) -> bool:
+        """The file that is written to is the one in the directory. Raises OSError."""
+        with self._lock, suppress(FileNotFoundError):
+            ours = os.fstat(self._fd)
+            return os.path.samestat(ours, os.stat(self._directory / MANIFEST))
+        return False
+
     def compact(self) -> None:
         """Rewrite with the live records only. Never raises: the old one stays good."""
         with self._lock:

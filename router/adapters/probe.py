@@ -12,8 +12,10 @@ from pathlib import Path
 
 from router.adapters import kv_files, kv_shape
 from router.adapters.identity import Behaviour, alike
+from router.adapters.kv_threads import QUICK_S
 from router.adapters.llama_client import LlamaClient
 from router.adapters.probe_slots import (
+    discard,
     erase,
     has_ram_cache,
     keeps_idle_slots,
@@ -127,7 +129,7 @@ async def probe(
             try:
                 await trial.run(tokens)
             finally:
-                await store.discard(place, trial.name)
+                await discard(store, place, trial.name)
         await erase(client, slot.index)
         found.behaviour = await client.fingerprint(slot.index, tokens)
         found.keeps_idle_slots = await keeps_idle_slots(client, slots, slot, tokens)
@@ -195,12 +197,15 @@ class _Trial:
         found.save_s, found.size_bytes = saved.seconds, saved.size_bytes
         path = Path(self._place) / self.name
         try:
-            found.layout = await asyncio.to_thread(_layout_of, path, saved.size_bytes)
+            async with asyncio.timeout(QUICK_S):
+                found.layout = await asyncio.to_thread(_layout_of, path, saved.size_bytes)
         except FileNotFoundError:
             found.problem = (
                 "the server saved a slot, but no file appeared in kv_dir: is it the directory "
                 "that the server was started with (--slot-save-path), seen from this machine?"
             )
+        except TimeoutError:
+            found.problem = "kv_dir does not answer"
         except (KvFileError, OSError) as error:
             found.problem = f"the state file cannot be used: {error}"
         return await self._client.fingerprint(self._slot, _extended(tokens, 2))
@@ -293,7 +298,8 @@ class _Trial:
         whole = await self._client.fingerprint(self._slot, prompt)
         source, target = Path(self._place) / self.name, Path(self._place) / name
         try:
-            size = await asyncio.to_thread(_cut, source, target, count(half))
+            async with asyncio.timeout(QUICK_S):
+                size = await asyncio.to_thread(_cut, source, target, count(half))
         except (KvFileError, OSError) as error:
             found.note = f"no prefix can be cut out of its state files: {error}"
             return
@@ -305,7 +311,7 @@ class _Trial:
             found.note = f"no prefix can be cut out of its state files: {error}"
             return
         finally:
-            await self._store.discard(self._place, name)
+            await discard(self._store, self._place, name)
         found.cuts = cached == count(half) and alike(again, whole)
         if not found.cuts:
             # What _reuse says of a refused restore is about this file, and stops nothing.

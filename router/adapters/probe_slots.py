@@ -44,7 +44,7 @@ async def put_back(
         try:
             await client.restore(slot.index, name)
         finally:
-            await store.discard(place, name)
+            await discard(store, place, name)
 
 
 async def keeps_idle_slots(
@@ -89,3 +89,10 @@ async def erase(client: LlamaClient, slot: int) -> None:
     """Empty a slot, unless the server takes no slot actions (llama-server.md section 1.1)."""
     with suppress(BackendRefusedError):
         await client.erase(slot)
+
+
+async def discard(store: SnapshotStore, place: Place, name: str) -> None:
+    """Remove a file of the probe's. One that stays is swept when the router starts: no reason to
+    do without the backend."""
+    with suppress(KvError):
+        await store.discard(place, name)

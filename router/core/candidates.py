@@ -119,7 +119,7 @@ def _elsewhere(ask: Ask, backend: BackendId, owner: _Owner | None, found: Cheape
     found.add(ask.candidate(target.id, Source.COLD, displaced))
     for file in _files(ask, info, owner).files:
         # Else it "does not fit in the slot context" (llama-server.md section 1.1).
-        if file.length <= info.n_ctx:
+        if file.length <= info.n_ctx and (fleet.may_write(backend) or _is_there(info, file)):
             found.add(_restore(ask, target, displaced, info, file))
     if owner is not None and owner.slot.backend != backend:
         way = _copy(ask, target, displaced, info, owner)
@@ -158,6 +158,13 @@ def _find_files(ask: Ask, info: BackendInfo) -> list[File]:
             if catalog.limits.admits(match.common, share):
                 found.append(File(snapshot, reused, match.common, share, match.common))
     return found
+
+
+def _is_there(info: BackendInfo, file: File) -> bool:
+    """The backend can read it as it lies there: no file has to be made for it."""
+    snapshot = file.snapshot
+    rewritten = file.cut is not None or snapshot.shape.needs_restream(info.n_stream)
+    return snapshot.place == info.place and not rewritten
 
 
 def _restore(

@@ -94,12 +94,15 @@ class Catalog:
     def add(self, snapshot: Snapshot, kind: MemoryKind, value_s: float) -> list[Snapshot]:
         """Take in a committed snapshot; returns the ones to delete now, perhaps itself.
 
-        1. Larger than a limit by itself, or of no use to anybody: the newcomer goes, and not
+        1. It is there, or was withdrawn and is still being read: nothing changes.
+        2. Larger than a limit by itself, or of no use to anybody: the newcomer goes, and not
            everything else before it.
-        2. Equal tokens are stored once: the newcomer goes.
-        3. What it makes superfluous goes, unless other prompts branch off there.
-        4. The least valuable go, as with `shrink`.
+        3. Equal tokens are stored once: the newcomer goes.
+        4. What it makes superfluous goes, unless other prompts branch off there.
+        5. The least valuable go, as with `shrink`.
         """
+        if snapshot.id in self._entries:
+            return []
         too_large = self.limits.exceeded_by(len(snapshot), snapshot.size_bytes)
         if too_large or not snapshot.shape.useful:
             return [snapshot]

@@ -15,6 +15,7 @@ def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
     return (
         fleet.policy.moves_kv
         and info.place is not None
+        and fleet.may_write(info.id)
         and can_restore(info.memory_kind)
         and tokens > info.window
         and fleet.catalog.limits.admits(tokens, size_bytes)

@@ -1,6 +1,7 @@
 """What can happen: everything the scheduler is told. Each is a fact, in the past tense."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from router.core.catalog import Limits
 from router.core.policy import Policy
@@ -170,14 +171,22 @@ class Restored:
     rewrite_s: float = 0.0
 
 
+class Blame(Enum):
+    """Why a restore came to nothing."""
+
+    FILE = "file"  # it is not what was committed
+    DISK = "disk"  # it could not be made ready for the backend
+    BACKEND = "backend"  # it refused, or went away
+
+
 @dataclass(frozen=True, slots=True)
 class RestoreFailed:
-    """The slot is empty now (llama-server.md section 0.5). `bad_file`: the file is to blame."""
+    """The slot is empty now (llama-server.md section 0.5)."""
 
     request: RequestId
     snapshot: SnapshotId
     reason: str
-    bad_file: bool
+    blame: Blame
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,14 @@ from router.types import BackendId, BackendInfo, Request, SlotId, Tenant
 
 
 @dataclass(slots=True)
+class Rest:
+    """Failures in a row to write for a backend; until when nothing is tried, in clock seconds."""
+
+    failures: int = 0
+    until: float | None = None
+
+
+@dataclass(slots=True)
 class Fleet:
     """Owned and changed by the scheduler alone."""
 
@@ -26,6 +34,7 @@ class Fleet:
     gated: set[BackendId] = field(default_factory=set)
     # Backends that get nothing new: what they have ends, what they hold is saved.
     draining: set[BackendId] = field(default_factory=set)
+    rests: dict[BackendId, Rest] = field(default_factory=dict)  # see core/rests.py
     sticky: dict[str, SlotId] = field(default_factory=dict)
     granted: int = 0  # how many leases so far; what round robin turns on
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
@@ -103,6 +112,11 @@ class Fleet:
             if slot.phase is phase and tempts(slot, request, computed_first=first)
         ]
 
+    def may_write(self, backend: BackendId) -> bool:
+        """State files can be made for this backend, as far as is known."""
+        rest = self.rests.get(backend)
+        return rest is None or rest.until is None
+
     def running(self, backend: BackendId) -> int:
         """Streams that stop while a state file is written or read."""
         return self.slots.phases(backend)[Phase.RUNNING]
@@ -133,6 +147,7 @@ class Fleet:
         self.holdings.forget(backend)
         self.slots.remove(backend)
         self.rates.pop(backend, None)
+        self.rests.pop(backend, None)
         self._reach = {
             slot: known for slot, known in self._reach.items() if slot.backend != backend
         }

@@ -7,7 +7,7 @@ of fact is dealt with in `grants`, `steps`, `endings`, `drains` or `background`.
 
 from typing import assert_never
 
-from router.core import attach, background, drains, endings, grants, steps
+from router.core import attach, background, drains, endings, grants, rests, steps
 from router.core import events as ev
 from router.core.effects import Effect
 from router.core.state import State
@@ -24,6 +24,7 @@ class Scheduler:
         self.look_back()
         state = self.state
         state.out = []
+        rests.end(state, now)
         self._take(event, now)
         state.delete(state.fleet.catalog.shrink())
         background.save_fleeting(state, now)
@@ -48,6 +49,7 @@ class Scheduler:
         times = [
             state.queue.next_deadline(),
             background.wakeup(state),
+            rests.next_end(state),
             grants.patience_ends(state, now),
             grants.next_giving_up(state),
         ]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from router.core import events as ev
+from router.core import rests
 from router.core.displacement import can_save, saving_pays
 from router.core.effects import (
     Cut,
@@ -21,6 +22,7 @@ from router.core.effects import (
     SaveReason,
 )
 from router.core.endings import end
+from router.core.events import Blame
 from router.core.jobs import (
     CutStep,
     DispatchStep,
@@ -173,6 +175,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         # The backend went while the file was on its way: nothing vouches for it.
         state.delete([snapshot])
     else:
+        rests.went_well(state, info.id)
         state.stalled(info.id, Stall.SAVE, event.seconds)
         state.fleet.rates[info.id].observe_save(
             len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
@@ -192,6 +195,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
 
 def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
     """No snapshot; the slot is as it was."""
+    rests.went_wrong(state, event.slot.backend, now)
     if job := state.jobs.get(event.request):
         _save_over(state, job, event.slot, None, now)
         next_step(state, job, now)
@@ -221,6 +225,7 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
 def cut_failed(state: State, event: ev.CutFailed, now: float) -> None:
     """The whole gets restored instead, if the slot can hold it."""
     if job := state.jobs.get(event.request):
+        rests.went_wrong(state, job.slot.backend, now)
         if job.steps:
             _restore_the_whole(state, job, f"cutting failed: {event.reason}")
         next_step(state, job, now)
@@ -290,18 +295,24 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
 def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
     """The slot is empty, the snapshot under suspicion, and the request goes on cold.
 
-    If the backend died of it, the snapshot is under suspicion all the same
-    (llama-server.md section 0.3).
+    1. The file is to blame: nobody gets it again.
+    2. It is not, but could not be made ready for this backend: a full disk, say.
+    3. The backend refused it, or died of it (llama-server.md section 0.3): not a second time.
     """
-    strikes = state.strikes.pop(event.snapshot, 0) + 1
-    if event.bad_file or strikes >= _STRIKES:
-        snapshot = state.fleet.catalog[event.snapshot]
-        if state.fleet.catalog.forget(event.snapshot):
-            state.out.append(Quarantine(snapshot, event.reason))
+    job = state.jobs.get(event.request)
+    if event.blame is Blame.DISK:
+        if job is not None:
+            rests.went_wrong(state, job.slot.backend, now)
     else:
-        state.strikes[event.snapshot] = strikes
+        strikes = state.strikes.pop(event.snapshot, 0) + 1
+        if event.blame is Blame.FILE or strikes >= _STRIKES:
+            snapshot = state.fleet.catalog[event.snapshot]
+            if state.fleet.catalog.forget(event.snapshot):
+                state.out.append(Quarantine(snapshot, event.reason))
+        else:
+            state.strikes[event.snapshot] = strikes
     state.restore_over(event.request)
-    if job := state.jobs.get(event.request):
+    if job is not None:
         state.fleet.slots[job.slot].resident = NOTHING
         job.went_cold(f"restore failed: {event.reason}")
         next_step(state, job, now)

@@ -74,7 +74,12 @@ def restored(s: Scheduler, n: int = 900, name: str = "r", of: str = "s") -> list
 
 def restore_failed(s: Scheduler, bad: bool = False, name: str = "r") -> list[Effect]:
     """It is not, and the slot is empty."""
-    return s.handle(ev.RestoreFailed(RequestId(name), SnapshotId("s"), "why", bad), NOW)
+    return s.handle(
+        ev.RestoreFailed(
+            RequestId(name), SnapshotId("s"), "why", ev.Blame.FILE if bad else ev.Blame.BACKEND
+        ),
+        NOW,
+    )
 
 
 def prefilled(s: Scheduler, name: str = "r", **said: Any) -> list[Effect]:

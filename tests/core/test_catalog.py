@@ -52,6 +52,21 @@ def test_equal_tokens_are_stored_once() -> None:
     assert (S1 in catalog, S2 in catalog, len(catalog)) == (True, False, 1)
 
 
+def test_what_is_still_being_read_is_not_added_anew() -> None:
+    """It was withdrawn while a restore read it, and is offered again: the reader's end would have
+    been taken for that of somebody else."""
+    catalog = Catalog()
+    catalog.add(snapshot("s1"), FULL, 1.0)
+    catalog.acquire(S1, NOW)
+    catalog.forget(S1)
+
+    assert catalog.add(snapshot("s1"), FULL, 1.0) == []
+    assert S1 not in catalog
+    assert catalog.release(S1) == []
+    assert catalog.add(snapshot("s1"), FULL, 1.0) == []
+    assert S1 in catalog
+
+
 def test_equal_tokens_of_another_namespace_are_something_else() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)

@@ -1,5 +1,6 @@
 """The scheduler against servers that answer in any order, fail, restart and lose their clients."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from router.core import effects as ef
 from router.core import events as ev
+from router.core.attach import probe_name
 from router.core.catalog import Limits
 from router.core.planner import plan
 from router.core.policy import PolicyName
@@ -31,6 +33,8 @@ from tests.core.build import NS, A, B, backend, rates, request, scheduler
 from tests.core.model_server import Ids, Server
 from tests.core.world import ANSWERS, PROMPTS, World
 
+_CANNOT_GO_BACK = (MemoryKind.HYBRID, MemoryKind.SLIDING_WINDOW)
+
 
 class SchedulerMachine(World, RuleBasedStateMachine):
     """Rules are what the world does; the model servers are what is true."""
@@ -38,7 +42,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from([*PolicyName, *list(PolicyName)[:3] * 2]),
         idle_save=st.sampled_from([None, None, 0.5]),
-        kind=st.sampled_from([MemoryKind.FULL, MemoryKind.FULL, MemoryKind.HYBRID]),
+        kind=st.sampled_from([MemoryKind.FULL, MemoryKind.FULL, *_CANNOT_GO_BACK]),
         sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
         b=st.fixed_dictionaries(
             {
@@ -234,6 +238,38 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             self.feed(ev.Purged(tuple(sorted(names))))
             assert not any(name in self.scheduler.state.fleet.catalog for name in names)
 
+    @precondition(lambda self: self.files.keys() - self.gone)
+    @rule(data=st.data(), chance=st.integers(0, 2))
+    def withdrawn(self, data: st.DataObject, chance: int) -> None:
+        """The store cannot reach it; whoever reads it goes on."""
+        if chance == 0:
+            name = data.draw(st.sampled_from(sorted(self.files.keys() - self.gone)))
+            self.feed(ev.SnapshotLost(name))
+            assert name not in self.scheduler.state.fleet.catalog
+
+    @precondition(lambda self: self.files.keys() - self.gone)
+    @rule(data=st.data())
+    def offered_again(self, data: st.DataObject) -> None:
+        """Also one that was never away, or is still being read."""
+        name = data.draw(st.sampled_from(sorted(self.files.keys() - self.gone)))
+        self.feed(ev.SnapshotsFound((self.files[name],)))
+
+    @rule(name=st.sampled_from([A, B]), chance=st.integers(0, 2))
+    def is_tried_out(self, name: BackendId, chance: int) -> None:
+        """In slots that are lent for it; what was in them is gone."""
+        if chance or name in self.probing or not self.servers[name].alive:
+            return
+        self.feed(ev.ProbeDue(name))
+        if probe_name(name) in self.scheduler.state.jobs:
+            self.probing.add(name)
+            self.try_out(self.servers[name])
+
+    @precondition(lambda self: self.probing)
+    @rule()
+    def was_tried_out(self) -> None:
+        name = self.probing.pop()
+        self.feed(ev.Probed(self.infos[name]))
+
     @precondition(lambda self: not self.stopping)
     @rule(chance=st.integers(0, 19), save=st.booleans())
     def stops(self, chance: int, save: bool) -> None:
@@ -267,8 +303,9 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @invariant()
     def what_is_claimed_is_there(self) -> None:
         fleet = self.scheduler.state.fleet
-        # Behind a gate a start may have emptied a slot that nobody has heard of yet.
-        for name in fleet.infos.keys() - fleet.gated:
+        # Behind a gate a start may have emptied a slot that nobody has heard of yet; and so may
+        # one of those that try a backend out, until the end of that.
+        for name in fleet.infos.keys() - fleet.gated - self.probing:
             for slot in fleet.slots.of(name):
                 if slot.is_idle:
                     true = self.servers[name].slots[slot.id.index]
@@ -323,6 +360,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             server.end(name, 20, (1,))
         while self.cutting:
             self.cuts(self.cutting.pop(), ok=True)
+        while self.probing:
+            self.was_tried_out()
         if not self.ops:
             return
         op = self.ops[0]
@@ -345,8 +384,9 @@ class SchedulerMachine(World, RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
+# `make soak` plays on for longer.
 TestSchedulerMachine.settings = settings(
-    max_examples=200,
+    max_examples=int(os.environ.get("KVFERRY_MACHINE_EXAMPLES", "200")),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from router.core import effects as ef
 from router.core import events as ev
+from router.core.attach import probe_name
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
 from router.core.tenancy import namespace_of, tenant_of
@@ -83,6 +84,7 @@ class World:
         self.cutting: list[ef.Cut] = []
         self.stopping = False
         self.released: set[BackendId] = set()
+        self.probing: set[BackendId] = set()
 
     def dies(self, name: BackendId) -> None:
         for op in self.ops:
@@ -94,6 +96,15 @@ class World:
             if op.server is not self.servers[name] or not isinstance(op.effect, ef.Watch)
         ]
         self.servers[name].alive = False
+        self.probing.discard(name)
+
+    def try_out(self, server: Server) -> None:
+        """The slots that were lent are used, and may be for a start that empties idle ones."""
+        lent = probe_name(server.info.id)
+        for slot in self.scheduler.state.fleet.slots.of(server.info.id):
+            if slot.holder == lent or not (server.info.keeps_idle_slots or slot.holder):
+                assert server.user_of(slot.id.index) is None, "lent, and somebody else's"
+                server.slots[slot.id.index] = ()
 
     # -- what becomes of effects -------------------------------------------------------------
 
@@ -102,7 +113,11 @@ class World:
             case ef.Save():
                 self.saves(op, op.effect, data.draw(st.booleans()))
             case ef.Restore():
-                self.restores(op, op.effect, data.draw(st.sampled_from(["ok", "no", "bad"])))
+                self.restores(
+                    op,
+                    op.effect,
+                    data.draw(st.sampled_from(["ok", *(blame.value for blame in ev.Blame)])),
+                )
             case ef.Erase():
                 self.erases(op, op.effect, data.draw(st.integers(0, 4)) > 0)
             case ef.Prefill():
@@ -155,7 +170,8 @@ class World:
             return
         if op.server.alive:
             op.server.slots[op.slot.index] = ()
-        self.feed(ev.RestoreFailed(effect.request, effect.snapshot.id, "no", how == "bad"))
+        blame = ev.Blame(how) if op.server.alive else ev.Blame.BACKEND
+        self.feed(ev.RestoreFailed(effect.request, effect.snapshot.id, "no", blame))
 
     def erases(self, op: Op, effect: ef.Erase, ok: bool) -> None:
         self.ops.remove(op)

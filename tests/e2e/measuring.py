@@ -151,9 +151,10 @@ async def direct(server: LlamaServer) -> AsyncIterator[Direct]:
 def generated(answer: Answer) -> list[Json]:
     """For each token of a chat answer its id, log probability and rivals (GREEDY asks for it)."""
     entries: list[Json] = []
-    for choice in answer.json["choices"]:
-        with suppress(KeyError, TypeError):
-            entries += choice["logprobs"]["content"]
+    for part in answer.events or [answer.json]:
+        for choice in part.get("choices", []):
+            with suppress(KeyError, TypeError):
+                entries += choice["logprobs"]["content"]
     return entries
 
 

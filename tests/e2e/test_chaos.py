@@ -1,0 +1,81 @@
+"""Chaos, for as long as one likes: KVFERRY_CHAOS_S=3600 is an hour, KVFERRY_CHAOS_SEED=7 the same
+choices again (though not the same timing)."""
+
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from router.adapters.clock import MonotonicClock
+from tests.conftest import StartServer
+from tests.e2e.chaos import Chaos, Member
+from tests.e2e.measuring import direct
+
+BUDGET_S = float(os.environ.get("KVFERRY_CHAOS_S", "40"))
+SEED = int(os.environ.get("KVFERRY_CHAOS_SEED", random.SystemRandom().randrange(10**6)))
+CHECK_EVERY = 8  # steps
+BUGS = ("Traceback", "task_failed", "request_failed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(BUDGET_S + 600)
+@pytest.mark.fault("everything above at once, by chance", "for as long as one likes")
+async def test_chaos(
+    llama_server: StartServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Two servers of one model that see different directories, and one that cannot go back."""
+    chance = random.Random(SEED)
+    other = chance.choice(["gemma3", "lfm2", "mamba"])
+    shapes = {"a": ("llama", 2, "kv-a"), "b": ("llama", 1, "kv-b"), "c": (other, 2, "kv-a")}
+    members = {
+        name: Member(
+            await llama_server(
+                kind, slots=slots, ctx=8192 * slots, kv_dir=tmp_path / home, extra_args=["-a", kind]
+            ),
+            kind,
+        )
+        for name, (kind, slots, home) in shapes.items()
+    }
+    log = tmp_path / "router.log"
+
+    def note() -> None:
+        """The router's log goes to a file, and must not tell of a bug."""
+        told = capsys.readouterr().out
+        with log.open("a") as file:
+            file.write(told)
+        assert not any(word in told for word in BUGS), told
+
+    clock = MonotonicClock()
+    end = clock.now() + BUDGET_S
+    async with AsyncExitStack() as stack:
+        references = {
+            kind: await stack.enter_async_context(direct(await llama_server(kind, slots=1)))
+            for kind in ("llama", other)
+        }
+        chaos = Chaos(chance, members, references, tmp_path / "kvferry.yaml")
+        try:
+            await chaos.begin()
+            while clock.now() < end:
+                await chaos.step()
+                if len(chaos.done) % CHECK_EVERY == 0:
+                    await chaos.check()
+                    note()
+            await chaos.end()
+            note()
+        finally:
+            await chaos.stack.aclose()
+            with capsys.disabled():
+                sys.stdout.write(
+                    f"\nKVFERRY_CHAOS_SEED={SEED}, {other}: {len(chaos.done)} steps, "
+                    f"{chaos.n_right} right answers, {chaos.n_trouble} refused or broken off; "
+                    f"{dict(Counter(chaos.done))}, the last {chaos.done[-5:]}; log: {log}\n"
+                )
+    record_property("client", "right answers; of those whose server was killed some broke off")

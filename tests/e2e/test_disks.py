@@ -1,0 +1,173 @@
+"""A disk is full, or suddenly read-only: requests go on, and saves do when it is well again."""
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.e2e.consistent import assert_consistent, assert_undisturbed
+from tests.e2e.conversing import saved
+from tests.e2e.prompts import ids
+from tests.fleet import Fleet, running
+
+LONG = 700  # 735 kB
+YAML = "store: {save_when_idle_for: 20ms}"
+FAILED_SAVES = 'kvferry_kv_failures_total{action="save"}'
+N_REQUESTS = 8
+Mount = Callable[..., Path]
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """`mount` with these arguments; all of it is taken back at the end. Skips who may not."""
+    places: list[str] = []
+
+    def mount(*arguments: str) -> None:
+        done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"mounting needs root: {done.stderr.strip()}")
+        places.append(arguments[-1])
+
+    yield mount
+    for place in reversed(places):
+        unmount(Path(place))
+
+
+def unmount(place: Path) -> None:
+    """At once, whoever has files open there. Harmless if nothing is mounted."""
+    subprocess.run(["umount", "-l", str(place)], capture_output=True, check=False)
+
+
+def disk_of(mounted: Callable[..., None], place: Path, size_bytes: int) -> Path:
+    """A file system of its own."""
+    place.mkdir()
+    mounted("-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "none", str(place))
+    return place
+
+
+def filled(place: Path, left_bytes: int) -> Path:
+    """Take what is left of a disk but for so much; deleting the file gives it back."""
+    ballast = place / "ballast"
+    free = os.statvfs(place)
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_bsize - left_bytes)
+    return ballast
+
+
+async def failed_saves(fleet: Fleet) -> int:
+    return int((await fleet.metrics()).get(FAILED_SAVES, 0))
+
+
+def complaints(capsys: Capture) -> int:
+    """Warnings so far that are about files, since it was asked before."""
+    told = capsys.readouterr().out.splitlines()
+    return sum("_failed " in line or "_lost " in line for line in told)
+
+
+@pytest.mark.fault("the disk is full", "while slots are saved")
+async def test_full(
+    llama_server: StartServer,
+    mounted: Callable[..., None],
+    tmp_path: Path,
+    capsys: Capture,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """A server may report success then (docs/llama-server.md section 0.4)."""
+    place = disk_of(mounted, tmp_path / "disk", 16 << 20)
+    server = await llama_server(slots=1, kv_dir=place)
+    undisturbed = await llama_server(slots=1)
+    prompts = [ids(seed, LONG) for seed in range(N_REQUESTS)]
+    kept = ids(99, LONG)
+    async with running([("a", server.url)], place, yaml=YAML) as fleet:
+        await fleet.complete(kept)
+        await fleet.until(saved(LONG - 1))
+        await assert_consistent(fleet, [place])
+        ballast = filled(place, 500_000)
+        complaints(capsys)
+
+        await assert_undisturbed(fleet, undisturbed, prompts)
+        again = await fleet.complete(kept)
+        assert again.cached == LONG - 1  # what is there can still be read
+        await fleet.complete(prompts[0])
+        n_failed = await failed_saves(fleet)
+        assert 2 <= n_failed < N_REQUESTS
+        assert complaints(capsys) == n_failed
+        assert (await fleet.state())["snapshots"]["count"] == 1
+
+        ballast.unlink()
+        await fleet.until(lambda state: state["snapshots"]["count"] >= 2)
+        await assert_undisturbed(fleet, undisturbed, [*prompts, kept])
+        await assert_consistent(fleet, [place])
+    record_property("client", "the right answers")
+
+
+@pytest.mark.slow
+@pytest.mark.fault("the disk is full", "while a prefix is cut out of a snapshot")
+async def test_full_while_a_prefix_is_cut(
+    llama_server: StartServer,
+    mounted: Callable[..., None],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    place = disk_of(mounted, tmp_path / "disk", 16 << 20)
+    a = await llama_server(slots=1, kv_dir=place, extra_args=["-a", "a"])
+    b = await llama_server(slots=1, ctx=2048, kv_dir=place, extra_args=["-a", "b"])
+    undisturbed = await llama_server(slots=1)
+    long = ids(1, 4000)
+    async with running([("a", a.url), ("b", b.url)], place, yaml=YAML) as fleet:
+        await fleet.complete(long, model="a")
+        await fleet.until(saved(len(long) - 1))
+        ballast = filled(place, 100_000)
+        part = long[:1000]  # all of it does not fit into b
+        for number in range(4):
+            answer = await fleet.complete([*part, 300 + number], model="b")
+            assert answer.status == 200
+        failures = await fleet.metrics()
+        assert failures['kvferry_kv_failures_total{action="cut"}'] >= 1
+        await assert_undisturbed(fleet, undisturbed, [long, part])
+        ballast.unlink()
+        await assert_consistent(fleet, [place])
+    record_property("client", "the right answers")
+
+
+@pytest.mark.fault("the KV directory becomes read-only", "while slots are saved and restored")
+async def test_read_only(
+    llama_server: StartServer,
+    mounted: Callable[..., None],
+    tmp_path: Path,
+    capsys: Capture,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Also for a server that is started meanwhile: it is used, without snapshots."""
+    place = disk_of(mounted, tmp_path / "disk", 16 << 20)
+    server = await llama_server(slots=1, kv_dir=place)
+    undisturbed = await llama_server(slots=1)
+    prompts = [ids(seed, LONG) for seed in range(N_REQUESTS)]
+    async with running([("a", server.url)], place, yaml=YAML) as fleet:
+        for number, prompt in enumerate(prompts[:2], 1):
+            await fleet.complete(prompt)
+            await fleet.until(saved(LONG - 1, number))
+        await assert_consistent(fleet, [place])
+        # What is open for writing stays so: the router's own books.
+        mounted("--bind", str(place), str(place))
+        mounted("-o", "remount,bind,ro", str(place))
+        complaints(capsys)
+
+        answers = await assert_undisturbed(fleet, undisturbed, prompts[:2] * 2)
+        assert {answer.cached for answer in answers} == {LONG - 1}
+        await assert_undisturbed(fleet, undisturbed, prompts[2:])
+        assert complaints(capsys) < N_REQUESTS - 2
+        state = await fleet.state()
+        assert state["snapshots"]["count"] == 2
+
+        server.kill()
+        await fleet.until(lambda state: not state["backends"][0]["up"])
+        await server.restart()
+        await fleet.until_up()
+        assert not (await fleet.state())["backends"][0]["snapshots"]
+        await assert_undisturbed(fleet, undisturbed, prompts[:1])
+    record_property("client", "the right answers")

@@ -1,0 +1,170 @@
+"""State files are damaged: nobody gets a wrong answer, and no server dies of it."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.e2e.consistent import assert_consistent, assert_undisturbed
+from tests.e2e.conversing import saved
+from tests.e2e.prompts import ids
+from tests.fleet import Fleet, running
+
+LONG, CHANCE = 700, 10
+NOBODY = 65534
+AS_ROOT = os.geteuid() == 0
+
+
+def _truncated(file: Path, _: Path) -> None:
+    """The last byte is enough for a server to abort (docs/llama-server.md section 0.3)."""
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def _longer(file: Path, _: Path) -> None:
+    with file.open("ab") as writer:
+        writer.write(b"more")
+
+
+def _flipped(file: Path, _: Path) -> None:
+    """One bit of a tensor; the server would restore it without a word."""
+    with file.open("r+b") as writer:
+        writer.seek(file.stat().st_size // 2)
+        (byte,) = writer.read(1)
+        writer.seek(-1, os.SEEK_CUR)
+        writer.write(bytes([byte ^ 0x40]))
+
+
+def _deleted(file: Path, _: Path) -> None:
+    file.unlink()
+
+
+def _replaced(file: Path, other: Path) -> None:
+    shutil.copy2(other, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
+
+
+def _overwritten(file: Path, other: Path) -> None:
+    shutil.copyfile(other, file)
+
+
+def _directory(file: Path, _: Path) -> None:
+    file.unlink()
+    file.mkdir()
+    (file / "something").touch()
+
+
+def _linked(file: Path, other: Path) -> None:
+    file.unlink()
+    file.symlink_to(other)
+
+
+def _loop(file: Path, _: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.name)
+
+
+def _pipe(file: Path, _: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def _unreadable(file: Path, _: Path) -> None:
+    file.chmod(0)
+
+
+def _chowned(file: Path, _: Path) -> None:
+    os.chown(file, NOBODY, NOBODY)
+
+
+def _touched(file: Path, _: Path) -> None:
+    file.touch()
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is done to a file, and whether it is as good as before."""
+
+    do: Callable[[Path, Path], None]
+    harmless: bool = False
+
+
+# Modes and owners say nothing to root.
+DAMAGES = {
+    "truncated": Damage(_truncated),
+    "made longer": Damage(_longer),
+    "a bit flipped": Damage(_flipped),
+    "deleted": Damage(_deleted),
+    "replaced by another state": Damage(_replaced),
+    "overwritten with another state": Damage(_overwritten),
+    "replaced by a directory": Damage(_directory),
+    "replaced by a link to another state": Damage(_linked),
+    "replaced by a link to itself": Damage(_loop),
+    "replaced by a pipe": Damage(_pipe),
+    "unreadable": Damage(_unreadable, harmless=AS_ROOT),
+    "touched": Damage(_touched, harmless=True),
+    **({"given to another user": Damage(_chowned, harmless=True)} if AS_ROOT else {}),
+}
+ALL = ", ".join(DAMAGES)
+
+
+async def saved_files(fleet: Fleet, prompts: list[list[int]]) -> list[Path]:
+    """Ask for each; the file that it became."""
+    files: list[Path] = []
+    for number, prompt in enumerate(prompts, 1):
+        await fleet.complete(prompt)
+        await fleet.until(saved(LONG - 1, number))
+        rows = (await fleet.get("/kvferry/snapshots?limit=100")).json["snapshots"]
+        (new,) = {Path(row["place"]) / row["file"] for row in rows} - set(files)
+        files.append(new)
+    return files
+
+
+@pytest.mark.fault(f"a state file is {ALL}", "between save and restore")
+@pytest.mark.parametrize(
+    "running_meanwhile",
+    [
+        pytest.param(True, id="running"),
+        pytest.param(False, id="stopped", marks=pytest.mark.slow),
+    ],
+)
+async def test_damaged_files(
+    llama_server: StartServer,
+    running_meanwhile: bool,
+    record_property: Callable[[str, object], None],
+) -> None:
+    server = await llama_server(slots=1)
+    undisturbed = await llama_server(slots=1)
+    assert server.kv_dir is not None
+    pid, backends = server.pid, [("a", server.url)]
+    prompts = [ids(seed, LONG) for seed in range(len(DAMAGES) + 2)]
+
+    def damage(files: list[Path]) -> None:
+        other = files[-2]
+        for file, one in zip(files, DAMAGES.values(), strict=False):
+            one.do(file, other)
+
+    async def look(fleet: Fleet) -> None:
+        answers = await assert_undisturbed(fleet, undisturbed, prompts)
+        for answer, (name, one) in zip(answers, DAMAGES.items(), strict=False):
+            # A few tokens may be those that the slot's last prompt happened to begin with.
+            assert answer.cached == LONG - 1 if one.harmless else answer.cached < CHANCE, name
+        assert answers[-2].cached == LONG - 1  # its file is well
+        assert server.pid == pid
+        await assert_consistent(fleet, [server.kv_dir])  # type: ignore[list-item]
+
+    yaml = "store: {save_when_idle_for: 20ms}"
+    async with running(backends, server.kv_dir, yaml=yaml) as fleet:
+        files = await saved_files(fleet, prompts)
+        await assert_consistent(fleet, [server.kv_dir])
+        if running_meanwhile:
+            damage(files)
+            await look(fleet)
+    if not running_meanwhile:
+        damage(files)
+        async with running(backends, server.kv_dir, yaml=yaml) as fleet:
+            await look(fleet)
+    record_property("client", "the right answer, computed again")

@@ -1,0 +1,224 @@
+"""The KV directory of one of two servers hangs, is removed or is unmounted: requests go on, and so
+do the snapshots of the other."""
+
+import asyncio
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.adapters import kv_store, probe
+from router.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.e2e.consistent import assert_consistent, assert_undisturbed
+from tests.e2e.conversing import saved
+from tests.e2e.prompts import ids
+from tests.e2e.test_disks import disk_of, mounted, unmount
+from tests.fleet import PATIENCE_S, Fleet, running
+
+__all__ = ["mounted"]  # a fixture
+
+LONG = 700
+YAML = "store: {save_when_idle_for: 20ms}"
+HERE, THERE, LEFT = ids(1, LONG), ids(2, LONG), ids(4, LONG)
+_CALLS = ("stat", "lstat", "open", "unlink", "rename", "link", "scandir", "listdir", "statvfs")
+
+
+@contextmanager
+def hanging(place: Path) -> Iterator[None]:
+    """Nothing that this process does in `place` returns before the end of the block. (Servers are
+    other processes: theirs does. And who starts one looks whether the directory is there.)"""
+    over, main, on_loop = threading.Event(), threading.main_thread(), list[str]()
+    real = {name: getattr(os, name) for name in _CALLS}
+
+    def held(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            if str(args[0] if args else "").startswith(f"{place}/") and not over.is_set():
+                if threading.current_thread() is main:
+                    on_loop.append(name)
+                over.wait(120)
+            return real[name](*args, **more)
+
+        return call
+
+    for name in _CALLS:
+        setattr(os, name, held(name))
+    try:
+        yield
+    finally:
+        over.set()
+        for name, function in real.items():
+            setattr(os, name, function)
+    assert on_loop == []
+
+
+class Two:
+    """Server `a` and server `b`, each with its own directory and one conversation saved there."""
+
+    def __init__(self, a: LlamaServer, b: LlamaServer, undisturbed: LlamaServer) -> None:
+        self.a, self.b, self.undisturbed = a, b, undisturbed
+        assert a.kv_dir is not None
+        assert b.kv_dir is not None
+        self.homes = {"a": a.kv_dir, "b": b.kv_dir}
+
+    @property
+    def backends(self) -> list[tuple[str, str]]:
+        return [("a", self.a.url), ("b", self.b.url)]
+
+    async def fill(self, fleet: Fleet) -> None:
+        for number, (name, prompt) in enumerate((("a", HERE), ("b", THERE)), 1):
+            await fleet.complete(prompt, model=name)
+            await fleet.until(saved(LONG - 1, number))
+        await assert_consistent(fleet, self.homes.values())
+
+    async def b_goes_on(self, fleet: Fleet, seed: int) -> None:
+        """What was saved for `b` is restored there, and more is saved."""
+        await fleet.complete(ids(seed, LONG), model="b")
+        await fleet.until_quiet()
+        n_before = (await fleet.state())["snapshots"]["count"]
+        await fleet.complete(ids(seed + 1, LONG), model="b")
+        await fleet.until(lambda state: state["snapshots"]["count"] > n_before)
+        again = await fleet.complete(THERE, model="b")
+        assert (again.source, again.cached) == ("snapshot", LONG - 1)
+
+    async def all_is_answered(self, fleet: Fleet) -> None:
+        """Of both; conversations that are in the directory, too."""
+        for _ in range(2):
+            await assert_undisturbed(fleet, self.undisturbed, [HERE, THERE, ids(3, LONG)])
+        for name in "abab":
+            answer = await fleet.complete(HERE, model=name)
+            assert answer.status == 200
+
+
+async def until_offered(fleet: Fleet, place: Path, offered: bool) -> None:
+    """Wait until some snapshot of a directory is to be had, or none."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            rows = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
+            if any(row["place"] == str(place) for row in rows) is offered:
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def two(llama_server: StartServer, tmp_path: Path) -> Two:
+    a = await llama_server(slots=1, kv_dir=tmp_path / "a", extra_args=["-a", "a"])
+    b = await llama_server(slots=1, kv_dir=tmp_path / "b", extra_args=["-a", "b"])
+    return Two(a, b, await llama_server(slots=1, kv_dir=tmp_path / "nobody's"))
+
+
+@pytest.mark.fault("the KV directory of one server hangs", "while it is saved and restored")
+async def test_hangs(
+    two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    """Who wants something out of it waits once; then nobody is offered it, until it answers."""
+    monkeypatch.setattr(kv_store, "QUICK_S", 0.5)
+    async with running(two.backends, two.homes, yaml=YAML) as fleet:
+        await two.fill(fleet)
+        await fleet.complete(LEFT, model="a")
+        await fleet.until(saved(LONG - 1, 3))
+        with hanging(two.homes["a"]):
+            moved = await fleet.complete(HERE, model="b")
+            assert (moved.status, moved.source) == (200, "cold")
+            await until_offered(fleet, two.homes["a"], False)
+            async with asyncio.timeout(60):
+                await two.all_is_answered(fleet)
+                await two.b_goes_on(fleet, 10)
+            await fleet.until_quiet()
+        await until_offered(fleet, two.homes["a"], True)
+        again = await fleet.complete(LEFT, model="b")
+        assert (again.source, again.cached) == ("snapshot", LONG - 1)
+        await assert_undisturbed(fleet, two.undisturbed, [HERE, THERE])
+        await assert_consistent(fleet, two.homes.values())
+    record_property("client", "the right answers, one of them late")
+
+
+@pytest.mark.slow
+@pytest.mark.fault("the KV directory of one server hangs", "while that server comes up")
+async def test_hangs_at_the_start_of_a_server(
+    two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    """It is used without snapshots, and tried anew after it was drained."""
+    for module in (kv_store, probe):
+        monkeypatch.setattr(module, "QUICK_S", 0.5)
+    async with running(two.backends, two.homes, yaml=YAML) as fleet:
+        await two.fill(fleet)
+        two.a.kill()
+        await fleet.until_is("a", "down")
+        with hanging(two.homes["a"]):
+            await two.a.restart()
+            await fleet.until_up("a")
+            (a, _) = (await fleet.state())["backends"]
+            assert (a["snapshots"], a["problem"]) == (False, "kv_dir does not answer")
+            await two.all_is_answered(fleet)
+            await two.b_goes_on(fleet, 10)
+        await fleet.until(lambda _: not fleet.router.store.hangs)
+        await fleet.operate("a", "drain")
+        await fleet.until_is("a", "drained")
+        await fleet.operate("a", "undrain")
+        await fleet.until_is("a", "up")
+        assert all(one["snapshots"] for one in (await fleet.state())["backends"])
+        await assert_consistent(fleet, two.homes.values())
+    record_property("client", "the right answers")
+
+
+@pytest.mark.slow
+@pytest.mark.fault("the KV directory of one server hangs", "while the router stops")
+async def test_hangs_at_the_end(
+    two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    """It stops all the same; what was recorded is there the next time."""
+    monkeypatch.setattr(kv_store, "QUICK_S", 0.5)
+    monkeypatch.setattr(kv_store, "BULK_S", 0.5)
+    with ExitStack() as until_stopped:
+        async with running(two.backends, two.homes, yaml=YAML) as fleet:
+            await two.fill(fleet)
+            until_stopped.enter_context(hanging(two.homes["a"]))
+            await fleet.complete(ids(5, LONG), model="a")
+    async with running(two.backends, two.homes, yaml=YAML) as fleet:
+        answers = await assert_undisturbed(fleet, two.undisturbed, [HERE, THERE])
+        assert [answer.cached for answer in answers] == [LONG - 1] * 2
+        await assert_consistent(fleet, two.homes.values())
+    record_property("client", "nothing")
+
+
+@pytest.mark.fault("the KV directory of one server is removed", "while it is in use")
+async def test_removed(two: Two, record_property: Callable[[str, object], None]) -> None:
+    async with running(two.backends, two.homes, yaml=YAML) as fleet:
+        await two.fill(fleet)
+        shutil.rmtree(two.homes["a"])
+        await two.all_is_answered(fleet)
+        await two.b_goes_on(fleet, 10)
+    async with running(two.backends, two.homes, yaml=YAML) as fleet:
+        await two.all_is_answered(fleet)
+        await assert_consistent(fleet, two.homes.values())
+    record_property("client", "the right answers")
+
+
+@pytest.mark.slow
+@pytest.mark.fault("the KV directory of one server is unmounted", "while it is in use")
+async def test_unmounted(
+    two: Two,
+    mounted: Callable[..., None],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Something else is under its name then, and the server writes there: none of that is kept."""
+    home = two.homes["a"]
+    home.rename(home.with_name("a-before"))
+    disk_of(mounted, home, 64 << 20)
+    async with running(two.backends, two.homes, yaml=YAML) as fleet:
+        await two.fill(fleet)
+        unmount(home)
+        await two.all_is_answered(fleet)
+        await two.b_goes_on(fleet, 10)
+        await fleet.until_quiet()
+    assert os.listdir(home) == []
+    async with running(two.backends, two.homes, yaml=YAML) as fleet:
+        await two.all_is_answered(fleet)
+        await assert_consistent(fleet, two.homes.values())
+    record_property("client", "the right answers")

@@ -1,0 +1,196 @@
+"""The router dies without a word in the middle of its work on files. Started again it offers what
+was committed and nothing else, and everybody is answered right."""
+
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import aiohttp
+import pytest
+
+from router.main import Router
+from tests.conftest import StartServer
+from tests.e2e.consistent import assert_consistent, assert_undisturbed
+from tests.e2e.conversing import saved
+from tests.e2e.killed_router import HANGS, POINTS
+from tests.e2e.prompts import ids
+from tests.e2e.turns import named
+from tests.fleet import Fleet, configuration_text, running
+from tests.test_cli import Process, starting
+
+LONG = 1500
+KEPT, OTHER, THIRD = ids(1, LONG), ids(2, LONG), ids(3, LONG)
+QUICK = "store: {save_when_idle_for: 50ms, fsync: true}"
+LATE = "store: {save_when_idle_for: 1h}"
+OFTEN = {"copy: half written"}
+
+
+@dataclass
+class Scene:
+    """Servers, their directories, and the router that is about to die."""
+
+    backends: list[tuple[str, str]]
+    places: dict[str, Path]
+    armed: Path
+    yaml: str = QUICK
+    kept: list[int] | None = None
+
+
+@asynccontextmanager
+async def doomed(scene: Scene, point: str, tmp_path: Path) -> AsyncIterator[tuple[Process, Fleet]]:
+    """A router that ends at `point`, once `scene.armed` is there."""
+    path = tmp_path / "kvferry.yaml"
+    path.write_text(configuration_text(scene.backends, scene.places, yaml=scene.yaml))
+    program = (sys.executable, "-m", "tests.e2e.killed_router", point, str(scene.armed))
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with (
+        starting(*program, "serve", "--config", str(path)) as process,
+        aiohttp.ClientSession(connector=connector) as session,
+    ):
+        url = (await process.event("listening"))["url"]
+        fleet = Fleet(url, cast(Router, None), session)
+        await fleet.until_up()
+        yield process, fleet
+
+
+async def ask(fleet: Fleet, prompt: list[int], model: str = "a") -> None:
+    """Nobody is there any more at the end of it, perhaps."""
+    with suppress(aiohttp.ClientError):
+        await fleet.complete(prompt, model=model)
+
+
+async def saves(fleet: Fleet, scene: Scene, _: Process) -> None:
+    scene.armed.touch()
+    await ask(fleet, OTHER)
+
+
+async def gives_up(fleet: Fleet, scene: Scene, _: Process) -> None:
+    for number, prompt in enumerate((OTHER, THIRD), 2):
+        await fleet.complete(prompt, model="a")
+        await fleet.until(saved(LONG - 1, number))
+    rows = (await fleet.get("/kvferry/snapshots?sort=newest")).json["snapshots"]
+    scene.armed.touch()
+    with suppress(aiohttp.ClientError):
+        await fleet.post("/kvferry/snapshots/purge", {"id": [row["id"] for row in rows[:2]]})
+
+
+async def restores(fleet: Fleet, scene: Scene, _: Process) -> None:
+    await fleet.complete(OTHER, model="a")
+    await fleet.until(saved(LONG - 1, 2))
+    scene.armed.touch()
+    await ask(fleet, KEPT)
+
+
+async def restores_elsewhere(fleet: Fleet, scene: Scene, _: Process) -> None:
+    scene.armed.touch()
+    await ask(fleet, KEPT, "b")
+
+
+async def cuts(fleet: Fleet, scene: Scene, _: Process) -> None:
+    assert scene.kept is not None
+    scene.armed.touch()
+    await ask(fleet, scene.kept[:LONG] + ids(9, 50), "b")
+
+
+async def stops(fleet: Fleet, scene: Scene, process: Process) -> None:
+    await fleet.complete(OTHER, model="a")  # KEPT is saved before
+    await fleet.until(saved(LONG - 1))
+    scene.armed.touch()
+    process.send(signal.SIGTERM)
+
+
+Doing = Callable[[Fleet, Scene, Process], Awaitable[None]]
+DOINGS: dict[str, Doing] = {
+    "save": saves,
+    "pad": saves,
+    "commit": saves,
+    "evict": gives_up,
+    "compact": gives_up,
+    "restore": restores,
+    "link": restores_elsewhere,
+    "copy": restores_elsewhere,
+    "restream": restores_elsewhere,
+    "cut": cuts,
+    "shutdown": stops,
+}
+
+
+def _points() -> list[object]:
+    return [
+        pytest.param(
+            point,
+            id=point.replace(": ", "-").replace(" ", "_"),
+            marks=[
+                pytest.mark.fault("the router is killed (SIGKILL)", point),
+                *([] if point in OFTEN else [pytest.mark.slow]),
+            ],
+        )
+        for point in POINTS
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.fault("the KV directory hangs for good", "while the router stops", client="nothing")
+async def test_it_ends_although_a_thread_does_not(
+    llama_server: StartServer, tmp_path: Path
+) -> None:
+    server = await llama_server(slots=1, extra_args=["-a", "a"])
+    scene = Scene([("a", server.url)], {"a": tmp_path / "kv"}, tmp_path / "armed")
+    async with doomed(scene, HANGS, tmp_path) as (process, fleet):
+        await fleet.complete(KEPT, model="a")
+        await fleet.until(saved(LONG - 1))
+        await assert_consistent(fleet, scene.places.values())
+        scene.armed.touch()
+        await fleet.complete(OTHER, model="a")
+        await fleet.until(saved(LONG - 1, 2))
+        assert await process.end(signal.SIGTERM) == 0
+        assert "stopped_with_a_hanging_kv_dir" in "".join(process.log)
+    async with running(scene.backends, scene.places, yaml=QUICK) as fleet:
+        assert (await fleet.complete(KEPT)).cached == LONG - 1
+        await assert_consistent(fleet, scene.places.values())
+
+
+@pytest.mark.parametrize("point", _points())
+async def test_what_was_committed_is_there(
+    llama_server: StartServer,
+    tmp_path: Path,
+    point: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    step = point.partition(":")[0]
+    kind = "gemma3" if step == "pad" else "llama"
+    homes = {"a": tmp_path / "kv"}
+    a = await named(llama_server, kind, "a")
+    backends = [("a", a.url)]
+    if step in ("link", "copy", "restream", "cut"):
+        homes["b"] = tmp_path / ("kv-b" if step in ("link", "copy") else "kv")
+        b = await llama_server(
+            kind,
+            slots=2 if step == "restream" else 1,
+            ctx=4096 if step == "cut" else 8192,
+            kv_dir=homes["b"],
+            extra_args=["-a", "b"],
+        )
+        backends.append(("b", b.url))
+    undisturbed = await llama_server(kind, slots=1, kv_dir=tmp_path / "nobody's")
+    kept = ids(1, 5000) if step == "cut" else KEPT
+    yaml = LATE if step == "shutdown" else QUICK
+    scene = Scene(backends, homes, tmp_path / "armed", yaml, kept)
+
+    async with doomed(scene, point, tmp_path) as (process, fleet):
+        await fleet.complete(kept, model="a")
+        if step != "shutdown":
+            await fleet.until(saved(len(kept) - 1))
+            await assert_consistent(fleet, set(homes.values()))
+        await DOINGS[step](fleet, scene, process)
+        assert await process.end() == -signal.SIGKILL
+
+    async with running(backends, homes, yaml=QUICK) as fleet:
+        answers = await assert_undisturbed(fleet, undisturbed, [kept, OTHER, KEPT])
+        assert answers[0].cached >= len(kept) - 2
+        await assert_consistent(fleet, set(homes.values()))
+    record_property("client", "its connection broke; asked again, the right answer")
