@@ -144,6 +144,7 @@ class Engine:
 
     def backend_up(self, info: BackendInfo, slots: tuple[SlotStatus, ...]) -> None:
         """A backend can be used from now on."""
+        self._tasks.spawn(self._transfers.tidy(info.id), name=f"tidy {info.id}")
         self._feed(ev.BackendUp(info, slots))
 
     def borrow(self, backend: BackendId) -> set[int]:

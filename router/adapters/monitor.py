@@ -81,14 +81,28 @@ class Monitor:
         self._looks_since_probe = 0
         self._prepare = prepare
         self._doubt = asyncio.Event()
+        self._begun, self._over = 0, 0  # looks
+        self._news = asyncio.Event()  # another one is over
 
     def doubt(self) -> None:
         """Somebody failed to reach the backend: look now rather than at the next turn."""
         self._doubt.set()
 
+    async def look_anew(self) -> None:
+        """Look now; returns when that is over, and its result known."""
+        mine = self._begun + 1
+        self.doubt()
+        while self._over < mine and not self.let_go:
+            await self._news.wait()
+
     def release(self) -> None:
         """The backend was drained, and `run` is cancelled."""
         self.attached, self.let_go, self.problem = None, True, "drained"
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def run(self) -> None:
         """Attach when it is up, watch while it is, tell when it is not; for ever."""
@@ -96,6 +110,7 @@ class Monitor:
         while True:
             in_doubt = self._doubt.is_set()
             self._doubt.clear()
+            self._begun += 1
             try:
                 await self._look()
                 failures = 0
@@ -105,6 +120,8 @@ class Monitor:
                 # A connection that is refused after a failed request needs no second opinion.
                 if self.attached is not None and (in_doubt or failures >= self.watch.failures):
                     self._down(str(error))
+            self._over = self._begun
+            self._tell()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.watch.interval_s):
                     await self._doubt.wait()
@@ -130,6 +147,7 @@ class Monitor:
         self.attached = None
         log.warning("backend_down", backend=self.client.id, reason=reason)
         self._on_down(self.client.id)
+        self.client.give_up()
 
     async def _attach(self, props: Props) -> None:
         attached = await self._learn(props, None)

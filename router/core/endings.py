@@ -9,7 +9,7 @@ from router.core.jobs import Job, SaveStep, Stage
 from router.core.residency import after_answer, after_either, after_finish, after_quiet
 from router.core.slots import UNKNOWN, Resident, Slot
 from router.core.state import State
-from router.errors import NoBackendError
+from router.errors import BackendError
 from router.types import BackendId, Outcome, RequestId
 
 
@@ -30,7 +30,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
             _lose_source(job, backend)
             continue
         if job.request is not None and job.stage is Stage.PREPARING and not job.cancelled:
-            state.reject(job.id, NoBackendError("the backend went away; try again"))
+            state.reject(job.id, BackendError("the backend went away"))
         if job.stage is Stage.DISPATCHED:
             # Finished is still to come, and with it the account. Its gate went with the backend;
             # the one that is closed then may be somebody else's.

@@ -9,7 +9,7 @@ from router.core.effects import (
     Watch,
 )
 from router.core.slots import Phase
-from router.errors import NoBackendError
+from router.errors import BackendError
 from router.types import Outcome, SlotStatus
 from tests.core.build import (
     A0,
@@ -48,7 +48,7 @@ def test_who_is_being_prepared_is_told_when_the_backend_goes() -> None:
     (reject,) = s.handle(ev.BackendDown(A), NOW)
 
     assert isinstance(reject, Reject)
-    assert isinstance(reject.error, NoBackendError)
+    assert isinstance(reject.error, BackendError)  # and so tried again
     assert s.state.jobs == {}
 
 

@@ -1,0 +1,257 @@
+"""Real llama-servers killed and stopped at every moment: every request is answered or clearly
+failed, no slot leaks, no answer is wrong, and the store is in order."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import pytest
+import pytest_asyncio
+
+from router.demo.launcher import LlamaServer
+from tests.conftest import START_TIMEOUT_S, StartServer
+from tests.e2e.breaking import (
+    BROKEN_OFF,
+    RIGHT,
+    Action,
+    Reference,
+    fillers,
+    seen,
+    send,
+    stop_at,
+    told,
+    until_at_work,
+)
+from tests.e2e.consistent import assert_consistent
+from tests.e2e.conversing import saved
+from tests.e2e.prompts import ids
+from tests.fleet import Answer, Fleet, Json, running
+from tests.models import tiny_model
+
+Seen = Callable[[str, object], None]
+
+# Long enough that there is a middle.
+PROMPT, CTX = 7_000, 8_192
+SHORT = 1200
+ENDLESS: Json = {"n_predict": 1500, "ignore_eos": True, "stream": True}
+# The monitor finds a stopped server after two looks of half a second.
+WATCHFUL = """
+health: {interval: 200ms, timeout: 500ms}
+queue: {no_backend_wait: 60s}
+policy: {coalesce_above: 'off'}
+"""
+# Nothing is said of such a short time but here: nobody continues the server.
+IMPATIENT = (
+    WATCHFUL
+    + "limits: {first_byte_timeout: 2s, idle_timeout: 2s, action_timeout: 2s, control_timeout: 2s}"
+)
+MOMENTS = ("idle", "prefill", "stream", "save", "restore")
+WHEN = {
+    "idle": "idle",
+    "prefill": "computing a prompt",
+    "stream": "in the middle of a stream",
+    "save": "saving a slot",
+    "restore": "restoring a slot",
+}
+LONE = ("prefill", "restore")  # without a second server, of these the fast suite has both
+F = TypeVar("F", bound=Callable[..., object])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reference(server_argv: list[str]) -> AsyncIterator[Reference]:
+    model = tiny_model("llama").path
+    server = LlamaServer(model, slots=1, ctx=CTX, argv=server_argv, start_timeout_s=START_TIMEOUT_S)
+    async with server:
+        yield Reference(server)
+
+
+class Scene:
+    """Some servers, a router, and one request that is under way when something happens."""
+
+    def __init__(self, fleet: Fleet, servers: dict[str, LlamaServer], reference: Reference) -> None:
+        self.fleet = fleet
+        self.servers = servers
+        self.reference = reference
+        self.victim = ""
+        self.prompt = ids(1, PROMPT)
+        self.fields: Json = {}
+        self.asked: asyncio.Task[Answer | None] | None = None
+
+    def _ask(self) -> "asyncio.Task[Answer | None]":
+        return asyncio.get_running_loop().create_task(told(self.fleet, self.prompt, **self.fields))
+
+    async def come_to(self, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Returns in the middle of `moment`, with a `victim`; stopped, if it is a slot action."""
+        match moment:
+            case "idle":
+                self.prompt = ids(1, SHORT)
+                await self.fleet.complete(self.prompt)
+                await self.fleet.until(saved(SHORT))
+                await self.fleet.until_quiet()
+                self.victim = "a"
+            case "prefill":
+                self.asked = self._ask()
+                self.victim = await until_at_work(self.fleet, self.servers)
+            case "stream":
+                self.prompt, self.fields = ids(1, SHORT), ENDLESS
+                self.asked = self._ask()
+                await self.fleet.until(
+                    lambda s: any(slot["phase"] == "running" for slot in s["slots"])
+                )
+                self.victim = await self._streams()
+            case _:
+                await self._come_to_action(moment, monkeypatch)
+
+    async def _streams(self) -> str:
+        """The server that has generated something."""
+        while True:
+            for name, server in self.servers.items():
+                async with self.fleet.session.get(server.url + "/slots") as response:
+                    for slot in await response.json():
+                        done = [token["n_decoded"] for token in slot.get("next_token", [])]
+                        if slot["is_processing"] and any(n > 3 for n in done):
+                            return name
+            await asyncio.sleep(0.01)
+
+    async def _come_to_action(self, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.prompt = ids(1, SHORT)
+        if moment == "restore":
+            for number, prompt in enumerate([self.prompt, *fillers(len(self.servers), SHORT)], 1):
+                assert (await self.fleet.complete(prompt)).status == 200
+                await self.fleet.until(saved(SHORT, number))
+                await self.fleet.until_quiet()
+        action: Action = stop_at(monkeypatch, moment, self.servers)
+        self.asked = self._ask()
+        await action.hit.wait()
+        self.victim = action.backend
+
+    @property
+    def server(self) -> LlamaServer:
+        return self.servers[self.victim]
+
+    async def until_down(self) -> None:
+        await self.fleet.until_is(self.victim, "down")
+
+    async def outcome(self) -> str:
+        """What the client of the request under way saw; and a right answer is right."""
+        if self.asked is None:
+            return RIGHT
+        answer = await self.asked
+        if answer is not None and answer.status == 200:
+            fields = self.fields | {"stream": False}
+            assert await self.reference.wrong(answer, self.prompt, **fields) == ""
+        return seen(answer)
+
+    async def all_is_well(self) -> None:
+        """The shared end: the books are right, and so is the next answer."""
+        await self.fleet.until_quiet()
+        again = await told(self.fleet, self.prompt)
+        assert seen(again) == RIGHT
+        assert again is not None
+        assert await self.reference.wrong(again, self.prompt) == ""
+        places = {server.kv_dir for server in self.servers.values() if server.kv_dir}
+        await assert_consistent(self.fleet, places)
+
+
+@asynccontextmanager
+async def scene(
+    llama_server: StartServer, reference: Reference, n_servers: int, yaml: str = WATCHFUL
+) -> AsyncIterator[Scene]:
+    """One slot on each server."""
+    servers = {name: await llama_server(slots=1, ctx=CTX) for name in "ab"[:n_servers]}
+    backends = [(name, server.url) for name, server in servers.items()]
+    async with running(backends, servers["a"].kv_dir, yaml=yaml) as fleet:
+        yield Scene(fleet, servers, reference)
+
+
+def cases(what: str) -> Callable[[F], F]:
+    """Each moment with a second server and without."""
+    made = []
+    for n_servers, others in ((2, "another server is up"), (1, "no other server")):
+        for moment in MOMENTS:
+            mark = pytest.mark.fault(what, f"{WHEN[moment]}; {others}")
+            slow = [pytest.mark.slow] if n_servers == 1 and moment not in LONE else []
+            made.append(
+                pytest.param(moment, n_servers, marks=[mark, *slow], id=f"{moment}-{n_servers}")
+            )
+    return pytest.mark.parametrize(("moment", "n_servers"), made)
+
+
+@cases("server killed (SIGKILL), then started again")
+async def test_killed(
+    llama_server: StartServer,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Seen,
+    moment: str,
+    n_servers: int,
+) -> None:
+    async with scene(llama_server, reference, n_servers) as at:
+        await at.come_to(moment, monkeypatch)
+        at.server.kill()
+        if n_servers == 1:
+            await at.until_down()
+            await at.server.restart()
+        outcome = await at.outcome()
+        record_property("client", outcome)
+        assert outcome == (BROKEN_OFF if moment == "stream" else RIGHT)
+        if n_servers == 2:
+            await at.until_down()
+            await at.server.restart()
+        await at.fleet.until_up()
+        await at.all_is_well()
+
+
+@cases("server hung (SIGSTOP) until given up, then goes on")
+async def test_hung_and_goes_on(
+    llama_server: StartServer,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Seen,
+    moment: str,
+    n_servers: int,
+) -> None:
+    async with scene(llama_server, reference, n_servers) as at:
+        await at.come_to(moment, monkeypatch)
+        send(at.server, signal.SIGSTOP)
+        await at.until_down()
+        send(at.server, signal.SIGCONT)
+        outcome = await at.outcome()
+        record_property("client", outcome)
+        assert outcome == RIGHT
+        await at.fleet.until_up()
+        await at.all_is_well()
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(
+            moment,
+            marks=pytest.mark.fault(
+                "server hung for good", f"{WHEN[moment]}; another server is up"
+            ),
+        )
+        for moment in MOMENTS
+    ],
+)
+async def test_hung_for_good(
+    llama_server: StartServer,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Seen,
+    moment: str,
+) -> None:
+    async with scene(llama_server, reference, 2, IMPATIENT) as at:
+        await at.come_to(moment, monkeypatch)
+        send(at.server, signal.SIGSTOP)
+        outcome = await at.outcome()
+        record_property("client", outcome)
+        assert outcome == (BROKEN_OFF if moment == "stream" else RIGHT)
+        await at.until_down()
+        at.server.kill()
+        await at.server.restart()
+        await at.fleet.until_up()
+        await at.all_is_well()
