@@ -24,6 +24,9 @@ log = structlog.get_logger(__name__)
 # many looks, 20 s by default: often enough for the day, too seldom for anybody to notice that one
 # or two slots are away for the second that it takes.
 _PROBE_AGAIN_LOOKS = 10
+# More than one look at the slots a second, and a server does not notice that a client left
+# (llama-server.md section 5.6).
+_LOOK_AROUND_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Monitor:
         borrow: Callable[[BackendId], Collection[int]],
         on_probed: Callable[[Attached], None],
         prepare: Callable[[LlamaClient, Props, Namespace], Awaitable[None]],
+        look_around: Callable[[BackendId], None],
     ) -> None:
         self.client = client
         self.attached: Attached | None = None
@@ -80,6 +84,8 @@ class Monitor:
         self._on_probed = on_probed
         self._looks_since_probe = 0
         self._prepare = prepare
+        self._look_around = look_around
+        self._looks_around = 0
         self._doubt = asyncio.Event()
         self._begun, self._over = 0, 0  # looks
         self._news = asyncio.Event()  # another one is over
@@ -142,6 +148,14 @@ class Monitor:
             if self._looks_since_probe >= _PROBE_AGAIN_LOOKS:
                 self._looks_since_probe = 0
                 await self._probe_again(props)
+        if not props.is_sleeping:  # it would wake up (llama-server.md section 5.7)
+            self._maybe_look_around()
+
+    def _maybe_look_around(self) -> None:
+        self._looks_around += 1
+        if self._looks_around * self.watch.interval_s >= _LOOK_AROUND_S:
+            self._looks_around = 0
+            self._look_around(self.client.id)
 
     def _down(self, reason: str) -> None:
         self.attached = None

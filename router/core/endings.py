@@ -180,6 +180,18 @@ def watch(state: State, slot: Slot) -> None:
     state.out.append(Watch(name, slot.id))
 
 
+def found_busy(state: State, event: ev.FoundBusy) -> None:
+    """Leave alone what a stranger uses. While a request is on its way to a slot of the server's
+    choice, it may be that one."""
+    for slot_id, generation in event.slots.items():
+        slot = next((s for s in state.fleet.slots.of(slot_id.backend) if s.id == slot_id), None)
+        if slot is None or slot_id.backend in state.fleet.gated:
+            continue
+        if slot.is_idle and slot.generation == generation:
+            state.fleet.give_up(slot)
+            watch(state, slot)
+
+
 def quiet(state: State, event: ev.Quiet, now: float) -> None:
     """A slot that was left in the middle is idle at last."""
     job = state.jobs.get(event.request)

@@ -63,11 +63,11 @@ async def look(fleet: Fleet, server: LlamaServer) -> list[Json]:
         return slots
 
 
-async def until_at_work(fleet: Fleet, servers: Mapping[str, LlamaServer]) -> str:
-    """The backend that computes something, as soon as one does."""
+async def until_at_work(fleet: Fleet, servers: Mapping[str, LlamaServer], n: int = 1) -> str:
+    """The backend that has `n` slots at work, as soon as one has."""
     while True:
         for name, server in servers.items():
-            if any(slot["is_processing"] for slot in await look(fleet, server)):
+            if sum(slot["is_processing"] for slot in await look(fleet, server)) >= n:
                 return name
         await asyncio.sleep(0.01)
 

@@ -33,20 +33,17 @@ from tests.models import tiny_model
 Seen = Callable[[str, object], None]
 
 # Long enough that there is a middle.
-PROMPT, CTX = 7_000, 8_192
+PROMPT, CTX = 4_000, 8_192
 SHORT = 1200
 ENDLESS: Json = {"n_predict": 1500, "ignore_eos": True, "stream": True}
 # The monitor finds a stopped server after two looks of half a second.
-WATCHFUL = """
+LOOKS = """
 health: {interval: 200ms, timeout: 500ms}
-queue: {no_backend_wait: 60s}
 policy: {coalesce_above: 'off'}
 """
-# Nothing is said of such a short time but here: nobody continues the server.
-IMPATIENT = (
-    WATCHFUL
-    + "limits: {first_byte_timeout: 2s, idle_timeout: 2s, action_timeout: 2s, control_timeout: 2s}"
-)
+WATCHFUL = LOOKS + "queue: {no_backend_wait: 60s}\n"
+# A stream that has begun is not given up with its server: it may go on.
+IMPATIENT = WATCHFUL + "limits: {idle_timeout: 2s}"
 MOMENTS = ("idle", "prefill", "stream", "save", "restore")
 WHEN = {
     "idle": "idle",
@@ -55,7 +52,6 @@ WHEN = {
     "save": "saving a slot",
     "restore": "restoring a slot",
 }
-LONE = ("prefill", "restore")  # without a second server, of these the fast suite has both
 F = TypeVar("F", bound=Callable[..., object])
 
 
@@ -166,20 +162,20 @@ async def scene(
         yield Scene(fleet, servers, reference)
 
 
-def cases(what: str) -> Callable[[F], F]:
-    """Each moment with a second server and without."""
+def cases(what: str, fast: tuple[str, int]) -> Callable[[F], F]:
+    """Each moment with a second server and without; all but `fast` are slow."""
     made = []
     for n_servers, others in ((2, "another server is up"), (1, "no other server")):
         for moment in MOMENTS:
             mark = pytest.mark.fault(what, f"{WHEN[moment]}; {others}")
-            slow = [pytest.mark.slow] if n_servers == 1 and moment not in LONE else []
+            slow = [] if fast == (moment, n_servers) else [pytest.mark.slow]
             made.append(
                 pytest.param(moment, n_servers, marks=[mark, *slow], id=f"{moment}-{n_servers}")
             )
     return pytest.mark.parametrize(("moment", "n_servers"), made)
 
 
-@cases("server killed (SIGKILL), then started again")
+@cases("server killed (SIGKILL), then started again", fast=("restore", 2))
 async def test_killed(
     llama_server: StartServer,
     reference: Reference,
@@ -204,7 +200,7 @@ async def test_killed(
         await at.all_is_well()
 
 
-@cases("server hung (SIGSTOP) until given up, then goes on")
+@cases("server hung (SIGSTOP) until given up, then goes on", fast=("save", 1))
 async def test_hung_and_goes_on(
     llama_server: StartServer,
     reference: Reference,
@@ -255,3 +251,65 @@ async def test_hung_for_good(
         await at.server.restart()
         await at.fleet.until_up()
         await at.all_is_well()
+
+
+@pytest.mark.fault("server hung (SIGSTOP) past `action_timeout`, then goes on", "saving a slot")
+async def test_a_save_that_nobody_waits_for_any_more(
+    llama_server: StartServer,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Seen,
+) -> None:
+    """What it writes after all belongs to nobody, and goes."""
+    yaml = WATCHFUL + "limits: {action_timeout: 300ms}"
+    async with scene(llama_server, reference, 1, yaml) as at:
+        await at.come_to("save", monkeypatch)
+        await at.until_down()
+        # Its lease went with the backend: only the store is told that it failed.
+        transfers = at.fleet.router.engine._transfers
+        await at.fleet.until(lambda _: "a" in transfers.orphans)
+        send(at.server, signal.SIGCONT)
+        await at.fleet.until_up()
+        record_property("client", await at.outcome())
+        await at.all_is_well()
+
+
+@pytest.mark.fault(
+    "server killed (SIGKILL), then started again", "computing two prompts; no other server"
+)
+async def test_killed_with_slots_to_spare(
+    llama_server: StartServer, reference: Reference, record_property: Seen
+) -> None:
+    """The second attempt does not run into the dead server's other slots: it waits."""
+    server = await llama_server(slots=3, ctx=3 * CTX)
+    async with running([("a", server.url)], server.kv_dir, yaml=WATCHFUL) as fleet:
+        prompts = [ids(1, PROMPT), ids(2, PROMPT)]
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(told(fleet, prompt)) for prompt in prompts]
+            await until_at_work(fleet, {"a": server})
+            server.kill()
+            await fleet.until_is("a", "down")
+            await fleet.until(lambda s: len(s["queue"]) == 2)
+            await server.restart()
+        for task, prompt in zip(asked, prompts, strict=True):
+            answer = task.result()
+            record_property("client", seen(answer))
+            assert answer is not None
+            assert await reference.wrong(answer, prompt) == ""
+        assert server.kv_dir is not None
+        await assert_consistent(fleet, [server.kv_dir])
+
+
+@pytest.mark.fault("server killed (SIGKILL), and nothing comes in its place", "computing a prompt")
+async def test_killed_for_good(llama_server: StartServer, record_property: Seen) -> None:
+    server = await llama_server(slots=2, ctx=2 * CTX)
+    yaml = LOOKS + "queue: {no_backend_wait: 300ms}"
+    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
+        asked = asyncio.get_running_loop().create_task(told(fleet, ids(1, PROMPT)))
+        await until_at_work(fleet, {"a": server})
+        server.kill()
+        outcome = seen(await asked)
+        record_property("client", outcome)
+        assert outcome == "503 with Retry-After"
+        assert seen(await told(fleet, ids(2, 50))) == outcome
+        await fleet.until_quiet()

@@ -1,0 +1,104 @@
+"""Somebody else uses a server's slots behind the router's back, and clients that leave.
+
+The servers have their RAM cache on: a request that is pinned to a busy slot then destroys the
+answer that is being generated there (docs/llama-server.md section 0.1).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from router.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.e2e.breaking import RIGHT, look, until_at_work
+from tests.e2e.consistent import assert_consistent
+from tests.e2e.conversing import saved
+from tests.e2e.prompts import Json, ids
+from tests.fleet import Answer, Fleet, read_answer, running
+
+Seen = Callable[[str, object], None]
+LONG = 1500
+CACHE = ("--cache-ram", "256")  # the last of a flag counts
+AT_LENGTH: Json = {"n_predict": 3000, "ignore_eos": True, "temperature": 0}
+
+
+async def with_cache(llama_server: StartServer, slots: int) -> LlamaServer:
+    return await llama_server(slots=slots, ctx=8192 * slots, extra_args=CACHE)
+
+
+@asynccontextmanager
+async def stranger_on(
+    fleet: Fleet, server: LlamaServer, slot: int, prompt: list[int]
+) -> AsyncIterator["asyncio.Task[Answer]"]:
+    """A request straight to the server's slot, at work; ended before the block is left."""
+    body = {"prompt": prompt, "id_slot": slot, "stream": True, **AT_LENGTH}
+
+    async def ask() -> Answer:
+        async with fleet.session.post(server.url + "/completion", json=body) as response:
+            return await read_answer(response)
+
+    task = asyncio.get_running_loop().create_task(ask())
+    await until_at_work(fleet, {"": server})
+    try:
+        yield task
+        assert (await look(fleet, server))[slot]["is_processing"], "it ended too early"
+    finally:
+        await asyncio.wait([task])
+
+
+@pytest.mark.fault(
+    "somebody else generates on a slot", "between two requests of ours", client=RIGHT
+)
+async def test_a_stranger_holds_a_slot_for_long(llama_server: StartServer) -> None:
+    """Its slot held our prompt, and is where it would go again: it goes elsewhere, and both answers
+    are as if the other was not there."""
+    server = await with_cache(llama_server, slots=2)
+    theirs = ids(50, 40)
+    async with running([("a", server.url)], server.kv_dir, yaml="policy: cheapest") as fleet:
+        alone = await fleet.complete(ids(1, LONG))
+        home = alone.slot[1]
+        await fleet.until(saved(LONG))
+        async with stranger_on(fleet, server, home, theirs) as stranger:
+            await fleet.until(lambda s: s["slots"][home]["phase"] == "draining", patience_s=20)
+            again = [await fleet.complete(ids(1, LONG) + ids(2, 30 * n)) for n in (0, 1, 2)]
+            assert {answer.slot[1] for answer in again} == {1 - home}
+        undisturbed = await expected_of(server, theirs)
+        assert stranger.result().text == undisturbed.text
+        await fleet.until_quiet()
+        assert (await fleet.complete(ids(1, LONG), id_slot=home)).text == alone.text
+        assert server.kv_dir is not None
+        await assert_consistent(fleet, [server.kv_dir])
+
+
+async def expected_of(server: LlamaServer, prompt: list[int]) -> Answer:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+        body = {"prompt": prompt, "cache_prompt": False, **AT_LENGTH}
+        async with session.post(server.url + "/completion", json=body) as response:
+            return await read_answer(response)
+
+
+@pytest.mark.fault("a client leaves a request that does not stream", "two at once, a moment apart")
+async def test_two_clients_leave_a_moment_apart(llama_server: StartServer) -> None:
+    """Looks at /slots hide leaving clients from the server, if there is more than one a second of
+    them (docs/llama-server.md section 5.6)."""
+    server = await llama_server(slots=2, ctx=2 * 32768)
+    body = AT_LENGTH | {"n_predict": 30_000}
+    async with running([("a", server.url)], None, yaml="policy: least_busy") as fleet:
+        asked = [
+            asyncio.get_running_loop().create_task(
+                fleet.post("/completion", body | {"prompt": ids(n, 20)})
+            )
+            for n in (1, 2)
+        ]
+        await fleet.until(lambda s: sum(slot["phase"] == "running" for slot in s["slots"]) == 2)
+        await until_at_work(fleet, {"": server}, 2)
+        asked[0].cancel()
+        await asyncio.sleep(0.7)  # half of the time between two looks at one slot
+        asked[1].cancel()
+        await fleet.until_quiet()
+        slots = await look(fleet, server)
+        assert all(not slot["is_processing"] for slot in slots)
+        assert all(slot["n_prompt_tokens"] < 30_000 for slot in slots)
