@@ -56,18 +56,20 @@ def send(server: LlamaServer, number: signal.Signals) -> None:
     os.kill(server.pid, number)
 
 
-async def look(fleet: Fleet, server: LlamaServer) -> list[Json]:
+async def look(session: aiohttp.ClientSession, server: LlamaServer) -> list[Json]:
     """A server's slots as it shows them."""
-    async with fleet.session.get(server.url + "/slots") as response:
+    async with session.get(server.url + "/slots") as response:
         slots: list[Json] = await response.json()
         return slots
 
 
-async def until_at_work(fleet: Fleet, servers: Mapping[str, LlamaServer], n: int = 1) -> str:
+async def until_at_work(
+    session: aiohttp.ClientSession, servers: Mapping[str, LlamaServer], n: int = 1
+) -> str:
     """The backend that has `n` slots at work, as soon as one has."""
     while True:
         for name, server in servers.items():
-            if sum(slot["is_processing"] for slot in await look(fleet, server)) >= n:
+            if sum(slot["is_processing"] for slot in await look(session, server)) >= n:
                 return name
         await asyncio.sleep(0.01)
 

@@ -55,10 +55,10 @@ async def test_restarted_as_another(
         loop = asyncio.get_running_loop()
         asked = [loop.create_task(told(fleet, ids(8, 50), id_slot=1, **streams))]
         await fleet.until(lambda s: s["slots"][1]["phase"] == "running")
-        await until_at_work(fleet, {"a": first})
+        await until_at_work(fleet.session, {"a": first})
         asked += [loop.create_task(told(fleet, prompt)) for prompt in (*prompts, *waiting)]
         await fleet.until(lambda s: len(s["queue"]) >= 3)
-        await until_at_work(fleet, {"a": first}, 2)
+        await until_at_work(fleet.session, {"a": first}, 2)
         first.kill()
         await fleet.until_is("a", "down")
         flags = {"slots": 2, "ctx": 2 * 8192, "port": first.port} | OTHERS[what]
@@ -86,11 +86,6 @@ async def test_restarted_as_another(
 
 TOO_LONG = "400: longer than the context"
 SAME_STATES = (
-    "with more slots",
-    "with fewer slots",
-    "with a shorter context",
-    "with its plain defaults",
-)
     "with more slots",
     "with fewer slots",
     "with a shorter context",

@@ -89,7 +89,7 @@ class Scene:
                 self.victim = "a"
             case "prefill":
                 self.asked = self._ask()
-                self.victim = await until_at_work(self.fleet, self.servers)
+                self.victim = await until_at_work(self.fleet.session, self.servers)
             case "stream":
                 self.prompt, self.fields = ids(1, SHORT), ENDLESS
                 self.asked = self._ask()
@@ -286,7 +286,7 @@ async def test_killed_with_slots_to_spare(
         prompts = [ids(1, PROMPT), ids(2, PROMPT)]
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(told(fleet, prompt)) for prompt in prompts]
-            await until_at_work(fleet, {"a": server})
+            await until_at_work(fleet.session, {"a": server})
             server.kill()
             await fleet.until_is("a", "down")
             await fleet.until(lambda s: len(s["queue"]) == 2)
@@ -306,7 +306,7 @@ async def test_killed_for_good(llama_server: StartServer, record_property: Seen)
     yaml = LOOKS + "queue: {no_backend_wait: 300ms}"
     async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
         asked = asyncio.get_running_loop().create_task(told(fleet, ids(1, PROMPT)))
-        await until_at_work(fleet, {"a": server})
+        await until_at_work(fleet.session, {"a": server})
         server.kill()
         outcome = seen(await asked)
         record_property("client", outcome)

@@ -41,10 +41,10 @@ async def stranger_on(
             return await read_answer(response)
 
     task = asyncio.get_running_loop().create_task(ask())
-    await until_at_work(fleet, {"": server})
+    await until_at_work(fleet.session, {"": server})
     try:
         yield task
-        assert (await look(fleet, server))[slot]["is_processing"], "it ended too early"
+        assert (await look(fleet.session, server))[slot]["is_processing"], "it ended too early"
     finally:
         await asyncio.wait([task])
 
@@ -94,11 +94,11 @@ async def test_two_clients_leave_a_moment_apart(llama_server: StartServer) -> No
             for n in (1, 2)
         ]
         await fleet.until(lambda s: sum(slot["phase"] == "running" for slot in s["slots"]) == 2)
-        await until_at_work(fleet, {"": server}, 2)
+        await until_at_work(fleet.session, {"": server}, 2)
         asked[0].cancel()
         await asyncio.sleep(0.7)  # half of the time between two looks at one slot
         asked[1].cancel()
         await fleet.until_quiet()
-        slots = await look(fleet, server)
+        slots = await look(fleet.session, server)
         assert all(not slot["is_processing"] for slot in slots)
         assert all(slot["n_prompt_tokens"] < 30_000 for slot in slots)
