@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from router.demo.launcher import free_port
 from tests.conftest import StartServer
 from tests.e2e.breaking import BROKEN_OFF, RIGHT, Reference, seen, told, until_at_work
 from tests.e2e.consistent import assert_consistent
-from tests.e2e.conversing import saved
+from tests.e2e.conversing import kept_busy, saved
 from tests.e2e.prompts import ids
 from tests.fleet import running
 
@@ -73,13 +74,13 @@ async def test_restarted_as_another(
         assert outcomes[1:3] == [TOO_LONG if short else RIGHT] * 2
         assert outcomes[3:] == [RIGHT] * 3
         await fleet.until_quiet()
-        reference = Reference(second)
+        same = Reference(second)
         for answer, prompt in zip(answers[1:], (*prompts, *waiting), strict=True):
             if answer is not None and answer.status == 200:
-                assert await reference.wrong(answer, prompt) == ""
+                assert await same.wrong(answer, prompt) == ""
         again = await told(fleet, ids(9, LONG))
         assert again is not None
-        assert await reference.wrong(again, ids(9, LONG)) == ""
+        assert await same.wrong(again, ids(9, LONG)) == ""
         assert (again.source == "snapshot") is (what in SAME_STATES)
         await assert_consistent(fleet, [first.kv_dir])
 
@@ -91,3 +92,30 @@ SAME_STATES = (
     "with a shorter context",
     "with its plain defaults",
 )
+
+
+@pytest.mark.fault("router started before its servers", "none there, then one, then both")
+async def test_start_order_does_not_matter(
+    llama_server: StartServer, reference: Reference, tmp_path: Path, record_property: Seen
+) -> None:
+    """A request that came before any server is answered; the one that comes last serves as well."""
+    backends = [(name, f"http://127.0.0.1:{free_port()}") for name in "ab"]
+    ports = [int(url.rpartition(":")[2]) for _, url in backends]
+    async with running(backends, tmp_path / "kv", yaml=WATCHFUL, wait_for=[]) as fleet:
+        early = asyncio.get_running_loop().create_task(told(fleet, ids(1, LONG)))
+        await fleet.until(lambda s: s["waiting_for_backend"] == 1)
+        await llama_server(slots=1, port=ports[0])
+        answer = await early
+        assert answer is not None
+        assert await reference.wrong(answer, ids(1, LONG)) == ""
+        assert answer.slot[0] == "a"
+        await fleet.until(saved(LONG))
+        await llama_server(slots=1, port=ports[1])
+        await fleet.until_up("a", "b")
+        async with kept_busy(fleet, ids(1, LONG) + ids(2, 5), ("a", 0), 2000):
+            other = await told(fleet, ids(1, LONG))
+        assert other is not None
+        assert (other.slot[0], other.source) == ("b", "snapshot")
+        assert await reference.wrong(other, ids(1, LONG)) == ""
+        record_property("client", RIGHT)
+        await assert_consistent(fleet, [tmp_path / "kv"])

@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import pytest
-import pytest_asyncio
 
 from router.demo.launcher import LlamaServer
-from tests.conftest import START_TIMEOUT_S, StartServer
+from tests.conftest import StartServer
 from tests.e2e.breaking import (
     BROKEN_OFF,
     RIGHT,
@@ -28,7 +27,6 @@ from tests.e2e.consistent import assert_consistent
 from tests.e2e.conversing import saved
 from tests.e2e.prompts import ids
 from tests.fleet import Answer, Fleet, Json, running
-from tests.models import tiny_model
 
 Seen = Callable[[str, object], None]
 
@@ -53,14 +51,6 @@ WHEN = {
     "restore": "restoring a slot",
 }
 F = TypeVar("F", bound=Callable[..., object])
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def reference(server_argv: list[str]) -> AsyncIterator[Reference]:
-    model = tiny_model("llama").path
-    server = LlamaServer(model, slots=1, ctx=CTX, argv=server_argv, start_timeout_s=START_TIMEOUT_S)
-    async with server:
-        yield Reference(server)
 
 
 class Scene:

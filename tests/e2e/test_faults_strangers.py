@@ -13,7 +13,7 @@ import pytest
 
 from router.demo.launcher import LlamaServer
 from tests.conftest import StartServer
-from tests.e2e.breaking import RIGHT, look, until_at_work
+from tests.e2e.breaking import RIGHT, Reference, look, told, until_at_work
 from tests.e2e.consistent import assert_consistent
 from tests.e2e.conversing import saved
 from tests.e2e.prompts import Json, ids
@@ -80,7 +80,59 @@ async def expected_of(server: LlamaServer, prompt: list[int]) -> Answer:
             return await read_answer(response)
 
 
-@pytest.mark.fault("a client leaves a request that does not stream", "two at once, a moment apart")
+async def act(fleet: Fleet, server: LlamaServer, action: str, name: str = "x") -> None:
+    """An action on slot 0, past the router."""
+    url = f"{server.url}/slots/0?action={action}"
+    async with fleet.session.post(url, json={"filename": name}) as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(
+            what,
+            marks=pytest.mark.fault(
+                f"somebody else {what} a slot", "between two requests of ours", client=RIGHT
+            ),
+        )
+        for what in ("fills", "erases", "restores into")
+    ],
+)
+async def test_a_stranger_changes_what_a_slot_holds(
+    llama_server: StartServer, reference: Reference, what: str
+) -> None:
+    """What the router believes is wrong then. The answer is right, it is noticed by what the server
+    says it had cached, and the next one is planned by what is there."""
+    server = await llama_server(slots=1, ctx=8192)
+    assert server.kv_dir is not None
+    ours, theirs = ids(1, LONG), ids(50, 700)
+    yaml = "store: {max_bytes: 0}"  # nothing but the slot itself has it
+    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
+        if what == "restores into":
+            body = {"prompt": theirs, "id_slot": 0, "n_predict": 0}
+            async with fleet.session.post(server.url + "/completion", json=body) as response:
+                assert response.status == 200
+            await act(fleet, server, "save", "theirs")
+        assert (await fleet.complete(ours)).cached == 0
+        if what == "fills":
+            body = {"prompt": theirs, "id_slot": 0, "n_predict": 4}
+            async with fleet.session.post(server.url + "/completion", json=body) as response:
+                assert response.status == 200
+        else:
+            await act(fleet, server, "erase" if what == "erases" else "restore", "theirs")
+        answers = [await told(fleet, ours) for _ in range(2)]
+        cached = []
+        for answer in answers:
+            assert answer is not None
+            assert await reference.wrong(answer, ours) == ""
+            cached.append(answer.cached)
+        assert cached == [0, LONG - 1]
+        missed = await fleet.metrics()
+        assert sum(v for k, v in missed.items() if "overestimated" in k and "created" not in k) > 0
+
+
+@pytest.mark.fault("a client leaves a request that does not stream", "another one a moment later")
 async def test_two_clients_leave_a_moment_apart(llama_server: StartServer) -> None:
     """Looks at /slots hide leaving clients from the server, if there is more than one a second of
     them (docs/llama-server.md section 5.6)."""
