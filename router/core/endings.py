@@ -4,8 +4,8 @@ from collections import deque
 
 from router.core import events as ev
 from router.core.account import avoided_s
-from router.core.effects import Account, SaveReason, Watch
-from router.core.jobs import Job, SaveStep, Stage
+from router.core.effects import Account, SaveReason, StopWork, Watch
+from router.core.jobs import Job, PrefillStep, SaveStep, Stage
 from router.core.residency import after_answer, after_either, after_finish, after_quiet
 from router.core.slots import UNKNOWN, Resident, Slot
 from router.core.state import State
@@ -42,6 +42,8 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
 def _leave_to_itself(state: State, job: Job, backend: BackendId, now: float) -> None:
     """End a job whose backend is gone. A save elsewhere that is under way for it keeps its slot."""
     step, saving = job.doing, None
+    if isinstance(step, PrefillStep):
+        state.out.append(StopWork(job.id))  # if it hangs, it would go on for nobody
     if isinstance(step, SaveStep) and step.slot.backend != backend:
         saving = job.lease_of(step.slot)
     job.others = [lease for lease in job.others if lease != saving]

@@ -271,7 +271,7 @@ async def test_killed_with_slots_to_spare(
     llama_server: StartServer, reference: Reference, record_property: Seen
 ) -> None:
     """The second attempt does not run into the dead server's other slots: it waits."""
-    server = await llama_server(slots=3, ctx=3 * CTX)
+    server = await llama_server(slots=8, ctx=8 * CTX)
     async with running([("a", server.url)], server.kv_dir, yaml=WATCHFUL) as fleet:
         prompts = [ids(1, PROMPT), ids(2, PROMPT)]
         async with asyncio.TaskGroup() as group:

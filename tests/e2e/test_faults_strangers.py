@@ -7,15 +7,17 @@ answer that is being generated there (docs/llama-server.md section 0.1).
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 import pytest
 
+from router.adapters.llama_client import LlamaClient
 from router.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.e2e.breaking import RIGHT, Reference, look, told, until_at_work
-from tests.e2e.consistent import assert_consistent
-from tests.e2e.conversing import saved
+from tests.e2e.consistent import TOLD, assert_consistent
+from tests.e2e.conversing import differs_in_earnest, saved
 from tests.e2e.prompts import Json, ids
 from tests.fleet import Answer, Fleet, read_answer, running
 
@@ -23,6 +25,22 @@ Seen = Callable[[str, object], None]
 LONG = 1500
 CACHE = ("--cache-ram", "256")  # the last of a flag counts
 AT_LENGTH: Json = {"n_predict": 3000, "ignore_eos": True, "temperature": 0}
+
+
+def note_actions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slots on which the router does anything but send a client's request."""
+    slots: list[int] = []
+
+    def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        async def act(self: LlamaClient, slot: int, *args: object) -> object:
+            slots.append(slot)
+            return await plain(self, slot, *args)
+
+        return act
+
+    for name in ("save", "restore", "erase", "prefill"):
+        monkeypatch.setattr(LlamaClient, name, noting(getattr(LlamaClient, name)))
+    return slots
 
 
 async def with_cache(llama_server: StartServer, slots: int) -> LlamaServer:
@@ -34,7 +52,7 @@ async def stranger_on(
     fleet: Fleet, server: LlamaServer, slot: int, prompt: list[int]
 ) -> AsyncIterator["asyncio.Task[Answer]"]:
     """A request straight to the server's slot, at work; ended before the block is left."""
-    body = {"prompt": prompt, "id_slot": slot, "stream": True, **AT_LENGTH}
+    body = {"prompt": prompt, "id_slot": slot, "stream": True, **AT_LENGTH, **TOLD}
 
     async def ask() -> Answer:
         async with fleet.session.post(server.url + "/completion", json=body) as response:
@@ -52,9 +70,12 @@ async def stranger_on(
 @pytest.mark.fault(
     "somebody else generates on a slot", "between two requests of ours", client=RIGHT
 )
-async def test_a_stranger_holds_a_slot_for_long(llama_server: StartServer) -> None:
+async def test_a_stranger_holds_a_slot_for_long(
+    llama_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its slot held our prompt, and is where it would go again: it goes elsewhere, and both answers
     are as if the other was not there."""
+    acted_on = note_actions(monkeypatch)
     server = await with_cache(llama_server, slots=2)
     theirs = ids(50, 40)
     async with running([("a", server.url)], server.kv_dir, yaml="policy: cheapest") as fleet:
@@ -63,10 +84,12 @@ async def test_a_stranger_holds_a_slot_for_long(llama_server: StartServer) -> No
         await fleet.until(saved(LONG))
         async with stranger_on(fleet, server, home, theirs) as stranger:
             await fleet.until(lambda s: s["slots"][home]["phase"] == "draining", patience_s=20)
+            acted_on.clear()
             again = [await fleet.complete(ids(1, LONG) + ids(2, 30 * n)) for n in (0, 1, 2)]
             assert {answer.slot[1] for answer in again} == {1 - home}
+            assert set(acted_on) == {1 - home}
         undisturbed = await expected_of(server, theirs)
-        assert stranger.result().text == undisturbed.text
+        assert differs_in_earnest(stranger.result(), undisturbed) == ""
         await fleet.until_quiet()
         assert (await fleet.complete(ids(1, LONG), id_slot=home)).text == alone.text
         assert server.kv_dir is not None
@@ -75,7 +98,7 @@ async def test_a_stranger_holds_a_slot_for_long(llama_server: StartServer) -> No
 
 async def expected_of(server: LlamaServer, prompt: list[int]) -> Answer:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-        body = {"prompt": prompt, "cache_prompt": False, **AT_LENGTH}
+        body = {"prompt": prompt, "cache_prompt": False, **AT_LENGTH, **TOLD}
         async with session.post(server.url + "/completion", json=body) as response:
             return await read_answer(response)
 
