@@ -52,7 +52,7 @@ async def test_restarted_as_another(
     async with running([("a", first.url)], first.kv_dir, yaml=yaml) as fleet:
         await fleet.complete(ids(9, LONG))
         await fleet.until(saved(LONG))
-        streams = {"stream": True, "n_predict": 500, "ignore_eos": True}
+        streams = {"stream": True, "n_predict": 5000, "ignore_eos": True}
         loop = asyncio.get_running_loop()
         asked = [loop.create_task(told(fleet, ids(8, 50), id_slot=1, **streams))]
         await fleet.until(lambda s: s["slots"][1]["phase"] == "running")
