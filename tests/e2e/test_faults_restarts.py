@@ -34,7 +34,7 @@ OTHERS: dict[str, Any] = {
 
 
 def change(what: str) -> object:
-    slow = [] if what in ("with fewer slots", "with another model") else [pytest.mark.slow]
+    slow = [] if what == "with fewer slots" else [pytest.mark.slow]
     mark = pytest.mark.fault(f"server restarted {what}", "answering, streaming, and with a queue")
     return pytest.param(what, marks=[mark, *slow], id=what.replace(" ", "-"))
 

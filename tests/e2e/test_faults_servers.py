@@ -152,7 +152,7 @@ async def scene(
         yield Scene(fleet, servers, reference)
 
 
-def cases(what: str, fast: tuple[str, int]) -> Callable[[F], F]:
+def cases(what: str, fast: tuple[str, int] | None = None) -> Callable[[F], F]:
     """Each moment with a second server and without; all but `fast` are slow."""
     made = []
     for n_servers, others in ((2, "another server is up"), (1, "no other server")):
@@ -190,7 +190,7 @@ async def test_killed(
         await at.all_is_well()
 
 
-@cases("server hung (SIGSTOP) until given up, then goes on", fast=("save", 1))
+@cases("server hung (SIGSTOP) until given up, then goes on")
 async def test_hung_and_goes_on(
     llama_server: StartServer,
     reference: Reference,
@@ -264,6 +264,7 @@ async def test_a_save_that_nobody_waits_for_any_more(
         await at.all_is_well()
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "server killed (SIGKILL), then started again", "computing two prompts; no other server"
 )

@@ -115,9 +115,12 @@ async def act(fleet: Fleet, server: LlamaServer, action: str, name: str = "x") -
     [
         pytest.param(
             what,
-            marks=pytest.mark.fault(
-                f"somebody else {what} a slot", "between two requests of ours", client=RIGHT
-            ),
+            marks=[
+                pytest.mark.fault(
+                    f"somebody else {what} a slot", "between two requests of ours", client=RIGHT
+                ),
+                *([] if what == "fills" else [pytest.mark.slow]),
+            ],
         )
         for what in ("fills", "erases", "restores into")
     ],
