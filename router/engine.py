@@ -23,7 +23,7 @@ from router.core.planner import plan as make_plan
 from router.core.policy import Policy
 from router.core.queue import QueueLimits
 from router.core.scheduler import Scheduler
-from router.core.slots import Phase
+from router.core.slots import Phase, Slot
 from router.core.tenancy import model_of
 from router.errors import BackendError
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
@@ -41,12 +41,13 @@ from router.types import (
     Request,
     RequestId,
     RequestRecord,
+    SlotId,
     SlotStatus,
     Snapshot,
     SnapshotId,
     Stats,
 )
-from router.watching import find_start, wait_quiet, wait_started
+from router.watching import Lookout, find_busy, find_start, wait_quiet, wait_started
 
 log = structlog.get_logger(__name__)
 
@@ -101,6 +102,7 @@ class Engine:
         self._wakeup: asyncio.TimerHandle | None = None
         self._alarm_due = False
         self._closed = False
+        self._lookout = Lookout(backends)
         self._calm = asyncio.Event()  # set while no job is under way
         self._calm.set()
 
@@ -146,13 +148,19 @@ class Engine:
 
     def backend_up(self, info: BackendInfo, slots: tuple[SlotStatus, ...]) -> None:
         """A backend can be used from now on."""
+        self._tasks.spawn(self._transfers.tidy(info.id), name=f"tidy {info.id}")
         self._feed(ev.BackendUp(info, slots))
 
     def borrow(self, backend: BackendId) -> set[int]:
         """Idle slots to try a backend in, nobody else's until `probed` or `backend_down`."""
         self._feed(ev.ProbeDue(backend))
-        slots = self._scheduler.state.fleet.slots.of(backend)
-        return {slot.id.index for slot in slots if slot.holder == probe_name(backend)}
+        return {
+            slot.id.index for slot in self._slots_of(backend) if slot.holder == probe_name(backend)
+        }
+
+    def look_around(self, backend: BackendId) -> None:
+        """See in the background whether somebody else uses slots that are idle to us."""
+        self._tasks.spawn(self._look_around(backend), name=f"look around {backend}")
 
     def probed(self, info: BackendInfo) -> None:
         """A backend was tried out in the slots that were borrowed; they come back."""
@@ -369,7 +377,7 @@ class Engine:
             self._feed(ev.PrefillFailed(effect.request, str(error)))
         except asyncio.CancelledError:
             # The client left: the connection is closed, and the slot free once the server knows.
-            await self._wait_quiet(effect.request, backend, effect.slot.index)
+            await self._wait_quiet(effect.request, effect.slot)
             self._feed(ev.PrefillFailed(effect.request, "the client left"))
         else:
             self._feed(ev.Prefilled(effect.request, reported))
@@ -377,17 +385,22 @@ class Engine:
             self._prefills.pop(effect.request, None)
 
     async def _watch(self, effect: ef.Watch) -> None:
-        slot, backend = effect.slot, self._backends[effect.slot.backend]
-        n_tokens = await self._wait_quiet(
-            effect.request, backend, slot.index, settled=effect.settled
-        )
+        n_tokens = await self._wait_quiet(effect.request, effect.slot, settled=effect.settled)
         self._feed(ev.Quiet(effect.request, n_tokens))
 
     async def _wait_quiet(
-        self, request: RequestId, backend: Backend, index: int, *, settled: bool = False
+        self, request: RequestId, slot: SlotId, *, settled: bool = False
     ) -> int | None:
-        jobs = self._scheduler.state.jobs
-        return await wait_quiet(backend, index, lambda: request in jobs, settled=settled)
+        jobs, looks = self._scheduler.state.jobs, self._lookout.at(slot.backend)
+        return await wait_quiet(looks, slot.index, lambda: request in jobs, settled=settled)
+
+    async def _look_around(self, backend: BackendId) -> None:
+        idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
+        if found := await find_busy(self._lookout.at(backend), idle):
+            self._feed(ev.FoundBusy(found))
+
+    def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
+        return tuple(self._scheduler.state.fleet.slots.of(backend))
 
     async def _place(self, effect: ef.Dispatch, future: asyncio.Future[Grant]) -> None:
         """Send a request that the server may place, find out where it runs, open the gate."""
@@ -395,8 +408,11 @@ class Engine:
         backend = self._backends[slot.backend]
 
         def at_work(*phases: Phase) -> set[int]:
-            slots = self._scheduler.state.fleet.slots.of(slot.backend)
-            return {s.id.index for s in slots if s.phase in phases and s.holder != request}
+            return {
+                s.id.index
+                for s in self._slots_of(slot.backend)
+                if s.phase in phases and s.holder != request
+            }
 
         def gated() -> bool:
             job = self._scheduler.state.jobs.get(request)

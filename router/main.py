@@ -221,6 +221,7 @@ async def build(
                 borrow=engine.borrow,
                 on_probed=lambda attached: engine.probed(attached.info),
                 prepare=vocabularies.prepare,
+                look_around=engine.look_around,
             )
 
         def stats() -> Stats:

@@ -5,13 +5,13 @@ Knows no slots' owners and no plans; whatever fails is told as an event, never r
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.core import effects as ef
 from router.core import events as ev
-from router.errors import BackendError, KvError, KvFileError
+from router.errors import BackendError, BackendTimeoutError, KvError, KvFileError
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
-from router.types import BackendId, BackendInfo, Snapshot
+from router.types import BackendId, BackendInfo, Place, Snapshot
 
 _NO_STORE = "no store"
 
@@ -24,6 +24,8 @@ class Transfers:
     store: SnapshotStore | None
     clock: Clock
     telemetry: Telemetry
+    # Files that a backend may still write: it was asked to, and did not answer in time.
+    orphans: dict[BackendId, list[tuple[Place, str]]] = field(default_factory=dict)
 
     async def save(self, effect: ef.Save, info: BackendInfo | None) -> ev.Event:
         """Let the backend write a slot to a file, and make a snapshot of it."""
@@ -35,14 +37,25 @@ class Transfers:
             transfer = await self.backends[slot.backend].save(slot.index, name)
             staged = await self.store.verify(info.place, name, transfer.size_bytes)
             snapshot = await self.store.commit(staged, effect.namespace)
+            await self.tidy(slot.backend)
         except (BackendError, KvError) as error:
             with suppress(KvError):
                 await self.store.discard(info.place, name)
+            if isinstance(error, BackendTimeoutError):
+                self.orphans.setdefault(slot.backend, []).append((info.place, name))
             self.telemetry.saved(slot, effect.reason, None, str(error))
             return ev.SaveFailed(effect.request, slot, str(error))
         self.telemetry.saved(slot, effect.reason, transfer, "")
         handling_s = max(self.clock.now() - start - transfer.seconds, 0.0)
         return ev.Saved(effect.request, slot, snapshot, transfer.seconds, handling_s)
+
+    async def tidy(self, backend: BackendId) -> None:
+        """The backend does what it is asked again, and actions one after the other: what it still
+        had to write is written. It belongs to nobody."""
+        for place, name in self.orphans.pop(backend, ()):
+            with suppress(KvError):
+                assert self.store is not None
+                await self.store.discard(place, name)
 
     async def restore(self, effect: ef.Restore, info: BackendInfo | None) -> ev.Event:
         """Let the backend read a snapshot into a slot, rewritten for it where that is needed."""

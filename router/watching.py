@@ -1,14 +1,17 @@
 """Looks at a backend's slots: is one idle again, has a request started, and where.
 
 Each look is a `GET /slots`, which a backend answers between two batches. More than one a second
-for long hides leaving clients from it (llama-server.md section 5.6), so looks are few.
+for long hides leaving clients from it (llama-server.md section 5.6), so looks are few, and those
+who wait for slots of the same backend share them.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf
 
 from router.errors import BackendError, BackendRefusedError
 from router.ports import Backend
+from router.types import BackendId, SlotId, SlotStatus
 
 # After a client left. The first two see a server that was about to finish anyway; the rest stay
 # under one a second, or the server would not notice that nobody reads a plain answer.
@@ -21,8 +24,60 @@ _LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 _LAUNCHED_WITHIN = 40
 
 
+class Looks:
+    """Those that are shared, at one backend. One event loop."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.watchers = 0  # who wait for a slot to be idle
+        self.backend = backend
+        self._lock = asyncio.Lock()
+        self._at = -inf  # loop time
+        self._seen: list[SlotStatus] = []
+
+    async def after(self, delay_s: float) -> list[SlotStatus]:
+        """What is seen in so many seconds, or was by somebody else since this was asked. Raises
+        BackendError."""
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        async with self._lock:
+            if self._at < asked:
+                began = loop.time()
+                self._seen = await self.backend.slots()
+                self._at = began
+            return self._seen
+
+
+class Lookout:
+    """Looks at all backends, which may come and go."""
+
+    def __init__(self, backends: Mapping[BackendId, Backend]) -> None:
+        self._backends = backends
+        self._looks: dict[BackendId, Looks] = {}
+
+    def at(self, name: BackendId) -> Looks:
+        """Those at one backend. Raises KeyError."""
+        known, backend = self._looks.get(name), self._backends[name]
+        if known is None or known.backend is not backend:
+            known = self._looks[name] = Looks(backend)
+        return known
+
+
+async def find_busy(looks: Looks, idle: Mapping[SlotId, int]) -> dict[SlotId, int]:
+    """Those of `idle`, all of one backend, that are at work. Nobody looks while others wait for
+    the server to come to rest, and none is found if it does not answer."""
+    if not idle or looks.watchers:
+        return {}
+    try:
+        busy = {status.index for status in await looks.after(0.0) if status.is_processing}
+    except BackendError:
+        return {}
+    return {slot: generation for slot, generation in idle.items() if slot.index in busy}
+
+
 async def wait_quiet(
-    backend: Backend, slot: int, concerned: Callable[[], bool], *, settled: bool = False
+    looks: Looks, slot: int, concerned: Callable[[], bool], *, settled: bool = False
 ) -> int | None:
     """Returns when a slot is idle, with the tokens it holds; None if that cannot be known, or
     concerns nobody any more.
@@ -30,14 +85,24 @@ async def wait_quiet(
     Unless it is settled, two looks have to agree: at the first, the request may still be in the
     server's queue.
     """
-    idle_seen = 1 if settled else 0
-    looks = 0
+    looks.watchers += 1
+    try:
+        return await _wait_quiet(looks, slot, concerned, settled)
+    finally:
+        looks.watchers -= 1
+
+
+async def _wait_quiet(
+    looks: Looks, slot: int, concerned: Callable[[], bool], settled: bool
+) -> int | None:
+    idle_seen, n = (1 if settled else 0), 0
     while concerned():
-        if not settled or looks:
-            await asyncio.sleep(_QUIET_DELAYS_S[min(looks, len(_QUIET_DELAYS_S) - 1)])
-        looks += 1
+        # Quick ones of many who leave one after the other would never let the server come to rest.
+        step = min(n, len(_QUIET_DELAYS_S) - 1) if looks.watchers == 1 else -1
+        delay_s = 0.0 if settled and not n else _QUIET_DELAYS_S[step]
+        n += 1
         try:
-            statuses = await backend.slots()
+            statuses = await looks.after(delay_s)
         except BackendRefusedError:  # started with --no-slots
             await asyncio.sleep(_BLIND_S)
             return None

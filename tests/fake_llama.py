@@ -333,6 +333,11 @@ class FakeLlama:
         async with self._leased(answer.pinned, answer.prompt) as slot:
             if self.faults.hang:
                 await asyncio.Event().wait()
+            if self.faults.says is not None:
+                assert request.transport is not None
+                request.transport.write(self.faults.says)
+                request.transport.close()  # what was written goes out first
+                await asyncio.Event().wait()
             if self.faults.die_at_once:
                 await _break(request)
             if answer.stream:  # headers come before the prefill, as with the real one

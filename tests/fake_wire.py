@@ -25,6 +25,7 @@ class Faults:
     loading: bool = False  # 503 on every route (section 5.5)
     hang: bool = False  # completions never answer a byte
     die_at_once: bool = False  # the connection of a completion breaks before any byte
+    says: bytes | None = None  # raw, instead of a completion's answer; then the connection breaks
     die_after_chunks: int | None = None  # the connection breaks after so many tokens of a stream
     hang_after_chunks: int | None = None  # nothing comes after so many tokens of a stream
     padding_bytes: int = 0  # a comment of this size goes out before each token of a stream

@@ -11,7 +11,7 @@ import pytest
 
 from router.core import effects as ef
 from router.core import events as ev
-from router.errors import BackendRefusedError, KvError, KvFileError
+from router.errors import BackendRefusedError, BackendTimeoutError, KvError, KvFileError
 from router.transfers import Transfers
 from router.types import StagedFile, StateShape, Transfer
 from tests.core.build import A0, NS, A, R, backend, run_of, snapshot
@@ -149,3 +149,17 @@ async def test_a_backend_that_refuses_is_no_bad_file() -> None:
     world = World(open=KvFileError("no"))
     event = await world.transfers().restore(ef.Restore(R, A0, LONG), backend())
     assert event == ev.RestoreFailed(R, LONG.id, "no", ev.Blame.FILE)
+
+
+async def test_what_a_backend_writes_too_late_is_removed_when_it_works_again() -> None:
+    """It may write the file long after the router stopped waiting, and then it is nobody's."""
+    world = World(save=BackendTimeoutError("late"))
+    transfers = world.transfers()
+    await transfers.save(SAVE, backend("a"))
+    assert world.said.count(("discard", "staged")) == 1
+
+    world.fails.clear()
+    await transfers.save(SAVE, backend("a"))
+    assert world.said[-2:] == [("commit", "staged"), ("discard", "staged")]
+    await transfers.tidy(A)
+    assert world.said.count(("discard", "staged")) == 2

@@ -1,13 +1,14 @@
 """What a look at `/slots` tells: scripted answers, one for each look."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 
 from router.errors import BackendError, BackendRefusedError
 from router.tokens import Tokens
-from router.types import Reported, SlotStatus, Transfer
-from router.watching import find_start, wait_quiet, wait_started
+from router.types import BackendId, Reported, SlotId, SlotStatus, Transfer
+from router.watching import Lookout, Looks, find_busy, find_start, wait_quiet, wait_started
 
 NO_SLOTS = BackendRefusedError("not supported", backend_status=501)
 DOWN = BackendError("down")
@@ -47,33 +48,33 @@ def yes() -> bool:
 
 async def test_idle_is_believed_when_seen_twice() -> None:
     backend = Scripted([{0}, set(), set()])
-    assert await wait_quiet(backend, 0, yes) == 7
+    assert await wait_quiet(Looks(backend), 0, yes) == 7
     assert backend.looked == 3
 
 
 async def test_after_a_complete_answer_one_look_is_enough() -> None:
     backend = Scripted([set()])
-    assert await wait_quiet(backend, 0, yes, settled=True) == 7
+    assert await wait_quiet(Looks(backend), 0, yes, settled=True) == 7
     assert backend.looked == 1
 
 
 async def test_a_backend_that_does_not_answer_is_not_idle() -> None:
     backend = Scripted([DOWN, set(), set()])
-    assert await wait_quiet(backend, 1, yes) == 7
+    assert await wait_quiet(Looks(backend), 1, yes) == 7
     assert backend.looked == 3
 
 
 async def test_nobody_is_concerned_any_more() -> None:
-    assert await wait_quiet(Scripted([{0}]), 0, lambda: False) is None
+    assert await wait_quiet(Looks(Scripted([{0}])), 0, lambda: False) is None
 
 
 async def test_a_slot_that_is_gone() -> None:
-    assert await wait_quiet(Scripted([set()]), 5, yes) is None
+    assert await wait_quiet(Looks(Scripted([set()])), 5, yes) is None
 
 
 async def test_without_slots_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.watching._BLIND_S", 0.0)
-    assert await wait_quiet(Scripted([NO_SLOTS]), 0, yes) is None
+    assert await wait_quiet(Looks(Scripted([NO_SLOTS])), 0, yes) is None
     assert await find_start(Scripted([NO_SLOTS]), 0, set, yes) is None
 
 
@@ -107,3 +108,43 @@ async def test_a_request_is_found_where_nobody_else_works() -> None:
 async def test_a_request_that_ended_unseen() -> None:
     backend = Scripted([set()])
     assert await find_start(backend, 0, set, lambda: backend.looked < 3) is None
+
+
+async def test_those_who_wait_share_their_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with looks of their own would keep the server from noticing that their clients left."""
+    monkeypatch.setattr("router.watching._QUIET_DELAYS_S", (0.01, 0.02, 0.2))
+    backend = Scripted([{0, 1}, set(), set()])
+    looks = Looks(backend)
+    seen = await asyncio.gather(wait_quiet(looks, 0, yes), wait_quiet(looks, 1, yes))
+
+    assert list(seen) == [7, 7]
+    assert backend.looked == 3
+    assert looks.watchers == 0
+
+
+async def test_strangers_are_slots_that_are_busy_and_ours_idle() -> None:
+    looks = Looks(Scripted([{1}]))
+    one, two = SlotId(BackendId("a"), 0), SlotId(BackendId("a"), 1)
+
+    assert await find_busy(looks, {one: 3, two: 4}) == {two: 4}
+    assert await find_busy(looks, {one: 3}) == {}
+    assert await find_busy(Looks(Scripted([DOWN])), {two: 4}) == {}
+    assert await find_busy(Looks(Scripted([NO_SLOTS])), {two: 4}) == {}
+
+
+async def test_nobody_looks_around_while_others_wait() -> None:
+    backend = Scripted([{1}])
+    looks = Looks(backend)
+    looks.watchers = 1
+
+    assert await find_busy(looks, {SlotId(BackendId("a"), 1): 4}) == {}
+    assert backend.looked == 0
+
+
+async def test_another_process_under_the_same_name_is_looked_at_itself() -> None:
+    backends = {BackendId("a"): Scripted([set()])}
+    lookout = Lookout(backends)
+    first = lookout.at(BackendId("a"))
+    assert lookout.at(BackendId("a")) is first
+    backends[BackendId("a")] = Scripted([set()])
+    assert lookout.at(BackendId("a")) is not first

@@ -129,6 +129,7 @@ class LlamaClient:
         self.id = backend
         self.url = url
         self.relaying = 0  # clients' requests that are with the server now
+        self._unanswered: set[_Relaying] = set()  # those that would go elsewhere, if it hangs
         self._quiet: asyncio.Event | None = None  # those who wait until there are none
         self._pool = connections.pool(url, timeouts.connect_s)
         self._timeouts = timeouts
@@ -255,18 +256,30 @@ class LlamaClient:
         return reply.top_logprobs_from(payload)
 
     def relay(
-        self, method: str, path: str, headers: Sequence[Header], body: bytes | None
+        self,
+        method: str,
+        path: str,
+        headers: Sequence[Header],
+        body: bytes | None,
+        *,
+        yields: bool = False,
     ) -> "_Relaying":
         """A client's request. `async with` gives the response, its headers and first bytes in.
 
         `path` is raw, query included. Entering raises BackendError; the connection is closed on
-        exit unless the response was read to its end.
+        exit unless the response was read to its end. `yields`: `give_up` concerns it.
         """
         if self._authorization:
             kept = [header for header in headers if header[0].lower() != b"authorization"]
             headers = [*kept, self._authorization]
         asked = self._pool.request(method, path, headers, body, self._timeouts.first_byte_s)
-        return _Relaying(self, asked)
+        return _Relaying(self, asked, self._unanswered if yields else set())
+
+    def give_up(self) -> None:
+        """The server does not answer: nor will it what it was asked and has not begun to answer.
+        Raises BackendError in those who wait for it and said that they would yield."""
+        for relaying in tuple(self._unanswered):
+            relaying.give_up()
 
     def relayed(self) -> None:
         """One of `relaying` is over."""
@@ -286,20 +299,44 @@ class LlamaClient:
 class _Relaying:
     """A class and no generator: every request of a client goes through it."""
 
-    def __init__(self, client: LlamaClient, asked: Coroutine[Any, Any, Response]) -> None:
+    def __init__(
+        self,
+        client: LlamaClient,
+        asked: Coroutine[Any, Any, Response],
+        unanswered: "set[_Relaying]",
+    ) -> None:
         self._client = client
         self._asked = asked
+        self._unanswered = unanswered
+        self._task: asyncio.Task[Any] | None = None
+        self._given_up = False
         self._response: Response | None = None
+
+    def give_up(self) -> None:
+        """Wait no longer for the first byte."""
+        if self._task is not None and not self._given_up:
+            self._given_up = True
+            self._task.cancel()
 
     async def __aenter__(self) -> RelayedResponse:
         self._client.relaying += 1
+        self._task = asyncio.current_task()
+        self._unanswered.add(self)
         try:
             with _our_errors():
                 self._response = await self._asked
-        except BaseException:
+        except BaseException as error:
             self._client.relayed()
+            if isinstance(error, asyncio.CancelledError) and self._is_ours():
+                raise BackendError("the backend went away") from error
             raise
+        finally:
+            self._unanswered.discard(self)
         return RelayedResponse(self._response)
+
+    def _is_ours(self) -> bool:
+        """Nobody but `give_up` has cancelled it; the client may have left in the same moment."""
+        return self._given_up and self._task is not None and self._task.uncancel() == 0
 
     async def __aexit__(self, *_: object) -> None:
         self._client.relayed()

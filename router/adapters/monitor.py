@@ -24,6 +24,9 @@ log = structlog.get_logger(__name__)
 # many looks, 20 s by default: often enough for the day, too seldom for anybody to notice that one
 # or two slots are away for the second that it takes.
 _PROBE_AGAIN_LOOKS = 10
+# More than one look at the slots a second, and a server does not notice that a client left
+# (llama-server.md section 5.6).
+_LOOK_AROUND_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Monitor:
         borrow: Callable[[BackendId], Collection[int]],
         on_probed: Callable[[Attached], None],
         prepare: Callable[[LlamaClient, Props, Namespace], Awaitable[None]],
+        look_around: Callable[[BackendId], None],
     ) -> None:
         self.client = client
         self.attached: Attached | None = None
@@ -87,15 +91,31 @@ class Monitor:
         self._on_probed = on_probed
         self._looks_since_probe = 0
         self._prepare = prepare
+        self._look_around = look_around
+        self._looks_around = 0
         self._doubt = asyncio.Event()
+        self._begun, self._over = 0, 0  # looks
+        self._news = asyncio.Event()  # another one is over
 
     def doubt(self) -> None:
         """Somebody failed to reach the backend: look now rather than at the next turn."""
         self._doubt.set()
 
+    async def look_anew(self) -> None:
+        """Look now; returns when that is over, and its result known."""
+        mine = self._begun + 1
+        self.doubt()
+        while self._over < mine and not self.let_go:
+            await self._news.wait()
+
     def release(self) -> None:
         """The backend was drained, and `run` is cancelled."""
         self.attached, self.let_go, self.problem = None, True, "drained"
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def run(self) -> None:
         """Attach when it is up, watch while it is, tell when it is not; for ever."""
@@ -103,6 +123,7 @@ class Monitor:
         while True:
             in_doubt = self._doubt.is_set()
             self._doubt.clear()
+            self._begun += 1
             try:
                 await self._look()
                 failures = 0
@@ -112,6 +133,8 @@ class Monitor:
                 # A connection that is refused after a failed request needs no second opinion.
                 if self.attached is not None and (in_doubt or failures >= self.watch.failures):
                     self._down(str(error))
+            self._over = self._begun
+            self._tell()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.watch.interval_s):
                     await self._doubt.wait()
@@ -132,11 +155,20 @@ class Monitor:
             if self._looks_since_probe >= _PROBE_AGAIN_LOOKS:
                 self._looks_since_probe = 0
                 await self._probe_again(props)
+        if not props.is_sleeping:  # it would wake up (llama-server.md section 5.7)
+            self._maybe_look_around()
+
+    def _maybe_look_around(self) -> None:
+        self._looks_around += 1
+        if self._looks_around * self.watch.interval_s >= _LOOK_AROUND_S:
+            self._looks_around = 0
+            self._look_around(self.client.id)
 
     def _down(self, reason: str) -> None:
         self.attached = None
         log.warning("backend_down", backend=self.client.id, reason=reason)
         self._on_down(self.client.id)
+        self.client.give_up()
 
     async def _attach(self, props: Props) -> None:
         attached = await self._learn(props, None)

@@ -4,12 +4,12 @@ from collections import deque
 
 from router.core import events as ev
 from router.core.account import avoided_s
-from router.core.effects import Account, SaveReason, Watch
-from router.core.jobs import Job, SaveStep, Stage
+from router.core.effects import Account, SaveReason, StopWork, Watch
+from router.core.jobs import Job, PrefillStep, SaveStep, Stage
 from router.core.residency import after_answer, after_either, after_finish, after_quiet
 from router.core.slots import UNKNOWN, Resident, Slot
 from router.core.state import State
-from router.errors import NoBackendError
+from router.errors import BackendError
 from router.types import NOBODY, BackendId, Outcome, Request, RequestId
 
 
@@ -30,7 +30,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
             _lose_source(job, backend)
             continue
         if job.request is not None and job.stage is Stage.PREPARING and not job.cancelled:
-            state.reject(job.id, NoBackendError("the backend went away; try again"))
+            state.reject(job.id, BackendError("the backend went away"))
         if job.stage is Stage.DISPATCHED:
             # Finished is still to come, and with it the account. Its gate went with the backend;
             # the one that is closed then may be somebody else's.
@@ -42,6 +42,8 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
 def _leave_to_itself(state: State, job: Job, backend: BackendId, now: float) -> None:
     """End a job whose backend is gone. A save elsewhere that is under way for it keeps its slot."""
     step, saving = job.doing, None
+    if isinstance(step, PrefillStep):
+        state.out.append(StopWork(job.id))  # if it hangs, it would go on for nobody
     if isinstance(step, SaveStep) and step.slot.backend != backend:
         saving = job.lease_of(step.slot)
     job.others = [lease for lease in job.others if lease != saving]
@@ -187,6 +189,18 @@ def watch(state: State, slot: Slot) -> None:
     slot.drain(job.lease)
     state.jobs[name] = job
     state.out.append(Watch(name, slot.id))
+
+
+def found_busy(state: State, event: ev.FoundBusy) -> None:
+    """Leave alone what a stranger uses. While a request is on its way to a slot of the server's
+    choice, it may be that one."""
+    for slot_id, generation in event.slots.items():
+        slot = next((s for s in state.fleet.slots.of(slot_id.backend) if s.id == slot_id), None)
+        if slot is None or slot_id.backend in state.fleet.gated:
+            continue
+        if slot.is_idle and slot.generation == generation:
+            state.fleet.give_up(slot)
+            watch(state, slot)
 
 
 def quiet(state: State, event: ev.Quiet, now: float) -> None:

@@ -1,5 +1,6 @@
 """What can happen: everything the scheduler is told. Each is a fact, in the past tense."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -258,6 +259,13 @@ class Quiet:
 
 
 @dataclass(frozen=True, slots=True)
+class FoundBusy:
+    """Slots that were idle to us, each at its generation, are at work: for somebody else."""
+
+    slots: Mapping[SlotId, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -297,6 +305,7 @@ Event = (
     | Finished
     | AnswerRead
     | Quiet
+    | FoundBusy
     | Tick
     | Stopping
 )

@@ -29,18 +29,27 @@ _STICKY_KEYS = 100_000
 
 def arrived(state: State, request: Request, now: float) -> None:
     """(1) It fits nowhere: say so. (2) Wait, perhaps for no time."""
-    known = [
-        info
-        for info in state.fleet.infos.values()
-        if request.model is None or request.model in info.models
-    ]
-    if known and all(len(request.prompt) >= info.n_ctx for info in known):
-        longest = max(info.n_ctx for info in known)
-        state.reject(request.id, ContextTooLongError(len(request.prompt), longest))
+    if too_long := _too_long(state, request):
+        state.reject(request.id, too_long)
     elif state.stopping:
         state.reject(request.id, NoBackendError("the router is stopping"))
     else:
         state.queue.add(request, now)
+
+
+def _too_long(state: State, request: Request) -> ContextTooLongError | None:
+    """The answer to a prompt for which all backends of its model that are up are too small."""
+    longest = max(
+        (
+            info.n_ctx
+            for info in state.fleet.infos.values()
+            if request.model is None or request.model in info.models
+        ),
+        default=None,
+    )
+    if longest is None or len(request.prompt) < longest:
+        return None
+    return ContextTooLongError(len(request.prompt), longest)
 
 
 def cancelled(state: State, request: RequestId) -> None:
@@ -72,7 +81,9 @@ def expire(state: State, now: float) -> None:
     for waiting in _unserved(state):
         if now - waiting.since >= limits.no_backend_s:
             state.queue.remove(waiting.request.id)
-            state.reject(waiting.request.id, NoBackendError("no backend for this model is up"))
+            # What it came for may have come back with a shorter context.
+            nobody = NoBackendError("no backend for this model is up")
+            state.reject(waiting.request.id, _too_long(state, waiting.request) or nobody)
 
 
 def next_giving_up(state: State) -> float | None:

@@ -111,6 +111,8 @@ class Scheduler:
                 endings.answer_read(state, event)
             case ev.Quiet():
                 endings.quiet(state, event, now)
+            case ev.FoundBusy():
+                endings.found_busy(state, event)
             case ev.Tick():
                 grants.expire(state, now)
             case ev.Stopping():

@@ -32,12 +32,20 @@ from router.engine import Engine, Grant, Timing
 from router.errors import (
     BackendError,
     BadRequestError,
-    NoBackendError,
     RouterError,
     UnsupportedMediaTypeError,
 )
 from router.ports import Attempt, Spawn, Trace, Tracing
-from router.types import Caller, Outcome, Prompt, Reported, Request, RequestId, Tenant
+from router.types import (
+    BackendId,
+    Caller,
+    Outcome,
+    Prompt,
+    Reported,
+    Request,
+    RequestId,
+    Tenant,
+)
 from router.web.directory import Directory
 from router.web.keys import Keys
 from router.web.relay import CALLER, Capture, forward_headers, forward_target, relay
@@ -189,20 +197,31 @@ class Completions:
             trace.end(perf_counter() - arrived, error)
 
     async def _serve_untraced(self, exchange: _Exchange) -> web.StreamResponse:
-        """Wait for a slot and send; elsewhere if the backend fails before the first byte."""
+        """Wait for a slot and send; elsewhere if the backend fails before the first byte.
+
+        With nowhere else to go it is the same backend again, if it is there or comes back within
+        `queue.no_backend_wait`: like anybody else who comes while it is down.
+        """
         first_id = exchange.request.id
         for attempt in range(1, _ATTEMPTS + 1):
+            backend: BackendId | None = None
             try:
                 exchange.asked = perf_counter()
                 grant = await self._engine.submit(exchange.request)
                 exchange.granted = perf_counter()
+                backend = grant.lease.slot.backend
                 return await self._send(exchange, grant)
-            except (BackendError, NoBackendError):
-                if attempt == _ATTEMPTS or not self._engine.infos:
+            except BackendError:
+                if attempt == _ATTEMPTS:
                     raise
+            avoid: frozenset[BackendId] = frozenset()
+            if backend is not None and self._directory.others(backend, exchange.request):
+                avoid = frozenset({backend})
+            elif backend is not None:
+                await self._directory.look_anew(backend)  # rather than ask three times in a row
             # A new id: late news of the first attempt must not be taken for the second's.
             retry = RequestId(f"{first_id}.{attempt + 1}")
-            exchange.request = replace(exchange.request, id=retry)
+            exchange.request = replace(exchange.request, id=retry, avoid=avoid)
         raise AssertionError("unreachable")
 
     async def _send(self, exchange: _Exchange, grant: Grant) -> web.StreamResponse:
@@ -222,7 +241,7 @@ class Completions:
             if exchange.trace is not None:
                 headers = exchange.trace.inject(headers)
             async with client.relay(
-                exchange.http.method, target, headers, _body(exchange, grant)
+                *(exchange.http.method, target, headers, _body(exchange, grant)), yields=True
             ) as upstream:
                 status = upstream.status
                 encoding = upstream.header("content-encoding")
@@ -237,11 +256,6 @@ class Completions:
                 return response
         except asyncio.CancelledError:
             outcome = Outcome.CLIENT_GONE
-            raise
-        except BackendError:
-            avoid = exchange.request.avoid | {backend}
-            if len(self._engine.infos.keys() - self._engine.draining) > 1:
-                exchange.request = replace(exchange.request, avoid=avoid)
             raise
         finally:
             if outcome is Outcome.BACKEND_ERROR:

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 from router.adapters.llama_client import LlamaClient
 from router.adapters.monitor import Monitor
 from router.adapters.prompts import PromptReader
 from router.engine import Engine
 from router.errors import ModelNotFoundError, NoBackendError, QueueFullError
-from router.types import BackendId, MemoryKind, Standing
+from router.types import BackendId, MemoryKind, Request, Standing
 
 
 class Directory:
@@ -137,3 +138,13 @@ class Directory:
     def doubt(self, backend: BackendId) -> None:
         """A request to this backend failed."""
         self.monitors[backend].doubt()
+
+    async def look_anew(self, backend: BackendId) -> None:
+        """Find out whether this backend is still there."""
+        if backend in self.monitors:
+            await self.monitors[backend].look_anew()
+
+    def others(self, backend: BackendId, request: Request) -> bool:
+        """Whether any backend but this one could serve a request, wherever it failed before."""
+        fleet, request = self._engine.scheduler.state.fleet, replace(request, avoid=frozenset())
+        return any(fleet.serves(other, request) for other in fleet.infos if other != backend)

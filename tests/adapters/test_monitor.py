@@ -52,6 +52,7 @@ class Watched:
             borrow=self._borrow,
             on_probed=self._probed,
             prepare=self._prepare,
+            look_around=lambda _: None,
         )
 
     def _up(self, attached: Attached) -> None:

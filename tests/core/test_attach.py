@@ -9,7 +9,7 @@ from router.core.scheduler import Scheduler
 from router.core.slots import UNKNOWN, Phase, Resident
 from router.types import BackendId, MemoryKind, RequestId, SlotId, SlotStatus
 from tests.core.build import A0, A1, A2, B0, A, B, backend, run_of, scheduler, snapshot, tokens
-from tests.core.drive import NOW, arrive, finish, names, slot
+from tests.core.drive import NOW, arrive, astray, finish, names, slot
 
 STRANGER = RequestId("stranger-b/0-0")
 
@@ -174,3 +174,40 @@ def test_without_a_backend_a_snapshot_has_some_value() -> None:
     assert s.state.value_s(snapshot("s", run_of(100))) > 0
     assert len(s.state.fleet.catalog) == 1
     assert {slot(s, x).phase for x in (A0, A1)} == {Phase.LOST}
+
+
+# -- a stranger who comes later --------------------------------------------------------------------
+
+
+def test_an_idle_slot_found_busy_is_left_alone() -> None:
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    slot(s, A0).resident = Resident(run_of(900))
+
+    assert s.handle(ev.FoundBusy({A0: 0}), NOW) == [Watch(RequestId("stranger-a/0-0"), A0)]
+    assert (slot(s, A0).phase, slot(s, A1).phase) == (Phase.DRAINING, Phase.IDLE)
+    s.handle(ev.Quiet(RequestId("stranger-a/0-0"), 7), NOW)
+    assert (slot(s, A0).phase, slot(s, A0).resident) == (Phase.IDLE, Resident(unread=7))
+
+
+def test_what_was_leased_meanwhile_is_no_stranger() -> None:
+    """The look began before the lease, and was answered when our own request ran there."""
+    s = scheduler(backend("a", 1), idle_save_after_s=None)
+    arrive(s, ids=[1])
+    finish(s)
+    generation = slot(s, A0).generation
+
+    assert s.handle(ev.FoundBusy({A0: generation - 1}), NOW) == []
+    arrive(s, "r2", ids=[1])
+    assert s.handle(ev.FoundBusy({A0: generation}), NOW) == []
+    assert slot(s, A0).holder == "r2"
+
+
+def test_a_slot_that_is_no_more_is_nobodys() -> None:
+    s = scheduler(backend("a", 1))
+    assert s.handle(ev.FoundBusy({A2: 0}), NOW) == []
+
+
+def test_while_the_server_places_a_request_it_may_be_that_one() -> None:
+    s = astray()
+    assert s.handle(ev.FoundBusy({A1: 0}), NOW) == []
+    assert slot(s, A1).phase is Phase.IDLE

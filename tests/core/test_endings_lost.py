@@ -6,10 +6,11 @@ from router.core.effects import (
     Reject,
     Save,
     SaveReason,
+    StopWork,
     Watch,
 )
 from router.core.slots import Phase
-from router.errors import NoBackendError
+from router.errors import BackendError
 from router.types import Outcome, SlotStatus
 from tests.core.build import (
     A0,
@@ -45,10 +46,11 @@ TWO = backend("a", 2)
 def test_who_is_being_prepared_is_told_when_the_backend_goes() -> None:
     s = scheduler(TWO)
     arrive(s, ids=run_of(1000))
-    (reject,) = s.handle(ev.BackendDown(A), NOW)
+    reject, stop = s.handle(ev.BackendDown(A), NOW)
 
     assert isinstance(reject, Reject)
-    assert isinstance(reject.error, NoBackendError)
+    assert isinstance(reject.error, BackendError)  # and so tried again
+    assert stop == StopWork(R)  # else a server that hung would go on with it for nobody
     assert s.state.jobs == {}
 
 
@@ -57,7 +59,7 @@ def test_who_left_already_is_told_nothing() -> None:
     arrive(s, ids=run_of(1000))
     cancel(s)
 
-    assert s.handle(ev.BackendDown(A), NOW) == []
+    assert s.handle(ev.BackendDown(A), NOW) == [StopWork(R)]
 
 
 def test_what_is_running_ends_by_itself() -> None:

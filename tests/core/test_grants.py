@@ -71,6 +71,15 @@ def test_what_fits_into_another_model_only_waits_for_its_own() -> None:
     assert len(s.state.queue) == 1
 
 
+def test_what_waits_for_a_backend_that_came_back_too_small_is_told_so() -> None:
+    s = scheduler(backend("a", 1, n_ctx=2000), queue=QueueLimits(no_backend_s=10.0))
+    arrive(s, "r")
+    arrive(s, "r2", ids=LONG)
+    s.handle(ev.BackendUp(backend("a", 1, n_ctx=100)), NOW)
+
+    assert rejected(s.handle(ev.Tick(), NOW + 10)) is ContextTooLongError
+
+
 def test_with_all_slots_taken_a_request_waits_and_is_served_in_turn() -> None:
     s = scheduler(ONE)
     arrive(s, "r")

@@ -168,6 +168,11 @@ async def test_in_the_middle_of_a_stream(fake: FakeLlama, fleet: Fleet) -> None:
     assert (await fleet.complete(PROMPT)).cached == len(PROMPT) - 1
 
 
+@pytest.mark.fault(
+    "a client leaves, and the server goes on",
+    "generating",
+    client="others wait until the slot is known to be idle",
+)
 async def test_slot_is_not_leased_again_before_the_backend_is_idle(
     fake: FakeLlama, fleet: Fleet
 ) -> None:

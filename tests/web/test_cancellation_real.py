@@ -65,6 +65,7 @@ async def assert_stopped(server: LlamaServer, fleet: Fleet) -> Json:
     return first
 
 
+@pytest.mark.fault("a client leaves", "computing a prompt")
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_during_a_silent_prefill(server: LlamaServer, fleet: Fleet, stream: bool) -> None:
     """The server notices within a second or so, before its next batch."""
@@ -89,6 +90,7 @@ async def test_during_the_routers_own_prefill(server: LlamaServer, tmp_path: Pat
         assert stopped["n_prompt_tokens"] < len(TOKENS)
 
 
+@pytest.mark.fault("a client leaves", "mid-stream")
 async def test_in_the_middle_of_a_stream(server: LlamaServer, fleet: Fleet) -> None:
     body = ENDLESS | {"stream": True}
     async with fleet.session.post(fleet.url + "/completion", json=body) as response:
@@ -99,6 +101,7 @@ async def test_in_the_middle_of_a_stream(server: LlamaServer, fleet: Fleet) -> N
     assert 3 + 4 <= stopped["n_prompt_tokens"] < 60_000
 
 
+@pytest.mark.fault("a client leaves a request that does not stream", "generating")
 async def test_of_a_request_that_does_not_stream(server: LlamaServer, fleet: Fleet) -> None:
     async with asyncio.TaskGroup() as group:
         task = group.create_task(fleet.post("/completion", ENDLESS))

@@ -121,6 +121,11 @@ async def test_crashes_during_prefill(two: Two) -> None:
         ]
 
 
+@pytest.mark.fault(
+    "only completions hang, /health is well",
+    "before the first byte, past `first_byte_timeout`",
+    client="the right answer",
+)
 @pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
 async def test_hangs_before_the_first_byte(two: Two, fields: Json) -> None:
     """/health goes on saying ok; the clock decides."""
@@ -132,6 +137,11 @@ async def test_hangs_before_the_first_byte(two: Two, fields: Json) -> None:
         await fleet.until_quiet()
 
 
+@pytest.mark.fault(
+    "only completions hang, /health is well",
+    "after the headers of a stream, past `first_byte_timeout`",
+    client="the right answer",
+)
 async def test_hangs_after_the_headers(two: Two) -> None:
     """The headers of a stream come before the prefill: they are not the first byte."""
     async with running(two.backends, None, yaml=IMPATIENT) as fleet:
@@ -141,6 +151,9 @@ async def test_hangs_after_the_headers(two: Two) -> None:
         assert_good(answer, PROMPT, "b")
 
 
+@pytest.mark.fault(
+    "all servers fail at once", "before the first byte", client="502, 503 or 504 with Retry-After"
+)
 @pytest.mark.parametrize("fault", ["hang", "die_at_once"])
 async def test_all_fail(two: Two, fault: str) -> None:
     """Three attempts, then the truth."""
@@ -175,6 +188,7 @@ async def test_only_one_backend_and_it_recovers(two: Two) -> None:
 # --- afterwards: what was sent cannot be taken back -----------------------------------------------
 
 
+@pytest.mark.fault("closes at once", "mid-stream", client="connection broken off")
 async def test_dies_in_the_middle_of_a_stream(two: Two) -> None:
     """The connection is broken off: the client must not take a part for the whole."""
     async with running(two.backends, None) as fleet:
@@ -189,6 +203,11 @@ async def test_dies_in_the_middle_of_a_stream(two: Two) -> None:
         assert two.b.counts == before  # no second attempt
 
 
+@pytest.mark.fault(
+    "only completions hang, /health is well",
+    "mid-stream, past `idle_timeout`",
+    client="connection broken off",
+)
 async def test_falls_silent_in_the_middle_of_a_stream(two: Two) -> None:
     async with running(two.backends, None, yaml=IMPATIENT) as fleet:
         two.a.faults.hang_after_chunks = 3
@@ -198,6 +217,9 @@ async def test_falls_silent_in_the_middle_of_a_stream(two: Two) -> None:
         await fleet.until_quiet()
 
 
+@pytest.mark.fault(
+    "a client reads slowly, for longer than `idle_timeout`", "mid-stream", client="the whole answer"
+)
 async def test_a_slow_client_is_no_silent_backend(two: Two) -> None:
     """idle_timeout is about what the backend does not send, not what the client does not read."""
     yaml = "limits: {idle_timeout: 100ms}"
@@ -253,6 +275,7 @@ async def test_a_client_that_takes_little_by_little_is_left_alone(two: Two) -> N
 # --- nobody there, or nobody free -----------------------------------------------------------------
 
 
+@pytest.mark.fault("all servers down", "from the start", client="503 with Retry-After")
 async def test_all_down(two: Two) -> None:
     async with running(two.backends, None, no_backend_s=0.2) as fleet:
         await two.a.go_down()
@@ -295,6 +318,7 @@ async def test_deadline_in_the_queue(two: Two) -> None:
 # --- backends that come and go --------------------------------------------------------------------
 
 
+@pytest.mark.fault("server restarted between two looks at it", "idle", client="the right answer")
 async def test_restart_between_two_looks(two: Two) -> None:
     """Nobody saw it down, but it is another process: what its slots held is gone."""
     async with running(two.backends[:1], None) as fleet:
@@ -335,6 +359,9 @@ async def test_backend_that_comes_later(two: Two, tmp_path: Path) -> None:
             assert (await fleet.complete(PROMPT)).slot[0] == "late"
 
 
+@pytest.mark.fault(
+    "a model is still being loaded", "when the router starts", client="others answer meanwhile"
+)
 async def test_loading_is_not_up(two: Two) -> None:
     two.b.faults.loading = True
     async with running(two.backends, None, wait_for=["a"]) as fleet:
@@ -344,6 +371,9 @@ async def test_loading_is_not_up(two: Two) -> None:
         await fleet.until_up("b")
 
 
+@pytest.mark.fault(
+    "somebody else generates on a slot", "when the router starts", client="the right answer"
+)
 async def test_stranger_on_a_slot(two: Two) -> None:
     """A slot that somebody else uses is nobody's until it is idle (llama-server.md 0.1)."""
     two.a.faults.hang_after_chunks = 3
@@ -363,6 +393,11 @@ async def test_stranger_on_a_slot(two: Two) -> None:
                 assert (await fleet.complete("x", id_slot=0)).slot == ("a", 0)
 
 
+@pytest.mark.fault(
+    "somebody else generates on every slot",
+    "when the router starts, and would try it out",
+    client="the right answer",
+)
 async def test_strangers_on_every_slot(two: Two) -> None:
     """Nothing can be tried then. It is later, with no more disturbance than two slots away."""
     two.a.faults.hang_after_chunks = 3

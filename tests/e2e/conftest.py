@@ -1,0 +1,19 @@
+"""What the end-to-end tests of faults have in common."""
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from router.demo.launcher import LlamaServer
+from tests.conftest import START_TIMEOUT_S
+from tests.e2e.breaking import Reference
+from tests.models import tiny_model
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def reference(server_argv: list[str]) -> AsyncIterator[Reference]:
+    """A server that nothing happens to, for all tests."""
+    model = tiny_model("llama").path
+    server = LlamaServer(model, ctx=8192, argv=server_argv, start_timeout_s=START_TIMEOUT_S)
+    async with server:
+        yield Reference(server)

@@ -1,0 +1,306 @@
+"""Real llama-servers killed and stopped at every moment: every request is answered or clearly
+failed, no slot leaks, no answer is wrong, and the store is in order."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import pytest
+
+from router.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.e2e.breaking import (
+    BROKEN_OFF,
+    RIGHT,
+    Action,
+    Reference,
+    fillers,
+    seen,
+    send,
+    stop_at,
+    told,
+    until_at_work,
+)
+from tests.e2e.consistent import assert_consistent
+from tests.e2e.conversing import saved
+from tests.e2e.prompts import ids
+from tests.fleet import Answer, Fleet, Json, running
+
+Seen = Callable[[str, object], None]
+
+# Long enough that there is a middle.
+PROMPT, CTX = 4_000, 8_192
+SHORT = 1200
+ENDLESS: Json = {"n_predict": 1500, "ignore_eos": True, "stream": True}
+# The monitor finds a stopped server after two looks of half a second.
+LOOKS = """
+health: {interval: 200ms, timeout: 500ms}
+policy: {coalesce_above: 'off'}
+"""
+WATCHFUL = LOOKS + "queue: {no_backend_wait: 60s}\n"
+# A stream that has begun is not given up with its server: it may go on.
+IMPATIENT = WATCHFUL + "limits: {idle_timeout: 2s}"
+MOMENTS = ("idle", "prefill", "stream", "save", "restore")
+WHEN = {
+    "idle": "idle",
+    "prefill": "computing a prompt",
+    "stream": "in the middle of a stream",
+    "save": "saving a slot",
+    "restore": "restoring a slot",
+}
+F = TypeVar("F", bound=Callable[..., object])
+
+
+class Scene:
+    """Some servers, a router, and one request that is under way when something happens."""
+
+    def __init__(self, fleet: Fleet, servers: dict[str, LlamaServer], reference: Reference) -> None:
+        self.fleet = fleet
+        self.servers = servers
+        self.reference = reference
+        self.victim = ""
+        self.prompt = ids(1, PROMPT)
+        self.fields: Json = {}
+        self.asked: asyncio.Task[Answer | None] | None = None
+
+    def _ask(self) -> "asyncio.Task[Answer | None]":
+        return asyncio.get_running_loop().create_task(told(self.fleet, self.prompt, **self.fields))
+
+    async def come_to(self, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Returns in the middle of `moment`, with a `victim`; stopped, if it is a slot action."""
+        match moment:
+            case "idle":
+                self.prompt = ids(1, SHORT)
+                await self.fleet.complete(self.prompt)
+                await self.fleet.until(saved(SHORT))
+                await self.fleet.until_quiet()
+                self.victim = "a"
+            case "prefill":
+                self.asked = self._ask()
+                self.victim = await until_at_work(self.fleet.session, self.servers)
+            case "stream":
+                self.prompt, self.fields = ids(1, SHORT), ENDLESS
+                self.asked = self._ask()
+                await self.fleet.until(
+                    lambda s: any(slot["phase"] == "running" for slot in s["slots"])
+                )
+                self.victim = await self._streams()
+            case _:
+                await self._come_to_action(moment, monkeypatch)
+
+    async def _streams(self) -> str:
+        """The server that has generated something."""
+        while True:
+            for name, server in self.servers.items():
+                async with self.fleet.session.get(server.url + "/slots") as response:
+                    for slot in await response.json():
+                        done = [token["n_decoded"] for token in slot.get("next_token", [])]
+                        if slot["is_processing"] and any(n > 3 for n in done):
+                            return name
+            await asyncio.sleep(0.01)
+
+    async def _come_to_action(self, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.prompt = ids(1, SHORT)
+        if moment == "restore":
+            for number, prompt in enumerate([self.prompt, *fillers(len(self.servers), SHORT)], 1):
+                assert (await self.fleet.complete(prompt)).status == 200
+                await self.fleet.until(saved(SHORT, number))
+                await self.fleet.until_quiet()
+        action: Action = stop_at(monkeypatch, moment, self.servers)
+        self.asked = self._ask()
+        await action.hit.wait()
+        self.victim = action.backend
+
+    @property
+    def server(self) -> LlamaServer:
+        return self.servers[self.victim]
+
+    async def until_down(self) -> None:
+        await self.fleet.until_is(self.victim, "down")
+
+    async def outcome(self) -> str:
+        """What the client of the request under way saw; and a right answer is right."""
+        if self.asked is None:
+            return RIGHT
+        answer = await self.asked
+        if answer is not None and answer.status == 200:
+            fields = self.fields | {"stream": False}
+            assert await self.reference.wrong(answer, self.prompt, **fields) == ""
+        return seen(answer)
+
+    async def all_is_well(self) -> None:
+        """The shared end: the books are right, and so is the next answer."""
+        await self.fleet.until_quiet()
+        again = await told(self.fleet, self.prompt)
+        assert seen(again) == RIGHT
+        assert again is not None
+        assert await self.reference.wrong(again, self.prompt) == ""
+        places = {server.kv_dir for server in self.servers.values() if server.kv_dir}
+        await assert_consistent(self.fleet, places)
+
+
+@asynccontextmanager
+async def scene(
+    llama_server: StartServer, reference: Reference, n_servers: int, yaml: str = WATCHFUL
+) -> AsyncIterator[Scene]:
+    """One slot on each server."""
+    servers = {name: await llama_server(slots=1, ctx=CTX) for name in "ab"[:n_servers]}
+    backends = [(name, server.url) for name, server in servers.items()]
+    async with running(backends, servers["a"].kv_dir, yaml=yaml) as fleet:
+        yield Scene(fleet, servers, reference)
+
+
+def cases(what: str, fast: tuple[str, int] | None = None) -> Callable[[F], F]:
+    """Each moment with a second server and without; all but `fast` are slow."""
+    made = []
+    for n_servers, others in ((2, "another server is up"), (1, "no other server")):
+        for moment in MOMENTS:
+            mark = pytest.mark.fault(what, f"{WHEN[moment]}; {others}")
+            slow = [] if fast == (moment, n_servers) else [pytest.mark.slow]
+            made.append(
+                pytest.param(moment, n_servers, marks=[mark, *slow], id=f"{moment}-{n_servers}")
+            )
+    return pytest.mark.parametrize(("moment", "n_servers"), made)
+
+
+@cases("server killed (SIGKILL), then started again", fast=("restore", 2))
+async def test_killed(
+    llama_server: StartServer,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Seen,
+    moment: str,
+    n_servers: int,
+) -> None:
+    async with scene(llama_server, reference, n_servers) as at:
+        await at.come_to(moment, monkeypatch)
+        at.server.kill()
+        if n_servers == 1:
+            await at.until_down()
+            await at.server.restart()
+        outcome = await at.outcome()
+        record_property("client", outcome)
+        assert outcome == (BROKEN_OFF if moment == "stream" else RIGHT)
+        if n_servers == 2:
+            await at.until_down()
+            await at.server.restart()
+        await at.fleet.until_up()
+        await at.all_is_well()
+
+
+@cases("server hung (SIGSTOP) until given up, then goes on")
+async def test_hung_and_goes_on(
+    llama_server: StartServer,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Seen,
+    moment: str,
+    n_servers: int,
+) -> None:
+    async with scene(llama_server, reference, n_servers) as at:
+        await at.come_to(moment, monkeypatch)
+        send(at.server, signal.SIGSTOP)
+        await at.until_down()
+        send(at.server, signal.SIGCONT)
+        outcome = await at.outcome()
+        record_property("client", outcome)
+        assert outcome == RIGHT
+        await at.fleet.until_up()
+        await at.all_is_well()
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(
+            moment,
+            marks=pytest.mark.fault(
+                "server hung for good", f"{WHEN[moment]}; another server is up"
+            ),
+        )
+        for moment in MOMENTS
+    ],
+)
+async def test_hung_for_good(
+    llama_server: StartServer,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Seen,
+    moment: str,
+) -> None:
+    async with scene(llama_server, reference, 2, IMPATIENT) as at:
+        await at.come_to(moment, monkeypatch)
+        send(at.server, signal.SIGSTOP)
+        outcome = await at.outcome()
+        record_property("client", outcome)
+        assert outcome == (BROKEN_OFF if moment == "stream" else RIGHT)
+        await at.until_down()
+        at.server.kill()
+        await at.server.restart()
+        await at.fleet.until_up()
+        await at.all_is_well()
+
+
+@pytest.mark.fault("server hung (SIGSTOP) past `action_timeout`, then goes on", "saving a slot")
+async def test_a_save_that_nobody_waits_for_any_more(
+    llama_server: StartServer,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Seen,
+) -> None:
+    """What it writes after all belongs to nobody, and goes."""
+    yaml = WATCHFUL + "limits: {action_timeout: 300ms}"
+    async with scene(llama_server, reference, 1, yaml) as at:
+        await at.come_to("save", monkeypatch)
+        await at.until_down()
+        # Its lease went with the backend: only the store is told that it failed.
+        transfers = at.fleet.router.engine._transfers
+        await at.fleet.until(lambda _: "a" in transfers.orphans)
+        send(at.server, signal.SIGCONT)
+        await at.fleet.until_up()
+        record_property("client", await at.outcome())
+        await at.all_is_well()
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    "server killed (SIGKILL), then started again", "computing two prompts; no other server"
+)
+async def test_killed_with_slots_to_spare(
+    llama_server: StartServer, reference: Reference, record_property: Seen
+) -> None:
+    """The second attempt does not run into the dead server's other slots: it waits."""
+    server = await llama_server(slots=8, ctx=8 * CTX)
+    async with running([("a", server.url)], server.kv_dir, yaml=WATCHFUL) as fleet:
+        prompts = [ids(1, PROMPT), ids(2, PROMPT)]
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(told(fleet, prompt)) for prompt in prompts]
+            await until_at_work(fleet.session, {"a": server})
+            server.kill()
+            await fleet.until_is("a", "down")
+            await fleet.until(lambda s: len(s["queue"]) == 2)
+            await server.restart()
+        for task, prompt in zip(asked, prompts, strict=True):
+            answer = task.result()
+            record_property("client", seen(answer))
+            assert answer is not None
+            assert await reference.wrong(answer, prompt) == ""
+        assert server.kv_dir is not None
+        await assert_consistent(fleet, [server.kv_dir])
+
+
+@pytest.mark.fault("server killed (SIGKILL), and nothing comes in its place", "computing a prompt")
+async def test_killed_for_good(llama_server: StartServer, record_property: Seen) -> None:
+    server = await llama_server(slots=2, ctx=2 * CTX)
+    yaml = LOOKS + "queue: {no_backend_wait: 300ms}"
+    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
+        asked = asyncio.get_running_loop().create_task(told(fleet, ids(1, PROMPT)))
+        await until_at_work(fleet.session, {"a": server})
+        server.kill()
+        outcome = seen(await asked)
+        record_property("client", outcome)
+        assert outcome == "503 with Retry-After"
+        assert seen(await told(fleet, ids(2, 50))) == outcome
+        await fleet.until_quiet()

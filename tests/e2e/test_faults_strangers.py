@@ -1,0 +1,182 @@
+"""Somebody else uses a server's slots behind the router's back, and clients that leave.
+
+The servers have their RAM cache on: a request that is pinned to a busy slot then destroys the
+answer that is being generated there (docs/llama-server.md section 0.1).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.adapters.llama_client import LlamaClient
+from router.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.e2e.breaking import RIGHT, Reference, look, told, until_at_work
+from tests.e2e.consistent import TOLD, assert_consistent
+from tests.e2e.conversing import differs_in_earnest, saved
+from tests.e2e.prompts import Json, ids
+from tests.fleet import Answer, Fleet, read_answer, running
+
+Seen = Callable[[str, object], None]
+LONG = 1500
+CACHE = ("--cache-ram", "256")  # the last of a flag counts
+AT_LENGTH: Json = {"n_predict": 3000, "ignore_eos": True, "temperature": 0}
+
+
+def note_actions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slots on which the router does anything but send a client's request."""
+    slots: list[int] = []
+
+    def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        async def act(self: LlamaClient, slot: int, *args: object) -> object:
+            slots.append(slot)
+            return await plain(self, slot, *args)
+
+        return act
+
+    for name in ("save", "restore", "erase", "prefill"):
+        monkeypatch.setattr(LlamaClient, name, noting(getattr(LlamaClient, name)))
+    return slots
+
+
+async def with_cache(llama_server: StartServer, slots: int) -> LlamaServer:
+    return await llama_server(slots=slots, ctx=8192 * slots, extra_args=CACHE)
+
+
+@asynccontextmanager
+async def stranger_on(
+    fleet: Fleet, server: LlamaServer, slot: int, prompt: list[int]
+) -> AsyncIterator["asyncio.Task[Answer]"]:
+    """A request straight to the server's slot, at work; ended before the block is left."""
+    body = {"prompt": prompt, "id_slot": slot, "stream": True, **AT_LENGTH, **TOLD}
+
+    async def ask() -> Answer:
+        async with fleet.session.post(server.url + "/completion", json=body) as response:
+            return await read_answer(response)
+
+    task = asyncio.get_running_loop().create_task(ask())
+    await until_at_work(fleet.session, {"": server})
+    try:
+        yield task
+        assert (await look(fleet.session, server))[slot]["is_processing"], "it ended too early"
+    finally:
+        await asyncio.wait([task])
+
+
+@pytest.mark.fault(
+    "somebody else generates on a slot", "between two requests of ours", client=RIGHT
+)
+async def test_a_stranger_holds_a_slot_for_long(
+    llama_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot held our prompt, and is where it would go again: it goes elsewhere, and both answers
+    are as if the other was not there."""
+    acted_on = note_actions(monkeypatch)
+    server = await with_cache(llama_server, slots=2)
+    theirs = ids(50, 40)
+    async with running([("a", server.url)], server.kv_dir, yaml="policy: cheapest") as fleet:
+        alone = await fleet.complete(ids(1, LONG))
+        home = alone.slot[1]
+        await fleet.until(saved(LONG))
+        async with stranger_on(fleet, server, home, theirs) as stranger:
+            await fleet.until(lambda s: s["slots"][home]["phase"] == "draining", patience_s=20)
+            acted_on.clear()
+            again = [await fleet.complete(ids(1, LONG) + ids(2, 30 * n)) for n in (0, 1, 2)]
+            assert {answer.slot[1] for answer in again} == {1 - home}
+            assert set(acted_on) == {1 - home}
+        undisturbed = await expected_of(server, theirs)
+        assert differs_in_earnest(stranger.result(), undisturbed) == ""
+        await fleet.until_quiet()
+        assert (await fleet.complete(ids(1, LONG), id_slot=home)).text == alone.text
+        assert server.kv_dir is not None
+        await assert_consistent(fleet, [server.kv_dir])
+
+
+async def expected_of(server: LlamaServer, prompt: list[int]) -> Answer:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+        body = {"prompt": prompt, "cache_prompt": False, **AT_LENGTH, **TOLD}
+        async with session.post(server.url + "/completion", json=body) as response:
+            return await read_answer(response)
+
+
+async def act(fleet: Fleet, server: LlamaServer, action: str, name: str = "x") -> None:
+    """An action on slot 0, past the router."""
+    url = f"{server.url}/slots/0?action={action}"
+    async with fleet.session.post(url, json={"filename": name}) as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(
+            what,
+            marks=[
+                pytest.mark.fault(
+                    f"somebody else {what} a slot", "between two requests of ours", client=RIGHT
+                ),
+                *([] if what == "fills" else [pytest.mark.slow]),
+            ],
+        )
+        for what in ("fills", "erases", "restores into")
+    ],
+)
+async def test_a_stranger_changes_what_a_slot_holds(
+    llama_server: StartServer, reference: Reference, what: str
+) -> None:
+    """What the router believes is wrong then. The answer is right, it is noticed by what the server
+    says it had cached, and the next one is planned by what is there."""
+    server = await llama_server(slots=1, ctx=8192)
+    assert server.kv_dir is not None
+    ours, theirs = ids(1, LONG), ids(50, 700)
+    yaml = "store: {max_bytes: 0}"  # nothing but the slot itself has it
+    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
+        if what == "restores into":
+            body = {"prompt": theirs, "id_slot": 0, "n_predict": 0}
+            async with fleet.session.post(server.url + "/completion", json=body) as response:
+                assert response.status == 200
+            await act(fleet, server, "save", "theirs")
+        assert (await fleet.complete(ours)).cached == 0
+        if what == "fills":
+            body = {"prompt": theirs, "id_slot": 0, "n_predict": 4}
+            async with fleet.session.post(server.url + "/completion", json=body) as response:
+                assert response.status == 200
+        else:
+            await act(fleet, server, "erase" if what == "erases" else "restore", "theirs")
+        answers = [await told(fleet, ours) for _ in range(2)]
+        cached = []
+        for answer in answers:
+            assert answer is not None
+            assert await reference.wrong(answer, ours) == ""
+            cached.append(answer.cached)
+        assert cached == [0, LONG - 1]
+        missed = await fleet.metrics()
+        assert sum(v for k, v in missed.items() if "overestimated" in k and "created" not in k) > 0
+
+
+@pytest.mark.fault("a client leaves a request that does not stream", "another one a moment later")
+async def test_two_clients_leave_a_moment_apart(llama_server: StartServer) -> None:
+    """Looks at /slots hide leaving clients from the server, if there is more than one a second of
+    them (docs/llama-server.md section 5.6)."""
+    server = await llama_server(slots=2, ctx=2 * 32768)
+    body = AT_LENGTH | {"n_predict": 30_000}
+    async with running([("a", server.url)], None, yaml="policy: least_busy") as fleet:
+        asked = [
+            asyncio.get_running_loop().create_task(
+                fleet.post("/completion", body | {"prompt": ids(n, 20)})
+            )
+            for n in (1, 2)
+        ]
+        await fleet.until(lambda s: sum(slot["phase"] == "running" for slot in s["slots"]) == 2)
+        await until_at_work(fleet.session, {"": server}, 2)
+        asked[0].cancel()
+        await asyncio.sleep(0.7)  # half of the time between two looks at one slot
+        asked[1].cancel()
+        await fleet.until_quiet()
+        slots = await look(fleet.session, server)
+        assert all(not slot["is_processing"] for slot in slots)
+        assert all(slot["n_prompt_tokens"] < 30_000 for slot in slots)
