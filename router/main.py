@@ -307,11 +307,11 @@ def _show_certificate(context: ssl.SSLContext, files: Tls) -> None:
     """Blocking. Raises StartError."""
     assert files.certificate is not None and files.key is not None  # noqa: PT018 - for mypy
     try:
-        if problem := tls.warning(files.certificate, files.key):
-            log.warning("certificate", problem=problem)
-        tls.load(context, files.certificate, files.key)
+        problem = tls.load(context, files.certificate, files.key)
     except tls.TlsError as error:
         raise StartError(str(error)) from error
+    if problem is not None:
+        log.warning("certificate", problem=problem)
 
 
 async def _exporting(endpoint: str, stack: AsyncExitStack) -> Tracing:

@@ -20,13 +20,14 @@ def server_context() -> ssl.SSLContext:
     return context
 
 
-def load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
-    """Have a context show this certificate from now on. Blocking.
+def load(context: ssl.SSLContext, certificate: Path, key: Path) -> str | None:
+    """Have a context show this certificate from now on; what `warning` says of it. Blocking.
 
     Raises TlsError, and the context is as it was then: the files are tried on another first.
     """
-    _load(server_context(), certificate, key)
+    problem = warning(certificate, key)
     _load(context, certificate, key)
+    return problem
 
 
 def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:

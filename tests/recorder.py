@@ -40,6 +40,7 @@ class Recorder:
 
     url: str = ""
     requests: list[Raw] = field(default_factory=list)
+    came_on: list[int] = field(default_factory=list)  # for each, the number of its connection
     odd: list[bytes] = field(default_factory=list)
     answers: dict[bytes, bytes] = field(default_factory=dict)
     then_close: bool = False
@@ -72,6 +73,7 @@ class Recorder:
         """One connection, request by request."""
         self.connections += 1
         self._writers.append(writer)
+        number = self.connections
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while head := await self._head(reader):
                 line, *fields = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
@@ -81,6 +83,7 @@ class Recorder:
                 path = line.split(b" ")[1]
                 if path.partition(b"?")[0] not in OWN:
                     self.requests.append((line, headers, body))
+                    self.came_on.append(number)
                 writer.write(self._answer(path))
                 await writer.drain()
                 if self.then_close and path.partition(b"?")[0] not in OWN:

@@ -240,7 +240,7 @@ class _Connection(asyncio.Protocol):
             return
         try:
             self.parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade, HttpError) as error:
+        except httptools.HttpParserError as error:  # also what is raised below
             self._fail(HttpError(f"the answer is not HTTP: {error}"))
             self.abort()
         if self._buffered > _HIGH_WATER and not self._paused and self._transport is not None:

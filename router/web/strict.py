@@ -18,7 +18,7 @@ def check_head(request: web.BaseRequest) -> None:
 
     1. A version that is neither 1.0 nor 1.1 frames its messages otherwise, or is a slip.
     2. `Transfer-Encoding` is `chunked` and nothing else, and unknown to HTTP/1.0.
-    3. One `Host`; a server of another name in front may have gone by the other.
+    3. A method that is known, or nobody knows what follows its headers.
     """
     version, headers = request.version, request.headers
     if version not in (HttpVersion11, HttpVersion10):
@@ -27,8 +27,5 @@ def check_head(request: web.BaseRequest) -> None:
         encodings = headers.getall("Transfer-Encoding")
         if version == HttpVersion10 or [one.strip().lower() for one in encodings] != ["chunked"]:
             raise FramingError("the only Transfer-Encoding is chunked, and of HTTP/1.1")
-    hosts = len(headers.getall("Host", ()))
-    if hosts > 1 or (hosts == 0 and version == HttpVersion11):
-        raise FramingError("a request has one Host header")
     if request.method not in _METHODS:
         raise UnknownMethodError(f"the methods are {', '.join(sorted(_METHODS))}")

@@ -169,14 +169,14 @@ def fuzzed_in(
 # --- what gets out --------------------------------------------------------------------------------
 
 ASKED = [
+    ("GET", "/x"),  # first: nobody has noticed yet
+    ("GET", "/v1/models"),
     ("POST", "/completion"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/messages"),
     ("POST", "/embeddings"),
     ("POST", "/tokenize"),
-    ("GET", "/v1/models"),
     ("GET", "/props"),
-    ("GET", "/x"),
 ]
 
 

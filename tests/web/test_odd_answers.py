@@ -132,6 +132,30 @@ async def test_what_is_more_than_an_answer(backend: Recorder, fleet: Fleet, name
     assert answer.endswith(b"\r\n\r\n{}")
 
 
+@pytest.mark.parametrize("more", [SECOND, SECOND[:30], plain(b""), b"more"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_connection_that_said_too_much(
+    backend: Recorder, fleet: Fleet, more: bytes
+) -> None:
+    """It is not used again: the rest of what it says would be the next one's answer."""
+    backend.answers = {b"/odd": plain(b"mine") + more}
+    assert (await fleet.get("/odd")).body == b"mine"
+    assert (await fleet.get("/next")).body == b"{}"
+
+    first, second = backend.came_on[-2:]
+    assert first != second
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_connection_that_is_used_again(backend: Recorder, fleet: Fleet) -> None:
+    """As the rule: what the test above looks at would otherwise say nothing."""
+    backend.answers = {}
+    for _ in range(5):
+        assert (await fleet.get("/next")).body == b"{}"
+
+    assert len(set(backend.came_on[-5:])) < 5
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_body_for_a_head(backend: Recorder, fleet: Fleet) -> None:
     backend.answers = {b"/odd": plain(b"mine")}

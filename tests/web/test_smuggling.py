@@ -317,6 +317,40 @@ async def test_an_upgrade_is_declined(backend: Recorder, fleet: Fleet, raw: byte
     assert seen_by(backend) == strict(raw + LAST).requests
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        get(b"GET /x HTTP/0.9"),
+        get(b"GET /x HTTP/2.0"),
+        b"GET /x\r\n\r\n",
+        chunked(CHUNK, b"POST /x HTTP/1.0"),
+        get(b"TRACE /x HTTP/1.1"),
+        get(b"PURGE /x HTTP/1.1"),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_with_nothing_behind_it(backend: Recorder, fleet: Fleet, raw: bytes) -> None:
+    """What the parser minds only when more follows is refused by itself as well."""
+    backend.requests.clear()
+
+    assert statuses(await exchange(fleet.url, raw))[0] in (400, 405)
+    assert seen_by(backend) == []
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_headers_that_a_client_names_in_connection(backend: Recorder, fleet: Fleet) -> None:
+    """They are for the next hop alone, which is the router."""
+    backend.requests.clear()
+    fields = (
+        b"Host: x\r\nConnection: close, X-Hop, x-OTHER\r\nx-hop: a\r\nX-Other: b\r\nX-Stays: c\r\n"
+    )
+    await exchange(fleet.url, get(b"GET /x HTTP/1.1", fields))
+
+    ((_, headers, _),) = backend.requests
+    names = {name.lower() for name, _ in headers}
+    assert names & {b"x-hop", b"x-other", b"x-stays"} == {b"x-stays"}
+
+
 @pytest.mark.parametrize("path", [b"/completion", b"/v1/chat/completions", b"/embeddings"])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_requests_that_take_a_slot(backend: Recorder, fleet: Fleet, path: bytes) -> None:
