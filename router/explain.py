@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from router.console.client import authorization
 from router.errors import RouterError
 from router.terminal import output
 from router.types import Miss
@@ -60,7 +61,7 @@ async def fetch(url: str, request: str) -> Json:
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
+            aiohttp.ClientSession(headers=authorization(), timeout=timeout) as session,
             session.get(target) as response,
         ):
             if response.headers.get("Server") != "kvferry":

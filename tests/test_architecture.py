@@ -35,7 +35,10 @@ LAYERS: dict[str, set[str]] = {
     "router.errors": set(),
     "router.tokens": set(),
     "router.ports": {"router.types", "router.tokens", "router.errors"},
-    "router.explain": {"router.types", "router.errors", "router.terminal"},
+    "router.explain": {
+        *("router.types", "router.errors", "router.terminal"),
+        "router.console.client",  # the operator's token
+    },
     "router.keys": set(),
     "router.tasks": set(),
     "router.terminal": set(),

@@ -81,11 +81,15 @@ class RouterClient:
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[RouterClient]:
     """A client; what TOKEN_ENV holds goes along, if it is set."""
-    token = os.environ.get(TOKEN_ENV)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    async with aiohttp.ClientSession(headers=authorization(), timeout=timeout) as session:
         yield RouterClient(url, session)
+
+
+def authorization() -> dict[str, str]:
+    """The operator's token as a header, if there is one."""
+    token = os.environ.get(TOKEN_ENV)
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """What operators ask for: state, health, metrics, and what would be done with a request."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -9,7 +10,7 @@ from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.llama_wire import parse_body, parse_request, route_of
 from router.engine import Engine
 from router.errors import BadRequestError
-from router.types import RequestId, Standing
+from router.types import RequestId, Standing, Tenant
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.picture import backend_row, slot_row, snapshot_row, store_row
@@ -93,7 +94,8 @@ class Admin:
         )
 
     async def plan(self, request: web.BaseRequest, raw: bytes, name: RequestId) -> web.Response:
-        """A dry run: candidates, prices, choice. `?path=` names the route, chat by default."""
+        """A dry run: candidates, prices, choice. `?path=` names the route, chat by default;
+        `?tenant=` whose it would be, where tenants are kept apart."""
         path = request.query.get("path", "/v1/chat/completions")
         route = route_of(path)
         if route is None:
@@ -102,6 +104,8 @@ class Admin:
             )
         parsed = parse_request(route, parse_body(raw))
         described, _ = await self._completions.describe(request, parsed, name)
+        if tenant := request.query.get("tenant"):
+            described = replace(described, tenant=Tenant(tenant))
         made = self._engine.plan(described)
         return json_response(
             {

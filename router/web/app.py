@@ -24,6 +24,7 @@ from router.errors import (
     ExpectationError,
     ForbiddenError,
     RouterError,
+    UnauthorizedError,
 )
 from router.ports import Telemetry
 from router.types import RequestId
@@ -153,9 +154,9 @@ class App:
         """
         name = RequestId(secrets.token_hex(8))
         try:
+            self._keys.admit(request)
             if "Expect" in request.headers:
                 await _expected(request)
-            self._keys.admit(request)
             path = request.path
             method = "GET" if request.method == "HEAD" else request.method
             if own := self._own.get((method, path)):
@@ -166,7 +167,9 @@ class App:
         except RouterError as error:
             caller = request.get(CALLER)
             self._telemetry.rejected(name, error.outcome, str(error), clients_id(request), caller)
-            if not request.path.startswith("/kvferry/"):  # what operators do is not for everybody
+            # What operators do is not for everybody, and who has no key pushes nobody's out.
+            refused = isinstance(error, UnauthorizedError)
+            if not request.path.startswith("/kvferry/") and not refused:
                 self._journal.rejected(name, error.outcome, str(error), caller)
             return open_to_browsers(request, error_response(error, name, clients_id(request)))
         except ConnectionError:
