@@ -59,6 +59,13 @@ def summary(config: Config) -> str:
             f"Snapshots of at least {store.min_tokens} tokens are kept,"
             f" {'up to ' + ' and '.join(limits) if limits else 'without limit'}."
         )
+    if keys := config.auth.keys:
+        n_tenants = len({key.tenant for key in keys})
+        said.append(
+            f"{len(keys)} key{'s' * (len(keys) != 1)} of {n_tenants}"
+            f" tenant{'s' * (n_tenants != 1)} let clients in; what is computed for one tenant is"
+            f" {'' if not config.auth.keeps_apart else 'not '}reused for others."
+        )
     if moves_kv and config.tokenizer.mode is TokenizerMode.OFF:
         said.append("With tokenizer.mode: off no prompt is known, so nothing can be reused.")
     return " ".join(said)

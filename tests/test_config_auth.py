@@ -3,6 +3,7 @@
 import pytest
 
 from router.config import ConfigError, parse
+from router.config_summary import summary
 from router.keys import hash_text
 
 GOOD, ALSO = "kvf_good", "kvf_also"
@@ -35,6 +36,14 @@ def test_what_cannot_be_meant_is_refused(text: str, path: str, said: str) -> Non
     found = {problem.path: problem.message for problem in caught.value.problems}
     assert said in found[path]
     assert GOOD not in str(caught.value)
+
+
+@pytest.mark.parametrize(("share", "said"), [("none", "not reused for"), ("all", "is reused for")])
+def test_the_summary_counts_keys_and_tenants(share: str, said: str) -> None:
+    keys = auth(("a", GOOD, "x"), ("b", ALSO, "x"), share=share)
+    told = summary(parse(f"backends: [{{url: 'http://a:1'}}]\n{keys}", "test"))
+    assert "2 keys of 1 tenant let clients in" in told
+    assert said in told
 
 
 def test_a_key_without_a_tenant_is_one_of_its_own() -> None:

@@ -70,7 +70,10 @@ class Ask:
         if self._shared is None:
             fleet = self.fleet
             request = self.request
-            self._shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, request.tenant)
+            # Else all is nobody's, and each slot need not be asked.
+            matters = request.tenant or fleet.has_tenants
+            whose = request.tenant if matters else None
+            self._shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, whose)
         return self._shared
 
     def running(self, backend: BackendId) -> int:

@@ -37,6 +37,7 @@ class Fleet:
     rests: dict[BackendId, Rest] = field(default_factory=dict)  # see core/rests.py
     sticky: dict[str, SlotId] = field(default_factory=dict)
     granted: int = 0  # how many leases so far; what round robin turns on
+    has_tenants: bool = False  # a slot may hold something that is somebody's
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
     displaced: Ghosts = field(default_factory=Ghosts, repr=False, compare=False)
     # What `reach` found last, and for what.

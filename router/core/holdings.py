@@ -3,7 +3,7 @@
 from router.core.prefix_index import PrefixIndex
 from router.core.slots import Phase, SlotTable
 from router.tokens import EMPTY, Tokens
-from router.types import NOBODY, BackendId, SlotId, Tenant
+from router.types import BackendId, SlotId, Tenant
 
 
 class Holdings:
@@ -18,10 +18,10 @@ class Holdings:
         self._known: dict[BackendId, list[Tokens]] = {}  # what the index has of each slot
 
     def shared(
-        self, slots: SlotTable, tokens: Tokens, tenant: Tenant = NOBODY
+        self, slots: SlotTable, tokens: Tokens, tenant: Tenant | None = None
     ) -> dict[SlotId, int]:
-        """How many leading tokens of `tokens` each slot of a tenant shares; those that share none
-        are left out. Of a slot that is leased counts what its lease computes."""
+        """How many leading tokens of `tokens` each slot of a tenant shares, of any if it is None;
+        those that share none are left out. Of a leased slot counts what its lease computes."""
         idle = Phase.IDLE
         for backend, ones in slots.by_backend():
             known = self._known.get(backend)
@@ -33,6 +33,8 @@ class Holdings:
                     self._change(slot.id, known[at], held)
                     known[at] = held
         found = self._index.shares(tokens)
+        if tenant is None:
+            return dict(found)
         return {name: common for name, common in found if slots[name].whose == tenant}
 
     def forget(self, backend: BackendId) -> None:

@@ -1,6 +1,7 @@
 """What operators ask for: state, health, metrics, and what would be done with a request."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -10,7 +11,7 @@ from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.llama_wire import parse_body, parse_request, route_of
 from router.engine import Engine
 from router.errors import BadRequestError
-from router.types import RequestId, Standing
+from router.types import RequestId, Standing, Tenant
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.picture import backend_row, slot_row, snapshot_row, store_row
@@ -91,7 +92,8 @@ class Admin:
         )
 
     async def plan(self, request: web.BaseRequest, raw: bytes, name: RequestId) -> web.Response:
-        """A dry run: candidates, prices, choice. `?path=` names the route, chat by default."""
+        """A dry run: candidates, prices, choice. `?path=` names the route, chat by default;
+        `?tenant=` whose it would be, where tenants are kept apart."""
         path = request.query.get("path", "/v1/chat/completions")
         route = route_of(path)
         if route is None:
@@ -101,6 +103,8 @@ class Admin:
         body = await long_bodies.read(raw, parse_body, raw)
         parsed = await long_bodies.read(raw, parse_request, route, body)
         described, _ = await self._completions.describe(request, parsed, name)
+        if tenant := request.query.get("tenant"):
+            described = replace(described, tenant=Tenant(tenant))
         made = self._engine.plan(described)
         return json_response(
             {

@@ -26,6 +26,7 @@ from router.errors import (
     ForbiddenError,
     FramingError,
     RouterError,
+    UnauthorizedError,
 )
 from router.ports import Telemetry
 from router.types import RequestId
@@ -165,16 +166,18 @@ class App:
             check_head(request)
             path = request.path
             own = self.own.find(request, path, side)
+            if own is None:
+                self._keys.admit(request)
             if "Expect" in request.headers:
                 await _expected(request)
             if own is not None:
                 return await own(request, name)
-            self._keys.admit(request)
             return await self._any(request, path, name)
         except RouterError as error:
             caller = request.get(CALLER)
             self._telemetry.rejected(name, error.outcome, str(error), clients_id(request), caller)
-            if not is_own(request.path):  # what operators do is not for everybody
+            # What operators do is not for everybody, and who has no key pushes nobody's out.
+            if not is_own(request.path) and not isinstance(error, UnauthorizedError):
                 self._journal.rejected(name, error.outcome, str(error), caller)
             response = error_response(error, name, clients_id(request))
             if isinstance(error, FramingError):

@@ -1,5 +1,7 @@
 """What is one tenant's is not used for another, told of to another, or left where it could be."""
 
+from dataclasses import replace
+
 import pytest
 
 from router.core import events as ev
@@ -370,3 +372,15 @@ def test_sight_is_of_ones_own() -> None:
     sight = look(asked, made, s.state.fleet)
     assert sight is not None
     assert (sight.held, sight.nearest) == (0, None)
+
+
+def test_what_is_somebodys_stays_theirs_when_all_may_share_from_now_on() -> None:
+    """The configuration was read again while their tokens were in a slot."""
+    s = apart(backend("a", 2))
+    slot(s, A0).tenant = X
+    arrive(s, ids=LONG, tenant=X)
+    finish(s, prompt_tokens=900, generated_tokens=1)
+    s.state.fleet.policy = replace(s.state.fleet.policy, keeps_apart=False)
+    made = plan(request("r2", LONG), s.state.fleet, NOW)
+    assert made is not None
+    assert made.chosen.source is Source.COLD

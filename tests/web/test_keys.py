@@ -106,6 +106,7 @@ async def test_no_other_does(fake: FakeLlama, headers: dict[str, str]) -> None:
         answer = await fleet.post("/v1/chat/completions", {"messages": []}, headers=headers)
         assert len(fake.bodies) == before
         metrics = await fleet.metrics()
+        assert (await fleet.get("/kvferry/requests")).json["requests"] == []
     assert answer.status == 401
     assert answer.json == {
         "error": {"code": 401, "message": "Invalid API Key", "type": "authentication_error"}
@@ -195,6 +196,17 @@ async def test_with_an_operators_token_only_that_opens_it(
         assert await status(fleet, "GET", "/kvferry/state", headers=bearer(GOOD)) == 401
         assert await status(fleet, "GET", "/kvferry/state", headers=bearer("secret")) == 200
         assert await status(fleet, "GET", "/v1/models", headers=bearer("secret")) == 401
+
+
+async def test_a_dry_run_is_for_a_tenant(llama_server: StartServer) -> None:
+    server = await llama_server("llama", slots=1)
+    async with running([("a", server.url)], None, yaml=KEYS) as fleet:
+        body = {"prompt": list(range(300, 400)), "n_predict": 1}
+        await fleet.post("/completion", body, headers=bearer(GOOD))
+        await fleet.until_quiet()
+        for tenant, expected in (("alice", "resident"), ("bob", "cold")):
+            path = f"/kvferry/plan?path=/completion&tenant={tenant}"
+            assert (await fleet.post(path, body)).json["plan"]["chosen"]["source"] == expected
 
 
 # Where a key goes
