@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -267,7 +267,8 @@ async def _real(bench: _Bench, n: int) -> None:
 def _said(url: str, client: Client) -> str:
     """What one client alone gets of a server."""
     body = {"prompt": client.prompt, "n_predict": client.n_tokens, "temperature": 0}
-    answer = _Alone(url).post("/completion", body | {"ignore_eos": True, "cache_prompt": False})
+    with closing(_Alone(url)) as alone:
+        answer = alone.post("/completion", body | {"ignore_eos": True, "cache_prompt": False})
     return str(answer.json()["content"])
 
 

@@ -25,7 +25,6 @@ class Scheduler:
         state = self.state
         state.out = []
         self._take(event, now)
-        state.delete(state.fleet.catalog.shrink())
         background.save_fleeting(state, now)
         if not state.stopping:
             grants.serve_queue(state, now)
@@ -109,6 +108,7 @@ class Scheduler:
                 endings.quiet(state, event, now)
             case ev.Tick():
                 grants.expire(state, now)
+                state.delete(state.fleet.catalog.shrink())
             case ev.Stopping():
                 grants.stop(state, save=event.save)
             case _:  # pragma: no cover - mypy sees to it
