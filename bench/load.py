@@ -13,8 +13,8 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -22,6 +22,7 @@ import aiohttp
 import uvloop
 
 from bench import rig, stalls
+from bench.client import Client as _Alone
 from bench.client import WrongAnswerError
 from bench.crowd import Client, connects, send
 from bench.report import Report, arguments_of, run_bench
@@ -78,6 +79,7 @@ class _Looks:
 class _Bench:
     report: Report
     session: aiohttp.ClientSession
+    settle_s: float
 
     async def case(self, name: str, proxy: rig.Proxy, n: int, load: Load) -> Counter[str]:
         """One row."""
@@ -91,8 +93,7 @@ class _Bench:
             ended = await load(proxy.url)
             seconds = perf_counter() - start
             looking.cancel()
-        # Idle connections to backends are kept for two seconds.
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(self.settle_s)
         looks.look()
         await looks.ask(self.session)
         rss, fds = looks.rss, looks.descriptors
@@ -104,7 +105,7 @@ class _Bench:
             *(fds[0], max(fds), fds[-1]),
             *(None if turn is None else turn * 1000 for turn in turns),
         )
-        if odd := ended.keys() - {"right", "503", "left", "closed"}:
+        if odd := ended.keys() - {"right", "whole", "503", "left", "closed"}:
             raise WrongAnswerError(f"{name}, {proxy.name}: {odd}")
         return ended
 
@@ -114,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.load", description=__doc__)
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--quick", action="store_true", help="a tenth of the clients, shorter")
+    # Idle connections to backends are kept for two seconds.
+    parser.add_argument("--settle", type=float, default=3.0, help="seconds before `after`")
     parser.add_argument("--only", metavar="CASE", help="this case")
     parser.add_argument("--real", action="store_true", help="and 64 clients on two real servers")
     return run_bench(parser, lambda options: uvloop.run(measure(options)), argv)
@@ -126,7 +129,7 @@ async def measure(options: argparse.Namespace) -> Report:
     n = options.clients // 10 if options.quick else options.clients
     report = Report("load", f"{n:,} clients at once", list(COLUMNS), arguments_of(options))
     async with aiohttp.ClientSession() as session:
-        bench = _Bench(report, session)
+        bench = _Bench(report, session, options.settle)
         seconds = 2.0 if options.quick else 6.0
         cases: dict[str, Callable[[], Awaitable[None]]] = {
             "streams": lambda: _streams(bench, n),
@@ -217,10 +220,10 @@ async def _slow(bench: _Bench, n: int, seconds: float) -> None:
 
 
 async def _stopped(bench: _Bench, n: int, seconds: float) -> None:
-    """A gigabyte is there for each; they read the head, stop, and leave after a while."""
+    """A hundred megabytes are there for each; they read the head, stop, and leave after a while."""
     more = ["--padding", str(_PADDING)]
     async with _fleet(slots=-(-n // _BACKENDS), more=more) as proxy:
-        clients = _clients(n, 4000, takes=1024, stays_s=seconds)
+        clients = _clients(n, 400, takes=1024, stays_s=seconds)
         await bench.case("stopped reading", proxy, n, lambda url: send(url, clients))
 
 
@@ -254,7 +257,19 @@ async def _real(bench: _Bench, n: int) -> None:
         urls = [server.url for server in servers]
         way = rig.kvferry("kvferry", urls, folder, kv_dir=kv_dir, module="bench.stalls")
         proxy = await stack.enter_async_context(way)
-        await bench.case("real servers", proxy, n, lambda url: send(url, _clients(n, 24)))
+        alone = [
+            replace(client, expected=await asyncio.to_thread(_said, urls[0], client))
+            for client in _clients(n, 24)
+        ]
+        await bench.case("real servers", proxy, n, lambda url: send(url, alone))
+
+
+def _said(url: str, client: Client) -> str:
+    """What one client alone gets of a server."""
+    body = {"prompt": client.prompt, "n_predict": client.n_tokens, "temperature": 0}
+    with closing(_Alone(url)) as alone:
+        answer = alone.post("/completion", body | {"ignore_eos": True, "cache_prompt": False})
+    return str(answer.json()["content"])
 
 
 if __name__ == "__main__":

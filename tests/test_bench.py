@@ -10,6 +10,7 @@ import pytest
 from bench import (
     agent,
     latency,
+    load,
     overhead,
     planning,
     predict,
@@ -134,6 +135,24 @@ def test_overhead(tmp_path: Path) -> None:
 
     assert {row["case"] for row in rows} >= {"idle", "short chat"}
     assert {row["contender"] for row in rows} >= {"kvferry", "kvferry passthrough"}
+
+
+def test_load(tmp_path: Path) -> None:
+    """An answer that is not right is an error of the bench."""
+    rows = run(load.main, tmp_path, "--only", "queue", "--clients", "30", "--settle", "0")
+
+    (row,) = rows
+    assert (row["ended"], row["clients"]) == ("right × 30", 30)
+    assert row["of CPU ms"] is not None
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_load_of_all_kinds(tmp_path: Path) -> None:
+    rows = run(load.main, tmp_path, "--quick", "--clients", "400", "--settle", "0", "--real")
+
+    names = ["queue", "queue full", "slow readers", "stopped reading", "leaving", "connects"]
+    assert [row["case"] for row in rows if row["case"] != "streams"] == [*names, "real servers"]
 
 
 def test_watched(tmp_path: Path) -> None:

@@ -33,3 +33,4 @@ def configured(state: State, event: ev.Configured) -> None:
     state.fleet.policy = event.policy
     state.queue.limits = event.queue
     state.fleet.catalog.limits = event.limits
+    state.delete(state.fleet.catalog.shrink())

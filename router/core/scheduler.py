@@ -26,7 +26,6 @@ class Scheduler:
         state.out = []
         rests.end(state, now)
         self._take(event, now)
-        state.delete(state.fleet.catalog.shrink())
         background.save_fleeting(state, now)
         if not state.stopping:
             grants.serve_queue(state, now)
@@ -115,6 +114,7 @@ class Scheduler:
                 endings.found_busy(state, event)
             case ev.Tick():
                 grants.expire(state, now)
+                state.delete(state.fleet.catalog.shrink())
             case ev.Stopping():
                 grants.stop(state, save=event.save)
             case _:  # pragma: no cover - mypy sees to it
