@@ -45,7 +45,7 @@ from router.types import (
     SnapshotId,
     Stats,
 )
-from router.watching import find_start, wait_quiet, wait_started
+from router.watching import find_start, wait_quiet, wait_started, wipe
 
 log = structlog.get_logger(__name__)
 
@@ -373,6 +373,9 @@ class Engine:
         n_tokens = await self._wait_quiet(
             effect.request, backend, slot.index, settled=effect.settled
         )
+        if effect.wipe:
+            n_tokens = None
+            await wipe(backend, slot.index, lambda: effect.request in self._scheduler.state.jobs)
         self._feed(ev.Quiet(effect.request, n_tokens))
 
     async def _wait_quiet(

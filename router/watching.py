@@ -7,8 +7,12 @@ for long hides leaving clients from it (llama-server.md section 5.6), so looks a
 import asyncio
 from collections.abc import Callable
 
+import structlog
+
 from router.errors import BackendError, BackendRefusedError
 from router.ports import Backend
+
+log = structlog.get_logger(__name__)
 
 # After a client left. The first two see a server that was about to finish anyway; the rest stay
 # under one a second, or the server would not notice that nobody reads a plain answer.
@@ -19,6 +23,8 @@ _BLIND_S = 3.0
 _LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 # A request that was sent and is nowhere to be seen by then ended before it was looked for.
 _LAUNCHED_WITHIN = 40
+# After a wipe that failed. The slot is nobody's until one succeeds.
+_WIPE_AGAIN_S = 1.0
 
 
 async def wait_quiet(
@@ -50,6 +56,18 @@ async def wait_quiet(
         if idle_seen == 2:
             return status.n_tokens or 0
     return None
+
+
+async def wipe(backend: Backend, slot: int, concerned: Callable[[], bool]) -> None:
+    """Returns when an idle slot was wiped, or that concerns nobody any more."""
+    while concerned():
+        try:
+            await backend.wipe(slot)
+        except BackendError as error:
+            log.warning("wipe_failed", slot=slot, reason=type(error).__name__)
+            await asyncio.sleep(_WIPE_AGAIN_S)
+        else:
+            return
 
 
 async def wait_started(

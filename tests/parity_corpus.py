@@ -203,70 +203,67 @@ PROMPTS: list[object] = [
     [{"prompt_string": "hi"}, "two"],
 ]
 
-# Field by field on one route: whole bodies.
+MESSAGES: list[Json] = [
+    {"system": "be kind"},
+    {"system": [{"type": "text", "text": "be kind"}]},
+    {"system": 7},
+    {"stop_sequences": ["e"]},
+    {"stop_sequences": "e"},
+    {"top_k": 3, "top_p": 0.5},
+    {"metadata": {"user_id": "u"}},
+    {"thinking": {"type": "enabled", "budget_tokens": 8}},
+    {"thinking": "x"},
+    {"tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}]},
+    {"tools": [{"name": "f"}]},
+    {"tools": "x"},
+    {"tool_choice": {"type": "any"}},
+    {"tool_choice": {"type": "auto"}},
+    {"tool_choice": "x"},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+    {"max_tokens": "x"},
+    {"max_tokens": None},
+    {"id_slot": 1, "n": 2, "cache_prompt": False},
+]
+
+RESPONSES: list[Json] = [
+    {"input": [{"role": "user", "content": "hi"}]},
+    {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
+    {"input": [{"type": "function_call_output", "call_id": "c", "output": "o"}]},
+    {"input": [{"type": "nonsense"}]},
+    {"input": []},
+    {"input": 7},
+    {"input": None},
+    {"instructions": "be kind"},
+    {"instructions": 7},
+    {"previous_response_id": "resp_1"},
+    {"tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}]},
+    {"tools": [{"type": "web_search"}]},
+    {"tools": "x"},
+    {"reasoning": {"effort": "low"}},
+    {"text": {"format": {"type": "text"}}},
+    {"max_output_tokens": 0},
+    {"max_output_tokens": "x"},
+    {"truncation": "auto"},
+]
+
+INFILL: list[Json] = [
+    {"prompt": "c"},
+    {"input_extra": [{"filename": "f", "text": "t"}]},
+    {"input_extra": "x"},
+    {"input_extra": [{}]},
+    {"input_prefix": 7},
+    {"input_suffix": None},
+]
+
+# Whole bodies.
 BODIES: dict[str, list[Json]] = {
     "/completion": [BASES["/completion"] | {"prompt": prompt} for prompt in PROMPTS],
     "/v1/completions": [BASES["/v1/completions"] | {"prompt": prompt} for prompt in PROMPTS],
-    "/v1/messages": [
-        BASES["/v1/messages"] | more
-        for more in (
-            {"system": "be kind"},
-            {"system": [{"type": "text", "text": "be kind"}]},
-            {"system": 7},
-            {"stop_sequences": ["e"]},
-            {"stop_sequences": "e"},
-            {"top_k": 3, "top_p": 0.5},
-            {"metadata": {"user_id": "u"}},
-            {"thinking": {"type": "enabled", "budget_tokens": 8}},
-            {"thinking": "x"},
-            {"tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}]},
-            {"tools": [{"name": "f"}]},
-            {"tools": "x"},
-            {"tool_choice": {"type": "any"}},
-            {"tool_choice": {"type": "auto"}},
-            {"tool_choice": "x"},
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-            {"max_tokens": "x"},
-            {"max_tokens": None},
-            {"id_slot": 1, "n": 2, "cache_prompt": False},
-        )
-    ],
-    "/v1/responses": [
-        BASES["/v1/responses"] | more
-        for more in (
-            {"input": [{"role": "user", "content": "hi"}]},
-            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
-            {"input": [{"type": "function_call_output", "call_id": "c", "output": "o"}]},
-            {"input": [{"type": "nonsense"}]},
-            {"input": []},
-            {"input": 7},
-            {"input": None},
-            {"instructions": "be kind"},
-            {"instructions": 7},
-            {"previous_response_id": "resp_1"},
-            {"tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}]},
-            {"tools": [{"type": "web_search"}]},
-            {"tools": "x"},
-            {"reasoning": {"effort": "low"}},
-            {"text": {"format": {"type": "text"}}},
-            {"max_output_tokens": 0},
-            {"max_output_tokens": "x"},
-            {"truncation": "auto"},
-        )
-    ],
-    "/infill": [
-        BASES["/infill"] | more
-        for more in (
-            {"prompt": "c"},
-            {"input_extra": [{"filename": "f", "text": "t"}]},
-            {"input_extra": "x"},
-            {"input_extra": [{}]},
-            {"input_prefix": 7},
-            {"input_suffix": None},
-        )
-    ],
+    "/v1/messages": [BASES["/v1/messages"] | more for more in MESSAGES],
+    "/v1/responses": [BASES["/v1/responses"] | more for more in RESPONSES],
+    "/infill": [BASES["/infill"] | more for more in INFILL],
     "/tokenize": [
         {"content": "a b"},
         {"content": ""},

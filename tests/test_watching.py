@@ -7,7 +7,7 @@ import pytest
 from router.errors import BackendError, BackendRefusedError
 from router.tokens import Tokens
 from router.types import Reported, SlotStatus, Transfer
-from router.watching import find_start, wait_quiet, wait_started
+from router.watching import find_start, wait_quiet, wait_started, wipe
 
 NO_SLOTS = BackendRefusedError("not supported", backend_status=501)
 DOWN = BackendError("down")
@@ -20,6 +20,7 @@ class Scripted:
         self._looks = list(looks)
         self._n_tokens = n_tokens
         self.looked = 0
+        self.wiped = 0
 
     async def slots(self) -> list[SlotStatus]:
         look = self._looks[min(self.looked, len(self._looks) - 1)]
@@ -36,6 +37,11 @@ class Scripted:
 
     async def erase(self, slot: int) -> None:
         raise NotImplementedError
+
+    async def wipe(self, slot: int) -> None:
+        self.wiped += 1
+        if self.wiped == 1:
+            raise DOWN
 
     async def prefill(self, slot: int, tokens: Tokens) -> Reported:
         raise NotImplementedError
@@ -107,3 +113,16 @@ async def test_a_request_is_found_where_nobody_else_works() -> None:
 async def test_a_request_that_ended_unseen() -> None:
     backend = Scripted([set()])
     assert await find_start(backend, 0, set, lambda: backend.looked < 3) is None
+
+
+async def test_a_wipe_is_tried_until_it_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.watching._WIPE_AGAIN_S", 0.0)
+    backend = Scripted([set()])
+    await wipe(backend, 0, yes)
+    assert backend.wiped == 2
+
+
+async def test_a_wipe_that_concerns_nobody_any_more() -> None:
+    backend = Scripted([set()])
+    await wipe(backend, 0, lambda: False)
+    assert backend.wiped == 0

@@ -15,7 +15,7 @@ from router.adapters import llama_reply as reply
 from router.adapters import llama_wire as wire
 from router.adapters.http1 import Header, Pool, Response, Target
 from router.errors import BackendError, BackendRefusedError, BackendTimeoutError
-from router.tokens import Tokens, unpack
+from router.tokens import Tokens, pack, unpack
 from router.types import BackendId, Reported, SlotStatus, Transfer
 
 # llama-server's are 3 KB.
@@ -227,6 +227,15 @@ class LlamaClient:
     async def erase(self, slot: int) -> None:
         """Empty an idle slot."""
         await self._call("POST", f"/slots/{slot}?action=erase", b"{}", self._timeouts.action_s)
+
+    async def wipe(self, slot: int) -> None:
+        """Empty an idle slot; or, of a server that takes no slot actions, all but a token that
+        its own model computes."""
+        try:
+            await self.erase(slot)
+        except BackendRefusedError:
+            body = wire.prefill_body(pack([0]), slot, reuse=False)
+            await self._call("POST", "/completion", body, self._timeouts.action_s)
 
     async def prefill(self, slot: int, tokens: Tokens) -> Reported:
         """Compute `tokens` in an idle slot, which holds exactly them afterwards.

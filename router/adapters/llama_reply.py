@@ -208,6 +208,7 @@ def slots_from(payload: object) -> list[SlotStatus]:
                 n_tokens=n_tokens if n_tokens >= 0 else None,
                 n_ctx=slot.get("n_ctx", int),
                 id_task=task if task >= 0 else None,
+                adapted=bool(slot.get("params/lora", list, [])),
             )
         )
     return statuses

@@ -220,6 +220,9 @@ async def attach(
     allowed = [
         s if only is None or s.index in only else replace(s, is_processing=True) for s in slots
     ]
+    for slot in allowed:
+        if slot.adapted and not slot.is_processing:
+            await client.wipe(slot.index)  # nothing to put aside, nor to go on from
     found = await probe(client, store, place, allowed) if with_probe else Probe()
     layout = found.layout.fingerprint() if found.layout else ""
     info = BackendInfo(
