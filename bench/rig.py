@@ -67,10 +67,15 @@ def _rss_bytes(pid: int) -> int:
 
 
 @asynccontextmanager
-async def llama(*, slots: int, ctx_per_slot: int, kv_dir: Path) -> AsyncIterator[LlamaServer]:
+async def llama(
+    *, slots: int, ctx_per_slot: int, kv_dir: Path, extra_args: Sequence[str] = ()
+) -> AsyncIterator[LlamaServer]:
     """A real llama-server with the tiny full-attention model."""
     path = (await asyncio.to_thread(tiny_model, "llama")).path
-    async with LlamaServer(path, slots=slots, ctx=slots * ctx_per_slot, kv_dir=kv_dir) as server:
+    ctx = slots * ctx_per_slot
+    async with LlamaServer(
+        path, slots=slots, ctx=ctx, kv_dir=kv_dir, extra_args=extra_args
+    ) as server:
         yield server
 
 
