@@ -58,6 +58,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--embeddings", "--embedding", action="store_true")
     add("--chat-template-file", type=Path)
     add("--jinja", dest="jinja", action="store_true", default=True)
+    add("--skip-chat-parsing", action="store_true")
     add("--no-jinja", dest="jinja", action="store_false")
     add("--slots", dest="slots", action="store_true", default=True)
     add("--no-slots", dest="slots", action="store_false")
@@ -129,6 +130,7 @@ def build_params(args: argparse.Namespace) -> Any:
         params.embedding = True
         params.n_batch = min(params.n_batch, params.n_ubatch)  # as server.cpp:155-163 does
     params.use_jinja = args.jinja
+    params.force_pure_content_parser = args.skip_chat_parsing
     if args.chat_template_file is not None:
         params.chat_template = args.chat_template_file.read_text()
     params.endpoint_slots = args.slots
