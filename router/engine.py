@@ -96,6 +96,8 @@ class Engine:
         self._prefills: dict[RequestId, asyncio.Task[None]] = {}
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
         self._timings: dict[RequestId, Timing] = {}
+        # Requests that the server may place; done when one is over before it was seen at work.
+        self._placing: dict[RequestId, asyncio.Future[tuple[Reported, Timing]]] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._alarm_due = False
         self._closed = False
@@ -127,7 +129,14 @@ class Engine:
     def finish(
         self, request: RequestId, outcome: Outcome, reported: Reported, timing: Timing
     ) -> None:
-        """The response is over. Called once for each grant, on every path; never blocks."""
+        """The response is over. Called once for each grant, on every path; never blocks.
+
+        One that nobody has seen at work yet is over a moment later: when it is known where it ran.
+        """
+        placing = self._placing.get(request)
+        if placing is not None and outcome is Outcome.OK:
+            placing.set_result((reported, timing))
+            return
         self._timings[request] = timing
         self._feed(ev.Finished(request, outcome, reported))
         self._timings.pop(request, None)
@@ -398,9 +407,15 @@ class Engine:
             return job is not None and job.gated
 
         await wait_started(backend, lambda: at_work(Phase.RUNNING), gated)
+        over: asyncio.Future[tuple[Reported, Timing]] = asyncio.get_running_loop().create_future()
+        if not effect.pin and not self._scheduler.state.jobs[request].others:
+            self._placing[request] = over
         self._grant(effect, future)
         index = await find_start(
-            backend, slot.index, lambda: at_work(Phase.RUNNING, Phase.DRAINING), gated
+            backend, slot.index, lambda: at_work(Phase.RUNNING, Phase.DRAINING), gated, over
         )
+        self._placing.pop(request, None)
         if index is not None:
             self._feed(ev.Launched(request, index))
+        if over.done():
+            self.finish(request, Outcome.OK, *over.result())

@@ -125,6 +125,21 @@ async def test_beside_a_conversation(llama_server: StartServer, path: str, body:
         assert is_quiet(await fleet.until_quiet())
 
 
+async def test_an_embedding_takes_one_slot(llama_server: StartServer) -> None:
+    """And nothing is forgotten of the others, however fast it is over. The server takes the one
+    that was not used for longest, so the fourth would cost the conversation its own."""
+    server = await llama_server("llama", slots=4, ctx=16384, extra_args=EMBEDS)
+    async with running([("a", server.url)], None) as fleet:
+        await plain(fleet, id_slot=0)
+        for _ in range(3):
+            assert (await fleet.post("/v1/embeddings", {"input": "a ferry"})).status == 200
+            state = await fleet.until_quiet()
+            assert state["slots"][0]["resident_tokens"] >= len(PROMPT)
+        again = await plain(fleet)
+        assert (again.slot, again.source) == (("a", 0), "resident")
+        assert all_but_one(again)
+
+
 async def test_reranking_beside_a_conversation(llama_server: StartServer) -> None:
     """Scores are not compared: the server's own differ with what its slots held before."""
     reference = await llama_server("llama", slots=2, extra_args=RANKS)
