@@ -38,7 +38,13 @@ def same(found: Answer, expected: Answer) -> str:
     return differs_in_earnest(found, expected)
 
 
-@pytest.mark.parametrize("snapshots", [True, False], ids=["slot actions", "no slot actions"])
+@pytest.mark.parametrize(
+    "snapshots",
+    [
+        pytest.param(True, id="slot actions"),
+        pytest.param(False, id="no slot actions", marks=pytest.mark.slow),
+    ],
+)
 async def test_each_goes_on_from_its_own(
     llama_server: StartServer, server_argv: Sequence[str], snapshots: bool
 ) -> None:
@@ -107,6 +113,7 @@ async def test_a_chat_beside_it_on_a_route_without_pins(llama_server: StartServe
         assert adapted.text != expected.json["content"][0]["text"], "the adapter changes nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [{"n_cmpl": 2}, {"prompt": [PROMPT, [*PROMPT, 300]]}], ids=["n", "batch"]
 )

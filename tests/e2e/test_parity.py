@@ -62,18 +62,19 @@ async def differences(
 
 
 def _cases() -> list[object]:
-    """Route, field, policy: the two routes that read most, the others and `passthrough` slowly."""
+    """Route, field, policy: what a chat reads besides sampling often, the rest slowly."""
     both = SAMPLING | OUTPUT
-    often = {"/completion": both, "/v1/chat/completions": both | CHATTING}
-    rarely = dict.fromkeys(["/v1/completions", "/v1/responses", "/v1/messages"], both | CHATTING)
+    fields = {"/completion": both, "/v1/chat/completions": both | CHATTING}
+    fields |= dict.fromkeys(["/v1/completions", "/v1/responses", "/v1/messages"], OUTPUT | CHATTING)
+    often = {("/v1/chat/completions", field) for field in OUTPUT | CHATTING}
     return [
         pytest.param(
-            *(path, field, policy), marks=[] if fast and policy == DEFAULT else [pytest.mark.slow]
+            *(path, field, policy),
+            marks=[] if (path, field) in often and policy == DEFAULT else [pytest.mark.slow],
         )
-        for fast, routes in ((True, often), (False, rarely))
-        for path, fields in routes.items()
-        for field in fields
-        for policy in POLICIES
+        for path in fields
+        for field in fields[path]
+        for policy in (POLICIES if path == "/completion" else [DEFAULT])
     ]
 
 
@@ -84,7 +85,7 @@ async def test_each_field(pairs: dict[str, Pair], path: str, field: str, policy:
     assert await differences(pairs, policy, path, bodies) == []
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [DEFAULT, pytest.param("passthrough", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", BODIES)
 async def test_each_body(pairs: dict[str, Pair], policy: str, path: str) -> None:
     assert await differences(pairs, policy, path, iter(BODIES[path])) == []

@@ -18,7 +18,7 @@ from tests.e2e.test_explained import explained
 from tests.fleet import Json, running
 
 TEMPLATES = Path(__file__).parent.parent / "templates"
-OFTEN = {"Qwen-Qwen3-0.6B", "deepseek-ai-DeepSeek-V3.1"}
+OFTEN = {"Qwen-Qwen3-0.6B"}
 ASKS: Json = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 1}
 
 

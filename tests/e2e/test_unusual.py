@@ -100,7 +100,16 @@ def said(answer: Answer, body: bytes) -> object:
     return whole["content"]
 
 
-@pytest.mark.parametrize(("path", "body"), UNUSUAL.values(), ids=UNUSUAL.keys())
+OFTEN = {"n of a chat", "texts and tokens", "embeddings", "infill"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param(*case, id=name, marks=[] if name in OFTEN else [pytest.mark.slow])
+        for name, case in UNUSUAL.items()
+    ],
+)
 async def test_beside_a_conversation(llama_server: StartServer, path: str, body: Json) -> None:
     reference = await llama_server("llama", slots=2, extra_args=EMBEDS)
     server = await llama_server("llama", slots=2, extra_args=EMBEDS)
@@ -157,6 +166,7 @@ async def test_reranking_beside_a_conversation(llama_server: StartServer) -> Non
             assert {result["index"] for result in ours.json["results"]} == {0, 1, 2}
 
 
+@pytest.mark.slow
 async def test_a_client_that_wants_no_reuse(llama_server: StartServer) -> None:
     """It computes all of it, whatever there is; what it leaves is the server's own prompt, of use
     to others."""
@@ -185,6 +195,7 @@ async def test_a_slot_that_the_client_names(llama_server: StartServer) -> None:
             assert all_but_one(await plain(fleet, id_slot=other))
 
 
+@pytest.mark.slow
 async def test_a_server_that_falls_asleep(llama_server: StartServer) -> None:
     """Its slots are empty when it wakes up: what was in a file is restored, the answer is right,
     and looking at it does not keep it awake."""

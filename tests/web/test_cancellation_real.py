@@ -158,12 +158,8 @@ def _bodies(text: str, n: int) -> dict[str, Json]:
 
 
 _ROUTES = list(_bodies("", 0))
-# One of each kind often, all of them in the slow run.
-_OFTEN = {
-    ("/v1/chat/completions", False, "generation"),
-    ("/v1/messages", True, "generation"),
-    ("/v1/responses", False, "prefill"),
-}
+# Two often, all of them in the slow run.
+_OFTEN = {("/v1/chat/completions", False, "generation"), ("/v1/messages", True, "generation")}
 
 
 @pytest.mark.parametrize(
