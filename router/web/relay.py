@@ -18,24 +18,20 @@ from router.errors import BackendError, BackendTimeoutError, BadRequestError
 from router.types import Outcome
 from router.web.answer import HOP_BY_HOP, Answer
 
-# `x-conversation-id` would make the server go on generating after its client has left
-# (llama-server.md section 5.6); our own server has already decoded a compressed body.
-_NOT_FORWARDED = HOP_BY_HOP | {
-    b"host",
-    b"content-length",
-    b"content-encoding",
-    b"expect",
-    b"x-conversation-id",
-}
+# Our own server has already decoded a compressed body.
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"content-encoding", b"expect"}
+# It would make the server go on generating after its client has left (llama-server.md section 5.6).
+_RESUMABLE = {b"x-conversation-id"}
 
 _HEAD_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
 _WHOLE_BYTES = 1024 * 1024
 
 
-def forward_headers(request: web.BaseRequest) -> list[Header]:
-    """The client's headers as the backend gets them."""
-    left_out = _NOT_FORWARDED
+def forward_headers(request: web.BaseRequest, *, resumable: bool = False) -> list[Header]:
+    """The client's headers as the backend gets them; `resumable`: it may make a stream one that
+    goes on without it."""
+    left_out = _NOT_FORWARDED if resumable else _NOT_FORWARDED | _RESUMABLE
     if "Connection" in request.headers:
         left_out = left_out | {
             name.strip().lower().encode("utf-8", "surrogateescape")

@@ -159,17 +159,19 @@ async def test_what_is_the_routers_alone(
     assert error_of(routed) == (403, "permission_error")
 
 
-async def test_a_resumable_stream_is_a_plain_one(pairs: dict[str, Pair]) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_resumable_stream_is_a_plain_one(pairs: dict[str, Pair], policy: str) -> None:
     """`X-Conversation-Id` makes the server go on after its client has left: it does not get there,
-    and nothing can be resumed."""
-    pair, name = pairs[DEFAULT], {"X-Conversation-Id": "abc"}
+    and nothing can be resumed. Where no slot is managed, it does no harm."""
+    pair, name = pairs[policy], {"X-Conversation-Id": f"of {policy}"}
     body = BASES["/v1/chat/completions"] | {"stream": True}
-    lookup = {"conversation_ids": ["abc"]}
+    lookup = {"conversation_ids": [f"of {policy}"]}
     routed = await pair.one(pair.routed, "POST", "/v1/chat/completions", json=body, headers=name)
-    nothing = await pair.one(pair.routed, "POST", "/v1/streams/lookup", json=lookup)
+    left = await pair.one(pair.routed, "POST", "/v1/streams/lookup", json=lookup)
     direct = await pair.one(pair.direct, "POST", "/v1/chat/completions", json=body, headers=name)
     kept = await pair.one(pair.direct, "POST", "/v1/streams/lookup", json=lookup)
 
     assert difference(direct, routed) == ""
-    assert (nothing.status, orjson.loads(nothing.body)) == (200, [])
+    assert left.status == 200
+    assert len(orjson.loads(left.body)) == (policy == "passthrough")
     assert len(orjson.loads(kept.body)) == 1
