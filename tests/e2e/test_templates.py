@@ -99,8 +99,9 @@ async def test_six_turns(llama_server: StartServer, kind: Kind, memory: str) -> 
             if held:
                 shared = [min(common(one, prompt), len(prompt) - 1) for one in held]
                 least = shared[-1] if memory == "llama" else CLOSE * shared[-1]
-                assert found.reused <= max(shared)
-                assert found.reused >= least or shared[-1] < 64, turn  # not worth a file
+                if memory != "llama" and not kind.close:
+                    least = 0  # too little is shared for a file
+                assert least <= found.reused <= max(shared), turn
                 told = await explained(fleet, found.answer)
                 assert told["nearest"]["common_tokens"] == max(shared)
                 if kind.close:
