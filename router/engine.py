@@ -393,6 +393,16 @@ class Engine:
         jobs = self._scheduler.state.jobs
         return await wait_quiet(backend, index, lambda: request in jobs, settled=settled)
 
+    def _would_be_forgotten(self, effect: ef.Dispatch) -> bool:
+        """Something is known of a slot where the server may put the request, and would not be, if
+        nobody saw where it did."""
+        if effect.pin or self._scheduler.state.jobs[effect.request].others:
+            return False
+        slots = self._scheduler.state.fleet.slots.of(effect.lease.slot.backend)
+        return any(
+            len(slot.resident) > 0 for slot in slots if slot.is_idle or slot.holds(effect.lease)
+        )
+
     async def _place(self, effect: ef.Dispatch, future: asyncio.Future[Grant]) -> None:
         """Send a request that the server may place, find out where it runs, open the gate."""
         slot, request = effect.lease.slot, effect.request
@@ -408,7 +418,7 @@ class Engine:
 
         await wait_started(backend, lambda: at_work(Phase.RUNNING), gated)
         over: asyncio.Future[tuple[Reported, Timing]] = asyncio.get_running_loop().create_future()
-        if not effect.pin and not self._scheduler.state.jobs[request].others:
+        if self._would_be_forgotten(effect):
             self._placing[request] = over
         self._grant(effect, future)
         index = await find_start(

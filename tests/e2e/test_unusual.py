@@ -166,6 +166,31 @@ async def test_reranking_beside_a_conversation(llama_server: StartServer) -> Non
             assert {result["index"] for result in ours.json["results"]} == {0, 1, 2}
 
 
+async def test_messages_run_on_the_slot_that_was_meant(llama_server: StartServer) -> None:
+    """`/v1/messages` cannot be pinned. Its prompt was computed on one slot but for the last token,
+    and that is all that the server says it had left to compute; two conversations take turns."""
+    server = await llama_server("llama", slots=2)
+    talks = [chat(seed, sentences(seed, 2), length=15) for seed in (1, 2)]
+    meant: list[set[tuple[str, int]]] = [set(), set()]
+    async with direct(server) as client, running([("a", server.url)], None) as fleet:
+        for turn in range(4):
+            for which, (system, *messages) in enumerate(talks):
+                body = {"system": system["content"], "messages": messages, "max_tokens": 4}
+                answer = await fleet.post("/v1/messages", body | {"temperature": 0})
+                usage = answer.json["usage"]
+                assert usage["input_tokens"] == 1, usage
+                meant[which].add(answer.slot)
+                await fleet.until_quiet()
+                async with client.session.get(server.url + "/slots") as response:
+                    slot = (await response.json())[answer.slot[1]]
+                held = usage["cache_read_input_tokens"] + 1 + usage["output_tokens"] - 1
+                assert slot["n_prompt_tokens"] == held
+                said = {"role": "assistant", "content": answer.json["content"][0]["text"]}
+                asked = {"role": "user", "content": sentences(10 * turn + which, 1)}
+                talks[which] += [said, asked]
+    assert meant == [{("a", 0)}, {("a", 1)}]
+
+
 @pytest.mark.slow
 async def test_a_client_that_wants_no_reuse(llama_server: StartServer) -> None:
     """It computes all of it, whatever there is; what it leaves is the server's own prompt, of use
