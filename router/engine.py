@@ -7,6 +7,7 @@ two events overlap. Effects that take time run as tasks and report back as event
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -25,6 +26,7 @@ from router.core.queue import QueueLimits
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
 from router.errors import BackendError
+from router.placing import Placing
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.tasks import Tasks
 from router.tokens import Tokens
@@ -45,7 +47,7 @@ from router.types import (
     SnapshotId,
     Stats,
 )
-from router.watching import find_start, wait_quiet, wait_started, wipe
+from router.watching import wait_quiet, wipe
 
 log = structlog.get_logger(__name__)
 
@@ -96,8 +98,7 @@ class Engine:
         self._prefills: dict[RequestId, asyncio.Task[None]] = {}
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
         self._timings: dict[RequestId, Timing] = {}
-        # Requests that the server may place; done when one is over before it was seen at work.
-        self._placing: dict[RequestId, asyncio.Future[tuple[Reported, Timing]]] = {}
+        self._placing = Placing(scheduler, backends)
         self._wakeup: asyncio.TimerHandle | None = None
         self._alarm_due = False
         self._closed = False
@@ -133,10 +134,13 @@ class Engine:
 
         One that nobody has seen at work yet is over a moment later: when it is known where it ran.
         """
-        placing = self._placing.get(request)
-        if placing is not None and outcome is Outcome.OK:
-            placing.set_result((reported, timing))
-            return
+        end = partial(self._finish, request, outcome, reported, timing)
+        if outcome is not Outcome.OK or not self._placing.keeps(request, end):
+            end()
+
+    def _finish(
+        self, request: RequestId, outcome: Outcome, reported: Reported, timing: Timing
+    ) -> None:
         self._timings[request] = timing
         self._feed(ev.Finished(request, outcome, reported))
         self._timings.pop(request, None)
@@ -393,39 +397,9 @@ class Engine:
         jobs = self._scheduler.state.jobs
         return await wait_quiet(backend, index, lambda: request in jobs, settled=settled)
 
-    def _would_be_forgotten(self, effect: ef.Dispatch) -> bool:
-        """Something is known of a slot where the server may put the request, and would not be, if
-        nobody saw where it did."""
-        if effect.pin or self._scheduler.state.jobs[effect.request].others:
-            return False
-        slots = self._scheduler.state.fleet.slots.of(effect.lease.slot.backend)
-        return any(
-            len(slot.resident) > 0 for slot in slots if slot.is_idle or slot.holds(effect.lease)
-        )
-
     async def _place(self, effect: ef.Dispatch, future: asyncio.Future[Grant]) -> None:
         """Send a request that the server may place, find out where it runs, open the gate."""
-        slot, request = effect.lease.slot, effect.request
-        backend = self._backends[slot.backend]
-
-        def at_work(*phases: Phase) -> set[int]:
-            slots = self._scheduler.state.fleet.slots.of(slot.backend)
-            return {s.id.index for s in slots if s.phase in phases and s.holder != request}
-
-        def gated() -> bool:
-            job = self._scheduler.state.jobs.get(request)
-            return job is not None and job.gated
-
-        await wait_started(backend, lambda: at_work(Phase.RUNNING), gated)
-        over: asyncio.Future[tuple[Reported, Timing]] = asyncio.get_running_loop().create_future()
-        if self._would_be_forgotten(effect):
-            self._placing[request] = over
-        self._grant(effect, future)
-        index = await find_start(
-            backend, slot.index, lambda: at_work(Phase.RUNNING, Phase.DRAINING), gated, over
-        )
-        self._placing.pop(request, None)
+        index, end = await self._placing.place(effect, lambda: self._grant(effect, future))
         if index is not None:
-            self._feed(ev.Launched(request, index))
-        if over.done():
-            self.finish(request, Outcome.OK, *over.result())
+            self._feed(ev.Launched(effect.request, index))
+        end()
