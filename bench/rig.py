@@ -72,11 +72,19 @@ def _rss_bytes(pid: int) -> int:
 
 @asynccontextmanager
 async def llama(
-    *, slots: int, ctx_per_slot: int, kv_dir: Path, model: Path | None = None
+    *,
+    slots: int,
+    ctx_per_slot: int,
+    kv_dir: Path,
+    model: Path | None = None,
+    extra_args: Sequence[str] = (),
 ) -> AsyncIterator[LlamaServer]:
     """A real llama-server, with the tiny full-attention model where none is given."""
     path = model or (await asyncio.to_thread(tiny_model, "llama")).path
-    async with LlamaServer(path, slots=slots, ctx=slots * ctx_per_slot, kv_dir=kv_dir) as server:
+    ctx = slots * ctx_per_slot
+    async with LlamaServer(
+        path, slots=slots, ctx=ctx, kv_dir=kv_dir, extra_args=extra_args
+    ) as server:
         yield server
 
 

@@ -7,6 +7,7 @@ two events overlap. Effects that take time run as tasks and report back as event
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -26,6 +27,7 @@ from router.core.scheduler import Scheduler
 from router.core.slots import Phase, Slot
 from router.core.tenancy import model_of
 from router.errors import BackendError
+from router.placing import Placing
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.tasks import Tasks
 from router.tokens import Tokens
@@ -47,7 +49,7 @@ from router.types import (
     SnapshotId,
     Stats,
 )
-from router.watching import Lookout, find_busy, find_start, wait_quiet, wait_started
+from router.watching import Lookout, find_busy, wait_quiet, wipe
 
 log = structlog.get_logger(__name__)
 
@@ -99,6 +101,7 @@ class Engine:
         self._prefills: dict[RequestId, asyncio.Task[None]] = {}
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
         self._timings: dict[RequestId, Timing] = {}
+        self._placing = Placing(scheduler, backends)
         self._wakeup: asyncio.TimerHandle | None = None
         self._alarm_due = False
         self._closed = False
@@ -131,7 +134,17 @@ class Engine:
     def finish(
         self, request: RequestId, outcome: Outcome, reported: Reported, timing: Timing
     ) -> None:
-        """The response is over. Called once for each grant, on every path; never blocks."""
+        """The response is over. Called once for each grant, on every path; never blocks.
+
+        One that nobody has seen at work yet is over a moment later: when it is known where it ran.
+        """
+        end = partial(self._finish, request, outcome, reported, timing)
+        if outcome is not Outcome.OK or not self._placing.keeps(request, end):
+            end()
+
+    def _finish(
+        self, request: RequestId, outcome: Outcome, reported: Reported, timing: Timing
+    ) -> None:
         self._timings[request] = timing
         self._feed(ev.Finished(request, outcome, reported))
         self._timings.pop(request, None)
@@ -386,6 +399,10 @@ class Engine:
 
     async def _watch(self, effect: ef.Watch) -> None:
         n_tokens = await self._wait_quiet(effect.request, effect.slot, settled=effect.settled)
+        if effect.wipe:
+            slot, jobs = effect.slot, self._scheduler.state.jobs
+            await wipe(self._backends[slot.backend], slot.index, lambda: effect.request in jobs)
+            n_tokens = None
         self._feed(ev.Quiet(effect.request, n_tokens))
 
     async def _wait_quiet(
@@ -404,24 +421,7 @@ class Engine:
 
     async def _place(self, effect: ef.Dispatch, future: asyncio.Future[Grant]) -> None:
         """Send a request that the server may place, find out where it runs, open the gate."""
-        slot, request = effect.lease.slot, effect.request
-        backend = self._backends[slot.backend]
-
-        def at_work(*phases: Phase) -> set[int]:
-            return {
-                s.id.index
-                for s in self._slots_of(slot.backend)
-                if s.phase in phases and s.holder != request
-            }
-
-        def gated() -> bool:
-            job = self._scheduler.state.jobs.get(request)
-            return job is not None and job.gated
-
-        await wait_started(backend, lambda: at_work(Phase.RUNNING), gated)
-        self._grant(effect, future)
-        index = await find_start(
-            backend, slot.index, lambda: at_work(Phase.RUNNING, Phase.DRAINING), gated
-        )
+        index, end = await self._placing.place(effect, lambda: self._grant(effect, future))
         if index is not None:
-            self._feed(ev.Launched(request, index))
+            self._feed(ev.Launched(effect.request, index))
+        end()

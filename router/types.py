@@ -146,6 +146,7 @@ class Request:
     pinnable: bool = True  # False: the route drops `id_slot` (llama-server.md section 2.1)
     whole_backend: bool = False  # n > 1 or a batch: takes slots of llama-server's own choice
     reuse: bool = True  # False: `cache_prompt: false`
+    adapted: bool = False  # a LoRA adapter for it alone: its KV is another model's
     slot_hint: int | None = None
     tenant: Tenant = NOBODY  # whose prompt it is, where tenants are kept apart
     client: str | None = None  # between these the queue is fair
@@ -328,6 +329,7 @@ class SlotStatus:
     n_tokens: int | None  # tokens it holds; None on a slot that never ran
     n_ctx: int
     id_task: int | None = None
+    adapted: bool = False  # its last task had LoRA adapters of its own
 
 
 @dataclass(frozen=True, slots=True)

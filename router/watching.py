@@ -8,10 +8,15 @@ who wait for slots of the same backend share them.
 import asyncio
 from collections.abc import Callable, Mapping
 from math import inf
+from typing import Any
+
+import structlog
 
 from router.errors import BackendError, BackendRefusedError
 from router.ports import Backend
 from router.types import BackendId, SlotId, SlotStatus
+
+log = structlog.get_logger(__name__)
 
 # After a client left. The first two see a server that was about to finish anyway; the rest stay
 # under one a second, or the server would not notice that nobody reads a plain answer.
@@ -22,6 +27,8 @@ _BLIND_S = 3.0
 _LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 # A request that was sent and is nowhere to be seen by then ended before it was looked for.
 _LAUNCHED_WITHIN = 40
+# After a wipe that failed. The slot is nobody's until one succeeds.
+_WIPE_AGAIN_S = 1.0
 
 
 class Looks:
@@ -117,6 +124,18 @@ async def _wait_quiet(
     return None
 
 
+async def wipe(backend: Backend, slot: int, concerned: Callable[[], bool]) -> None:
+    """Returns when an idle slot was wiped, or that concerns nobody any more."""
+    while concerned():
+        try:
+            await backend.erase(slot)
+        except BackendError as error:
+            log.warning("wipe_failed", slot=slot, reason=type(error).__name__)
+            await asyncio.sleep(_WIPE_AGAIN_S)
+        else:
+            return
+
+
 async def wait_started(
     backend: Backend, sent: Callable[[], set[int]], concerned: Callable[[], bool]
 ) -> None:
@@ -135,21 +154,33 @@ async def wait_started(
 
 
 async def find_start(
-    backend: Backend, expected: int, taken: Callable[[], set[int]], concerned: Callable[[], bool]
+    backend: Backend,
+    expected: int,
+    taken: Callable[[], set[int]],
+    concerned: Callable[[], bool],
+    over: "asyncio.Future[Any]",
 ) -> int | None:
-    """The slot on which the server placed a request; None if it ended unseen, or cannot be seen.
+    """The slot on which the server placed a request; None if that cannot be seen, or concerns
+    nobody any more.
 
-    `taken` are those that work for others.
+    `taken` are those that work for others. Of a request that is `over` before it was seen at work,
+    it is the one with the latest task: nothing else was started meanwhile.
     """
     looks = 0
     while True:
-        await asyncio.sleep(_LAUNCH_DELAYS_S[min(looks, len(_LAUNCH_DELAYS_S) - 1)])
+        await asyncio.wait([over], timeout=_LAUNCH_DELAYS_S[min(looks, len(_LAUNCH_DELAYS_S) - 1)])
         looks += 1
         if not concerned():
             return None
-        busy = await _busy(backend)
-        if busy is None:
+        ended = over.done()
+        statuses = await _look(backend)
+        if statuses is None:
             return None
+        if ended:
+            idle = [s for s in statuses if not s.is_processing and s.index not in taken()]
+            tasks = {s.id_task: s.index for s in idle if s.id_task is not None}
+            return tasks[max(tasks)] if tasks else None
+        busy = {status.index for status in statuses if status.is_processing}
         if expected in busy:
             return expected
         if others := busy - taken():
@@ -157,10 +188,16 @@ async def find_start(
 
 
 async def _busy(backend: Backend) -> set[int] | None:
-    """The slots at work; none while the backend does not answer. None: started with --no-slots."""
+    """The slots at work. None: started with --no-slots."""
+    statuses = await _look(backend)
+    return None if statuses is None else {s.index for s in statuses if s.is_processing}
+
+
+async def _look(backend: Backend) -> list[SlotStatus] | None:
+    """All slots; none while the backend does not answer. None: started with --no-slots."""
     try:
-        return {status.index for status in await backend.slots() if status.is_processing}
+        return await backend.slots()
     except BackendRefusedError:
         return None
     except BackendError:
-        return set()
+        return []

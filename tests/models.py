@@ -244,6 +244,10 @@ def _add_vocabulary(writer: Any, *, add_bos: bool) -> None:
     writer.add_bos_token_id(tokens.index(ENDOFTEXT))
     writer.add_eos_token_id(tokens.index(IM_END))
     writer.add_add_bos_token(add_bos)
+    # For /infill: bytes that no text of a test has.
+    writer.add_uint32("tokenizer.ggml.fim_pre_token_id", 1)
+    writer.add_uint32("tokenizer.ggml.fim_suf_token_id", 2)
+    writer.add_uint32("tokenizer.ggml.fim_mid_token_id", 3)
     writer.add_chat_template(CHAT_TEMPLATE)
 
 

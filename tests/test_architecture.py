@@ -52,9 +52,11 @@ LAYERS: dict[str, set[str]] = {
     # To keep a decision: its data.
     "router.adapters.journal": BASE | {"router.core.plan"},
     "router.watching": BASE | {"router.ports"},
+    "router.placing": BASE | {"router.core", "router.ports", "router.watching"},
     "router.transfers": BASE | {"router.core", "router.ports"},
     "router.engine": BASE
-    | {"router.core", "router.ports", "router.tasks", "router.transfers", "router.watching"},
+    | {"router.core", "router.ports", "router.tasks", "router.transfers", "router.watching"}
+    | {"router.placing"},
     "router.web": BASE
     | {"router.engine", "router.ports", "router.adapters", "router.web"}
     # Sizes and times in a query are written as in the configuration.

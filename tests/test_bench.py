@@ -12,6 +12,7 @@ from bench import (
     latency,
     load,
     overhead,
+    passthrough,
     planning,
     predict,
     restore,
@@ -69,6 +70,14 @@ def test_latency_of_all_that_is_installed(tmp_path: Path) -> None:
     expected |= {"nginx"} if rig.find_nginx() else set()
     expected |= {"sglang-router"} if rig.find_sglang() else set()
     assert {row["contender"] for row in rows} == expected
+
+
+@pytest.mark.real
+def test_passthrough(tmp_path: Path) -> None:
+    rows = run(passthrough.main, tmp_path, "--rounds", "3", "--warm-up", "1", "--only", "kvferry")
+
+    assert {row["contender"] for row in rows} == {"direct", "kvferry"}
+    assert len({row["route"] for row in rows}) == len(passthrough.CASES)
 
 
 @pytest.mark.real

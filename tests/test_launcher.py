@@ -141,9 +141,9 @@ def test_prebuilt_has_the_defaults_of_llama_server() -> None:
 def test_prebuilt_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag that is silently ignored would make a test of it worthless."""
     with pytest.raises(SystemExit) as caught:
-        prebuilt.parse_args(["-m", "m", "--lora", "x"])
+        prebuilt.parse_args(["-m", "m", "--control-vector", "x"])
     assert caught.value.code == 2
-    assert "--lora" in capsys.readouterr().err
+    assert "--control-vector" in capsys.readouterr().err
 
 
 # --- life -----------------------------------------------------------------------------------------

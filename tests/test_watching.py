@@ -8,7 +8,15 @@ import pytest
 from router.errors import BackendError, BackendRefusedError
 from router.tokens import Tokens
 from router.types import BackendId, Reported, SlotId, SlotStatus, Transfer
-from router.watching import Lookout, Looks, find_busy, find_start, wait_quiet, wait_started
+from router.watching import (
+    Lookout,
+    Looks,
+    find_busy,
+    find_start,
+    wait_quiet,
+    wait_started,
+    wipe,
+)
 
 NO_SLOTS = BackendRefusedError("not supported", backend_status=501)
 DOWN = BackendError("down")
@@ -21,13 +29,16 @@ class Scripted:
         self._looks = list(looks)
         self._n_tokens = n_tokens
         self.looked = 0
+        self.tasks: list[int | None] = [None, None]
+        self.wiped = 0
 
     async def slots(self) -> list[SlotStatus]:
         look = self._looks[min(self.looked, len(self._looks) - 1)]
         self.looked += 1
         if isinstance(look, BackendError):
             raise look
-        return [SlotStatus(i, i in look, self._n_tokens, 4096) for i in range(2)]
+        tasks = self.tasks
+        return [SlotStatus(i, i in look, self._n_tokens, 4096, tasks[i]) for i in range(2)]
 
     async def save(self, slot: int, name: str) -> Transfer:
         raise NotImplementedError
@@ -36,7 +47,9 @@ class Scripted:
         raise NotImplementedError
 
     async def erase(self, slot: int) -> None:
-        raise NotImplementedError
+        self.wiped += 1
+        if self.wiped == 1:
+            raise DOWN
 
     async def prefill(self, slot: int, tokens: Tokens) -> Reported:
         raise NotImplementedError
@@ -44,6 +57,13 @@ class Scripted:
 
 def yes() -> bool:
     return True
+
+
+def under_way(*, over: bool = False) -> "asyncio.Future[None]":
+    made = asyncio.get_running_loop().create_future()
+    if over:
+        made.set_result(None)
+    return made
 
 
 async def test_idle_is_believed_when_seen_twice() -> None:
@@ -75,7 +95,7 @@ async def test_a_slot_that_is_gone() -> None:
 async def test_without_slots_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.watching._BLIND_S", 0.0)
     assert await wait_quiet(Looks(Scripted([NO_SLOTS])), 0, yes) is None
-    assert await find_start(Scripted([NO_SLOTS]), 0, set, yes) is None
+    assert await find_start(Scripted([NO_SLOTS]), 0, set, yes, under_way()) is None
 
 
 async def test_what_was_sent_before_is_waited_for() -> None:
@@ -98,16 +118,16 @@ async def test_nothing_was_sent_before() -> None:
 
 
 async def test_a_request_is_found_where_it_was_expected() -> None:
-    assert await find_start(Scripted([set(), DOWN, {0, 1}]), 1, lambda: {0}, yes) == 1
+    assert await find_start(Scripted([set(), DOWN, {0, 1}]), 1, lambda: {0}, yes, under_way()) == 1
 
 
 async def test_a_request_is_found_where_nobody_else_works() -> None:
-    assert await find_start(Scripted([{0}, {0, 1}]), 5, lambda: {0}, yes) == 1
+    assert await find_start(Scripted([{0}, {0, 1}]), 5, lambda: {0}, yes, under_way()) == 1
 
 
 async def test_a_request_that_ended_unseen() -> None:
     backend = Scripted([set()])
-    assert await find_start(backend, 0, set, lambda: backend.looked < 3) is None
+    assert await find_start(backend, 0, set, lambda: backend.looked < 3, under_way()) is None
 
 
 async def test_those_who_wait_share_their_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +168,26 @@ async def test_another_process_under_the_same_name_is_looked_at_itself() -> None
     assert lookout.at(BackendId("a")) is first
     backends[BackendId("a")] = Scripted([set()])
     assert lookout.at(BackendId("a")) is not first
+
+
+async def test_a_request_that_was_over_before_the_first_look() -> None:
+    """It was the last that a slot did; of one that works for others that is not known."""
+    backend = Scripted([set()])
+    backend.tasks = [7, 3]
+    assert await find_start(backend, 1, set, yes, under_way(over=True)) == 0
+    assert await find_start(backend, 1, lambda: {0}, yes, under_way(over=True)) == 1
+    assert await find_start(Scripted([{0}]), 1, set, yes, under_way(over=True)) is None
+    assert await find_start(Scripted([DOWN]), 1, set, yes, under_way(over=True)) is None
+
+
+async def test_a_wipe_is_tried_until_it_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.watching._WIPE_AGAIN_S", 0.0)
+    backend = Scripted([set()])
+    await wipe(backend, 0, yes)
+    assert backend.wiped == 2
+
+
+async def test_a_wipe_that_concerns_nobody_any_more() -> None:
+    backend = Scripted([set()])
+    await wipe(backend, 0, lambda: False)
+    assert backend.wiped == 0

@@ -156,6 +156,11 @@ _KINDS: dict[type, str] = {
 def props_from(payload: object) -> Props:
     """The answer to GET /props, as bytes or parsed. Raises BackendError."""
     answer = _Answer(payload, "GET /props")
+    if answer.get("role", str, "") == "router":
+        raise BackendError(
+            "it is a llama-server without a model, which starts others; name those others as the "
+            "backends"
+        )
     return Props(
         total_slots=answer.get("total_slots", int),
         n_ctx=answer.get("default_generation_settings/n_ctx", int),
@@ -213,6 +218,7 @@ def slots_from(payload: object) -> list[SlotStatus]:
                 n_tokens=n_tokens if n_tokens >= 0 else None,
                 n_ctx=slot.get("n_ctx", int),
                 id_task=task if task >= 0 else None,
+                adapted=bool(slot.get("params/lora", list, [])),
             )
         )
     return statuses

@@ -317,14 +317,19 @@ def fingerprint(payload: str) -> str:
     return blake2b(data.encode(), digest_size=16).hexdigest()
 
 
-def pin_slot(raw: bytes, body: dict[str, Any], slot: int) -> bytes:
-    """`raw` with `id_slot` set. Untouched otherwise, unless the client sent an id_slot itself."""
-    if "id_slot" in body:
-        return orjson.dumps({**body, "id_slot": slot})
+def with_fields(raw: bytes, body: dict[str, Any], fields: dict[str, Any]) -> bytes:
+    """`raw` with these fields set. Untouched otherwise, unless the client sent one of them."""
+    if fields.keys() & body.keys():
+        return orjson.dumps({**body, **fields})
     # the first brace opens the object: only a byte order mark and white space come before it
     start = raw.index(b"{") + 1
     comma = b"," if body else b""
-    return b'%b"id_slot":%d%b%b' % (raw[:start], slot, comma, raw[start:])
+    return b"%b%b%b%b" % (raw[:start], orjson.dumps(fields)[1:-1], comma, raw[start:])
+
+
+def pin_slot(raw: bytes, body: dict[str, Any], slot: int) -> bytes:
+    """`raw` with `id_slot` set."""
+    return with_fields(raw, body, {"id_slot": slot})
 
 
 def strip_slot(raw: bytes, body: dict[str, Any]) -> bytes:

@@ -263,6 +263,9 @@ async def attach(
     allowed = [
         s if only is None or s.index in only else replace(s, is_processing=True) for s in slots
     ]
+    for slot in allowed:
+        if slot.adapted and not slot.is_processing:
+            await client.erase(slot.index)  # nothing to put aside, nor to go on from
     found = Probe()
     if with_probe:
         found = await probe(client, store, place, allowed, tenants=tenants)

@@ -5,9 +5,12 @@ the tokens stay the same. Rendering is an argument. For somebody who asks afterw
 way of a request: it takes a few renderings, more for more messages, as their logarithm.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from router.adapters.boundaries import other_message
 from router.tokens import Tokens, common_prefix, count
@@ -51,12 +54,11 @@ async def part_at(body: Json, at: int, tokens_of: TokensOf) -> Part:
     async def end_of(index: int) -> int:
         """Where a message ends; the end of the prompt, if the template does not show it."""
         ends = []
-        for text in _MORE:
-            changed = [*messages]
-            changed[index] = _longer(messages[index], text)
+        for longer in _longer_ones(messages[index]):
+            changed = [*messages[:index], longer, *messages[index + 1 :]]
             other = await tokens_of({**body, "messages": changed})
             ends.append(common_prefix(prompt, other))
-        return max(ends)
+        return max((end for end in ends if end < count(prompt)), default=count(prompt))
 
     low, high = 0, len(messages)
     while low < high:
@@ -75,6 +77,19 @@ async def part_at(body: Json, at: int, tokens_of: TokensOf) -> Part:
         if at < common_prefix(prompt, await tokens_of({**body, "messages": changed})):
             return Part("template", len(messages))
     return Part("message", len(messages), low, messages[low].get("role"))
+
+
+def _longer_ones(message: Json) -> Iterator[Json]:
+    """A message with a little more at its end. Its calls of tools may come after its text."""
+    for text in _MORE:
+        yield _longer(message, text)
+    with suppress(KeyError, TypeError, ValueError, IndexError):  # no calls, or none of any use
+        *calls, last = message["tool_calls"]
+        given = last["function"]["arguments"]
+        more = {**(orjson.loads(given) if isinstance(given, str) else given), "~": 0}
+        longer = orjson.dumps(more).decode() if isinstance(given, str) else more
+        function = {**last["function"], "arguments": longer}
+        yield {**message, "tool_calls": [*calls, {**last, "function": function}]}
 
 
 def _longer(message: Json, text: str) -> Json:

@@ -18,7 +18,8 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     """Take in a backend. What its slots hold is unread, until a save in the background reads it.
 
     A slot that somebody else is using is leased to nobody until it is idle: pinning a request to
-    a busy slot can destroy the other's answer (llama-server.md section 0.1).
+    a busy slot can destroy the other's answer (llama-server.md section 0.1). Nor one that holds
+    what an adapter for one request alone has computed, until it is wiped.
     """
     info = event.info
     state.fleet.infos[info.id] = info
@@ -29,11 +30,11 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
         status = statuses.get(slot.id.index)
         if status is None:
             continue
-        if not status.is_processing:
+        if status.is_processing or status.adapted:
+            watch(state, slot, wipe=status.adapted)
+        else:
             # Of one that never ran nothing is said, not even after a restore (section 5.1).
             slot.resident = Resident(unread=status.n_tokens or 0, unsure=status.n_tokens is None)
-        else:
-            watch(state, slot)
 
 
 def probe_name(backend: BackendId) -> RequestId:

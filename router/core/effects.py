@@ -103,12 +103,14 @@ class Reject:
 class Watch:
     """Find out when a slot is idle and how much it holds. Answered by Quiet.
 
-    `settled`: the backend has answered to the end, so the first look decides.
+    `settled`: the backend has answered to the end, so the first look decides. `wipe`: what it
+    holds is of no use to anybody, and must not be taken for what it looks like: empty it then.
     """
 
     request: RequestId
     slot: SlotId
     settled: bool = False
+    wipe: bool = False
 
 
 @dataclass(frozen=True, slots=True)

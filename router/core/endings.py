@@ -119,10 +119,10 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     _learn(state, job, event)
     if not state.fleet.slots.holds(job.lease):
         end(state, job, now)  # the backend went down meanwhile
-    elif event.outcome is Outcome.OK:
+    elif event.outcome is Outcome.OK and not job.request.adapted:
         end(state, job, now, _left_by(state, job, event))
     else:
-        _abandon(state, job, now)
+        _abandon(state, job, now, settled=event.outcome is Outcome.OK)
 
 
 def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
@@ -147,16 +147,20 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
     return after_either(job.sent_over if lasts else UNKNOWN, job.request.prompt)
 
 
-def _abandon(state: State, job: Job, now: float) -> None:
+def _abandon(state: State, job: Job, now: float, *, settled: bool = False) -> None:
     """Hold the slot until the backend has let go of it, and every slot that it may be using.
 
     A request pinned to a busy slot can destroy an answer (llama-server.md section 0.1), so one
     that the server placed where we have not seen it keeps all idle slots out of use.
+
+    What an adapter of its own has computed looks like anybody's to the server, which would go on
+    from it for whoever begins with the same tokens (section 1.7): it is wiped.
     """
     assert job.request is not None
+    wipe = job.request.adapted
     job.stage = Stage.DRAINING
     state.fleet.slots[job.slot].drain(job.lease)
-    state.out.append(Watch(job.id, job.slot))
+    state.out.append(Watch(job.id, job.slot, settled, wipe))
     for lease in job.others:
         state.fleet.slots[lease.slot].release(lease, UNKNOWN, now)
     job.others.clear()
@@ -166,7 +170,7 @@ def _abandon(state: State, job: Job, now: float) -> None:
         for slot in state.fleet.slots.of(job.slot.backend):
             if slot.is_idle:
                 _mix(slot, job.request)
-                watch(state, slot)
+                watch(state, slot, wipe=wipe)
 
 
 def _mix(slot: Slot, request: Request) -> None:
@@ -182,13 +186,14 @@ def _doubt_drained(state: State, job: Job) -> None:
             other.doubted = True
 
 
-def watch(state: State, slot: Slot) -> None:
-    """Keep a slot out of use until it is known to be idle: somebody unknown may be using it."""
+def watch(state: State, slot: Slot, *, wipe: bool = False) -> None:
+    """Keep a slot out of use until it is known to be idle: somebody unknown may be using it.
+    Or until it was wiped."""
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
     job = Job(id=name, lease=slot.lease(name), stage=Stage.DRAINING)
     slot.drain(job.lease)
     state.jobs[name] = job
-    state.out.append(Watch(name, slot.id))
+    state.out.append(Watch(name, slot.id, wipe=wipe))
 
 
 def found_busy(state: State, event: ev.FoundBusy) -> None:

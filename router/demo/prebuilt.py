@@ -45,6 +45,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16")
     add("--swa-full", action="store_true")
     add("--rope-freq-base", type=float, default=0.0)
+    add("--lora", action="append", default=[], help="may be given several times")
+    add("--pooling", choices=("none", "mean", "cls", "last", "rank"))
+    add("--sleep-idle-seconds", type=int, default=-1)
     add("-t", "--threads", type=int, default=-1)
     add("-tb", "--threads-batch", type=int, default=-1)
     add("-b", "--batch-size", type=int, default=2048)
@@ -55,6 +58,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--embeddings", "--embedding", action="store_true")
     add("--chat-template-file", type=Path)
     add("--jinja", dest="jinja", action="store_true", default=True)
+    add("--skip-chat-parsing", action="store_true")
     add("--no-jinja", dest="jinja", action="store_false")
     add("--slots", dest="slots", action="store_true", default=True)
     add("--no-slots", dest="slots", action="store_false")
@@ -108,6 +112,11 @@ def build_params(args: argparse.Namespace) -> Any:
     params.cache_type_v = xllamacpp.ggml_type[f"GGML_TYPE_{args.cache_type_v.upper()}"]
     params.swa_full = args.swa_full
     params.rope_freq_base = args.rope_freq_base
+    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(path) for path in args.lora]
+    if args.pooling is not None:
+        kind = f"LLAMA_POOLING_TYPE_{args.pooling.upper()}"
+        params.pooling_type = xllamacpp.llama_pooling_type[kind]
+    params.sleep_idle_seconds = args.sleep_idle_seconds
     threads = args.threads if args.threads > 0 else os.cpu_count() or 1
     params.cpuparams.n_threads = threads
     params.cpuparams_batch.n_threads = args.threads_batch if args.threads_batch > 0 else threads
@@ -121,6 +130,7 @@ def build_params(args: argparse.Namespace) -> Any:
         params.embedding = True
         params.n_batch = min(params.n_batch, params.n_ubatch)  # as server.cpp:155-163 does
     params.use_jinja = args.jinja
+    params.force_pure_content_parser = args.skip_chat_parsing
     if args.chat_template_file is not None:
         params.chat_template = args.chat_template_file.read_text()
     params.endpoint_slots = args.slots

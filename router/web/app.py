@@ -280,7 +280,8 @@ class App:
     ) -> web.StreamResponse:
         """Send a request on as it is, to a backend that fits. Raises RouterError."""
         client = self._directory.pick(self._directory.resolve(model))
-        headers, target = forward_headers(request), forward_target(request)
+        headers = forward_headers(request, resumable=self._settings.passthrough)
+        target = forward_target(request)
         async with client.relay(request.method, target, headers, raw or None) as upstream:
             response, _ = await relay(
                 request,

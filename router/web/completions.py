@@ -26,6 +26,7 @@ from router.adapters.llama_wire import (
     pin_slot,
     strip_slot,
     takes_many_slots,
+    with_fields,
 )
 from router.adapters.prompts import PromptReader
 from router.engine import Engine, Grant, Timing
@@ -146,6 +147,7 @@ class Completions:
             pinnable=parsed.pinnable,
             whole_backend=parsed.whole_backend,
             reuse=parsed.cache_prompt,
+            adapted=parsed.lora,
             slot_hint=parsed.slot_hint,
             **whose,
             session=_session(http),
@@ -373,6 +375,10 @@ def parse_completion(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedR
 def _body(exchange: _Exchange, grant: Grant) -> bytes:
     if exchange.parsed is None:
         return exchange.raw
+    if exchange.parsed.lora:
+        # Nothing that is there was computed with its adapters, though the server may believe it.
+        pin = {"id_slot": grant.lease.slot.index if grant.pin else -1}
+        return with_fields(exchange.raw, exchange.parsed.body, pin | {"cache_prompt": False})
     if grant.pin:
         return pin_slot(exchange.raw, exchange.parsed.body, grant.lease.slot.index)
     return strip_slot(exchange.raw, exchange.parsed.body)

@@ -19,15 +19,10 @@ from router.types import Caller, Outcome
 from router.web.answer import HOP_BY_HOP, Answer, named_in_connection
 from router.web.settings import Settings
 
-# `x-conversation-id` would make the server go on generating after its client has left
-# (llama-server.md section 5.6); our own server has already decoded a compressed body.
-_NOT_FORWARDED = HOP_BY_HOP | {
-    b"host",
-    b"content-length",
-    b"content-encoding",
-    b"expect",
-    b"x-conversation-id",
-}
+# Our own server has already decoded a compressed body.
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"content-encoding", b"expect"}
+# It would make the server go on generating after its client has left (llama-server.md section 5.6).
+_RESUMABLE = {b"x-conversation-id"}
 
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 
@@ -42,9 +37,12 @@ _TAIL_BYTES = 64 * 1024
 _WHOLE_BYTES = 1024 * 1024
 
 
-def forward_headers(request: web.BaseRequest) -> list[Header]:
-    """The client's headers as the backend gets them. Where clients have keys, those are ours."""
-    left_out = _NOT_FORWARDED | _KEYS if KEYED in request else _NOT_FORWARDED
+def forward_headers(request: web.BaseRequest, *, resumable: bool = False) -> list[Header]:
+    """The client's headers as the backend gets them. Where clients have keys, those are ours.
+    `resumable`: the client may make a stream one that goes on without it."""
+    left_out = _NOT_FORWARDED if resumable else _NOT_FORWARDED | _RESUMABLE
+    if KEYED in request:
+        left_out = left_out | _KEYS
     if "Connection" in request.headers:
         left_out = left_out | named_in_connection(request.raw_headers)
     return [header for header in request.raw_headers if header[0].lower() not in left_out]

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from router.core import events as ev
 from router.core.attach import probe_name
 from router.core.effects import Delete, Watch
@@ -39,6 +41,19 @@ def test_a_slot_that_a_stranger_uses_is_left_alone_until_it_is_quiet() -> None:
     assert arrive(s, "r2") == []
     # What it left is saved before it is displaced, and read by that.
     assert names(s.handle(ev.Quiet(STRANGER, 7), NOW)) == ["Save"]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_an_adapter_of_its_own_has_computed_is_wiped(busy: bool) -> None:
+    """Its tokens would be taken for what the model itself computes."""
+    s = scheduler(idle_save_after_s=None)
+    found = SlotStatus(0, busy, 5, 1000, adapted=True)
+
+    assert s.handle(ev.BackendUp(backend("b", 1), (found,)), NOW) == [
+        Watch(STRANGER, B0, wipe=True)
+    ]
+    assert s.handle(ev.Quiet(STRANGER, None), NOW) == []
+    assert slot(s, B0).resident == UNKNOWN
 
 
 def test_of_a_stranger_only_the_length_is_known() -> None:

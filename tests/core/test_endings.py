@@ -108,6 +108,30 @@ def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None
     assert s.state.jobs == {}
 
 
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.REFUSED, GONE])
+def test_what_an_adapter_of_its_own_has_computed_is_wiped(outcome: Outcome) -> None:
+    s = running(adapted=True)
+
+    settled = outcome is Outcome.OK
+    assert finish(s, "r", outcome, prompt_tokens=3)[1:] == [Watch(R, A0, settled, wipe=True)]
+    assert slot(s, A0).phase is Phase.DRAINING
+    assert arrive(s, "r2", [1, 2, 3], slot_hint=0) == []
+    quiet(s, n=None)
+    assert slot(s, A0).phase is Phase.RUNNING
+
+
+def test_several_answers_of_an_adapter_leave_nothing_anywhere() -> None:
+    s = running(adapted=True, whole_backend=True)
+
+    assert finish(s)[1:] == [
+        Watch(R, A0, settled=True, wipe=True),
+        Watch(stranger(A1, 1), A1, wipe=True),
+    ]
+    quiet(s, n=None)
+    quiet(s, stranger(A1, 1), None)
+    assert [slot(s, which).resident for which in (A0, A1)] == [UNKNOWN, UNKNOWN]
+
+
 def test_a_slot_that_nobody_can_tell_about_claims_nothing() -> None:
     s = running()
     finish(s, "r", GONE)

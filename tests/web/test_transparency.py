@@ -6,12 +6,9 @@ Each request goes to the same real server twice, directly and through the router
 import asyncio
 import gzip
 import io
-import re
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import aiohttp
 import orjson
 import pytest
 import pytest_asyncio
@@ -19,18 +16,9 @@ import pytest_asyncio
 from router.demo.launcher import LlamaServer
 from tests.fleet import Json, running
 from tests.models import tiny_model
+from tests.pair import Pair, Seen, assert_equal, client
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-# Of a hop, or of the moment.
-NOT_COMPARED = {"date", "connection", "keep-alive", "transfer-encoding", "content-length"}
-# What differs between two equal requests to one server: names, times, counts of cached tokens.
-VARIABLE = re.compile(
-    rb'("(?:created|created_at|completed_at|id_slot|tokens_cached|cached_tokens|input_tokens'
-    rb"|cache_read_input_tokens|time_ms|(?:cache|prompt|predicted|draft)_[a-z_]+|sequence_number"
-    rb')":)[-+.\de]+'
-)
-NAMES = re.compile(rb"(chatcmpl-|resp_|msg_|call_|fc_|rs_)\w+")
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT: Json = {"messages": USER, "max_tokens": 3, "temperature": 0}
@@ -40,73 +28,18 @@ COLD: Json = {"cache_prompt": False}  # numbers depend on how a prompt is cut in
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-@dataclass
-class Pair:
-    """The same server, directly and through the router."""
-
-    direct: str
-    routed: str
-    session: aiohttp.ClientSession
-
-    async def ask(self, method: str, path: str, **options: object) -> "tuple[Seen, Seen]":
-        """Direct first: what the router believes of the slots is then wrong, too."""
-        return (
-            await self._ask(self.direct, method, path, **options),
-            await self._ask(self.routed, method, path, **options),
-        )
-
-    async def _ask(self, base: str, method: str, path: str, **options: object) -> "Seen":
-        async with self.session.request(method, base + path, allow_redirects=False, **options) as r:  # type: ignore[arg-type]
-            return Seen(r.status, dict(r.headers), await r.read())
-
-
-@dataclass
-class Seen:
-    """One response as a client has it."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-    @property
-    def compared_headers(self) -> dict[str, str]:
-        return {
-            name.lower(): value
-            for name, value in self.headers.items()
-            if name.lower() not in NOT_COMPARED and not name.lower().startswith("x-kvferry-")
-        }
-
-    @property
-    def masked(self) -> bytes:
-        return NAMES.sub(rb"\1X", VARIABLE.sub(rb"\1N", self.body))
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(
     server_argv: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Pair]:
     kv_dir: Path = tmp_path_factory.mktemp("kv")
     model = tiny_model("llama").path
-    # Nothing is decompressed: the bytes are compared.
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(force_close=True), auto_decompress=False
-    )
     async with (
         LlamaServer(model, slots=2, ctx=8192, kv_dir=kv_dir, argv=server_argv) as server,
         running([("a", server.url)], kv_dir) as fleet,
-        session,
+        client() as session,
     ):
         yield Pair(server.url, fleet.url, session)
-
-
-def assert_equal(direct: Seen, routed: Seen) -> None:
-    assert routed.status == direct.status
-    assert routed.compared_headers == direct.compared_headers
-    assert ("Content-Length" in routed.headers) == ("Content-Length" in direct.headers)
-    assert ("chunked" in routed.headers.get("Transfer-Encoding", "")) == (
-        "chunked" in direct.headers.get("Transfer-Encoding", "")
-    )
-    assert routed.masked == direct.masked
 
 
 GETS = [
@@ -154,6 +87,7 @@ POSTS: list[tuple[str, Json]] = [
     ("/v1/chat/completions", CHAT | STREAM | {"stream_options": {"include_usage": True}}),
     ("/v1/chat/completions", CHAT | {"tools": [TOOL], "logprobs": True} | COLD),
     ("/v1/chat/completions", CHAT | {"model": "any name will do", "unknown_field": 1}),
+    ("/infill", TEXT | {"input_prefix": "a", "input_suffix": "b"} | COLD),
     ("/v1/messages", CHAT | {"system": "be kind"}),
     ("/v1/messages", CHAT | STREAM),
     ("/v1/messages/count_tokens", CHAT),
@@ -191,7 +125,6 @@ REFUSED: list[tuple[str, Json]] = [
     ("/v1/chat/completions", {"messages": [*USER, *2 * [{"role": "assistant", "content": "a"}]]}),
     ("/v1/messages", {"max_tokens": 3}),
     ("/v1/responses", {"max_output_tokens": 3}),
-    ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
     ("/v1/embeddings", {"input": "a"}),
     ("/embeddings", {"content": "a"}),
     ("/v1/rerank", {"query": "a", "documents": ["b"]}),
@@ -266,8 +199,8 @@ async def test_compressed_request(pair: Pair, path: str) -> None:
 
 async def test_body_of_20_megabytes(pair: Pair) -> None:
     raw = orjson.dumps(TEXT | {"ignored": "x" * 20_000_000})
-    direct = await pair._ask(pair.direct, "POST", "/completion", data=io.BytesIO(raw))
-    routed = await pair._ask(pair.routed, "POST", "/completion", data=io.BytesIO(raw))
+    direct = await pair.one(pair.direct, "POST", "/completion", data=io.BytesIO(raw))
+    routed = await pair.one(pair.routed, "POST", "/completion", data=io.BytesIO(raw))
 
     assert routed.status == 200
     assert_equal(direct, routed)
@@ -281,8 +214,8 @@ async def test_chunked_body(pair: Pair) -> None:
             yield part
             await asyncio.sleep(0)
 
-    routed = await pair._ask(pair.routed, "POST", "/completion", data=parts())
-    direct = await pair._ask(pair.direct, "POST", "/completion", json=TEXT)
+    routed = await pair.one(pair.routed, "POST", "/completion", data=parts())
+    direct = await pair.one(pair.direct, "POST", "/completion", json=TEXT)
 
     assert_equal(direct, routed)
 
@@ -318,7 +251,7 @@ async def test_http_1_0(pair: Pair) -> None:
     writer.write(request)
     answer = await reader.read()
     writer.close()
-    direct = await pair._ask(pair.direct, "POST", "/v1/chat/completions", json=CHAT | STREAM)
+    direct = await pair.one(pair.direct, "POST", "/v1/chat/completions", json=CHAT | STREAM)
 
     head, _, rest = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.0 200")

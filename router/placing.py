@@ -1,0 +1,78 @@
+"""Requests that llama-server puts in a slot of its own choice: when they may go, and where they
+went.
+
+Reads the scheduler's state, and changes nothing of it: what is found out is the engine's to tell.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from router.core.effects import Dispatch
+from router.core.scheduler import Scheduler
+from router.core.slots import Phase
+from router.ports import Backend
+from router.types import BackendId, RequestId
+from router.watching import find_start, wait_started
+
+End = Callable[[], None]
+"""Tells of the end of a request."""
+
+
+class Placing:
+    """Those that are on their way, and the ends of those that were over before they were seen."""
+
+    def __init__(self, scheduler: Scheduler, backends: Mapping[BackendId, Backend]) -> None:
+        self._scheduler = scheduler
+        self._backends = backends
+        self._unseen: dict[RequestId, asyncio.Future[End]] = {}
+
+    def keeps(self, request: RequestId, end: End) -> bool:
+        """A request was answered well. True: where is not known yet; `place` returns its end."""
+        over = self._unseen.get(request)
+        if over is not None:
+            over.set_result(end)
+        return over is not None
+
+    async def place(self, effect: Dispatch, grant: Callable[[], None]) -> tuple[int | None, End]:
+        """Let a request go when all before it are seen at work, and look where it runs.
+
+        Returns the index of its slot, None if that is not to be found out, and what is to be told
+        after it.
+        """
+        slot, request = effect.lease.slot, effect.request
+        backend = self._backends[slot.backend]
+
+        def at_work(*phases: Phase) -> set[int]:
+            slots = self._scheduler.state.fleet.slots.of(slot.backend)
+            return {s.id.index for s in slots if s.phase in phases and s.holder != request}
+
+        def gated() -> bool:
+            job = self._scheduler.state.jobs.get(request)
+            return job is not None and job.gated
+
+        await wait_started(backend, lambda: at_work(Phase.RUNNING), gated)
+        over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        if self._would_be_forgotten(effect):
+            self._unseen[request] = over
+        grant()
+        try:
+            index = await find_start(
+                backend, slot.index, lambda: at_work(Phase.RUNNING, Phase.DRAINING), gated, over
+            )
+        finally:
+            self._unseen.pop(request, None)
+        return index, over.result() if over.done() else _nothing
+
+    def _would_be_forgotten(self, effect: Dispatch) -> bool:
+        """Something is known of a slot where the server may put the request, and would not be, if
+        nobody saw where it did."""
+        state, lease = self._scheduler.state, effect.lease
+        job = state.jobs.get(effect.request)
+        if effect.pin or job is None or job.others:
+            return False
+        slots = state.fleet.slots.of(lease.slot.backend)
+        return any(len(slot.resident) > 0 for slot in slots if slot.is_idle or slot.holds(lease))
+
+
+def _nothing() -> None:
+    """Its end is still to come."""

@@ -1,0 +1,166 @@
+"""A LoRA adapter for one request alone: its KV is never gone on from by anybody else, nor it from
+theirs (docs/llama-server.md section 1.7)."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.e2e.conversing import differs_in_earnest, saved
+from tests.e2e.measuring import Direct, direct
+from tests.e2e.prompts import Json, chat, ids, sentences
+from tests.fake_llama import FakeLlama
+from tests.fleet import Answer, Fleet, is_quiet, running
+from tests.lora import tiny_lora
+
+# Applied to everybody; `--lora-init-without-apply` changes nothing for the server's requests.
+FLAGS = ("--lora", str(tiny_lora()))
+LORA: list[Json] = [{"id": 0, "scale": 0.0}]
+PROMPT = ids(1, 300)
+BODY: Json = {"prompt": PROMPT, "n_predict": 8, "temperature": 0, "n_probs": 5}
+
+
+async def fresh(client: Direct, **more: object) -> Answer:
+    return await client.post("/completion", BODY | {"cache_prompt": False} | more)
+
+
+async def ask(fleet: Fleet, **more: object) -> Answer:
+    answer = await fleet.post("/completion", BODY | more)
+    assert answer.status == 200, answer.body
+    return answer
+
+
+def same(found: Answer, expected: Answer) -> str:
+    """As `differs_in_earnest`; also for those that say nothing of their probabilities."""
+    assert found.json["completion_probabilities"]
+    return differs_in_earnest(found, expected)
+
+
+@pytest.mark.parametrize(
+    "snapshots",
+    [
+        pytest.param(True, id="slot actions"),
+        pytest.param(False, id="no slot actions", marks=pytest.mark.slow),
+    ],
+)
+async def test_each_goes_on_from_its_own(
+    llama_server: StartServer, server_argv: Sequence[str], snapshots: bool
+) -> None:
+    """One slot, plain and adapted by turns, with the same prompt."""
+    reference = await llama_server("llama", slots=1, extra_args=FLAGS)
+    server = await llama_server("llama", slots=1, extra_args=FLAGS)
+    if not snapshots:
+        await server.stop()
+        server.kv_dir = None
+        await server.start()
+    kv_dir = server.kv_dir
+    async with (
+        direct(reference) as client,
+        running([("a", server.url)], kv_dir) as fleet,
+    ):
+        plain, adapted = await fresh(client), await fresh(client, lora=LORA)
+        assert same(plain, adapted), "the adapter changes nothing"
+
+        first = await ask(fleet)
+        assert same(first, plain) == ""
+        if snapshots:
+            await fleet.until(saved(len(PROMPT)))
+        for lora in (LORA, LORA, None, LORA, [{"id": 0, "scale": 0.5}]):
+            found = await ask(fleet, **({} if lora is None else {"lora": lora}))
+            expected = await fresh(client, **({} if lora is None else {"lora": lora}))
+            assert same(found, expected) == "", lora
+            assert lora is None or found.cached == 0
+        last = await ask(fleet)
+        assert same(last, plain) == ""
+        if snapshots:
+            assert (last.source, last.cached) == ("snapshot", len(PROMPT) - 1)
+        state = await fleet.until_quiet()
+        assert all(item["tokens"] <= len(PROMPT) + 8 for item in state["snapshots"]["items"])
+
+
+async def test_nothing_is_kept_before_or_after(tmp_path: Path) -> None:
+    """The server remembers with which adapters a slot was used last, and believes that what was
+    restored since is theirs."""
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as fleet:
+        erased = fake.counts["erase", 0]
+        answer = await fleet.complete("x", lora=LORA, cache_prompt=True)
+        await fleet.until_quiet()
+
+        sent = [body for path, body in fake.bodies if path == "/completion" and body.get("lora")]
+        assert [(body["cache_prompt"], body["id_slot"]) for body in sent] == [(False, 0)]
+        assert answer.slot == ("a", 0)
+        assert fake.counts["erase", 0] == erased + 1
+
+
+async def test_a_chat_beside_it_on_a_route_without_pins(llama_server: StartServer) -> None:
+    """`/v1/messages` runs on the slot with the longest common prefix: never the adapted one."""
+    messages = chat(1, sentences(2, 3), length=20)
+    body: Json = {"messages": messages, "max_tokens": 4, "temperature": 0}
+    claude: Json = body | {"system": messages[0]["content"], "messages": messages[1:]}
+    reference = await llama_server("llama", slots=1, extra_args=FLAGS)
+    server = await llama_server("llama", slots=2, extra_args=FLAGS)
+    async with (
+        direct(reference) as client,
+        running([("a", server.url)], server.kv_dir) as fleet,
+    ):
+        expected = await client.post("/v1/messages", claude)
+        adapted = await fleet.post("/v1/chat/completions", body | {"lora": LORA})
+        assert adapted.status == 200
+        found = await fleet.post("/v1/messages", claude)
+        assert found.json["content"] == expected.json["content"]
+        assert adapted.text != expected.json["content"][0]["text"], "the adapter changes nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [{"n_cmpl": 2}, {"prompt": [PROMPT, [*PROMPT, 300]]}], ids=["n", "batch"]
+)
+async def test_several_answers_at_once(llama_server: StartServer, more: Json) -> None:
+    """They take slots of the server's own choice: none of them is trusted."""
+    reference = await llama_server("llama", slots=1, extra_args=FLAGS)
+    server = await llama_server("llama", slots=2, extra_args=FLAGS)
+    async with (
+        direct(reference) as client,
+        running([("a", server.url)], server.kv_dir) as fleet,
+    ):
+        plain = await fresh(client)
+        async with fleet.session.post(
+            fleet.url + "/completion", json=BODY | {"lora": LORA} | more
+        ) as response:
+            assert response.status == 200
+            await response.read()
+        for index in range(2):
+            found = await ask(fleet, id_slot=index)
+            assert same(found, plain) == "", index
+
+
+async def test_a_client_that_leaves(llama_server: StartServer) -> None:
+    """What was half computed is wiped as well."""
+    reference = await llama_server("llama", slots=1, extra_args=FLAGS)
+    server = await llama_server("llama", slots=1, extra_args=FLAGS)
+    async with (
+        direct(reference) as client,
+        running([("a", server.url)], server.kv_dir) as fleet,
+    ):
+        plain = await fresh(client)
+        long = {"lora": LORA, "n_predict": 3000, "stream": True, "ignore_eos": True}
+        async with fleet.session.post(fleet.url + "/completion", json=BODY | long) as response:
+            await response.content.readuntil(b"\n\n")
+        found = await ask(fleet)
+        assert same(found, plain) == ""
+        assert is_quiet(await fleet.until_quiet())
+
+
+async def test_what_was_there_before_the_router(llama_server: StartServer) -> None:
+    """A router that starts cannot know whose KV a slot holds: the server says that its last
+    request had adapters."""
+    reference = await llama_server("llama", slots=1, extra_args=FLAGS)
+    server = await llama_server("llama", slots=1, extra_args=FLAGS)
+    async with direct(reference) as client, direct(server) as before:
+        plain = await fresh(client)
+        await before.post("/completion", BODY | {"lora": LORA})
+        async with running([("a", server.url)], server.kv_dir) as fleet:
+            found = await asyncio.wait_for(ask(fleet), 60)
+            assert same(found, plain) == ""

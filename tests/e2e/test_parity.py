@@ -1,0 +1,177 @@
+"""What a client gets through the router is what llama-server says, for every field of every route.
+
+Hundreds of requests, each to the same real server directly and through the router: status, headers
+and every byte but names, times, slots and counts of cached tokens (`tests/pair.py`). What is sent
+stands in `tests/parity_corpus.py`; what differs all the same in `docs/parity.md`, and below.
+"""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import orjson
+import pytest
+import pytest_asyncio
+
+from router.adapters.llama_wire import route_of
+from router.demo.launcher import LlamaServer
+from tests.fleet import Json, running
+from tests.models import tiny_model
+from tests.pair import Pair, Seen, client, difference
+from tests.parity_corpus import BASES, BODIES, CHATTING, NO_OBJECT, ODD, OUTPUT, SAMPLING
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+DEFAULT = "prefer_idle_slot_with_global_restore"
+POLICIES = (DEFAULT, "passthrough")
+CTX = 256  # of a slot: an answer without a limit ends there
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pairs(
+    server_argv: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[dict[str, Pair]]:
+    """By policy; all before one server."""
+    kv_dir: Path = tmp_path_factory.mktemp("kv")
+    model = tiny_model("llama").path
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(
+            LlamaServer(model, slots=2, ctx=2 * CTX, kv_dir=kv_dir, argv=server_argv)
+        )
+        session = await stack.enter_async_context(client())
+        made = {}
+        for policy in POLICIES:
+            # No snapshots: of the direct requests a save in the background would know nothing.
+            router = running([("a", server.url)], None, yaml=f"policy: {policy}")
+            fleet = await stack.enter_async_context(router)
+            made[policy] = Pair(server.url, fleet.url, session)
+        yield made
+        assert server.pid is not None, "the server did not survive"
+
+
+async def differences(
+    pairs: dict[str, Pair], policy: str, path: str, bodies: Iterator[Json | bytes]
+) -> list[str]:
+    found = []
+    for body in bodies:
+        raw = body if isinstance(body, bytes) else orjson.dumps(body)
+        direct, routed = await pairs[policy].ask("POST", path, data=raw)
+        if told := difference(direct, routed):
+            found.append(f"{raw[:300]!r}: {told[:1500]}")
+    return found
+
+
+def _cases() -> list[object]:
+    """Route, field, policy: what a chat reads besides sampling often, the rest slowly."""
+    both = SAMPLING | OUTPUT
+    fields = {"/completion": both, "/v1/chat/completions": both | CHATTING}
+    fields |= dict.fromkeys(["/v1/completions", "/v1/responses", "/v1/messages"], OUTPUT | CHATTING)
+    often = {("/v1/chat/completions", field) for field in OUTPUT | CHATTING}
+    return [
+        pytest.param(
+            *(path, field, policy),
+            marks=[] if (path, field) in often and policy == DEFAULT else [pytest.mark.slow],
+        )
+        for path in fields
+        for field in fields[path]
+        for policy in (POLICIES if path == "/completion" else [DEFAULT])
+    ]
+
+
+@pytest.mark.parametrize(("path", "field", "policy"), _cases())
+async def test_each_field(pairs: dict[str, Pair], path: str, field: str, policy: str) -> None:
+    values = (SAMPLING | OUTPUT | CHATTING)[field]
+    bodies = (BASES[path] | {field: value} for value in values)
+    assert await differences(pairs, policy, path, bodies) == []
+
+
+@pytest.mark.parametrize("policy", [DEFAULT, pytest.param("passthrough", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", BODIES)
+async def test_each_body(pairs: dict[str, Pair], policy: str, path: str) -> None:
+    assert await differences(pairs, policy, path, iter(BODIES[path])) == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_each_route(pairs: dict[str, Pair], policy: str, stream: bool) -> None:
+    """Events of a stream come in the same frames and order: they are compared as bytes, too."""
+    for path, body in BASES.items():
+        assert await differences(pairs, policy, path, iter([body | {"stream": stream}])) == []
+
+
+@pytest.mark.parametrize("path", BASES)
+async def test_what_looks_odd(pairs: dict[str, Pair], path: str) -> None:
+    assert await differences(pairs, DEFAULT, path, iter(ODD)) == []
+
+
+# --- what differs, as docs/parity.md lists it -----------------------------------------------------
+
+# The server takes the lack of messages for a fault of its own.
+OTHER_STATUS = {"/v1/messages": (500, "server_error")}
+
+
+def error_of(seen: Seen) -> tuple[int, str]:
+    error = orjson.loads(seen.body)["error"]
+    assert error["code"] == seen.status
+    return seen.status, error["type"]
+
+
+@pytest.mark.parametrize("path", BASES)
+async def test_no_object(pairs: dict[str, Pair], path: str) -> None:
+    """(1) Passed through: nothing differs. (2) The router's own words, status and type as the
+    server's."""
+    assert await differences(pairs, "passthrough", path, iter(NO_OBJECT)) == []
+    for raw in NO_OBJECT:
+        direct, routed = await pairs[DEFAULT].ask("POST", path, data=raw)
+        if route_of(path) is None:
+            assert difference(direct, routed) == ""
+            continue
+        assert error_of(routed) == (400, "invalid_request_error")
+        assert error_of(direct) in (error_of(routed), OTHER_STATUS.get(path)), raw
+
+
+async def test_nested_too_deep(pairs: dict[str, Pair]) -> None:
+    """The server reads any depth, the router 1,024 levels: deeper is refused."""
+    deep = b'{"prompt": "a", "n_predict": 1, "x": %b%b}' % (b"[" * 1500, b"]" * 1500)
+    direct, routed = await pairs[DEFAULT].ask("POST", "/completion", data=deep)
+
+    assert direct.status == 200
+    assert error_of(routed) == (400, "invalid_request_error")
+    assert await differences(pairs, "passthrough", "/tokenize", iter([deep])) == []
+
+
+CLOSED = [
+    ("GET", "/slots"),
+    ("POST", "/slots/0?action=erase"),
+    ("POST", "/props"),
+    ("POST", "/lora-adapters"),
+    ("POST", "/models/load"),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("method", "path"), CLOSED)
+async def test_what_is_the_routers_alone(
+    pairs: dict[str, Pair], policy: str, method: str, path: str
+) -> None:
+    routed = await pairs[policy].one(pairs[policy].routed, method, path, data=b"{}")
+
+    assert error_of(routed) == (403, "permission_error")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_resumable_stream_is_a_plain_one(pairs: dict[str, Pair], policy: str) -> None:
+    """`X-Conversation-Id` makes the server go on after its client has left: it does not get there,
+    and nothing can be resumed. Where no slot is managed, it does no harm."""
+    pair, name = pairs[policy], {"X-Conversation-Id": f"of {policy}"}
+    body = BASES["/v1/chat/completions"] | {"stream": True}
+    lookup = {"conversation_ids": [f"of {policy}"]}
+    routed = await pair.one(pair.routed, "POST", "/v1/chat/completions", json=body, headers=name)
+    left = await pair.one(pair.routed, "POST", "/v1/streams/lookup", json=lookup)
+    direct = await pair.one(pair.direct, "POST", "/v1/chat/completions", json=body, headers=name)
+    kept = await pair.one(pair.direct, "POST", "/v1/streams/lookup", json=lookup)
+
+    assert difference(direct, routed) == ""
+    assert left.status == 200
+    assert len(orjson.loads(left.body)) == (policy == "passthrough")
+    assert len(orjson.loads(kept.body)) == 1

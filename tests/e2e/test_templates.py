@@ -1,0 +1,122 @@
+"""Conversations in the words of real chat templates, some of which rewrite what was said before
+(reasoning is dropped, results of tools are folded): as much is reused as the tokens allow, and the
+router says in which message a prompt left what was held.
+
+Every turn holds what the last one computed; answers are scripted, so that each next prompt parts
+from what was generated, as a client does that keeps no reasoning.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.adapters.test_boundaries import CALL, KINDS, RESULT, WEATHER, Kind, said
+from tests.conftest import StartServer
+from tests.e2e.measuring import CHAT, Direct, common, direct, generated_ids, measured
+from tests.e2e.prompts import sentences
+from tests.e2e.test_explained import explained
+from tests.fleet import Json, running
+
+TEMPLATES = Path(__file__).parent.parent / "templates"
+OFTEN = {"Qwen-Qwen3-0.6B"}
+ASKS: Json = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 1}
+
+
+def thought(text: str, **more: object) -> Json:
+    return said("assistant", text, reasoning_content=sentences(len(text), 3), **more)
+
+
+def conversation(kind: Kind) -> list[list[Json]]:
+    """The prompts of six turns: two with reasoning, two with a tool where the template has any."""
+    messages = [said("system", sentences(1, 12)), said("user", sentences(2, 2))]
+    turns = [list(messages)]
+    following: tuple[list[Json], ...]
+    if kind.tools:
+        called = {**thought(""), "tool_calls": [CALL]}
+        following = (
+            [thought("It is 144."), said("user", sentences(3, 2))],
+            [called, RESULT],
+            [thought("It rains."), said("user", sentences(4, 2))],
+            [called, RESULT],
+            [said("assistant", "Rain."), said("user", sentences(5, 2))],
+        )
+    else:
+        following = tuple(
+            [thought(f"Answer {n}."), said("user", sentences(n, 2))] for n in range(3, 8)
+        )
+    for more in following:
+        messages = [*messages, *more]
+        turns.append(list(messages))
+    return turns
+
+
+async def tokens(client: Direct, body: Json) -> list[int]:
+    """The prompt as the engine sees it."""
+    text = (await client.post("/apply-template", body)).json["prompt"]
+    asked = {"content": text, "add_special": True, "parse_special": True}
+    found: list[int] = (await client.post("/tokenize", asked)).json["tokens"]
+    return found
+
+
+def _cases() -> list[object]:
+    return [
+        pytest.param(
+            kind,
+            memory,
+            id=f"{kind.name}-{memory}",
+            marks=[] if kind.name in OFTEN and memory == "llama" else [pytest.mark.slow],
+        )
+        for kind in KINDS
+        for memory in ("llama", "lfm2")
+    ]
+
+
+# A state that cannot go back is kept in front of the generation prompt, which is up to a hundred
+# tokens where it is read letter by letter; or in front of a short message, where that is cheaper.
+CLOSE = 0.75
+
+
+@pytest.mark.parametrize(("kind", "memory"), _cases())
+async def test_six_turns(llama_server: StartServer, kind: Kind, memory: str) -> None:
+    """Full attention: all that the prompt shares with what the last turn held; states that cannot
+    go back: up to the end of a message of it."""
+    path = TEMPLATES / f"{kind.name}.jinja"
+    # What a tiny model says is no call and no reasoning: it is not read as such.
+    extra = ["--jinja", "--chat-template-file", str(path), "--skip-chat-parsing"]
+    server = await llama_server(memory, slots=1, ctx=16384, extra_args=extra)
+    fields: Json = {"tools": [WEATHER]} if kind.tools else {}
+    yaml = "policy: {reuse_probability: 1}"
+    async with (
+        direct(server) as client,
+        running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet,
+    ):
+        held: list[list[int]] = []
+        for turn, messages in enumerate(conversation(kind)):
+            body = {"messages": messages, **fields}
+            prompt = await tokens(client, body)
+            found = await measured(fleet, CHAT, body | ASKS)
+            assert found.answer.prompt_tokens == len(prompt)
+            if held:
+                shared = [min(common(one, prompt), len(prompt) - 1) for one in held]
+                least = shared[-1] if memory == "llama" else CLOSE * shared[-1]
+                if memory != "llama" and not kind.close:
+                    least = 0  # too little is shared for a file
+                assert least <= found.reused <= max(shared), turn
+                told = await explained(fleet, found.answer)
+                assert told["nearest"]["common_tokens"] == max(shared)
+                if kind.close:
+                    assert shared[-1] > 0.5 * len(held[-1]), "nothing is shared"
+                    check_part(told, turn, len(messages))
+            held.append([*prompt, *generated_ids(found.answer)[:-1]])
+            await fleet.until_quiet()
+
+
+def check_part(told: Json, turn: int, n_messages: int) -> None:
+    """A prompt leaves what was held in the answer that was generated last, or in the one before,
+    whose reasoning is shown no longer. It does not, if what is held ends there."""
+    part = told["nearest"]["part"]
+    if part is None:
+        assert "diverged" not in told["missed"]
+    else:
+        assert part["index"] in (2 * turn, 2 * turn - 2), told
+        assert part == part | {"what": "message", "n_messages": n_messages, "role": "assistant"}

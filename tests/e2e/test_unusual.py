@@ -1,0 +1,250 @@
+"""What needs several slots, or takes a way of its own, beside conversations: it answers as the
+server alone does, and what slots and files hold afterwards is still the truth."""
+
+import orjson
+import pytest
+
+from tests.conftest import StartServer
+from tests.e2e.conversing import all_but_one, differs_in_earnest, saved
+from tests.e2e.measuring import Direct, direct
+from tests.e2e.prompts import Json, chat, ids, sentences
+from tests.fleet import Answer, Fleet, is_quiet, running
+
+# Chat, embeddings and, with `rank`, reranking: one server does all of it.
+EMBEDS = ("--embeddings", "--pooling", "mean")
+RANKS = ("--embeddings", "--pooling", "rank")
+GREEDY: Json = {"temperature": 0, "seed": 7, "cache_prompt": False}
+PROMPT = ids(1, 600)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "boolean"}},
+                "required": ["x"],
+            },
+        },
+    }
+    for name in ("one", "two")
+]
+TALK = chat(3, sentences(2, 2), length=20)
+
+UNUSUAL: dict[str, tuple[str, Json]] = {
+    "n of a completion": ("/completion", {"prompt": PROMPT, "n_predict": 4, "n": 2}),
+    "n of a chat": ("/v1/chat/completions", {"messages": TALK, "max_tokens": 4, "n": 2}),
+    "n, streamed": (
+        "/v1/chat/completions",
+        {"messages": TALK, "max_tokens": 4, "n": 2, "stream": True},
+    ),
+    "texts": ("/v1/completions", {"prompt": ["one", "two", "three"], "max_tokens": 4}),
+    "texts and tokens": ("/completion", {"prompt": ["one", PROMPT, [5, "x"]], "n_predict": 4}),
+    "a batch of one": ("/completion", {"prompt": [PROMPT], "n_predict": 4}),
+    "parallel tool calls": (
+        "/v1/chat/completions",
+        {
+            "messages": TALK,
+            "max_tokens": 60,
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "parallel_tool_calls": True,
+        },
+    ),
+    "infill": ("/infill", {"input_prefix": "def f(", "input_suffix": "):", "n_predict": 4}),
+    "grammar": ("/completion", {"prompt": "x", "grammar": 'root ::= "yes" | "no"'}),
+    "schema": (
+        "/v1/chat/completions",
+        {"messages": TALK, "response_format": {"type": "json_object"}, "max_tokens": 20},
+    ),
+    "an embedding": ("/v1/embeddings", {"input": "a ferry"}),
+    "embeddings": ("/v1/embeddings", {"input": ["a ferry", "a boat", "a car"]}),
+    "a prompt of its own": ("/completion", {"prompt": "", "n_predict": 4}),
+}
+
+
+async def plain(fleet: Fleet, **more: object) -> Answer:
+    return await fleet.complete(PROMPT, n_probs=5, **more)
+
+
+async def plain_directly(client: Direct) -> Answer:
+    return await client.post(
+        "/completion", {"prompt": PROMPT, "n_predict": 8, "n_probs": 5, **GREEDY}
+    )
+
+
+def same(found: Answer, expected: Answer) -> str:
+    assert found.json["completion_probabilities"]
+    return differs_in_earnest(found, expected)
+
+
+def said(answer: Answer, body: bytes) -> object:
+    """What is compared of the odd ones: all that was generated, in order."""
+    if answer.events:
+        texts: dict[int, str] = {}
+        for event in answer.events:
+            for choice in event.get("choices", []):
+                index = choice["index"]
+                texts[index] = texts.get(index, "") + (choice["delta"].get("content") or "")
+        return texts
+    whole = answer.json or orjson.loads(body)
+    if isinstance(whole, list):
+        return [part["content"] if "content" in part else part["embedding"] for part in whole]
+    if "choices" in whole:
+        return [
+            (choice.get("text"), choice.get("message", {}).get("content"))
+            for choice in whole["choices"]
+        ]
+    if "data" in whole:
+        return [part["embedding"] for part in whole["data"]]
+    return whole["content"]
+
+
+OFTEN = {"n of a chat", "texts and tokens", "embeddings", "infill"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param(*case, id=name, marks=[] if name in OFTEN else [pytest.mark.slow])
+        for name, case in UNUSUAL.items()
+    ],
+)
+async def test_beside_a_conversation(llama_server: StartServer, path: str, body: Json) -> None:
+    reference = await llama_server("llama", slots=2, extra_args=EMBEDS)
+    server = await llama_server("llama", slots=2, extra_args=EMBEDS)
+    body = GREEDY | body
+    async with (
+        direct(reference) as client,
+        running([("a", server.url)], server.kv_dir) as fleet,
+    ):
+        expected = await plain_directly(client)
+        first = await plain(fleet)
+        await fleet.until(saved(len(PROMPT)))
+
+        theirs = await client.post(path, body)
+        for _ in range(2):
+            ours = await fleet.post(path, body)
+            assert ours.status == 200, ours.body
+            assert said(ours, ours.body) == said(theirs, theirs.body)
+            again = await plain(fleet)
+            assert same(again, expected) == ""
+            assert all_but_one(again), again.timings
+        assert same(first, expected) == ""
+        assert is_quiet(await fleet.until_quiet())
+
+
+async def test_an_embedding_takes_one_slot(llama_server: StartServer) -> None:
+    """And nothing is forgotten of the others, however fast it is over. The server takes the one
+    that was not used for longest, so the fourth would cost the conversation its own."""
+    server = await llama_server("llama", slots=4, ctx=16384, extra_args=EMBEDS)
+    async with running([("a", server.url)], None) as fleet:
+        await plain(fleet, id_slot=0)
+        for _ in range(3):
+            assert (await fleet.post("/v1/embeddings", {"input": "a ferry"})).status == 200
+            state = await fleet.until_quiet()
+            assert state["slots"][0]["resident_tokens"] >= len(PROMPT)
+        again = await plain(fleet)
+        assert (again.slot, again.source) == (("a", 0), "resident")
+        assert all_but_one(again)
+
+
+async def test_reranking_beside_a_conversation(llama_server: StartServer) -> None:
+    """Scores are not compared: the server's own differ with what its slots held before."""
+    reference = await llama_server("llama", slots=2, extra_args=RANKS)
+    server = await llama_server("llama", slots=2, extra_args=RANKS)
+    body: Json = {"query": "ferry", "documents": ["a boat", "a car", "a ferry"]}
+    async with (
+        direct(reference) as client,
+        running([("a", server.url)], server.kv_dir) as fleet,
+    ):
+        expected = await plain_directly(client)
+        for _ in range(3):
+            again = await plain(fleet)
+            assert same(again, expected) == ""
+            ours = await fleet.post("/v1/rerank", body)
+            assert {result["index"] for result in ours.json["results"]} == {0, 1, 2}
+
+
+async def test_messages_run_on_the_slot_that_was_meant(llama_server: StartServer) -> None:
+    """`/v1/messages` cannot be pinned. Its prompt was computed on one slot but for the last token,
+    and that is all that the server says it had left to compute; two conversations take turns."""
+    server = await llama_server("llama", slots=2)
+    talks = [chat(seed, sentences(seed, 2), length=15) for seed in (1, 2)]
+    meant: list[set[tuple[str, int]]] = [set(), set()]
+    async with direct(server) as client, running([("a", server.url)], None) as fleet:
+        for turn in range(4):
+            for which, (system, *messages) in enumerate(talks):
+                body = {"system": system["content"], "messages": messages, "max_tokens": 4}
+                answer = await fleet.post("/v1/messages", body | {"temperature": 0})
+                usage = answer.json["usage"]
+                assert usage["input_tokens"] == 1, usage
+                meant[which].add(answer.slot)
+                await fleet.until_quiet()
+                async with client.session.get(server.url + "/slots") as response:
+                    slot = (await response.json())[answer.slot[1]]
+                held = usage["cache_read_input_tokens"] + 1 + usage["output_tokens"] - 1
+                assert slot["n_prompt_tokens"] == held
+                said = {"role": "assistant", "content": answer.json["content"][0]["text"]}
+                asked = {"role": "user", "content": sentences(10 * turn + which, 1)}
+                talks[which] += [said, asked]
+    assert meant == [{("a", 0)}, {("a", 1)}]
+
+
+@pytest.mark.slow
+async def test_a_client_that_wants_no_reuse(llama_server: StartServer) -> None:
+    """It computes all of it, whatever there is; what it leaves is the server's own prompt, of use
+    to others."""
+    server = await llama_server("llama", slots=1)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        first = await plain(fleet)
+        await fleet.until(saved(len(PROMPT)))
+        declined = await plain(fleet, cache_prompt=False)
+        assert declined.cached == 0
+        assert same(declined, first) == ""
+        assert all_but_one(await plain(fleet))
+        state = await fleet.until_quiet()
+        assert state["snapshots"]["count"] == 1
+
+
+async def test_a_slot_that_the_client_names(llama_server: StartServer) -> None:
+    """Honoured where there is such a slot, also when another one holds the prompt; it is waited for
+    while it is busy. A number that no server has is no wish."""
+    server = await llama_server("llama", slots=2)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        for index in (1, 0, 1, 1):
+            answer = await plain(fleet, id_slot=index)
+            assert answer.slot == ("a", index)
+            assert answer.json["id_slot"] == index
+        for other in (-1, 7):
+            assert all_but_one(await plain(fleet, id_slot=other))
+
+
+@pytest.mark.slow
+async def test_a_server_that_falls_asleep(llama_server: StartServer) -> None:
+    """Its slots are empty when it wakes up: what was in a file is restored, the answer is right,
+    and looking at it does not keep it awake."""
+    server = await llama_server("llama", slots=1, extra_args=["--sleep-idle-seconds", "1"])
+    reference = await llama_server("llama", slots=1)
+
+    async def asleep(client: Direct) -> None:
+        while True:
+            async with client.session.get(client.server.url + "/props") as response:
+                if (await response.json())["is_sleeping"]:
+                    return
+
+    async with (
+        direct(reference) as client,
+        direct(server) as sleeper,
+        running([("a", server.url)], server.kv_dir) as fleet,
+    ):
+        expected = await plain_directly(client)
+        await plain(fleet)
+        await fleet.until(saved(len(PROMPT)))
+        for _ in range(2):
+            await asleep(sleeper)
+            assert same(await plain(fleet), expected) == ""
+            again = await plain(fleet)
+            assert same(again, expected) == ""
+            assert all_but_one(again)
+        assert (await fleet.state())["backends"][0]["up"]

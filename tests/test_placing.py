@@ -1,0 +1,75 @@
+"""Where the server put a request, and what is told of one that was over before it was seen."""
+
+from typing import cast
+
+from router.core import events as ev
+from router.core.effects import Dispatch
+from router.core.scheduler import Scheduler
+from router.core.slots import Resident
+from router.placing import Placing
+from tests.core.build import A0, A1, A, R, backend, scheduler, tokens
+from tests.core.drive import NOW, arrive, slot
+from tests.test_watching import Scripted
+
+
+def end() -> None:
+    raise AssertionError("the engine tells it")
+
+
+def sent() -> tuple[Scheduler, Dispatch]:
+    """R may go to whichever slot of a the server picks; a/1 holds something."""
+    s = scheduler(backend("a", 2), idle_save_after_s=None, reuse_probability=0.0)
+    slot(s, A1).resident = Resident(tokens(7, 8))
+    (dispatch,) = arrive(s, ids=[1], pinnable=False)
+    return s, cast(Dispatch, dispatch)
+
+
+async def test_a_request_that_was_over_at_once_ran_where_the_latest_task_was() -> None:
+    s, dispatch = sent()
+    looks = Scripted([set()])
+    looks.tasks = [3, 7]
+    placing = Placing(s, {A: looks})
+
+    index, told = await placing.place(dispatch, lambda: assert_kept(placing, True))
+    assert (index, told) == (1, end)
+    assert placing.keeps(R, end) is False
+
+
+def assert_kept(placing: Placing, kept: bool) -> None:
+    assert placing.keeps(R, end) is kept
+
+
+async def test_nothing_is_looked_for_that_nobody_would_miss() -> None:
+    """The end of a request is told at once where nothing is known of any slot."""
+    s, dispatch = sent()
+    slot(s, A1).resident = slot(s, A0).resident = Resident()
+    placing = Placing(s, {A: Scripted([{1}])})
+
+    index, told = await placing.place(dispatch, lambda: assert_kept(placing, False))
+    assert index == 1
+    told()
+
+
+async def test_a_backend_that_goes_meanwhile() -> None:
+    """The end is told all the same: somebody has to."""
+    s, dispatch = sent()
+    placing = Placing(s, {A: Scripted([set()])})
+
+    def goes() -> None:
+        assert_kept(placing, True)
+        s.handle(ev.BackendDown(A), NOW)
+
+    assert await placing.place(dispatch, goes) == (None, end)
+
+
+async def test_a_job_that_is_gone_before_it_is_sent() -> None:
+    s, dispatch = sent()
+    s.handle(ev.BackendDown(A), NOW)
+    s.state.jobs.clear()
+    granted: list[bool] = []
+
+    index, told = await Placing(s, {A: Scripted([set()])}).place(
+        dispatch, lambda: granted.append(True)
+    )
+    told()
+    assert (index, granted) == (None, [True])
