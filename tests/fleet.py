@@ -233,13 +233,13 @@ def configuration_text(
     *,
     yaml: str = "",
 ) -> str:
-    """The same as a file has it."""
+    """The same as a file has it. Without `backends`, those of `yaml`."""
     entries: list[Json] = []
     for name, url in backends:
         place = kv_dir.get(name) if isinstance(kv_dir, Mapping) else kv_dir
         entries.append({"name": name, "url": url} | ({"kv_dir": str(place)} if place else {}))
     document = _over(pyyaml.safe_load(DEFAULTS), pyyaml.safe_load(yaml) or {})
-    return pyyaml.safe_dump(document | {"backends": entries})
+    return pyyaml.safe_dump(document | ({"backends": entries} if entries else {}))
 
 
 def _over(below: Json, above: Json) -> Json:

@@ -138,6 +138,14 @@ def test_prebuilt_has_the_defaults_of_llama_server() -> None:
     assert (auto.n_ctx, auto.endpoint_metrics, auto.swa_full) == (0, False, False)
 
 
+def test_prebuilt_pools_as_it_is_told() -> None:
+    """Left alone, as the model says, which is none for a model that was made to talk."""
+    alone = prebuilt.build_params(prebuilt.parse_args(["-m", "m"]))
+    mean = prebuilt.build_params(prebuilt.parse_args(["-m", "m", "--pooling", "mean"]))
+
+    assert (int(alone.pooling_type), int(mean.pooling_type)) == (-1, 1)
+
+
 def test_prebuilt_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag that is silently ignored would make a test of it worthless."""
     with pytest.raises(SystemExit) as caught:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+POOLING = ("none", "mean", "cls", "last", "rank")
 # What llama-server accepts for -ctk and -ctv (common/arg.cpp, kv_cache_types).
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 # server.cpp:168-173: without -np, four slots over one unified KV.
@@ -46,7 +47,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--swa-full", action="store_true")
     add("--rope-freq-base", type=float, default=0.0)
     add("--lora", action="append", default=[], help="may be given several times")
-    add("--pooling", choices=("none", "mean", "cls", "last", "rank"))
     add("--sleep-idle-seconds", type=int, default=-1)
     add("-t", "--threads", type=int, default=-1)
     add("-tb", "--threads-batch", type=int, default=-1)
@@ -56,6 +56,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("-n", "--predict", "--n-predict", type=int, default=-1)
     add("-s", "--seed", type=int, default=None)
     add("--embeddings", "--embedding", action="store_true")
+    add("--pooling", choices=POOLING, default=None, help="None: as the model says")
     add("--chat-template-file", type=Path)
     add("--jinja", dest="jinja", action="store_true", default=True)
     add("--skip-chat-parsing", action="store_true")
@@ -113,9 +114,6 @@ def build_params(args: argparse.Namespace) -> Any:
     params.swa_full = args.swa_full
     params.rope_freq_base = args.rope_freq_base
     params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(path) for path in args.lora]
-    if args.pooling is not None:
-        kind = f"LLAMA_POOLING_TYPE_{args.pooling.upper()}"
-        params.pooling_type = xllamacpp.llama_pooling_type[kind]
     params.sleep_idle_seconds = args.sleep_idle_seconds
     threads = args.threads if args.threads > 0 else os.cpu_count() or 1
     params.cpuparams.n_threads = threads
@@ -129,6 +127,9 @@ def build_params(args: argparse.Namespace) -> Any:
     if args.embeddings:
         params.embedding = True
         params.n_batch = min(params.n_batch, params.n_ubatch)  # as server.cpp:155-163 does
+    if args.pooling is not None:
+        kind = f"LLAMA_POOLING_TYPE_{args.pooling.upper()}"
+        params.pooling_type = xllamacpp.llama_pooling_type[kind]
     params.use_jinja = args.jinja
     params.force_pure_content_parser = args.skip_chat_parsing
     if args.chat_template_file is not None:

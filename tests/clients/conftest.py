@@ -1,0 +1,29 @@
+"""One pair of addresses for all clients: they ask one after the other.
+
+The packages are installed by `make test-clients`; without them these tests are skipped.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+pytest.register_assert_rewrite("tests.clients.pair")
+
+from tests.clients.pair import KEY, KEY_VARIABLE, Pair, serving  # noqa: E402 - rewritten first
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Warnings of other people's packages are theirs to heed."""
+    for item in items:
+        if item.get_closest_marker("client"):
+            item.add_marker(pytest.mark.filterwarnings("default"))
+            item.add_marker(pytest.mark.real)
+
+
+@pytest.fixture(scope="session")
+def pair(server_argv: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Real servers, and a router in front of them."""
+    os.environ[KEY_VARIABLE] = KEY
+    with serving(server_argv, tmp_path_factory.mktemp("clients")) as found:
+        yield found
