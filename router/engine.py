@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from typing import Any
 
 import structlog
@@ -17,14 +16,15 @@ from router.core import effects as ef
 from router.core import events as ev
 from router.core.account import record_of
 from router.core.attach import probe_name
-from router.core.catalog import UNLIMITED, Limits
+from router.core.catalog import Limits
 from router.core.displacement import can_save
+from router.core.gauges import stats_of
 from router.core.plan import Plan
 from router.core.planner import plan as make_plan
 from router.core.policy import Policy
 from router.core.queue import QueueLimits
 from router.core.scheduler import Scheduler
-from router.core.slots import Phase, Slot
+from router.core.slots import Slot
 from router.core.tenancy import model_of
 from router.errors import BackendError
 from router.placing import Placing
@@ -35,7 +35,6 @@ from router.transfers import Transfers
 from router.types import (
     BackendId,
     BackendInfo,
-    BackendStats,
     Lease,
     Namespace,
     Outcome,
@@ -262,30 +261,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """For gauges."""
-        fleet, queue = self._scheduler.state.fleet, self._scheduler.state.queue
-        limits = fleet.catalog.limits
-        return Stats(
-            backends=tuple(self._stats_of(backend) for backend in self._backends),
-            queue_depth=len(queue),
-            snapshots=len(fleet.catalog),
-            snapshot_bytes=fleet.catalog.total_bytes,
-            snapshot_tokens=fleet.catalog.total_tokens,
-            evicted=fleet.catalog.evicted,
-            snapshot_bytes_limit=inf if limits.max_bytes == UNLIMITED else limits.max_bytes,
-            snapshot_tokens_limit=inf if limits.max_tokens == UNLIMITED else limits.max_tokens,
-        )
-
-    def _stats_of(self, backend: BackendId) -> BackendStats:
-        state = self._scheduler.state
-        slots, rates = state.fleet.slots.of(backend), state.fleet.rates.get(backend)
-        return BackendStats(
-            backend,
-            backend in state.fleet.infos,
-            {phase: sum(slot.phase is phase for slot in slots) for phase in Phase},
-            resident_tokens=sum(len(slot.resident) for slot in slots),
-            speeds=rates.speeds if rates else None,
-            stalled_s=state.stalled_s.get(backend, {}),
-        )
+        return stats_of(self._scheduler.state, self._backends)
 
     # -- events in, effects out ----------------------------------------------------------------
 

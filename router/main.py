@@ -17,11 +17,12 @@ from prometheus_client import CollectorRegistry
 from router import __version__, tls
 from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.clock import MonotonicClock, wall_now
+from router.adapters.engine_metrics import EngineCollector
 from router.adapters.journal import Journal
 from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient
 from router.adapters.monitor import Attached, Monitor
-from router.adapters.telemetry import EngineCollector, PrometheusTelemetry
+from router.adapters.telemetry import PrometheusTelemetry
 from router.adapters.vitals import Vitals
 from router.backends import (
     Backends,
@@ -34,9 +35,7 @@ from router.backends import (
     watch_of,
 )
 from router.config import Address, Backend, Config, Tls, TokenizerMode
-from router.core.catalog import Limits
-from router.core.policy import Policy, PolicyName
-from router.core.queue import QueueLimits
+from router.config_parts import known_of, limits_of, policy_of, queue_limits_of, take_settings
 from router.core.scheduler import Scheduler
 from router.core.state import State
 from router.engine import Engine
@@ -45,14 +44,14 @@ from router.logs import set_level
 from router.ports import Tracing
 from router.reload import Reload
 from router.tasks import Tasks, spawn
-from router.types import BackendId, Caller, Standing, Stats
+from router.types import BackendId, Standing, Stats
 from router.vocabularies import Vocabularies
 from router.web.admin import Admin
 from router.web.app import App
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.guard import Guard
-from router.web.keys import Keys, Known
+from router.web.keys import Keys
 from router.web.live import Live, Subject
 from router.web.operations import Operations
 from router.web.own import Side
@@ -66,53 +65,6 @@ log = structlog.get_logger(__name__)
 
 # How long answers that are under way may go on when everything else has stopped.
 _CLOSE_S = 1.0
-
-
-def _policy(config: Config) -> Policy:
-    return Policy(
-        name=config.policy.name,
-        max_wait_s=config.policy.max_wait_s,
-        coalesce_above_s=config.policy.coalesce_above_s,
-        reuse_probability=config.policy.reuse_probability,
-        idle_save_after_s=config.store.save_when_idle_for_s,
-        keeps_apart=config.auth.keeps_apart,
-    )
-
-
-def _limits(config: Config) -> Limits:
-    return Limits(config.store.max_bytes, config.store.max_tokens, config.store.min_tokens)
-
-
-def _queue_limits(config: Config) -> QueueLimits:
-    return QueueLimits(
-        config.queue.max_requests, config.queue.deadline_s, config.queue.no_backend_wait_s
-    )
-
-
-def _take_settings(settings: Settings, config: Config) -> None:
-    limits = config.limits
-    settings.connections = limits.connections
-    settings.connections_per_client = limits.connections_per_client
-    settings.max_request_line_bytes = limits.max_request_line_bytes
-    settings.max_header_bytes = limits.max_header_bytes
-    settings.max_headers = limits.max_headers
-    settings.header_timeout_s = limits.header_timeout_s
-    settings.keep_alive_timeout_s = limits.keep_alive_timeout_s
-    settings.max_body_bytes = limits.max_body_bytes
-    settings.body_timeout_s = limits.body_timeout_s
-    settings.idle_timeout_s = limits.idle_timeout_s
-    settings.send_timeout_s = limits.send_timeout_s
-    settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
-
-
-def _known(config: Config) -> Known:
-    auth = config.auth
-    limits = [(tenant.name, tenant.max_requests) for tenant in auth.tenants]
-    return Known(
-        callers={key.hash: Caller(key.name, key.tenant) for key in auth.keys},
-        max_requests={name: limit for name, limit in limits if limit is not None},
-        keeps_apart=auth.keeps_apart,
-    )
 
 
 @dataclass(slots=True)
@@ -254,9 +206,9 @@ async def build(
             if context is not None:
                 await asyncio.to_thread(_show_certificate, context, wanted.tls)
             found = await store.add([place for place in places if place is not None])
-            engine.configure(_policy(wanted), _limits(wanted), _queue_limits(wanted))
-            _take_settings(settings, wanted)
-            keys.known = _known(wanted)
+            engine.configure(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted))
+            take_settings(settings, wanted)
+            keys.known = known_of(wanted)
             has_keys = bool(wanted.auth.keys)
             guard.protects_reads = wanted.admin.protects_reads(has_keys=has_keys)
             set_level(wanted.logging.level)

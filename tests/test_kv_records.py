@@ -11,6 +11,7 @@ from router.adapters.kv_records import Directory, Held
 from router.adapters.kv_threads import Threads
 from router.adapters.manifest import MANIFEST
 from router.errors import KvError
+from router.tasks import Tasks
 from router.tokens import pack
 from router.types import Namespace, Place, Snapshot, SnapshotId, StateShape
 from tests.kvfiles import full
@@ -23,7 +24,7 @@ def opened(path: Path) -> Directory:
     return kv_records.open_directory(
         Place(str(path)),
         [],
-        Threads(str(path), lambda: None),
+        Threads(str(path), lambda: None, Tasks().spawn),
         fsync=False,
         group_access=False,
     )

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from router.adapters import kv_files, kv_store
+from router.adapters import kv_files, kv_threads
 from router.adapters.kv_store import KvStore
 from router.adapters.kv_threads import Threads
 from router.errors import KvError, KvFileError
+from router.tasks import Tasks
 from router.types import Place, Snapshot
 from tests.kvstores import Stores, names, put, write
 
@@ -32,35 +33,42 @@ async def until(so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_who_waits_for_a_thread_that_hangs_is_told_so_and_the_next_at_once() -> None:
+def threads(on_change: Callable[[], None] = lambda: None) -> Threads:
+    return Threads("/kv", on_change, Tasks().spawn)
+
+
+async def test_who_waits_for_a_thread_that_hangs_is_told_so_and_the_next_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_threads, "QUICK_S", NO_TIME)
     changes: list[bool] = []
-    made = Threads("/kv", lambda: changes.append(made.hangs))
+    made = threads(lambda: changes.append(made.hangs))
     go = threading.Event()
-    begun = [made.begin(go.wait, quick=True) for _ in range(2)]
-    for future in begun:
+    told = await asyncio.gather(*(made.quick(go.wait) for _ in range(2)), return_exceptions=True)
+    assert [str(error) for error in told] == ["/kv does not answer"] * 2
+    for do in (made.quick, made.bulk):
         with pytest.raises(KvError, match="/kv does not answer"):
-            await made.result(future, NO_TIME)
-    for quick in (True, False):
-        with pytest.raises(KvError, match="/kv does not answer"):
-            await made.begin(int, quick=quick)
+            await do(int)
     assert (made.hangs, made.works, changes) == (True, True, [True])
 
     go.set()
-    await asyncio.wait(begun)
+    await until(lambda: not made.works)
     await turns()
-    assert (made.hangs, made.works, changes) == (False, False, [True, False])
-    assert await made.result(made.begin(int, quick=True), None) == 0
+    assert (made.hangs, changes) == (False, [True, False])
+    assert await made.unhurried(int) == 0
     made.close()
 
 
-async def test_what_a_thread_raises_is_raised() -> None:
-    made = Threads("/kv", lambda: None)
+@pytest.mark.parametrize(("blamed", "expected"), [(False, KvError), (True, KvFileError)])
+async def test_what_a_thread_raises_is_raised(blamed: bool, expected: type[KvError]) -> None:
+    made = threads()
 
     def fails() -> None:
-        raise KvFileError("not what it was")
+        raise OSError(5, "not what it was")
 
-    with pytest.raises(KvFileError, match="not what it was"):
-        await made.result(made.begin(fails, quick=False), 10)
+    with pytest.raises(expected, match="not what it was") as told:
+        await made.bulk(fails, blame_file=blamed)
+    assert type(told.value) is expected
     assert not made.hangs
     made.close()
 
@@ -77,7 +85,7 @@ class Hanging:
             return real(*args)
 
         monkeypatch.setattr(owner, name, held)
-        monkeypatch.setattr(kv_store, "QUICK_S", NO_TIME)
+        monkeypatch.setattr(kv_threads, "QUICK_S", NO_TIME)
 
 
 @pytest.fixture

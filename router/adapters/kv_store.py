@@ -13,15 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 
-from router.adapters import kv_files, kv_records, kv_shape
+from router.adapters import kv_files, kv_records, kv_shape, kv_threads
 from router.adapters.kv_files import Identity
 from router.adapters.kv_records import Directory, Held
-from router.adapters.kv_threads import BULK_S, QUICK_S, Threads
-from router.adapters.manifest import os_errors
+from router.adapters.kv_threads import Threads
 from router.errors import KvError, KvFileError
 from router.tasks import Tasks
 from router.types import Namespace, Place, Snapshot, SnapshotId, StagedFile
@@ -99,7 +98,7 @@ class KvStore:
             found = [held for some in await asyncio.gather(*checks) for held in some]
             found.sort(key=lambda held: held.directory.manifest.entries[held.snapshot.id].added_at)
             for directory in fresh:
-                await self._unhurried(directory, partial(kv_records.sweep, directory))
+                await directory.threads.unhurried(partial(kv_records.sweep, directory))
         except KvError:
             self._directories = before
             await self._close(fresh)
@@ -113,7 +112,7 @@ class KvStore:
         for start in range(0, len(entries), _RECOVERED_AT_ONCE):
             some = entries[start : start + _RECOVERED_AT_ONCE]
             work = partial(kv_records.recover_all, directory, some)
-            found += await self._unhurried(directory, work)
+            found += await directory.threads.unhurried(work)
         return found
 
     @property
@@ -131,7 +130,7 @@ class KvStore:
         Those that hang are let go of as they are: a thread that waits there cannot be ended.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(QUICK_S if self.hangs else BULK_S):
+            async with asyncio.timeout(kv_threads.QUICK_S if self.hangs else kv_threads.BULK_S):
                 await self.flush()
         await self._background.aclose()
         for place, name in tuple(self._opened):
@@ -145,7 +144,7 @@ class KvStore:
     async def _close(self, directories: Sequence[Directory]) -> None:
         for directory in directories:
             with suppress(KvError):
-                await self._bulk(directory, directory.manifest.close)
+                await directory.threads.bulk(directory.manifest.close)
             directory.threads.close()
             directory.lock.release()
 
@@ -172,9 +171,9 @@ class KvStore:
         path = self._staging_path(place, name)
         try:
             directory = self._directory(place)
-            found = await self._quick(directory, partial(kv_shape.inspect, path, size_bytes))
+            found = await directory.threads.quick(partial(kv_shape.inspect, path, size_bytes))
             if found.has_window:
-                found = await self._bulk(directory, partial(kv_shape.pad, path, found))
+                found = await directory.threads.bulk(partial(kv_shape.pad, path, found))
         except KvError as error:
             with suppress(KvError):
                 await self.discard(place, name)
@@ -191,7 +190,7 @@ class KvStore:
         target = held.directory.path / name
         make = partial(kv_shape.cut, held.path, target, held.identity, n_tokens)
         undo = partial(target.unlink, missing_ok=True)
-        found = await self._bulk(held.directory, make, undo)
+        found = await held.directory.threads.bulk(make, undo)
         return self._stage(snapshot.place, name, found)
 
     def _stage(self, place: Place, name: str, found: kv_shape.Inspected) -> StagedFile:
@@ -222,7 +221,7 @@ class KvStore:
         held = Held(snapshot, directory, known)
         mode = kv_files.file_mode(group_access=self._group_access)
         rename = partial(kv_records.rename, path, held, mode)
-        await self._quick(directory, rename, held.unlink, blame_file=True)
+        await directory.threads.quick(rename, held.unlink, blame_file=True)
         self._held[number] = held
         self._background.spawn(self._make_durable(held), name=f"kv_durable {number}")
         return snapshot
@@ -249,12 +248,12 @@ class KvStore:
         undo = partial(target.unlink, missing_ok=True)
         if restream:
             make = partial(kv_shape.restream, held.path, target, held.identity, n_stream)
-            await self._bulk(target_directory, make, undo)
-        elif not await self._quick(
-            target_directory, partial(kv_files.link, held.path, target), undo
+            await target_directory.threads.bulk(make, undo)
+        elif not await target_directory.threads.quick(
+            partial(kv_files.link, held.path, target), undo
         ):
             copy = partial(kv_files.copy, held.path, target, held.identity)
-            await self._bulk(target_directory, copy, undo)
+            await target_directory.threads.bulk(copy, undo)
         self._opened.add((place, target.name))
         return target.name
 
@@ -264,10 +263,10 @@ class KvStore:
         if held is None:
             raise KvFileError(f"snapshot {snapshot.id} does not exist")
         look = partial(kv_files.identity, held.path)
-        found = await self._quick(held.directory, look, blame_file=True)
+        found = await held.directory.threads.quick(look, blame_file=True)
         if found != held.identity:
             check = partial(kv_records.check_again, held)
-            await self._bulk(held.directory, check, blame_file=True)
+            await held.directory.threads.bulk(check, blame_file=True)
         return held
 
     async def close(self, snapshot: Snapshot, place: Place, name: str) -> None:
@@ -281,7 +280,7 @@ class KvStore:
         held = self._held.pop(snapshot.id, None)
         if held is not None:
             held.gone = True
-            await self._bulk(held.directory, partial(kv_records.take_out, held, held.unlink))
+            await held.directory.threads.bulk(partial(kv_records.take_out, held, held.unlink))
 
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
         """Take a snapshot that misbehaved out of the manifest; keep its file for the operator."""
@@ -290,7 +289,7 @@ class KvStore:
             held.gone = True
             log.warning("snapshot_quarantined", snapshot=snapshot.id, reason=reason)
             remove = partial(kv_files.quarantine, held.path)
-            await self._bulk(held.directory, partial(kv_records.take_out, held, remove))
+            await held.directory.threads.bulk(partial(kv_records.take_out, held, remove))
 
     def _distinct(self) -> list[Directory]:
         return list({id(d): d for d in self._directories.values()}.values())
@@ -310,74 +309,14 @@ class KvStore:
         directory = self._directory(place)
         path = directory.path / name
         try:
-            await self._quick(directory, partial(path.unlink, missing_ok=True))
+            await directory.threads.quick(partial(path.unlink, missing_ok=True))
         except KvError:
             if directory.threads.hangs:
                 self._unwanted.append((place, name))
             raise
 
-    async def _quick(
-        self,
-        directory: Directory,
-        function: Callable[[], T],
-        undo: Callable[[], None] | None = None,
-        *,
-        blame_file: bool = False,
-    ) -> T:
-        """What only looks, or renames. `undo` as `_finish`; `blame_file`: an OSError means that
-        the file is not what it should be."""
-        with os_errors("kv store", KvFileError if blame_file else KvError):
-            future = directory.threads.begin(function, quick=True)
-            return await self._finish(directory, future, QUICK_S, undo)
-
-    async def _bulk(
-        self,
-        directory: Directory,
-        function: Callable[[], T],
-        undo: Callable[[], None] | None = None,
-        *,
-        blame_file: bool = False,
-    ) -> T:
-        """As `_quick`, for what reads or writes as much as a file has."""
-        with os_errors("kv store", KvFileError if blame_file else KvError):
-            future = directory.threads.begin(function, quick=False)
-            return await self._finish(directory, future, BULK_S, undo)
-
-    async def _unhurried(self, directory: Directory, function: Callable[[], T]) -> T:
-        """As `_bulk`, for what no request waits for: it takes as long as it takes."""
-        with os_errors("kv store"):
-            future = directory.threads.begin(function, quick=False)
-            return await directory.threads.result(future, None)
-
-    async def _finish(
-        self,
-        directory: Directory,
-        future: asyncio.Future[T],
-        limit_s: float,
-        undo: Callable[[], None] | None,
-    ) -> T:
-        """Wait for a thread; if nobody does so to its end, its effect is undone in the background.
-
-        A thread cannot be cancelled: without this the file that it makes belongs to nobody.
-        """
-        try:
-            return await directory.threads.result(future, limit_s)
-        except BaseException as error:
-            alone = not future.done() or isinstance(error, asyncio.CancelledError)
-            if undo is not None and alone:
-                self._background.spawn(self._undo(directory, future, undo), name="kv_undo")
-            raise
-
-    async def _undo(
-        self, directory: Directory, future: asyncio.Future[Any], undo: Callable[[], None]
-    ) -> None:
-        with suppress(KvError, OSError):
-            await future
-        with suppress(KvError):
-            await self._quick(directory, undo)
-
     async def _open_directory(self, place: Place) -> None:
-        threads = Threads(place, lambda: self._changed(place))
+        threads = Threads(place, lambda: self._changed(place), self._background.spawn)
         make = partial(
             kv_records.open_directory,
             *(place, self._distinct(), threads),
@@ -385,8 +324,7 @@ class KvStore:
             group_access=self._group_access,
         )
         self._threads.append(threads)
-        with os_errors("kv store"):
-            directory = await threads.result(threads.begin(make, quick=False), BULK_S)
+        directory = await threads.bulk(make)
         self._directories[place] = directory
         if directory.threads is not threads:  # it is open already, under another name
             threads.close()
@@ -415,8 +353,8 @@ class KvStore:
 
     async def _make_durable(self, held: Held) -> None:
         try:
-            await self._unhurried(
-                held.directory, partial(kv_records.record, held, fsync=self._fsync)
+            await held.directory.threads.unhurried(
+                partial(kv_records.record, held, fsync=self._fsync)
             )
         except KvError as error:
             if held.gone:
@@ -424,6 +362,6 @@ class KvStore:
             held.gone = True
             self._held.pop(held.snapshot.id, None)
             with suppress(KvError):
-                await self._bulk(held.directory, partial(kv_records.take_out, held, held.unlink))
+                await held.directory.threads.bulk(partial(kv_records.take_out, held, held.unlink))
             log.warning("snapshot_lost", snapshot=held.snapshot.id, reason=str(error))
             self._on_lost(held.snapshot, str(error))

@@ -8,11 +8,14 @@ time on, until the call that hangs has returned.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import structlog
 
-from router.errors import KvError
+from router.adapters.manifest import os_errors
+from router.errors import KvError, KvFileError
+from router.ports import Spawn
 
 log = structlog.get_logger(__name__)
 
@@ -27,10 +30,11 @@ BULK_S = 120.0
 class Threads:
     """Two small pools, so that a stat does not queue behind the checksum of ten gigabytes."""
 
-    def __init__(self, place: str, on_change: Callable[[], None]) -> None:
+    def __init__(self, place: str, on_change: Callable[[], None], spawn: Spawn) -> None:
         """`on_change` is called in the loop when `hangs` has become another."""
         self._place = place
         self._on_change = on_change
+        self._spawn = spawn
         self._quick = ThreadPoolExecutor(2, "kv-quick")  # stat, rename, head
         self._bulk = ThreadPoolExecutor(2, "kv-bulk")  # fsync, checksum, copy
         self._stuck: set[asyncio.Future[Any]] = set()
@@ -46,20 +50,71 @@ class Threads:
         """A call has not returned, whether anybody waits for it or not."""
         return self._n_working > 0
 
-    def begin(self, function: Callable[[], T], *, quick: bool) -> asyncio.Future[T]:
-        """`quick`: it only looks, or renames; else it reads or writes as much as a file has.
-        Raises KvError while the directory hangs."""
+    async def quick(
+        self,
+        function: Callable[[], T],
+        undo: Callable[[], None] | None = None,
+        *,
+        blame_file: bool = False,
+    ) -> T:
+        """Do what only looks, or renames. Raises KvError; with `blame_file`, an OSError means that
+        the file is not what it should be: KvFileError.
+
+        If nobody waits to its end, its effect is undone in the background: a thread cannot be
+        cancelled, and the file that it makes would belong to nobody.
+        """
+        return await self._do(self._quick, function, QUICK_S, undo, blame_file=blame_file)
+
+    async def bulk(
+        self,
+        function: Callable[[], T],
+        undo: Callable[[], None] | None = None,
+        *,
+        blame_file: bool = False,
+    ) -> T:
+        """As `quick`, for what reads or writes as much as a file has."""
+        return await self._do(self._bulk, function, BULK_S, undo, blame_file=blame_file)
+
+    async def unhurried(self, function: Callable[[], T]) -> T:
+        """As `bulk`, for what no request waits for: it takes as long as it takes."""
+        return await self._do(self._bulk, function, None, None)
+
+    async def _do(
+        self,
+        pool: ThreadPoolExecutor,
+        function: Callable[[], T],
+        limit_s: float | None,
+        undo: Callable[[], None] | None,
+        *,
+        blame_file: bool = False,
+    ) -> T:
+        with os_errors("kv store", KvFileError if blame_file else KvError):
+            future = self._begin(pool, function)
+            try:
+                return await self._result(future, limit_s)
+            except BaseException as error:
+                alone = not future.done() or isinstance(error, asyncio.CancelledError)
+                if undo is not None and alone:
+                    self._spawn(self._undo(future, undo), name="kv_undo")
+                raise
+
+    async def _undo(self, future: asyncio.Future[Any], undo: Callable[[], None]) -> None:
+        with suppress(KvError, OSError):
+            await future
+        with suppress(KvError):
+            await self.quick(undo)
+
+    def _begin(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> asyncio.Future[T]:
         if self.hangs:
             raise KvError(f"{self._place} does not answer")
-        pool = self._quick if quick else self._bulk
         future = asyncio.get_running_loop().run_in_executor(pool, function)
         self._n_working += 1
         future.add_done_callback(self._ended)
         return future
 
-    async def result(self, future: asyncio.Future[T], limit_s: float | None) -> T:
-        """Wait for what was begun, and cancel nothing if cancelled. Raises KvError if it takes
-        longer; it goes on all the same."""
+    async def _result(self, future: asyncio.Future[T], limit_s: float | None) -> T:
+        """Wait for what was begun, and cancel nothing if cancelled. It goes on if it takes longer
+        than anybody waits."""
         await asyncio.wait([future], timeout=limit_s)
         if not future.done():
             self._give_up(future)

@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.adapters.backend_metrics import BackendMetrics
 from router.adapters.clock import MonotonicClock
+from router.adapters.engine_metrics import EngineCollector
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
-from router.adapters.telemetry import EngineCollector, PrometheusTelemetry
+from router.adapters.telemetry import PrometheusTelemetry
 from router.adapters.vitals import Vitals
 from router.core.effects import SaveReason
 from router.core.slots import Phase

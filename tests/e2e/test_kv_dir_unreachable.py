@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from router.adapters import kv_store, probe
+from router.adapters import kv_threads, probe
 from router.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.e2e.consistent import assert_consistent, assert_undisturbed
@@ -117,7 +117,7 @@ async def test_hangs(
     two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """Who wants something out of it waits once; then nobody is offered it, until it answers."""
-    monkeypatch.setattr(kv_store, "QUICK_S", 0.5)
+    monkeypatch.setattr(kv_threads, "QUICK_S", 0.5)
     async with running(two.backends, two.homes, yaml=YAML) as fleet:
         await two.fill(fleet)
         await fleet.complete(LEFT, model="a")
@@ -144,7 +144,7 @@ async def test_hangs_at_the_start_of_a_server(
     two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """It is used without snapshots, and tried anew after it was drained."""
-    for module in (kv_store, probe):
+    for module in (kv_threads, probe):
         monkeypatch.setattr(module, "QUICK_S", 0.5)
     async with running(two.backends, two.homes, yaml=YAML) as fleet:
         await two.fill(fleet)
@@ -173,8 +173,8 @@ async def test_hangs_at_the_end(
     two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """It stops all the same; what was recorded is there the next time."""
-    monkeypatch.setattr(kv_store, "QUICK_S", 0.5)
-    monkeypatch.setattr(kv_store, "BULK_S", 0.5)
+    monkeypatch.setattr(kv_threads, "QUICK_S", 0.5)
+    monkeypatch.setattr(kv_threads, "BULK_S", 0.5)
     with ExitStack() as until_stopped:
         async with running(two.backends, two.homes, yaml=YAML) as fleet:
             await two.fill(fleet)
