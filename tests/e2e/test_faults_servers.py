@@ -216,9 +216,10 @@ async def test_hung_and_goes_on(
     [
         pytest.param(
             moment,
-            marks=pytest.mark.fault(
-                "server hung for good", f"{WHEN[moment]}; another server is up"
-            ),
+            marks=[
+                pytest.mark.fault("server hung for good", f"{WHEN[moment]}; another server is up"),
+                *([] if moment == "prefill" else [pytest.mark.slow]),
+            ],
         )
         for moment in MOMENTS
     ],
