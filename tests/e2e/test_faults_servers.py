@@ -256,7 +256,7 @@ async def test_a_save_that_nobody_waits_for_any_more(
     record_property: Seen,
 ) -> None:
     """What it writes after all belongs to nobody, and goes."""
-    yaml = WATCHFUL + "limits: {action_timeout: 300ms}"
+    yaml = WATCHFUL + "limits: {action_timeout: 2s}"
     async with scene(llama_server, reference, 1, yaml) as at:
         await at.come_to("save", monkeypatch)
         await at.until_down()
