@@ -7,7 +7,6 @@ two events overlap. Effects that take time run as tasks and report back as event
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import structlog
@@ -97,7 +96,7 @@ class Engine:
         self._clock = clock
         self._telemetry = telemetry
         self._tasks = Tasks()
-        self._prefills: dict[RequestId, asyncio.Task[None]] = {}
+        self._prefills: dict[RequestId, asyncio.Task[None] | None] = {}  # None: about to begin
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
         self._timings: dict[RequestId, Timing] = {}
         self._placing = Placing(scheduler, backends)
@@ -131,13 +130,23 @@ class Engine:
             self._grants.pop(request.id, None)
 
     def finish(
-        self, request: RequestId, outcome: Outcome, reported: Reported, timing: Timing
+        self,
+        request: RequestId,
+        outcome: Outcome,
+        reported: Reported,
+        timing: Timing,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
         """The response is over. Called once for each grant, on every path; never blocks.
 
         One that nobody has seen at work yet is over a moment later: when it is known where it ran.
+        `then` is called when it is.
         """
-        end = partial(self._finish, request, outcome, reported, timing)
+
+        def end() -> None:
+            self._finish(request, outcome, reported, timing)
+            then()
+
         if outcome is not Outcome.OK or not self._placing.keeps(request, end):
             end()
 
@@ -268,7 +277,7 @@ class Engine:
     def _feed(self, event: ev.Event) -> None:
         for effect in self._scheduler.handle(event, self._clock.now()):
             self._carry_out(effect)
-        if self._scheduler.state.jobs:
+        if any(job.is_ours for job in self._scheduler.state.jobs.values()):
             self._calm.clear()
         else:
             self._calm.set()
@@ -313,10 +322,10 @@ class Engine:
                 work = self._transfers.erase(effect)
                 self._tasks.spawn(self._answer(work), name=f"erase {effect.slot}")
             case ef.Prefill():
+                self._prefills[effect.request] = None
                 self._tasks.spawn(self._prefill(effect), name=f"prefill {effect.slot}")
             case ef.StopWork():
-                if task := self._prefills.get(effect.request):
-                    task.cancel()
+                self._stop_prefill(effect.request)
             case ef.Watch():
                 self._tasks.spawn(self._watch(effect), name=f"watch {effect.slot}")
             case ef.Delete():
@@ -357,9 +366,10 @@ class Engine:
 
     async def _prefill(self, effect: ef.Prefill) -> None:
         backend = self._backends[effect.slot.backend]
-        task = asyncio.current_task()
-        assert task is not None
-        self._prefills[effect.request] = task
+        if effect.request not in self._prefills:
+            self._feed(ev.PrefillFailed(effect.request, "the client left"))
+            return
+        self._prefills[effect.request] = asyncio.current_task()
         try:
             reported = await backend.prefill(effect.slot.index, effect.tokens)
         except BackendError as error:
@@ -372,6 +382,13 @@ class Engine:
             self._feed(ev.Prefilled(effect.request, reported))
         finally:
             self._prefills.pop(effect.request, None)
+
+    def _stop_prefill(self, request: RequestId) -> None:
+        """One that has not begun does not begin."""
+        if task := self._prefills.get(request):
+            task.cancel()
+        else:
+            self._prefills.pop(request, None)
 
     async def _watch(self, effect: ef.Watch) -> None:
         n_tokens = await self._wait_quiet(effect.request, effect.slot, settled=effect.settled)

@@ -8,10 +8,19 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
-from tests.core.build import snapshot
+from router.adapters.clock import MonotonicClock
+from router.engine import Engine
+from router.errors import BackendError
+from router.ports import Backend, Telemetry
+from router.tokens import Tokens
+from router.types import Reported
+from tests.core.build import A, backend, request, scheduler, snapshot
 from tests.fake_llama import FakeLlama
 from tests.fake_wire import encode_state, generate
 from tests.fleet import Answer, Fleet, Json, running
@@ -301,3 +310,26 @@ async def test_others_have_their_turn_while_snapshots_are_taken_in(fleet: Fleet)
         counting.cancel()
     assert turns >= 10
     assert (await fleet.state())["snapshots"]["count"] == 1000
+
+
+async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin() -> None:
+    begun: list[int] = []
+
+    async def prefill(slot: int, _: Tokens) -> Reported:
+        begun.append(slot)
+        return Reported()
+
+    server = cast(Backend, SimpleNamespace(prefill=prefill))
+    state = scheduler(backend("a", 1), idle_save_after_s=None)
+    engine = Engine(state, {A: server}, None, MonotonicClock(), cast(Telemetry, Mock()))
+    asked = asyncio.ensure_future(  # noqa: TID251 - its error is what is asked for
+        engine.submit(request(ids=[1, 2, 3], pinnable=False))
+    )
+    await asyncio.sleep(0)
+    engine.backend_down(A)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not begun
+    with pytest.raises(BackendError, match="went away"):
+        await asked
+    await engine.aclose()

@@ -20,7 +20,8 @@ def release(state: State, now: float) -> None:
     Called when the saves in the background have had their turn: were there one to do, its job
     would hold a slot now. To the scheduler such a backend is like one that is down.
     """
-    leases = (x for job in state.jobs.values() for x in (job.lease, *job.others))
+    ours = (job for job in state.jobs.values() if job.is_ours)  # others may never be done
+    leases = (x for job in ours for x in (job.lease, *job.others))
     held = {lease.slot.backend for lease in leases}
     for backend in sorted(state.fleet.draining - held):
         state.fleet.draining.remove(backend)

@@ -122,7 +122,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     elif event.outcome is Outcome.OK and not job.request.adapted:
         end(state, job, now, _left_by(state, job, event))
     else:
-        _abandon(state, job, now, settled=event.outcome is Outcome.OK)
+        _abandon(state, job, now, event.outcome)
 
 
 def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
@@ -147,8 +147,11 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
     return after_either(job.sent_over if lasts else UNKNOWN, job.request.prompt)
 
 
-def _abandon(state: State, job: Job, now: float, *, settled: bool = False) -> None:
+def _abandon(state: State, job: Job, now: float, outcome: Outcome) -> None:
     """Hold the slot until the backend has let go of it, and every slot that it may be using.
+
+    After a complete answer the first look decides. After a refusal most slots hold what they held,
+    whoever's it is: whoever sends nonsense shall not empty what others have.
 
     A request pinned to a busy slot can destroy an answer (llama-server.md section 0.1), so one
     that the server placed where we have not seen it keeps all idle slots out of use.
@@ -157,20 +160,23 @@ def _abandon(state: State, job: Job, now: float, *, settled: bool = False) -> No
     from it for whoever begins with the same tokens (section 1.7): it is wiped.
     """
     assert job.request is not None
-    wipe = job.request.adapted
+    wipe, refused = job.request.adapted, outcome is Outcome.REFUSED
+    settled = refused or outcome is Outcome.OK
     job.stage = Stage.DRAINING
     state.fleet.slots[job.slot].drain(job.lease)
     state.out.append(Watch(job.id, job.slot, settled, wipe))
     for lease in job.others:
-        state.fleet.slots[lease.slot].release(lease, UNKNOWN, now)
+        slot = state.fleet.slots[lease.slot]
+        slot.release(lease, slot.resident if refused else UNKNOWN, now)
     job.others.clear()
     if job.request.whole_backend or not (job.request.pinnable or job.placed):
         job.doubted = True
         _doubt_drained(state, job)
         for slot in state.fleet.slots.of(job.slot.backend):
             if slot.is_idle:
-                _mix(slot, job.request)
-                watch(state, slot, wipe=wipe)
+                if not refused:
+                    _mix(slot, job.request)
+                watch(state, slot, settled=settled, wipe=wipe, untouched=refused)
 
 
 def _mix(slot: Slot, request: Request) -> None:
@@ -186,14 +192,22 @@ def _doubt_drained(state: State, job: Job) -> None:
             other.doubted = True
 
 
-def watch(state: State, slot: Slot, *, wipe: bool = False) -> None:
+def watch(
+    state: State,
+    slot: Slot,
+    *,
+    settled: bool = False,
+    wipe: bool = False,
+    untouched: bool = False,
+) -> None:
     """Keep a slot out of use until it is known to be idle: somebody unknown may be using it.
-    Or until it was wiped."""
+    Or until it was wiped. `untouched`: if it is as long then as it was, it is what it was."""
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
-    job = Job(id=name, lease=slot.lease(name), stage=Stage.DRAINING)
+    lease = slot.lease(name)
+    job = Job(id=name, lease=lease, stage=Stage.DRAINING, untouched=untouched)
     slot.drain(job.lease)
     state.jobs[name] = job
-    state.out.append(Watch(name, slot.id, wipe=wipe))
+    state.out.append(Watch(name, slot.id, settled=settled, wipe=wipe))
 
 
 def found_busy(state: State, event: ev.FoundBusy) -> None:
@@ -213,9 +227,12 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
     job = state.jobs.get(event.request)
     if job is None:
         return
-    if job.request is None or job.doubted:
+    slot = state.fleet.slots[job.slot]
+    if job.untouched and not job.doubted and event.n_tokens == len(slot.resident):
+        end(state, job, now)
+    elif job.request is None or job.doubted:
         held = UNKNOWN if event.n_tokens is None else Resident(unread=event.n_tokens)
-        state.fleet.slots[job.slot].tenant = NOBODY  # somebody else may have used it
+        slot.tenant = NOBODY  # somebody else may have used it
         end(state, job, now, held)
     else:
         end(state, job, now, after_quiet(job.sent_over, job.request.prompt, event.n_tokens))

@@ -119,7 +119,8 @@ def serve_queue(state: State, now: float) -> None:
     1. There is a way to start now: grant.
     2. Waiting for a busy slot is cheaper: let others pass.
     3. It needs all slots of a backend, or the choice of them: nobody behind it may take slots on
-       the one it will get, or it would starve.
+       the one it will get, or it would starve. Where somebody else uses the backend, though, it
+       may not get it for hours.
     """
     if not state.fleet.slots.any_idle():
         return
@@ -139,6 +140,7 @@ def serve_queue(state: State, now: float) -> None:
                 for backend in state.fleet.infos
                 if state.fleet.serves(backend, request)
                 and not state.fleet.is_open(backend, request)
+                and all(job.is_ours or job.slot.backend != backend for job in state.jobs.values())
             ]
             reserved.update(sorted(shut, key=state.fleet.running)[:1])
 

@@ -86,6 +86,12 @@ class Job:
     prefilled: Reported | None = None
     sent_over: Resident = NOTHING  # what the slot held when the request went
     doubted: bool = False  # nothing can be said of what its slot holds when it is over
+    untouched: bool = False  # very likely its slot holds what it held: its length will tell
+
+    @property
+    def is_ours(self) -> bool:
+        """A request or a save; else a slot that somebody unknown may be using is waited for."""
+        return self.request is not None or self.stage is not Stage.DRAINING
 
     @property
     def slot(self) -> SlotId:

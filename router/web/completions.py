@@ -307,13 +307,25 @@ class Completions:
                 ttft_s = max(ttft_s - (reported.generated_s or 0.0), 0.0)
         if exchange.trace is not None:
             exchange.trace.attempt(_attempt(exchange, grant, outcome, reported, ended))
-        self._engine.finish(exchange.request.id, outcome, reported, Timing(ttft_s, total_s))
+        timing = Timing(ttft_s, total_s)
+        rest = None if whole else capture
+        then = partial(self._over, exchange, grant, outcome, reported, rest)
+        self._engine.finish(exchange.request.id, outcome, reported, timing, then)
+
+    def _over(
+        self,
+        exchange: _Exchange,
+        grant: Grant,
+        outcome: Outcome,
+        reported: Reported,
+        capture: Capture | None,
+    ) -> None:
         source = exchange.parsed.prompt_source if exchange.parsed is not None else None
         if isinstance(source, ChatPrompt) and not source.media:
             self._journal.keep_chat(exchange.request.id, source.body, len(exchange.raw))
         if outcome is Outcome.OK and exchange.reader is not None:
             self._spawn(
-                self._learn(exchange, grant, reported, None if whole else capture),
+                self._learn(exchange, grant, reported, capture),
                 name=f"learn {exchange.request.id}",
             )
 

@@ -96,6 +96,15 @@ def test_who_leaves_nothing_behind_is_waited_for() -> None:
     assert s.handle(ev.Quiet(R, 0), NOW) == [Release(A)]
 
 
+def test_strangers_who_use_it_are_not_waited_for() -> None:
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
+    assert slot(s, A0).phase is Phase.DRAINING
+
+    assert Release(A) in s.handle(ev.Draining(A), NOW)
+    assert not s.state.jobs
+
+
 def test_it_may_go_down_before_it_is_done() -> None:
     """Not let go of while the end of a request is to come: it is still with its client."""
     s = scheduler(backend("a", 1), backend("b", 1), coalesce_above_s=None, limits=LARGE)

@@ -11,7 +11,7 @@ from router.core.effects import (
 from router.core.scheduler import Scheduler
 from router.core.slots import UNKNOWN, Phase, Resident
 from router.tokens import EMPTY, head
-from router.types import Outcome, Prompt, Reported, SlotId, Source
+from router.types import NOBODY, Outcome, Prompt, Reported, SlotId, Source, Tenant
 from tests.core.build import (
     A0,
     A1,
@@ -101,7 +101,8 @@ def test_an_end_before_its_beginning_is_nonsense() -> None:
 def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None:
     s = running()
 
-    assert finish(s, "r", outcome)[1:] == [Watch(R, A0)]
+    settled = outcome is Outcome.REFUSED  # the answer is whole, so nothing runs
+    assert finish(s, "r", outcome)[1:] == [Watch(R, A0, settled)]
     assert slot(s, A0).phase is Phase.DRAINING
     assert quiet(s, n=2) == []
     assert slot(s, A0).resident == Resident(tokens(1, 2))
@@ -112,7 +113,7 @@ def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None
 def test_what_an_adapter_of_its_own_has_computed_is_wiped(outcome: Outcome) -> None:
     s = running(adapted=True)
 
-    settled = outcome is Outcome.OK
+    settled = outcome is not GONE
     assert finish(s, "r", outcome, prompt_tokens=3)[1:] == [Watch(R, A0, settled, wipe=True)]
     assert slot(s, A0).phase is Phase.DRAINING
     assert arrive(s, "r2", [1, 2, 3], slot_hint=0) == []
@@ -125,7 +126,7 @@ def test_several_answers_of_an_adapter_leave_nothing_anywhere() -> None:
 
     assert finish(s)[1:] == [
         Watch(R, A0, settled=True, wipe=True),
-        Watch(stranger(A1, 1), A1, wipe=True),
+        Watch(stranger(A1, 1), A1, settled=True, wipe=True),
     ]
     quiet(s, n=None)
     quiet(s, stranger(A1, 1), None)
@@ -138,6 +139,27 @@ def test_a_slot_that_nobody_can_tell_about_claims_nothing() -> None:
     quiet(s, n=None)
 
     assert slot(s, A0).resident == UNKNOWN
+
+
+def test_who_is_refused_takes_nothing_from_others() -> None:
+    """Nobody knows where it was refused; a slot that is as long as it was holds what it held."""
+    s = astray(holding={A0: tokens(2), A1: tokens(7, 8)})
+    slot(s, A1).tenant = Tenant("bob")
+    watched = finish(s, outcome=Outcome.REFUSED)[1:]
+    assert watched == [Watch(R, A0, settled=True), Watch(stranger(A1), A1, settled=True)]
+    quiet(s, stranger(A1), 2)
+
+    assert (held(s, A1), slot(s, A1).tenant) == (tokens(7, 8), "bob")
+    assert slot(s, A1).is_idle
+
+
+def test_but_a_slot_of_another_length_is_nobodys() -> None:
+    s = astray(holding={A1: tokens(7, 8)})
+    slot(s, A1).tenant = Tenant("bob")
+    finish(s, outcome=Outcome.REFUSED)
+    quiet(s, stranger(A1), 3)
+
+    assert (slot(s, A1).resident, slot(s, A1).tenant) == (Resident(unread=3), NOBODY)
 
 
 # -- where the server placed it --------------------------------------------------------------------

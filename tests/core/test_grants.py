@@ -226,6 +226,15 @@ def test_a_request_for_a_whole_backend_is_not_starved_by_younger_ones() -> None:
     assert arrive(s, "r3", [3]) == []
 
 
+def test_a_backend_that_somebody_else_uses_is_not_kept() -> None:
+    """They may use it for hours."""
+    s = scheduler(backend("a", 2))
+    s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
+    assert arrive(s, "r", pinnable=False) == []
+
+    assert names(arrive(s, "r2", [2])) == ["Dispatch"]
+
+
 def test_an_idle_backend_is_not_kept_for_who_waits_at_home() -> None:
     """`sticky` and without a pin: it waited for a/0, and kept b empty meanwhile."""
     s = scheduler(ONE, backend("b", 1), policy=PolicyName.STICKY)
