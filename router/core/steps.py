@@ -345,7 +345,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
 
 
 def _refuse(state: State, job: Job) -> None:
-    """Do not send the request: nothing more is done for it here. It may be tried elsewhere."""
+    """Do not send the request: its client gets 503, and nothing more is done for it."""
     if not job.cancelled:
         state.reject(job.id, NoBackendError("no slot could be emptied for it; try again"))
     job.steps.clear()

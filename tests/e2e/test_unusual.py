@@ -222,8 +222,11 @@ async def test_a_slot_that_the_client_names(llama_server: StartServer) -> None:
 
 @pytest.mark.slow
 async def test_a_server_that_falls_asleep(llama_server: StartServer) -> None:
-    """Its slots are empty when it wakes up: what was in a file is restored, the answer is right,
-    and looking at it does not keep it awake."""
+    """Its slots are empty when it wakes up: what was in a file is restored, the answer is right.
+
+    It sleeps after a second, between two looks at its slots: each counts as use, so that with
+    more than two it would stay awake.
+    """
     server = await llama_server("llama", slots=1, extra_args=["--sleep-idle-seconds", "1"])
     reference = await llama_server("llama", slots=1)
 
