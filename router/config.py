@@ -29,12 +29,12 @@ from router.config_load import (
     KeyPath,
     MisfitError,
     Section,
-    path_text,
     problems_of,
     read_text,
     read_yaml,
 )
 from router.config_load import Problem as Problem
+from router.config_load import path_text as path_text
 from router.config_values import NO_LIMIT, shown
 from router.config_values import Address as Address
 from router.core.policy import PolicyName as PolicyName
@@ -232,6 +232,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
+        if misfits := self.misfits():
+            raise MisfitError(misfits)
+        return self
+
+    def misfits(self) -> list[tuple[KeyPath, str]]:
+        """What is right one by one and wrong together, each with its path."""
         backends = dict(enumerate(self.backends))
         misfits = _loops(self.listen, backends)
         if self.auth.keeps_apart and self.policy.name is PolicyName.PASSTHROUGH:
@@ -243,9 +249,7 @@ class Config(Section):
             if own.port and (values.reaches(self.listen, own) or values.reaches(own, self.listen)):
                 message = f"is where clients connect (listen: {self.listen}): take another port"
                 misfits.append((("admin", "listen"), message))
-        if misfits:
-            raise MisfitError(misfits)
-        return self
+        return misfits
 
 
 _REQUIRED = {

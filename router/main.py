@@ -225,7 +225,7 @@ async def build(
             survey=lambda: survey(catalog),
             decisions=journal.recent,
         )
-        live = Live(subject, tasks.spawn, wall_now)
+        live = Live(subject, tasks.spawn, wall_now, guard.may_look)
         completions = Completions(engine, directory, journal, tasks.spawn, settings, keys, tracing)
         app = App(
             keys=keys,

@@ -7,7 +7,7 @@ from pathlib import Path
 import structlog
 
 from router.backends import StartError
-from router.config import Config, ConfigError, Problem, load
+from router.config import Config, ConfigError, Problem, load, path_text
 from router.config_changes import Change, Changes, compare
 from router.errors import ConflictError, InvalidConfigError, KvError, RouterError
 from router.ports import Spawn
@@ -68,6 +68,15 @@ class Reload:
             raise ConflictError("kvferry was started without --config: there is no file to read")
         try:
             changes = compare(self.config, await asyncio.to_thread(load, self._path))
+            if misfits := changes.config.misfits():
+                left = ", ".join(change.key for change in changes.needs_restart)
+                raise ConfigError(
+                    str(self._path),
+                    [
+                        Problem(path_text(path), None, f"{message} (needs a restart: {left})")
+                        for path, message in misfits
+                    ],
+                )
             await self._take(changes.config)
         except ConfigError as error:
             raise InvalidConfigError(str(error), [_problem(p) for p in error.problems]) from error

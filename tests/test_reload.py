@@ -15,6 +15,7 @@ from router.logs import set_level, set_up_logging
 from tests.fake_llama import FakeLlama
 from tests.fake_wire import generate
 from tests.fleet import Answer, Fleet, Json, configuration_text, running
+from tests.test_config_auth import auth
 
 PROMPT = "p" * 300
 OTHER = "q" * 300
@@ -110,9 +111,9 @@ async def test_what_cannot_be_used_changes_nothing(setting: Setting, what: str) 
         more["kv_dir"] = str(setting.kv_dir.parent / "file" / "kv")
     if what == "key":
         more["api_key_env"] = "KVFERRY_NO_SUCH_KEY"
-    text = configuration_text([], None, yaml="queue: {max_requests: 7}")
+    yaml = f"queue: {{max_requests: 7}}\nbackends: {[*backends, more]}"
     if what != "no file":
-        setting.path.write_text(text.replace("backends: []", f"backends: {[*backends, more]}"))
+        setting.path.write_text(configuration_text([], None, yaml=yaml))
     answer = await setting.fleet.reload()
 
     assert answer.status == 422
@@ -174,6 +175,22 @@ async def test_policy(b: FakeLlama, setting: Setting) -> None:
 
     assert [change["key"] for change in answer.json["changed"]] == ["policy.name"]
     assert (await setting.fleet.state())["policy"] == "cheapest"
+
+
+async def test_what_does_not_fit_what_stays_changes_nothing(tmp_path: Path, a: FakeLlama) -> None:
+    """A file that is right, and a policy in force that cannot keep its tenants apart."""
+    path = tmp_path / "kvferry.yaml"
+    before = "policy: passthrough"
+    async with running([("a", a.url)], tmp_path / "kv", yaml=before, path=path) as fleet:
+        config = fleet.router.config
+        kept = auth(("laptop", "kvf_good", "alice"))
+        answer = await Setting(tmp_path, fleet, a).reload(kept)
+        assert fleet.router.config == config
+
+    (problem,) = answer.json["error"]["problems"]
+    assert (answer.status, problem["key"]) == (422, "policy.name")
+    assert "passthrough cannot keep tenants apart" in problem["message"]
+    assert "needs a restart: policy.name" in problem["message"]
 
 
 @pytest.mark.parametrize(

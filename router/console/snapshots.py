@@ -51,7 +51,11 @@ def add_options(
 
 def _filter_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--namespace", metavar="NAME", help="of the namespaces that begin so")
+    add(
+        "--namespace",
+        metavar="NAME",
+        help="of the namespaces that begin so; NAME@TENANT: of this one alone",
+    )
     add("--older-than", metavar="TIME", help="saved longer ago: 30m, 12h, 48h")
     add("--min-tokens", type=int, metavar="N", help="of at least so many tokens")
     add("--larger-than", type=_size, metavar="SIZE", help="of more bytes: 500MB, 2GiB")

@@ -26,10 +26,9 @@ from router.errors import (
     ForbiddenError,
     FramingError,
     RouterError,
-    UnauthorizedError,
 )
 from router.ports import Telemetry
-from router.types import RequestId
+from router.types import Caller, RequestId
 from router.web.admin import Admin
 from router.web.completions import Completions
 from router.web.directory import Directory
@@ -176,9 +175,9 @@ class App:
         except RouterError as error:
             caller = request.get(CALLER)
             self._telemetry.rejected(name, error.outcome, str(error), clients_id(request), caller)
-            # What operators do is not for everybody, and who has no key pushes nobody's out.
-            if not is_own(request.path) and not isinstance(error, UnauthorizedError):
-                self._journal.rejected(name, error.outcome, str(error), caller)
+            # What operators do is not for everybody.
+            if not is_own(request.path):
+                self._note(name, error, str(error), caller)
             response = error_response(error, name, clients_id(request))
             if isinstance(error, FramingError):
                 response.force_close()
@@ -194,13 +193,19 @@ class App:
         log.error("request_failed", request_id=name, exc_info=error)
         told = RouterError("an error inside the router; its log has it under this request's id")
         self._telemetry.rejected(name, told.outcome, type(error).__name__, clients_id(request))
-        self._journal.rejected(name, told.outcome, type(error).__name__)
+        self._note(name, told, type(error).__name__, request.get(CALLER))
         started: web.StreamResponse | None = request.get(STARTED)
         if started is None:
             return open_to_browsers(request, error_response(told, name, clients_id(request)))
         if request.transport is not None:
             request.transport.abort()
         return started
+
+    def _note(self, name: RequestId, error: RouterError, why: str, caller: Caller | None) -> None:
+        """Into the journal, where there is only so much room: who shows no key pushes nobody's
+        requests out of it."""
+        if caller is not None or not self._keys.known.callers:
+            self._journal.rejected(name, error.outcome, why, caller)
 
     async def _any(
         self, request: web.BaseRequest, path: str, name: RequestId

@@ -4,6 +4,7 @@ import binascii
 import hmac
 from base64 import b64decode
 from ipaddress import IPv6Address, ip_address
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -42,7 +43,12 @@ class Guard:
         if not self.protects_reads:
             return
         if self._token is None:
-            # As `check`, but a page that this router served may ask, too.
+            # As `check`, but a page that this router served may ask, too: by a name that nobody
+            # else's DNS can have led here.
+            if not _names_this_machine(request.headers.get("Host", "")):
+                raise ForbiddenError(
+                    "ask by the name localhost or a loopback address, or set admin.token_env"
+                )
             ours = request.headers.get("Sec-Fetch-Site") in ("same-origin", "none")
             self.check(request, from_page=ours)
         elif not self._shows_token(request) and not self._has_password(request):
@@ -85,6 +91,14 @@ class Guard:
         except binascii.Error:
             return False
         return bool(colon) and hmac.compare_digest(password, _bytes(self._token or ""))
+
+
+def _names_this_machine(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        return False
+    return name == "localhost" or _is_local(name)
 
 
 def _is_passed_on(request: web.BaseRequest) -> bool:

@@ -10,6 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 from aiohttp import web
@@ -59,10 +60,12 @@ class Live:
         subject: Subject,
         spawn: Spawn,
         wall_now: Callable[[], float],
+        may_look: Callable[[web.BaseRequest], bool],
     ) -> None:
         self._subject = subject
         self._spawn = spawn
         self._wall_now = wall_now
+        self._may_look = may_look
         self._viewers = 0
         self._looking = False
         self._stopping = False
@@ -82,7 +85,8 @@ class Live:
         self._tell()
 
     async def events(self, request: web.BaseRequest, name: RequestId) -> web.StreamResponse:
-        """The stream, until the viewer leaves or the router stops. Raises TooManyViewersError."""
+        """The stream, until the viewer leaves, may not look any more, or the router
+        stops. Raises TooManyViewersError."""
         response = web.StreamResponse(headers=_HEADERS | {REQUEST_ID: name})
         if request.method == "HEAD":
             await response.prepare(request)
@@ -92,7 +96,7 @@ class Live:
         self._viewers += 1
         try:
             await response.prepare(request)
-            await self._show(response)
+            await self._show(response, partial(self._may_look, request))
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
@@ -100,14 +104,14 @@ class Live:
             self._viewers -= 1
         return response
 
-    async def _show(self, response: web.StreamResponse) -> None:
+    async def _show(self, response: web.StreamResponse, may_look: Callable[[], bool]) -> None:
         """Raises TimeoutError if the viewer takes nothing, ConnectionError if it is gone."""
         if not self._looking:
             self._look()
             self._looking = True
             self._spawn(self.keep_looking(), name="live page")
         seen: int | None = None  # of the messages; what a browser saw of another stream is no use
-        while self._looking and not self._stopping:
+        while self._looking and not self._stopping and may_look():
             news = self._news
             if seen is None:
                 data, seen = b"retry: %d\n\n" % _RETRY_MS + self._whole_picture(), self._id

@@ -30,7 +30,8 @@ _KEYS = frozenset({b"authorization", b"x-api-key"})
 KEYED = web.RequestKey("keyed", bool)
 CALLER = web.RequestKey("caller", Caller)
 
-# Of an answer that has come as a whole; nobody waits for the client then.
+# Of an answer that has come as a whole, and those before it that the client has not taken yet;
+# nobody waits for the client then.
 _SENT_AT_ONCE = 64 * 1024
 _HEAD_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
@@ -191,12 +192,13 @@ async def relay(
             on_first_byte()
             await response.prepare(request)
             request[STARTED] = response
-            if len(body) <= _SENT_AT_ONCE:
+            if len(body) + _unsent_bytes(request) <= _SENT_AT_ONCE:
                 await response.write_eof(body)
                 return response, outcome
             async with _silence(request, settings, capture) as silence:
                 silence.since = None
                 await response.write_eof(body)
+                await request.writer.drain()
             return response, outcome
         async with _silence(request, settings, capture) as silence:
             async for chunk in upstream:
@@ -211,6 +213,7 @@ async def relay(
                 silence.since = loop.time()
             silence.since = None
             await response.write_eof()
+            await request.writer.drain()
     except (ConnectionResetError, aiohttp.ClientConnectionResetError):
         _abort(request)  # it may be there, and take nothing
         return response, Outcome.CLIENT_GONE
@@ -224,6 +227,10 @@ async def relay(
         _abort(request)
         return response, Outcome.BACKEND_ERROR
     return response, outcome
+
+
+def _unsent_bytes(request: web.BaseRequest) -> int:
+    return 0 if request.transport is None else request.transport.get_write_buffer_size()
 
 
 def _abort(request: web.BaseRequest) -> None:

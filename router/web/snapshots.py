@@ -52,7 +52,10 @@ class Order(StrEnum):
 
 
 class Filter(Section):
-    """Which snapshots; all conditions that are given must hold. `namespace` is how it begins."""
+    """Which snapshots; all conditions that are given must hold.
+
+    `namespace` is how it begins, or with a tenant (`NAME@TENANT`) all of it.
+    """
 
     namespace: Annotated[str, BeforeValidator(values.text)] = ""
     older_than_s: Annotated[float | None, values.optional(values.duration)] = Field(
@@ -105,7 +108,7 @@ class Item:
         snapshot = self.snapshot
         return (
             (not ids or snapshot.id in ids)
-            and snapshot.namespace.startswith(wanted.namespace)
+            and _in_namespace(snapshot.namespace, wanted.namespace)
             and (wanted.older_than_s is None or self.age_s > wanted.older_than_s)
             and len(snapshot) >= wanted.min_tokens
             and (wanted.larger_than_bytes is None or snapshot.size_bytes > wanted.larger_than_bytes)
@@ -253,6 +256,11 @@ class Snapshots:
                 raise NotFoundError(f"more than one snapshot begins with {number!r}")
             named.append(found[0])
         return named
+
+
+def _in_namespace(namespace: str, wanted: str) -> bool:
+    """One tenant's name may begin with another's."""
+    return namespace == wanted if "@" in wanted else namespace.startswith(wanted)
 
 
 def _of_query(query: Mapping[str, str]) -> dict[str, object]:

@@ -7,8 +7,10 @@ from pathlib import Path
 import orjson
 import pytest
 import pytest_asyncio
+from aiohttp.test_utils import make_mocked_request
 
 from router.web.app import forbidden
+from router.web.strict import check_head
 from tests.fake_llama import FakeLlama
 from tests.fleet import Fleet, running
 
@@ -106,6 +108,7 @@ async def test_is_refused_and_reaches_no_backend(
         ("GET", "/lora-adapters", "/lora-adapters"),
         ("GET", "/v1/models/", "/v1/models/"),
         ("GET", "/slotsmachine", "/slotsmachine"),
+        ("GET", "/a%2Bb;c%c3%a4?d=%u0069", "/a%2Bb;c%c3%a4?d=%u0069"),
         ("GET", "http://somewhere.else/v1/%6dodels?a=%20b", "/v1/%6dodels?a=%20b"),
         ("POST", "/v1/../tokenize", "/v1/../tokenize"),
     ],
@@ -118,6 +121,40 @@ async def test_all_else_passes_as_it_was_spelled(
     await send(fleet, method, target)
 
     assert fake.seen[before:] == [(method, arrives)]
+
+
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        ("POST", "/complet%u0069on"),
+        ("GET", "/slot%u0073"),
+        ("POST", "/slot%u0073/0?action=erase"),
+        ("POST", "http://somewhere.else/slot%u0073/0?action=erase"),
+        ("GET", "/%u006detrics"),
+        ("POST", "/slots#?action=erase"),
+        ("POST", "/%"),
+        ("POST", "/%7"),
+        ("POST", "/%zz"),
+        ("POST", "/slots%00"),
+        ("POST", "/%c0%afslots"),
+        ("POST", "/%ed%a0%80"),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_paths_that_a_backend_would_read_otherwise(
+    fake: FakeLlama, fleet: Fleet, method: str, target: str
+) -> None:
+    before = len(fake.seen)
+    status, body = await send(fleet, method, target)
+
+    assert fake.seen[before:] == []
+    assert status == 400
+    assert b"slot" not in body
+
+
+@pytest.mark.parametrize("escaped", [f"/x%{byte:02X}" for byte in range(1, 128)])
+def test_every_other_escape_is_read_alike(escaped: str) -> None:
+    check_head(make_mocked_request("GET", f"{escaped}?%u0069=%zz"))
 
 
 @pytest.mark.parametrize("target", ["*", "somewhere.else:80"])

@@ -61,3 +61,23 @@ def test_with_a_token_it_is_the_token_that_counts() -> None:
         assert "sésame" not in str(refused.value)
     with pytest.raises(ForbiddenError):
         guard.check(asked(HERE))
+
+
+PAGE = {"Sec_Fetch_Site": "same-origin"}
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8080", "127.0.0.1:80", "[::1]:8080"])
+def test_without_a_token_looking_is_for_this_machine(host: str) -> None:
+    Guard(None, protects_reads=True).check_look(asked(Host=host, **PAGE))
+
+
+@pytest.mark.parametrize(
+    "host", ["page.example", "localhost.page.example:80", "192.0.2.7", "[::1", ""]
+)
+def test_not_by_a_name_that_may_have_been_rebound(host: str) -> None:
+    guard = Guard(None, protects_reads=True)
+    assert not guard.may_look(asked(Host=host, **PAGE))
+    with pytest.raises(ForbiddenError, match="localhost"):
+        guard.check_look(asked(Host=host))
+    guard.protects_reads = False
+    guard.check_look(asked(Host=host, **PAGE))

@@ -228,6 +228,16 @@ async def test_a_key_goes_no_further(fake: FakeLlama, capsys: pytest.CaptureFixt
     assert digest_of(GOOD).hex() not in said
 
 
+async def test_nobody_without_a_key_is_in_the_journal(fake: FakeLlama) -> None:
+    async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
+        assert await status(fleet, "OPTIONS", "/slots") == 403
+        assert await status(fleet, "TRACE", "/x") == 405
+        assert await status(fleet, "GET", "/slots") == 401
+        assert await status(fleet, "GET", "/slots", headers=bearer(GOOD)) == 403
+        told = (await fleet.get("/kvferry/requests")).json["requests"]
+    assert [row["tenant"] for row in told] == ["alice"]
+
+
 # Limits
 
 

@@ -20,7 +20,8 @@ from router.web import live
 from router.web.live import Live, Subject
 from router.web.picture import Picture, Row, picture_of
 from tests.fake_llama import FakeLlama
-from tests.fleet import Fleet, Json, running
+from tests.fleet import Fleet, Json, configuration_text, running
+from tests.test_config_auth import auth
 from tests.web.test_picture import applied
 
 PROMPT = "a secret " * 40
@@ -289,6 +290,7 @@ class World:
             Subject(self.picture, lambda: 0, self.survey, lambda n: self.entries[:n]),
             self.tasks.spawn,
             lambda: 0.0,
+            lambda _: True,
         )
 
     def picture(self) -> Picture:
@@ -311,7 +313,7 @@ class World:
         async def viewer() -> None:
             self.live._viewers += 1
             try:
-                await self.live._show(cast("web.StreamResponse", connection))
+                await self.live._show(cast("web.StreamResponse", connection), lambda: True)
             finally:
                 self.live._viewers -= 1
 
@@ -324,6 +326,30 @@ async def world() -> AsyncIterator[World]:
     yield made
     made.live.stop()
     await made.tasks.aclose()
+
+
+async def test_streams_end_for_those_who_may_not_look_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are added: looking is for operators from now on."""
+    monkeypatch.setenv("KVFERRY_TEST_TOKEN", "sesame")
+    token = {"Authorization": "Bearer sesame"}
+    path, admin = tmp_path / "kvferry.yaml", "admin: {token_env: KVFERRY_TEST_TOKEN}\n"
+    async with (
+        FakeLlama() as fake,
+        running([("a", fake.url)], None, yaml=admin, path=path) as fleet,
+        fleet.session.get(fleet.url + "/kvferry/events") as stranger,
+        fleet.session.get(fleet.url + "/kvferry/events", headers=token) as operator,
+    ):
+        yaml = admin + auth(("laptop", "kvf_good", "alice"))
+        path.write_text(configuration_text([("a", fake.url)], None, yaml=yaml))
+        answer = await fleet.post("/kvferry/reload", {}, headers=token)
+        assert answer.status == 200
+        monkeypatch.setattr(live, "_HEARTBEAT_S", 0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            await stranger.read()
+            await operator.content.readany()
+            assert not operator.content.at_eof()
 
 
 async def test_nobody_looks_when_nobody_watches(world: World) -> None:

@@ -1,6 +1,7 @@
 """Headers between two hops, and what is kept of a response that went by."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import cast
 
 import pytest
@@ -80,8 +81,9 @@ class _Stuck(dict[object, object]):
 
     method, version, keep_alive = "POST", HttpVersion11, True
 
-    def __init__(self) -> None:
+    def __init__(self, unsent: int = 5) -> None:
         super().__init__()
+        self.unsent = unsent
         self.writer = self.transport = self
         self.aborted = False
 
@@ -89,7 +91,7 @@ class _Stuck(dict[object, object]):
         await asyncio.Event().wait()
 
     def get_write_buffer_size(self) -> int:
-        return 5
+        return self.unsent
 
     def abort(self) -> None:
         self.aborted = True
@@ -112,3 +114,43 @@ async def test_of_a_whole_answer_a_client_must_take_something_too() -> None:
 
     assert outcome is Outcome.CLIENT_GONE
     assert request.aborted
+
+
+class _Pipelining(_Stuck):
+    """Its client asks and asks, and takes nothing: what is written is kept by the transport."""
+
+    async def write(self, data: bytes) -> None:
+        self.unsent += len(data)
+
+    async def drain(self) -> None:
+        if self.unsent > 2**16:
+            await asyncio.Event().wait()
+
+
+class _Small(_Whole):
+    status, reason, headers, is_complete = 200, "OK", [(b"Content-Length", b"2")], True
+
+    async def read(self) -> bytes:
+        return b"{}"
+
+
+class _SmallStream(_Small):
+    is_complete = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"{}"
+
+
+@pytest.mark.parametrize("upstream", [_Small(), _SmallStream()])
+async def test_what_one_client_has_not_taken_is_bounded(upstream: object) -> None:
+    settings = Settings(idle_timeout_s=60.0, send_timeout_s=0.02)
+
+    async def outcome(request: _Stuck) -> Outcome:
+        http, answer = cast(web.BaseRequest, request), cast(RelayedResponse, upstream)
+        return (await relay(http, answer, {}, settings, Capture(), lambda: None))[1]
+
+    assert await outcome(_Pipelining(unsent=2**15)) is Outcome.OK
+    stuck = _Pipelining(unsent=2**16)
+    async with asyncio.timeout(5):
+        assert await outcome(stuck) is Outcome.CLIENT_GONE
+    assert stuck.aborted

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -220,6 +221,15 @@ async def test_purge(fleet: Fleet, wanted: dict[str, Any], goes: list[int]) -> N
     assert done.json["size_bytes"] == sum(FOUR[n - 1].size_bytes for n in goes)
     assert done.json | {"dry_run": True} == tried.json
     assert await left(fleet) == [n for n in (1, 2, 3, 4) if n not in goes]
+
+
+async def test_one_tenant_s_name_may_begin_with_another_s(fleet: Fleet) -> None:
+    spaces = {1: "ns", 2: "ns@bob", 3: "ns@bobby", 4: "ns@alice"}
+    await told(fleet, *(replace(made(n), namespace=Namespace(s)) for n, s in spaces.items()))
+    await purged(fleet, namespace="ns@bob")
+    assert await left(fleet) == [1, 3, 4]
+    await purged(fleet, namespace="ns")
+    assert await left(fleet) == []
 
 
 async def test_delete_one(fleet: Fleet) -> None:
