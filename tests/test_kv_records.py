@@ -31,8 +31,7 @@ def opened(path: Path) -> Directory:
 
 
 def closed(directory: Directory) -> None:
-    directory.manifest.close()
-    directory.lock.release()
+    kv_records.close_directory(directory)
 
 
 @pytest.mark.parametrize(

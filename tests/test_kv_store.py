@@ -5,6 +5,7 @@ import os
 import stat
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,14 +334,14 @@ async def test_many_records_are_checked_many_at_a_time(
     """Ten thousand handed to the threads one by one would hold up the event loop."""
     made = [await put(store, full([number, 6, 7])) for number in range(210)]
     await store.aclose()
-    loop, calls = asyncio.get_running_loop(), list[object]()
-    hand_over = loop.run_in_executor
+    calls = list[object]()
+    hand_over = ThreadPoolExecutor.submit
 
     def noted(pool: Any, function: Any, *args: Any) -> Any:
         calls.append(function)
         return hand_over(pool, function, *args)
 
-    monkeypatch.setattr(loop, "run_in_executor", noted)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", noted)
     again = stores.make()
     assert {snapshot.id for snapshot in await again.load()} == {one.id for one in made}
     assert len(calls) == 3 + 2  # and the directory opened, and swept

@@ -34,6 +34,7 @@ class Directory:
     lock: DirectoryLock
     manifest: Manifest
     threads: Threads
+    status: os.stat_result  # when it was opened: asked again, it could hang
 
 
 @dataclass(slots=True)
@@ -67,18 +68,25 @@ def open_directory(
     path = Path(place)
     with os_errors(f"{place} cannot be used for state files"):
         kv_files.prepare_directory(path, group_access=group_access)
+        status = path.stat()
         for other in others:
-            if path.samefile(other.path):  # one directory under two names
+            if os.path.samestat(status, other.status):  # one directory under two names
                 return other
-    directory = Directory(path, place, DirectoryLock(path), Manifest(path, fsync=fsync), threads)
+    manifest = Manifest(path, fsync=fsync)
+    directory = Directory(path, place, DirectoryLock(path), manifest, threads, status)
     directory.lock.acquire()
     try:
         directory.manifest.open()
     except KvError:
-        directory.manifest.close()
-        directory.lock.release()
+        close_directory(directory)
         raise
     return directory
+
+
+def close_directory(directory: Directory) -> None:
+    """Leave it to the next."""
+    directory.manifest.close()
+    directory.lock.release()
 
 
 def recover_all(directory: Directory, entries: Iterable[Entry]) -> list[Held]:

@@ -9,11 +9,11 @@ withdrawn, and offered again when it answers. What a call may raise is KvError o
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import structlog
 
@@ -26,8 +26,6 @@ from router.tasks import Tasks
 from router.types import Namespace, Place, Snapshot, SnapshotId, StagedFile
 
 log = structlog.get_logger(__name__)
-
-T = TypeVar("T")
 
 # Records that one turn of a thread checks: handing over ten thousand one by one would hold up the
 # event loop for a third of a second.
@@ -67,6 +65,8 @@ class KvStore:
         self._opened: set[tuple[Place, str]] = set()
         self._unwanted: list[tuple[Place, str]] = []  # in directories that hang
         self._threads: list[Threads] = []
+        self._between: dict[tuple[Place, Place], Threads] = {}
+        self._telling: defaultdict[Place, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._background = Tasks()
 
     async def load(self) -> list[Snapshot]:
@@ -138,13 +138,18 @@ class KvStore:
                 await self._unlink(place, name)
         self._opened.clear()
         await self._close(self._distinct())
+        for threads in self._between.values():
+            threads.close()
         self._directories.clear()
         self._held.clear()
 
     async def _close(self, directories: Sequence[Directory]) -> None:
         for directory in directories:
-            with suppress(KvError):
-                await directory.threads.bulk(directory.manifest.close)
+            if not directory.threads.hangs:
+                with suppress(KvError, TimeoutError):
+                    async with asyncio.timeout(kv_threads.BULK_S):
+                        # Behind the deletes that have been asked for.
+                        await directory.threads.unhurried(directory.manifest.close)
             directory.threads.close()
             directory.lock.release()
 
@@ -189,8 +194,7 @@ class KvStore:
         name = kv_files.staging_name()
         target = held.directory.path / name
         make = partial(kv_shape.cut, held.path, target, held.identity, n_tokens)
-        undo = partial(target.unlink, missing_ok=True)
-        found = await held.directory.threads.bulk(make, undo)
+        found = await held.directory.threads.bulk(make, lambda _: target.unlink(missing_ok=True))
         return self._stage(snapshot.place, name, found)
 
     def _stage(self, place: Place, name: str, found: kv_shape.Inspected) -> StagedFile:
@@ -221,7 +225,7 @@ class KvStore:
         held = Held(snapshot, directory, known)
         mode = kv_files.file_mode(group_access=self._group_access)
         rename = partial(kv_records.rename, path, held, mode)
-        await directory.threads.quick(rename, held.unlink, blame_file=True)
+        await directory.threads.quick(rename, lambda _: held.unlink(), blame_file=True)
         self._held[number] = held
         self._background.spawn(self._make_durable(held), name=f"kv_durable {number}")
         return snapshot
@@ -245,17 +249,37 @@ class KvStore:
         if target_directory is held.directory and not restream:
             return held.path.name
         target = target_directory.path / kv_files.staging_name()
-        undo = partial(target.unlink, missing_ok=True)
+
+        def undo(_: object) -> None:
+            target.unlink(missing_ok=True)
+
+        threads = self._threads_of(held.directory, target_directory)
         if restream:
             make = partial(kv_shape.restream, held.path, target, held.identity, n_stream)
-            await target_directory.threads.bulk(make, undo)
-        elif not await target_directory.threads.quick(
-            partial(kv_files.link, held.path, target), undo
-        ):
+            await threads.bulk(make, undo)
+        elif not await threads.quick(partial(kv_files.link, held.path, target), undo):
             copy = partial(kv_files.copy, held.path, target, held.identity)
-            await target_directory.threads.bulk(copy, undo)
+            await threads.bulk(copy, undo)
         self._opened.add((place, target.name))
         return target.name
+
+    def _threads_of(self, source: Directory, target: Directory) -> Threads:
+        """Where to read one directory and write another. Raises KvError if the latter hangs.
+
+        Threads of the two together: from a call that takes too long nobody can tell which of them
+        hangs. Neither is blamed, only this way between them is not tried again; each is found
+        out by what is done in it alone.
+        """
+        if source is target:
+            return source.threads
+        if target.threads.hangs:
+            raise KvError(f"{target.place} does not answer")
+        way = source.place, target.place
+        if way not in self._between:
+            name = f"{source.place} or {target.place}"
+            self._between[way] = Threads(name, lambda: None, self._background.spawn)
+            self._threads.append(self._between[way])
+        return self._between[way]
 
     async def _unchanged(self, snapshot: Snapshot) -> Held:
         """Raises KvFileError unless the file is what was committed."""
@@ -280,7 +304,7 @@ class KvStore:
         held = self._held.pop(snapshot.id, None)
         if held is not None:
             held.gone = True
-            await held.directory.threads.bulk(partial(kv_records.take_out, held, held.unlink))
+            await held.directory.threads.unhurried(partial(kv_records.take_out, held, held.unlink))
 
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
         """Take a snapshot that misbehaved out of the manifest; keep its file for the operator."""
@@ -289,7 +313,7 @@ class KvStore:
             held.gone = True
             log.warning("snapshot_quarantined", snapshot=snapshot.id, reason=reason)
             remove = partial(kv_files.quarantine, held.path)
-            await held.directory.threads.bulk(partial(kv_records.take_out, held, remove))
+            await held.directory.threads.unhurried(partial(kv_records.take_out, held, remove))
 
     def _distinct(self) -> list[Directory]:
         return list({id(d): d for d in self._directories.values()}.values())
@@ -316,6 +340,9 @@ class KvStore:
             raise
 
     async def _open_directory(self, place: Place) -> None:
+        self._drop_threads()
+        if any(threads.place == place and threads.hangs for threads in self._threads):
+            raise KvError(f"{place} does not answer")
         threads = Threads(place, lambda: self._changed(place), self._background.spawn)
         make = partial(
             kv_records.open_directory,
@@ -323,11 +350,23 @@ class KvStore:
             fsync=self._fsync,
             group_access=self._group_access,
         )
+
+        def undo(directory: Directory) -> None:
+            if directory.threads is threads:  # else it was open before
+                kv_records.close_directory(directory)
+
         self._threads.append(threads)
-        directory = await threads.bulk(make)
-        self._directories[place] = directory
-        if directory.threads is not threads:  # it is open already, under another name
+        try:
+            self._directories[place] = await threads.bulk(make, undo)
+        finally:
+            self._drop_threads()
+
+    def _drop_threads(self) -> None:
+        """Those of directories that were not opened, or are open under another name."""
+        used = [d.threads for d in self._directories.values()] + [*self._between.values()]
+        for threads in [t for t in self._threads if t not in used and not t.works]:
             threads.close()
+            self._threads.remove(threads)
 
     def _changed(self, place: Place) -> None:
         """A directory hangs, or answers again: nobody is to wait for what is in it, until then."""
@@ -335,21 +374,33 @@ class KvStore:
         if directory is None:
             return
         there = [h.snapshot for h in self._held.values() if h.directory is directory]
-        self._background.spawn(self._tell(there, directory), name=f"kv_dir {place}")
+        tell = self._tell_lost if directory.threads.hangs else self._tell_found
+        self._background.spawn(self._in_turn(place, tell, there), name=f"kv_dir {place}")
 
-    async def _tell(self, snapshots: list[Snapshot], directory: Directory) -> None:
-        if not directory.threads.hangs:
-            if self._on_found is not None:
-                await self._on_found([s for s in snapshots if s.id in self._held])
-            unwanted, self._unwanted = self._unwanted, []
-            for place, name in unwanted:
-                with suppress(KvError):
-                    await self._unlink(place, name)
-            return
+    async def _in_turn(
+        self,
+        place: Place,
+        tell: Callable[[list[Snapshot]], Awaitable[None]],
+        snapshots: list[Snapshot],
+    ) -> None:
+        """What became of a directory is told to its end before what became of it next: a loss
+        that is told late would take away what was offered again."""
+        async with self._telling[place]:
+            await tell(snapshots)
+
+    async def _tell_lost(self, snapshots: list[Snapshot]) -> None:
         for number, snapshot in enumerate(snapshots):
             self._on_lost(snapshot, "its directory does not answer")
             if number % _TOLD_AT_ONCE == 0:
                 await asyncio.sleep(0)
+
+    async def _tell_found(self, snapshots: list[Snapshot]) -> None:
+        if self._on_found is not None:
+            await self._on_found([s for s in snapshots if s.id in self._held])
+        unwanted, self._unwanted = self._unwanted, []
+        for place, name in unwanted:
+            with suppress(KvError):
+                await self._unlink(place, name)
 
     async def _make_durable(self, held: Held) -> None:
         try:
@@ -362,6 +413,8 @@ class KvStore:
             held.gone = True
             self._held.pop(held.snapshot.id, None)
             with suppress(KvError):
-                await held.directory.threads.bulk(partial(kv_records.take_out, held, held.unlink))
+                await held.directory.threads.unhurried(
+                    partial(kv_records.take_out, held, held.unlink)
+                )
             log.warning("snapshot_lost", snapshot=held.snapshot.id, reason=str(error))
             self._on_lost(held.snapshot, str(error))

@@ -218,6 +218,7 @@ async def test_unmounted(
         await two.b_goes_on(fleet, 10)
         await fleet.until_quiet()
     assert os.listdir(home) == []
+    home.chmod(0o700)
     async with running(two.backends, two.homes, yaml=YAML) as fleet:
         await two.all_is_answered(fleet)
         await assert_consistent(fleet, two.homes.values())
