@@ -17,7 +17,7 @@ import yaml as pyyaml
 from router.config import Config, parse
 from router.main import Router, build, listening
 from router.ports import Tracing
-from router.types import BackendId, Standing
+from router.types import Standing
 
 Json = dict[str, Any]
 
@@ -193,17 +193,21 @@ class Fleet:
 
     async def until_up(self, *names: str) -> None:
         """Wait until these backends are in use; all of them if none is named."""
-        directory = self.router.directory
+        standings: Mapping[str, str] = {}
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while True:
-                    wanted = map(BackendId, names or directory.monitors)
-                    if all(directory.standing(name) is Standing.UP for name in wanted):
+                    standings = await self.standings()
+                    if all(standings[name] == Standing.UP for name in names or standings):
                         return
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            problems = {name: one.problem for name, one in directory.monitors.items()}
-            raise AssertionError(f"never up: {problems}") from None
+            raise AssertionError(f"never up: {standings}") from None
+
+    async def standings(self) -> Mapping[str, str]:
+        """Backends and how they are; asked of the router itself, who may not tell everybody."""
+        directory = self.router.directory
+        return {name: directory.standing(name) for name in directory.monitors}
 
 
 def is_quiet(state: Json) -> bool:

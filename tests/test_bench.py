@@ -115,6 +115,7 @@ def test_restore(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_tenants(tmp_path: Path) -> None:
     rows = run(tenants.main, tmp_path, "--rounds", "2", "--tokens", "1500")
 
@@ -166,7 +167,7 @@ def test_load_of_all_kinds(tmp_path: Path) -> None:
 
 def test_watched(tmp_path: Path) -> None:
     """A viewer that hears nothing is an error of the bench."""
-    rows = run(watched.main, tmp_path, "--rate", "24", "--seconds", "2.5")
+    rows = run(watched.main, tmp_path, "--rate", "50", "--seconds", "1.2")
 
     assert [row["watched by"] for row in rows] == list(watched.WATCHERS)
     assert {row["n"] for row in rows} == {60}

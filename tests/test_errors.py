@@ -35,7 +35,7 @@ def test_what_passes_by_itself_says_when_to_come_back(kind: type[RouterError]) -
     """Retry-After with what is about the fleet, not with what is about the request."""
     response = error_response(_make(kind), RequestId("r"))
 
-    assert ("Retry-After" in response.headers) == (kind.status in (502, 503, 504))
+    assert ("Retry-After" in response.headers) == (kind.status in (429, 502, 503, 504))
 
 
 def test_kv_trouble_is_no_answer() -> None:

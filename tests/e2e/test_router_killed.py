@@ -3,7 +3,7 @@ was committed and nothing else, and everybody is answered right."""
 
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,15 @@ class Scene:
     kept: list[int] | None = None
 
 
+class Elsewhere(Fleet):
+    """A router in a process of its own."""
+
+    async def standings(self) -> Mapping[str, str]:
+        """As it tells everybody."""
+        health: Mapping[str, str] = (await self.get("/kvferry/health")).json["backends"]
+        return health
+
+
 @asynccontextmanager
 async def doomed(scene: Scene, point: str, tmp_path: Path) -> AsyncIterator[tuple[Process, Fleet]]:
     """A router that ends at `point`, once `scene.armed` is there."""
@@ -52,7 +61,7 @@ async def doomed(scene: Scene, point: str, tmp_path: Path) -> AsyncIterator[tupl
         aiohttp.ClientSession(connector=connector) as session,
     ):
         url = (await process.event("listening"))["url"]
-        fleet = Fleet(url, cast(Router, None), session)
+        fleet = Elsewhere(url, cast(Router, None), session)
         await fleet.until_up()
         yield process, fleet
 

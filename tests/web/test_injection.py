@@ -180,7 +180,10 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("fault", ["die_at_once", "hang", "loading", "down", "never there"])
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param("die_at_once", marks=pytest.mark.slow), "hang", "loading", "down", "never there"],
+)
 async def test_no_address_gets_out(tmp_path: Path, fault: str) -> None:
     """Whatever is wrong with a backend, a client learns neither where it is nor where files are."""
     yaml = (
