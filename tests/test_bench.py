@@ -82,7 +82,7 @@ def test_passthrough(tmp_path: Path) -> None:
 
 @pytest.mark.real
 def test_streaming(tmp_path: Path) -> None:
-    rows = run(streaming.main, tmp_path, "--rounds", "1", "--tokens", "20", "--streams", "1,2")
+    rows = run(streaming.main, tmp_path, "--rounds", "1", "--tokens", "200", "--streams", "1,2")
 
     assert [row["streams"] for row in rows] == [1, 1, 1, 2, 2, 2]
     counts = {row["events each"] for row in rows}
