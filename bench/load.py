@@ -204,9 +204,9 @@ async def _limit(bench: _Bench, n: int) -> None:
     """One slot for all, and nobody is done before all have come: exactly the limit waits."""
     limit = n // 4
     async with _fleet(
-        backends=1, slots=1, more=["--beat", "15"], yaml=f"queue: {{max_requests: {limit}}}"
+        backends=1, slots=1, more=["--beat", "3"], yaml=f"queue: {{max_requests: {limit}}}"
     ) as proxy:
-        clients = _clients(n, 1, stays_s=12.0)
+        clients = _clients(n, 10, stays_s=12.0)
         ended = await bench.case("queue full", proxy, n, lambda url: send(url, clients))
     if ended["503"] != n - limit - 1:
         raise WrongAnswerError(f"{ended['503']} were turned away, not {n - limit - 1}")
