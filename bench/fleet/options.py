@@ -59,7 +59,7 @@ CASES: Mapping[str, Mapping[str, Value]] = {
         "conversations": 2,
         "turns": 12,
         "groups": 2,
-        "system_tokens": 3_000,
+        "system_tokens": 2_000,
         "question_words": 60,
         "clients": 1,
         "servers": 1,
