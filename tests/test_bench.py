@@ -120,7 +120,6 @@ def test_tenants(tmp_path: Path) -> None:
     rows = run(tenants.main, tmp_path, "--rounds", "2", "--tokens", "1500")
 
     assert [row["route"] for row in rows] == [*tenants.ROUTES, *tenants.ROUTES]
-    # On the tiny model; where all share, it is plain to see.
     assert all(row["n"] == 2 for row in rows)
 
 

@@ -18,6 +18,7 @@ from tests.e2e.prompts import chat, ids
 from tests.fleet import Answer, Fleet, Json, running
 
 LONG = 600
+SLOW = pytest.mark.slow
 ALICE, BOB = "alice", "bob"
 KEYS = f"""
     - {{name: one, tenant: alice, hash: '{hash_text("kvf_alice")}'}}
@@ -79,7 +80,7 @@ async def tenants(
         yield Tenants(fleet, servers)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=SLOW), "lfm2"])
 async def test_the_same_slot(llama_server: StartServer, kind: str) -> None:
     server = await llama_server(kind, slots=1)
     prompt = ids(1, LONG)
@@ -142,7 +143,7 @@ async def test_at_the_same_moment(llama_server: StartServer) -> None:
         assert 2 * len(prompt) <= cost <= 2 * len(prompt) + 8
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 async def test_where_the_server_picks_the_slot(llama_server: StartServer, slots: int) -> None:
     server = await llama_server("llama", slots=slots, ctx=4096 * slots)
     talk = chat(1, "Where does the ferry go?", length=30)
