@@ -158,7 +158,7 @@ def test_load(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.real
 def test_load_of_all_kinds(tmp_path: Path) -> None:
-    rows = run(load.main, tmp_path, "--quick", "--clients", "400", "--settle", "0", "--real")
+    rows = run(load.main, tmp_path, "--quick", "--clients", "200", "--settle", "0", "--real")
 
     names = ["queue", "queue full", "slow readers", "stopped reading", "leaving", "connects"]
     assert [row["case"] for row in rows if row["case"] != "streams"] == [*names, "real servers"]
