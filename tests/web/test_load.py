@@ -188,3 +188,19 @@ async def test_long_bodies_are_read_off_the_loop(
             async with fleet.session.post(fleet.url + path, data=raw, headers=headers) as response:
                 assert response.status in (200, 400)
     assert parsed == [(False, False), (True, True)]
+
+
+async def test_what_takes_no_slot_goes_where_least_is_under_way(tmp_path: Path) -> None:
+    """With `passthrough` no slot tells which backend is busy."""
+    async with FakeLlama() as a, FakeLlama() as b:
+        backends = [("a", a.url), ("b", b.url)]
+        async with running(backends, None, yaml="policy: passthrough") as fleet:
+            a.decode_gate.clear()
+            b.decode_gate.clear()
+            async with asyncio.TaskGroup() as group, asyncio.timeout(PATIENCE_S):
+                group.create_task(fleet.complete("one"))
+                await a.until(lambda: any(slot.busy for slot in a.slots))
+                group.create_task(fleet.complete("two"))
+                await b.until(lambda: any(slot.busy for slot in b.slots))
+                a.decode_gate.set()
+                b.decode_gate.set()
