@@ -152,6 +152,14 @@ async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
     await made.aclose()
 
 
+async def kept(store: KvStore) -> Snapshot:
+    """A snapshot of a store that has begun."""
+    await store.load()
+    snapshot = await put(store)
+    await store.flush()
+    return snapshot
+
+
 async def test_what_hangs_is_withdrawn_and_offered_again(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,9 +174,7 @@ async def test_what_hangs_is_withdrawn_and_offered_again(
         on_found=on_found,
         wall_now=lambda: 1.5,
     )
-    await store.load()
-    snapshot = await put(store)
-    await store.flush()
+    snapshot = await kept(store)
     hanging = Hanging(monkeypatch, kv_files, "identity")
     with pytest.raises(KvError, match="does not answer"):
         await store.open(snapshot, snapshot.place, 1)
@@ -190,9 +196,7 @@ async def test_a_file_that_comes_too_late_is_removed(
 ) -> None:
     """A link that nobody waits for any more."""
     store = stores.make(*stores.places)
-    await store.load()
-    snapshot = await put(store)
-    await store.flush()
+    snapshot = await kept(store)
     hanging = Hanging(monkeypatch, kv_files, "link")
     with pytest.raises(KvError, match="does not answer"):
         await store.open(snapshot, stores.places[1], 1)
@@ -209,9 +213,7 @@ async def test_of_two_directories_neither_is_blamed_for_the_other(
     """One is read and the other written: only the way between them is closed."""
     here, there = stores.places
     store = stores.make(here, there)
-    await store.load()
-    snapshot = await put(store)
-    await store.flush()
+    snapshot = await kept(store)
     hanging = Hanging(monkeypatch, kv_files, "link")
     for _ in range(2):
         with pytest.raises(KvError, match=f"{here} or {there} does not answer"):
@@ -299,9 +301,7 @@ async def test_what_is_deleted_in_a_directory_that_hangs_is_gone_later(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = stores.make()
-    await store.load()
-    snapshot = await put(store)
-    await store.flush()
+    snapshot = await kept(store)
     hanging = Hanging(monkeypatch, kv_files, "identity")
     with pytest.raises(KvError):
         await store.open(snapshot, snapshot.place, 1)
@@ -320,9 +320,7 @@ async def test_what_could_not_be_removed_is_later(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = stores.make()
-    await store.load()
-    snapshot = await put(store)
-    await store.flush()
+    snapshot = await kept(store)
     name = write(store)
     hanging = Hanging(monkeypatch, kv_files, "identity")
     with pytest.raises(KvError):

@@ -86,7 +86,7 @@ async def has_ram_cache(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
 
 
 async def erase(client: LlamaClient, slot: int) -> None:
-    """Empty a slot, unless the server takes no slot actions (llama-server.md section 1.1)."""
+    """Empty a slot, as far as the server lets us; the probe does without."""
     with suppress(BackendRefusedError):
         await client.erase(slot)
 

@@ -1,3 +1,21 @@
-"""Nothing in `router.web` may block the loop."""
+"""Nothing in `router.web` may block the loop; a router whose backend notes every byte."""
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
 
 from tests.blocking import blocking_calls_fail as blocking_calls_fail
+from tests.fleet import Fleet, running
+from tests.recorder import QUIET, Recorder, recording
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend() -> AsyncIterator[Recorder]:
+    async with recording() as recorder:
+        yield recorder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(backend: Recorder) -> AsyncIterator[Fleet]:
+    async with running([("a", backend.url)], None, yaml=QUIET) as router:
+        yield router

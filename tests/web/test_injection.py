@@ -4,17 +4,16 @@ import asyncio
 import json
 import re
 import string
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fake_llama import FakeLlama
 from tests.fleet import Fleet, Json, running
-from tests.recorder import QUIET, Recorder, exchange, recording
+from tests.recorder import Recorder, exchange
 from tests.web.test_smuggling import seen_by, statuses
 
 # What has a meaning in a head, a path, a file name, a shell, a log line or a page.
@@ -39,18 +38,6 @@ TRY = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def backend() -> AsyncIterator[Recorder]:
-    async with recording() as recorder:
-        yield recorder
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(backend: Recorder) -> AsyncIterator[Fleet]:
-    async with running([("a", backend.url)], None, yaml=QUIET) as router:
-        yield router
 
 
 async def own_head_is_clean(url: str, raw: bytes, backend: Recorder) -> list[int]:

@@ -2,13 +2,10 @@
 somebody else's; and the connection to the backend is not used again.
 """
 
-from collections.abc import AsyncIterator
-
 import pytest
-import pytest_asyncio
 
-from tests.fleet import Fleet, running
-from tests.recorder import QUIET, Recorder, exchange, plain, recording
+from tests.fleet import Fleet
+from tests.recorder import Recorder, exchange, plain
 from tests.web.test_smuggling import get, statuses
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -76,18 +73,6 @@ ONE: dict[str, tuple[bytes, int, bytes]] = {
         b"{}",
     ),
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def backend() -> AsyncIterator[Recorder]:
-    async with recording() as recorder:
-        yield recorder
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(backend: Recorder) -> AsyncIterator[Fleet]:
-    async with running([("a", backend.url)], None, yaml=QUIET) as router:
-        yield router
 
 
 def first(answer: bytes) -> tuple[bytes, bytes]:

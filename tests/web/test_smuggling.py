@@ -5,17 +5,15 @@ disagree on where the first ends, they disagree on the second. The strict reader
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import h11
 import pytest
-import pytest_asyncio
 
 from router.web.answer import HOP_BY_HOP
-from tests.fleet import Fleet, running
-from tests.recorder import QUIET, Recorder, exchange, recording
+from tests.fleet import Fleet
+from tests.recorder import Recorder, exchange
 
 LAST = b"GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 Seen = list[tuple[bytes, bytes, bytes]]
@@ -216,18 +214,6 @@ def strict(raw: bytes) -> Reading:
     except h11.RemoteProtocolError:
         whole = found[:-1] if found and connection.their_state is h11.ERROR else found
         return Reading(whole, True)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def backend() -> AsyncIterator[Recorder]:
-    async with recording() as recorder:
-        yield recorder
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def fleet(backend: Recorder) -> AsyncIterator[Fleet]:
-    async with running([("a", backend.url)], None, yaml=QUIET) as router:
-        yield router
 
 
 def seen_by(backend: Recorder) -> Seen:
