@@ -135,7 +135,8 @@ def next_step(state: State, job: Job, now: float) -> None:
 def _meets_nobody(state: State, job: Job) -> bool:
     """The request can be sent and reuse nothing of another tenant. If all went as planned it can;
     but where the server picks the slot, a prefill or a restore that failed leaves the one that we
-    mean with less of the prompt than others may have."""
+    mean with less of the prompt than others may have: now, or when their answers end, which may
+    be before the request is there."""
     request = job.request
     assert request is not None
     leased = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
@@ -146,7 +147,7 @@ def _meets_nobody(state: State, job: Job) -> bool:
     held, wanted = leased[0].resident.tokens, request.prompt.tokens
     computed = common_prefix(held, wanted) >= len(request.prompt) - 1
     slots = state.fleet.slots.of(job.slot.backend)
-    return not any(s.is_idle and tempts(s, request, computed_first=computed) for s in slots)
+    return not any(tempts(slot, request, computed_first=computed) for slot in slots)
 
 
 def _dispatch(state: State, job: Job, now: float) -> None:

@@ -87,9 +87,9 @@ def prefilled(s: Scheduler, name: str = "r", **said: Any) -> list[Effect]:
     return s.handle(ev.Prefilled(RequestId(name), Reported(**said)), NOW)
 
 
-def prefill_failed(s: Scheduler) -> list[Effect]:
+def prefill_failed(s: Scheduler, name: str = "r") -> list[Effect]:
     """It is not."""
-    return s.handle(ev.PrefillFailed(R, "no"), NOW)
+    return s.handle(ev.PrefillFailed(RequestId(name), "no"), NOW)
 
 
 def quiet(s: Scheduler, name: str = "r", n: int | None = 0) -> list[Effect]:

@@ -289,6 +289,16 @@ def test_without_the_prefill_it_is_not_sent_where_another_slot_has_more() -> Non
     assert all(one.is_idle for one in s.state.fleet.slots)
 
 
+def test_nor_where_another_slot_may_have_more_when_its_answer_ends() -> None:
+    s = apart(backend("a", 2), reuse_probability=0.0)
+    slot(s, A0).tenant, slot(s, A1).tenant = X, Y
+    arrive(s, ids=run_of(900, 5), tenant=X)
+    unpinned(s, "r2")
+    (reject,) = prefill_failed(s, "r2")
+    assert isinstance(reject, Reject)
+    assert slot(s, A1).is_idle
+
+
 def test_where_it_ran_unseen_nobody_owns_what_is_left() -> None:
     s = apart(backend("a", 2), reuse_probability=0.0)
     holds(s, A0, Y, Resident())
