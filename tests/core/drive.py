@@ -9,7 +9,7 @@ from router.core.scheduler import Scheduler
 from router.core.slots import Slot
 from router.tokens import Tokens, count
 from router.types import Outcome, Reported, RequestId, SlotId, Snapshot, SnapshotId
-from tests.core.build import A0, R, backend, request, scheduler
+from tests.core.build import A0, backend, request, scheduler
 
 NOW = 100.0
 
