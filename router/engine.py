@@ -6,7 +6,6 @@ two events overlap. Effects that take time run as tasks and report back as event
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -26,6 +25,7 @@ from router.core.scheduler import Scheduler
 from router.core.slots import Slot
 from router.core.tenancy import model_of
 from router.errors import BackendError
+from router.frozen import dataclass
 from router.placing import Placing
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.tasks import Tasks

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
+from router.frozen import dataclass
 from router.tokens import WIDTH, Tokens, pack
 from router.types import NOBODY, Tenant
 
