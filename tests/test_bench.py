@@ -150,7 +150,17 @@ def test_overhead(tmp_path: Path) -> None:
 @pytest.mark.real
 def test_instructions(tmp_path: Path) -> None:
     """By the clock: valgrind may not be there, and takes a minute."""
-    rows = run(instructions.main, tmp_path, "--requests", "30", "--warm-up", "1", "--by-clock")
+    rows = run(
+        instructions.main,
+        tmp_path,
+        "--requests",
+        "30",
+        "--warm-up",
+        "1",
+        "--idle-seconds",
+        "0.1",
+        "--by-clock",
+    )
 
     assert [row["policy"] for row in rows] == instructions.POLICIES
     assert all(row["CPU ms/request"] is not None for row in rows)
