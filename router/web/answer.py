@@ -102,22 +102,17 @@ class Answer(web.StreamResponse):
         # RFC 9110 section 8.6: a HEAD says the length that a GET would have, these have none.
         lengthless = status < 200 or status in (204, 304)
         self._bodiless = lengthless or method == "HEAD"
-        headers = self._upstream.headers
-        lower = [name.lower() for name, _ in headers]
-        own = {name.encode(): value.encode() for name, value in self._own.items()}
-        left_out = HOP_BY_HOP | own.keys()
-        if lengthless:
-            left_out |= {b"content-length"}
-        if b"connection" in lower:
-            left_out |= named_in_connection(headers)
-        names = own.keys() | (set(lower) - left_out)
+        left_out = HOP_BY_HOP | {b"content-length"} if lengthless else HOP_BY_HOP
+        left_out |= named_in_connection(self._upstream.headers)
+        names = {name.encode() for name in self._own}
+        left_out |= names
         lines = [f"HTTP/{version.major}.{version.minor} {status} {self.reason}".encode("latin-1")]
-        lines += [
-            b"%b: %b" % header
-            for name, header in zip(lower, headers, strict=True)
-            if name not in left_out
-        ]
-        lines += [b"%b: %b" % header for header in own.items()]
+        for name, value in self._upstream.headers:
+            lower = name.lower()
+            if lower not in left_out:
+                lines.append(b"%b: %b" % (name, value))
+                names.add(lower)
+        lines += [f"{name}: {value}".encode() for name, value in self._own.items()]
         if not self._bodiless and b"content-length" not in names:
             if version >= HttpVersion11:
                 self._in_chunks = True
