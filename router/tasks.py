@@ -28,16 +28,15 @@ def spawn(coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
 
 
 def _spawn(
-    coro: Coroutine[Any, Any, None], name: str, *kept: set[asyncio.Task[None]]
+    coro: Coroutine[Any, Any, None], name: str, owned: set[asyncio.Task[None]]
 ) -> asyncio.Task[None]:
-    """One callback for all `kept`: the event loop calls each by itself."""
     task = asyncio.get_running_loop().create_task(_guard(coro, name), name=name)
-    for tasks in kept:
-        tasks.add(task)
+    _running.add(task)
+    owned.add(task)
 
     def done(task: asyncio.Task[None]) -> None:
-        for tasks in kept:
-            tasks.discard(task)
+        _running.discard(task)
+        owned.discard(task)
         coro.close()  # one that never started would warn; a finished one does not mind
 
     task.add_done_callback(done)
@@ -64,7 +63,7 @@ class Tasks:
 
     def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> None:
         """As the function `spawn`; the task is this object's until it is done."""
-        _ = _spawn(coro, name, _running, self._tasks)
+        _ = _spawn(coro, name, self._tasks)
 
     async def join(self) -> None:
         """Wait until none is left, those included that are spawned meanwhile."""

@@ -103,7 +103,10 @@ class RelayedResponse:
 
     async def read(self) -> bytes:
         """The whole body. Raises BackendError."""
-        return b"".join([chunk async for chunk in self])
+        try:
+            return await self._response.read()
+        except OSError as error:
+            raise BackendError("the backend broke off") from error
 
 
 async def _read(response: Response, max_bytes: int | None) -> bytes:
