@@ -147,9 +147,11 @@ async def kvferry(
     profile: Path | None = None,
     metered: Path | None = None,
     module: str = "router.cli",
+    under: Sequence[str] = (),
 ) -> AsyncIterator[Proxy]:
     """kvferry in front of `backends`. `more` is YAML; `profile` gets a cProfile of its life,
-    `metered` what `bench.metered` tells; else `module` has the `main` that is run."""
+    `metered` what `bench.metered` tells; else `module` has the `main` that is run, `under` a
+    program that takes the rest as its arguments."""
     port = free_port()
     kv = f", kv_dir: '{kv_dir}'" if kv_dir is not None else ""
     lines = [f"listen: 127.0.0.1:{port}", "backends:"]
@@ -162,7 +164,7 @@ async def kvferry(
         run = f"__import__('cProfile').run('main()', {str(profile)!r})"
     code = f"from {module} import main; {run}"
     start = ["-m", "bench.metered", str(metered)] if metered is not None else ["-c", code]
-    argv = [sys.executable, *start, "serve", "--config", str(config)]
+    argv = [*under, sys.executable, *start, "serve", "--config", str(config)]
     url = f"http://127.0.0.1:{port}"
     async with _process(name, argv, url, "/kvferry/health", folder) as proxy:
         yield proxy

@@ -6,7 +6,6 @@ two events overlap. Effects that take time run as tasks and report back as event
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -26,6 +25,7 @@ from router.core.scheduler import Scheduler
 from router.core.slots import Slot
 from router.core.tenancy import model_of
 from router.errors import BackendError
+from router.frozen import dataclass
 from router.placing import Placing
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.tasks import Tasks
@@ -104,8 +104,7 @@ class Engine:
         self._alarm_due = False
         self._closed = False
         self._lookout = Lookout(backends)
-        self._calm = asyncio.Event()  # set while no job is under way
-        self._calm.set()
+        self._calm: asyncio.Event | None = None  # for who waits until no job is under way
 
     # -- for the web layer ---------------------------------------------------------------------
 
@@ -258,6 +257,7 @@ class Engine:
 
     async def stop(self, *, save: bool) -> None:
         """Admit nobody, let running requests end, save what is worth it if asked to."""
+        self._calm = self._calm or asyncio.Event()
         self._feed(ev.Stopping(save))
         await self._calm.wait()
 
@@ -277,14 +277,16 @@ class Engine:
     def _feed(self, event: ev.Event) -> None:
         for effect in self._scheduler.handle(event, self._clock.now()):
             self._carry_out(effect)
-        if any(job.is_ours for job in self._scheduler.state.jobs.values()):
-            self._calm.clear()
-        else:
+        if self._calm is not None and not any(
+            job.is_ours for job in self._scheduler.state.jobs.values()
+        ):
             self._calm.set()
         if not self._alarm_due:
-            # Whoever was granted something in this turn goes first: it can wait for that.
+            # Whoever was granted something in this turn goes first: it can wait for that. And one
+            # turn more, in which the answer's ids follow the end of their request.
             self._alarm_due = True
-            asyncio.get_running_loop().call_soon(self._set_alarm)
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._set_alarm)
 
     def _set_alarm(self) -> None:
         self._alarm_due = False

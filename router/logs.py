@@ -46,7 +46,6 @@ def set_up_logging(config: Logging) -> None:
     structlog.configure(
         processors=[
             _Threshold(config.level),
-            structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *([] if pretty else [structlog.processors.format_exc_info]),

@@ -24,11 +24,19 @@ def spawn(coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
     and a cancellation is the end that was asked for. (A task cancelled before its first step is
     the exception: awaiting that one raises CancelledError.)
     """
+    return _spawn(coro, name, _running)
+
+
+def _spawn(
+    coro: Coroutine[Any, Any, None], name: str, owned: set[asyncio.Task[None]]
+) -> asyncio.Task[None]:
     task = asyncio.get_running_loop().create_task(_guard(coro, name), name=name)
     _running.add(task)
+    owned.add(task)
 
     def done(task: asyncio.Task[None]) -> None:
         _running.discard(task)
+        owned.discard(task)
         coro.close()  # one that never started would warn; a finished one does not mind
 
     task.add_done_callback(done)
@@ -55,9 +63,7 @@ class Tasks:
 
     def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> None:
         """As the function `spawn`; the task is this object's until it is done."""
-        task = spawn(coro, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        _ = _spawn(coro, name, self._tasks)
 
     async def join(self) -> None:
         """Wait until none is left, those included that are spawned meanwhile."""

@@ -1,11 +1,12 @@
 """The words of kvferry as types. `docs/glossary.md` explains them; nothing here does anything."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from math import inf
 from typing import NewType
 
+from router.frozen import dataclass
 from router.tokens import EMPTY, Tokens, count
 
 BackendId = NewType("BackendId", str)

@@ -9,6 +9,7 @@ import pytest
 
 from bench import (
     agent,
+    instructions,
     latency,
     load,
     overhead,
@@ -144,6 +145,25 @@ def test_overhead(tmp_path: Path) -> None:
 
     assert {row["case"] for row in rows} >= {"idle", "short chat"}
     assert {row["contender"] for row in rows} >= {"kvferry", "kvferry passthrough"}
+
+
+@pytest.mark.real
+def test_instructions(tmp_path: Path) -> None:
+    """By the clock: valgrind may not be there, and takes a minute."""
+    rows = run(
+        instructions.main,
+        tmp_path,
+        "--requests",
+        "30",
+        "--warm-up",
+        "1",
+        "--idle-seconds",
+        "0.1",
+        "--by-clock",
+    )
+
+    assert [row["policy"] for row in rows] == instructions.POLICIES
+    assert all(row["CPU ms/request"] is not None for row in rows)
 
 
 def test_load(tmp_path: Path) -> None:

@@ -63,7 +63,10 @@ class Response:
 
     async def read(self) -> bytes:
         """The whole body. Raises HttpError."""
-        return b"".join([chunk async for chunk in self])
+        chunks: list[bytes] = []
+        while chunk := await self._connection.read():
+            chunks.append(chunk)
+        return b"".join(chunks)
 
     def close(self) -> None:
         """Give the connection back if the response was read to its end, else break it off."""

@@ -5,8 +5,7 @@ action may be sent is the engine's to know.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -55,14 +54,19 @@ class Connections:
         return self._pools[target]
 
 
-@contextmanager
-def _our_errors() -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as error:
-        raise BackendTimeoutError("the backend did not answer in time") from error
-    except OSError as error:
-        raise BackendError("the backend cannot be reached") from error
+class _OurErrors:
+    """A class and no generator, as `_Relaying`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, TimeoutError):
+            raise BackendTimeoutError("the backend did not answer in time") from error
+        if isinstance(error, OSError):
+            raise BackendError("the backend cannot be reached") from error
+
+
+_OUR_ERRORS = _OurErrors()
 
 
 class RelayedResponse:
@@ -99,7 +103,10 @@ class RelayedResponse:
 
     async def read(self) -> bytes:
         """The whole body. Raises BackendError."""
-        return b"".join([chunk async for chunk in self])
+        try:
+            return await self._response.read()
+        except OSError as error:
+            raise BackendError("the backend broke off") from error
 
 
 async def _read(response: Response, max_bytes: int | None) -> bytes:
@@ -152,7 +159,7 @@ class LlamaClient:
         headers = [(b"Content-Type", b"application/json")] if body is not None else []
         if self._authorization:
             headers.append(self._authorization)
-        with _our_errors():
+        with _OUR_ERRORS:
             async with asyncio.timeout(timeout_s):
                 response = await self._pool.request(method, path, headers, body, timeout_s)
                 try:
@@ -323,7 +330,7 @@ class _Relaying:
         self._task = asyncio.current_task()
         self._unanswered.add(self)
         try:
-            with _our_errors():
+            with _OUR_ERRORS:
                 self._response = await self._asked
         except BaseException as error:
             self._client.relayed()

@@ -6,7 +6,6 @@ the backend's to refuse, only a body that is no JSON object is refused here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import orjson
 from router.adapters.anthropic_wire import anthropic_to_chat
 from router.adapters.responses_wire import responses_to_chat
 from router.errors import BadRequestError
+from router.frozen import dataclass
 from router.tokens import Tokens, pack, unpack
 
 INT32_MAX = 2**31 - 1

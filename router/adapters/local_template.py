@@ -141,6 +141,8 @@ def _compiled(chat_template: str, bos: str, eos: str) -> Render:
     )
     environment.globals["raise_exception"] = raise_exception
     compiled = environment.from_string(chat_template)
+    # Its chain of two is put together anew for each rendering, which takes as long as all of ours.
+    compiled.globals = dict(compiled.globals)
 
     def render(messages: list[dict[str, str]], generation_prompt: bool) -> str:
         return compiled.render(

@@ -85,13 +85,14 @@ class Reading:
         self.ids = (self.ids or []) + _list(ids)
 
     def see_timings(self, timings: object) -> None:
-        """`server_slot_stats::to_json` (server-common.cpp)."""
-        known = as_dict(timings)
-        cached, processed = _int(known.get("cache_n")), _int(known.get("prompt_n"))
+        """`server_slot_stats::to_json` (server-common.cpp). Most events of a stream have none."""
+        if not isinstance(timings, dict):
+            return
+        cached, processed = _int(timings.get("cache_n")), _int(timings.get("prompt_n"))
         self.see_prompt(None if cached is None or processed is None else cached + processed, cached)
-        self.see_generated(known.get("predicted_n"))
-        self.prompt_s = _or(_seconds(known.get("prompt_ms")), self.prompt_s)
-        self.generated_s = _or(_seconds(known.get("predicted_ms")), self.generated_s)
+        self.see_generated(timings.get("predicted_n"))
+        self.prompt_s = _or(_seconds(timings.get("prompt_ms")), self.prompt_s)
+        self.generated_s = _or(_seconds(timings.get("predicted_ms")), self.generated_s)
 
     def see_prompt(self, total: object, cached: object) -> None:
         self.prompt_tokens = _or(_int(total), self.prompt_tokens)
@@ -133,17 +134,18 @@ def _read_openai(reading: Reading, event: Json) -> Json:
     """What chat and text completions share; the choice, or {} in a chunk without one."""
     reading.see_timings(event.get("timings"))
     in_progress = _read_progress(reading, event)
-    usage = as_dict(event.get("usage"))
-    details = as_dict(usage.get("prompt_tokens_details"))
-    reading.see_prompt(usage.get("prompt_tokens"), details.get("cached_tokens"))
-    reading.see_generated(usage.get("completion_tokens"))
+    if isinstance(usage := event.get("usage"), dict):
+        details = as_dict(usage.get("prompt_tokens_details"))
+        reading.see_prompt(usage.get("prompt_tokens"), details.get("cached_tokens"))
+        reading.see_generated(usage.get("completion_tokens"))
     # `verbose: true` adds the native object, and with `return_tokens` the ids
     verbose = as_dict(event.get("__verbose"))
     if verbose and not in_progress:
         reading.add_ids(verbose.get("tokens"))
-    choices = [as_dict(choice) for choice in _list(event.get("choices"))]
-    reading.several |= len(choices) > 1 or any(choice.get("index", 0) != 0 for choice in choices)
-    return choices[0] if choices else {}
+    choices = _list(event.get("choices"))
+    choice = as_dict(choices[0]) if choices else {}
+    reading.several |= len(choices) > 1 or choice.get("index", 0) != 0
+    return choice
 
 
 def _read_completion(reading: Reading, event: Json) -> None:

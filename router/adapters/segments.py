@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
+from router.frozen import dataclass
 from router.tokens import WIDTH, Tokens, pack
 from router.types import NOBODY, Tenant
 
@@ -37,13 +37,15 @@ class Cutter:
 
     def cut(self, text: str, tenant: Tenant = NOBODY) -> list[Segment]:
         """All of `text` in order; no segment is empty."""
-        found = [(m.start(), self._ids[m.group()]) for m in self._pattern.finditer(text)]
-        heads: list[tuple[int, int | None]] = [*found]
-        if text and (not found or found[0][0] > 0):
-            heads.insert(0, (0, None))
-        ends = [start for start, _ in heads[1:]] + [len(text)] * bool(heads)
-        parts = [(text[at:end], id_) for (at, id_), end in zip(heads, ends, strict=True)]
-        return [Segment(key_of(part, tenant), part, id_) for part, id_ in parts]
+        segments: list[Segment] = []
+        start, special = 0, None
+        for mark in self._pattern.finditer(text):
+            if (at := mark.start()) > start:
+                segments.append(_segment(text[start:at], special, tenant))
+            start, special = at, self._ids[mark.group()]
+        if text:
+            segments.append(_segment(text[start:], special, tenant))
+        return segments
 
     def split(self, ids: Sequence[int], run: Sequence[Segment]) -> list[Tokens] | None:
         """The ids of each segment of `run`, or None if they do not fall into these segments."""
@@ -57,6 +59,10 @@ class Cutter:
         packed = pack(ids)
         ends = [*starts[1:], len(ids)]
         return [Tokens(packed[a * WIDTH : b * WIDTH]) for a, b in zip(starts, ends, strict=True)]
+
+
+def _segment(text: str, special: int | None, tenant: Tenant) -> Segment:
+    return Segment(key_of(text, tenant), text, special)
 
 
 def runs(segments: Sequence[Segment], missing: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from router.errors import BackendError
+from router.tokens import Tokens, pack
 
 MAX_CANDIDATES = 64
 BATCH = 256  # texts in one request
 SEPARATOR = -1  # no token; `tokenize_mixed` (server-common.cpp) hands ids through unchecked
 
-Framing = tuple[list[int], list[int]]
+Framing = tuple[Tokens, Tokens]
 """What `add_special` puts before and behind the ids of a text: BOS, EOS or SEP, by the model."""
 
 
@@ -118,4 +119,4 @@ async def learn_framing(call: TokenizeCall) -> Framing | None:
     places = [i for i in range(len(framed) - n + 1) if framed[i : i + n] == bare]
     if not bare or len(places) != 1:
         return None
-    return framed[: places[0]], framed[places[0] + n :]
+    return pack(framed[: places[0]]), pack(framed[places[0] + n :])

@@ -203,8 +203,10 @@ class SegmentTokenizer:
     async def _tokenize(self, text: str, add_special: bool, tenant: Tenant) -> Tokens:
         cutter, long = self._cutter, len(text) > LONG_TEXT
         if cutter is not None:
-            cut = partial(cutter.cut, text, tenant)
-            segments = await asyncio.to_thread(cut) if long else cut()
+            if long:
+                segments = await asyncio.to_thread(cutter.cut, text, tenant)
+            else:
+                segments = cutter.cut(text, tenant)
             if len(segments) <= MAX_SEGMENTS:
                 parts = await self._parts(cutter, segments)
                 if parts is not None:
@@ -223,6 +225,9 @@ class SegmentTokenizer:
 
     async def _parts(self, cutter: Cutter, segments: Sequence[Segment]) -> list[Tokens] | None:
         known = [self._known(segment.key) for segment in segments]
+        ready = [part for part in known if isinstance(part, bytes)]
+        if len(ready) == len(known):
+            return ready
         missing: dict[Key, int] = {}
         for index, part in enumerate(known):
             if part is None:
@@ -248,7 +253,7 @@ class SegmentTokenizer:
             found.update(owned)
             self._pending.update(owned)
             self._spawn(self._fill(owned, partial(self._run, cutter, run, text)), name="tokenize")
-        ready: list[Tokens] = []
+        ready = []
         for segment, part in zip(segments, known, strict=True):
             tokens = await _value(found[segment.key] if part is None else part)
             if tokens is None:
@@ -317,7 +322,7 @@ class SegmentTokenizer:
         if not add_special or self._framing is None:
             return join(parts)
         head, tail = self._framing
-        return join([pack(head), *parts, pack(tail)])
+        return join([head, *parts, tail])
 
     def report(self, expected: int, reported: int) -> bool:
         """Count how many prompt tokens the engine reported against ours. False: they differ;

@@ -16,6 +16,7 @@ from aiohttp import web
 from router.adapters import long_bodies
 from router.adapters.clock import wall_ns
 from router.adapters.journal import Journal
+from router.adapters.llama_client import RelayedResponse
 from router.adapters.llama_reply import read_reply
 from router.adapters.llama_wire import (
     ChatPrompt,
@@ -232,8 +233,7 @@ class Completions:
         client = self._directory.monitors[backend].client
         capture = Capture()
         outcome = Outcome.BACKEND_ERROR
-        status = 0
-        encoding: str | None = None
+        upstream: RelayedResponse | None = None
 
         def first_byte() -> None:
             exchange.first_byte = perf_counter()
@@ -245,8 +245,6 @@ class Completions:
             async with client.relay(
                 *(exchange.http.method, target, headers, _body(exchange, grant)), yields=True
             ) as upstream:
-                status = upstream.status
-                encoding = upstream.header("content-encoding")
                 response, outcome = await relay(
                     exchange.http,
                     upstream,
@@ -262,11 +260,11 @@ class Completions:
         finally:
             if outcome is Outcome.BACKEND_ERROR:
                 self._directory.doubt(backend)
-            ok = outcome is Outcome.OK and status == 200
+            ok = outcome is Outcome.OK and upstream is not None and upstream.status == 200
             finish = partial(
                 self._finish,
                 *(exchange, grant, outcome, capture),
-                encoding=encoding if ok else "unread",
+                readable=upstream if ok else None,
                 ended=perf_counter(),
             )
             if outcome in (Outcome.OK, Outcome.REFUSED) and exchange.trace is None:
@@ -283,19 +281,19 @@ class Completions:
         outcome: Outcome,
         capture: Capture,
         *,
-        encoding: str | None,
+        readable: RelayedResponse | None,
         ended: float,
     ) -> None:
         """Report the end, without awaiting anything: a cancellation cannot skip it."""
         reported, whole = Reported(), True
-        if exchange.route is not None and exchange.parsed is not None:
+        if readable is not None and exchange.route is not None and exchange.parsed is not None:
             one_object = capture.complete and not exchange.parsed.stream
             whole = one_object or capture.size_bytes <= _INLINE_BYTES
             reported = read_reply(
                 exchange.route,
                 exchange.parsed.stream,
                 capture.chunks if whole else capture.ends(_INLINE_BYTES // 2),
-                encoding,
+                readable.header("content-encoding"),
                 complete=whole,
             )
         total_s = ended - exchange.arrived

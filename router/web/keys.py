@@ -7,7 +7,7 @@ tenants share is the scheduler's business.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -25,6 +25,7 @@ _PAGE = re.compile(
     r"/(?:(?:_app/(?:[\w-][\w.-]*/)*)?[\w-][\w.-]*"
     r"\.(?:css|html|ico|js|json|png|svg|webp|woff2?|webmanifest))?"
 )
+_NO_LIMIT = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,12 @@ class Keys:
             return NOBODY
         return Tenant(caller.tenant)
 
-    @contextmanager
-    def room(self, caller: Caller | None) -> Iterator[None]:
+    def room(self, caller: Caller | None) -> AbstractContextManager[None]:
         """While a request runs or waits. Raises TenantBusyError if there are too many."""
-        if caller is None:
-            yield
-            return
-        name = caller.tenant
+        return _NO_LIMIT if caller is None else self._room(caller.tenant)
+
+    @contextmanager
+    def _room(self, name: str) -> Iterator[None]:
         limit = self.known.max_requests.get(name)
         if limit is not None and self._busy[name] >= limit:
             self._telemetry.tenant_limited("max_requests")

@@ -1,0 +1,116 @@
+"""`python -m bench.instructions`: processor instructions of the router for each request.
+
+Counted by `valgrind --tool=callgrind`: the same to half a percent whatever else the machine does,
+where CPU time differs by ten. The kernel's share is not in it. For changes that save little.
+"""
+
+import argparse
+import asyncio
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from time import perf_counter
+
+from bench import rig
+from bench.client import Client
+from bench.latency import CHAT, words_of
+from bench.report import Report, arguments_of, run_bench
+
+COLUMNS = ("policy", "n", "instructions/request", "CPU ms/request")
+POLICIES = ["prefer_idle_slot_with_global_restore", "passthrough"]
+_CONVERSATIONS = 20  # known ones: their texts are asked again and again
+# What the router does of its own accord goes by the clock; the rest of it is taken off.
+_TOTAL = re.compile(r"^(?:totals|summary): (\d+)", re.MULTILINE)
+_QUIET = "store: {save_when_idle_for: off}\nhealth: {interval: 1h}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="bench.instructions", description=__doc__)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--warm-up", type=int, default=100)
+    parser.add_argument("--idle-seconds", type=float, default=5.0)
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument(
+        "--by-clock", action="store_true", help="CPU time instead, in steps of 10 ms: ask 2,000"
+    )
+    return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
+
+
+async def measure(options: argparse.Namespace) -> Report:
+    """Each policy has a server and a router of its own."""
+    report = Report("instructions", "What a short chat costs", list(COLUMNS), arguments_of(options))
+    for policy in options.policies.split(","):
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
+            kv_dir = folder / "kv"
+            server = await stack.enter_async_context(
+                rig.llama(slots=2, ctx_per_slot=2048, kv_dir=kv_dir)
+            )
+            under = ["env", "PYTHONHASHSEED=0"]
+            if not options.by_clock:
+                under += ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
+                under += [f"--callgrind-out-file={folder}/counted"]
+            way = rig.kvferry(
+                *("kvferry", [server.url], folder),
+                kv_dir=None if policy == "passthrough" else kv_dir,
+                policy=policy,
+                more=_QUIET,
+                under=under,
+            )
+            proxy = await stack.enter_async_context(way)
+            count = _cpu_ms if options.by_clock else _instructions
+            found = await asyncio.to_thread(_asked, proxy, options, count, folder)
+            each = found / options.requests
+            cells = (None, each) if options.by_clock else (round(each), None)
+            report.add(policy, options.requests, *cells)
+    return report
+
+
+def _asked(
+    proxy: rig.Proxy,
+    options: argparse.Namespace,
+    count: Callable[[rig.Proxy, Path], float],
+    folder: Path,
+) -> float:
+    """What all requests took that are not the warm-up, less what the time itself takes."""
+    client = Client(proxy.url)
+    _ask(client, options.warm_up)
+    marks = [(perf_counter(), count(proxy, folder))]
+    _ask(client, options.requests)
+    marks.append((perf_counter(), count(proxy, folder)))
+    client.close()
+    threading.Event().wait(options.idle_seconds)
+    marks.append((perf_counter(), count(proxy, folder)))
+    (start, before), (over, after), (end, idle) = marks
+    return after - before - (idle - after) / (end - over) * (over - start)
+
+
+def _ask(client: Client, n: int) -> None:
+    for number in range(n):
+        text = words_of(number % _CONVERSATIONS)
+        messages = [{"role": "user", "content": text}]
+        client.post(CHAT, {"model": "any", "messages": messages, "max_tokens": 4, "seed": 1})
+
+
+def _cpu_ms(proxy: rig.Proxy, _: Path) -> float:
+    return proxy.cpu_s() * 1000
+
+
+def _instructions(proxy: rig.Proxy, folder: Path) -> float:
+    """So far; counting begins with the first call."""
+    for order in (("-i", "on"), ("-d",)):
+        subprocess.run(
+            ["callgrind_control", *order, str(proxy.pid)], check=True, stdout=subprocess.DEVNULL
+        )
+    totals = [_TOTAL.search(dump.read_text()) for dump in folder.glob("counted.*")]
+    return sum(float(total[1]) for total in totals if total is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
