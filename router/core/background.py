@@ -1,5 +1,7 @@
 """Saving what idle slots hold while nobody is kept waiting by it."""
 
+from math import inf
+
 from router.core.displacement import saving_pays
 from router.core.effects import SaveReason
 from router.core.jobs import Job, SaveStep
@@ -33,14 +35,16 @@ def save_idle(state: State, now: float) -> None:
     for backend in state.fleet.infos:
         leaves = state.stopping or backend in state.fleet.draining
         after_s = 0.0 if leaves else state.fleet.policy.idle_save_after_s
-        if after_s is not None and _is_calm(state, backend):
+        if after_s is None or now - state.fleet.slots.bench(backend).unsaved_since() < after_s:
+            continue  # asked first: in a large fleet it holds of most
+        if _is_calm(state, backend):
             _save_first(state, backend, now, after_s)
 
 
 def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0.0) -> None:
     """Save the first slot that is due and worth it; the next one when that is done."""
     for slot in state.fleet.slots.of(backend):
-        if slot.saved or not _is_open(slot) or now - slot.last_used < after_s:
+        if slot.saved or not slot.is_open or now - slot.last_used < after_s:
             continue
         if saving_pays(state.fleet, slot)[2]:
             _save(state, slot, now)
@@ -53,19 +57,12 @@ def wakeup(state: State) -> float | None:
     after_s = state.fleet.policy.idle_save_after_s
     if after_s is None or state.stopping or not state.fleet.policy.moves_kv:
         return None
-    times = [
-        slot.last_used + after_s
-        for backend in state.fleet.infos
-        if _is_calm(state, backend)
-        for slot in state.fleet.slots.of(backend)
-        if not slot.saved and _is_open(slot)
-    ]
-    return min(times, default=None)
-
-
-def _is_open(slot: Slot) -> bool:
-    """It could be saved. Asked only of those that were not `saved`: in a large fleet, of few."""
-    return slot.is_idle and len(slot.resident) > 0
+    first = inf
+    for backend in state.fleet.infos:
+        since = state.fleet.slots.bench(backend).unsaved_since()
+        if since < first and _is_calm(state, backend):
+            first = since
+    return first + after_s if first < inf else None
 
 
 def _is_preparing(state: State, backend: BackendId) -> bool:

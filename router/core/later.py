@@ -56,12 +56,12 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
 def _busy(ask: Ask) -> Iterator[Slot]:
     """Slots that could be waited for; on a backend that is to be let go of, for their files."""
     fleet, may_wait = ask.fleet, ask.fleet.policy.may_wait
-    for backend, slots in fleet.slots.by_backend():
-        phases = fleet.slots.phases(backend)
+    for backend, bench in fleet.slots.benches():
+        phases = bench.phases
         if not (phases[Phase.PREPARING] or (may_wait and phases[Phase.RUNNING])):
             continue
         if fleet.fits(backend, ask.request):
-            yield from (slot for slot in slots if slot.phase in _BUSY)
+            yield from (slot for slot in bench.slots if slot.phase in _BUSY)
 
 
 def _is_to_be_had(ask: Ask, slot: Slot) -> bool:

@@ -6,6 +6,7 @@ A slot's life is the table `TRANSITIONS`; an illegal move raises, because it is 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from router.errors import StaleLeaseError
 from router.tokens import EMPTY, Tokens, count
@@ -74,13 +75,37 @@ def no_slots() -> Phases:
     return dict.fromkeys(Phase, 0)
 
 
-_NO_SLOTS = no_slots()
+@dataclass(slots=True, eq=False)
+class Bench:
+    """The slots of one backend, and what is known of them together.
+
+    `changes` rises with whatever is assigned to one of them, so that what was worked out of them
+    is worked out again only when it may have become wrong.
+    """
+
+    slots: "list[Slot]" = field(default_factory=list)  # by index
+    phases: Phases = field(default_factory=no_slots)  # how many are in which phase
+    changes: int = 0
+    _unsaved: tuple[int, float] = (-1, inf)
+
+    def unsaved_since(self) -> float:
+        """Since when the first slot is idle that holds something and was not `saved`, in clock
+        seconds; `inf`: there is none. Asked of every backend after every event."""
+        at, since = self._unsaved
+        if at != self.changes:
+            since = min((s.last_used for s in self.slots if not s.saved and s.is_open), default=inf)
+            self._unsaved = self.changes, since
+        return since
+
+
+_NO_BENCH = Bench()  # of backends that are not there
 
 
 @dataclass(slots=True)
 class Slot:
     """One slot. `busy_until` is a guess in clock seconds, used to price waiting."""
 
+    bench: Bench = field(kw_only=True, default_factory=Bench, repr=False, compare=False)
     id: SlotId
     phase: Phase = Phase.IDLE
     generation: int = 0
@@ -94,16 +119,22 @@ class Slot:
     taker: Tenant = NOBODY  # whose request holds it: `pending` is theirs
     sharing: bool = False  # PREPARING, and others may have `pending` when that is done
     saved: bool = False  # the background has had its chance with this content
-    # How many slots of its backend are in which phase. Shared by them; counted rather than looked
-    # up, because every decision asks it of every backend.
-    phases: Phases = field(default_factory=no_slots, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.phases[self.phase] += 1
+        self.bench.phases[self.phase] += 1
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        self.bench.changes += 1
 
     @property
     def is_idle(self) -> bool:
         return self.phase is Phase.IDLE
+
+    @property
+    def is_open(self) -> bool:
+        """It could be saved."""
+        return self.phase is Phase.IDLE and len(self.resident) > 0
 
     @property
     def whose(self) -> Tenant:
@@ -114,9 +145,10 @@ class Slot:
         allowed = TRANSITIONS[self.phase]
         if move not in allowed:
             raise StaleLeaseError(f"{self.id}: cannot {move} while {self.phase}")
-        self.phases[self.phase] -= 1
-        self.phase = allowed[move]
-        self.phases[self.phase] += 1
+        phases, after = self.bench.phases, allowed[move]
+        phases[self.phase] -= 1
+        phases[after] += 1
+        self.phase = after
 
     def lease(self, request: RequestId) -> Lease:
         """Hand the slot out. The caller owns the lease until `release` or `lose`."""
@@ -166,36 +198,39 @@ class Slot:
 class SlotTable:
     """All slots, in the order of their ids."""
 
-    _slots: dict[BackendId, list[Slot]] = field(default_factory=dict)
-    _phases: dict[BackendId, Phases] = field(default_factory=dict)
+    _benches: dict[BackendId, Bench] = field(default_factory=dict)
     _first: int = 0  # generation of slots that were not there before
 
     def __getitem__(self, slot: SlotId) -> Slot:
-        return self._slots[slot.backend][slot.index]
+        return self._benches[slot.backend].slots[slot.index]
 
     def __iter__(self) -> Iterator[Slot]:
-        return (slot for slots in self._slots.values() for slot in slots)
+        return (slot for bench in self._benches.values() for slot in bench.slots)
 
     def holds(self, lease: Lease) -> bool:
         """The lease is in force, and its slot still exists."""
         slots = self.of(lease.slot.backend)
         return lease.slot.index < len(slots) and slots[lease.slot.index].holds(lease)
 
-    def by_backend(self) -> Iterable[tuple[BackendId, list[Slot]]]:
-        """The slots of each backend, by index."""
-        return self._slots.items()
+    def benches(self) -> Iterable[tuple[BackendId, Bench]]:
+        """The slots of each backend."""
+        return self._benches.items()
+
+    def bench(self, backend: BackendId) -> Bench:
+        """The slots of one backend together; to be read only."""
+        return self._benches.get(backend, _NO_BENCH)
 
     def of(self, backend: BackendId) -> list[Slot]:
         """The slots of one backend, by index."""
-        return self._slots.get(backend, [])
+        return self._benches.get(backend, _NO_BENCH).slots
 
     def phases(self, backend: BackendId) -> Phases:
         """How many slots of one backend are in which phase; to be read only."""
-        return self._phases.get(backend, _NO_SLOTS)
+        return self._benches.get(backend, _NO_BENCH).phases
 
     def any_idle(self) -> bool:
         """Somebody could be granted a slot at all."""
-        return any(phases[Phase.IDLE] for phases in self._phases.values())
+        return any(bench.phases[Phase.IDLE] for bench in self._benches.values())
 
     def add(self, backend: BackendId, n_slots: int) -> None:
         """Slots of a backend that has just come up: empty, whatever they were before.
@@ -206,17 +241,17 @@ class SlotTable:
             old.lose()
         generations = [slot.generation for slot in self.of(backend)]
         generations += [self._first] * n_slots
-        phases = self._phases[backend] = no_slots()
-        self._slots[backend] = [
-            Slot(SlotId(backend, index), generation=generations[index], phases=phases)
+        bench = self._benches[backend] = Bench()
+        bench.slots += [
+            Slot(SlotId(backend, index), generation=generations[index], bench=bench)
             for index in range(n_slots)
         ]
 
     def remove(self, backend: BackendId) -> None:
         """A backend is gone for good, and its slots with it; its name may come again."""
-        generations = [slot.generation for slot in self._slots.pop(backend, [])]
+        generations = [slot.generation for slot in self.of(backend)]
         self._first = max([self._first, *generations])
-        self._phases.pop(backend, None)
+        self._benches.pop(backend, None)
 
     def lose(self, backend: BackendId) -> list[RequestId]:
         """All slots of a backend are gone; returns who held one."""
