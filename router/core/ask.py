@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from router.core.displacement import Displaced
 from router.core.fleet import Fleet
 from router.core.plan import Candidate, Price
 from router.types import (
@@ -99,7 +100,7 @@ class Ask:
         self,
         slot: SlotId,
         source: Source,
-        displaced: tuple[float, float, bool],
+        displaced: Displaced,
         *,
         reused: int = 0,
         save_s: float = 0.0,

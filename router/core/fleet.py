@@ -7,10 +7,10 @@ from router.core.cost import Rates
 from router.core.ghosts import Ghosts
 from router.core.holdings import Holdings
 from router.core.policy import Policy
-from router.core.slots import Phase, Resident, Slot, SlotTable
+from router.core.slots import Phase, Slot, SlotTable
 from router.core.tenancy import namespace_of, tempts
 from router.tokens import count
-from router.types import BackendId, BackendInfo, Request, SlotId, Tenant
+from router.types import BackendId, BackendInfo, Request, SlotId
 
 
 @dataclass(slots=True)
@@ -40,10 +40,6 @@ class Fleet:
     has_tenants: bool = False  # a slot may hold something that is somebody's
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
     displaced: Ghosts = field(default_factory=Ghosts, repr=False, compare=False)
-    # What `reach` found last, and for what.
-    _reach: dict[SlotId, tuple[Resident, BackendInfo, Tenant, int, int]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
 
     def serves(self, backend: BackendId, request: Request) -> bool:
         """The backend is fit for the request, and is to stay."""
@@ -88,8 +84,10 @@ class Fleet:
 
     def free(self, backend: BackendId, request: Request) -> list[Slot]:
         """The idle slots of a backend, of which the request may have one."""
-        slots = self.slots.of(backend)
-        return [slot for slot in slots if slot.is_idle and self.wants(slot, request)]
+        idle = [slot for slot in self.slots.of(backend) if slot.phase is Phase.IDLE]
+        if request.slot_hint is None:
+            return idle
+        return [slot for slot in idle if self.wants(slot, request)]
 
     def needs_gate(self, backend: BackendId, request: Request) -> bool:
         """Nothing else may be prepared on the backend until this request is known to run.
@@ -136,11 +134,11 @@ class Fleet:
         """
         resident, info = slot.resident, self.infos[slot.id.backend]
         tenant, changes = slot.tenant, self.catalog.changes
-        known = self._reach.get(slot.id)
+        known = slot.bench.reaches.get(slot.id.index)
         if known and known[0] is resident and known[1] is info and known[2:4] == (tenant, changes):
             return known[4]
         reach = self.catalog.reach(info.memory_kind, namespace_of(info, tenant), resident.tokens)
-        self._reach[slot.id] = resident, info, tenant, changes, reach
+        slot.bench.reaches[slot.id.index] = resident, info, tenant, changes, reach
         return reach
 
     def forget(self, backend: BackendId) -> None:
@@ -149,9 +147,6 @@ class Fleet:
         self.slots.remove(backend)
         self.rates.pop(backend, None)
         self.rests.pop(backend, None)
-        self._reach = {
-            slot: known for slot, known in self._reach.items() if slot.backend != backend
-        }
         self.sticky = {key: home for key, home in self.sticky.items() if home.backend != backend}
 
     def give_up(self, slot: Slot, kept: int = 0) -> None:

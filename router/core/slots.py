@@ -10,7 +10,7 @@ from math import inf
 
 from router.errors import StaleLeaseError
 from router.tokens import EMPTY, Tokens, count
-from router.types import NOBODY, BackendId, Lease, RequestId, SlotId, Tenant
+from router.types import NOBODY, BackendId, BackendInfo, Lease, RequestId, SlotId, Tenant
 
 
 class Phase(StrEnum):
@@ -86,6 +86,10 @@ class Bench:
     slots: "list[Slot]" = field(default_factory=list)  # by index
     phases: Phases = field(default_factory=no_slots)  # how many are in which phase
     changes: int = 0
+    # What `Fleet.reach` found last, by index, and for what.
+    reaches: "dict[int, tuple[Resident, BackendInfo, Tenant, int, int]]" = field(
+        default_factory=dict, repr=False
+    )
     _unsaved: tuple[int, float] = (-1, inf)
 
     def unsaved_since(self) -> float:
