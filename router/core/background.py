@@ -1,7 +1,5 @@
 """Saving what idle slots hold while nobody is kept waiting by it."""
 
-from math import inf
-
 from router.core.displacement import saving_pays
 from router.core.effects import SaveReason
 from router.core.jobs import Job, SaveStep
@@ -32,19 +30,24 @@ def save_idle(state: State, now: float) -> None:
     """
     if state.stopping and not state.saves_on_stop:
         return
+    unsaved = state.fleet.slots.unsaved()
+    if not unsaved:
+        return
     for backend in state.fleet.infos:
+        if backend not in unsaved:
+            continue
         leaves = state.stopping or backend in state.fleet.draining
         after_s = 0.0 if leaves else state.fleet.policy.idle_save_after_s
-        if after_s is None or now - state.fleet.slots.bench(backend).unsaved_since() < after_s:
-            continue  # asked first: in a large fleet it holds of most
-        if _is_calm(state, backend):
+        if after_s is None or now - unsaved[backend] < after_s:
+            continue
+        if backend not in state.fleet.gated:
             _save_first(state, backend, now, after_s)
 
 
 def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0.0) -> None:
     """Save the first slot that is due and worth it; the next one when that is done."""
     for slot in state.fleet.slots.of(backend):
-        if slot.saved or not slot.is_open or now - slot.last_used < after_s:
+        if not slot.is_unsaved or now - slot.last_used < after_s:
             continue
         if saving_pays(state.fleet, slot)[2]:
             _save(state, slot, now)
@@ -57,23 +60,15 @@ def wakeup(state: State) -> float | None:
     after_s = state.fleet.policy.idle_save_after_s
     if after_s is None or state.stopping or not state.fleet.policy.moves_kv:
         return None
-    first = inf
-    for backend in state.fleet.infos:
-        since = state.fleet.slots.bench(backend).unsaved_since()
-        if since < first and _is_calm(state, backend):
-            first = since
-    return first + after_s if first < inf else None
+    unsaved, gated = state.fleet.slots.unsaved(), state.fleet.gated
+    times = [since + after_s for backend, since in unsaved.items() if backend not in gated]
+    return min(times, default=None)
 
 
 def _is_preparing(state: State, backend: BackendId) -> bool:
     """Something is about to start; a save in between would hold it up."""
     preparing = state.fleet.slots.phases(backend)[Phase.PREPARING]
     return preparing > 0 or backend in state.fleet.gated
-
-
-def _is_calm(state: State, backend: BackendId) -> bool:
-    """Nothing would be held up by a save."""
-    return not state.fleet.running(backend) and not _is_preparing(state, backend)
 
 
 def _save(state: State, slot: Slot, now: float) -> None:

@@ -7,7 +7,7 @@ from router.core.ask import Ask, Cheapest, File, Files
 from router.core.displacement import Displaced, Displacing, can_save, saving_pays
 from router.core.plan import Candidate
 from router.core.reuse import can_restore, goes_back, reusable_tokens
-from router.core.slots import Resident, Slot
+from router.core.slots import Phase, Resident, Slot
 from router.core.tenancy import namespace_of
 from router.types import BackendId, BackendInfo, SlotId, Source, StateShape
 
@@ -42,11 +42,7 @@ def starting_now(
     leads: list[tuple[float, BackendId]] = []
     for backend in room:
         files = _files(ask, ask.fleet.infos[backend], owner)
-        least_s = ask.least_s(backend, 0)
-        if files.most_reused:
-            restored_s = ask.least_s(backend, files.most_reused, files.least_bytes)
-            least_s = min(least_s, restored_s)
-        leads.append((least_s, backend))
+        leads.append((ask.least_of_s(backend, files), backend))
     for least_s, backend in sorted(leads):
         if found.beat(least_s):
             break
@@ -60,9 +56,12 @@ def _residents(ask: Ask, room: list[BackendId], found: Cheapest) -> _Owner | Non
     fleet, place = ask.fleet, {backend: at for at, backend in enumerate(room)}
     leads: list[tuple[float, SlotId, int, int]] = []
     owners: list[tuple[int, int, SlotId]] = []
+    hinted = ask.request.slot_hint is not None
     for name, common in ask.shared.items():
         slot = fleet.slots[name]
-        if name.backend not in place or not slot.is_idle or not fleet.wants(slot, ask.request):
+        if slot.phase is not Phase.IDLE or name.backend not in place:
+            continue
+        if hinted and not fleet.wants(slot, ask.request):
             continue
         if reused := reused_of(ask, slot, common):
             leads.append((ask.least_s(name.backend, reused), name, common, reused))

@@ -107,7 +107,8 @@ class Rates:
 
     def prefill_s(self, tokens: int, depth: int = 0) -> float:
         """Seconds to compute `tokens` on top of `depth` others; attention makes it superlinear."""
-        return self.prefill.predict(tokens, tokens * (depth + tokens / 2))
+        line = self.prefill  # `predict`, without a call: a decision asks for each backend
+        return line.a * tokens + line.b * (tokens * (depth + tokens / 2))
 
     @property
     def speeds(self) -> Speeds:

@@ -48,12 +48,7 @@ class Fleet:
     def fits(self, backend: BackendId, request: Request) -> bool:
         """The backend is up, answers to the model, and the prompt fits into a slot."""
         info = self.infos.get(backend)
-        return (
-            info is not None
-            and backend not in request.avoid
-            and (request.model is None or request.model in info.models)
-            and len(request.prompt) < info.n_ctx
-        )
+        return info is not None and _suits(info, request, len(request.prompt))
 
     def is_open(self, backend: BackendId, request: Request) -> bool:
         """The backend could take the request now, if one of its slots is idle.
@@ -64,6 +59,8 @@ class Fleet:
         """
         if backend in self.gated:
             return False
+        if not self.needs_gate(backend, request):
+            return True
         phases = self.slots.phases(backend)
         if request.whole_backend:
             return phases[Phase.IDLE] == len(self.slots.of(backend))
@@ -71,16 +68,20 @@ class Fleet:
             return False  # the slot may be idle already, and the server's choice
         if not request.pinnable and self.tempting(backend, request, Phase.RUNNING):
             return False  # the same, when its answer ends
-        return not (self.needs_gate(backend, request) and phases[Phase.PREPARING])
+        return not phases[Phase.PREPARING]
 
-    def has_room(self, backend: BackendId, request: Request) -> bool:
-        """The backend could take the request now."""
-        return (
-            self.slots.phases(backend)[Phase.IDLE] > 0
-            and self.serves(backend, request)
+    def room(self, request: Request) -> list[BackendId]:
+        """The backends that could take the request now."""
+        n_prompt, hinted = len(request.prompt), request.slot_hint is not None
+        return [
+            backend
+            for backend, info in self.infos.items()
+            if self.slots.phases(backend)[Phase.IDLE]
+            and backend not in self.draining
+            and _suits(info, request, n_prompt)
             and self.is_open(backend, request)
-            and (request.slot_hint is None or bool(self.free(backend, request)))
-        )
+            and not (hinted and not self.free(backend, request))
+        ]
 
     def free(self, backend: BackendId, request: Request) -> list[Slot]:
         """The idle slots of a backend, of which the request may have one."""
@@ -120,12 +121,18 @@ class Fleet:
         """Streams that stop while a state file is written or read."""
         return self.slots.phases(backend)[Phase.RUNNING]
 
-    def prefilling(self, backend: BackendId) -> int:
-        """Prompts that the router has computed at this moment, before it sends the request."""
-        if not self.slots.phases(backend)[Phase.PREPARING]:
-            return 0
+    def held_up(self, backend: BackendId) -> int:
+        """Requests that a transfer or a prefill would hold up.
+
+        Those whose prompt the router computes first are among them: without them a busy server
+        would look idle.
+        """
+        phases = self.slots.phases(backend)
+        if not phases[Phase.PREPARING]:
+            return phases[Phase.RUNNING]
         slots = self.slots.of(backend)
-        return sum(slot.phase is Phase.PREPARING and slot.sharing for slot in slots)
+        prefilling = sum(slot.phase is Phase.PREPARING and slot.sharing for slot in slots)
+        return phases[Phase.RUNNING] + prefilling
 
     def reach(self, slot: Slot) -> int:
         """How many of the tokens that a slot holds could be restored from a snapshot.
@@ -161,3 +168,12 @@ class Fleet:
         if hint is None:
             return True
         return slot.id.index == hint or hint >= self.infos[slot.id.backend].n_slots
+
+
+def _suits(info: BackendInfo, request: Request, n_prompt: int) -> bool:
+    """A backend that is up answers to the model, and `n_prompt` tokens fit into a slot."""
+    return (
+        n_prompt < info.n_ctx
+        and (request.model is None or request.model in info.models)
+        and info.id not in request.avoid
+    )

@@ -3,10 +3,9 @@
 A slot's life is the table `TRANSITIONS`; an illegal move raises, because it is a bug.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import inf
 
 from router.errors import StaleLeaseError
 from router.tokens import EMPTY, Tokens, count
@@ -90,19 +89,10 @@ class Bench:
     reaches: "dict[int, tuple[Resident, BackendInfo, Tenant, int, int]]" = field(
         default_factory=dict, repr=False
     )
-    _unsaved: tuple[int, float] = (-1, inf)
-
-    def unsaved_since(self) -> float:
-        """Since when the first slot is idle that holds something and was not `saved`, in clock
-        seconds; `inf`: there is none. Asked of every backend after every event."""
-        at, since = self._unsaved
-        if at != self.changes:
-            since = min((s.last_used for s in self.slots if not s.saved and s.is_open), default=inf)
-            self._unsaved = self.changes, since
-        return since
+    unsaved_at: int = -1  # `changes`, when `SlotTable.unsaved` looked
 
 
-_NO_BENCH = Bench()  # of backends that are not there
+_NO_BENCH = Bench()  # of a backend that is not there
 
 
 @dataclass(slots=True)
@@ -136,9 +126,9 @@ class Slot:
         return self.phase is Phase.IDLE
 
     @property
-    def is_open(self) -> bool:
-        """It could be saved."""
-        return self.phase is Phase.IDLE and len(self.resident) > 0
+    def is_unsaved(self) -> bool:
+        """It could be saved, and the background has not had its chance."""
+        return not self.saved and self.phase is Phase.IDLE and len(self.resident) > 0
 
     @property
     def whose(self) -> Tenant:
@@ -203,6 +193,7 @@ class SlotTable:
     """All slots, in the order of their ids."""
 
     _benches: dict[BackendId, Bench] = field(default_factory=dict)
+    _unsaved: dict[BackendId, float] = field(default_factory=dict)
     _first: int = 0  # generation of slots that were not there before
 
     def __getitem__(self, slot: SlotId) -> Slot:
@@ -220,10 +211,6 @@ class SlotTable:
         """The slots of each backend."""
         return self._benches.items()
 
-    def bench(self, backend: BackendId) -> Bench:
-        """The slots of one backend together; to be read only."""
-        return self._benches.get(backend, _NO_BENCH)
-
     def of(self, backend: BackendId) -> list[Slot]:
         """The slots of one backend, by index."""
         return self._benches.get(backend, _NO_BENCH).slots
@@ -231,6 +218,21 @@ class SlotTable:
     def phases(self, backend: BackendId) -> Phases:
         """How many slots of one backend are in which phase; to be read only."""
         return self._benches.get(backend, _NO_BENCH).phases
+
+    def unsaved(self) -> Mapping[BackendId, float]:
+        """The backends where nobody is at work and an idle slot holds something that was not
+        `saved`; since when the first of them is idle, in clock seconds. Asked after every event.
+        """
+        for backend, bench in self._benches.items():
+            if bench.unsaved_at != bench.changes:
+                bench.unsaved_at, phases = bench.changes, bench.phases
+                self._unsaved.pop(backend, None)
+                if phases[Phase.RUNNING] or phases[Phase.PREPARING]:
+                    continue
+                times = [slot.last_used for slot in bench.slots if slot.is_unsaved]
+                if times:
+                    self._unsaved[backend] = min(times)
+        return self._unsaved
 
     def any_idle(self) -> bool:
         """Somebody could be granted a slot at all."""
@@ -256,6 +258,7 @@ class SlotTable:
         generations = [slot.generation for slot in self.of(backend)]
         self._first = max([self._first, *generations])
         self._benches.pop(backend, None)
+        self._unsaved.pop(backend, None)
 
     def lose(self, backend: BackendId) -> list[RequestId]:
         """All slots of a backend are gone; returns who held one."""
