@@ -63,7 +63,7 @@ def _busy(ask: Ask) -> Iterator[Slot]:
         if not (phases[preparing] or (may_wait and phases[running])):
             continue
         if fleet.fits(backend, ask.request):
-            for slot in bench.slots:
+            for slot in fleet.slots.of(backend):
                 phase = slot.phase
                 if phase is preparing or (may_wait and phase is running):
                     yield slot

@@ -76,13 +76,12 @@ def no_slots() -> Phases:
 
 @dataclass(slots=True, eq=False)
 class Bench:
-    """The slots of one backend, and what is known of them together.
+    """What is known of the slots of one backend together; shared by them.
 
     `changes` rises with whatever is assigned to one of them, so that what was worked out of them
     is worked out again only when it may have become wrong.
     """
 
-    slots: "list[Slot]" = field(default_factory=list)  # by index
     phases: Phases = field(default_factory=no_slots)  # how many are in which phase
     changes: int = 0
     # What `Fleet.reach` found last, by index, and for what.
@@ -192,15 +191,16 @@ class Slot:
 class SlotTable:
     """All slots, in the order of their ids."""
 
-    _benches: dict[BackendId, Bench] = field(default_factory=dict)
-    _unsaved: dict[BackendId, float] = field(default_factory=dict)
+    _slots: dict[BackendId, list[Slot]] = field(default_factory=dict)
+    _benches: dict[BackendId, Bench] = field(default_factory=dict, compare=False)
+    _unsaved: dict[BackendId, float] = field(default_factory=dict, compare=False)
     _first: int = 0  # generation of slots that were not there before
 
     def __getitem__(self, slot: SlotId) -> Slot:
-        return self._benches[slot.backend].slots[slot.index]
+        return self._slots[slot.backend][slot.index]
 
     def __iter__(self) -> Iterator[Slot]:
-        return (slot for bench in self._benches.values() for slot in bench.slots)
+        return (slot for slots in self._slots.values() for slot in slots)
 
     def holds(self, lease: Lease) -> bool:
         """The lease is in force, and its slot still exists."""
@@ -208,12 +208,12 @@ class SlotTable:
         return lease.slot.index < len(slots) and slots[lease.slot.index].holds(lease)
 
     def benches(self) -> Iterable[tuple[BackendId, Bench]]:
-        """The slots of each backend."""
+        """What the slots of each backend have in common."""
         return self._benches.items()
 
     def of(self, backend: BackendId) -> list[Slot]:
         """The slots of one backend, by index."""
-        return self._benches.get(backend, _NO_BENCH).slots
+        return self._slots.get(backend, [])
 
     def phases(self, backend: BackendId) -> Phases:
         """How many slots of one backend are in which phase; to be read only."""
@@ -229,7 +229,7 @@ class SlotTable:
                 self._unsaved.pop(backend, None)
                 if phases[Phase.RUNNING] or phases[Phase.PREPARING]:
                     continue
-                times = [slot.last_used for slot in bench.slots if slot.is_unsaved]
+                times = [slot.last_used for slot in self._slots[backend] if slot.is_unsaved]
                 if times:
                     self._unsaved[backend] = min(times)
         return self._unsaved
@@ -248,14 +248,14 @@ class SlotTable:
         generations = [slot.generation for slot in self.of(backend)]
         generations += [self._first] * n_slots
         bench = self._benches[backend] = Bench()
-        bench.slots += [
+        self._slots[backend] = [
             Slot(SlotId(backend, index), generation=generations[index], bench=bench)
             for index in range(n_slots)
         ]
 
     def remove(self, backend: BackendId) -> None:
         """A backend is gone for good, and its slots with it; its name may come again."""
-        generations = [slot.generation for slot in self.of(backend)]
+        generations = [slot.generation for slot in self._slots.pop(backend, [])]
         self._first = max([self._first, *generations])
         self._benches.pop(backend, None)
         self._unsaved.pop(backend, None)
