@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from router.core.displacement import Displaced
 from router.core.fleet import Fleet
 from router.core.plan import Candidate, Price
 from router.types import (
@@ -77,29 +78,31 @@ class Ask:
         return self._shared
 
     def running(self, backend: BackendId) -> int:
-        """Requests on a backend that a transfer or a prefill would hold up.
+        """Requests on a backend that a transfer or a prefill would hold up."""
+        n = self._running.get(backend)
+        if n is None:
+            n = self._running[backend] = self.fleet.held_up(backend)
+        return n
 
-        Those whose prompt the router computes first are among them: without them a busy server
-        would look idle.
-        """
-        if backend not in self._running:
-            fleet = self.fleet
-            self._running[backend] = fleet.running(backend) + fleet.prefilling(backend)
-        return self._running[backend]
+    def least_s(self, backend: BackendId, reused: int) -> float:
+        """No way to start there that reuses so little costs less."""
+        seconds = self.fleet.rates[backend].prefill_s(self.n_prompt - reused, reused)
+        return seconds * (1 + self.running(backend))
 
-    def least_s(self, backend: BackendId, reused: int, size_bytes: int | None = None) -> float:
-        """No way to start there that reuses so little, after restoring so much, costs less."""
-        rates = self.fleet.rates[backend]
-        seconds = rates.prefill_s(self.n_prompt - reused, reused)
-        if size_bytes is not None:
-            seconds += rates.restore_s(size_bytes)
+    def least_of_s(self, backend: BackendId, files: Files) -> float:
+        """No way to start there costs less that reuses nothing, or one of `files`."""
+        rates, reused = self.fleet.rates[backend], files.most_reused
+        seconds = rates.prefill_s(self.n_prompt)
+        if reused:
+            restore_s = rates.restore_s(files.least_bytes)
+            seconds = min(seconds, rates.prefill_s(self.n_prompt - reused, reused) + restore_s)
         return seconds * (1 + self.running(backend))
 
     def candidate(
         self,
         slot: SlotId,
         source: Source,
-        displaced: tuple[float, float, bool],
+        displaced: Displaced,
         *,
         reused: int = 0,
         save_s: float = 0.0,

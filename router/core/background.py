@@ -30,17 +30,24 @@ def save_idle(state: State, now: float) -> None:
     """
     if state.stopping and not state.saves_on_stop:
         return
+    unsaved = state.fleet.slots.unsaved()
+    if not unsaved:
+        return
     for backend in state.fleet.infos:
+        if backend not in unsaved:
+            continue
         leaves = state.stopping or backend in state.fleet.draining
         after_s = 0.0 if leaves else state.fleet.policy.idle_save_after_s
-        if after_s is not None and _is_calm(state, backend):
+        if after_s is None or now - unsaved[backend] < after_s:
+            continue
+        if backend not in state.fleet.gated:
             _save_first(state, backend, now, after_s)
 
 
 def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0.0) -> None:
     """Save the first slot that is due and worth it; the next one when that is done."""
     for slot in state.fleet.slots.of(backend):
-        if slot.saved or not _is_open(slot) or now - slot.last_used < after_s:
+        if not slot.is_unsaved or now - slot.last_used < after_s:
             continue
         if saving_pays(state.fleet, slot)[2]:
             _save(state, slot, now)
@@ -53,30 +60,15 @@ def wakeup(state: State) -> float | None:
     after_s = state.fleet.policy.idle_save_after_s
     if after_s is None or state.stopping or not state.fleet.policy.moves_kv:
         return None
-    times = [
-        slot.last_used + after_s
-        for backend in state.fleet.infos
-        if _is_calm(state, backend)
-        for slot in state.fleet.slots.of(backend)
-        if not slot.saved and _is_open(slot)
-    ]
+    unsaved, gated = state.fleet.slots.unsaved(), state.fleet.gated
+    times = [since + after_s for backend, since in unsaved.items() if backend not in gated]
     return min(times, default=None)
-
-
-def _is_open(slot: Slot) -> bool:
-    """It could be saved. Asked only of those that were not `saved`: in a large fleet, of few."""
-    return slot.is_idle and len(slot.resident) > 0
 
 
 def _is_preparing(state: State, backend: BackendId) -> bool:
     """Something is about to start; a save in between would hold it up."""
     preparing = state.fleet.slots.phases(backend)[Phase.PREPARING]
     return preparing > 0 or backend in state.fleet.gated
-
-
-def _is_calm(state: State, backend: BackendId) -> bool:
-    """Nothing would be held up by a save."""
-    return not state.fleet.running(backend) and not _is_preparing(state, backend)
 
 
 def _save(state: State, slot: Slot, now: float) -> None:

@@ -4,10 +4,10 @@ business."""
 from typing import NamedTuple
 
 from router.core.ask import Ask, Cheapest, File, Files
-from router.core.displacement import can_save, saving_pays
+from router.core.displacement import Displaced, Displacing, can_save, saving_pays
 from router.core.plan import Candidate
 from router.core.reuse import can_restore, goes_back, reusable_tokens
-from router.core.slots import Resident, Slot
+from router.core.slots import Phase, Resident, Slot
 from router.core.tenancy import namespace_of
 from router.types import BackendId, BackendInfo, SlotId, Source, StateShape
 
@@ -42,15 +42,11 @@ def starting_now(
     leads: list[tuple[float, BackendId]] = []
     for backend in room:
         files = _files(ask, ask.fleet.infos[backend], owner)
-        least_s = ask.least_s(backend, 0)
-        if files.most_reused:
-            restored_s = ask.least_s(backend, files.most_reused, files.least_bytes)
-            least_s = min(least_s, restored_s)
-        leads.append((least_s, backend))
+        leads.append((ask.least_of_s(backend, files), backend))
     for least_s, backend in sorted(leads):
         if found.beat(least_s):
             break
-        _elsewhere(ask, backend, owner, found)
+        _elsewhere(ask, backend, owner, found, least_s)
     return found.ways
 
 
@@ -60,9 +56,12 @@ def _residents(ask: Ask, room: list[BackendId], found: Cheapest) -> _Owner | Non
     fleet, place = ask.fleet, {backend: at for at, backend in enumerate(room)}
     leads: list[tuple[float, SlotId, int, int]] = []
     owners: list[tuple[int, int, SlotId]] = []
+    hinted = ask.request.slot_hint is not None
     for name, common in ask.shared.items():
         slot = fleet.slots[name]
-        if name.backend not in place or not slot.is_idle or not fleet.wants(slot, ask.request):
+        if slot.phase is not Phase.IDLE or name.backend not in place:
+            continue
+        if hinted and not fleet.wants(slot, ask.request):
             continue
         if reused := reused_of(ask, slot, common):
             leads.append((ask.least_s(name.backend, reused), name, common, reused))
@@ -105,16 +104,18 @@ def cold(ask: Ask, slot: Slot) -> Candidate:
     return ask.candidate(slot.id, source, saving_pays(ask.fleet, slot))
 
 
-def _elsewhere(ask: Ask, backend: BackendId, owner: _Owner | None, found: Cheapest) -> None:
+def _elsewhere(
+    ask: Ask, backend: BackendId, owner: _Owner | None, found: Cheapest, least_s: float
+) -> None:
     """Start in a slot of one backend without what it holds: cold, from a file or from a copy.
 
-    The target decides nothing but what is displaced.
+    The target decides nothing but what is displaced. `least_s`: what any of it costs without that.
     """
     fleet = ask.fleet
-    displaced, target = min(
-        ((saving_pays(fleet, slot), slot) for slot in fleet.free(backend, ask.request)),
-        key=lambda pair: (pair[0][0] + pair[0][1], pair[1].last_used, pair[1].id),
-    )
+    displaced, target = Displacing(fleet, backend).cheapest(fleet.free(backend, ask.request))
+    save_s, loss_s, _ = displaced
+    if found.beat(least_s + save_s * (1 + ask.running(backend)) + loss_s):
+        return
     info = fleet.infos[backend]
     found.add(ask.candidate(target.id, Source.COLD, displaced))
     for file in _files(ask, info, owner).files:
@@ -168,7 +169,7 @@ def _is_there(info: BackendInfo, file: File) -> bool:
 
 
 def _restore(
-    ask: Ask, target: Slot, displaced: tuple[float, float, bool], info: BackendInfo, file: File
+    ask: Ask, target: Slot, displaced: Displaced, info: BackendInfo, file: File
 ) -> Candidate:
     """Restore a file into a slot, rewritten if need be."""
     rates = ask.fleet.rates[info.id]
@@ -187,7 +188,7 @@ def _restore(
 def _copy(
     ask: Ask,
     target: Slot,
-    displaced: tuple[float, float, bool],
+    displaced: Displaced,
     here: BackendInfo,
     owner: _Owner,
 ) -> Candidate | None:

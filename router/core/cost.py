@@ -49,14 +49,11 @@ class Line:
         """
         if self.n >= _SETTLED:
             y = min(y, _SURPRISE * self.predict(u, v))
-        for name, value in (
-            ("_uu", u * u),
-            ("_uv", u * v),
-            ("_vv", v * v),
-            ("_uy", u * y),
-            ("_vy", v * y),
-        ):
-            setattr(self, name, getattr(self, name) * _DECAY + value)
+        self._uu = self._uu * _DECAY + u * u
+        self._uv = self._uv * _DECAY + u * v
+        self._vv = self._vv * _DECAY + v * v
+        self._uy = self._uy * _DECAY + u * y
+        self._vy = self._vy * _DECAY + v * y
         self.n += 1
         self._solve()
 
@@ -107,7 +104,8 @@ class Rates:
 
     def prefill_s(self, tokens: int, depth: int = 0) -> float:
         """Seconds to compute `tokens` on top of `depth` others; attention makes it superlinear."""
-        return self.prefill.predict(tokens, tokens * (depth + tokens / 2))
+        line = self.prefill  # `predict`, without a call: a decision asks for each backend
+        return line.a * tokens + line.b * (tokens * (depth + tokens / 2))
 
     @property
     def speeds(self) -> Speeds:

@@ -1,9 +1,11 @@
 """What it costs to take a slot's content away, and whether to save it first."""
 
+from collections.abc import Iterable
+
 from router.core.fleet import Fleet
 from router.core.reuse import can_restore
 from router.core.slots import Slot
-from router.types import NOBODY, BackendInfo
+from router.types import NOBODY, BackendId, BackendInfo
 
 
 def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
@@ -22,34 +24,62 @@ def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
     )
 
 
-def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> tuple[float, float, bool]:
-    """Price of taking a slot's content away: `(save seconds, expected loss, save it)`.
+# Save seconds, expected loss in seconds, and whether to save.
+Displaced = tuple[float, float, bool]
+_NOTHING: Displaced = (0.0, 0.0, False)
 
-    `kept` tokens stay useful where they are. All of it is weighed by the chance that the content
-    is asked for again, and by the requests that stop meanwhile: those beside the save now, and as
-    many beside the restore or the prefill then.
 
-    1. A snapshot holds it: then it has to be restored.
-    2. Saving it now and restoring it then is cheaper than computing it again: it is saved.
-    3. Else what no snapshot holds is computed again.
-    """
-    n_held = len(slot.resident)
-    if n_held <= kept or (fleet.policy.keeps_apart and slot.tenant == NOBODY):
-        return 0.0, 0.0, False
-    info = fleet.infos[slot.id.backend]
-    rates, chance = fleet.rates[info.id], fleet.policy.reuse_probability
-    if kept >= max(slot.resident.checkpoints, default=n_held):
-        # The request goes on from the end of the slot's last prompt: it is the next turn, and of
-        # the answer that is left over the client has made something else.
-        chance *= 1 - kept / n_held
-    size_bytes = round(n_held * rates.bytes_per_token.value)
-    stopped = 1 + fleet.running(info.id)
-    back_s = chance * stopped * rates.restore_s(size_bytes)
-    missing = n_held - max(fleet.reach(slot), kept)
-    if missing <= 0:
-        return 0.0, back_s, False
-    loss_s = chance * stopped * rates.prefill_s(missing, n_held - missing)
-    save_s = rates.save_s(n_held)
-    if can_save(fleet, info, n_held) and save_s * stopped + back_s < loss_s:
-        return save_s, back_s, True
-    return 0.0, loss_s, False
+class Displacing:
+    """What taking content away costs on one backend at this moment; for many slots at once."""
+
+    __slots__ = ("_apart", "_chance", "_fleet", "_info", "_rates", "_stopped")
+
+    def __init__(self, fleet: Fleet, backend: BackendId) -> None:
+        self._fleet = fleet
+        self._info = fleet.infos[backend]
+        self._rates = fleet.rates[backend]
+        self._chance = fleet.policy.reuse_probability
+        self._apart = fleet.policy.keeps_apart
+        self._stopped = 1 + fleet.running(backend)
+
+    def price(self, slot: Slot, kept: int = 0) -> Displaced:
+        """Price of taking a slot's content away: `(save seconds, expected loss, save it)`.
+
+        `kept` tokens stay useful where they are. All of it is weighed by the chance that the
+        content is asked for again, and by the requests that stop meanwhile: those beside the save
+        now, and as many beside the restore or the prefill then.
+
+        1. A snapshot holds it: then it has to be restored.
+        2. Saving it now and restoring it then is cheaper than computing it again: it is saved.
+        3. Else what no snapshot holds is computed again.
+        """
+        held = slot.resident
+        n_held = len(held)
+        if n_held <= kept or (self._apart and slot.tenant == NOBODY):
+            return _NOTHING
+        rates, chance, stopped = self._rates, self._chance, self._stopped
+        if kept and kept >= max(held.checkpoints, default=n_held):
+            # The request goes on from the end of the slot's last prompt: it is the next turn, and
+            # of the answer that is left over the client has made something else.
+            chance *= 1 - kept / n_held
+        size_bytes = round(n_held * rates.bytes_per_token.value)
+        back_s = chance * stopped * rates.restore_s(size_bytes)
+        missing = n_held - max(self._fleet.reach(slot), kept)
+        if missing <= 0:
+            return 0.0, back_s, False
+        loss_s = chance * stopped * rates.prefill_s(missing, n_held - missing)
+        save_s = rates.save_s(n_held)
+        if save_s * stopped + back_s < loss_s and can_save(self._fleet, self._info, n_held):
+            return save_s, back_s, True
+        return 0.0, loss_s, False
+
+    def cheapest(self, slots: Iterable[Slot]) -> tuple[Displaced, Slot]:
+        """Whose content is the least loss; of equals the slot that was idle for longest. Raises
+        ValueError if there are no slots."""
+        ways = ((self.price(slot), slot) for slot in slots)
+        return min(ways, key=lambda way: (way[0][0] + way[0][1], way[1].last_used, way[1].id))
+
+
+def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> Displaced:
+    """`Displacing.price` of one slot."""
+    return Displacing(fleet, slot.id.backend).price(slot, kept)

@@ -7,10 +7,10 @@ from router.core.cost import Rates
 from router.core.ghosts import Ghosts
 from router.core.holdings import Holdings
 from router.core.policy import Policy
-from router.core.slots import Phase, Resident, Slot, SlotTable
+from router.core.slots import Phase, Slot, SlotTable
 from router.core.tenancy import namespace_of, tempts
 from router.tokens import count
-from router.types import BackendId, BackendInfo, Request, SlotId, Tenant
+from router.types import BackendId, BackendInfo, Request, SlotId
 
 
 @dataclass(slots=True)
@@ -40,10 +40,6 @@ class Fleet:
     has_tenants: bool = False  # a slot may hold something that is somebody's
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
     displaced: Ghosts = field(default_factory=Ghosts, repr=False, compare=False)
-    # What `reach` found last, and for what.
-    _reach: dict[SlotId, tuple[Resident, BackendInfo, Tenant, int, int]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
 
     def serves(self, backend: BackendId, request: Request) -> bool:
         """The backend is fit for the request, and is to stay."""
@@ -52,12 +48,7 @@ class Fleet:
     def fits(self, backend: BackendId, request: Request) -> bool:
         """The backend is up, answers to the model, and the prompt fits into a slot."""
         info = self.infos.get(backend)
-        return (
-            info is not None
-            and backend not in request.avoid
-            and (request.model is None or request.model in info.models)
-            and len(request.prompt) < info.n_ctx
-        )
+        return info is not None and _suits(info, request, len(request.prompt))
 
     def is_open(self, backend: BackendId, request: Request) -> bool:
         """The backend could take the request now, if one of its slots is idle.
@@ -68,6 +59,8 @@ class Fleet:
         """
         if backend in self.gated:
             return False
+        if not self.needs_gate(backend, request):
+            return True
         phases = self.slots.phases(backend)
         if request.whole_backend:
             return phases[Phase.IDLE] == len(self.slots.of(backend))
@@ -75,21 +68,27 @@ class Fleet:
             return False  # the slot may be idle already, and the server's choice
         if not request.pinnable and self.tempting(backend, request, Phase.RUNNING):
             return False  # the same, when its answer ends
-        return not (self.needs_gate(backend, request) and phases[Phase.PREPARING])
+        return not phases[Phase.PREPARING]
 
-    def has_room(self, backend: BackendId, request: Request) -> bool:
-        """The backend could take the request now."""
-        return (
-            self.slots.phases(backend)[Phase.IDLE] > 0
-            and self.serves(backend, request)
+    def room(self, request: Request) -> list[BackendId]:
+        """The backends that could take the request now."""
+        n_prompt, hinted = len(request.prompt), request.slot_hint is not None
+        return [
+            backend
+            for backend, info in self.infos.items()
+            if self.slots.phases(backend)[Phase.IDLE]
+            and backend not in self.draining
+            and _suits(info, request, n_prompt)
             and self.is_open(backend, request)
-            and (request.slot_hint is None or bool(self.free(backend, request)))
-        )
+            and not (hinted and not self.free(backend, request))
+        ]
 
     def free(self, backend: BackendId, request: Request) -> list[Slot]:
         """The idle slots of a backend, of which the request may have one."""
-        slots = self.slots.of(backend)
-        return [slot for slot in slots if slot.is_idle and self.wants(slot, request)]
+        idle = [slot for slot in self.slots.of(backend) if slot.phase is Phase.IDLE]
+        if request.slot_hint is None:
+            return idle
+        return [slot for slot in idle if self.wants(slot, request)]
 
     def needs_gate(self, backend: BackendId, request: Request) -> bool:
         """Nothing else may be prepared on the backend until this request is known to run.
@@ -122,12 +121,18 @@ class Fleet:
         """Streams that stop while a state file is written or read."""
         return self.slots.phases(backend)[Phase.RUNNING]
 
-    def prefilling(self, backend: BackendId) -> int:
-        """Prompts that the router has computed at this moment, before it sends the request."""
-        if not self.slots.phases(backend)[Phase.PREPARING]:
-            return 0
+    def held_up(self, backend: BackendId) -> int:
+        """Requests that a transfer or a prefill would hold up.
+
+        Those whose prompt the router computes first are among them: without them a busy server
+        would look idle.
+        """
+        phases = self.slots.phases(backend)
+        if not phases[Phase.PREPARING]:
+            return phases[Phase.RUNNING]
         slots = self.slots.of(backend)
-        return sum(slot.phase is Phase.PREPARING and slot.sharing for slot in slots)
+        prefilling = sum(slot.phase is Phase.PREPARING and slot.sharing for slot in slots)
+        return phases[Phase.RUNNING] + prefilling
 
     def reach(self, slot: Slot) -> int:
         """How many of the tokens that a slot holds could be restored from a snapshot.
@@ -136,11 +141,11 @@ class Fleet:
         """
         resident, info = slot.resident, self.infos[slot.id.backend]
         tenant, changes = slot.tenant, self.catalog.changes
-        known = self._reach.get(slot.id)
+        known = slot.bench.reaches.get(slot.id.index)
         if known and known[0] is resident and known[1] is info and known[2:4] == (tenant, changes):
             return known[4]
         reach = self.catalog.reach(info.memory_kind, namespace_of(info, tenant), resident.tokens)
-        self._reach[slot.id] = resident, info, tenant, changes, reach
+        slot.bench.reaches[slot.id.index] = resident, info, tenant, changes, reach
         return reach
 
     def forget(self, backend: BackendId) -> None:
@@ -149,9 +154,6 @@ class Fleet:
         self.slots.remove(backend)
         self.rates.pop(backend, None)
         self.rests.pop(backend, None)
-        self._reach = {
-            slot: known for slot, known in self._reach.items() if slot.backend != backend
-        }
         self.sticky = {key: home for key, home in self.sticky.items() if home.backend != backend}
 
     def give_up(self, slot: Slot, kept: int = 0) -> None:
@@ -166,3 +168,12 @@ class Fleet:
         if hint is None:
             return True
         return slot.id.index == hint or hint >= self.infos[slot.id.backend].n_slots
+
+
+def _suits(info: BackendInfo, request: Request, n_prompt: int) -> bool:
+    """A backend that is up answers to the model, and `n_prompt` tokens fit into a slot."""
+    return (
+        n_prompt < info.n_ctx
+        and (request.model is None or request.model in info.models)
+        and info.id not in request.avoid
+    )

@@ -1,7 +1,9 @@
 """Which slots hold, or are computing, something that a prompt begins with."""
 
+from dataclasses import dataclass
+
 from router.core.prefix_index import PrefixIndex
-from router.core.slots import Phase, SlotTable
+from router.core.slots import Bench, Phase, SlotTable
 from router.tokens import EMPTY, Tokens
 from router.types import BackendId, SlotId, Tenant
 
@@ -10,12 +12,12 @@ class Holdings:
     """An index over the slots of a table, so that a prompt is compared with all of them at once.
 
     It follows the table: asked, it takes in what has changed since it was asked before. Changes
-    are few, and telling that there was none takes a look at each slot and no comparison of tokens.
+    are few, and telling that there was none takes a look at each backend.
     """
 
     def __init__(self) -> None:
         self._index: PrefixIndex[SlotId] = PrefixIndex()
-        self._known: dict[BackendId, list[Tokens]] = {}  # what the index has of each slot
+        self._known: dict[BackendId, _Known] = {}
 
     def shared(
         self, slots: SlotTable, tokens: Tokens, tenant: Tenant | None = None
@@ -23,15 +25,18 @@ class Holdings:
         """How many leading tokens of `tokens` each slot of a tenant shares, of any if it is None;
         those that share none are left out. Of a leased slot counts what its lease computes."""
         idle = Phase.IDLE
-        for backend, ones in slots.by_backend():
+        for backend, bench in slots.benches():
             known = self._known.get(backend)
-            if known is None or len(known) != len(ones):
-                known = self._resize(backend, len(ones))
-            for at, slot in enumerate(ones):
+            if known is None or known.bench is not bench:
+                known = self._anew(backend, bench, len(slots.of(backend)))
+            elif known.changes == bench.changes:
+                continue
+            known.changes, tokens_of = bench.changes, known.tokens
+            for at, slot in enumerate(slots.of(backend)):
                 held = slot.resident.tokens if slot.phase is idle else slot.pending
-                if held is not known[at]:
-                    self._change(slot.id, known[at], held)
-                    known[at] = held
+                if held is not tokens_of[at]:
+                    self._change(slot.id, tokens_of[at], held)
+                    tokens_of[at] = held
         found = self._index.shares(tokens)
         if tenant is None:
             return dict(found)
@@ -39,8 +44,15 @@ class Holdings:
 
     def forget(self, backend: BackendId) -> None:
         """A backend has no slots any more."""
-        self._resize(backend, 0)
-        del self._known[backend]
+        known = self._known.pop(backend, None)
+        for index, before in enumerate(known.tokens if known else ()):
+            self._change(SlotId(backend, index), before, EMPTY)
+
+    def _anew(self, backend: BackendId, bench: Bench, n_slots: int) -> "_Known":
+        """A backend is new, or came back."""
+        self.forget(backend)
+        known = self._known[backend] = _Known(bench, -1, [EMPTY] * n_slots)
+        return known
 
     def _change(self, slot: SlotId, before: Tokens, held: Tokens) -> None:
         if before:
@@ -48,9 +60,11 @@ class Holdings:
         if held:
             self._index.insert(held, slot)
 
-    def _resize(self, backend: BackendId, n_slots: int) -> list[Tokens]:
-        """A backend is new, or came back with another number of slots."""
-        for index, before in enumerate(self._known.get(backend, [])):
-            self._change(SlotId(backend, index), before, EMPTY)
-        self._known[backend] = [EMPTY] * n_slots
-        return self._known[backend]
+
+@dataclass(slots=True)
+class _Known:
+    """What the index has of each slot of a backend, and how often those had changed by then."""
+
+    bench: Bench
+    changes: int
+    tokens: list[Tokens]

@@ -10,8 +10,6 @@ from router.core.slots import Phase, Slot
 from router.tokens import common_prefix, count
 from router.types import Source
 
-_BUSY = (Phase.PREPARING, Phase.RUNNING)
-
 
 def starting_later(ask: Ask, n: int) -> list[Candidate]:
     """Ways that begin with waiting for a busy slot which has, or is computing, the prefix.
@@ -28,8 +26,11 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
     may_wait, at_least = fleet.policy.may_wait, max(fleet.catalog.limits.min_tokens, 1)
     saved, owners = Cheapest(n), Cheapest(n)
     for slot in _busy(ask):
-        ours = slot.tenant == ask.request.tenant
-        if slot.saving and ours and (way := _once_saved(ask, slot, at_least)):
+        if (
+            slot.saving
+            and slot.tenant == ask.request.tenant
+            and (way := _once_saved(ask, slot, at_least))
+        ):
             saved.add(way)
         if not (slot.sharing or may_wait):
             continue
@@ -56,12 +57,16 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
 def _busy(ask: Ask) -> Iterator[Slot]:
     """Slots that could be waited for; on a backend that is to be let go of, for their files."""
     fleet, may_wait = ask.fleet, ask.fleet.policy.may_wait
-    for backend, slots in fleet.slots.by_backend():
-        phases = fleet.slots.phases(backend)
-        if not (phases[Phase.PREPARING] or (may_wait and phases[Phase.RUNNING])):
+    preparing, running = Phase.PREPARING, Phase.RUNNING
+    for backend, bench in fleet.slots.benches():
+        phases = bench.phases
+        if not (phases[preparing] or (may_wait and phases[running])):
             continue
         if fleet.fits(backend, ask.request):
-            yield from (slot for slot in slots if slot.phase in _BUSY)
+            for slot in fleet.slots.of(backend):
+                phase = slot.phase
+                if phase is preparing or (may_wait and phase is running):
+                    yield slot
 
 
 def _is_to_be_had(ask: Ask, slot: Slot) -> bool:

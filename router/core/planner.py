@@ -28,7 +28,7 @@ def plan(
     A plan whose `chosen.wait_for` is set means: another slot is free, but waiting is cheaper.
     """
     ask = Ask(request, fleet, now)
-    room = [backend for backend in fleet.infos if fleet.has_room(backend, request)]
+    room = fleet.room(request)
     if not fleet.policy.moves_kv:
         return baseline(ask, room)
     if not room:

@@ -3,13 +3,13 @@
 A slot's life is the table `TRANSITIONS`; an illegal move raises, because it is a bug.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from router.errors import StaleLeaseError
 from router.tokens import EMPTY, Tokens, count
-from router.types import NOBODY, BackendId, Lease, RequestId, SlotId, Tenant
+from router.types import NOBODY, BackendId, BackendInfo, Lease, RequestId, SlotId, Tenant
 
 
 class Phase(StrEnum):
@@ -74,13 +74,31 @@ def no_slots() -> Phases:
     return dict.fromkeys(Phase, 0)
 
 
-_NO_SLOTS = no_slots()
+@dataclass(slots=True, eq=False)
+class Bench:
+    """What is known of the slots of one backend together; shared by them.
+
+    `changes` rises with whatever is assigned to one of them, so that what was worked out of them
+    is worked out again only when it may have become wrong.
+    """
+
+    phases: Phases = field(default_factory=no_slots)  # how many are in which phase
+    changes: int = 0
+    # What `Fleet.reach` found last, by index, and for what.
+    reaches: "dict[int, tuple[Resident, BackendInfo, Tenant, int, int]]" = field(
+        default_factory=dict, repr=False
+    )
+    unsaved_at: int = -1  # `changes`, when `SlotTable.unsaved` looked
+
+
+_NO_BENCH = Bench()  # of a backend that is not there
 
 
 @dataclass(slots=True)
 class Slot:
     """One slot. `busy_until` is a guess in clock seconds, used to price waiting."""
 
+    bench: Bench = field(kw_only=True, default_factory=Bench, repr=False, compare=False)
     id: SlotId
     phase: Phase = Phase.IDLE
     generation: int = 0
@@ -94,16 +112,22 @@ class Slot:
     taker: Tenant = NOBODY  # whose request holds it: `pending` is theirs
     sharing: bool = False  # PREPARING, and others may have `pending` when that is done
     saved: bool = False  # the background has had its chance with this content
-    # How many slots of its backend are in which phase. Shared by them; counted rather than looked
-    # up, because every decision asks it of every backend.
-    phases: Phases = field(default_factory=no_slots, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.phases[self.phase] += 1
+        self.bench.phases[self.phase] += 1
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        self.bench.changes += 1
 
     @property
     def is_idle(self) -> bool:
         return self.phase is Phase.IDLE
+
+    @property
+    def is_unsaved(self) -> bool:
+        """It could be saved, and the background has not had its chance."""
+        return not self.saved and self.phase is Phase.IDLE and len(self.resident) > 0
 
     @property
     def whose(self) -> Tenant:
@@ -114,9 +138,10 @@ class Slot:
         allowed = TRANSITIONS[self.phase]
         if move not in allowed:
             raise StaleLeaseError(f"{self.id}: cannot {move} while {self.phase}")
-        self.phases[self.phase] -= 1
-        self.phase = allowed[move]
-        self.phases[self.phase] += 1
+        phases, after = self.bench.phases, allowed[move]
+        phases[self.phase] -= 1
+        phases[after] += 1
+        self.phase = after
 
     def lease(self, request: RequestId) -> Lease:
         """Hand the slot out. The caller owns the lease until `release` or `lose`."""
@@ -167,7 +192,8 @@ class SlotTable:
     """All slots, in the order of their ids."""
 
     _slots: dict[BackendId, list[Slot]] = field(default_factory=dict)
-    _phases: dict[BackendId, Phases] = field(default_factory=dict)
+    _benches: dict[BackendId, Bench] = field(default_factory=dict, compare=False)
+    _unsaved: dict[BackendId, float] = field(default_factory=dict, compare=False)
     _first: int = 0  # generation of slots that were not there before
 
     def __getitem__(self, slot: SlotId) -> Slot:
@@ -181,9 +207,9 @@ class SlotTable:
         slots = self.of(lease.slot.backend)
         return lease.slot.index < len(slots) and slots[lease.slot.index].holds(lease)
 
-    def by_backend(self) -> Iterable[tuple[BackendId, list[Slot]]]:
-        """The slots of each backend, by index."""
-        return self._slots.items()
+    def benches(self) -> Iterable[tuple[BackendId, Bench]]:
+        """What the slots of each backend have in common."""
+        return self._benches.items()
 
     def of(self, backend: BackendId) -> list[Slot]:
         """The slots of one backend, by index."""
@@ -191,11 +217,26 @@ class SlotTable:
 
     def phases(self, backend: BackendId) -> Phases:
         """How many slots of one backend are in which phase; to be read only."""
-        return self._phases.get(backend, _NO_SLOTS)
+        return self._benches.get(backend, _NO_BENCH).phases
+
+    def unsaved(self) -> Mapping[BackendId, float]:
+        """The backends where nobody is at work and an idle slot holds something that was not
+        `saved`; since when the first of them is idle, in clock seconds. Asked after every event.
+        """
+        for backend, bench in self._benches.items():
+            if bench.unsaved_at != bench.changes:
+                bench.unsaved_at, phases = bench.changes, bench.phases
+                self._unsaved.pop(backend, None)
+                if phases[Phase.RUNNING] or phases[Phase.PREPARING]:
+                    continue
+                times = [slot.last_used for slot in self._slots[backend] if slot.is_unsaved]
+                if times:
+                    self._unsaved[backend] = min(times)
+        return self._unsaved
 
     def any_idle(self) -> bool:
         """Somebody could be granted a slot at all."""
-        return any(phases[Phase.IDLE] for phases in self._phases.values())
+        return any(bench.phases[Phase.IDLE] for bench in self._benches.values())
 
     def add(self, backend: BackendId, n_slots: int) -> None:
         """Slots of a backend that has just come up: empty, whatever they were before.
@@ -206,9 +247,9 @@ class SlotTable:
             old.lose()
         generations = [slot.generation for slot in self.of(backend)]
         generations += [self._first] * n_slots
-        phases = self._phases[backend] = no_slots()
+        bench = self._benches[backend] = Bench()
         self._slots[backend] = [
-            Slot(SlotId(backend, index), generation=generations[index], phases=phases)
+            Slot(SlotId(backend, index), generation=generations[index], bench=bench)
             for index in range(n_slots)
         ]
 
@@ -216,7 +257,8 @@ class SlotTable:
         """A backend is gone for good, and its slots with it; its name may come again."""
         generations = [slot.generation for slot in self._slots.pop(backend, [])]
         self._first = max([self._first, *generations])
-        self._phases.pop(backend, None)
+        self._benches.pop(backend, None)
+        self._unsaved.pop(backend, None)
 
     def lose(self, backend: BackendId) -> list[RequestId]:
         """All slots of a backend are gone; returns who held one."""

@@ -85,6 +85,7 @@ class Simulator:
         self._given_up: set[RequestId] = set()  # of these
         self._watching: dict[SlotId, RequestId] = {}
         self._tick: float | None = None
+        self._told = False  # the scheduler was told something at this moment
         self._arrivals = source.arrivals()
         self._to_come = 0  # requests whose time is known and has not come
         self._files = 0
@@ -123,6 +124,9 @@ class Simulator:
             if at is not None:
                 self._at(at, partial(self._due, server, self._versions[name]))
         self._changed.clear()
+        if not self._told:
+            return
+        self._told = False
         wakeup = self.scheduler.next_wakeup(self.now)
         # An earlier tick that is due anyway asks again.
         if wakeup is not None and (self._tick is None or wakeup + _TICK_S < self._tick):
@@ -236,6 +240,7 @@ class Simulator:
     # -- what the scheduler answers ------------------------------------------------------------
 
     def _feed(self, event: ev.Event) -> None:
+        self._told = True
         for effect in self.scheduler.handle(event, self.now):
             self._carry_out(effect)
 

@@ -174,7 +174,6 @@ def test_of_one_that_is_removed_nothing_is_kept() -> None:
     assert A not in fleet.rates
     assert set(fleet.sticky.values()) <= {B0}
     assert fleet.holdings.shared(fleet.slots, LONG) == {}
-    assert "a/0" not in repr(fleet._reach)
 
     # Late news of the old one is not taken for the new one's.
     s.handle(ev.BackendUp(backend("a", 1)), NOW)
