@@ -36,7 +36,7 @@ def starting_now(
     running beside them, are not looked at any closer.
     """
     if ask.has_no_say:
-        return [cold(ask, slot) for b in room for slot in ask.fleet.free(b, ask.request)]
+        return [cold(ask, *_target(ask, backend)) for backend in room]
     found = Cheapest(n, known)
     owner = _residents(ask, room, found)
     leads: list[tuple[float, BackendId]] = []
@@ -99,10 +99,20 @@ def resident(ask: Ask, slot: Slot, common: int, reused: int) -> Candidate:
     return ask.candidate(slot.id, Source.RESIDENT, displaced, reused=reused)
 
 
-def cold(ask: Ask, slot: Slot) -> Candidate:
-    """Start from nothing."""
+def cold(ask: Ask, slot: Slot, displaced: tuple[float, float, bool] | None = None) -> Candidate:
+    """Start from nothing. `displaced` is what `saving_pays` says of the slot."""
     source = Source.NONE if ask.has_no_say else Source.COLD
-    return ask.candidate(slot.id, source, saving_pays(ask.fleet, slot))
+    return ask.candidate(slot.id, source, displaced or saving_pays(ask.fleet, slot))
+
+
+def _target(ask: Ask, backend: BackendId) -> tuple[Slot, tuple[float, float, bool]]:
+    """The free slot of a backend that costs least to take, and what that costs; of several the
+    one that was not used for longest, which a server that picks itself takes as well."""
+    free = ask.fleet.free(backend, ask.request)
+    return min(
+        ((slot, saving_pays(ask.fleet, slot)) for slot in free),
+        key=lambda pair: (pair[1][0] + pair[1][1], pair[0].last_used, pair[0].id),
+    )
 
 
 def _elsewhere(ask: Ask, backend: BackendId, owner: _Owner | None, found: Cheapest) -> None:
@@ -111,10 +121,7 @@ def _elsewhere(ask: Ask, backend: BackendId, owner: _Owner | None, found: Cheape
     The target decides nothing but what is displaced.
     """
     fleet = ask.fleet
-    displaced, target = min(
-        ((saving_pays(fleet, slot), slot) for slot in fleet.free(backend, ask.request)),
-        key=lambda pair: (pair[0][0] + pair[0][1], pair[1].last_used, pair[1].id),
-    )
+    target, displaced = _target(ask, backend)
     info = fleet.infos[backend]
     found.add(ask.candidate(target.id, Source.COLD, displaced))
     for file in _files(ask, info, owner).files:
