@@ -63,6 +63,7 @@ async def save(fleet: Fleet) -> Json:
     assert_good(await fleet.complete(PROMPT))
     state = await fleet.until(lambda state: state["snapshots"]["count"] == 1)
     await fleet.until_quiet()
+    await fleet.router.store.flush()  # what happens to a file before that is another test's
     assert_good(await fleet.complete(OTHER), OTHER)
     item: Json = state["snapshots"]["items"][0]
     return item
