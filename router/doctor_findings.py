@@ -170,12 +170,15 @@ def _owned(folder: Folder) -> str:
 def _moving(facts: Facts, attached: Attached) -> Iterator[Finding]:
     """Does saving and restoring work? The first reason why not is the one that is told.
 
-    (1) no --slot-save-path; (2) no kv_dir; (3) no file there; (4) not tried; (5) save refused;
-    (6) a file that cannot be used; (7) restoring gives nothing; else it works.
+    (0) there is nothing to save; (1) no --slot-save-path; (2) no kv_dir; (3) no file there; (4) not
+    tried; (5) save refused; (6) a file that cannot be used; (7) restoring gives nothing; else it
+    works.
     """
     found, kv_dir = attached.probe, facts.backend.kv_dir
     folder = shlex.quote(str(kv_dir)) if kv_dir is not None else "DIR"
-    if not facts.actions:  # (1)
+    if not found.generates:  # (0)
+        yield Finding(Level.NOTE, f"{found.note}")
+    elif not facts.actions:  # (1)
         also = "" if kv_dir is not None else ", and give kvferry the same as `kv_dir` (--kv-dir)"
         yield Finding(
             Level.ERROR,

@@ -227,10 +227,9 @@ class Engine:
 
     def known_namespaces(self) -> set[Namespace]:
         """All that a backend could belong to."""
-        state = self._scheduler.state
-        snapshots = state.fleet.catalog.snapshots()
-        held = {model_of(snapshot.namespace) for snapshot, _, _ in snapshots}
-        return held | {info.namespace for info in state.fleet.infos.values()}
+        fleet = self._scheduler.state.fleet
+        held = {model_of(snapshot.namespace) for snapshot, _, _ in fleet.catalog.snapshots()}
+        return held | {info.namespace for info in fleet.infos.values()}
 
     @property
     def infos(self) -> Mapping[BackendId, BackendInfo]:
@@ -277,6 +276,8 @@ class Engine:
     def _feed(self, event: ev.Event) -> None:
         for effect in self._scheduler.handle(event, self._clock.now()):
             self._carry_out(effect)
+        for sent in self._placing.wanted():
+            self._tasks.spawn(self._answer(self._placing.find(sent)), name=f"find {sent.lease}")
         if self._calm is not None and not any(
             job.is_ours for job in self._scheduler.state.jobs.values()
         ):
@@ -301,8 +302,7 @@ class Engine:
         if at is not None:
             # A moment late rather than early: an early tick would find nothing to do.
             delay_s = max(at - now, 0.0) + 0.001
-            loop = asyncio.get_running_loop()
-            self._wakeup = loop.call_later(delay_s, self._feed, ev.Tick())
+            self._wakeup = asyncio.get_running_loop().call_later(delay_s, self._feed, ev.Tick())
 
     def _carry_out(self, effect: ef.Effect) -> None:  # noqa: C901 - an arm for each effect
         match effect:
@@ -339,7 +339,7 @@ class Engine:
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         future = self._grants.get(effect.request)
-        if future is None or not effect.confirm:
+        if future is None or not effect.confirm or self._placing.leaves_open(effect):
             self._grant(effect, future)
         else:
             self._tasks.spawn(self._place(effect, future), name=f"place {effect.lease.slot}")
@@ -351,8 +351,7 @@ class Engine:
             future.set_result(Grant(effect.lease, effect.plan, effect.pin, effect.waited_s))
 
     def _reject(self, effect: ef.Reject) -> None:
-        future = self._grants.get(effect.request)
-        if future is not None and not future.done():
+        if (future := self._grants.get(effect.request)) is not None and not future.done():
             future.set_exception(effect.error)
 
     def _account(self, effect: ef.Account) -> None:
@@ -363,8 +362,9 @@ class Engine:
 
     # -- effects that take time ----------------------------------------------------------------
 
-    async def _answer(self, work: Coroutine[Any, Any, ev.Event]) -> None:
-        self._feed(await work)
+    async def _answer(self, work: Coroutine[Any, Any, ev.Event | None]) -> None:
+        if (event := await work) is not None:
+            self._feed(event)
 
     async def _prefill(self, effect: ef.Prefill) -> None:
         backend = self._backends[effect.slot.backend]
@@ -416,7 +416,7 @@ class Engine:
 
     async def _place(self, effect: ef.Dispatch, future: asyncio.Future[Grant]) -> None:
         """Send a request that the server may place, find out where it runs, open the gate."""
-        index, end = await self._placing.place(effect, lambda: self._grant(effect, future))
-        if index is not None:
-            self._feed(ev.Launched(effect.request, index))
+        event, end = await self._placing.place(effect, lambda: self._grant(effect, future))
+        if event is not None:
+            self._feed(event)
         end()

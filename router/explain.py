@@ -7,13 +7,11 @@ import asyncio
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from router.console.client import token_header
-from router.errors import RouterError
+from router.console.client import connected
 from router.terminal import output
 from router.types import Miss
 
@@ -45,35 +43,17 @@ _PLACES = {
 }
 
 
-class ExplainError(RouterError):
-    """There is nothing to explain, for the reason in the message."""
-
-
 def explain(url: str, request: str) -> int:
-    """Print what a router knows of a request. Returns 0. Raises ExplainError."""
+    """Print what a router knows of a request. Returns 0. Raises CallError."""
     show(asyncio.run(fetch(url, request)), output())
     return 0
 
 
 async def fetch(url: str, request: str) -> Json:
-    """The router's answer. Raises ExplainError."""
-    target = f"{url.rstrip('/')}/kvferry/requests/{quote(request, safe='')}"
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    try:
-        async with (
-            aiohttp.ClientSession(headers=token_header(), timeout=timeout) as session,
-            session.get(target) as response,
-        ):
-            if response.headers.get("Server") != "kvferry":
-                raise ExplainError(f"what answers at {url} is no kvferry; where is it? (--url)")
-            answer: Json = await response.json()
-    except (aiohttp.ClientError, ValueError, TimeoutError) as error:
-        raise ExplainError(
-            f"no kvferry answers at {url} ({type(error).__name__}); where is it? (--url)"
-        ) from error
-    if "error" in answer:
-        raise ExplainError(str(answer["error"].get("message")))
-    return answer
+    """The router's answer. Raises CallError."""
+    async with connected(url) as router:
+        path = f"/kvferry/requests/{quote(request, safe='')}"
+        return await router.call("GET", path, timeout_s=_TIMEOUT_S)
 
 
 def show(told: Json, console: Console) -> None:

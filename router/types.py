@@ -169,6 +169,7 @@ class BackendInfo:
     place: Place | None = None  # None: no snapshots on this backend
     memory_kind: MemoryKind = MemoryKind.UNKNOWN
     keeps_idle_slots: bool = True  # False: unified KV + RAM cache (llama-server.md section 0.6)
+    generates: bool = True  # False: a model for embeddings, whose slots hold nothing (section 2.1)
     n_stream: int = 1  # KV streams of its state files; 0 where it has no attention
     window: int = 0  # tokens of a sliding window, as far as its length was seen
     cuts: bool = False  # a prefix cut out of a state file was seen to work

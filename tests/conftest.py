@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from hypothesis import settings
 
 from router.demo.launcher import LlamaServer, find_server
 from tests.models import tiny_model
+
+# How long an example takes says more about what else the machine does than about us.
+settings.register_profile("kvferry", deadline=None)
+settings.load_profile("kvferry")
 
 # A test that asks for one of these talks to a real llama-server.
 REAL_FIXTURES = frozenset({"llama_server", "server_argv"})

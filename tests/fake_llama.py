@@ -321,6 +321,8 @@ class FakeLlama:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
+        if self.faults.refuses:
+            return _error(500, self.faults.refuses, "server_error")
         answer = Answer(request.path, body, self.model)
         if answer.prompt is None:
             return _error(400, "[json.exception.out_of_range.403] key 'prompt' not found")

@@ -29,6 +29,7 @@ class Faults:
     die_after_chunks: int | None = None  # the connection breaks after so many tokens of a stream
     hang_after_chunks: int | None = None  # nothing comes after so many tokens of a stream
     padding_bytes: int = 0  # a comment of this size goes out before each token of a stream
+    refuses: str = ""  # 500 to every completion, in these words
     save_fails: bool = False  # 500 "Unable to save slot", as with a full disk
     save_lies: bool = False  # says more bytes than it wrote (section 0.4)
     restore_fails: bool = False  # 400, and the slot is empty after it (section 0.5)

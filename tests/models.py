@@ -214,7 +214,7 @@ def _write_model(path: Path, kind: str, seed: int) -> None:
     writer.add_context_length(N_CTX_TRAIN)
     writer.add_vocab_size(N_VOCAB)
     writer.add_layer_norm_rms_eps(1e-5)
-    _add_vocabulary(writer, add_bos=kind == "gemma3")
+    add_vocabulary(writer, add_bos=kind == "gemma3")
     weights = _Weights(writer, kind, seed)
     n_embd = 128
     writer.add_embedding_length(n_embd)
@@ -232,7 +232,8 @@ def _write_model(path: Path, kind: str, seed: int) -> None:
     writer.close()
 
 
-def _add_vocabulary(writer: Any, *, add_bos: bool) -> None:
+def add_vocabulary(writer: Any, *, add_bos: bool) -> None:
+    """The vocabulary of all tiny models, into the head of a file."""
     tokens, merges = _vocabulary()
     n_normal = N_VOCAB - len(SPECIALS)
     kinds = [gguf.TokenType.NORMAL] * n_normal + [gguf.TokenType.CONTROL] * len(SPECIALS)

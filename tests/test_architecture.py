@@ -39,7 +39,6 @@ LAYERS: dict[str, set[str]] = {
     "router.keys": set(),
     "router.explain": {
         "router.types",
-        "router.errors",
         "router.terminal",
         "router.console.client",
     },

@@ -7,7 +7,7 @@ import pytest
 
 from router.adapters.llama_reply import ModelsInfo, Props
 from router.adapters.monitor import Attached
-from router.adapters.probe import SWA_FULL, Padding, Probe
+from router.adapters.probe import NO_KV, SWA_FULL, Padding, Probe
 from router.config import Backend, Config, from_flags, parse
 from router.doctor_facts import Facts, Folder, Saved, Trouble, Words, trouble_of
 from router.doctor_findings import Finding, Level, of_backend, restores
@@ -139,6 +139,14 @@ def test_nothing_wrong() -> None:
         assert fact in said
     assert "prefill 1,000 tokens/s, save 3.0 ms, restore 2.0 ms for 100 tokens (2.3 MB)" in said
     assert verdict([facts()], config()) == (0, "Ready: every backend can save and restore KV.")
+
+
+def test_a_model_for_embeddings_has_nothing_to_save() -> None:
+    changed = {"generates": False, "layout": None, "can_save": False, "note": NO_KV}
+    found = of_backend(facts(**changed))
+
+    assert bad(found) == []
+    assert Finding(Level.NOTE, NO_KV) in found
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,9 @@ async def test_where_a_chat_parts(
     ("url", "said"),
     [
         ("router", "no request 'nobody' is known"),
-        ("server", "is no kvferry"),
-        ("http://127.0.0.1:9", "no kvferry answers at http://127.0.0.1:9"),
-        ("nonsense", "no kvferry answers at nonsense"),
+        ("server", "is not a kvferry"),
+        ("http://127.0.0.1:9", "no router answers at http://127.0.0.1:9"),
+        ("nonsense", "no router answers at nonsense"),
     ],
 )
 async def test_nothing_to_explain(

@@ -296,3 +296,31 @@ def test_lock_file_is_no_symlink(tmp_path: Path) -> None:
     with pytest.raises(KvError):
         DirectoryLock(tmp_path).acquire()
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_whether_it_is_there_is_known_while_it_is_written_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for a disk that takes its time; it once waited for the writer, for ever here."""
+    manifest, seen = Manifest(tmp_path, fsync=True), list[bool]()
+
+    def looking(call: Callable[..., None]) -> Callable[..., None]:
+        def called(*arguments: object) -> None:
+            call(*arguments)
+            seen.append(manifest.is_there())
+
+        return called
+
+    manifest.open()
+    for name in ("fsync", "rename"):
+        monkeypatch.setattr(os, name, looking(getattr(os, name)))
+    manifest.add(entry(1))
+    manifest.compact()
+    manifest.add(entry(2))
+    assert seen == [True] * 5  # an add, a compaction's file, its rename and directory, an add
+
+    (tmp_path / MANIFEST).rename(tmp_path / "elsewhere")
+    assert not manifest.is_there()
+    (tmp_path / MANIFEST).write_bytes(b"")
+    assert not manifest.is_there()
+    manifest.close()

@@ -118,6 +118,8 @@ class Manifest:
         self._lock = threading.Lock()
         self._entries: dict[SnapshotId, Entry] = {}
         self._fd = -1
+        # Device and inode of the file that is written to; while it is replaced, of both.
+        self._ours: frozenset[tuple[int, int]] = frozenset()
         self._end = 0  # bytes of whole lines
         self._torn = False  # bytes behind `_end` that are no record
         self._drops = 0
@@ -136,6 +138,7 @@ class Manifest:
             with suppress(FileNotFoundError):
                 os.unlink(self._directory / NEW_MANIFEST)
             self._fd = os.open(self._directory / MANIFEST, _OPEN, 0o600)
+            self._ours = frozenset({_which(os.fstat(self._fd))})
             self._replay()
             if self._end == 0:
                 self._append(_line(_HEADER), sync=self._fsync)
@@ -166,10 +169,12 @@ class Manifest:
                 self._compact()
 
     def is_there(self) -> bool:
-        """The file that is written to is the one in the directory. Raises OSError."""
-        with self._lock, suppress(FileNotFoundError):
-            ours = os.fstat(self._fd)
-            return os.path.samestat(ours, os.stat(self._directory / MANIFEST))
+        """The file that is written to is the one in the directory. Raises OSError.
+
+        Waits for nobody: somebody may be writing, which can take a disk seconds.
+        """
+        with suppress(FileNotFoundError):
+            return _which(os.stat(self._directory / MANIFEST)) in self._ours
         return False
 
     def compact(self) -> None:
@@ -182,7 +187,7 @@ class Manifest:
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
-                self._fd = -1
+                self._fd, self._ours = -1, frozenset()
 
     def _replay(self) -> None:
         with open(os.dup(self._fd), "rb") as file:
@@ -233,9 +238,10 @@ class Manifest:
         new = self._directory / NEW_MANIFEST
         adds = (_line({"op": "add"} | asdict(entry)) for entry in self._entries.values())
         content = b"".join([_line(_HEADER), *adds])
-        fd = -1
+        fd, old = -1, self._ours
         try:
             fd = os.open(new, _OPEN | os.O_TRUNC, 0o600)
+            self._ours = old | {_which(os.fstat(fd))}
             _write(fd, content, 0)
             if self._fsync:
                 os.fsync(fd)
@@ -246,9 +252,11 @@ class Manifest:
                 os.close(fd)
             with suppress(OSError):
                 os.unlink(new)
+            self._ours = old
             self._drops = 0  # not again at once
             return
         os.close(self._fd)
+        self._ours -= old
         self._fd, self._end, self._torn, self._drops = fd, len(content), False, 0
         with suppress(OSError):  # both the old and the new one are good
             self._sync_directory()
@@ -256,6 +264,10 @@ class Manifest:
     def _sync_directory(self) -> None:
         if self._fsync:
             sync_directory(self._directory)
+
+
+def _which(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def sync_directory(directory: Path) -> None:

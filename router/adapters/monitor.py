@@ -279,6 +279,7 @@ async def attach(
         place=place if found.usable else None,
         memory_kind=found.memory_kind,
         keeps_idle_slots=found.keeps_idle_slots,
+        generates=found.generates,
         n_stream=found.n_stream,
         window=found.window,
         cuts=found.cuts,

@@ -22,7 +22,7 @@ from router.adapters.probe_slots import (
     put_aside,
     put_back,
 )
-from router.errors import BackendError, KvError, KvFileError
+from router.errors import BackendError, BackendRefusedError, KvError, KvFileError
 from router.kvfile.head import read_head
 from router.kvfile.layout import Layout, read_layout
 from router.ports import SnapshotStore
@@ -40,6 +40,9 @@ _LONGER = (1200, 4600)
 _LONGER_S = 2.0  # what such a text may take; a server is not to be kept waiting for a hint
 
 NO_SWA_FULL = "restart it without --swa-full"
+# What a server says to every completion of a model without KV (server-context.cpp:3388).
+_NO_LOGITS = "logits computation"
+NO_KV = "its model is one for embeddings: it answers no completions, and its slots hold no KV"
 SWA_FULL = (
     "a restored state could give wrong answers, since llama-server was started with --swa-full or "
     f"remembers in a way that is not known here; {NO_SWA_FULL}"
@@ -78,6 +81,7 @@ class Probe:
     note: str | None = None  # what is worth knowing and stops nothing
     ram_cache: bool | None = None  # prompts come back from main memory; None: not asked
     untried: bool = False  # there was no idle slot to try anything in
+    generates: bool = True  # False: it refuses every completion
 
     @property
     def n_stream(self) -> int:
@@ -135,6 +139,10 @@ async def probe(
         found.keeps_idle_slots = await keeps_idle_slots(client, slots, slot, tokens)
         if tenants:
             found.ram_cache = await has_ram_cache(client, slot.index, tokens)
+    except BackendRefusedError as error:
+        if _NO_LOGITS not in str(error):
+            raise
+        found.generates, found.problem, found.note = False, None, NO_KV
     finally:
         await put_back(client, store, place, slot, keep)
     return found

@@ -3,6 +3,7 @@
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from math import inf
 from typing import Any
 
 import aiohttp
@@ -14,6 +15,7 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 TOKEN_ENV = "KVFERRY_ADMIN_TOKEN"  # noqa: S105 - the name of a variable, not what it holds
 # A router answers in milliseconds; one that takes longer than this hangs.
 _TIMEOUT_S = 10.0
+_OURS = "x-kvferry-request-id"  # in every error of a router
 
 
 class CallError(Exception):
@@ -34,9 +36,7 @@ class RouterClient:
         if status in (401, 403) and (told := _told(found)):
             raise CallError(f"{told} ({TOKEN_ENV} holds it for this command)")
         if "slots" not in found:
-            raise CallError(
-                f"what answers at {self.url} is not a kvferry, or has admin.listen elsewhere"
-            )
+            raise self._not_a_router()
         return found
 
     async def metrics(self) -> str:
@@ -57,13 +57,14 @@ class RouterClient:
         query: Mapping[str, str] | None = None,
         body: Json | None = None,
         *,
-        patient: bool = False,
+        timeout_s: float | None = None,
     ) -> Json:
         """The JSON of an answer. An error that the router answers with is raised with its words.
 
-        `patient`: for what goes on in the router whether we wait for it or not, however long.
+        `timeout_s` is for what may take longer than usual; `inf` where it goes on in the router
+        whether we wait for it or not.
         """
-        status, raw = await self._send(method, path, query, body, patient=patient)
+        status, raw = await self._send(method, path, query, body, timeout_s)
         answer = _json(raw)
         if status >= 400:
             raise CallError(_told(answer) or f"{self.url}{path} was answered with {status}")
@@ -75,17 +76,26 @@ class RouterClient:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Json | None = None,
-        *,
-        patient: bool = False,
+        timeout_s: float | None = None,
     ) -> tuple[int, bytes]:
-        timeout = aiohttp.ClientTimeout(None if patient else _TIMEOUT_S, sock_connect=_TIMEOUT_S)
+        limit_s = timeout_s or _TIMEOUT_S
+        timeout = aiohttp.ClientTimeout(limit_s if limit_s < inf else None, sock_connect=_TIMEOUT_S)
         try:
             async with self._session.request(
                 method, self.url + path, params=query, json=body, timeout=timeout
             ) as response:
+                if response.status >= 400 and _OURS not in response.headers:
+                    raise self._not_a_router()
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise CallError(f"no router answers at {self.url}: {_reason(error)}") from error
+            raise CallError(
+                f"no router answers at {self.url}: {_reason(error, limit_s)}"
+            ) from error
+
+    def _not_a_router(self) -> CallError:
+        return CallError(
+            f"what answers at {self.url} is not a kvferry, or has admin.listen elsewhere"
+        )
 
 
 def token_header() -> dict[str, str]:
@@ -101,10 +111,10 @@ async def connected(url: str) -> AsyncIterator[RouterClient]:
         yield RouterClient(url, session)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, timeout_s: float) -> str:
     """In a few words: aiohttp repeats the address in its own."""
     if isinstance(error, TimeoutError):
-        return f"silent for {_TIMEOUT_S:g} s"
+        return f"silent for {timeout_s:g} s"
     if isinstance(error, aiohttp.InvalidURL):
         return "that is no URL"
     if isinstance(error, OSError) and error.errno and error.errno > 0:

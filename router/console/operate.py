@@ -1,6 +1,7 @@
 """`kvferry drain`, `undrain` and `reload`: what an operator does to a router that runs."""
 
 import asyncio
+from math import inf
 from typing import Any
 
 from router.console.client import CallError, connected
@@ -56,7 +57,7 @@ async def reload(url: str) -> int:
     """Ask for it, and print what changed, a line each: reading large directories takes its time.
     Raises CallError."""
     async with connected(url) as client:
-        answer = await client.call("POST", "/kvferry/reload", patient=True)
+        answer = await client.call("POST", "/kvferry/reload", timeout_s=inf)
     lines = [f"{what}: {name}" for what, names in answer["backends"].items() for name in names]
     lines += [_line(change) for change in answer["changed"]]
     lines += [f"needs a restart: {_line(change)}" for change in answer["needs_restart"]]

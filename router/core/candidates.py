@@ -36,7 +36,7 @@ def starting_now(
     running beside them, are not looked at any closer.
     """
     if ask.has_no_say:
-        return [cold(ask, slot) for b in room for slot in ask.fleet.free(b, ask.request)]
+        return [_placed(ask, backend) for backend in room]
     found = Cheapest(n, known)
     owner = _residents(ask, room, found)
     leads: list[tuple[float, BackendId]] = []
@@ -100,8 +100,23 @@ def resident(ask: Ask, slot: Slot, common: int, reused: int) -> Candidate:
 
 def cold(ask: Ask, slot: Slot) -> Candidate:
     """Start from nothing."""
+    return _from_nothing(ask, slot, saving_pays(ask.fleet, slot))
+
+
+def _placed(ask: Ask, backend: BackendId) -> Candidate:
+    """Where the router has no say: the free slot of a backend that costs least to take. Of several
+    the one that was not used for longest, which a server that picks itself takes as well."""
+    displaced, target = _target(ask, backend)
+    return _from_nothing(ask, target, displaced)
+
+
+def _from_nothing(ask: Ask, slot: Slot, displaced: Displaced) -> Candidate:
     source = Source.NONE if ask.has_no_say else Source.COLD
-    return ask.candidate(slot.id, source, saving_pays(ask.fleet, slot))
+    return ask.candidate(slot.id, source, displaced)
+
+
+def _target(ask: Ask, backend: BackendId) -> tuple[Displaced, Slot]:
+    return Displacing(ask.fleet, backend).cheapest(ask.fleet.free(backend, ask.request))
 
 
 def _elsewhere(
@@ -112,7 +127,7 @@ def _elsewhere(
     The target decides nothing but what is displaced. `least_s`: what any of it costs without that.
     """
     fleet = ask.fleet
-    displaced, target = Displacing(fleet, backend).cheapest(fleet.free(backend, ask.request))
+    displaced, target = _target(ask, backend)
     save_s, loss_s, _ = displaced
     if found.beat(least_s + save_s * (1 + ask.running(backend)) + loss_s):
         return

@@ -7,7 +7,7 @@ from router.core.account import avoided_s
 from router.core.effects import Account, SaveReason, StopWork, Watch
 from router.core.jobs import Job, PrefillStep, SaveStep, Stage
 from router.core.residency import after_answer, after_either, after_finish, after_quiet
-from router.core.slots import UNKNOWN, Resident, Slot
+from router.core.slots import NOTHING, UNKNOWN, Resident, Slot
 from router.core.state import State
 from router.errors import BackendError
 from router.types import NOBODY, BackendId, Outcome, Request, RequestId
@@ -128,11 +128,14 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
 def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
     """What the job's slot holds after a complete answer.
 
-    1. The server used several slots as it liked: nothing is known.
-    2. The server placed it, gone before we saw where: it may have been any idle slot.
-    3. Prompt and answer.
+    1. Nothing, where no slot ever holds anything.
+    2. The server used several slots as it liked: nothing is known.
+    3. The server placed it, gone before we saw where: it may have been any idle slot.
+    4. Prompt and answer.
     """
     assert job.request is not None
+    if not state.fleet.infos[job.slot.backend].generates:
+        return NOTHING
     if job.request.whole_backend:
         return UNKNOWN
     if job.request.pinnable or job.placed:
@@ -154,7 +157,8 @@ def _abandon(state: State, job: Job, now: float, outcome: Outcome) -> None:
     whoever's it is: whoever sends nonsense shall not empty what others have.
 
     A request pinned to a busy slot can destroy an answer (llama-server.md section 0.1), so one
-    that the server placed where we have not seen it keeps all idle slots out of use.
+    that the server placed where we have not seen it keeps all idle slots out of use. Without KV
+    there is nothing to destroy.
 
     What an adapter of its own has computed looks like anybody's to the server, which would go on
     from it for whoever begins with the same tokens (section 1.7): it is wiped.
@@ -169,7 +173,8 @@ def _abandon(state: State, job: Job, now: float, outcome: Outcome) -> None:
         slot = state.fleet.slots[lease.slot]
         slot.release(lease, slot.resident if refused else UNKNOWN, now)
     job.others.clear()
-    if job.request.whole_backend or not (job.request.pinnable or job.placed):
+    known = job.request.pinnable or job.placed
+    if state.fleet.infos[job.slot.backend].generates and (job.request.whole_backend or not known):
         job.doubted = True
         _doubt_drained(state, job)
         for slot in state.fleet.slots.of(job.slot.backend):

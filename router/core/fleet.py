@@ -55,7 +55,7 @@ class Fleet:
 
         A server that picks the slot itself may take any idle one, also one that is being
         prepared for somebody else: such a request has the backend's idle slots to itself until
-        it is known to run (llama-server.md section 2.2).
+        it is known to run (llama-server.md section 2.2). Where slots hold nothing, any will do.
         """
         if backend in self.gated:
             return False
@@ -64,6 +64,8 @@ class Fleet:
         phases = self.slots.phases(backend)
         if request.whole_backend:
             return phases[Phase.IDLE] == len(self.slots.of(backend))
+        if not self.infos[backend].generates:
+            return True
         if not request.pinnable and phases[Phase.DRAINING]:
             return False  # the slot may be idle already, and the server's choice
         if not request.pinnable and self.tempting(backend, request, Phase.RUNNING):
@@ -94,13 +96,11 @@ class Fleet:
         """Nothing else may be prepared on the backend until this request is known to run.
 
         Also where idle slots lose their content whenever a request starts
-        (llama-server.md section 0.6).
+        (llama-server.md section 0.6). Never where there is no content.
         """
-        return (
-            request.whole_backend
-            or not request.pinnable
-            or not self.infos[backend].keeps_idle_slots
-        )
+        info = self.infos[backend]
+        placed = request.whole_backend or not request.pinnable
+        return info.generates and (placed or not info.keeps_idle_slots)
 
     def tempting(self, backend: BackendId, request: Request, phase: Phase) -> list[Slot]:
         """Slots in this phase with another tenant's tokens, where the server may put a request

@@ -205,6 +205,8 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
         job.others += [other.lease(request.id) for other in others]
     for lease in (job.lease, *job.others):
         fleet.slots[lease.slot].taker = request.tenant
+        if not fleet.infos[backend].generates:  # nobody's tokens are in there
+            fleet.slots[lease.slot].tenant = request.tenant
     fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
     if job.gated:
         fleet.gated.add(backend)

@@ -168,6 +168,21 @@ class _Connection(web.RequestHandler):
         response.force_close()
         return response
 
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """For aiohttp: send what a handler has made. An own answer goes out as a whole here, within
+        `limits.send_timeout`; of a backend's nothing is left. True: the client is gone."""
+        if resp.prepared:
+            return await super().finish_response(request, resp, start_time)
+        try:
+            async with asyncio.timeout(self._listener.settings.send_timeout_s):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            if self.transport is not None:
+                self.transport.abort()
+            return resp, True
+
     def _wrong_with(self, exc: BaseException | None) -> RouterError:
         settings = self._listener.settings
         if isinstance(exc, LineTooLong):

@@ -57,8 +57,8 @@ class OwnRoutes:
         self._exact: dict[str, dict[str, Handler]] = {}
         self._of_one: list[tuple[re.Pattern[str], str, HandlerOfOne]] = []
         for route in routes:
-            if route.pattern.groups:
-                self._of_one.append((route.pattern, route.method, route.handler))  # type: ignore[arg-type]
+            if (pattern := route.pattern).groups:
+                self._of_one.append((pattern, route.method, route.handler))  # type: ignore[arg-type]
             else:
                 self._exact.setdefault(route.path, {})[route.method] = route.handler  # type: ignore[assignment]
 

@@ -341,3 +341,20 @@ async def test_file_that_cannot_be_cut(tmp_path: Path, monkeypatch: pytest.Monke
     assert not attached.info.cuts
     assert "cells in a strange order" in (attached.probe.note or "")
     assert attached.info.place is not None
+
+
+async def test_a_model_without_kv_is_used_for_what_it_can(
+    tmp_path: Path, connections: Connections
+) -> None:
+    """It refuses every completion, and was never up for it. What else a server refuses is a reason
+    to leave it alone."""
+    async with FakeLlama(kv_dir=tmp_path) as fake:
+        client = LlamaClient(BackendId("a"), fake.url, connections, Timeouts())
+        fake.faults.refuses = "the current context does not support logits computation. skipping"
+        found = await examine(client, tmp_path)
+        assert (found.info.generates, found.info.place) == (False, None)
+        assert (found.probe.problem, found.probe.note) == (None, probe.NO_KV)
+
+        fake.faults.refuses = "out of memory"
+        with pytest.raises(BackendRefusedError, match="out of memory"):
+            await examine(client, tmp_path)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from math import inf
 
 import pytest
 from aiohttp import web
@@ -17,7 +18,9 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 @asynccontextmanager
 async def answering(handler: Handler) -> AsyncIterator[RouterClient]:
     async def any_path(request: web.Request) -> web.StreamResponse:
-        return await handler(request)
+        response = await handler(request)
+        response.headers["x-kvferry-request-id"] = "r"
+        return response
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", any_path)
@@ -112,7 +115,7 @@ async def test_what_takes_long_may_be_waited_for(monkeypatch: pytest.MonkeyPatch
         return web.json_response({"done": True})
 
     async with answering(hang) as router, asyncio.TaskGroup() as group:
-        reloading = group.create_task(router.call("POST", "/x", patient=True))
+        reloading = group.create_task(router.call("POST", "/x", timeout_s=inf))
         with pytest.raises(CallError, match="silent"):
             await router.call("POST", "/x")
         enough.set()

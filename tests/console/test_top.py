@@ -105,7 +105,11 @@ async def test_a_terminal_is_left_as_it_was(tmp_path: Path) -> None:
     """Ctrl-C is how one leaves: no traceback, no error, the screen from before."""
     async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as fleet:
         ours, theirs = pty.openpty()
-        command = "import sys; from router.cli import main; sys.exit(main())"
+        # As in a shell: who runs the tests in the background ignores Ctrl-C for all children.
+        command = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from router.cli import main; sys.exit(main())"
+        )
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", command, "top", "--url", fleet.url),
             stdin=theirs,

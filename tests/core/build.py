@@ -32,6 +32,12 @@ B0, B1 = SlotId(B, 0), SlotId(B, 1)
 NS, OTHER_NS = Namespace("ns"), Namespace("other")
 R, R2, R3 = RequestId("r"), RequestId("r2"), RequestId("r3")
 BYTES_PER_TOKEN = 1000
+# What an embedding is to the scheduler, beside its name.
+UNREAD: dict[str, Any] = {
+    "prompt": Prompt(unknown="not a completion"),
+    "pinnable": False,
+    "reuse": False,
+}
 
 
 def tokens(*ids: int) -> Tokens:

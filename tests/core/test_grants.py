@@ -9,7 +9,7 @@ from router.core import grants
 from router.core.effects import Dispatch, Prefill, Reject, Restore, Save, SaveReason, StopWork
 from router.core.policy import PolicyName
 from router.core.queue import QueueLimits
-from router.core.slots import Phase
+from router.core.slots import NOTHING, Phase
 from router.errors import ContextTooLongError, DeadlineError, NoBackendError, QueueFullError
 from router.tokens import head
 from router.types import Lease, Outcome, Reported, RequestId
@@ -20,6 +20,8 @@ from tests.core.build import (
     B0,
     NS,
     R2,
+    R3,
+    UNREAD,
     A,
     B,
     R,
@@ -277,3 +279,52 @@ def test_a_request_that_failed_elsewhere_avoids_that_backend() -> None:
     assert restore == Restore(R, B0, snapshot("s", run_of(900)))
     assert replace(s.state.jobs[R].lease, generation=0) == Lease(B0, 0, R)
     assert B in s.state.fleet.infos
+
+
+# -- a model without KV --------------------------------------------------------------------------
+
+EMBEDDER = backend("a", 2, generates=False, place=None)
+
+
+def test_where_slots_hold_nothing_embeddings_go_side_by_side() -> None:
+    """As many as there are slots, without a look; nobody's tokens are in the way of a tenant."""
+    s = scheduler(EMBEDDER)
+    sent = [*arrive(s, **UNREAD, tenant="x"), *arrive(s, "r2", **UNREAD, tenant="y")]
+    assert [isinstance(one, Dispatch) and one.confirm for one in sent] == [False, False]
+    assert arrive(s, "r3", **UNREAD, tenant="y") == []
+
+    (dispatch,) = finish(s)[1:]
+    assert isinstance(dispatch, Dispatch)
+    assert (dispatch.request, dispatch.lease.slot) == (R3, A0)
+    finish(s, "r3")
+    assert slot(s, A0).resident == NOTHING
+    assert not s.state.fleet.gated
+
+
+def test_where_slots_hold_nothing_a_client_that_left_holds_up_nobody() -> None:
+    s = scheduler(EMBEDDER)
+    arrive(s, **UNREAD)
+    finish(s, outcome=Outcome.CLIENT_GONE)
+    assert [slot(s, A0).phase, slot(s, A1).phase] == [Phase.DRAINING, Phase.IDLE]
+
+    (dispatch,) = arrive(s, "r2", **UNREAD)
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.lease.slot == A1
+
+
+def test_several_at_once_have_all_slots_also_where_they_hold_nothing() -> None:
+    s = scheduler(EMBEDDER)
+    arrive(s, **UNREAD)
+    assert arrive(s, "r2", **UNREAD, whole_backend=True) == []
+    assert names(finish(s)) == ["Account", "Dispatch"]
+    assert arrive(s, "r3", **UNREAD) == []
+
+
+def test_of_slots_that_cost_the_same_the_one_that_was_not_used_for_longest() -> None:
+    """The server, which picks it itself, takes that one too."""
+    s = scheduler(backend("a", 3), idle_save_after_s=None)
+    for which, used in ((A0, 3.0), (A1, 1.0), (A2, 2.0)):
+        slot(s, which).last_used = used
+    (dispatch,) = arrive(s, **UNREAD)
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.lease.slot == A1

@@ -134,6 +134,9 @@ async def test_a_dry_run_does_nothing(
 
 async def test_a_dry_run_says_what_then_happens(fleet: Fleet) -> None:
     await fleet.complete(PROMPT)
+    # While it is saved it is to be had from the file alone, and then from the slot.
+    await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+    await fleet.until_quiet()
     planned = (await fleet.post("/kvferry/plan?path=/completion", {"prompt": PROMPT})).json
     answer = await fleet.complete(PROMPT)
 

@@ -1,8 +1,11 @@
 """What the router says in its own name: to browsers, about itself, and when it has a bug."""
 
+import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -167,3 +170,32 @@ async def test_a_bug_in_the_middle_of_an_answer(
 
     assert (await fleet.metrics())[INTERNAL] == 1
     await fleet.until_quiet()
+
+
+# --- clients that do not read ---------------------------------------------------------------------
+
+
+async def test_a_client_that_does_not_take_what_is_ours_is_cut_off(tmp_path: Path) -> None:
+    """It asks and asks, and reads nothing; its connection is the only one that there may be."""
+    yaml = "limits: {send_timeout: 100ms, connections_per_client: 1}"
+    once = aiohttp.TCPConnector(force_close=True)
+    async with (
+        FakeLlama(kv_dir=tmp_path) as fake,
+        running([("a", fake.url)], None, yaml=yaml) as router,
+        aiohttp.ClientSession(connector=once) as others,
+    ):
+        await router.session.close()
+
+        async def health() -> int:
+            async with others.get(router.url + "/kvferry/health") as response:
+                return response.status
+
+        loop, parts = asyncio.get_running_loop(), urlsplit(router.url)
+        with socket.socket() as greedy:
+            greedy.setblocking(False)
+            greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await loop.sock_connect(greedy, (parts.hostname, parts.port))
+            await loop.sock_sendall(greedy, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
+            assert await health() == 503
+            while await health() != 200:
+                pass
