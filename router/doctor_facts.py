@@ -322,15 +322,10 @@ async def _local(config: Config, specials: tuple[str, ...]) -> tuple[Encoder | N
 
 
 async def _is_router(client: LlamaClient) -> bool:
-    """A list of models without `meta` (llama-server.md section 5.8)."""
-    try:
-        answer = _json(await client.models_answer())
-    except BackendError:
-        return False
-    models = answer.get("data") if isinstance(answer, dict) else None
-    return isinstance(models, list) and all(
-        isinstance(model, dict) and not model.get("meta") for model in models
-    )
+    """llama-server.md section 5.8."""
+    _, payload = await _raw(client, "GET", "/props")
+    answer = _json(payload)
+    return isinstance(answer, dict) and answer.get("role") == "router"
 
 
 async def _lora(client: LlamaClient) -> bytes:

@@ -52,7 +52,8 @@ _ADVICE = {
     Trouble.STRANGER: "correct the url; kvferry works with llama.cpp's llama-server only",
     Trouble.KVFERRY: "list the llama-servers themselves",
     Trouble.ROUTER_MODE: (
-        "start one llama-server for each model with -m MODEL, and list those as backends"
+        "start one llama-server for each model with -m MODEL -a NAME --port PORT, and list those as"
+        " backends (docs/operating.md says why)"
     ),
     Trouble.LOST: "read its log; then try again",
     Trouble.DISTURBED: "try again when it is idle, and no kvferry is just starting",

@@ -1,16 +1,20 @@
-"""A tiny vision tower with random weights for the tiny `llama` model, and pictures to show it.
+"""A tiny projector with random weights for the tiny `llama` model, with pictures and sounds for it.
 
-LLaVA's kind, the plainest that llama.cpp knows (tools/mtmd/models/llava.cpp): patches, one block,
-two matrices into the embedding space of the language model. No tokens around the picture, each of
-whose patches becomes one position. What it sees is noise; that the noise depends on every patch is
-what the tests need.
+For pictures LLaVA's kind, the plainest that llama.cpp knows (tools/mtmd/models/llava.cpp): patches,
+one block, two matrices into the embedding space of the language model. No tokens around the
+picture, each of whose patches becomes one position. For sounds that of Gemma 4's unified models
+(gemma4ua.cpp), which is one matrix: 40 ms of the wave become one position, between the text
+`<|audio>` and `<audio|>`. What it sees and hears is noise; that the noise depends on every patch
+and frame is what the tests need.
 """
 
 import base64
 import hashlib
+import io
 import shutil
 import struct
 import tempfile
+import wave
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +30,8 @@ TEXT_EMBD = 128  # of tests/models.py: llama-server refuses a tower of another w
 PATCH, SIDE = 14, 112  # pixels
 N_POSITIONS = (SIDE // PATCH) ** 2  # that a picture takes in a slot
 _EMBD, _FF, _HEADS = 64, 128, 1
+SAMPLE_RATE = 16_000  # samples per second that the server converts sounds to
+FRAME = 640  # samples of a position
 
 
 def tiny_mmproj() -> Path:
@@ -50,6 +56,24 @@ def picture(seed: int) -> str:
     return "data:image/png;base64," + base64.b64encode(_png(pixels)).decode()
 
 
+def sound(seed: int, n_frames: int = 25, *, rate: int = SAMPLE_RATE) -> bytes:
+    """A WAV file of one tone, of `n_frames` times 40 ms; another seed is another tone."""
+    at = np.arange(n_frames * FRAME * rate // SAMPLE_RATE) / rate  # seconds
+    samples = 20_000 * np.sin(2 * np.pi * (200 + 37.3 * seed) * at)
+    written = io.BytesIO()
+    with wave.open(written, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(samples.astype("<i2").tobytes())
+    return written.getvalue()
+
+
+def silent_mp3(n_frames: int = 12) -> bytes:
+    """MPEG-1 layer III, 128 kbit/s, 44.1 kHz, mono: all that is in its frames is zero."""
+    return (b"\xff\xfb\x90\xc4" + bytes(413)) * n_frames
+
+
 def _png(pixels: npt.NDArray[np.uint8]) -> bytes:
     """8-bit RGB, no filter: the smallest PNG that is one."""
     height, width, _ = pixels.shape
@@ -68,7 +92,7 @@ def _write(path: Path) -> None:
     writer: Any = gguf.GGUFWriter(str(path), "clip")
     writer.add_name("tiny-mmproj")
     writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_string("clip.projector_type", "mlp")
+    writer.add_string("clip.vision.projector_type", "mlp")
     writer.add_bool("clip.use_gelu", True)
     for key, value in {
         "image_size": SIDE,
@@ -85,6 +109,18 @@ def _write(path: Path) -> None:
     writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
     # Without it LLaVA's last block is not run (clip_graph_llava::build).
     writer.add_array("clip.vision.feature_layer", [1])
+    writer.add_bool("clip.has_audio_encoder", True)
+    writer.add_string("clip.audio.projector_type", "gemma4ua")
+    for key, value in {
+        "embedding_length": FRAME,
+        "feed_forward_length": 0,
+        "projection_dim": TEXT_EMBD,
+        "block_count": 0,
+        "attention.head_count": 1,
+        "num_mel_bins": FRAME,
+    }.items():
+        writer.add_uint32(f"clip.audio.{key}", value)
+    writer.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-6)
 
     random = np.random.default_rng(7)
 
@@ -109,6 +145,7 @@ def _write(path: Path) -> None:
     constant("mm.0.bias", TEXT_EMBD, 0.0)
     matrix("mm.2.weight", TEXT_EMBD, TEXT_EMBD)
     constant("mm.2.bias", TEXT_EMBD, 0.0)
+    matrix("mm.a.input_projection.weight", TEXT_EMBD, FRAME)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -158,8 +158,8 @@ def props_from(payload: object) -> Props:
     answer = _Answer(payload, "GET /props")
     if answer.get("role", str, "") == "router":
         raise BackendError(
-            "it is a llama-server without a model, which starts others; name those others as the "
-            "backends"
+            "it runs in router mode, without a model of its own: start one llama-server for each"
+            " model with -m MODEL -a NAME --port PORT, and list those as backends"
         )
     return Props(
         total_slots=answer.get("total_slots", int),
@@ -181,7 +181,7 @@ def props_from(payload: object) -> Props:
 def models_from(payload: object) -> ModelsInfo:
     """The answer to GET /v1/models, as bytes or parsed. Raises BackendError.
 
-    A llama-server in router mode lists models without `meta`; it is not one backend.
+    One in router mode lists models that are not loaded, without `meta`; it is not one backend.
     """
     answer = _Answer(payload, "GET /v1/models")
     names: set[str] = set()

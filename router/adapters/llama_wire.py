@@ -402,7 +402,7 @@ def action_body(name: str) -> bytes:
 def takes_many_slots(raw: bytes) -> bool:
     """An embeddings or rerank body becomes one task for each of its inputs.
 
-    What cannot be read (a form with a sound file, say) is one.
+    What cannot be read is one: the server refuses it, or it is a form with a sound file.
     """
     try:
         body = orjson.loads(raw)

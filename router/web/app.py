@@ -15,6 +15,7 @@ import structlog
 from aiohttp import HttpVersion11, web
 
 from router.adapters import long_bodies
+from router.adapters.forms import is_form, text_field
 from router.adapters.journal import Journal
 from router.adapters.llama_reply import merge_models
 from router.adapters.llama_wire import route_of
@@ -222,7 +223,8 @@ class App:
         raw = await self._read(request)
         if not looks_at_it:
             return await self._pass(request, name, raw, None)
-        model = await long_bodies.read(raw, _model_of, raw)
+        kind = request.headers.get("Content-Type", "")
+        model = await long_bodies.read(raw, _model_of, raw, kind)
         if path in _TAKES_SLOTS:
             return await self._completions.other(request, raw, name, model)
         return await self._pass(request, name, raw, model)
@@ -317,8 +319,10 @@ async def _expected(request: web.BaseRequest) -> None:
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-def _model_of(raw: bytes) -> str | None:
-    """The `model` of a JSON body, whatever else is in it."""
+def _model_of(raw: bytes, content_type: str) -> str | None:
+    """The `model` of a JSON body or a form, whatever else is in it."""
+    if is_form(content_type):
+        return text_field(raw, content_type, "model")
     with contextlib.suppress(orjson.JSONDecodeError):
         body = orjson.loads(raw)
         if isinstance(body, dict) and isinstance(body.get("model"), str):

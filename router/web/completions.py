@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from aiohttp import web
 
-from router.adapters import long_bodies
+from router.adapters import forms, long_bodies
 from router.adapters.clock import wall_ns
 from router.adapters.journal import Journal
 from router.adapters.llama_client import RelayedResponse
@@ -59,8 +59,6 @@ _ATTEMPTS = 3
 # A stream up to this size is read in place, at about 1 µs for 100 bytes; of more the two ends, and
 # the rest in a thread. A plain answer is one object, of which an end says nothing: 4 ms at most.
 _INLINE_BYTES = 32 * 1024
-
-
 _STATELESS = ("/embedding", "/embeddings", "/rerank", "/reranking")
 
 
@@ -159,15 +157,18 @@ class Completions:
         self, http: web.BaseRequest, raw: bytes, request_id: RequestId, model: str | None
     ) -> web.StreamResponse:
         """A request that takes slots as the server likes. Raises RouterError."""
+        stateless = http.path.rstrip("/").endswith(_STATELESS)
+        # A field that a form has twice is an array: several inputs.
+        many = stateless and forms.is_form(http.headers.get("Content-Type", ""))
         request = Request(
             id=request_id,
             prompt=Prompt(unknown="not a completion"),
             model=self._directory.resolve(model),
             pinnable=False,
-            whole_backend=await long_bodies.read(raw, takes_many_slots, raw),
+            whole_backend=many or await long_bodies.read(raw, takes_many_slots, raw),
             max_new_tokens=0,
             # Their tasks start from nothing, whatever the slot holds (server-context.cpp:3440).
-            reuse=not http.path.rstrip("/").endswith(_STATELESS),
+            reuse=not stateless,
             **self._from(http),
         )
         with self._keys.room(request.caller):

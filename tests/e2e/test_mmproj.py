@@ -6,77 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from router.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.e2e.conversing import all_but_one, saved
-from tests.e2e.measuring import (
-    CHAT,
-    GREEDY,
-    Direct,
-    direct,
-    measured,
-    other_first_token,
-    other_words,
+from tests.e2e.measuring import CHAT, direct, measured, other_first_token, other_words
+from tests.e2e.media import (
+    SHORT,
+    ask,
+    check,
+    expected,
+    flags,
+    look,
+    nothing_overestimated,
+    promised,
+    sighted,
 )
 from tests.e2e.prompts import Json, chat, ids, sentences
 from tests.e2e.turns import SAVES_S, Reference, ask_all, first_turn, named, tiny_talk
-from tests.fleet import Answer, Fleet, running
-from tests.mmproj import N_POSITIONS, picture, tiny_mmproj
-
-SYSTEM = 10  # sentences of about 35 tokens: enough to be saved, and a picture still counts
-OVERESTIMATED = "kvferry_reuse_overestimated_tokens_total"
-SHORT: Json = GREEDY | {"max_tokens": 16}
-
-
-def flags() -> list[str]:
-    return ["--mmproj", str(tiny_mmproj())]
-
-
-async def sighted(llama_server: StartServer, name: str, *, slots: int = 1) -> LlamaServer:
-    """A server that sees, chosen by `model: name`."""
-    return await named(llama_server, "llama", name, flags(), slots=slots)
-
-
-def look(seed: int, question: str = "What is it?", *, system: int = 1) -> list[Json]:
-    """A chat that shows a picture after a long system prompt."""
-    shown: list[Json] = [
-        {"type": "text", "text": "Look at this:"},
-        {"type": "image_url", "image_url": {"url": picture(seed)}},
-        {"type": "text", "text": question},
-    ]
-    return [*chat(system, length=SYSTEM), {"role": "user", "content": shown}]
-
-
-def ask(text: str, *, system: int = 1) -> list[Json]:
-    """A chat without a picture, with the same system prompt."""
-    return chat(system, text, length=SYSTEM)
-
-
-async def expected(client: Direct, messages: list[Json]) -> Answer:
-    """What a server answers that has nothing in its slot."""
-    return await client.post(CHAT, {"messages": messages, **SHORT, "cache_prompt": False})
-
-
-def promised(answer: Answer) -> int:
-    """Tokens that the router said would be there."""
-    return int(answer.headers["x-kvferry-reused-tokens"])
-
-
-async def check(fleet: Fleet, client: Direct, messages: list[Json], **fields: object) -> Answer:
-    """A chat is answered as without the router, and nothing was there that was not promised."""
-    answer = await fleet.post(CHAT, {"messages": messages, **SHORT} | fields)
-    assert answer.status == 200, answer.body
-    alone = await expected(client, messages)
-    assert answer.prompt_tokens == alone.prompt_tokens
-    assert other_first_token(answer, alone) == ""
-    assert other_words(answer, alone) == ""
-    assert promised(answer) <= answer.cached
-    return answer
-
-
-async def nothing_overestimated(fleet: Fleet) -> None:
-    await fleet.until_quiet()
-    assert (await fleet.metrics()).get(OVERESTIMATED, 0.0) == 0
+from tests.fleet import running
+from tests.mmproj import N_POSITIONS
 
 
 async def test_pictures_are_told_apart(llama_server: StartServer) -> None:

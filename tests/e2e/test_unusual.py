@@ -1,6 +1,7 @@
 """What needs several slots, or takes a way of its own, beside conversations: it answers as the
 server alone does, and what slots and files hold afterwards is still the truth."""
 
+import aiohttp
 import orjson
 import pytest
 
@@ -147,6 +148,21 @@ async def test_an_embedding_takes_one_slot(llama_server: StartServer) -> None:
         again = await plain(fleet)
         assert (again.slot, again.source) == (("a", 0), "resident")
         assert all_but_one(again)
+
+
+async def test_inputs_in_a_form(llama_server: StartServer) -> None:
+    """llama-server reads a field that is there twice as an array: several embeddings, in all of its
+    slots."""
+    server = await llama_server("llama", slots=2, extra_args=EMBEDS)
+    async with running([("a", server.url)], None) as fleet:
+        for index in (0, 1):
+            await plain(fleet, id_slot=index)
+        inputs = [("input", "a ferry"), ("input", "a boat")]
+        body = aiohttp.FormData(inputs, default_to_multipart=True)
+        async with fleet.session.post(fleet.url + "/v1/embeddings", data=body) as response:
+            assert len((await response.json())["data"]) == 2
+        state = await fleet.until_quiet()
+        assert [slot["resident_tokens"] for slot in state["slots"]] == [0, 0]
 
 
 async def test_reranking_beside_a_conversation(llama_server: StartServer) -> None:

@@ -1,0 +1,83 @@
+"""Forms, as clients write them and as nobody should."""
+
+import pytest
+from aiohttp import FormData
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.adapters.forms import is_form, text_field
+
+KIND = "multipart/form-data; boundary=xyz"
+FILE = b"RIFF\r\n--xy\r\n\r\n\x00\xff"
+
+
+def part(head: str, value: str = "tiny", newline: str = "\r\n") -> str:
+    return f"--xyz\r\n{head}{newline}{newline}{value}\r\n"
+
+
+def form(*parts: str) -> bytes:
+    return ("".join(parts) + "--xyz--\r\n").encode()
+
+
+MODEL = part('Content-Disposition: form-data; name="model"')
+
+
+async def test_as_a_client_writes_it() -> None:
+    data = FormData({"prompt": "über", "model": "tiny"}, default_to_multipart=True)
+    data.add_field("file", FILE, filename="a.wav")
+    written = data()
+    raw, kind = await written.as_bytes(), written.headers["content-type"]
+    assert is_form(kind)
+    assert text_field(raw, kind, "model") == "tiny"
+    assert text_field(raw, kind, "prompt") == "über"
+    assert text_field(raw, kind, "file") is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "found"),
+    [
+        pytest.param(form(MODEL), KIND, "tiny", id="alone"),
+        pytest.param(form(MODEL), 'multipart/form-data; boundary="xyz"', "tiny", id="quoted"),
+        pytest.param(b"before\r\n" + form(MODEL) + b"after", KIND, "tiny", id="prose around it"),
+        pytest.param(
+            form(part("content-disposition: form-data; name=model")), KIND, "tiny", id="bare"
+        ),
+        pytest.param(
+            form(part('Content-Type: text/plain\r\nContent-Disposition: form-data; name="model"')),
+            *(KIND, "tiny"),
+            id="typed",
+        ),
+        pytest.param(form(MODEL, MODEL), KIND, None, id="twice"),
+        pytest.param(
+            form(part('Content-Disposition: form-data; name="model"; filename="m"')),
+            *(KIND, None),
+            id="a file",
+        ),
+        pytest.param(
+            form(part('Content-Disposition: form-data; name="file"', 'name="model"')),
+            *(KIND, None),
+            id="said in another",
+        ),
+        pytest.param(form(MODEL), "multipart/form-data", None, id="no boundary"),
+        pytest.param(MODEL.encode(), KIND, None, id="cut off"),
+        pytest.param(b"", KIND, None, id="empty"),
+    ],
+)
+def test_text_field(raw: bytes, kind: str, found: str | None) -> None:
+    assert text_field(raw, kind, "model") == found
+
+
+@pytest.mark.parametrize("kind", ["", "application/json", "Multipart/Form-Data; boundary=x"])
+def test_what_is_no_form(kind: str) -> None:
+    assert not is_form(kind)
+
+
+@given(
+    st.lists(
+        st.sampled_from([b"--xyz", b"\r\n", b"name=", b'"model"', b"Content-Disposition:"])
+        | st.binary(max_size=5)
+    ),
+    st.sampled_from([KIND, "boundary=\udcff", "x; boundary*=q'q'%ff", "\0;;=;boundary"]),
+)
+def test_nothing_is_raised(parts: list[bytes], kind: str) -> None:
+    text_field(b"".join(parts), kind, "model")

@@ -1,0 +1,82 @@
+"""Chats with pictures and sounds, and what is checked of their answers."""
+
+import base64
+
+from router.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.e2e.measuring import CHAT, GREEDY, Direct, other_first_token, other_words
+from tests.e2e.prompts import Json, chat
+from tests.e2e.turns import named
+from tests.fleet import Answer, Fleet
+from tests.mmproj import picture, sound, tiny_mmproj
+
+SYSTEM = 10  # sentences of about 35 tokens: enough to be saved, and a picture still counts
+OVERESTIMATED = "kvferry_reuse_overestimated_tokens_total"
+SHORT: Json = GREEDY | {"max_tokens": 16}
+
+
+def flags() -> list[str]:
+    return ["--mmproj", str(tiny_mmproj())]
+
+
+async def sighted(llama_server: StartServer, name: str, *, slots: int = 1) -> LlamaServer:
+    """A server that sees and hears, chosen by `model: name`."""
+    return await named(llama_server, "llama", name, flags(), slots=slots)
+
+
+def look(seed: int, question: str = "What is it?", *, system: int = 1) -> list[Json]:
+    """A chat that shows a picture after a long system prompt."""
+    seen = {"type": "image_url", "image_url": {"url": picture(seed)}}
+    return about([words("Look at this:"), seen, words(question)], system=system)
+
+
+def listen(seed: int, question: str = "What is it?", *, system: int = 1) -> list[Json]:
+    """The same with a sound."""
+    return about([words("Listen:"), heard(sound(seed)), words(question)], system=system)
+
+
+def about(parts: list[Json], *, system: int = 1) -> list[Json]:
+    """A chat with a long system prompt and these parts."""
+    return [*chat(system, length=SYSTEM), {"role": "user", "content": parts}]
+
+
+def words(text: str) -> Json:
+    return {"type": "text", "text": text}
+
+
+def heard(file: bytes, kind: str = "wav") -> Json:
+    """A sound file as a part of a message."""
+    data = base64.b64encode(file).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": kind}}
+
+
+def ask(text: str, *, system: int = 1) -> list[Json]:
+    """A chat without media, with the same system prompt."""
+    return chat(system, text, length=SYSTEM)
+
+
+async def expected(client: Direct, messages: list[Json]) -> Answer:
+    """What a server answers that has nothing in its slot."""
+    return await client.post(CHAT, {"messages": messages, **SHORT, "cache_prompt": False})
+
+
+def promised(answer: Answer) -> int:
+    """Tokens that the router said would be there."""
+    return int(answer.headers["x-kvferry-reused-tokens"])
+
+
+async def check(fleet: Fleet, client: Direct, messages: list[Json], **fields: object) -> Answer:
+    """A chat is answered as without the router, and nothing was there that was not promised."""
+    answer = await fleet.post(CHAT, {"messages": messages, **SHORT} | fields)
+    assert answer.status == 200, answer.body
+    alone = await expected(client, messages)
+    assert answer.prompt_tokens == alone.prompt_tokens
+    assert other_first_token(answer, alone) == ""
+    assert other_words(answer, alone) == ""
+    assert promised(answer) <= answer.cached
+    return answer
+
+
+async def nothing_overestimated(fleet: Fleet) -> None:
+    await fleet.until_quiet()
+    assert (await fleet.metrics()).get(OVERESTIMATED, 0.0) == 0

@@ -1,0 +1,249 @@
+"""Servers that hear (`--mmproj`): sounds are answered as by the server alone, the text before one
+is reused, and the same sound; another of the same length never is."""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.e2e.conversing import all_but_one, saved
+from tests.e2e.measuring import CHAT, direct, other_first_token, other_words
+from tests.e2e.media import (
+    SHORT,
+    about,
+    ask,
+    check,
+    expected,
+    flags,
+    heard,
+    listen,
+    look,
+    nothing_overestimated,
+    promised,
+    sighted,
+    words,
+)
+from tests.e2e.prompts import Json, sentences
+from tests.e2e.turns import SAVES_S, named
+from tests.fleet import running
+from tests.mmproj import silent_mp3, sound
+from tests.pair import Pair, client, difference
+
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+N_FRAMES = 25  # of a sound, and so many positions
+
+
+async def test_sounds_are_told_apart(llama_server: StartServer) -> None:
+    """What the other tests rest on: the tiny model hears, and answers the same sound the same."""
+    async with direct(await sighted(llama_server, "a")) as alone:
+        one, two, again = [await expected(alone, listen(seed)) for seed in (1, 2, 1)]
+        text = await expected(alone, ask("Listen:<|audio><audio|>What is it?"))
+    assert other_first_token(one, two) != ""
+    assert other_words(one, two) != ""
+    assert one.text == again.text
+    assert one.prompt_tokens == two.prompt_tokens == text.prompt_tokens + N_FRAMES
+
+
+async def test_sounds_pictures_and_text_take_turns(llama_server: StartServer) -> None:
+    """On one slot, with the saves of an idle slot in between: each answer is the one of a server
+    that nobody else uses, and the same sound again is there."""
+    server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
+    both = about([words("Look:"), look(1)[-1]["content"][1], words("and"), heard(sound(1))])
+    async with (
+        direct(alone) as client,
+        running([("a", server.url)], server.kv_dir) as fleet,
+    ):
+        for messages in (listen(1), both, ask("Hello!"), listen(2), look(1), both, listen(1)):
+            await check(fleet, client, messages)
+            await fleet.until_quiet()
+        for messages in (listen(1), listen(2), both):
+            await check(fleet, client, messages)
+            assert all_but_one(await check(fleet, client, messages))
+        # Of another sound all before it, and not a position more.
+        text = (await expected(client, about([words("Listen:")]))).prompt_tokens
+        other = await check(fleet, client, listen(3))
+        assert 300 < other.cached < text + len("<|audio>")
+        # A conversation about a sound goes on.
+        messages = listen(3)
+        for turn in range(2):
+            answer = await check(fleet, client, messages)
+            assert answer.cached > 0.8 * answer.prompt_tokens
+            said = {"role": "assistant", "content": answer.text}
+            messages = [*messages, said, {"role": "user", "content": sentences(40 + turn, 2)}]
+        await nothing_overestimated(fleet)
+
+
+async def test_sounds_and_text_at_once(llama_server: StartServer) -> None:
+    """In one batch the numbers differ in their last digits: the first tokens are compared."""
+    server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
+    asked = [listen(1), ask("Hello!"), listen(2), look(1)] * 3
+    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
+        posts = [fleet.post(CHAT, {"messages": messages, **SHORT}) for messages in asked]
+        for messages, answer in zip(asked, await asyncio.gather(*posts), strict=True):
+            assert answer.status == 200, answer.body
+            assert other_first_token(answer, await expected(client, messages)) == ""
+        await nothing_overestimated(fleet)
+
+
+async def test_a_sound_on_another_server_and_after_a_restart(llama_server: StartServer) -> None:
+    """A state with a sound is restored whole, for the same sound: another has the text before."""
+    a, b = await sighted(llama_server, "a"), await sighted(llama_server, "b")
+    alone = await sighted(llama_server, "c")
+    async with (
+        direct(alone) as client,
+        running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet,
+    ):
+        first = await check(fleet, client, listen(1), model="a")
+        await fleet.until(saved(first.prompt_tokens), SAVES_S)
+        elsewhere = await check(fleet, client, listen(1), model="b")
+        assert (elsewhere.source, all_but_one(elsewhere)) == ("snapshot", True)
+
+        await a.restart()
+        await fleet.until_up()
+        again = await check(fleet, client, listen(1), model="a")
+        assert (again.source, all_but_one(again)) == ("snapshot", True)
+        await fleet.until_quiet()
+
+        await check(fleet, client, ask("Hello!", system=2), model="a")
+        other = await check(fleet, client, listen(2), model="a")
+        assert other.source == "snapshot"
+        assert 300 < promised(other) <= other.cached < first.prompt_tokens - N_FRAMES
+        await nothing_overestimated(fleet)
+
+
+# --- the same status and body as without the router -----------------------------------------------
+
+B64 = base64.b64encode(sound(1)).decode()
+PARTS: dict[str, Json] = {
+    "wav": heard(sound(1)),
+    "another rate": heard(sound(1, rate=44_100)),
+    "mp3": heard(silent_mp3(), "mp3"),
+    "a data URL": {"input_audio": {"data": "data:audio/wav;base64," + B64}},
+    "as a URL": {"input_audio": {"url": "data:audio/wav;base64," + B64}},
+    "a picture's type": {"type": "image_url", "image_url": {"url": "data:audio/wav;base64," + B64}},
+    "no base64": {"input_audio": {"data": "!!!"}},
+    "half of it": {"input_audio": {"data": B64[:2001]}},
+    "nothing": {"input_audio": {"data": ""}},
+    "no payload": {},
+    "no object": {"input_audio": B64},
+    "an unknown format": heard(b"OggS" + bytes(100), "ogg"),
+    "a head alone": heard(sound(1)[:12]),
+    "no frames": heard(sound(1, 0)),
+    "no URL": {"input_audio": {"url": "ftp://nowhere"}},
+}
+FORMS: dict[str, Json] = {
+    "plain": {},
+    "mp3": {"file": silent_mp3()},
+    "stream": {"stream": "true"},
+    "prompt": {"prompt": "Write down:", "language": "en"},
+    "a slot": {"id_slot": "1"},
+    "model": {"model": "whisper-1"},
+    "no file": {"file": None},
+    "no sound": {"file": b"nothing at all"},
+    "empty": {"file": b""},
+    "srt": {"response_format": "srt"},
+    "words": {"timestamp_granularities[]": "word"},
+    **{
+        f"{key}={value}": {key: value}
+        for key, value in (
+            *(("n", "2"), ("max_tokens", "x"), ("temperature", "x"), ("cache_prompt", "false")),
+            *(("lora", "[]"), ("stream", "x")),
+        )
+    },
+}
+
+
+def form(given: Json) -> aiohttp.FormData:
+    """Greedy and short, with a sound, unless `given` says otherwise; None leaves a field out."""
+    fields = {"file": sound(1), "max_tokens": "4", "temperature": "0"} | given
+    data = aiohttp.FormData(default_to_multipart=True)
+    for name, value in fields.items():
+        if isinstance(value, bytes):
+            data.add_field(name, value, filename="a.wav", content_type="audio/wav")
+        elif value is not None:
+            data.add_field(name, value)
+    return data
+
+
+@pytest.fixture(params=["hearing", "deaf"])
+async def pair(llama_server: StartServer, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    """A server with a projector, and one without."""
+    args = flags() if request.param == "hearing" else []
+    server = await llama_server("llama", extra_args=args)
+    async with running([("a", server.url)], None) as fleet, client() as session:
+        yield Pair(server.url, fleet.url, session)
+
+
+Body = dict[str, Any]  # `json` or `data`, for aiohttp
+
+
+async def differences(pair: Pair, path: str, bodies: Iterable[tuple[str, Body]]) -> list[str]:
+    """A form can be sent only once, so it stands as the fields that it is made of."""
+    found = []
+    for name, body in bodies:
+        made = [{k: form(v) if k == "data" else v for k, v in body.items()} for _ in range(2)]
+        direct = await pair.one(pair.direct, "POST", path, **made[0])
+        routed = await pair.one(pair.routed, "POST", path, **made[1])
+        if told := difference(direct, routed):
+            found.append(f"{name}: {told}")
+    return found
+
+
+async def test_each_part(pair: Pair) -> None:
+    bodies = []
+    for name, part in PARTS.items():
+        parts = [words("Listen:"), {"type": "input_audio"} | part, words("What?")]
+        body = {"messages": [{"role": "user", "content": parts}], **SHORT, "cache_prompt": False}
+        bodies += [(name, {"json": body | {"stream": stream}}) for stream in (False, True)]
+    assert await differences(pair, CHAT, bodies) == []
+
+
+async def test_each_form(pair: Pair) -> None:
+    """Of `/v1/audio/transcriptions`; a body of another type is no form."""
+    bodies: list[tuple[str, Body]] = [(name, {"data": given}) for name, given in FORMS.items()]
+    bodies += [("JSON", {"json": {"file": B64}}), ("nothing", {})]
+    assert await differences(pair, TRANSCRIPTIONS, bodies) == []
+    assert await differences(pair, "/audio/transcriptions", bodies[:1]) == []
+
+
+async def transcribed(base: str, session: aiohttp.ClientSession, **given: str) -> tuple[int, Json]:
+    async with session.post(base + TRANSCRIPTIONS, data=form(given)) as response:
+        return response.status, await response.json()
+
+
+async def test_transcriptions_beside_conversations(llama_server: StartServer) -> None:
+    """One takes a slot of the server's choice: what the other slots hold is not forgotten, and
+    what it took is."""
+    server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
+    backends = [("a", server.url)]
+    async with direct(alone) as client, running(backends, None) as fleet:
+        _, said = await transcribed(alone.url, client.session)
+        talks = [ask("Hello!"), ask("Hello!", system=2)]
+        for messages in talks:
+            await check(fleet, client, messages)
+        for _ in range(2):
+            status, found = await transcribed(fleet.url, fleet.session)
+            assert (status, found["text"]) == (200, said["text"])
+            await fleet.until_quiet()
+            answers = [await check(fleet, client, messages) for messages in talks]
+            assert any(map(all_but_one, answers))
+        await nothing_overestimated(fleet)
+
+
+async def test_a_transcription_goes_to_its_model(llama_server: StartServer) -> None:
+    """`model` is a field of the form. The deaf one comes first, by any order."""
+    deaf: LlamaServer = await named(llama_server, "llama", "a-deaf")
+    hearing = await sighted(llama_server, "hearing")
+    async with running([("a", deaf.url), ("b", hearing.url)], None) as fleet:
+        for _ in range(2):
+            status, found = await transcribed(fleet.url, fleet.session, model="hearing")
+            assert (status, found["type"]) == (200, "transcript.text.done")
+        status, found = await transcribed(fleet.url, fleet.session, model="a-deaf")
+        assert (status, found["error"]["type"]) == (501, "not_supported_error")
+        status, found = await transcribed(fleet.url, fleet.session, model="nobody")
+        assert (status, found["error"]["type"]) == (404, "model_not_found")
