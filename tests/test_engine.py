@@ -19,6 +19,7 @@ from router.engine import Engine
 from router.errors import BackendError
 from router.ports import Backend, Telemetry
 from router.tokens import Tokens
+from router.turnstile import Turnstile
 from router.types import Reported
 from tests.core.build import A, backend, request, scheduler, snapshot
 from tests.fake_llama import FakeLlama
@@ -321,7 +322,8 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
 
     server = cast(Backend, SimpleNamespace(prefill=prefill))
     state = scheduler(backend("a", 1), idle_save_after_s=None)
-    engine = Engine(state, {A: server}, None, MonotonicClock(), cast(Telemetry, Mock()))
+    clock = MonotonicClock()
+    engine = Engine(*(state, {A: server}, None, clock, cast(Telemetry, Mock())), Turnstile(clock))
     asked = asyncio.ensure_future(  # noqa: TID251 - its error is what is asked for
         engine.submit(request(ids=[1, 2, 3], pinnable=False))
     )

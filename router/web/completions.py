@@ -21,6 +21,7 @@ from router.adapters.llama_wire import (
     ChatPrompt,
     ParsedRequest,
     Route,
+    TokenPrompt,
     parse_body,
     parse_request,
     pin_slot,
@@ -37,6 +38,7 @@ from router.errors import (
     UnsupportedMediaTypeError,
 )
 from router.ports import Attempt, Spawn, Trace, Tracing
+from router.turnstile import Turnstile
 from router.types import (
     BackendId,
     Caller,
@@ -50,7 +52,7 @@ from router.types import (
 from router.web.directory import Directory
 from router.web.keys import Keys
 from router.web.relay import CALLER, Capture, forward_headers, forward_target, relay
-from router.web.replies import clients_id, names
+from router.web.replies import clients_id, names, session_of
 from router.web.settings import Settings
 
 # Times a request is sent anew because its backend failed before the first byte.
@@ -58,8 +60,6 @@ _ATTEMPTS = 3
 # A stream up to this size is read in place, at about 1 µs for 100 bytes; of more the two ends, and
 # the rest in a thread. A plain answer is one object, of which an end says nothing: 4 ms at most.
 _INLINE_BYTES = 32 * 1024
-
-
 _STATELESS = ("/embedding", "/embeddings", "/rerank", "/reranking")
 
 
@@ -100,9 +100,11 @@ class Completions:
         spawn: Spawn,
         settings: Settings,
         keys: Keys,
+        turnstile: Turnstile,
         tracing: Tracing | None = None,
     ) -> None:
         self._keys = keys
+        self._turnstile = turnstile
         self._engine = engine
         self._journal = journal
         self._directory = directory
@@ -150,7 +152,7 @@ class Completions:
             adapted=parsed.lora,
             slot_hint=parsed.slot_hint,
             **whose,
-            session=_session(http),
+            session=session_of(http),
         )
         return request, reader
 
@@ -269,12 +271,14 @@ class Completions:
                 encoding=encoding if ok else "unread",
                 ended=perf_counter(),
             )
-            if outcome in (Outcome.OK, Outcome.REFUSED) and exchange.trace is None:
+            if exchange.trace is not None:
+                finish()
+            elif outcome in (Outcome.OK, Outcome.REFUSED):
                 # uvloop sends what was written when this turn is over: the books can wait for the
                 # next one, which comes before anything else that the client may send.
-                asyncio.get_running_loop().call_soon(finish)
+                asyncio.get_running_loop().call_soon(self._turnstile.call, finish)
             else:
-                finish()
+                self._turnstile.call(finish)
 
     def _finish(
         self,
@@ -375,13 +379,16 @@ def parse_completion(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedR
     Any content type will do for JSON: llama-server does not look at it either.
     """
     try:
-        return parse_request(route, parse_body(raw))
+        parsed = parse_request(route, parse_body(raw))
     except BadRequestError as error:
         if http.content_type in ("application/json", "application/octet-stream", "text/plain"):
             raise
         raise UnsupportedMediaTypeError(
             f"{error}; the content type is {http.content_type}, send application/json"
         ) from error
+    if isinstance(parsed.prompt_source, TokenPrompt):
+        long_bodies.forget_ids(parsed.body)
+    return parsed
 
 
 def _body(exchange: _Exchange, grant: Grant) -> bytes:
@@ -410,10 +417,3 @@ def _client(http: web.BaseRequest) -> str | None:
     """Between whom the queue is fair: keys, or without one addresses. No key is kept as it is."""
     key = http.headers.get("authorization") or http.headers.get("x-api-key")
     return http.remote if key is None else f"key {hash(key):x}"
-
-
-def _session(http: web.BaseRequest) -> str | None:
-    for name in ("x-session-id", "session-id", "x-session-affinity", "x-litellm-session-id"):
-        if value := http.headers.get(name):
-            return value[:256]
-    return None
