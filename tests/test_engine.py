@@ -6,6 +6,7 @@ or as a wrong cell; counts and metrics tell what was tried.
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +16,19 @@ from unittest.mock import Mock
 import pytest
 
 from router.adapters.clock import MonotonicClock
+from router.core import events as ev
+from router.core.effects import Effect
+from router.core.scheduler import Scheduler
 from router.engine import Engine
 from router.errors import BackendError
 from router.ports import Backend, Telemetry
 from router.tokens import Tokens
-from router.turnstile import Turnstile
+from router.turnstile import MOST, Turnstile
 from router.types import Reported
 from tests.core.build import A, backend, request, scheduler, snapshot
 from tests.fake_llama import FakeLlama
 from tests.fake_wire import encode_state, generate
-from tests.fleet import Answer, Fleet, Json, running
+from tests.fleet import PATIENCE_S, Answer, Fleet, Json, running
 
 PROMPT = "p" * 300
 OTHER = "q" * 300
@@ -335,3 +339,39 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
     with pytest.raises(BackendError, match="went away"):
         await asked
     await engine.aclose()
+
+
+async def test_a_few_are_decided_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which they were asked for; one who left meanwhile is not."""
+    turn, decided = 0, dict[str, int]()
+    handle = Scheduler.handle
+
+    def noted(self: Scheduler, event: ev.Event, now: float) -> list[Effect]:
+        if isinstance(event, ev.Arrived):
+            decided[event.request.id] = turn
+        return handle(self, event, now)
+
+    monkeypatch.setattr(Scheduler, "handle", noted)
+    clock = MonotonicClock()
+    engine = Engine(
+        *(scheduler(backend("a", 1)), {}, None, clock, cast(Telemetry, Mock())), Turnstile(clock)
+    )
+    names = [f"r{number:03}" for number in range(5 * MOST)]
+    asked = [
+        asyncio.ensure_future(engine.submit(request(name, [1, 2, 3])))  # noqa: TID251 - cancelled below
+        for name in names
+    ]
+    await asyncio.sleep(0)
+    asked[-1].cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        while len(decided) < len(names) - 1:
+            turn += 1
+            await asyncio.sleep(0)
+    for one in asked:
+        one.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    await engine.aclose()
+
+    assert list(decided) == names[:-1]
+    assert max(Counter(decided.values()).values()) <= 2 * MOST
+    assert len(set(decided.values())) >= 3
