@@ -35,26 +35,29 @@ class Client:
     takes: int | None = None
     stays_s: float | None = None
 
-    async def ask(self, url: str) -> str:
-        """How it ended: `right`, a status, `wrong`, `broken`, or `left`."""
+    async def ask(self, url: str, go: asyncio.Event | None = None) -> str:
+        """How it ended: `right`, a status, `wrong`, `broken`, or `left`. It connects, and asks when
+        it may `go`."""
         answer = bytearray()
         try:
             async with asyncio.timeout(self.stays_s):
                 async with asyncio.timeout(PATIENCE_S):
-                    await self._ask(url, answer)
+                    await self._ask(url, answer, go)
         except TimeoutError:
             return "left" if self.stays_s is not None else "silent"
         except OSError as error:
             return f"broken ({type(error).__name__})"
         return self._judge(bytes(answer))
 
-    async def _ask(self, url: str, answer: bytearray) -> None:
+    async def _ask(self, url: str, answer: bytearray, go: asyncio.Event | None) -> None:
         parts, loop = urlsplit(url), asyncio.get_running_loop()
         with socket.socket() as connection:
             connection.setblocking(False)
             if self.rate or self.takes is not None:  # what the kernel takes for it is not read
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             await loop.sock_connect(connection, (parts.hostname, parts.port))
+            if go is not None:
+                await go.wait()
             await loop.sock_sendall(connection, self._raw())
             while self.takes is None or len(answer) < self.takes:
                 data = await loop.sock_recv(connection, self.rate or _READ)
@@ -117,10 +120,12 @@ def _dechunked(body: bytes) -> bytes | None:
     return None
 
 
-async def send(url: str, clients: Iterable[Client]) -> Counter[str]:
-    """All of them at once; how many ended how."""
+async def send(
+    url: str, clients: Iterable[Client], go: asyncio.Event | None = None
+) -> Counter[str]:
+    """All of them at once, or as soon as all may `go`; how many ended how."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(client.ask(url)) for client in clients]
+        tasks = [group.create_task(client.ask(url, go)) for client in clients]
     return Counter(task.result() for task in tasks)
 
 

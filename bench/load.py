@@ -7,14 +7,17 @@ all streams are open at the same time. `--real` adds real servers with the tiny 
 
 import argparse
 import asyncio
+import os
 import random
 import resource
+import signal
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -36,6 +39,7 @@ _MIB = 1024**2
 _LOOK_S = 0.25
 _BACKENDS = 8
 _BEAT_S = 0.5
+_STOPPED_S = 3.0
 _PADDING = 256 * 1024
 Load = Callable[[str], Awaitable[Counter[str]]]
 
@@ -133,6 +137,7 @@ async def measure(options: argparse.Namespace) -> Report:
         seconds = 2.0 if options.quick else 6.0
         cases: dict[str, Callable[[], Awaitable[None]]] = {
             "streams": lambda: _streams(bench, n),
+            "one moment": lambda: _moment(bench, n),
             "queue": lambda: _queue(bench, n),
             "queue full": lambda: _limit(bench, n),
             "slow readers": lambda: _slow(bench, max(n // 10, 5), seconds),
@@ -192,6 +197,27 @@ async def _streams(bench: _Bench, n: int) -> None:
     for contender in contenders:
         async with _fleet(contender, slots=-(-n // _BACKENDS), more=beat) as proxy:
             await bench.case("streams", proxy, n, lambda url: send(url, _clients(n, 12)))
+
+
+async def _moment(bench: _Bench, n: int) -> None:
+    """All are connected; the router is stopped until all have asked, and finds that in one turn."""
+
+    async def load(proxy: rig.Proxy, url: str) -> Counter[str]:
+        go, before = asyncio.Event(), proxy.descriptors()
+        async with asyncio.TaskGroup() as group:
+            sending = group.create_task(send(url, _clients(n, 4), go))
+            while proxy.descriptors() < before + n:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(_LOOK_S)
+            os.kill(proxy.pid, signal.SIGSTOP)
+            go.set()
+            await asyncio.sleep(_STOPPED_S)
+            os.kill(proxy.pid, signal.SIGCONT)
+        return sending.result()
+
+    for slots in (8, -(-n // _BACKENDS)):
+        async with _fleet(slots=slots, yaml=f"queue: {{max_requests: {n}}}") as proxy:
+            name = f"one moment, {slots * _BACKENDS:,} slots"
+            await bench.case(name, proxy, n, partial(load, proxy))
 
 
 async def _queue(bench: _Bench, n: int) -> None:

@@ -33,6 +33,7 @@ from router.core.scheduler import Scheduler
 from router.core.state import State
 from router.engine import Engine, Timing
 from router.tokens import Tokens, count, join, pack
+from router.turnstile import Turnstile
 from router.types import (
     BackendId,
     BackendInfo,
@@ -175,7 +176,8 @@ async def measure(options: argparse.Namespace) -> Report:
         scheduler = Scheduler(State(fleet=fleet, queue=Queue(QueueLimits())))
         backends = {BACKEND: _Backend(client, slow)}
         telemetry = _Silent()
-        engine = Engine(scheduler, backends, store, MonotonicClock(), telemetry)
+        clock = MonotonicClock()
+        engine = Engine(scheduler, backends, store, clock, telemetry, Turnstile(clock))
         stack.push_async_callback(engine.aclose)
         info = BackendInfo(BACKEND, 1, ctx, SPACE, place=place, memory_kind=MemoryKind.FULL)
         engine.backend_up(info, ())

@@ -6,6 +6,7 @@ two events overlap. Effects that take time run as tasks and report back as event
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import structlog
@@ -31,6 +32,7 @@ from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.tasks import Tasks
 from router.tokens import Tokens
 from router.transfers import Transfers
+from router.turnstile import Turnstile
 from router.types import (
     BackendId,
     BackendInfo,
@@ -83,6 +85,7 @@ class Engine:
         store: SnapshotStore | None,
         clock: Clock,
         telemetry: Telemetry,
+        turnstile: Turnstile,
         on_release: Callable[[BackendId], None] = lambda _: None,
         on_over: Callable[[RequestRecord, Plan], None] = lambda *_: None,
     ) -> None:
@@ -95,6 +98,7 @@ class Engine:
         self._transfers = Transfers(backends, store, clock, telemetry)
         self._clock = clock
         self._telemetry = telemetry
+        self._turnstile = turnstile
         self._tasks = Tasks()
         self._prefills: dict[RequestId, asyncio.Task[None] | None] = {}  # None: about to begin
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
@@ -104,20 +108,17 @@ class Engine:
         self._alarm_due = False
         self._closed = False
         self._lookout = Lookout(backends)
-        self._calm: asyncio.Event | None = None  # for who waits until no job is under way
+        self._calm: asyncio.Event | None = None  # set when no job is under way, if one waits
 
     # -- for the web layer ---------------------------------------------------------------------
 
     async def submit(self, request: Request) -> Grant:
-        """Wait for a slot. Raises RouterError.
-
-        Cancelled before the grant, nothing happens for the request; afterwards the grant is the
-        caller's, who must call `finish`.
-        """
+        """Wait for a slot. Raises RouterError. Cancelled before the grant, nothing happens for the
+        request; afterwards the grant is the caller's, who must call `finish`."""
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._grants[request.id] = future
-        self._feed(ev.Arrived(request))
         try:
+            await self._turnstile.do(partial(self._feed, ev.Arrived(request)))
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
@@ -217,10 +218,8 @@ class Engine:
         self._feed(ev.SnapshotLost(snapshot))
 
     async def purge(self, snapshots: Sequence[SnapshotId]) -> None:
-        """Take snapshots out of use. Their files go in the background, each when nobody reads it.
-
-        A few at a time: finding ten thousand in the index would hold everybody else up.
-        """
+        """Take snapshots out of use, a few at a time: finding ten thousand in the index would hold
+        everybody else up. Their files go in the background, each when nobody reads it."""
         for start in range(0, len(snapshots), _PURGED_AT_ONCE):
             self._feed(ev.Purged(tuple(snapshots[start : start + _PURGED_AT_ONCE])))
             await asyncio.sleep(0)
@@ -278,9 +277,8 @@ class Engine:
             self._carry_out(effect)
         for sent in self._placing.wanted():
             self._tasks.spawn(self._answer(self._placing.find(sent)), name=f"find {sent.lease}")
-        if self._calm is not None and not any(
-            job.is_ours for job in self._scheduler.state.jobs.values()
-        ):
+        jobs = self._scheduler.state.jobs
+        if self._calm is not None and not any(job.is_ours for job in jobs.values()):
             self._calm.set()
         if not self._alarm_due:
             # Whoever was granted something in this turn goes first: it can wait for that. And one
@@ -398,7 +396,7 @@ class Engine:
             slot, jobs = effect.slot, self._scheduler.state.jobs
             await wipe(self._backends[slot.backend], slot.index, lambda: effect.request in jobs)
             n_tokens = None
-        self._feed(ev.Quiet(effect.request, n_tokens))
+        self._turnstile.call(partial(self._feed, ev.Quiet(effect.request, n_tokens)))
 
     async def _wait_quiet(
         self, request: RequestId, slot: SlotId, *, settled: bool = False
@@ -409,7 +407,7 @@ class Engine:
     async def _look_around(self, backend: BackendId) -> None:
         idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
         if found := await find_busy(self._lookout.at(backend), idle):
-            self._feed(ev.FoundBusy(found))
+            self._turnstile.call(partial(self._feed, ev.FoundBusy(found)))
 
     def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
         return tuple(self._scheduler.state.fleet.slots.of(backend))

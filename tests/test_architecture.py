@@ -44,6 +44,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "router.tasks": set(),
     "router.terminal": set(),
+    "router.turnstile": {"router.ports"},
     "router.core": BASE | {"router.core"},
     "router.kvfile": BASE | {"router.kvfile"},
     # Says its version to others.
@@ -56,11 +57,11 @@ LAYERS: dict[str, set[str]] = {
     "router.transfers": BASE | {"router.core", "router.ports"},
     "router.engine": BASE
     | {"router.core", "router.ports", "router.tasks", "router.transfers", "router.watching"}
-    | {"router.placing"},
+    | {"router.placing", "router.turnstile"},
     "router.web": BASE
     | {"router.engine", "router.ports", "router.adapters", "router.web"}
     # Sizes and times in a query are written as in the configuration.
-    | {"router.config_load", "router.config_values", "router.keys"}
+    | {"router.config_load", "router.config_values", "router.keys", "router.turnstile"}
     # To show a decision, and the fleet as it is: their data.
     | {"router.core.plan", "router.core.catalog", "router.core.jobs"}
     | {"router.core.queue", "router.core.slots", "router.core.tenancy"},

@@ -6,6 +6,7 @@ or as a wrong cell; counts and metrics tell what was tried.
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +16,19 @@ from unittest.mock import Mock
 import pytest
 
 from router.adapters.clock import MonotonicClock
+from router.core import events as ev
+from router.core.effects import Effect
+from router.core.scheduler import Scheduler
 from router.engine import Engine, Timing
 from router.errors import BackendError
 from router.ports import Backend, Telemetry
 from router.tokens import Tokens
+from router.turnstile import MOST, Turnstile
 from router.types import Outcome, Reported, RequestId
 from tests.core.build import UNREAD, A, backend, request, scheduler, snapshot
 from tests.fake_llama import FakeLlama
 from tests.fake_wire import encode_state, generate
-from tests.fleet import Answer, Fleet, Json, running
+from tests.fleet import PATIENCE_S, Answer, Fleet, Json, running
 from tests.test_watching import Scripted
 
 PROMPT = "p" * 300
@@ -323,7 +328,8 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
 
     server = cast(Backend, SimpleNamespace(prefill=prefill))
     state = scheduler(backend("a", 1), idle_save_after_s=None)
-    engine = Engine(state, {A: server}, None, MonotonicClock(), cast(Telemetry, Mock()))
+    clock = MonotonicClock()
+    engine = Engine(*(state, {A: server}, None, clock, cast(Telemetry, Mock())), Turnstile(clock))
     asked = asyncio.ensure_future(  # noqa: TID251 - its error is what is asked for
         engine.submit(request(ids=[1, 2, 3], pinnable=False))
     )
@@ -340,7 +346,8 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
 async def test_where_an_embedding_runs_is_asked_when_somebody_waits_for_it() -> None:
     """Its slots hold nothing: it goes at once, and a look is for those who come meanwhile."""
     looks, state = Scripted([{0}]), scheduler(backend("a", 2), idle_save_after_s=None)
-    engine = Engine(state, {A: looks}, None, MonotonicClock(), cast(Telemetry, Mock()))
+    clock = MonotonicClock()
+    engine = Engine(state, {A: looks}, None, clock, cast(Telemetry, Mock()), Turnstile(clock))
     await engine.submit(request("r", **UNREAD))
     assert (looks.looked, state.state.fleet.gated) == (0, {A})
 
@@ -351,3 +358,39 @@ async def test_where_an_embedding_runs_is_asked_when_somebody_waits_for_it() -> 
     await engine.submit(request("r3", **UNREAD))
     assert looks.looked == 1
     await engine.aclose()
+
+
+async def test_a_few_are_decided_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which they were asked for; one who left meanwhile is not."""
+    turn, decided = 0, dict[str, int]()
+    handle = Scheduler.handle
+
+    def noted(self: Scheduler, event: ev.Event, now: float) -> list[Effect]:
+        if isinstance(event, ev.Arrived):
+            decided[event.request.id] = turn
+        return handle(self, event, now)
+
+    monkeypatch.setattr(Scheduler, "handle", noted)
+    clock = MonotonicClock()
+    engine = Engine(
+        *(scheduler(backend("a", 1)), {}, None, clock, cast(Telemetry, Mock())), Turnstile(clock)
+    )
+    names = [f"r{number:03}" for number in range(5 * MOST)]
+    asked = [
+        asyncio.ensure_future(engine.submit(request(name, [1, 2, 3])))  # noqa: TID251 - cancelled below
+        for name in names
+    ]
+    await asyncio.sleep(0)
+    asked[-1].cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        while len(decided) < len(names) - 1:
+            turn += 1
+            await asyncio.sleep(0)
+    for one in asked:
+        one.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    await engine.aclose()
+
+    assert list(decided) == names[:-1]
+    assert max(Counter(decided.values()).values()) <= 2 * MOST
+    assert len(set(decided.values())) >= 3

@@ -413,7 +413,7 @@ def test_a_long_answer_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         sizes.append(len(raw))
         return loads(raw)
 
-    monkeypatch.setattr("router.adapters.llama_reply.orjson.loads", noted)
+    monkeypatch.setattr("router.adapters.long_bodies.orjson.loads", noted)
     raw = orjson.dumps({"tokens": [12345] * 200_000})
     ids_from(raw)
     assert max(sizes) < 140_000 < len(raw) < sum(sizes)

@@ -5,25 +5,21 @@ all that is lost is knowledge. The `*_from` functions are for control calls and 
 BackendError, because without those answers the router cannot go on.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import orjson
 
+from router.adapters import long_bodies
 from router.adapters.llama_wire import Route
 from router.adapters.reply_readers import READERS, Json, Reading, as_dict
 from router.errors import BackendError
-from router.tokens import Tokens, pack, unpack
+from router.tokens import Tokens, pack
 from router.types import Reported, SlotStatus, Transfer
 
 IDENTITY = (None, "", "identity")
 T = TypeVar("T")
-# Around the ids of /tokenize; and bytes of ids that are read in one go, in 1 ms.
-_BEFORE_IDS = re.compile(rb'\s*{\s*"tokens"\s*:\s*\[')
-_AFTER_IDS = re.compile(rb"\]\s*}\s*\Z")
-_PIECE_BYTES = 128 * 1024
 
 
 def read_reply(
@@ -56,7 +52,7 @@ def read_reply(
 
 def _loads(raw: bytes) -> Any:
     try:
-        return orjson.loads(raw)
+        return long_bodies.loads(raw)
     except orjson.JSONDecodeError:
         return None
 
@@ -237,36 +233,21 @@ def transfer_from(payload: object, action: Literal["save", "restore"]) -> Transf
 
 def tokens_from(payload: object) -> Tokens:
     """The answer to POST /tokenize, as bytes or parsed. Raises BackendError."""
-    answer = _Answer(payload, "POST /tokenize")
-    ids = answer.get("tokens", list)
-    try:
-        return pack(ids)
-    except (TypeError, OverflowError) as error:
-        raise answer.malformed("tokens holds something that is no token id") from error
+    return _ids_of(payload)[1]
 
 
 def ids_from(payload: bytes) -> list[int]:
-    """The answer to POST /tokenize as ids. Raises BackendError.
-
-    A long one is read in pieces: in a thread, everybody else has a turn in between.
-    """
-    return [number for piece in _pieces(payload) for number in unpack(tokens_from(piece))]
+    """The answer to POST /tokenize as ids. Raises BackendError."""
+    return _ids_of(payload)[0]
 
 
-def _pieces(payload: bytes) -> Iterator[bytes]:
-    """The answer as several that hold some of its ids each; as it is, if it is short or odd."""
-    before = _BEFORE_IDS.match(payload)
-    after = _AFTER_IDS.search(payload, max(len(payload) - 16, 0))
-    long = len(payload) > _PIECE_BYTES and payload.count(b"]") == 1
-    if not long or before is None or after is None:
-        yield payload
-        return
-    start, end = before.end(), after.start()
-    while start < end:
-        stop = payload.find(b",", start + _PIECE_BYTES, end)
-        stop = end if stop < 0 else stop
-        yield b'{"tokens":[%b]}' % payload[start:stop]
-        start = stop + 1
+def _ids_of(payload: object) -> tuple[list[int], Tokens]:
+    answer = _Answer(payload, "POST /tokenize")
+    ids = answer.get("tokens", list)
+    try:
+        return ids, pack(ids)
+    except (TypeError, OverflowError) as error:
+        raise answer.malformed("tokens holds something that is no token id") from error
 
 
 def text_from(payload: object) -> str:

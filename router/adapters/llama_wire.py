@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import orjson
 
+from router.adapters import long_bodies
 from router.adapters.anthropic_wire import anthropic_to_chat
 from router.adapters.responses_wire import responses_to_chat
 from router.errors import BadRequestError
 from router.frozen import dataclass
-from router.tokens import Tokens, pack, unpack
+from router.tokens import Tokens, pack, pieces, unpack
 
 INT32_MAX = 2**31 - 1
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -118,7 +119,7 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """The body as an object. Raises BadRequestError for anything that is not one."""
     try:
         # the server's parser skips a byte order mark, orjson does not
-        body = orjson.loads(raw.removeprefix(UTF8_BOM))
+        body = long_bodies.loads(raw.removeprefix(UTF8_BOM))
     except orjson.JSONDecodeError as error:
         raise BadRequestError(f"the request body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
@@ -242,7 +243,7 @@ def _mixed_prompt(parts: list[Any]) -> PromptSource:
 
 def _token_prompt(ids: list[int]) -> PromptSource:
     """Negative ids are refused by the server, and mean media in `types.Prompt`."""
-    if ids and min(ids) < 0:
+    if any(min(piece) < 0 for piece in pieces(ids)):
         return UnknownPrompt("the prompt holds a negative token id")
     try:
         return TokenPrompt(pack(ids))
@@ -405,7 +406,7 @@ def takes_many_slots(raw: bytes) -> bool:
     What cannot be read is one: the server refuses it, or it is a form with a sound file.
     """
     try:
-        body = orjson.loads(raw)
+        body = long_bodies.loads(raw)
     except orjson.JSONDecodeError:
         return False
     if not isinstance(body, dict):

@@ -29,6 +29,7 @@ from router.errors import (
     RouterError,
 )
 from router.ports import Telemetry
+from router.turnstile import Turnstile
 from router.types import Caller, RequestId
 from router.web.admin import Admin
 from router.web.completions import Completions
@@ -114,6 +115,7 @@ class App:
         telemetry: Telemetry,
         settings: Settings,
         operations: Operations,
+        turnstile: Turnstile,
     ) -> None:
         self._keys = keys
         self._completions = completions
@@ -124,6 +126,7 @@ class App:
         self._directory = directory
         self._telemetry = telemetry
         self._settings = settings
+        self._turnstile = turnstile
         self.own = OwnRoutes(
             [
                 Route("GET", METRICS, self._metrics),
@@ -149,7 +152,8 @@ class App:
     def listener(self, side: Side) -> Listener:
         """What makes a protocol for each connection to an address; requests are cancelled when
         their client leaves. Needs a running loop."""
-        return Listener(partial(self._handle, side), self._settings, self._refused)
+        handle = partial(self._handle, side)
+        return Listener(handle, self._settings, self._refused, self._turnstile)
 
     def _refused(self, name: RequestId, error: RouterError) -> None:
         self._telemetry.rejected(name, error.outcome, str(error))
@@ -324,7 +328,7 @@ def _model_of(raw: bytes, content_type: str) -> str | None:
     if is_form(content_type):
         return text_field(raw, content_type, "model")
     with contextlib.suppress(orjson.JSONDecodeError):
-        body = orjson.loads(raw)
+        body = long_bodies.loads(raw)
         if isinstance(body, dict) and isinstance(body.get("model"), str):
             return str(body["model"])
     return None

@@ -22,6 +22,7 @@ from router.adapters.llama_wire import (
     ChatPrompt,
     ParsedRequest,
     Route,
+    TokenPrompt,
     parse_body,
     parse_request,
     pin_slot,
@@ -38,6 +39,7 @@ from router.errors import (
     UnsupportedMediaTypeError,
 )
 from router.ports import Attempt, Spawn, Trace, Tracing
+from router.turnstile import Turnstile
 from router.types import (
     BackendId,
     Caller,
@@ -51,7 +53,7 @@ from router.types import (
 from router.web.directory import Directory
 from router.web.keys import Keys
 from router.web.relay import CALLER, Capture, forward_headers, forward_target, relay
-from router.web.replies import clients_id, names
+from router.web.replies import clients_id, names, session_of
 from router.web.settings import Settings
 
 # Times a request is sent anew because its backend failed before the first byte.
@@ -99,9 +101,11 @@ class Completions:
         spawn: Spawn,
         settings: Settings,
         keys: Keys,
+        turnstile: Turnstile,
         tracing: Tracing | None = None,
     ) -> None:
         self._keys = keys
+        self._turnstile = turnstile
         self._engine = engine
         self._journal = journal
         self._directory = directory
@@ -149,7 +153,7 @@ class Completions:
             adapted=parsed.lora,
             slot_hint=parsed.slot_hint,
             **whose,
-            session=_session(http),
+            session=session_of(http),
         )
         return request, reader
 
@@ -268,12 +272,14 @@ class Completions:
                 readable=upstream if ok else None,
                 ended=perf_counter(),
             )
-            if outcome in (Outcome.OK, Outcome.REFUSED) and exchange.trace is None:
+            if exchange.trace is not None:
+                finish()
+            elif outcome in (Outcome.OK, Outcome.REFUSED):
                 # uvloop sends what was written when this turn is over: the books can wait for the
                 # next one, which comes before anything else that the client may send.
-                asyncio.get_running_loop().call_soon(finish)
+                asyncio.get_running_loop().call_soon(self._turnstile.call, finish)
             else:
-                finish()
+                self._turnstile.call(finish)
 
     def _finish(
         self,
@@ -374,13 +380,16 @@ def parse_completion(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedR
     Any content type will do for JSON: llama-server does not look at it either.
     """
     try:
-        return parse_request(route, parse_body(raw))
+        parsed = parse_request(route, parse_body(raw))
     except BadRequestError as error:
         if http.content_type in ("application/json", "application/octet-stream", "text/plain"):
             raise
         raise UnsupportedMediaTypeError(
             f"{error}; the content type is {http.content_type}, send application/json"
         ) from error
+    if isinstance(parsed.prompt_source, TokenPrompt):
+        long_bodies.forget_ids(parsed.body)
+    return parsed
 
 
 def _body(exchange: _Exchange, grant: Grant) -> bytes:
@@ -409,10 +418,3 @@ def _client(http: web.BaseRequest) -> str | None:
     """Between whom the queue is fair: keys, or without one addresses. No key is kept as it is."""
     key = http.headers.get("authorization") or http.headers.get("x-api-key")
     return http.remote if key is None else f"key {hash(key):x}"
-
-
-def _session(http: web.BaseRequest) -> str | None:
-    for name in ("x-session-id", "session-id", "x-session-affinity", "x-litellm-session-id"):
-        if value := http.headers.get(name):
-            return value[:256]
-    return None

@@ -7,6 +7,7 @@ shape what was wrong with bytes that are no request. Knows no routes.
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import cast
 
@@ -22,6 +23,7 @@ from router.errors import (
     TargetTooLongError,
     TooManyConnectionsError,
 )
+from router.turnstile import Turnstile
 from router.types import RequestId
 from router.web.replies import error_response, request_id
 from router.web.settings import Settings
@@ -44,12 +46,14 @@ class Listener(web.Server):
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         settings: Settings,
         on_refused: OnRefused,
+        turnstile: Turnstile,
     ) -> None:
         """`on_refused` is told of what got an error and never reached `handler`."""
         # Without cancellation the slot of a client that left during a long prefill stays taken.
         super().__init__(handler, handler_cancellation=True)
         self.settings = settings
         self.on_refused = on_refused
+        self.turnstile = turnstile
         self._open: Counter[str] = Counter()
         self._n_open = 0
 
@@ -89,13 +93,14 @@ class _Connection(web.RequestHandler):
     """One connection. The head of a request may take `limits.header_timeout` from its first byte;
     before that the connection is idle, and `limits.keep_alive_timeout` is aiohttp's to keep."""
 
-    __slots__ = ("_client", "_head_timer", "_listener")
+    __slots__ = ("_client", "_head_timer", "_held", "_listener")
 
     def __init__(self, listener: Listener, **options: object) -> None:
         super().__init__(listener, **options)  # type: ignore[arg-type]
         self._listener = listener
         self._client: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._held = False  # at the turnstile; nothing more is read meanwhile
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         client = client_of(transport.get_extra_info("peername"))
@@ -116,6 +121,22 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if not data or self._messages or self._current_request is not None:
+            self._receive(data)  # more of what has begun
+            return
+        if not self._listener.turnstile.call(partial(self._begin, data)):
+            self._held = True
+            self._pause_transport_reading()
+
+    def _begin(self, data: bytes) -> None:
+        if self.transport is None:  # lost while it waited
+            return
+        if self._held:
+            self._held = False
+            self._resume_transport_reading()
+        self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
         before = self._request_count
         super().data_received(data)
         if self._request_count != before:

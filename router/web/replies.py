@@ -86,3 +86,11 @@ def open_to_browsers(request: web.BaseRequest, response: web.Response) -> web.Re
     if origin is not None and _ORIGIN.fullmatch(origin):
         response.headers["Access-Control-Allow-Origin"] = origin
     return response
+
+
+def session_of(http: web.BaseRequest) -> str | None:
+    """The conversation that a client says it is in."""
+    for name in ("x-session-id", "session-id", "x-session-affinity", "x-litellm-session-id"):
+        if value := http.headers.get(name):
+            return value[:256]
+    return None

@@ -6,11 +6,13 @@ from typing import cast
 import pytest
 from aiohttp import web
 
+from router.adapters.clock import MonotonicClock
 from router.adapters.journal import Journal
 from router.adapters.llama_wire import ParsedRequest, Route, parse_request
 from router.adapters.prompts import PromptReader
 from router.engine import Engine
 from router.ports import Telemetry
+from router.turnstile import Turnstile
 from router.types import NOBODY, BackendInfo, MemoryKind, Place, Prompt, RequestId, Tenant
 from router.web.completions import Completions
 from router.web.directory import Directory
@@ -75,7 +77,13 @@ async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: Me
     journal = Journal(0, lambda: 0.0)
     keys = Keys(cast(Telemetry, None))
     completions = Completions(
-        cast(Engine, None), directory, journal, lambda coro, *, name: None, Settings(), keys
+        cast(Engine, None),
+        directory,
+        journal,
+        lambda coro, *, name: None,
+        Settings(),
+        keys,
+        Turnstile(MonotonicClock()),
     )
     parsed = parse_request(Route.CHAT, {"messages": [], "model": "m"})
     nobody = SimpleNamespace(headers={}, remote=None, get=lambda _: None)

@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
+from router.adapters.clock import MonotonicClock
 from router.errors import TooManyConnectionsError
+from router.turnstile import Turnstile
 from router.web.listener import Listener, client_of
 from router.web.settings import Settings
 from tests.fleet import Fleet, Json, running
@@ -164,7 +166,8 @@ def error_or_good(answer: bytes) -> str:
 
 async def test_a_reload_counts_for_new_connections() -> None:
     settings = Settings(connections=-1, connections_per_client=-1)
-    listener = Listener(_never, settings, lambda *_: None)
+    turnstile = Turnstile(MonotonicClock())
+    listener = Listener(_never, settings, lambda *_: None, turnstile)
     listener.admit("a")
     listener.admit("b")
     settings.connections_per_client = 1

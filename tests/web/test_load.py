@@ -16,7 +16,8 @@ import pytest
 from bench.crowd import Client, connects, send
 from router.adapters.llama_wire import parse_body
 from router.adapters.long_bodies import LONG_BYTES
-from router.web import app, completions
+from router.turnstile import MOST
+from router.web import app, completions, listener
 from tests.fake_llama import FakeLlama
 from tests.fleet import PATIENCE_S, Fleet, Json, running
 from tests.web.test_faults import stopped_reading
@@ -204,3 +205,36 @@ async def test_what_takes_no_slot_goes_where_least_is_under_way(tmp_path: Path) 
                 await b.until(lambda: any(slot.busy for slot in b.slots))
                 a.decode_gate.set()
                 b.decode_gate.set()
+
+
+async def test_a_few_begin_in_one_turn_of_the_loop(
+    fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those who ask at the same moment; some leave before it is their turn."""
+    turn, begun, begin = 0, Counter[int](), listener._Connection._begin
+
+    def noted(connection: listener._Connection, data: bytes) -> None:
+        begun[turn] += 1
+        begin(connection, data)
+
+    monkeypatch.setattr(listener._Connection, "_begin", noted)
+    async with running([("a", fake.url)], None) as fleet:
+        port = int(fleet.url.rpartition(":")[2])
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5 * MOST)]
+        begun.clear()
+        for number, (_, writer) in enumerate(crowd):  # sent at once, as the kernel takes it
+            writer.write(b"GET /props HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            if number % 5 == 4:
+                writer.transport.abort()
+        async with asyncio.timeout(PATIENCE_S):
+            while begun.total() < 4 * MOST:
+                turn += 1
+                await asyncio.sleep(0)
+            staying = [reader for number, (reader, _) in enumerate(crowd) if number % 5 != 4]
+            answers = [await reader.read() for reader in staying]
+        for _, writer in crowd:
+            writer.close()
+
+    assert {answer.split()[1] for answer in answers} == {b"200"}
+    assert max(begun.values()) <= 2 * MOST  # a turn of this test's may be in two of the router's
+    assert len(begun) >= 3
