@@ -281,8 +281,7 @@ class Engine:
         if self._calm is not None and not any(job.is_ours for job in jobs.values()):
             self._calm.set()
         if not self._alarm_due:
-            # Whoever was granted something in this turn goes first: it can wait for that. And one
-            # turn more, in which the answer's ids follow the end of their request.
+            # Whoever was granted something goes first, then the ids that follow an answer.
             self._alarm_due = True
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.call_soon, self._set_alarm)
