@@ -16,6 +16,7 @@ from router.core.planner import plan
 from router.core.policy import PolicyName
 from router.core.queue import QueueLimits
 from router.core.slots import Phase
+from router.core.tenancy import namespace_of
 from router.tokens import pack, unpack
 from router.types import (
     NOBODY,
@@ -337,6 +338,26 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         jobs = [job.using for job in state.jobs.values() if job.using is not None]
         assert used <= len(jobs) + len(state.late)
         assert set(state.late) <= {op.effect.request for op in self.ops}
+
+    @invariant()
+    def what_was_kept_is_what_looking_would_find(self) -> None:
+        """Of slots only those are looked at again that changed; and reach only where the catalog
+        did."""
+        fleet = self.scheduler.state.fleet
+        since: dict[BackendId, float] = {}
+        for slot in fleet.slots:
+            phases = fleet.slots.phases(slot.id.backend)
+            if slot.is_unsaved and not (phases[Phase.RUNNING] or phases[Phase.PREPARING]):
+                first = since.get(slot.id.backend, slot.last_used)
+                since[slot.id.backend] = min(first, slot.last_used)
+        assert fleet.slots.unsaved() == since
+        for slot in fleet.slots:
+            info = fleet.infos.get(slot.id.backend)
+            if info is not None:
+                namespace = namespace_of(info, slot.tenant)
+                held = slot.resident.tokens
+                found = fleet.catalog.reach(info.memory_kind, namespace, held)
+                assert fleet.reach(slot) == found
 
     def teardown(self) -> None:
         """Everything outstanding comes to its end: nothing is held any more."""

@@ -153,3 +153,32 @@ def test_a_restart_raises_generations_and_may_change_the_number_of_slots() -> No
     assert not table.holds(first)
     assert not table.holds(second)  # its slot is no more
     assert table[A0].lease(R).generation > first.generation
+
+
+def test_what_could_be_saved_follows_the_slots() -> None:
+    table = SlotTable()
+    table.add(A, 2)
+    assert table.unsaved() == {}
+
+    table[A0].resident, table[A0].last_used = HELD, 2.0
+    table[A1].resident, table[A1].last_used = HELD, 1.0
+    assert table.unsaved() == {A: 1.0}
+
+    table[A1].saved = True
+    assert table.unsaved() == {A: 2.0}
+
+    lease = table[A1].lease(R)
+    assert table.unsaved() == {}  # somebody is at work
+
+    table[A1].release(lease, HELD, 5.0)
+    assert table.unsaved() == {A: 2.0}
+
+    table.lose(A)
+    assert table.unsaved() == {}
+
+    table.add(A, 1)
+    table[A0].resident = HELD
+    assert table.unsaved() == {A: 0.0}
+
+    table.remove(A)
+    assert table.unsaved() == {}
