@@ -203,11 +203,12 @@ async def _moment(bench: _Bench, n: int) -> None:
     """All are connected; the router is stopped until all have asked, and finds that in one turn."""
 
     async def load(proxy: rig.Proxy, url: str) -> Counter[str]:
-        go, before = asyncio.Event(), proxy.descriptors()
+        go = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(send(url, _clients(n, 4), go))
-            while proxy.descriptors() < before + n:  # noqa: ASYNC110 - another process
+            while proxy.descriptors() < n:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_LOOK_S)  # the last of them
             os.kill(proxy.pid, signal.SIGSTOP)
             go.set()
             await asyncio.sleep(_STOPPED_S)
