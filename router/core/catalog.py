@@ -5,11 +5,12 @@ it is named when its last user lets go.
 """
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from router.core.ghosts import Ghosts
 from router.core.prefix_index import Match, PrefixIndex
 from router.core.reuse import goes_back, reusable_tokens, subsumes
+from router.frozen import dataclass
 from router.tokens import Tokens, count
 from router.types import MemoryKind, Namespace, Snapshot, SnapshotId
 

@@ -1,10 +1,10 @@
 """What to do: everything the scheduler answers. The engine carries each out and reports back."""
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from router.core.plan import Plan
 from router.errors import RouterError
+from router.frozen import dataclass
 from router.tokens import Tokens
 from router.types import (
     BackendId,

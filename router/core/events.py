@@ -1,12 +1,12 @@
 """What can happen: everything the scheduler is told. Each is a fact, in the past tense."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 
 from router.core.catalog import Limits
 from router.core.policy import Policy
 from router.core.queue import QueueLimits
+from router.frozen import dataclass
 from router.tokens import Tokens
 from router.types import (
     BackendId,

@@ -59,12 +59,10 @@ class Fleet:
         """
         if backend in self.gated:
             return False
-        if not self.needs_gate(backend, request):
-            return True
         phases = self.slots.phases(backend)
         if request.whole_backend:
             return phases[Phase.IDLE] == len(self.slots.of(backend))
-        if not self.infos[backend].generates:
+        if not self.needs_gate(backend, request):
             return True
         if not request.pinnable and phases[Phase.DRAINING]:
             return False  # the slot may be idle already, and the server's choice

@@ -1,12 +1,13 @@
 """A lease at work: the steps between a grant and the client's request, one after the other."""
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 
 from router.core.effects import SaveReason
 from router.core.plan import Plan
 from router.core.slots import NOTHING, Resident
+from router.frozen import dataclass
 from router.tokens import Tokens
 from router.types import Lease, Reported, Request, RequestId, SlotId, SnapshotId, Source
 

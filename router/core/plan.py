@@ -1,8 +1,9 @@
 """A decision as data: the candidates, their prices in seconds, and which one won."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from router.frozen import dataclass
 from router.types import Nearest, SlotId, SnapshotId, Source
 
 

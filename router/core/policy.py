@@ -1,7 +1,8 @@
 """Named presets over one planner: what a request may use, and whether it may wait."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from router.frozen import dataclass
 
 
 class PolicyName(StrEnum):

@@ -6,9 +6,9 @@ are. Shared prefixes are stored once. Owns no meaning: items are opaque and hash
 
 from collections import deque
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from router.frozen import dataclass
 from router.tokens import WIDTH, Tokens, common_prefix
 
 Item = TypeVar("Item", bound=Hashable)

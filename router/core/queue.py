@@ -7,8 +7,9 @@ oldest comes first.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from router.frozen import dataclass
 from router.types import Request, RequestId
 
 _CLIENTS = 10_000  # remembered; of one more, the half that has had the least is forgotten

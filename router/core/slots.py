@@ -4,10 +4,11 @@ A slot's life is the table `TRANSITIONS`; an illegal move raises, because it is 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 
 from router.errors import StaleLeaseError
+from router.frozen import dataclass
 from router.tokens import EMPTY, Tokens, count
 from router.types import NOBODY, BackendId, BackendInfo, Lease, RequestId, SlotId, Tenant
 
