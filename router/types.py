@@ -152,7 +152,7 @@ class Request:
     tenant: Tenant = NOBODY  # whose prompt it is, where tenants are kept apart
     client: str | None = None  # between these the queue is fair
     session: str | None = None  # a hint for `sticky`; tokens are the truth everywhere else
-    avoid: frozenset[BackendId] = frozenset()  # failed for this request already
+    avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not meant
     clients_id: str | None = None  # what its client calls it; for the log
     caller: Caller | None = None  # for the log; None: there are no keys
 

@@ -152,6 +152,7 @@ class Completions:
             reuse=parsed.cache_prompt,
             adapted=parsed.lora,
             slot_hint=parsed.slot_hint,
+            avoid=self._directory.without_kv(model),
             **whose,
             session=session_of(http),
         )
@@ -210,7 +211,7 @@ class Completions:
         With nowhere else to go it is the same backend again, if it is there or comes back within
         `queue.no_backend_wait`: like anybody else who comes while it is down.
         """
-        first_id = exchange.request.id
+        first = exchange.request
         for attempt in range(1, _ATTEMPTS + 1):
             backend: BackendId | None = None
             try:
@@ -222,14 +223,13 @@ class Completions:
             except BackendError:
                 if attempt == _ATTEMPTS:
                     raise
-            avoid: frozenset[BackendId] = frozenset()
-            if backend is not None and self._directory.others(backend, exchange.request):
-                avoid = frozenset({backend})
+            anew = replace(exchange.request, avoid=first.avoid)
+            if backend is not None and self._directory.others(backend, anew):
+                anew = replace(anew, avoid=first.avoid | {backend})
             elif backend is not None:
                 await self._directory.look_anew(backend)  # rather than ask three times in a row
             # A new id: late news of the first attempt must not be taken for the second's.
-            retry = RequestId(f"{first_id}.{attempt + 1}")
-            exchange.request = replace(exchange.request, id=retry, avoid=avoid)
+            exchange.request = replace(anew, id=RequestId(f"{first.id}.{attempt + 1}"))
         raise AssertionError("unreachable")
 
     async def _send(self, exchange: _Exchange, grant: Grant) -> web.StreamResponse:

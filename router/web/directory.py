@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
 
 from router.adapters.llama_client import LlamaClient
 from router.adapters.monitor import Monitor
@@ -68,10 +67,13 @@ class Directory:
 
     def reader(self, model: str | None) -> PromptReader | None:
         """How prompts for a model are read; None while no backend can tell."""
+        found: PromptReader | None = None
         for info in self._engine.infos.values():
             if (model is None or model in info.models) and info.id in self._readers:
-                return self._readers[info.id]
-        return None
+                if info.generates:
+                    return self._readers[info.id]
+                found = found or self._readers[info.id]
+        return found
 
     def reader_of(self, backend: BackendId) -> PromptReader | None:
         """How prompts for one backend are read; None if nobody has found out."""
@@ -144,7 +146,14 @@ class Directory:
         if backend in self.monitors:
             await self.monitors[backend].look_anew()
 
+    def without_kv(self, model: str | None) -> frozenset[BackendId]:
+        """Backends that cannot complete a prompt, if there are others for `model`: a client that
+        names no model does not mean them."""
+        able = [i for i in self._engine.infos.values() if model is None or model in i.models]
+        cannot = frozenset(info.id for info in able if not info.generates)
+        return cannot if len(cannot) < len(able) else frozenset()
+
     def others(self, backend: BackendId, request: Request) -> bool:
-        """Whether any backend but this one could serve a request, wherever it failed before."""
-        fleet, request = self._engine.scheduler.state.fleet, replace(request, avoid=frozenset())
+        """Whether any backend but this one could serve a request."""
+        fleet = self._engine.scheduler.state.fleet
         return any(fleet.serves(other, request) for other in fleet.infos if other != backend)

@@ -215,10 +215,15 @@ class Chaos:
             return
         for row in self.chance.sample(rows, self.chance.randint(1, min(3, len(rows)))):
             file, other = self._file(row), self._file(self.chance.choice(rows))
-            self.damaged |= {file.name, file.with_suffix(".new").name}
+            self.damaged |= self._touched_by(file)
             with suppress(OSError):  # evicted at this moment
                 if file != other and file.exists():
                     self.chance.choice(_DAMAGES).do(file, other)
+
+    @staticmethod
+    def _touched_by(file: Path) -> set[str]:
+        """Some write through a link that an earlier one has made."""
+        return {file.name, file.with_suffix(".new").name, Path(os.path.realpath(file)).name}
 
     @staticmethod
     def _file(row: Json) -> Path:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from router.demo.launcher import LlamaServer
-from tests.conftest import START_TIMEOUT_S
+from tests.conftest import START_TIMEOUT_S, StartServer
 from tests.e2e.measuring import direct
+from tests.e2e.prompts import chat
 from tests.encoder import tiny_encoder
 from tests.fleet import Answer, Json, is_quiet, running
 
@@ -26,18 +27,22 @@ def numbers(answer: Answer) -> list[list[float]]:
     return [one["embedding"] for one in answer.json["data"]]
 
 
-async def test_a_model_without_kv(server_argv: list[str], tmp_path: Path) -> None:
-    """Alone, side by side and several in one request it says what it says directly; what it
-    refuses is its own to refuse. Its slots have been used before."""
-    server = LlamaServer(
+def embedder(argv: list[str], kv_dir: Path) -> LlamaServer:
+    return LlamaServer(
         tiny_encoder(),
         slots=2,
         ctx=1024,
-        kv_dir=tmp_path / "kv",
+        kv_dir=kv_dir,
         extra_args=["--embeddings"],
-        argv=server_argv,
+        argv=argv,
         start_timeout_s=START_TIMEOUT_S,
     )
+
+
+async def test_a_model_without_kv(server_argv: list[str], tmp_path: Path) -> None:
+    """Alone, side by side and several in one request it says what it says directly; what it
+    refuses is its own to refuse. Its slots have been used before."""
+    server = embedder(server_argv, tmp_path / "kv")
     one: list[Json] = [{"input": text} for text in TEXTS]
     refused = ("/completion", {"prompt": "a ferry", "n_predict": 2})
     async with server, direct(server) as client:
@@ -53,3 +58,20 @@ async def test_a_model_without_kv(server_argv: list[str], tmp_path: Path) -> Non
             state = await fleet.until_quiet()
             assert is_quiet(state)
             assert "no KV" in state["backends"][0]["note"]
+
+
+async def test_who_names_no_model_does_not_mean_one_without_kv(
+    server_argv: list[str], llama_server: StartServer, tmp_path: Path
+) -> None:
+    """Though it comes first, and the other one has something to do."""
+    able = await llama_server(slots=2, kv_dir=tmp_path / "kv")
+    async with (
+        embedder(server_argv, tmp_path / "kv") as server,
+        running([("e", server.url), ("g", able.url)], tmp_path / "kv") as fleet,
+    ):
+        asked = [fleet.complete([1, 2, 3 + n], n_predict=20) for n in range(4)]
+        answers = await asyncio.gather(*asked)
+        assert [answer.status for answer in answers] == [200] * 4
+        body: Json = {"messages": chat(1, "a ferry", length=2), "max_tokens": 2}
+        told = await fleet.post("/v1/chat/completions", body)
+        assert told.status == 200, told.body
