@@ -275,8 +275,6 @@ class Engine:
     def _feed(self, event: ev.Event) -> None:
         for effect in self._scheduler.handle(event, self._clock.now()):
             self._carry_out(effect)
-        for sent in self._placing.wanted():
-            self._tasks.spawn(self._answer(self._placing.find(sent)), name=f"find {sent.lease}")
         jobs = self._scheduler.state.jobs
         if self._calm is not None and not any(job.is_ours for job in jobs.values()):
             self._calm.set()
@@ -336,7 +334,7 @@ class Engine:
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         future = self._grants.get(effect.request)
-        if future is None or not effect.confirm or self._placing.leaves_open(effect):
+        if future is None or not effect.confirm:
             self._grant(effect, future)
         else:
             self._tasks.spawn(self._place(effect, future), name=f"place {effect.lease.slot}")
@@ -359,9 +357,8 @@ class Engine:
 
     # -- effects that take time ----------------------------------------------------------------
 
-    async def _answer(self, work: Coroutine[Any, Any, ev.Event | None]) -> None:
-        if (event := await work) is not None:
-            self._feed(event)
+    async def _answer(self, work: Coroutine[Any, Any, ev.Event]) -> None:
+        self._feed(await work)
 
     async def _prefill(self, effect: ef.Prefill) -> None:
         backend = self._backends[effect.slot.backend]
@@ -413,7 +410,7 @@ class Engine:
 
     async def _place(self, effect: ef.Dispatch, future: asyncio.Future[Grant]) -> None:
         """Send a request that the server may place, find out where it runs, open the gate."""
-        event, end = await self._placing.place(effect, lambda: self._grant(effect, future))
-        if event is not None:
-            self._feed(event)
+        index, end = await self._placing.place(effect, lambda: self._grant(effect, future))
+        if index is not None:
+            self._feed(ev.Launched(effect.request, index))
         end()

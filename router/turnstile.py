@@ -8,6 +8,7 @@ ready in the same turn. What is under way (the streams) has its chance after eac
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TypeVar
 
 from router.ports import Clock
@@ -60,9 +61,10 @@ class Turnstile:
         return await done
 
     def open(self) -> None:
-        """Let everybody through who waits: this is the end."""
-        while self._waiting:
-            self._waiting.popleft()()
+        """Let everybody through who waits: this is the end. One that fails is told at last."""
+        with ExitStack() as stack:
+            while self._waiting:
+                stack.callback(self._waiting.pop())
 
     def _has_room(self) -> bool:
         now = self._clock.now()

@@ -19,17 +19,16 @@ from router.adapters.clock import MonotonicClock
 from router.core import events as ev
 from router.core.effects import Effect
 from router.core.scheduler import Scheduler
-from router.engine import Engine, Timing
+from router.engine import Engine
 from router.errors import BackendError
 from router.ports import Backend, Telemetry
 from router.tokens import Tokens
 from router.turnstile import MOST, Turnstile
-from router.types import Outcome, Reported, RequestId
-from tests.core.build import UNREAD, A, backend, request, scheduler, snapshot
+from router.types import Reported
+from tests.core.build import A, backend, request, scheduler, snapshot
 from tests.fake_llama import FakeLlama
 from tests.fake_wire import encode_state, generate
 from tests.fleet import PATIENCE_S, Answer, Fleet, Json, running
-from tests.test_watching import Scripted
 
 PROMPT = "p" * 300
 OTHER = "q" * 300
@@ -340,23 +339,6 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
     assert not begun
     with pytest.raises(BackendError, match="went away"):
         await asked
-    await engine.aclose()
-
-
-async def test_where_an_embedding_runs_is_asked_when_somebody_waits_for_it() -> None:
-    """Its slots hold nothing: it goes at once, and a look is for those who come meanwhile."""
-    looks, state = Scripted([{0}]), scheduler(backend("a", 2), idle_save_after_s=None)
-    clock = MonotonicClock()
-    engine = Engine(state, {A: looks}, None, clock, cast(Telemetry, Mock()), Turnstile(clock))
-    await engine.submit(request("r", **UNREAD))
-    assert (looks.looked, state.state.fleet.gated) == (0, {A})
-
-    await engine.submit(request("r2"))
-    assert (looks.looked, state.state.fleet.gated) == (1, set())
-    for name in ("r", "r2"):
-        engine.finish(RequestId(name), Outcome.OK, Reported(), Timing(None, 0.0))
-    await engine.submit(request("r3", **UNREAD))
-    assert looks.looked == 1
     await engine.aclose()
 
 

@@ -7,8 +7,8 @@ from router.core.effects import Dispatch
 from router.core.scheduler import Scheduler
 from router.core.slots import Resident
 from router.placing import Placing
-from tests.core.build import A0, A1, UNREAD, A, R, backend, scheduler, tokens
-from tests.core.drive import NOW, arrive, finish, slot
+from tests.core.build import A0, A1, A, R, backend, scheduler, tokens
+from tests.core.drive import NOW, arrive, slot
 from tests.test_watching import Scripted
 
 
@@ -30,8 +30,8 @@ async def test_a_request_that_was_over_at_once_ran_where_the_latest_task_was() -
     looks.tasks = [3, 7]
     placing = Placing(s, {A: looks})
 
-    found, told = await placing.place(dispatch, lambda: assert_kept(placing, True))
-    assert (found, told) == (ev.Launched(R, 1), end)
+    index, told = await placing.place(dispatch, lambda: assert_kept(placing, True))
+    assert (index, told) == (1, end)
     assert placing.keeps(R, end) is False
 
 
@@ -45,8 +45,8 @@ async def test_nothing_is_looked_for_that_nobody_would_miss() -> None:
     slot(s, A1).resident = slot(s, A0).resident = Resident()
     placing = Placing(s, {A: Scripted([{1}])})
 
-    found, told = await placing.place(dispatch, lambda: assert_kept(placing, False))
-    assert found == ev.Launched(R, 1)
+    index, told = await placing.place(dispatch, lambda: assert_kept(placing, False))
+    assert index == 1
     told()
 
 
@@ -68,56 +68,8 @@ async def test_a_job_that_is_gone_before_it_is_sent() -> None:
     s.state.jobs.clear()
     granted: list[bool] = []
 
-    found, told = await Placing(s, {A: Scripted([set()])}).place(
+    index, told = await Placing(s, {A: Scripted([set()])}).place(
         dispatch, lambda: granted.append(True)
     )
     told()
-    assert (found, granted) == (None, [True])
-
-
-def embedding() -> tuple[Scheduler, Dispatch, Placing]:
-    """R is an embedding, and no slot of a holds anything."""
-    s = scheduler(backend("a", 2), idle_save_after_s=None)
-    (dispatch,) = arrive(s, **UNREAD)
-    return s, cast(Dispatch, dispatch), Placing(s, {A: Scripted([{0}])})
-
-
-def test_nobody_looks_where_nothing_is_known_until_somebody_waits() -> None:
-    s, dispatch, placing = embedding()
-    assert placing.leaves_open(dispatch)
-    assert placing.wanted() == []
-
-    assert arrive(s, "r2") == []
-    assert placing.wanted() == [dispatch]
-    assert placing.wanted() == []
-
-
-def test_of_what_is_over_nobody_wants_to_know_where_it_ran() -> None:
-    s, dispatch, placing = embedding()
-    assert placing.leaves_open(dispatch)
-    finish(s)
-    arrive(s, "r2", **UNREAD)
-    arrive(s, "r3")
-    assert len(s.state.queue) == 1
-    assert placing.wanted() == []
-
-
-async def test_what_was_left_open_is_found() -> None:
-    _, dispatch, placing = embedding()
-    assert await placing.find(dispatch) == ev.Launched(R, 0)
-
-
-def test_it_is_looked_for_where_somebody_could_be_hurt() -> None:
-    """A slot holds something; a pinned request is on its way; its own prompt will be held."""
-    s, dispatch, placing = embedding()
-    slot(s, A1).resident = Resident(tokens(7, 8))
-    assert not placing.leaves_open(dispatch)
-
-    s = scheduler(backend("a", 2), idle_save_after_s=None)
-    arrive(s, "r2")
-    (dispatch,) = cast(list[Dispatch], arrive(s, **UNREAD))
-    assert not Placing(s, {A: Scripted([{0}])}).leaves_open(dispatch)
-
-    s = scheduler(backend("a", 2), idle_save_after_s=None)
-    (dispatch,) = cast(list[Dispatch], arrive(s, ids=[1], pinnable=False))
-    assert not Placing(s, {A: Scripted([{0}])}).leaves_open(dispatch)
+    assert (index, granted) == (None, [True])

@@ -78,6 +78,7 @@ class Monitor:
         self.client = client
         self.attached: Attached | None = None
         self.models: frozenset[str] = frozenset()  # as of the last time it was up
+        self.generates = True  # likewise, and unless it is known that it does not
         self.problem = "not contacted yet"
         self.watch = watch  # may be replaced; counts from the next look on
         self.let_go = False  # nobody looks at it any more
@@ -173,7 +174,7 @@ class Monitor:
     async def _attach(self, props: Props) -> None:
         attached = await self._learn(props, None)
         self.attached = attached
-        self.models = attached.info.models
+        self.models, self.generates = attached.info.models, attached.info.generates
         self.problem = ""
         self._looks_since_probe = 0
         _log_attached("backend_up", attached)
@@ -265,7 +266,8 @@ async def attach(
     ]
     for slot in allowed:
         if slot.adapted and not slot.is_processing:
-            await client.erase(slot.index)  # nothing to put aside, nor to go on from
+            with contextlib.suppress(BackendRefusedError):  # of a model without KV
+                await client.erase(slot.index)  # nothing to put aside, nor to go on from
     found = Probe()
     if with_probe:
         found = await probe(client, store, place, allowed, tenants=tenants)

@@ -19,7 +19,8 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
 
     A slot that somebody else is using is leased to nobody until it is idle: pinning a request to
     a busy slot can destroy the other's answer (llama-server.md section 0.1). Nor one that holds
-    what an adapter for one request alone has computed, until it is wiped.
+    what an adapter for one request alone has computed, until it is wiped. Without KV there is
+    nothing to destroy or to wipe.
     """
     info = event.info
     state.fleet.infos[info.id] = info
@@ -28,7 +29,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     statuses = {status.index: status for status in event.slots}
     for slot in state.fleet.slots.of(info.id):
         status = statuses.get(slot.id.index)
-        if status is None:
+        if status is None or not info.generates:
             continue
         if status.is_processing or status.adapted:
             watch(state, slot, wipe=status.adapted)

@@ -157,13 +157,18 @@ def _abandon(state: State, job: Job, now: float, outcome: Outcome) -> None:
     whoever's it is: whoever sends nonsense shall not empty what others have.
 
     A request pinned to a busy slot can destroy an answer (llama-server.md section 0.1), so one
-    that the server placed where we have not seen it keeps all idle slots out of use. Without KV
-    there is nothing to destroy.
+    that the server placed where we have not seen it keeps all idle slots out of use.
 
     What an adapter of its own has computed looks like anybody's to the server, which would go on
     from it for whoever begins with the same tokens (section 1.7): it is wiped.
+
+    Without KV there is nothing to destroy, and which slot it is nobody knows: the server lets
+    others wait by itself.
     """
     assert job.request is not None
+    if not state.fleet.infos[job.slot.backend].generates:
+        end(state, job, now, NOTHING)
+        return
     wipe, refused = job.request.adapted, outcome is Outcome.REFUSED
     settled = refused or outcome is Outcome.OK
     job.stage = Stage.DRAINING
@@ -173,8 +178,7 @@ def _abandon(state: State, job: Job, now: float, outcome: Outcome) -> None:
         slot = state.fleet.slots[lease.slot]
         slot.release(lease, slot.resident if refused else UNKNOWN, now)
     job.others.clear()
-    known = job.request.pinnable or job.placed
-    if state.fleet.infos[job.slot.backend].generates and (job.request.whole_backend or not known):
+    if job.request.whole_backend or not (job.request.pinnable or job.placed):
         job.doubted = True
         _doubt_drained(state, job)
         for slot in state.fleet.slots.of(job.slot.backend):
@@ -217,10 +221,12 @@ def watch(
 
 def found_busy(state: State, event: ev.FoundBusy) -> None:
     """Leave alone what a stranger uses. While a request is on its way to a slot of the server's
-    choice, it may be that one."""
+    choice, it may be that one; without KV, any of ours may be in any slot."""
     for slot_id, generation in event.slots.items():
         slot = next((s for s in state.fleet.slots.of(slot_id.backend) if s.id == slot_id), None)
         if slot is None or slot_id.backend in state.fleet.gated:
+            continue
+        if not state.fleet.infos[slot_id.backend].generates:
             continue
         if slot.is_idle and slot.generation == generation:
             state.fleet.give_up(slot)
@@ -263,7 +269,7 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         slot = state.fleet.slots[lease.slot]
         background = job.request is None and job.stage is Stage.PREPARING
         held = slot.resident if resident is None else resident
-        if job.others and job.stage is not Stage.PREPARING:
+        if job.others and job.stage is not Stage.PREPARING and held is not NOTHING:
             held = UNKNOWN  # the server chose which slots it used
         used = slot.last_used if background else now
         slot.release(lease, held, used)

@@ -44,6 +44,8 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
             info.n_ctx
             for info in state.fleet.infos.values()
             if request.model is None or request.model in info.models
+            # One without KV is not meant; others are avoided because they failed.
+            if info.generates or info.id not in request.avoid
         ),
         default=None,
     )
@@ -200,12 +202,13 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
         job.others = [other.lease(request.id) for other in rest]
     if chosen.copy_from is not None:
         job.others = [fleet.slots[chosen.copy_from].lease(request.id)]
-    if not request.pinnable and not request.whole_backend:
+    generates = fleet.infos[backend].generates
+    if generates and not request.pinnable and not request.whole_backend:
         others = fleet.tempting(backend, request, Phase.IDLE)
         job.others += [other.lease(request.id) for other in others]
     for lease in (job.lease, *job.others):
         fleet.slots[lease.slot].taker = request.tenant
-        if not fleet.infos[backend].generates:  # nobody's tokens are in there
+        if not generates:  # nobody's tokens are in there
             fleet.slots[lease.slot].tenant = request.tenant
     fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
     if job.gated:

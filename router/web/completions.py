@@ -53,7 +53,7 @@ from router.types import (
 from router.web.directory import Directory
 from router.web.keys import Keys
 from router.web.relay import CALLER, Capture, forward_headers, forward_target, relay
-from router.web.replies import clients_id, names, session_of
+from router.web.replies import clients_id, names, sender_of, session_of
 from router.web.settings import Settings
 
 # Times a request is sent anew because its backend failed before the first byte.
@@ -165,15 +165,17 @@ class Completions:
         stateless = http.path.rstrip("/").endswith(_STATELESS)
         # A field that a form has twice is an array: several inputs.
         many = stateless and forms.is_form(http.headers.get("Content-Type", ""))
+        model = self._directory.resolve(model)
         request = Request(
             id=request_id,
             prompt=Prompt(unknown="not a completion"),
-            model=self._directory.resolve(model),
+            model=model,
             pinnable=False,
             whole_backend=many or await long_bodies.read(raw, takes_many_slots, raw),
             max_new_tokens=0,
             # Their tasks start from nothing, whatever the slot holds (server-context.cpp:3440).
             reuse=not stateless,
+            avoid=frozenset() if stateless else self._directory.without_kv(model),
             **self._from(http),
         )
         with self._keys.room(request.caller):
@@ -184,7 +186,7 @@ class Completions:
         caller = http.get(CALLER)
         return {
             "tenant": self._keys.tenant(caller),
-            "client": _client(http) if caller is None else f"tenant {caller.tenant}",
+            "client": sender_of(http) if caller is None else f"tenant {caller.tenant}",
             "clients_id": clients_id(http),
             "caller": caller,
         }
@@ -412,9 +414,3 @@ def _headers(grant: Grant) -> dict[str, str]:
         "x-kvferry-source": chosen.source,
         "x-kvferry-reused-tokens": str(chosen.reused_tokens),
     }
-
-
-def _client(http: web.BaseRequest) -> str | None:
-    """Between whom the queue is fair: keys, or without one addresses. No key is kept as it is."""
-    key = http.headers.get("authorization") or http.headers.get("x-api-key")
-    return http.remote if key is None else f"key {hash(key):x}"

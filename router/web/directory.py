@@ -52,6 +52,8 @@ class Directory:
             for info in fleet.infos.values()
             if (model is None or model in info.models) and info.id not in fleet.draining
         ]
+        others = self.without_kv(model)
+        able = [info for info in able if info.id not in others]
         if not able:
             raise NoBackendError("no backend for this request is up")
         clients = [self.monitors[info.id].client for info in able]
@@ -67,13 +69,12 @@ class Directory:
 
     def reader(self, model: str | None) -> PromptReader | None:
         """How prompts for a model are read; None while no backend can tell."""
-        found: PromptReader | None = None
+        others = self.without_kv(model)
         for info in self._engine.infos.values():
-            if (model is None or model in info.models) and info.id in self._readers:
-                if info.generates:
-                    return self._readers[info.id]
-                found = found or self._readers[info.id]
-        return found
+            known = info.id in self._readers and info.id not in others
+            if known and (model is None or model in info.models):
+                return self._readers[info.id]
+        return None
 
     def reader_of(self, backend: BackendId) -> PromptReader | None:
         """How prompts for one backend are read; None if nobody has found out."""
@@ -147,10 +148,10 @@ class Directory:
             await self.monitors[backend].look_anew()
 
     def without_kv(self, model: str | None) -> frozenset[BackendId]:
-        """Backends that cannot complete a prompt, if there are others for `model`: a client that
-        names no model does not mean them."""
-        able = [i for i in self._engine.infos.values() if model is None or model in i.models]
-        cannot = frozenset(info.id for info in able if not info.generates)
+        """Backends that cannot complete a prompt, unless all for `model` are such, whether they
+        are up or not: a client that names no model does not mean them."""
+        able = [m for m in self.monitors.values() if model is None or model in m.models]
+        cannot = frozenset(monitor.client.id for monitor in able if not monitor.generates)
         return cannot if len(cannot) < len(able) else frozenset()
 
     def others(self, backend: BackendId, request: Request) -> bool:

@@ -126,7 +126,16 @@ class _Connection(web.RequestHandler):
             return
         if not self._listener.turnstile.call(partial(self._begin, data)):
             self._held = True
+            self._head_is_in()  # or it is not, and has its time anew
             self._pause_transport_reading()
+
+    def _process_keepalive(self) -> None:
+        """For aiohttp: the connection was idle for long. Not if it is we who did not look."""
+        if self._held:
+            timeout_s = self._listener.settings.keep_alive_timeout_s
+            self._keepalive_handle = self._loop.call_later(timeout_s, self._process_keepalive)
+        else:
+            super()._process_keepalive()
 
     def _begin(self, data: bytes) -> None:
         if self.transport is None:  # lost while it waited

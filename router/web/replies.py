@@ -94,3 +94,9 @@ def session_of(http: web.BaseRequest) -> str | None:
         if value := http.headers.get(name):
             return value[:256]
     return None
+
+
+def sender_of(http: web.BaseRequest) -> str | None:
+    """Between whom the queue is fair: keys, or without one addresses. No key is kept as it is."""
+    key = http.headers.get("authorization") or http.headers.get("x-api-key")
+    return http.remote if key is None else f"key {hash(key):x}"

@@ -59,6 +59,25 @@ async def test_as_a_client_writes_it() -> None:
             id="said in another",
         ),
         pytest.param(form(MODEL), "multipart/form-data", None, id="no boundary"),
+        pytest.param(
+            form(MODEL), "multipart/form-data; boundary*=punycode''%ff", None, id="odd boundary"
+        ),
+        pytest.param(
+            form(part("Content-Disposition: form-data; filename*=idna''%ff; name=model")),
+            *(KIND, None),
+            id="odd name",
+        ),
+        pytest.param(
+            form(part('Content-Disposition: form-data; a="' + ";" * 2_000), MODEL),
+            *(KIND, "tiny"),
+            id="long head elsewhere",
+        ),
+        pytest.param(
+            form(part("Content-Disposition: form-data; name=model; a=" + "b" * 2_000)),
+            *(KIND, None),
+            id="long head",
+        ),
+        pytest.param(form(*[part("a: b")] * 300, MODEL), KIND, None, id="many parts"),
         pytest.param(MODEL.encode(), KIND, None, id="cut off"),
         pytest.param(b"", KIND, None, id="empty"),
     ],

@@ -97,3 +97,19 @@ def test_an_array_that_nobody_needs_is_let_go() -> None:
         before = dict(kept)
         long_bodies.forget_ids(kept)
         assert kept == before
+
+
+def test_a_number_that_is_there_already_is_not_looked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever sends many would have each of them looked for in all of the body."""
+    asked: list[int] = []
+
+    def drawn(bits: int) -> int:
+        asked.append(bits)
+        return 7
+
+    monkeypatch.setattr("secrets.randbits", drawn)
+    raw = orjson.dumps({"x": [2**62 + 7], "prompt": [1] * long_bodies.LONG_BYTES})
+    assert long_bodies.loads(raw) == orjson.loads(raw)
+    assert len(asked) == 1

@@ -12,7 +12,7 @@ from router.core.queue import QueueLimits
 from router.core.slots import NOTHING, Phase
 from router.errors import ContextTooLongError, DeadlineError, NoBackendError, QueueFullError
 from router.tokens import head
-from router.types import Lease, Outcome, Reported, RequestId
+from router.types import Lease, Outcome, Reported, RequestId, SlotStatus
 from tests.core.build import (
     A0,
     A1,
@@ -301,15 +301,39 @@ def test_where_slots_hold_nothing_embeddings_go_side_by_side() -> None:
     assert not s.state.fleet.gated
 
 
-def test_where_slots_hold_nothing_a_client_that_left_holds_up_nobody() -> None:
+@pytest.mark.parametrize("outcome", [Outcome.CLIENT_GONE, Outcome.REFUSED, Outcome.BACKEND_ERROR])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_where_slots_hold_nothing_nobody_waits_for_what_was_left(
+    outcome: Outcome, adapted: bool
+) -> None:
+    """Nor is anything wiped: a model without KV refuses what that takes, again and again."""
+    s = scheduler(EMBEDDER)
+    arrive(s, **UNREAD, adapted=adapted)
+    assert names(finish(s, outcome=outcome)) == ["Account"]
+    assert slot(s, A0).phase is Phase.IDLE
+    assert not s.state.jobs
+
+
+def test_where_slots_hold_nothing_ours_may_run_in_any() -> None:
+    """What is at work in a slot that is idle to us is no stranger's."""
     s = scheduler(EMBEDDER)
     arrive(s, **UNREAD)
-    finish(s, outcome=Outcome.CLIENT_GONE)
-    assert [slot(s, A0).phase, slot(s, A1).phase] == [Phase.DRAINING, Phase.IDLE]
+    assert s.handle(ev.FoundBusy({A1: slot(s, A1).generation}), NOW) == []
+    statuses = tuple(SlotStatus(i, True, 5, 4096, adapted=True) for i in range(2))
+    assert s.handle(ev.BackendUp(EMBEDDER, statuses), NOW) == []
+    assert [slot(s, A0).phase, slot(s, A1).phase] == [Phase.IDLE, Phase.IDLE]
+    assert slot(s, A0).resident == NOTHING
 
-    (dispatch,) = arrive(s, "r2", **UNREAD)
-    assert isinstance(dispatch, Dispatch)
-    assert dispatch.lease.slot == A1
+
+def test_a_prompt_is_too_long_for_those_that_are_meant() -> None:
+    """Not for one without KV; but one that failed may be back before the request gives up."""
+    ids = run_of(200)
+    infos = backend("a", 1, n_ctx=100), backend("b", 1, n_ctx=400, generates=False)
+    (reject,) = arrive(scheduler(*infos), ids=ids, avoid=frozenset({B}))
+    assert isinstance(reject, Reject)
+    assert isinstance(reject.error, ContextTooLongError)
+    infos = backend("a", 1, n_ctx=100), backend("b", 1, n_ctx=400)
+    assert arrive(scheduler(*infos), ids=ids, avoid=frozenset({B})) == []
 
 
 def test_several_at_once_have_all_slots_also_where_they_hold_nothing() -> None:

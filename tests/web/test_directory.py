@@ -9,11 +9,21 @@ from aiohttp import web
 from router.adapters.clock import MonotonicClock
 from router.adapters.journal import Journal
 from router.adapters.llama_wire import ParsedRequest, Route, parse_request
+from router.adapters.monitor import Monitor
 from router.adapters.prompts import PromptReader
 from router.engine import Engine
 from router.ports import Telemetry
 from router.turnstile import Turnstile
-from router.types import NOBODY, BackendInfo, MemoryKind, Place, Prompt, RequestId, Tenant
+from router.types import (
+    NOBODY,
+    BackendId,
+    BackendInfo,
+    MemoryKind,
+    Place,
+    Prompt,
+    RequestId,
+    Tenant,
+)
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.keys import Keys
@@ -48,6 +58,38 @@ def info_of(
     name: str, kind: MemoryKind, model: str = "m", place: Place | None = PLACE
 ) -> BackendInfo:
     return backend(name, memory_kind=kind, models=frozenset({model}), place=place)
+
+
+def monitor_of(name: str, models: set[str], *, generates: bool = True) -> Monitor:
+    told = SimpleNamespace(
+        client=SimpleNamespace(id=BackendId(name)), models=frozenset(models), generates=generates
+    )
+    return cast(Monitor, told)
+
+
+@pytest.mark.parametrize(
+    ("chat", "embedding", "model", "avoided"),
+    [
+        pytest.param({"c"}, {"e"}, None, {"e"}, id="no name"),
+        pytest.param({"c"}, {"e"}, "e", set[str](), id="its name"),
+        pytest.param({"c"}, {"e"}, "c", set[str](), id="the other's name"),
+        pytest.param(set[str](), {"e"}, None, {"e"}, id="the other was never up"),
+        pytest.param(None, {"e"}, None, set[str](), id="alone"),
+    ],
+)
+def test_who_names_no_model_does_not_mean_one_without_kv(
+    chat: set[str] | None, embedding: set[str], model: str | None, avoided: set[str]
+) -> None:
+    """Also while the others are down: then one waits for them."""
+    monitors = {BackendId("e"): monitor_of("e", embedding, generates=False)}
+    if chat is not None:
+        monitors[BackendId("c")] = monitor_of("c", chat)
+    up = {BackendId("e"): info_of("e", MemoryKind.UNKNOWN, model="e")}
+    readers = {BackendId("e"): cast(PromptReader, Reader())}
+    engine = cast(Engine, SimpleNamespace(infos=up))
+    directory = Directory(monitors, readers, engine, reads_prompts=True)
+    assert directory.without_kv(model) == avoided
+    assert (directory.reader(model) is None) == (bool(avoided) or model == "c")
 
 
 @pytest.mark.parametrize("kind", MemoryKind)
