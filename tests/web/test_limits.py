@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
@@ -179,6 +180,25 @@ async def test_a_reload_counts_for_new_connections() -> None:
     settings.connections = 3
     with pytest.raises(TooManyConnectionsError, match=r"limits\.connections\)"):
         listener.admit("d")
+
+
+async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None:
+    """aiohttp closes one that has been idle for long; of this one it knows nothing yet."""
+    turnstile, line = Turnstile(MonotonicClock()), list[Callable[[], object]]()
+    settings = Settings(connections=-1, connections_per_client=-1)
+    listener = Listener(_never, settings, lambda *_: None, turnstile)
+    connection, transport = listener(), Mock()
+    transport.get_extra_info.return_value = None
+    connection.connection_made(transport)
+    await asyncio.sleep(0)
+    connection._keepalive = True  # it has had an answer before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turnstile, "call", line.append)
+        connection.data_received(KEPT)
+    connection._process_keepalive()
+    transport.close.assert_not_called()
+    connection.force_close()
+    assert len(line) == 1
 
 
 async def _never(_: web.BaseRequest) -> web.StreamResponse:
