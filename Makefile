@@ -11,6 +11,8 @@ CLIENTS_VENV := .cache/clients
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 # As in ./check.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+# Their servers take all the processors there are for themselves.
+REAL_MODELS := tests/e2e/test_real_models.py
 
 .PHONY: demo test test-binary test-slow test-clients soak check bench clean
 
@@ -28,7 +30,8 @@ test-binary: $(VENV)/.test $(BINARY_VENV)/.ready
 
 # Minutes rather than seconds: a real instruct model, every vocabulary family that llama.cpp ships.
 test-slow: $(VENV)/.test $(VOCABS)/.ready
-	KVFERRY_TEST_VOCABS="$(CURDIR)/$(VOCABS)" $(BIN)/python -m pytest -q -m slow --timeout 900 $(PARALLEL)
+	KVFERRY_TEST_VOCABS="$(CURDIR)/$(VOCABS)" $(BIN)/python -m pytest -q -m slow --timeout 900 $(PARALLEL) --ignore $(REAL_MODELS)
+	$(BIN)/python -m pytest -q -m slow --timeout 900 $(REAL_MODELS)
 
 # As long as one likes: random faults on real servers for SOAK_S seconds, and the scheduler's state
 # machine for as many games as take about as long on one core.
