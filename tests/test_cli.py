@@ -21,6 +21,8 @@ from router.cli import main
 from tests.conftest import StartServer
 
 NOBODY = "http://127.0.0.1:9"
+# Seconds until a program that was told to end, or that was killed, is given up.
+END_S = 60.0
 Capture = pytest.CaptureFixture[str]
 
 
@@ -158,10 +160,16 @@ class Process:
         self._process.send_signal(number)
 
     async def end(self, number: signal.Signals | None = None) -> int:
-        """Its exit code; `number` is sent first."""
+        """Its exit code; `number` is sent first. Fails with its log if it does not end."""
         if number is not None:
             self.send(number)
-        _, err = await self._process.communicate()
+        try:
+            async with asyncio.timeout(END_S):
+                _, err = await self._process.communicate()
+        except TimeoutError:
+            self.kill()
+            _, err = await self._process.communicate()
+            raise AssertionError(f"it lived on: {''.join(self.log)}{err.decode()}") from None
         self.log.append(err.decode())
         assert self._process.returncode is not None
         return self._process.returncode
