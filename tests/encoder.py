@@ -4,38 +4,25 @@ It has no KV at all, as most models that are made for embeddings, so llama-serve
 completions (llama-server.md section 2.1).
 """
 
-import hashlib
-import shutil
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
-from tests.models import N_VOCAB, add_vocabulary, tiny_model
+from tests.models import N_VOCAB, add_vocabulary, written_once
 
+_FILE = "encoder.gguf"
 N_EMBD, N_HEAD, N_FF, N_LAYERS, N_CTX = 128, 2, 256, 2, 512
 
 
 def tiny_encoder() -> Path:
     """The model, written on first use; for a server with `--embeddings`."""
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    path = tiny_model("llama").path.parent.parent / f"encoder-{recipe}" / "encoder.gguf"
-    if not path.is_file():
-        staged = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent.parent))
-        try:
-            _write(staged / path.name)
-            with suppress(OSError):  # another process was faster; its bytes are the same
-                staged.rename(path.parent)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-    return path
+    return written_once("encoder", Path(__file__), _write) / _FILE
 
 
-def _write(path: Path) -> None:
-    writer: Any = gguf.GGUFWriter(str(path), "bert")
+def _write(home: Path) -> None:
+    writer: Any = gguf.GGUFWriter(str(home / _FILE), "bert")
     writer.add_name("tiny-encoder")
     writer.add_context_length(N_CTX)
     writer.add_vocab_size(N_VOCAB)

@@ -9,14 +9,10 @@ and frame is what the tests need.
 """
 
 import base64
-import hashlib
 import io
-import shutil
 import struct
-import tempfile
 import wave
 import zlib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +20,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from tests.models import tiny_model
+from tests.models import written_once
 
+_FILE = "mmproj.gguf"
 TEXT_EMBD = 128  # of tests/models.py: llama-server refuses a tower of another width
 PATCH, SIDE = 14, 112  # pixels
 N_POSITIONS = (SIDE // PATCH) ** 2  # that a picture takes in a slot
@@ -36,18 +33,7 @@ FRAME = 640  # samples of a position
 
 def tiny_mmproj() -> Path:
     """The file for `--mmproj`, written on first use."""
-    # The name holds a hash of this file: a cached tower of older code is never taken for a new one.
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    path = tiny_model("llama").path.parent.parent / f"mmproj-{recipe}" / "mmproj.gguf"
-    if not path.is_file():
-        staged = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent.parent))
-        try:
-            _write(staged / path.name)
-            with suppress(OSError):  # another process was faster; its bytes are the same
-                staged.rename(path.parent)
-        finally:
-            shutil.rmtree(staged, ignore_errors=True)
-    return path
+    return written_once("mmproj", Path(__file__), _write) / _FILE
 
 
 def picture(seed: int) -> str:
@@ -87,9 +73,9 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def _write(path: Path) -> None:
+def _write(home: Path) -> None:
     """Keys and tensors as tools/mtmd/clip-impl.h names them and clip.cpp reads them."""
-    writer: Any = gguf.GGUFWriter(str(path), "clip")
+    writer: Any = gguf.GGUFWriter(str(home / _FILE), "clip")
     writer.add_name("tiny-mmproj")
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_string("clip.vision.projector_type", "mlp")

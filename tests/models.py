@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -91,20 +91,32 @@ def tiny_model(kind: str, seed: int = 0) -> TinyModel:
     """
     if kind not in KINDS:
         raise ValueError(f"no such kind of tiny model: {kind}")
-    # The name holds a hash of this file: a cached model of older code is never taken for a new one.
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    home = _cache() / f"{kind}-{seed}-{recipe}"
+
+    def write(staged: Path) -> None:
+        _write_model(staged / f"{kind}.gguf", kind, seed)
+        _write_tokenizer(staged / "tokenizer", add_bos=kind == "gemma3")
+
+    home = written_once(f"{kind}-{seed}", Path(__file__), write)
+    return TinyModel(kind, seed, home / f"{kind}.gguf", home / "tokenizer")
+
+
+def written_once(name: str, code: Path, write: Callable[[Path], None]) -> Path:
+    """The cached directory that `write` fills, once for all processes.
+
+    Its name holds a hash of the file `code`: what older code wrote is never taken for the new.
+    """
+    recipe = hashlib.sha256(code.read_bytes()).hexdigest()[:12]
+    home = _cache() / f"{name}-{recipe}"
     if not home.is_dir():
         home.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix=".new-", dir=home.parent))
         try:
-            _write_model(staged / f"{kind}.gguf", kind, seed)
-            _write_tokenizer(staged / "tokenizer", add_bos=kind == "gemma3")
+            write(staged)
             with suppress(OSError):  # another process was faster; its bytes are the same
                 staged.rename(home)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
-    return TinyModel(kind, seed, home / f"{kind}.gguf", home / "tokenizer")
+    return home
 
 
 def _cache() -> Path:

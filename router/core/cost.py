@@ -104,8 +104,7 @@ class Rates:
 
     def prefill_s(self, tokens: int, depth: int = 0) -> float:
         """Seconds to compute `tokens` on top of `depth` others; attention makes it superlinear."""
-        line = self.prefill  # `predict`, without a call: a decision asks for each backend
-        return line.a * tokens + line.b * (tokens * (depth + tokens / 2))
+        return self.prefill.predict(tokens, _attended(tokens, depth))
 
     @property
     def speeds(self) -> Speeds:
@@ -122,7 +121,7 @@ class Rates:
         """Learn from `timings.prompt_n`, `cache_n` and `prompt_ms`."""
         # A handful of tokens measures the overhead of a batch, not the rate of prefill.
         if tokens >= 16 and seconds > 0:
-            self.prefill.observe(tokens, tokens * (depth + tokens / 2), seconds)
+            self.prefill.observe(tokens, _attended(tokens, depth), seconds)
 
     def observe_prompt(self, reported: Reported) -> None:
         """Learn from the prompt part of what a backend reported, where it says enough."""
@@ -164,3 +163,8 @@ class Rates:
         if tokens > 0:
             self.output_tokens.observe(tokens)
             self.output_s_per_token.observe(seconds / tokens)
+
+
+def _attended(tokens: int, depth: int) -> float:
+    """How often one token looks at another while `tokens` are computed on top of `depth`."""
+    return tokens * (depth + tokens / 2)

@@ -134,7 +134,7 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
     4. Prompt and answer.
     """
     assert job.request is not None
-    if not state.fleet.infos[job.slot.backend].generates:
+    if not state.fleet.generates(job.slot.backend):
         return NOTHING
     if job.request.whole_backend:
         return UNKNOWN
@@ -166,7 +166,7 @@ def _abandon(state: State, job: Job, now: float, outcome: Outcome) -> None:
     others wait by itself.
     """
     assert job.request is not None
-    if not state.fleet.infos[job.slot.backend].generates:
+    if not state.fleet.generates(job.slot.backend):
         end(state, job, now, NOTHING)
         return
     wipe, refused = job.request.adapted, outcome is Outcome.REFUSED
@@ -226,7 +226,7 @@ def found_busy(state: State, event: ev.FoundBusy) -> None:
         slot = next((s for s in state.fleet.slots.of(slot_id.backend) if s.id == slot_id), None)
         if slot is None or slot_id.backend in state.fleet.gated:
             continue
-        if not state.fleet.infos[slot_id.backend].generates:
+        if not state.fleet.generates(slot_id.backend):
             continue
         if slot.is_idle and slot.generation == generation:
             state.fleet.give_up(slot)

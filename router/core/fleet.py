@@ -90,6 +90,10 @@ class Fleet:
             return idle
         return [slot for slot in idle if self.wants(slot, request)]
 
+    def generates(self, backend: BackendId) -> bool:
+        """Its slots hold something; those of a model without KV never do."""
+        return self.infos[backend].generates
+
     def needs_gate(self, backend: BackendId, request: Request) -> bool:
         """Nothing else may be prepared on the backend until this request is known to run.
 

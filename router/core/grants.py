@@ -202,7 +202,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
         job.others = [other.lease(request.id) for other in rest]
     if chosen.copy_from is not None:
         job.others = [fleet.slots[chosen.copy_from].lease(request.id)]
-    generates = fleet.infos[backend].generates
+    generates = fleet.generates(backend)
     if generates and not request.pinnable and not request.whole_backend:
         others = fleet.tempting(backend, request, Phase.IDLE)
         job.others += [other.lease(request.id) for other in others]

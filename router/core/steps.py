@@ -142,7 +142,7 @@ def _meets_nobody(state: State, job: Job) -> bool:
     leased = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
     if any(slot.tenant != request.tenant for slot in leased):
         return False
-    generates = state.fleet.infos[job.slot.backend].generates
+    generates = state.fleet.generates(job.slot.backend)
     if request.pinnable or request.whole_backend or not generates:
         return True
     held, wanted = leased[0].resident.tokens, request.prompt.tokens

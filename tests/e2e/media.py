@@ -1,13 +1,14 @@
 """Chats with pictures and sounds, and what is checked of their answers."""
 
+import asyncio
 import base64
 
 from router.demo.launcher import LlamaServer
 from tests.conftest import StartServer
-from tests.e2e.measuring import CHAT, GREEDY, Direct, other_first_token, other_words
+from tests.e2e.measuring import CHAT, GREEDY, Direct, direct, other_first_token, other_words
 from tests.e2e.prompts import Json, chat
 from tests.e2e.turns import named
-from tests.fleet import Answer, Fleet
+from tests.fleet import Answer, Fleet, running
 from tests.mmproj import picture, sound, tiny_mmproj
 
 SYSTEM = 10  # sentences of about 35 tokens: enough to be saved, and a picture still counts
@@ -75,6 +76,18 @@ async def check(fleet: Fleet, client: Direct, messages: list[Json], **fields: ob
     assert other_words(answer, alone) == ""
     assert promised(answer) <= answer.cached
     return answer
+
+
+async def check_at_once(llama_server: StartServer, chats: list[list[Json]]) -> None:
+    """They are sent at the same moment to one server of two slots. In one batch the numbers differ
+    in their last digits: the first tokens are compared."""
+    server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
+    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
+        posts = [fleet.post(CHAT, {"messages": messages, **SHORT}) for messages in chats]
+        for messages, answer in zip(chats, await asyncio.gather(*posts), strict=True):
+            assert answer.status == 200, answer.body
+            assert other_first_token(answer, await expected(client, messages)) == ""
+        await nothing_overestimated(fleet)
 
 
 async def nothing_overestimated(fleet: Fleet) -> None:

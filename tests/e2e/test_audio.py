@@ -1,7 +1,6 @@
 """Servers that hear (`--mmproj`): sounds are answered as by the server alone, the text before one
 is reused, and the same sound; another of the same length never is."""
 
-import asyncio
 import base64
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -18,6 +17,7 @@ from tests.e2e.media import (
     about,
     ask,
     check,
+    check_at_once,
     expected,
     flags,
     heard,
@@ -79,15 +79,7 @@ async def test_sounds_pictures_and_text_take_turns(llama_server: StartServer) ->
 
 
 async def test_sounds_and_text_at_once(llama_server: StartServer) -> None:
-    """In one batch the numbers differ in their last digits: the first tokens are compared."""
-    server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
-    asked = [listen(1), ask("Hello!"), listen(2), look(1)] * 3
-    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
-        posts = [fleet.post(CHAT, {"messages": messages, **SHORT}) for messages in asked]
-        for messages, answer in zip(asked, await asyncio.gather(*posts), strict=True):
-            assert answer.status == 200, answer.body
-            assert other_first_token(answer, await expected(client, messages)) == ""
-        await nothing_overestimated(fleet)
+    await check_at_once(llama_server, [listen(1), ask("Hello!"), listen(2), look(1)] * 3)
 
 
 async def test_a_sound_on_another_server_and_after_a_restart(llama_server: StartServer) -> None:

@@ -13,6 +13,7 @@ from tests.e2e.media import (
     SHORT,
     ask,
     check,
+    check_at_once,
     expected,
     flags,
     look,
@@ -116,15 +117,9 @@ async def test_a_conversation_about_a_picture_keeps_its_slot(llama_server: Start
 
 
 async def test_pictures_and_text_at_once(llama_server: StartServer) -> None:
-    """In one batch the numbers differ in their last digits: the first tokens are compared."""
-    server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
-    asked = [look(1), ask("Hello!"), look(2), ask("Hello!", system=2)] * 3
-    async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
-        posts = [fleet.post(CHAT, {"messages": messages, **SHORT}) for messages in asked]
-        for messages, answer in zip(asked, await asyncio.gather(*posts), strict=True):
-            assert answer.status == 200, answer.body
-            assert other_first_token(answer, await expected(client, messages)) == ""
-        await nothing_overestimated(fleet)
+    await check_at_once(
+        llama_server, [look(1), ask("Hello!"), look(2), ask("Hello!", system=2)] * 3
+    )
 
 
 async def test_text_before_a_picture_is_restored(llama_server: StartServer) -> None:
