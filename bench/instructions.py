@@ -21,8 +21,9 @@ from bench.client import Client
 from bench.latency import CHAT, words_of
 from bench.report import Report, arguments_of, run_bench
 
-COLUMNS = ("policy", "n", "instructions/request", "CPU ms/request")
+COLUMNS = ("route", "policy", "n", "instructions/request", "CPU ms/request")
 POLICIES = ["prefer_idle_slot_with_global_restore", "passthrough"]
+EMBEDDINGS = "/v1/embeddings"
 _CONVERSATIONS = 20  # known ones: their texts are asked again and again
 # What the router does of its own accord goes by the clock; the rest of it is taken off.
 _TOTAL = re.compile(r"^(?:totals|summary): (\d+)", re.MULTILINE)
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=100)
     parser.add_argument("--idle-seconds", type=float, default=5.0)
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--route", choices=[CHAT, EMBEDDINGS], default=CHAT)
     parser.add_argument(
         "--by-clock", action="store_true", help="CPU time instead, in steps of 10 ms: ask 2,000"
     )
@@ -44,13 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def measure(options: argparse.Namespace) -> Report:
     """Each policy has a server and a router of its own."""
-    report = Report("instructions", "What a short chat costs", list(COLUMNS), arguments_of(options))
+    extra = ["--embeddings", "--pooling", "mean"] if options.route == EMBEDDINGS else []
+    report = Report("instructions", "What a request costs", list(COLUMNS), arguments_of(options))
     for policy in options.policies.split(","):
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
             kv_dir = folder / "kv"
             server = await stack.enter_async_context(
-                rig.llama(slots=2, ctx_per_slot=2048, kv_dir=kv_dir)
+                rig.llama(slots=2, ctx_per_slot=2048, kv_dir=kv_dir, extra_args=extra)
             )
             under = ["env", "PYTHONHASHSEED=0"]
             if not options.by_clock:
@@ -68,7 +71,7 @@ async def measure(options: argparse.Namespace) -> Report:
             found = await asyncio.to_thread(_asked, proxy, options, count, folder)
             each = found / options.requests
             cells = (None, each) if options.by_clock else (round(each), None)
-            report.add(policy, options.requests, *cells)
+            report.add(options.route, policy, options.requests, *cells)
     return report
 
 
@@ -80,9 +83,9 @@ def _asked(
 ) -> float:
     """What all requests took that are not the warm-up, less what the time itself takes."""
     client = Client(proxy.url)
-    _ask(client, options.warm_up)
+    _ask(client, options.route, options.warm_up)
     marks = [(perf_counter(), count(proxy, folder))]
-    _ask(client, options.requests)
+    _ask(client, options.route, options.requests)
     marks.append((perf_counter(), count(proxy, folder)))
     client.close()
     threading.Event().wait(options.idle_seconds)
@@ -91,9 +94,12 @@ def _asked(
     return after - before - (idle - after) / (end - over) * (over - start)
 
 
-def _ask(client: Client, n: int) -> None:
+def _ask(client: Client, route: str, n: int) -> None:
     for number in range(n):
         text = words_of(number % _CONVERSATIONS)
+        if route == EMBEDDINGS:
+            client.post(route, {"model": "any", "input": text})
+            continue
         messages = [{"role": "user", "content": text}]
         client.post(CHAT, {"model": "any", "messages": messages, "max_tokens": 4, "seed": 1})
 

@@ -50,6 +50,9 @@ class Placing:
             job = self._scheduler.state.jobs.get(request)
             return job is not None and job.gated
 
+        def awaited() -> bool:
+            return len(self._scheduler.state.queue) > 0
+
         await wait_started(backend, lambda: at_work(Phase.RUNNING), gated)
         over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         if self._would_be_forgotten(effect):
@@ -57,7 +60,8 @@ class Placing:
         grant()
         try:
             index = await find_start(
-                backend, slot.index, lambda: at_work(Phase.RUNNING, Phase.DRAINING), gated, over
+                *(backend, slot.index, lambda: at_work(Phase.RUNNING, Phase.DRAINING)),
+                *(gated, awaited, over),
             )
         finally:
             self._unseen.pop(request, None)

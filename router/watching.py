@@ -23,8 +23,10 @@ log = structlog.get_logger(__name__)
 _QUIET_DELAYS_S = (0.02, 0.1, 1.2)
 # Without /slots: by then a server has noticed that a client left (about 1 s, section 5.6).
 _BLIND_S = 3.0
-# Where a request went that the server placed. Others wait for the answer.
+# Where a request went that the server placed. Others may wait for the answer; while nobody does, so
+# many looks are left out, and most embeddings are over by then.
 _LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
+_SPARED = 3
 # A request that was sent and is nowhere to be seen by then ended before it was looked for.
 _LAUNCHED_WITHIN = 40
 # After a wipe that failed. The slot is nobody's until one succeeds.
@@ -158,13 +160,15 @@ async def find_start(
     expected: int,
     taken: Callable[[], set[int]],
     concerned: Callable[[], bool],
+    awaited: Callable[[], bool],
     over: "asyncio.Future[Any]",
 ) -> int | None:
     """The slot on which the server placed a request; None if that cannot be seen, or concerns
     nobody any more.
 
-    `taken` are those that work for others. Of a request that is `over` before it was seen at work,
-    it is the one with the latest task: nothing else was started meanwhile.
+    `taken` are those that work for others; `awaited` is whether somebody waits. Of a request that
+    is `over` before it was seen at work, it is the one with the latest task: nothing else was
+    started meanwhile.
     """
     looks = 0
     while True:
@@ -173,6 +177,8 @@ async def find_start(
         if not concerned():
             return None
         ended = over.done()
+        if looks <= _SPARED and not ended and not awaited():
+            continue
         statuses = await _look(backend)
         if statuses is None:
             return None

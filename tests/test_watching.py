@@ -59,6 +59,10 @@ def yes() -> bool:
     return True
 
 
+def no() -> bool:
+    return False
+
+
 def under_way(*, over: bool = False) -> "asyncio.Future[None]":
     made = asyncio.get_running_loop().create_future()
     if over:
@@ -95,7 +99,7 @@ async def test_a_slot_that_is_gone() -> None:
 async def test_without_slots_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.watching._BLIND_S", 0.0)
     assert await wait_quiet(Looks(Scripted([NO_SLOTS])), 0, yes) is None
-    assert await find_start(Scripted([NO_SLOTS]), 0, set, yes, under_way()) is None
+    assert await find_start(Scripted([NO_SLOTS]), 0, set, yes, yes, under_way()) is None
 
 
 async def test_what_was_sent_before_is_waited_for() -> None:
@@ -118,16 +122,40 @@ async def test_nothing_was_sent_before() -> None:
 
 
 async def test_a_request_is_found_where_it_was_expected() -> None:
-    assert await find_start(Scripted([set(), DOWN, {0, 1}]), 1, lambda: {0}, yes, under_way()) == 1
+    assert (
+        await find_start(Scripted([set(), DOWN, {0, 1}]), 1, lambda: {0}, yes, yes, under_way())
+        == 1
+    )
 
 
 async def test_a_request_is_found_where_nobody_else_works() -> None:
-    assert await find_start(Scripted([{0}, {0, 1}]), 5, lambda: {0}, yes, under_way()) == 1
+    assert await find_start(Scripted([{0}, {0, 1}]), 5, lambda: {0}, yes, yes, under_way()) == 1
 
 
 async def test_a_request_that_ended_unseen() -> None:
     backend = Scripted([set()])
-    assert await find_start(backend, 0, set, lambda: backend.looked < 3, under_way()) is None
+    assert await find_start(backend, 0, set, lambda: backend.looked < 3, yes, under_way()) is None
+
+
+async def test_while_nobody_waits_few_looks_are_made() -> None:
+    """A short request is over before the first, which somebody else's arrival would bring on."""
+    backend, asked = Scripted([{0}]), 0
+
+    def for_two_looks() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked < 3
+
+    assert await find_start(backend, 0, set, for_two_looks, no, under_way()) is None
+    assert backend.looked == 0
+    asked = 0
+    assert await find_start(backend, 0, set, for_two_looks, lambda: asked > 1, under_way()) == 0
+    assert (backend.looked, asked) == (1, 2)
+
+
+async def test_a_request_that_lasts_is_looked_for_although_nobody_waits() -> None:
+    backend = Scripted([{0}])
+    assert await find_start(backend, 0, set, yes, no, under_way()) == 0
 
 
 async def test_those_who_wait_share_their_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,10 +202,10 @@ async def test_a_request_that_was_over_before_the_first_look() -> None:
     """It was the last that a slot did; of one that works for others that is not known."""
     backend = Scripted([set()])
     backend.tasks = [7, 3]
-    assert await find_start(backend, 1, set, yes, under_way(over=True)) == 0
-    assert await find_start(backend, 1, lambda: {0}, yes, under_way(over=True)) == 1
-    assert await find_start(Scripted([{0}]), 1, set, yes, under_way(over=True)) is None
-    assert await find_start(Scripted([DOWN]), 1, set, yes, under_way(over=True)) is None
+    assert await find_start(backend, 1, set, yes, yes, under_way(over=True)) == 0
+    assert await find_start(backend, 1, lambda: {0}, yes, yes, under_way(over=True)) == 1
+    assert await find_start(Scripted([{0}]), 1, set, yes, yes, under_way(over=True)) is None
+    assert await find_start(Scripted([DOWN]), 1, set, yes, yes, under_way(over=True)) is None
 
 
 async def test_a_wipe_is_tried_until_it_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
