@@ -86,11 +86,14 @@ def full(tokens: Sequence[int], **shape: Any) -> bytes:
     return head(tokens) + attention(stream(range(len(tokens)), **shape))
 
 
-def appendix(*checkpoints: tuple[int, bytes]) -> bytes:
-    """Checkpoints of (n_tokens, blocks) behind the memory state, as b11549 writes them."""
+def appendix(*checkpoints: tuple[int, bytes], window: bool = False) -> bytes:
+    """Checkpoints of (n_tokens, blocks) behind the memory state, as b11549 writes them.
+
+    Of a `window` that has forgotten nothing, or of a recurrent state.
+    """
     out = b"SCKP" + u32(1, len(checkpoints))
     for n_tokens, blocks in checkpoints:
         state = u32(0xAF143CD8, 0) + blocks
-        out += struct.pack("<qii", n_tokens, 0, n_tokens - 1)
+        out += struct.pack("<qii", n_tokens, 0 if window else n_tokens - 1, n_tokens - 1)
         out += struct.pack("<Q", len(state)) + state + struct.pack("<QQ", 0, 0)
     return out

@@ -16,7 +16,9 @@ from tests.kvstores import enospc
 TOKENS = range(5, 15)
 WINDOW = head(TOKENS) + attention(stream(range(10)))
 WINDOWED = WINDOW + attention(stream(range(6, 10)))
-CHECKPOINTS = appendix((9, attention(stream(range(5, 9)))), (4, attention(stream(range(4)))))
+CHECKPOINTS = appendix(
+    (9, attention(stream(range(5, 9)))), (4, attention(stream(range(4)))), window=True
+)
 LONG_WINDOW = WINDOW + attention(stream(range(10)))
 TWO = head(TOKENS) + attention(stream([]), stream(range(10)))
 
@@ -37,7 +39,7 @@ def look(path: Path, raw: bytes) -> kv_shape.Inspected:
         (full(TOKENS), StateShape(1)),
         (TWO, StateShape(2)),
         (WINDOWED, StateShape(1, extendable=False)),
-        (WINDOWED + CHECKPOINTS, StateShape(1, (4, 9), extendable=False)),
+        (WINDOWED + CHECKPOINTS, StateShape(1, (3, 8), extendable=False)),
         (WINDOW + recurrent(9) + appendix((6, recurrent(5))), StateShape(1, (6,))),
         (head(TOKENS) + recurrent(9), StateShape(0)),
     ],
