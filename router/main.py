@@ -319,6 +319,7 @@ async def _address(router: Router, address: Address, side: Side) -> AsyncIterato
         yield f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     finally:
         server.close()
+        listener.turnstile.open()  # else who waits there for a turn would be closed as idle
         listener.pre_shutdown()
         await listener.shutdown(_CLOSE_S)
 

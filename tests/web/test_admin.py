@@ -6,6 +6,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fake_llama import FakeLlama
@@ -86,6 +87,24 @@ async def test_gauges_are_the_state_as_it_is(fleet: Fleet) -> None:
     assert (metrics["kvferry_snapshot_tokens_limit"], snapshots["max_tokens"]) == (inf, -1)
     speed = metrics['kvferry_prefill_tokens_per_second{backend="a"}']
     assert round(speed, 1) == backend["rates"]["prefill_tokens_per_s"]
+
+
+async def test_a_scrape_lets_others_have_their_turn(fleet: Fleet) -> None:
+    turns, over = 0, asyncio.Event()
+
+    async def others() -> None:
+        nonlocal turns
+        while not over.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(others())
+        request = make_mocked_request("GET", "/metrics")
+        text = (await fleet.router.app._admin.metrics(request)).body
+        over.set()
+    assert isinstance(text, bytes)
+    assert turns > text.count(b"# TYPE") // 2 > 20
 
 
 async def test_one_scrape_for_all(fake: FakeLlama, tmp_path: Path) -> None:

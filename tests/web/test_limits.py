@@ -14,7 +14,7 @@ from router.errors import TooManyConnectionsError
 from router.turnstile import Turnstile
 from router.web.listener import Listener, client_of
 from router.web.settings import Settings
-from tests.fleet import Fleet, Json, running
+from tests.fleet import PATIENCE_S, Fleet, Json, running
 from tests.recorder import exchange
 from tests.web.test_smuggling import get, statuses
 
@@ -96,13 +96,14 @@ async def test_a_head_that_drips(raw: bytes) -> None:
         if raw:
             await reader.readuntil(b"}}")
         writer.write(b"GET /kvferry/health HTTP/1.1\r\nA: ")
-        gone = asyncio.ensure_future(reader.read())  # noqa: TID251 - a test's own
-        while not gone.done():
+        # Not to the end: what drips on after the close is answered by a reset.
+        told = asyncio.ensure_future(reader.readuntil(b"}}"))  # noqa: TID251 - a test's own
+        while not told.done():
             writer.write(b"x")
             await asyncio.sleep(0.02)
         writer.close()
 
-    answer = gone.result()
+    answer = told.result()
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert "limits.header_timeout" in json.loads(body)["error"]["message"]
@@ -199,6 +200,20 @@ async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None
     transport.close.assert_not_called()
     connection.force_close()
     assert len(line) == 1
+
+
+async def test_a_request_that_waits_for_its_turn_is_answered_at_the_end() -> None:
+    """It has begun for its client, who would not know whether to send it again."""
+    came = asyncio.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Turnstile, "_has_room", lambda _: came.set())
+        async with limited("connections: 10") as fleet:
+            reader, writer = await connect(fleet)
+            writer.write(KEPT)
+            async with asyncio.timeout(PATIENCE_S):
+                await came.wait()
+        assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+        writer.close()
 
 
 async def _never(_: web.BaseRequest) -> web.StreamResponse:
