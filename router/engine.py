@@ -276,6 +276,8 @@ class Engine:
         for effect in self._scheduler.handle(event, self._clock.now()):
             self._carry_out(effect)
         jobs = self._scheduler.state.jobs
+        if len(self._scheduler.state.queue):
+            self._placing.hurry()
         if self._calm is not None and not any(job.is_ours for job in jobs.values()):
             self._calm.set()
         if not self._alarm_due:

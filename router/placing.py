@@ -25,6 +25,7 @@ class Placing:
         self._scheduler = scheduler
         self._backends = backends
         self._unseen: dict[RequestId, asyncio.Future[End]] = {}
+        self._leisurely: set[asyncio.Future[None]] = set()  # while nobody waits for the answer
 
     def keeps(self, request: RequestId, end: End) -> bool:
         """A request was answered well. True: where is not known yet; `place` returns its end."""
@@ -32,6 +33,11 @@ class Placing:
         if over is not None:
             over.set_result(end)
         return over is not None
+
+    def hurry(self) -> None:
+        """Somebody waits, perhaps for one of them to be found."""
+        while self._leisurely:
+            self._leisurely.pop().set_result(None)
 
     async def place(self, effect: Dispatch, grant: Callable[[], None]) -> tuple[int | None, End]:
         """Let a request go when all before it are seen at work, and look where it runs.
@@ -50,11 +56,13 @@ class Placing:
             job = self._scheduler.state.jobs.get(request)
             return job is not None and job.gated
 
-        def awaited() -> bool:
-            return len(self._scheduler.state.queue) > 0
-
         await wait_started(backend, lambda: at_work(Phase.RUNNING), gated)
-        over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[End] = loop.create_future()
+        awaited: asyncio.Future[None] = loop.create_future()
+        self._leisurely.add(awaited)
+        if len(self._scheduler.state.queue):
+            self.hurry()
         if self._would_be_forgotten(effect):
             self._unseen[request] = over
         grant()
@@ -65,6 +73,7 @@ class Placing:
             )
         finally:
             self._unseen.pop(request, None)
+            self._leisurely.discard(awaited)
         return index, over.result() if over.done() else _nothing
 
     def _would_be_forgotten(self, effect: Dispatch) -> bool:

@@ -160,24 +160,26 @@ async def find_start(
     expected: int,
     taken: Callable[[], set[int]],
     concerned: Callable[[], bool],
-    awaited: Callable[[], bool],
+    awaited: "asyncio.Future[None]",
     over: "asyncio.Future[Any]",
 ) -> int | None:
     """The slot on which the server placed a request; None if that cannot be seen, or concerns
     nobody any more.
 
-    `taken` are those that work for others; `awaited` is whether somebody waits. Of a request that
-    is `over` before it was seen at work, it is the one with the latest task: nothing else was
-    started meanwhile.
+    `taken` are those that work for others; `awaited` is done as soon as somebody waits. Of a
+    request that is `over` before it was seen at work, it is the one with the latest task: nothing
+    else was started meanwhile.
     """
     looks = 0
     while True:
-        await asyncio.wait([over], timeout=_LAUNCH_DELAYS_S[min(looks, len(_LAUNCH_DELAYS_S) - 1)])
+        delay_s = _LAUNCH_DELAYS_S[min(looks, len(_LAUNCH_DELAYS_S) - 1)]
+        ends = [over] if awaited.done() else [over, awaited]
+        await asyncio.wait(ends, timeout=delay_s, return_when=asyncio.FIRST_COMPLETED)
         looks += 1
         if not concerned():
             return None
         ended = over.done()
-        if looks <= _SPARED and not ended and not awaited():
+        if looks <= _SPARED and not ended and not awaited.done():
             continue
         statuses = await _look(backend)
         if statuses is None:

@@ -376,3 +376,28 @@ async def test_a_few_are_decided_in_one_turn(monkeypatch: pytest.MonkeyPatch) ->
     assert list(decided) == names[:-1]
     assert max(Counter(decided.values()).values()) <= 2 * MOST
     assert len(set(decided.values())) >= 3
+
+
+async def test_who_arrives_is_not_kept_waiting_by_one_that_nobody_looks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the server put a request is looked for late, and at once if somebody waits to know."""
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}
+
+    def running_now(n: int) -> Callable[[Json], bool]:
+        return lambda state: [slot["phase"] for slot in state["slots"]].count("running") == n
+
+    async with (
+        FakeLlama(kv_dir=tmp_path, n_slots=2) as fake,
+        running([("a", fake.url)], tmp_path) as fleet,
+        asyncio.TaskGroup() as group,
+    ):
+        await fleet.post("/v1/messages", body)  # so that nothing of it has to be computed first
+        await fleet.until_quiet()
+        monkeypatch.setattr("router.watching._LAUNCH_DELAYS_S", (10 * PATIENCE_S,))
+        fake.decode_gate.clear()
+        group.create_task(fleet.post("/v1/messages", body))
+        await fleet.until(running_now(1))
+        group.create_task(fleet.complete(OTHER))
+        await fleet.until(running_now(2))
+        fake.decode_gate.set()

@@ -1,7 +1,7 @@
 """What a look at `/slots` tells: scripted answers, one for each look."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -59,15 +59,25 @@ def yes() -> bool:
     return True
 
 
-def no() -> bool:
-    return False
-
-
 def under_way(*, over: bool = False) -> "asyncio.Future[None]":
     made = asyncio.get_running_loop().create_future()
     if over:
         made.set_result(None)
     return made
+
+
+async def place_of(
+    backend: Scripted,
+    expected: int,
+    taken: Callable[[], set[int]] = set,
+    concerned: Callable[[], bool] = yes,
+    awaited: "asyncio.Future[None] | None" = None,
+    *,
+    over: bool = False,
+) -> int | None:
+    """`find_start`, for somebody who waits."""
+    awaited = awaited or under_way(over=True)
+    return await find_start(backend, expected, taken, concerned, awaited, under_way(over=over))
 
 
 async def test_idle_is_believed_when_seen_twice() -> None:
@@ -99,7 +109,7 @@ async def test_a_slot_that_is_gone() -> None:
 async def test_without_slots_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.watching._BLIND_S", 0.0)
     assert await wait_quiet(Looks(Scripted([NO_SLOTS])), 0, yes) is None
-    assert await find_start(Scripted([NO_SLOTS]), 0, set, yes, yes, under_way()) is None
+    assert await place_of(Scripted([NO_SLOTS]), 0) is None
 
 
 async def test_what_was_sent_before_is_waited_for() -> None:
@@ -122,40 +132,43 @@ async def test_nothing_was_sent_before() -> None:
 
 
 async def test_a_request_is_found_where_it_was_expected() -> None:
-    assert (
-        await find_start(Scripted([set(), DOWN, {0, 1}]), 1, lambda: {0}, yes, yes, under_way())
-        == 1
-    )
+    assert await place_of(Scripted([set(), DOWN, {0, 1}]), 1, lambda: {0}) == 1
 
 
 async def test_a_request_is_found_where_nobody_else_works() -> None:
-    assert await find_start(Scripted([{0}, {0, 1}]), 5, lambda: {0}, yes, yes, under_way()) == 1
+    assert await place_of(Scripted([{0}, {0, 1}]), 5, lambda: {0}) == 1
 
 
 async def test_a_request_that_ended_unseen() -> None:
     backend = Scripted([set()])
-    assert await find_start(backend, 0, set, lambda: backend.looked < 3, yes, under_way()) is None
+    assert await place_of(backend, 0, set, lambda: backend.looked < 3) is None
 
 
 async def test_while_nobody_waits_few_looks_are_made() -> None:
-    """A short request is over before the first, which somebody else's arrival would bring on."""
-    backend, asked = Scripted([{0}]), 0
+    """A short request is over before the first, which somebody else's arrival brings on."""
+    backend, asked, waits = Scripted([{0}]), 0, under_way()
 
     def for_two_looks() -> bool:
         nonlocal asked
         asked += 1
         return asked < 3
 
-    assert await find_start(backend, 0, set, for_two_looks, no, under_way()) is None
+    assert await place_of(backend, 0, set, for_two_looks, waits) is None
     assert backend.looked == 0
-    asked = 0
-    assert await find_start(backend, 0, set, for_two_looks, lambda: asked > 1, under_way()) == 0
-    assert (backend.looked, asked) == (1, 2)
+    asyncio.get_running_loop().call_soon(waits.set_result, None)
+    assert await place_of(backend, 0, set, yes, waits) == 0
+    assert backend.looked == 1
+
+
+async def test_who_comes_to_wait_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.watching._LAUNCH_DELAYS_S", (60.0,))
+    waits = under_way()
+    asyncio.get_running_loop().call_soon(waits.set_result, None)
+    assert await place_of(Scripted([{0}]), 0, set, yes, waits) == 0
 
 
 async def test_a_request_that_lasts_is_looked_for_although_nobody_waits() -> None:
-    backend = Scripted([{0}])
-    assert await find_start(backend, 0, set, yes, no, under_way()) == 0
+    assert await place_of(Scripted([{0}]), 0, set, yes, under_way()) == 0
 
 
 async def test_those_who_wait_share_their_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +215,10 @@ async def test_a_request_that_was_over_before_the_first_look() -> None:
     """It was the last that a slot did; of one that works for others that is not known."""
     backend = Scripted([set()])
     backend.tasks = [7, 3]
-    assert await find_start(backend, 1, set, yes, yes, under_way(over=True)) == 0
-    assert await find_start(backend, 1, lambda: {0}, yes, yes, under_way(over=True)) == 1
-    assert await find_start(Scripted([{0}]), 1, set, yes, yes, under_way(over=True)) is None
-    assert await find_start(Scripted([DOWN]), 1, set, yes, yes, under_way(over=True)) is None
+    assert await place_of(backend, 1, over=True) == 0
+    assert await place_of(backend, 1, lambda: {0}, over=True) == 1
+    assert await place_of(Scripted([{0}]), 1, over=True) is None
+    assert await place_of(Scripted([DOWN]), 1, over=True) is None
 
 
 async def test_a_wipe_is_tried_until_it_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
