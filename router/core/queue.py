@@ -50,6 +50,8 @@ class Queue:
 
     def first(self, n: int) -> list[Waiting]:
         """The first `n` of them: one of each client, then a second of each, and so on."""
+        if len(self._waiting) <= 1:  # as a rule
+            return list(self._waiting.values())[:n]
         clients = sorted(self._clients, key=self._served_s.__getitem__)
         turns = [iter(self._clients[client].values()) for client in clients]
         found: list[Waiting] = []

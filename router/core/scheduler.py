@@ -27,7 +27,7 @@ class Scheduler:
         rests.end(state, now)
         self._take(event, now)
         background.save_fleeting(state, now)
-        if not state.stopping:
+        if state.queue and not state.stopping:
             grants.serve_queue(state, now)
             grants.turn_away(state)
         background.save_idle(state, now)
@@ -45,13 +45,13 @@ class Scheduler:
         state = self.state
         if state.fleet.catalog.is_over:
             return now
-        times = [
-            state.queue.next_deadline(),
-            background.wakeup(state),
-            rests.next_end(state),
-            grants.patience_ends(state, now),
-            grants.next_giving_up(state),
-        ]
+        times = [background.wakeup(state), rests.next_end(state)]
+        if state.queue:
+            times += [
+                state.queue.next_deadline(),
+                grants.patience_ends(state, now),
+                grants.next_giving_up(state),
+            ]
         known = [time for time in times if time is not None]
         return max(min(known), now) if known else None
 
