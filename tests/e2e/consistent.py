@@ -57,7 +57,8 @@ async def assert_undisturbed(
         answer = await fleet.complete(prompt, **TOLD)
         expected = await direct.complete(prompt, cache_prompt=False, **TOLD)
         assert (answer.status, expected.status) == (200, 200), answer.body
-        assert differs_in_earnest(answer, expected) == ""
+        wrong = differs_in_earnest(answer, expected)
+        assert not wrong, f"{prompt[:4]}...: {wrong}"
         answers.append(answer)
     return answers
 

@@ -53,13 +53,16 @@ def probabilities(answer: Answer) -> list[Json]:
     return [entry for part in parts for entry in part.get("completion_probabilities", [])]
 
 
-def differs_in_earnest(a: Answer, b: Answer, rounding: float = 0.05) -> str:
+def differs_in_earnest(a: Answer, b: Answer, rounding: float = 0.1) -> str:
     """Why two greedy answers differ; "" if they do not, but for rounding.
 
     What else is in a batch changes llama.cpp's sums in the last digits, and a token that was
     hardly preferred may lose to its rival (docs/llama-server.md, "Comparing answers"). So at the
     first difference both must have given both tokens about the same probability; what follows
     cannot be compared.
+
+    One server alone gives up to 0.051 for the last token of a prompt of the tiny llama computed by
+    itself, as after a prefill of the router's own, or along with the others.
     """
     for position, (one, two) in enumerate(zip(probabilities(a), probabilities(b), strict=False)):
         mine = {rival["id"]: rival["logprob"] for rival in one["top_logprobs"]}

@@ -104,14 +104,15 @@ class Scene:
     async def _come_to_action(self, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.prompt = ids(1, SHORT)
         if moment == "restore":
-            displaced: set[str] = set()
             await self._ask()
-            for number, prompt in enumerate(fillers(10, SHORT), 1):
-                await self.fleet.until(saved(SHORT, number))
-                await self.fleet.until_quiet()
-                if displaced == self.servers.keys():
-                    break
-                displaced.add((await self.fleet.complete(prompt)).slot[0])
+            await self.fleet.until(saved(SHORT))
+            await self.fleet.until_quiet()
+            # At the same moment, or the faster server might get them all.
+            others = fillers(len(self.servers), SHORT)
+            found = await asyncio.gather(*map(self.fleet.complete, others))
+            assert {answer.slot[0] for answer in found} == self.servers.keys()
+            await self.fleet.until(saved(SHORT, 1 + len(others)))
+            await self.fleet.until_quiet()
         action: Action = stop_at(monkeypatch, moment, self.servers)
         self.asked = self._ask()
         await action.hit.wait()
