@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
-from router.turnstile import LONG_S, MOST, Turnstile
+from router.turnstile import LONG_S, MOST, MOST_BACK, Turnstile
 
 
 class Hands:
@@ -126,3 +127,42 @@ async def test_at_the_end_all_pass_at_once() -> None:
         turnstile.call(partial(passed.append, number))
     turnstile.open()
     assert passed == list(range(5 * MOST))
+
+
+async def test_what_is_under_way_stands_aside_once_a_turn_is_long() -> None:
+    """All of it goes on in the end, in the order in which it came, some of it in each turn."""
+    clock = Hands()
+    turnstile, done, n = Turnstile(clock), list[int](), 3 * MOST_BACK
+
+    async def piece(number: int) -> None:
+        await turnstile.pass_by()
+        done.append(number)
+        clock.at += LONG_S / 4
+
+    pieces = [asyncio.create_task(piece(number)) for number in range(n)]  # noqa: TID251
+    counts = []
+    while len(done) < n:
+        await asyncio.sleep(0)
+        counts.append(len(done))
+    await asyncio.gather(*pieces)
+    assert done == list(range(n))
+    assert counts[0] == 4
+    assert max(after - before for before, after in pairwise([0, *counts])) == MOST_BACK
+
+
+async def test_who_stood_aside_and_left_holds_nobody_up() -> None:
+    clock = Hands()
+    turnstile = Turnstile(clock)
+
+    async def takes_long() -> None:
+        await turnstile.pass_by()
+        clock.at += LONG_S
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(takes_long())
+        left, stays = [group.create_task(turnstile.pass_by()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert not stays.done()
+        left.cancel()
+    assert left.cancelled()
+    assert stays.done()

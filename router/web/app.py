@@ -301,6 +301,7 @@ class App:
                 self._settings,
                 Capture(),
                 lambda: None,
+                self._turnstile,
             )
         return response
 

@@ -259,6 +259,7 @@ class Completions:
                     self._settings,
                     capture,
                     first_byte,
+                    self._turnstile,
                 )
                 return response
         except asyncio.CancelledError:

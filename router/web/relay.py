@@ -15,6 +15,7 @@ from aiohttp import web
 from router.adapters.http1 import Header
 from router.adapters.llama_client import RelayedResponse
 from router.errors import BackendError, BackendTimeoutError, BadRequestError
+from router.turnstile import Turnstile
 from router.types import Caller, Outcome
 from router.web.answer import HOP_BY_HOP, Answer, named_in_connection
 from router.web.settings import Settings
@@ -175,6 +176,7 @@ async def relay(
     settings: Settings,
     capture: Capture,
     on_first_byte: Callable[[], None],
+    turnstile: Turnstile,
 ) -> tuple[web.StreamResponse, Outcome]:
     """Copy a response until one side stops.
 
@@ -188,6 +190,7 @@ async def relay(
     try:
         if upstream.is_complete:  # nothing to wait for but the client, if it is much
             body = await upstream.read()
+            await turnstile.pass_by()
             capture.add(body)
             on_first_byte()
             await response.prepare(request)
@@ -202,6 +205,7 @@ async def relay(
             return response, outcome
         async with _silence(request, settings, capture) as silence:
             async for chunk in upstream:
+                await turnstile.pass_by()
                 if not response.prepared:
                     on_first_byte()
                     await response.prepare(request)
@@ -212,6 +216,7 @@ async def relay(
                 await response.write(chunk)
                 silence.since = loop.time()
             silence.since = None
+            await turnstile.pass_by()
             await response.write_eof()
             await request.writer.drain()
     except (ConnectionResetError, aiohttp.ClientConnectionResetError):

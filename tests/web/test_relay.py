@@ -9,12 +9,15 @@ from aiohttp import HttpVersion11, web
 from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
+from router.adapters.clock import MonotonicClock
 from router.adapters.llama_client import RelayedResponse
+from router.turnstile import Turnstile
 from router.types import Outcome
 from router.web.relay import Capture, forward_headers, relay
 from router.web.settings import Settings
 
 MEGABYTE = 2**20
+TURNSTILE = Turnstile(MonotonicClock())
 
 
 def test_headers_of_a_hop_stay_behind() -> None:
@@ -110,7 +113,7 @@ async def test_of_a_whole_answer_a_client_must_take_something_too() -> None:
     request, settings = _Stuck(), Settings(idle_timeout_s=60.0, send_timeout_s=0.02)
     upstream = cast(RelayedResponse, _Whole())
     http = cast(web.BaseRequest, request)
-    _, outcome = await relay(http, upstream, {}, settings, Capture(), lambda: None)
+    _, outcome = await relay(http, upstream, {}, settings, Capture(), lambda: None, TURNSTILE)
 
     assert outcome is Outcome.CLIENT_GONE
     assert request.aborted
@@ -147,7 +150,7 @@ async def test_what_one_client_has_not_taken_is_bounded(upstream: object) -> Non
 
     async def outcome(request: _Stuck) -> Outcome:
         http, answer = cast(web.BaseRequest, request), cast(RelayedResponse, upstream)
-        return (await relay(http, answer, {}, settings, Capture(), lambda: None))[1]
+        return (await relay(http, answer, {}, settings, Capture(), lambda: None, TURNSTILE))[1]
 
     assert await outcome(_Pipelining(unsent=2**15)) is Outcome.OK
     stuck = _Pipelining(unsent=2**16)
