@@ -319,9 +319,11 @@ async def _address(router: Router, address: Address, side: Side) -> AsyncIterato
         yield f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     finally:
         server.close()
-        listener.turnstile.open()  # else who waits there for a turn would be closed as idle
-        listener.pre_shutdown()
-        await listener.shutdown(_CLOSE_S)
+        try:
+            listener.turnstile.open()  # else who waits there for a turn would be closed as idle
+        finally:
+            listener.pre_shutdown()
+            await listener.shutdown(_CLOSE_S)
 
 
 async def serve(config: Config, path: Path | None = None) -> None:

@@ -60,9 +60,10 @@ class Placing:
         loop = asyncio.get_running_loop()
         over: asyncio.Future[End] = loop.create_future()
         awaited: asyncio.Future[None] = loop.create_future()
-        self._leisurely.add(awaited)
-        if len(self._scheduler.state.queue):
-            self.hurry()
+        if len(self._scheduler.state.queue) or not self._is_no_matter(effect):
+            awaited.set_result(None)
+        else:
+            self._leisurely.add(awaited)
         if self._would_be_forgotten(effect):
             self._unseen[request] = over
         grant()
@@ -75,6 +76,17 @@ class Placing:
             self._unseen.pop(request, None)
             self._leisurely.discard(awaited)
         return index, over.result() if over.done() else _nothing
+
+    def _is_no_matter(self, effect: Dispatch) -> bool:
+        """Where a request runs makes no difference until somebody else comes: its own tokens are
+        not known, nothing is known of any slot, and nobody is at work who would leave something.
+        Embeddings, as a rule."""
+        job = self._scheduler.state.jobs.get(effect.request)
+        if effect.pin or job is None or job.request is None or not job.request.prompt.unknown:
+            return False
+        slots = self._scheduler.state.fleet.slots.of(effect.lease.slot.backend)
+        others = (slot for slot in slots if slot.holder != effect.request)
+        return all(slot.is_idle for slot in others) and not self._would_be_forgotten(effect)
 
     def _would_be_forgotten(self, effect: Dispatch) -> bool:
         """Something is known of a slot where the server may put the request, and would not be, if

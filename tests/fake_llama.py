@@ -121,6 +121,7 @@ class FakeLlama:
                 web.post("/v1/completions", self._completion),
                 web.post("/v1/chat/completions", self._completion),
                 web.post("/v1/messages", self._completion),
+                web.post("/v1/embeddings", self._embeddings),
             ]
         )
         # Without handler_cancellation a client that left would keep its slot.
@@ -295,6 +296,13 @@ class FakeLlama:
         finally:
             slot.busy = False
             await self._note()
+
+    async def _embeddings(self, _: web.Request) -> web.Response:
+        """In a slot of its own choice, of which nothing is left (section 2.1)."""
+        async with self._leased(-1, []) as slot:
+            slot.tokens = []
+            await self.decode_gate.wait()
+        return web.json_response({"object": "list", "data": [{"embedding": [0.0]}]})
 
     def _pick(self, pinned: int, prompt: list[int]) -> FakeSlot | None:
         """Section 2.2: the pinned one, else the most similar, else the least recently used."""

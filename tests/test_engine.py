@@ -378,26 +378,54 @@ async def test_a_few_are_decided_in_one_turn(monkeypatch: pytest.MonkeyPatch) ->
     assert len(set(decided.values())) >= 3
 
 
+def running_now(n: int) -> Callable[[Json], bool]:
+    return lambda state: [slot["phase"] for slot in state["slots"]].count("running") == n
+
+
 async def test_who_arrives_is_not_kept_waiting_by_one_that_nobody_looks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the server put a request is looked for late, and at once if somebody waits to know."""
-    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}
-
-    def running_now(n: int) -> Callable[[Json], bool]:
-        return lambda state: [slot["phase"] for slot in state["slots"]].count("running") == n
-
+    """Where an embedding runs is looked for late, and at once if somebody waits to know."""
     async with (
         FakeLlama(kv_dir=tmp_path, n_slots=2) as fake,
         running([("a", fake.url)], tmp_path) as fleet,
         asyncio.TaskGroup() as group,
     ):
-        await fleet.post("/v1/messages", body)  # so that nothing of it has to be computed first
-        await fleet.until_quiet()
         monkeypatch.setattr("router.watching._LAUNCH_DELAYS_S", (10 * PATIENCE_S,))
         fake.decode_gate.clear()
-        group.create_task(fleet.post("/v1/messages", body))
+        group.create_task(fleet.post("/v1/embeddings", {"input": PROMPT}))
         await fleet.until(running_now(1))
         group.create_task(fleet.complete(OTHER))
         await fleet.until(running_now(2))
         fake.decode_gate.set()
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages"])
+async def test_where_it_matters_a_request_is_looked_for_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Somebody else's answer may end meanwhile, and what it leaves would be forgotten; or the
+    request's own tokens would."""
+    async with (
+        FakeLlama(kv_dir=tmp_path, n_slots=2) as fake,
+        running([("a", fake.url)], tmp_path) as fleet,
+        asyncio.TaskGroup() as group,
+    ):
+        monkeypatch.setattr("router.watching._SPARED", 10**9)
+        body: Json = {"messages": [{"role": "user", "content": PROMPT}], "input": PROMPT}
+        if path == "/v1/messages":
+            await fleet.post(path, body)  # so that nothing of it has to be computed first
+            await fleet.until_quiet()
+        fake.decode_gate.clear()
+        if path == "/v1/embeddings":
+            group.create_task(fleet.complete(OTHER))
+            await fleet.until(running_now(1))
+        group.create_task(fleet.post(path, body))
+        await fleet.until(lambda state: not gated(fleet))
+        fake.decode_gate.set()
+
+
+def gated(fleet: Fleet) -> bool:
+    """Somebody is not to come near the backend."""
+    state = fleet.router.engine.scheduler.state
+    return bool(state.fleet.gated) or not state.jobs

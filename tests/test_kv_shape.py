@@ -39,7 +39,7 @@ def look(path: Path, raw: bytes) -> kv_shape.Inspected:
         (full(TOKENS), StateShape(1)),
         (TWO, StateShape(2)),
         (WINDOWED, StateShape(1, extendable=False)),
-        (WINDOWED + CHECKPOINTS, StateShape(1, (3, 8), extendable=False)),
+        (WINDOWED + CHECKPOINTS, StateShape(1, (4, 9), extendable=False)),
         (WINDOW + recurrent(9) + appendix((6, recurrent(5))), StateShape(1, (6,))),
         (head(TOKENS) + recurrent(9), StateShape(0)),
     ],

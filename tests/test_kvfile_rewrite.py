@@ -20,12 +20,14 @@ from hypothesis import strategies as st
 
 from router import tokens as tok
 from router.adapters import kv_files, kv_shape
+from router.core.reuse import reusable_tokens
 from router.demo.launcher import LlamaServer
 from router.errors import KvFileError
 from router.kvfile import rewrite as module
 from router.kvfile.head import Head, read_head
 from router.kvfile.layout import Layout, check_agreement, read_layout
 from router.kvfile.rewrite import Piece, Rewrite, Rows, Span, cut, pad, restream
+from router.types import MemoryKind
 from tests.conftest import StartServer
 from tests.kvfiles import appendix, attention, head, i32, recurrent, stream, u32
 from tests.models import N_SWA
@@ -646,8 +648,11 @@ async def test_real_window_beside_checkpoints(llama_server: StartServer) -> None
     before = await slots.run(1, prompt)
     await slots.restore(1, "padded")
     assert before == await slots.run(1, prompt)
-    points = [checkpoint.reusable for checkpoint in layout.checkpoints]
-    assert before[0] == max((at for at in points if at < len(PROMPT)), default=0)
+    points = tuple(checkpoint.n_tokens for checkpoint in layout.checkpoints)
+    kind, common = MemoryKind.SLIDING_WINDOW, len(PROMPT) - 1
+    assert before[0] == reusable_tokens(
+        kind, len(prompt), common, len(PROMPT), checkpoints=points, extendable=False
+    )
 
 
 async def test_real_window_changes_streams_and_is_padded(llama_server: StartServer) -> None:

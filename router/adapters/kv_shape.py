@@ -49,7 +49,7 @@ class Inspected:
         """A window that was not padded gives nothing to a longer prompt (section 4.3)."""
         return StateShape(
             n_stream=self.layout.n_stream,
-            checkpoints=tuple(sorted(c.reusable for c in self.layout.checkpoints)),
+            checkpoints=tuple(sorted(c.n_tokens for c in self.layout.checkpoints)),
             extendable=self.padded or not self.has_window,
             media=bool(self.head.media_starts),
         )

@@ -26,7 +26,8 @@ def reusable_tokens(
 
     1. Full attention: the common prefix.
     2. Every other kind, state a strict prefix of the prompt: the whole state.
-    3. Every other kind, diverging: the last checkpoint before the divergence.
+    3. Every other kind, diverging: the last checkpoint before the divergence; of a window the
+       server computes the last token of that again (section 4.2).
     4. Nothing known of the kind: only what case 2 gives is safe to promise.
     """
     usable = min(common, prompt_tokens - 1)
@@ -36,7 +37,8 @@ def reusable_tokens(
         return usable
     if extendable and common == held_tokens and held_tokens < prompt_tokens:
         return held_tokens
-    return max((c for c in checkpoints if c <= usable), default=0)
+    again = kind is MemoryKind.SLIDING_WINDOW
+    return max((c - again for c in checkpoints if c <= usable), default=0)
 
 
 def can_restore(kind: MemoryKind) -> bool:

@@ -125,12 +125,6 @@ class Checkpoint:
     state_offset: int = 0  # where the u64 with the size of the state is
     state: tuple[Block, ...] = ()  # what cannot be rolled back: the window, the recurrent block
 
-    @property
-    def reusable(self) -> int:
-        """Tokens that need no computing after going back to it. Of a window the server computes
-        the last one again (llama-server.md section 4.2)."""
-        return self.n_tokens - (self.pos_min < self.pos_max)
-
 
 def runs(sections: Iterable[Section]) -> str:
     """Type and row bytes of the sections in order, equal neighbours counted: `1:384*30`."""

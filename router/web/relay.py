@@ -205,14 +205,15 @@ async def relay(
             return response, outcome
         async with _silence(request, settings, capture) as silence:
             async for chunk in upstream:
+                # Neither a turn that is waited for nor the client's slowness is the backend's
+                # silence.
+                silence.since = None
                 await turnstile.pass_by()
                 if not response.prepared:
                     on_first_byte()
                     await response.prepare(request)
                     request[STARTED] = response
                 capture.add(chunk)
-                # The client's slowness is not the backend's silence.
-                silence.since = None
                 await response.write(chunk)
                 silence.since = loop.time()
             silence.since = None

@@ -229,7 +229,7 @@ def test_a_state_that_gives_nothing_back_is_not_kept() -> None:
 
     assert catalog.add(useless, MemoryKind.SLIDING_WINDOW, 1.0) == [useless]
     assert catalog.add(partly, MemoryKind.SLIDING_WINDOW, 1.0) == []
-    assert catalog.reach(MemoryKind.SLIDING_WINDOW, NS, run_of(9)) == 4
+    assert catalog.reach(MemoryKind.SLIDING_WINDOW, NS, run_of(9)) == 3
 
 
 def test_what_can_go_back_is_useful_by_what_it_shares() -> None:

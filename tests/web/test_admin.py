@@ -89,7 +89,10 @@ async def test_gauges_are_the_state_as_it_is(fleet: Fleet) -> None:
     assert round(speed, 1) == backend["rates"]["prefill_tokens_per_s"]
 
 
-async def test_a_scrape_lets_others_have_their_turn(fleet: Fleet) -> None:
+async def test_a_scrape_lets_others_have_their_turn(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.web.admin._LONG_S", 0.0)
     turns, over = 0, asyncio.Event()
 
     async def others() -> None:
