@@ -51,9 +51,11 @@ def stop_at(
 
 
 def send(server: LlamaServer, number: signal.Signals) -> None:
-    """A signal to a server that runs."""
+    """A signal to a server that runs. After SIGSTOP it does nothing any more."""
     assert server.pid is not None
     os.kill(server.pid, number)
+    if number == signal.SIGSTOP:
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 async def look(session: aiohttp.ClientSession, server: LlamaServer) -> list[Json]:
