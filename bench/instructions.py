@@ -1,7 +1,8 @@
 """`python -m bench.instructions`: processor instructions of the router for each request.
 
-Counted by `valgrind --tool=callgrind`: the same to half a percent whatever else the machine does,
-where CPU time differs by ten. The kernel's share is not in it. For changes that save little.
+Counted by `valgrind --tool=callgrind`: the same to half a percent beside other work, where CPU time
+differs by ten, and to three on a machine that keeps its processes waiting: turns of the event loop
+fall otherwise. The kernel's share is not in it. For changes that save little.
 """
 
 import argparse
