@@ -201,6 +201,8 @@ async def nginx(
     servers = [f"server {url.removeprefix('http://')} max_fails=0;" for url in backends]
     if keep:  # llama-server drops idle connections after 5 s
         servers += ["keepalive 16;", "keepalive_timeout 2s;"]
+    # It also drops one after each stream without saying so, and nginx may use that once more.
+    again = "proxy_next_upstream error timeout non_idempotent;" if keep else ""
     (home / "nginx.conf").write_text(f"""{user}
 daemon off;
 worker_processes 1;
@@ -223,6 +225,7 @@ http {{
       proxy_http_version 1.1;
       proxy_set_header Connection "";
       proxy_buffering off;
+      {again}
       proxy_read_timeout 1h;
     }}
   }}
