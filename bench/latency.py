@@ -20,6 +20,7 @@ from bench.conversation import Conversation, words
 from bench.report import Report, arguments_of, median, percentile, run_bench
 
 DIRECT = "direct"
+WAYS = (DIRECT, "direct again", "kvferry", "kvferry passthrough", "nginx")
 COLUMNS = (
     *("case", "contender", "n", "p50 ms", "p99 ms", "x direct"),
     *("added p50 ms", "added p99 ms", "reused tokens"),
@@ -62,6 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--long-rounds", type=int, default=100, help="turns of the long chat")
     parser.add_argument("--tokens", type=int, default=16_000, help="of the long chat")
     parser.add_argument("--warm-up", type=int, default=10, help="rounds that do not count")
+    add_arguments(parser)
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="cProfile of kvferry; its times are no good"
+    )
+    return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Who takes turns, and how."""
     parser.add_argument(
         "--in-a-row",
         type=int,
@@ -69,10 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="requests of a turn; with 1, each finds the caches as the others left them",
     )
     parser.add_argument("--only", help="contenders beside direct, comma-separated")
-    parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="cProfile of kvferry; its times are no good"
-    )
-    return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
 async def measure(options: argparse.Namespace) -> Report:
@@ -82,22 +88,35 @@ async def measure(options: argparse.Namespace) -> Report:
     )
     async with AsyncExitStack() as stack:
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-"))
-        contenders = await start(stack, Path(home), options, report.notes)
+        ctx = options.tokens + options.long_rounds * _TURN_TOKENS + _CONTEXT_SPARE
+        wanted = contenders_of(options, [*WAYS, "sglang-router"])
+        contenders = await start(
+            stack, Path(home), wanted, report.notes, ctx=ctx, profile=options.profile
+        )
         await asyncio.to_thread(_measure_all, contenders, options, report)
     return report
 
 
+def contenders_of(options: argparse.Namespace, ways: Sequence[str]) -> list[str]:
+    """The baseline and those of `ways` that `--only` names."""
+    wanted = ways if options.only is None else options.only.split(",")
+    return [name for name in ways if name == DIRECT or name in wanted]
+
+
 async def start(
-    stack: AsyncExitStack, home: Path, options: argparse.Namespace, notes: list[str]
+    stack: AsyncExitStack,
+    home: Path,
+    wanted: Sequence[str],
+    notes: list[str],
+    *,
+    ctx: int,
+    extra_args: Sequence[str] = (),
+    profile: Path | None = None,
 ) -> list[Contender]:
-    """A server and a process in front of it for each contender that is installed."""
-    ctx = options.tokens + options.long_rounds * _TURN_TOKENS + _CONTEXT_SPARE
-    wanted = options.only.split(",") if options.only is not None else None
+    """A server and a process in front of it for each of `wanted` that is installed. `ctx` is of
+    each slot."""
     contenders: list[Contender] = []
-    ways = [DIRECT, "direct again", "kvferry", "kvferry passthrough", "nginx", "sglang-router"]
-    for number, name in enumerate(ways):
-        if wanted is not None and name != DIRECT and name not in wanted:
-            continue
+    for number, name in enumerate(wanted):
         folder = home / str(number)
         folder.mkdir()
         program = {"nginx": rig.find_nginx(), "sglang-router": rig.find_sglang()}.get(name, "")
@@ -106,15 +125,13 @@ async def start(
             continue
         kv_dir = folder / "kv"
         server = await stack.enter_async_context(
-            rig.llama(slots=2, ctx_per_slot=ctx, kv_dir=kv_dir)
+            rig.llama(slots=2, ctx_per_slot=ctx, kv_dir=kv_dir, extra_args=extra_args)
         )
         url = server.url
         # Saves in the background would take place in the other contenders' turns.
         quiet = "store: {save_when_idle_for: off}"
         if name == "kvferry":
-            way = rig.kvferry(
-                name, [url], folder, kv_dir=kv_dir, more=quiet, profile=options.profile
-            )
+            way = rig.kvferry(name, [url], folder, kv_dir=kv_dir, more=quiet, profile=profile)
             url = (await stack.enter_async_context(way)).url
         elif name == "kvferry passthrough":
             way = rig.kvferry(name, [url], folder, policy="passthrough")

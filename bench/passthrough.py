@@ -1,8 +1,8 @@
 """`python -m bench.passthrough`: what a proxy adds to routes that are no completions.
 
-One llama-server for all contenders, started with `--embeddings`: nothing on these routes depends
-on what a slot holds. Each contender is asked once a round, everybody first in turn; a second
-direct connection shows how far two equal things differ in the same run.
+As in `bench.latency`: every contender has a llama-server of its own, started with `--embeddings`,
+they take turns, a few requests each, and a second direct server shows how far two equal things
+differ in the same run.
 """
 
 import argparse
@@ -15,11 +15,19 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import rig
-from bench.client import Client, Json, WrongAnswerError
+from bench.client import Json, WrongAnswerError
+from bench.latency import (
+    DIRECT,
+    WAYS,
+    Contender,
+    Sample,
+    add_arguments,
+    contenders_of,
+    run_rounds,
+    start,
+)
 from bench.report import Report, arguments_of, median, percentile, run_bench
 
-DIRECT = "direct"
 COLUMNS = (
     *("route", "contender", "n", "p50 ms", "p99 ms", "x direct"),
     *("added p50 ms", "added p99 ms"),
@@ -36,13 +44,13 @@ class Case:
     body: Json | None
     expected: str
 
-    def seconds(self, client: Client) -> float:
+    def __call__(self, contender: Contender, _: int) -> Sample:
         """Ask once. Raises WrongAnswerError."""
         raw = None if self.body is None else json.dumps(self.body).encode()
-        reply = client.send(self.method, self.path, raw)
+        reply = contender.client.send(self.method, self.path, raw)
         if self.expected not in reply.json():
             raise WrongAnswerError(f"{self.path}: no {self.expected!r} in {reply.body[:300]!r}")
-        return reply.total_s
+        return Sample(reply.total_s)
 
 
 CASES = (
@@ -60,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.passthrough", description=__doc__)
     parser.add_argument("--rounds", type=int, default=2000, help="of each route")
     parser.add_argument("--warm-up", type=int, default=20, help="rounds that do not count")
-    parser.add_argument("--only", help="contenders beside direct, comma-separated")
+    add_arguments(parser)
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
@@ -70,10 +78,14 @@ async def measure(options: argparse.Namespace) -> Report:
     report = Report("passthrough", title, list(COLUMNS), arguments_of(options))
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
-        clients = await start(stack, home, options, report.notes)
+        contenders = await start(
+            *(stack, home, contenders_of(options, WAYS), report.notes),
+            ctx=2048,
+            extra_args=["--embeddings", "--pooling", "mean"],
+        )
         for case in CASES:
             found = await asyncio.to_thread(
-                run_rounds, case, clients, options.warm_up, options.rounds
+                run_rounds, contenders, case, options.warm_up, options.rounds, options.in_a_row
             )
             _add_rows(report, case, found)
     report.notes.append(
@@ -83,62 +95,10 @@ async def measure(options: argparse.Namespace) -> Report:
     return report
 
 
-async def start(
-    stack: AsyncExitStack, home: Path, options: argparse.Namespace, notes: list[str]
-) -> dict[str, Client]:
-    """The server, and a process in front of it for each contender that is installed."""
-    wanted = options.only.split(",") if options.only is not None else None
-    kv_dir = home / "kv"
-    server = await stack.enter_async_context(
-        rig.llama(
-            slots=2,
-            ctx_per_slot=2048,
-            kv_dir=kv_dir,
-            extra_args=["--embeddings", "--pooling", "mean"],
-        )
-    )
-    clients: dict[str, Client] = {}
-    for name in (DIRECT, "direct again", "kvferry", "kvferry passthrough", "nginx"):
-        if wanted is not None and name != DIRECT and name not in wanted:
-            continue
-        url, folder = server.url, home / name.replace(" ", "-")
-        folder.mkdir()
-        if name == "kvferry":
-            way = rig.kvferry(name, [url], folder, kv_dir=kv_dir)
-            url = (await stack.enter_async_context(way)).url
-        elif name == "kvferry passthrough":
-            way = rig.kvferry(name, [url], folder, policy="passthrough")
-            url = (await stack.enter_async_context(way)).url
-        elif name == "nginx":
-            program = rig.find_nginx()
-            if program is None:
-                notes.append(rig.NGINX_HINT)
-                continue
-            url = (await stack.enter_async_context(rig.nginx(program, [url], folder))).url
-        clients[name] = Client(url)
-        stack.callback(clients[name].close)
-    return clients
-
-
-def run_rounds(
-    case: Case, clients: dict[str, Client], warm_up: int, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of each contender, by round."""
-    names = list(clients)
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(-warm_up, rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            seconds = case.seconds(clients[name])
-            if number >= 0:
-                found[name].append(seconds)
-    return found
-
-
-def _add_rows(report: Report, case: Case, found: dict[str, list[float]]) -> None:
-    direct = [1000 * seconds for seconds in found[DIRECT]]
-    for name, seconds in found.items():
-        times = [1000 * second for second in seconds]
+def _add_rows(report: Report, case: Case, found: dict[str, list[Sample]]) -> None:
+    direct = [1000 * sample.seconds for sample in found[DIRECT]]
+    for name, samples in found.items():
+        times = [1000 * sample.seconds for sample in samples]
         baseline = name == DIRECT
         report.add(
             *(f"{case.method} {case.path}", name, len(times), median(times)),
