@@ -54,7 +54,10 @@ def probabilities(answer: Answer) -> list[Json]:
 
 
 def differs_in_earnest(a: Answer, b: Answer, rounding: float = 0.1) -> str:
-    """Why two greedy answers differ; "" if they do not, but for rounding.
+    """Why two greedy answers of /completion differ; "" if they do not, but for rounding.
+
+    Both must have ended. Where no token differs, both have as many and some: one that is empty or
+    was cut off is nothing like the other.
 
     What else is in a batch changes llama.cpp's sums in the last digits, and a token that was
     hardly preferred may lose to its rival (docs/llama-server.md, "Comparing answers"). So at the
@@ -64,7 +67,11 @@ def differs_in_earnest(a: Answer, b: Answer, rounding: float = 0.1) -> str:
     One server alone gives up to 0.051 for the last token of a prompt of the tiny llama computed by
     itself, as after a prefill of the router's own, or along with the others.
     """
-    for position, (one, two) in enumerate(zip(probabilities(a), probabilities(b), strict=False)):
+    for name, answer in (("the first", a), ("the second", b)):
+        if not _has_ended(answer):
+            return f"{name} has no end: {answer.status} {answer.body[-200:]!r}"
+    ours, others = probabilities(a), probabilities(b)
+    for position, (one, two) in enumerate(zip(ours, others, strict=False)):
         mine = {rival["id"]: rival["logprob"] for rival in one["top_logprobs"]}
         theirs = {rival["id"]: rival["logprob"] for rival in two["top_logprobs"]}
         if abs(one["logprob"] - theirs.get(one["id"], -99.0)) > rounding:
@@ -72,4 +79,11 @@ def differs_in_earnest(a: Answer, b: Answer, rounding: float = 0.1) -> str:
         if one["id"] != two["id"]:
             gap = abs(mine[one["id"]] - mine.get(two["id"], -99.0))
             return "" if gap <= rounding else f"token {position}: {one} against {two}"
+    if not ours or len(ours) != len(others):
+        return f"{len(ours)} tokens against {len(others)}"
     return ""
+
+
+def _has_ended(answer: Answer) -> bool:
+    """The last event of a stream says so, and a plain answer."""
+    return answer.status == 200 and (answer.events or [answer.json])[-1].get("stop") is True
