@@ -124,6 +124,8 @@ class Engine:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self.finish(request.id, Outcome.CLIENT_GONE, Reported(), Timing(None, 0.0))
             else:
+                # Or one who left at the turnstile would be granted what is under way, and keep it.
+                future.cancel()
                 self._feed(ev.Cancelled(request.id))
             raise
         finally:

@@ -24,8 +24,8 @@ from router.errors import BackendError
 from router.ports import Backend, Telemetry
 from router.tokens import Tokens
 from router.turnstile import MOST, Turnstile
-from router.types import Reported
-from tests.core.build import A, backend, request, scheduler, snapshot
+from router.types import Reported, SlotStatus
+from tests.core.build import UNREAD, A, backend, request, scheduler, snapshot
 from tests.fake_llama import FakeLlama
 from tests.fake_wire import encode_state, generate
 from tests.fleet import PATIENCE_S, Answer, Fleet, Json, running
@@ -339,6 +339,36 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
     assert not begun
     with pytest.raises(BackendError, match="went away"):
         await asked
+    await engine.aclose()
+
+
+async def test_who_leaves_between_the_turnstile_and_the_grant_keeps_no_slot() -> None:
+    """An embedding beside a chat, which waits until that is seen at work."""
+    seen, clock = asyncio.Event(), MonotonicClock()
+
+    async def slots() -> list[SlotStatus]:
+        await seen.wait()
+        return [SlotStatus(n, n == 0, 0, 100) for n in range(2)]
+
+    state = scheduler(backend("a", 2), idle_save_after_s=None)
+    server, turnstile = cast(Backend, SimpleNamespace(slots=slots)), Turnstile(clock)
+    engine = Engine(state, {A: server}, None, clock, cast(Telemetry, Mock()), turnstile)
+    await engine.submit(request("chat", [1, 2, 3], slot_hint=0))
+    unread = request("embedding", **UNREAD)
+    asked = asyncio.ensure_future(engine.submit(unread))  # noqa: TID251 - cancelled below
+    for _ in range(2 * MOST):
+        turnstile.call(lambda: None)
+    await asyncio.sleep(0)
+    assert len(turnstile)
+    turnstile.call(asked.cancel)  # just behind it
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert unread.id in state.state.jobs
+        seen.set()
+        while unread.id in state.state.jobs:
+            await asyncio.sleep(0)
+    assert not state.state.fleet.gated
     await engine.aclose()
 
 
