@@ -1,5 +1,6 @@
 """All that a decision depends on, and what can be asked of it without deciding anything."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from router.core.catalog import Catalog
@@ -82,6 +83,23 @@ class Fleet:
             and self.is_open(backend, request)
             and not (hinted and not self.free(backend, request))
         ]
+
+    def has_idle(self, model: str | None) -> bool:
+        """A backend that answers to the model has an idle slot."""
+        return any(
+            self.slots.phases(backend)[Phase.IDLE]
+            for backend, info in self.infos.items()
+            if model is None or model in info.models
+        )
+
+    def kind(self, request: Request) -> Hashable:
+        """Of all requests of a kind, each has room or none."""
+        n_prompt, tenants = len(request.prompt), self.has_tenants and not request.pinnable
+        own = tenants or any(n_prompt >= info.n_ctx for info in self.infos.values())
+        return (
+            *(request.model, request.avoid, request.slot_hint),
+            *(request.pinnable, request.whole_backend, request.id if own else None),
+        )
 
     def free(self, backend: BackendId, request: Request) -> list[Slot]:
         """The idle slots of a backend, of which the request may have one."""

@@ -1,5 +1,6 @@
 """Who comes in, who waits, and who gets a slot."""
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 from router.core.baseline import sticky_key
@@ -98,7 +99,7 @@ def next_giving_up(state: State) -> float | None:
 
 def _unserved(state: State) -> list[Waiting]:
     """Of the first, those that no backend could serve; the rest have their turn later."""
-    return [w for w in state.queue.first(_LOOKED_AT) if not state.is_served(w.request)]
+    return [w for w in state.queue.oldest(_LOOKED_AT) if not state.is_served(w.request)]
 
 
 def stop(state: State, *, save: bool) -> None:
@@ -123,15 +124,30 @@ def serve_queue(state: State, now: float) -> None:
     3. It needs all slots of a backend, or the choice of them: nobody behind it may take slots on
        the one it will get, or it would starve. Where somebody else uses the backend, though, it
        may not get it for hours.
+    4. There is no room for it: nor for others of its kind, and all of them are one to look at.
     """
     if not state.fleet.slots.any_idle():
         return
+    idle = {model for model in state.queue.models if state.fleet.has_idle(model)}
+    if not idle:
+        return
     reserved: set[BackendId] = set()
-    for waiting in state.queue.first(_LOOKED_AT):
+    full: set[Hashable] = set()
+    looked_at = 0
+    for waiting in state.queue.in_turn():
         request = waiting.request
+        if request.model not in idle:
+            continue
         if reserved:
             request = replace(request, avoid=request.avoid | reserved)
+        if full and state.fleet.kind(request) in full:
+            continue
+        looked_at += 1
+        if looked_at > _LOOKED_AT:
+            return
         decision = plan(request, state.fleet, now, now - waiting.since, losers=0)
+        if decision is None and not state.fleet.room(request):
+            full.add(state.fleet.kind(request))
         if decision is not None and decision.chosen.wait_for is None:
             _grant(state, waiting, decision, now)
             if not state.fleet.slots.any_idle():

@@ -6,8 +6,9 @@ sends many or long prompts waits for itself and not before everybody else. Of on
 oldest comes first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import field
+from itertools import islice
 
 from router.frozen import dataclass
 from router.types import Request, RequestId
@@ -39,6 +40,7 @@ class Queue:
     limits: QueueLimits = field(default_factory=QueueLimits)
     _waiting: dict[RequestId, Waiting] = field(default_factory=dict)
     _clients: dict[str | None, dict[RequestId, Waiting]] = field(default_factory=dict)
+    _models: dict[str | None, dict[RequestId, Waiting]] = field(default_factory=dict)
     _served_s: dict[str | None, float] = field(default_factory=dict)  # what each has had
     _floor_s: float = 0.0  # a newcomer counts as having had this much
 
@@ -48,18 +50,30 @@ class Queue:
     def __iter__(self) -> Iterator[Waiting]:
         return iter(tuple(self._waiting.values()))
 
-    def first(self, n: int) -> list[Waiting]:
-        """The first `n` of them: one of each client, then a second of each, and so on."""
+    @property
+    def models(self) -> Set[str | None]:
+        """What they wait for."""
+        return self._models.keys()
+
+    def in_turn(self) -> Iterator[Waiting]:
+        """All of them: one of each client, then a second of each, and so on. Who leaves meanwhile
+        may still come."""
         if len(self._waiting) <= 1:  # as a rule
-            return list(self._waiting.values())[:n]
+            yield from self
+            return
         clients = sorted(self._clients, key=self._served_s.__getitem__)
-        turns = [iter(self._clients[client].values()) for client in clients]
-        found: list[Waiting] = []
-        while turns and len(found) < n:
-            heads = [(turn, next(turn, None)) for turn in turns]
-            turns = [turn for turn, head in heads if head is not None]
-            found += [head for _, head in heads if head is not None]
-        return found[:n]
+        turns = [iter(tuple(self._clients[client].values())) for client in clients]
+        while turns:
+            again = []
+            for turn in turns:
+                if (head := next(turn, None)) is not None:
+                    again.append(turn)
+                    yield head
+            turns = again
+
+    def oldest(self, n: int) -> list[Waiting]:
+        """The first `n` who came, of each model."""
+        return [w for those in self._models.values() for w in islice(those.values(), n)]
 
     def last(self) -> RequestId:
         """The youngest of the client that has the most. Raises ValueError if nobody waits."""
@@ -81,6 +95,7 @@ class Queue:
             self._clients[client] = {}
             self._served_s[client] = max(self._served_s.get(client, 0.0), self._floor_s)
         self._clients[client][request.id] = waiting
+        self._models.setdefault(request.model, {})[request.id] = waiting
 
     def serve(self, request: RequestId, seconds: float) -> None:
         """Wait no longer: it gets so much of a server's time. Raises KeyError: it did not wait."""
@@ -94,10 +109,8 @@ class Queue:
         if waiting is None:
             return None
         self._floor_s = max(self._floor_s, min(self._served_s[one] for one in self._clients))
-        client = waiting.request.client
-        del self._clients[client][request]
-        if not self._clients[client]:
-            del self._clients[client]
+        _drop(self._clients, waiting.request.client, request)
+        _drop(self._models, waiting.request.model, request)
         return waiting
 
     def overdue(self, now: float) -> list[Waiting]:
@@ -112,3 +125,11 @@ class Queue:
         if self.limits.deadline_s is None or not self._waiting:
             return None
         return next(iter(self._waiting.values())).since + self.limits.deadline_s
+
+
+def _drop(
+    groups: dict[str | None, dict[RequestId, Waiting]], name: str | None, request: RequestId
+) -> None:
+    del groups[name][request]
+    if not groups[name]:
+        del groups[name]

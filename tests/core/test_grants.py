@@ -1,6 +1,7 @@
 """Who is let in, who waits, who is told no, and who gets a slot."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -103,6 +104,41 @@ def test_a_client_with_many_prompts_waits_for_itself() -> None:
 
     s.handle(ev.Finished(RequestId("a0"), Outcome.OK, Reported()), NOW + 5)
     assert list(s.state.jobs) == ["b"]
+
+
+MANY = 3 * grants._LOOKED_AT
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine"),
+    [
+        ({"model": "m"}, {"model": "other"}),
+        ({"slot_hint": 0}, {}),
+        ({"whole_backend": True, "model": "m"}, {"model": "other"}),
+    ],
+    ids=["another model", "another slot", "all slots"],
+)
+def test_many_who_have_no_room_do_not_stand_before_one_who_has(
+    theirs: dict[str, Any], mine: dict[str, Any]
+) -> None:
+    """All of one client, so that it is nobody's turn before the oldest of them."""
+    s = scheduler(backend("a", 2), backend("b", 1, models=frozenset({"other"})))
+    arrive(s, "running", slot_hint=0, model="m")
+    for number in range(MANY):
+        arrive(s, f"r{number}", **({"model": "m", "slot_hint": 0} | theirs))
+
+    assert names(arrive(s, "mine", **({"model": "m"} | mine))) == ["Dispatch"]
+    assert len(s.state.queue) == MANY
+
+
+def test_one_whom_nobody_can_serve_is_told_so_behind_many_who_wait_their_turn() -> None:
+    s = scheduler(ONE, queue=QueueLimits(no_backend_s=5.0))
+    for number in range(MANY):
+        arrive(s, f"r{number}", model="m")
+    arrive(s, "lost", model="other")
+
+    assert grants.next_giving_up(s.state) == NOW + 5.0
+    assert Reject(RequestId("lost"), ANY_ERROR) in s.handle(ev.Tick(), NOW + 5.0)
 
 
 def test_a_full_queue_turns_away_only_who_cannot_be_served_at_once() -> None:

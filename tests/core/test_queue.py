@@ -1,5 +1,7 @@
 """Waiting: in order, limited in number and in time."""
 
+from itertools import islice
+
 import pytest
 
 from router.core import queue as module
@@ -40,8 +42,8 @@ def test_who_does_not_wait_cannot_leave() -> None:
 def test_the_ends_of_the_queue() -> None:
     queue = waiting(QueueLimits())
 
-    assert queue.first(1) == [Waiting(request("r"), 10.0)]
-    assert queue.first(5) == list(queue)
+    assert next(queue.in_turn()) == Waiting(request("r"), 10.0)
+    assert list(queue.in_turn()) == list(queue)
     assert queue.last() == R2
 
 
@@ -66,7 +68,7 @@ def test_an_empty_queue_has_no_deadline() -> None:
 
 
 def ids(queue: Queue, n: int = 9) -> list[str]:
-    return [w.request.id for w in queue.first(n)]
+    return [w.request.id for w in islice(queue.in_turn(), n)]
 
 
 def test_clients_take_turns() -> None:
