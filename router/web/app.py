@@ -217,9 +217,9 @@ class App:
     ) -> web.StreamResponse:
         path = path.rstrip("/") or "/"
         looks_at_it = request.method == "POST" and not self._settings.passthrough
-        if looks_at_it and (route := route_of(path)):
-            raw = await self._read(request)
-            return await self._completions.completion(request, route, raw, name)
+        if looks_at_it and (route_of(path) or path in _TAKES_SLOTS):
+            with self._keys.room(request.get(CALLER)):  # before its body, which takes memory
+                return await self._takes_slots(request, path, name)
         if reason := forbidden(request.method, path):
             raise ForbiddenError(reason)
         if path in _MODELS and request.method == "GET":
@@ -227,11 +227,16 @@ class App:
         raw = await self._read(request)
         if not looks_at_it:
             return await self._pass(request, name, raw, None)
-        kind = request.headers.get("Content-Type", "")
-        model = await long_bodies.read(raw, _model_of, raw, kind)
-        if path in _TAKES_SLOTS:
-            return await self._completions.other(request, raw, name, model)
-        return await self._pass(request, name, raw, model)
+        return await self._pass(request, name, raw, await _model_asked(request, raw))
+
+    async def _takes_slots(
+        self, request: web.BaseRequest, path: str, name: RequestId
+    ) -> web.StreamResponse:
+        raw = await self._read(request)
+        if route := route_of(path):
+            return await self._completions.completion(request, route, raw, name)
+        model = await _model_asked(request, raw)
+        return await self._completions.other(request, raw, name, model)
 
     async def _metrics(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
         return await self._admin.metrics(request)
@@ -322,6 +327,11 @@ async def _expected(request: web.BaseRequest) -> None:
     if request.headers["Expect"].lower() != "100-continue":
         raise ExpectationError("the only Expect header that is understood is 100-continue")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+async def _model_asked(request: web.BaseRequest, raw: bytes) -> str | None:
+    kind = request.headers.get("Content-Type", "")
+    return await long_bodies.read(raw, _model_of, raw, kind)
 
 
 def _model_of(raw: bytes, content_type: str) -> str | None:

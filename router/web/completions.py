@@ -119,11 +119,10 @@ class Completions:
         """One of the completion routes. Raises RouterError."""
         arrived = perf_counter()
         parsed = await long_bodies.read(raw, parse_completion, http, route, raw)
-        with self._keys.room(http.get(CALLER)):
-            if not parsed.lora:  # whose prompt is not read anyway
-                await self._directory.wait_for_reader(parsed.model)
-            request, reader = await self.describe(http, parsed, request_id)
-            return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
+        if not parsed.lora:  # whose prompt is not read anyway
+            await self._directory.wait_for_reader(parsed.model)
+        request, reader = await self.describe(http, parsed, request_id)
+        return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
 
     async def describe(
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
@@ -178,9 +177,8 @@ class Completions:
             avoid=frozenset() if stateless else self._directory.without_kv(model),
             **self._from(http),
         )
-        with self._keys.room(request.caller):
-            arrived = perf_counter()
-            return await self._serve(_Exchange(http, raw, request, None, None, None, arrived))
+        arrived = perf_counter()
+        return await self._serve(_Exchange(http, raw, request, None, None, None, arrived))
 
     def _from(self, http: web.BaseRequest) -> _From:
         caller = http.get(CALLER)

@@ -50,17 +50,15 @@ class Keys:
 
         1. There are no keys: everybody may.
         2. What a llama-server with a key leaves open. Browsers ask with OPTIONS before they send
-           a key.
+           a key. Nobody asks for any of it with a body, which would be read and sent on.
         3. Whoever has a key. The digest is looked up in a table: how long that takes may tell
            something of a digest, from which no key can be made.
         """
         if not self.known.callers:  # (1)
             return
         request[KEYED] = True
-        path = request.path
-        looks = request.method in ("GET", "HEAD")
-        if request.method == "OPTIONS" or (looks and (path in _PUBLIC or _PAGE.fullmatch(path))):
-            return  # (2)
+        if _is_open(request.method, request.path) and not request.body_exists:  # (2)
+            return
         key = _key_of(request)
         caller = self.known.callers.get(digest_of(key)) if key else None
         if caller is None:  # (3)
@@ -75,7 +73,7 @@ class Keys:
         return Tenant(caller.tenant)
 
     def room(self, caller: Caller | None) -> AbstractContextManager[None]:
-        """While a request runs or waits. Raises TenantBusyError if there are too many."""
+        """While a request arrives, waits or runs. Raises TenantBusyError if there are too many."""
         return _NO_LIMIT if caller is None else self._room(caller.tenant)
 
     @contextmanager
@@ -91,6 +89,11 @@ class Keys:
             yield
         finally:
             self._busy[name] -= 1
+
+
+def _is_open(method: str, path: str) -> bool:
+    looks = method in ("GET", "HEAD")
+    return method == "OPTIONS" or (looks and bool(path in _PUBLIC or _PAGE.fullmatch(path)))
 
 
 def _key_of(request: web.BaseRequest) -> str:

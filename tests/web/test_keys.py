@@ -10,14 +10,16 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from router.cli import main
 from router.config import parse
 from router.keys import digest_of, hash_text, new_key, read_hash
 from router.main import build, listening
+from router.web.app import App
 from tests.conftest import StartServer
 from tests.fake_llama import FakeLlama
-from tests.fleet import Fleet, configuration_text, read_answer, running
+from tests.fleet import PATIENCE_S, Fleet, Json, configuration_text, read_answer, running
 from tests.test_config_auth import auth
 
 GOOD, ALSO, OTHER = "kvf_good", "kvf_also", "kvf_other"
@@ -42,6 +44,10 @@ async def status(fleet: Fleet, method: str, path: str, **options: Any) -> int:
     async with fleet.session.request(method, fleet.url + path, **options) as response:
         await response.read()
         return response.status
+
+
+async def connect(fleet: Fleet) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", int(fleet.url.rpartition(":")[2]))
 
 
 # What a key is
@@ -154,9 +160,10 @@ async def test_the_same_routes_are_open_as_on_a_server_with_a_key(
         await fleet.until_up()
         for method, path in ROUTES:
             there = f"{server.url}{path}"
-            async with session.request(method, there, json={}) as direct:
+            body: Json | None = {} if method == "POST" else None
+            async with session.request(method, there, json=body) as direct:
                 theirs = await read_answer(direct)
-            async with session.request(method, url + path, json={}) as routed:
+            async with session.request(method, url + path, json=body) as routed:
                 ours = await read_answer(routed)
             assert (ours.status, ours.json) == (theirs.status, theirs.json), path
         answer = await fleet.post("/completion", PROMPT, headers=bearer(GOOD))
@@ -171,6 +178,29 @@ async def test_the_page_of_the_server_is_open(fake: FakeLlama) -> None:
             assert await status(fleet, "POST", path) == 401, path
         for path in ("/v1/x.json", "/props.", "/.env", "/_app/%2e%2e/v1/x.json", "/slots.json/x"):
             assert await status(fleet, "GET", path) in (401, 403), path
+
+
+@pytest.mark.parametrize("size", [b"Content-Length: 1000", b"Transfer-Encoding: chunked"])
+@pytest.mark.parametrize(
+    "asked",
+    [b"OPTIONS /v1/chat/completions", b"OPTIONS /x", b"GET /health", b"HEAD /", b"GET /x.js"],
+)
+async def test_nothing_that_is_open_is_open_with_a_body(
+    fake: FakeLlama, asked: bytes, size: bytes
+) -> None:
+    """Of which the answer does not wait to see anything."""
+    async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
+        before = len(fake.bodies)
+        reader, writer = await connect(fleet)
+        writer.write(asked + b" HTTP/1.1\r\nHost: x\r\n" + size + b"\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await reader.readline()).split()[1] == b"401"
+        writer.close()
+        assert len(fake.bodies) == before
+        method, path = asked.decode().split()
+        assert await status(fleet, method, path) != 401
+        assert await status(fleet, method, path, data=b"x", headers=bearer(GOOD)) != 401
+        assert await status(fleet, method, path, data=b"x", headers=bearer("kvf_wrong")) == 401
 
 
 @pytest.mark.parametrize(
@@ -265,6 +295,43 @@ async def test_a_tenant_may_have_so_many_and_no_more(fake: FakeLlama) -> None:
         metrics = await fleet.metrics()
     assert metrics['kvferry_tenant_limits_total{reason="max_requests"}'] == 1
     assert metrics['kvferry_requests_total{outcome="tenant_busy"}'] == 1
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/embeddings"])
+async def test_a_body_that_is_on_its_way_is_one_of_so_many(fake: FakeLlama, path: str) -> None:
+    """What a tenant makes the router hold is limited, too: of one more, nothing is read."""
+    yaml = auth(
+        ("laptop", GOOD, "alice"), ("desk", OTHER, "bob"), limits="{name: alice, max_requests: 1}"
+    )
+    reading = asyncio.Event()
+
+    async def read(app: App, request: web.BaseRequest) -> bytes:
+        reading.set()
+        return await plain_read(app, request)
+
+    plain_read = App._read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(App, "_read", read)
+        async with running([("a", fake.url)], None, yaml=yaml) as fleet:
+            body = json.dumps(PROMPT | {"input": "ferry"}).encode()
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {GOOD}\r\n"
+            head += f"Content-Length: {len(body)}\r\n\r\n"
+            first, second = await connect(fleet), await connect(fleet)
+            async with asyncio.timeout(PATIENCE_S):
+                first[1].write(head.encode())
+                await reading.wait()
+                reading.clear()
+                second[1].write(head.encode())
+                assert (await second[0].readline()).split()[1] == b"429"
+                assert not reading.is_set()
+                assert (await fleet.post(path, PROMPT, headers=bearer(OTHER))).status != 429
+                first[1].write(body)
+                assert (await first[0].readline()).split()[1] == b"200"
+            for _, writer in (first, second):
+                writer.close()
+            await fleet.until_quiet()
+            again = await fleet.post(path, PROMPT, headers=bearer(GOOD))
+            assert again.status != 429
 
 
 # While it runs
