@@ -65,7 +65,8 @@ def _residents(ask: Ask, room: list[BackendId], found: Cheapest) -> _Owner | Non
             continue
         if reused := reused_of(ask, slot, common):
             leads.append((ask.least_s(name.backend, reused), name, common, reused))
-            owners.append((-reused, place[name.backend], name))
+            if not slot.declined:
+                owners.append((-reused, place[name.backend], name))
     for least_s, name, common, reused in sorted(leads):
         if found.beat(least_s):
             break

@@ -47,7 +47,8 @@ class Displacing:
 
         `kept` tokens stay useful where they are. All of it is weighed by the chance that the
         content is asked for again, and by the requests that stop meanwhile: those beside the save
-        now, and as many beside the restore or the prefill then.
+        now, and as many beside the restore or the prefill then. What its client asked not to cache
+        is no loss, and never saved.
 
         1. A snapshot holds it: then it has to be restored.
         2. Saving it now and restoring it then is cheaper than computing it again: it is saved.
@@ -55,7 +56,7 @@ class Displacing:
         """
         held = slot.resident
         n_held = len(held)
-        if n_held <= kept or (self._apart and slot.tenant == NOBODY):
+        if n_held <= kept or slot.declined or (self._apart and slot.tenant == NOBODY):
             return _NOTHING
         rates, chance, stopped = self._rates, self._chance, self._stopped
         if kept and kept >= max(held.checkpoints, default=n_held):

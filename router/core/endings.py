@@ -31,12 +31,23 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
             continue
         if job.request is not None and job.stage is Stage.PREPARING and not job.cancelled:
             state.reject(job.id, BackendError("the backend went away"))
+        if job.request is not None and job.stage is not Stage.PREPARING:
+            for slot in _may_be_on(state, job):
+                _note_wish(slot, job.request)
         if job.stage is Stage.DISPATCHED:
             # Finished is still to come, and with it the account. Its gate went with the backend;
             # the one that is closed then may be somebody else's.
             job.gated = False
             continue
         _leave_to_itself(state, job, backend, now)
+
+
+def _may_be_on(state: State, job: Job) -> list[Slot]:
+    """The slots of its backend that a job's request, which was sent, may have used."""
+    assert job.request is not None
+    slots = state.fleet.slots.of(job.slot.backend)
+    known = job.placed or (job.request.pinnable and not job.request.whole_backend)
+    return [slot for slot in slots if not known or slot.id == job.slot]
 
 
 def _leave_to_itself(state: State, job: Job, backend: BackendId, now: float) -> None:
@@ -139,8 +150,9 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
     if job.request.whole_backend:
         return UNKNOWN
     if job.request.pinnable or job.placed:
+        state.fleet.slots[job.slot].declined = False  # what it held before is gone
         return after_finish(job.request.prompt, event.reported, job.sent_over)
-    _doubt_drained(state, job)
+    _doubt_drained(state, job, job.request)
     for slot in state.fleet.slots.of(job.slot.backend):
         if slot.is_idle:
             slot.resident = after_either(slot.resident, job.request.prompt)
@@ -180,7 +192,7 @@ def _abandon(state: State, job: Job, now: float, outcome: Outcome) -> None:
     job.others.clear()
     if job.request.whole_backend or not (job.request.pinnable or job.placed):
         job.doubted = True
-        _doubt_drained(state, job)
+        _doubt_drained(state, job, job.request)
         for slot in state.fleet.slots.of(job.slot.backend):
             if slot.is_idle:
                 if not refused:
@@ -192,13 +204,20 @@ def _mix(slot: Slot, request: Request) -> None:
     """A slot holds what it held, or a request's tokens: if those are two tenants', nobody's."""
     if slot.tenant != request.tenant:
         slot.tenant = NOBODY
+    _note_wish(slot, request)
 
 
-def _doubt_drained(state: State, job: Job) -> None:
+def _note_wish(slot: Slot, request: Request) -> None:
+    """A slot may hold what a request has left: if that is to be no cache, it is never saved."""
+    slot.declined = slot.declined or not request.reuse
+
+
+def _doubt_drained(state: State, job: Job, request: Request) -> None:
     """A slot that we still watched may have been idle, and the server's choice for the job."""
     for other in state.jobs.values():
         if other.slot.backend == job.slot.backend and other.stage is Stage.DRAINING:
             other.doubted = True
+            _note_wish(state.fleet.slots[other.slot], request)
 
 
 def watch(
@@ -271,6 +290,8 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         held = slot.resident if resident is None else resident
         if job.others and job.stage is not Stage.PREPARING and held is not NOTHING:
             held = UNKNOWN  # the server chose which slots it used
+        if job.request is not None and resident is not None:
+            _note_wish(slot, job.request)
         used = slot.last_used if background else now
         slot.release(lease, held, used)
         slot.saved = background

@@ -113,6 +113,9 @@ class Slot:
     taker: Tenant = NOBODY  # whose request holds it: `pending` is theirs
     sharing: bool = False  # PREPARING, and others may have `pending` when that is done
     saved: bool = False  # the background has had its chance with this content
+    # It may hold what a client asked not to cache, which is never saved. A restart of the server
+    # does not show, so a slot that was lost may hold it still.
+    declined: bool = False
 
     def __post_init__(self) -> None:
         self.bench.phases[self.phase] += 1
@@ -128,7 +131,8 @@ class Slot:
     @property
     def is_unsaved(self) -> bool:
         """It could be saved, and the background has not had its chance."""
-        return not self.saved and self.phase is Phase.IDLE and len(self.resident) > 0
+        waits = self.phase is Phase.IDLE and not self.saved
+        return waits and not self.declined and len(self.resident) > 0
 
     @property
     def whose(self) -> Tenant:
@@ -242,16 +246,18 @@ class SlotTable:
     def add(self, backend: BackendId, n_slots: int) -> None:
         """Slots of a backend that has just come up: empty, whatever they were before.
 
-        Generations go on rising, so a report from before the restart cannot be taken for new.
+        Generations go on rising, so a report from before the restart cannot be taken for new. And
+        what was declined still is: perhaps only the connection was gone.
         """
         for old in self.of(backend):
             old.lose()
         generations = [slot.generation for slot in self.of(backend)]
         generations += [self._first] * n_slots
+        declined = [slot.declined for slot in self.of(backend)] + [False] * n_slots
         bench = self._benches[backend] = Bench()
         self._slots[backend] = [
-            Slot(SlotId(backend, index), generation=generations[index], bench=bench)
-            for index in range(n_slots)
+            Slot(SlotId(backend, index), generation=number, declined=no, bench=bench)
+            for index, number, no in zip(range(n_slots), generations, declined, strict=False)
         ]
 
     def remove(self, backend: BackendId) -> None:

@@ -290,6 +290,7 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
     slot = state.fleet.slots[job.slot]
     whole = Resident(snapshot.tokens, 0, snapshot.shape.checkpoints)
     slot.resident = whole if event.n_tokens == len(snapshot) else UNKNOWN
+    slot.declined = False
     state.restore_over(event.request)
     next_step(state, job, now)
 
@@ -337,6 +338,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
         if not own:  # of its own slot it is noted already
             state.fleet.give_up(slot)
         slot.resident = UNKNOWN if failed else NOTHING
+        slot.declined = slot.declined and failed
         slot.tenant = NOBODY if failed else job.request.tenant
         if not own and not job.request.whole_backend:
             job.others.remove(lease)
@@ -370,6 +372,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         job.note_prefill(event.reported)
         state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
         slot.resident = after_prefill(slot.resident, job.doing.tokens, event.reported)
+        slot.declined = False
         state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         wanted = not job.cancelled and not saved_anyway

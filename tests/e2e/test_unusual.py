@@ -1,6 +1,8 @@
 """What needs several slots, or takes a way of its own, beside conversations: it answers as the
 server alone does, and what slots and files hold afterwards is still the truth."""
 
+import asyncio
+
 import aiohttp
 import orjson
 import pytest
@@ -210,7 +212,8 @@ async def test_messages_run_on_the_slot_that_was_meant(llama_server: StartServer
 @pytest.mark.slow
 async def test_a_client_that_wants_no_reuse(llama_server: StartServer) -> None:
     """It computes all of it, whatever there is; what it leaves is the server's own prompt, of use
-    to others."""
+    to others. No file is made of that: not while the slot is idle, nor when another takes it. Of
+    what goes on from it there is one."""
     server = await llama_server("llama", slots=1)
     async with running([("a", server.url)], server.kv_dir) as fleet:
         first = await plain(fleet)
@@ -221,6 +224,22 @@ async def test_a_client_that_wants_no_reuse(llama_server: StartServer) -> None:
         assert all_but_one(await plain(fleet))
         state = await fleet.until_quiet()
         assert state["snapshots"]["count"] == 1
+
+        fresh, other = ids(2, 500), ids(3, 900)
+        for _ in range(2):
+            assert (await fleet.complete(fresh, cache_prompt=False)).cached == 0
+        assert (await fleet.state())["slots"][0]["resident_tokens"] >= len(fresh)
+        await asyncio.sleep(1.0)  # others are saved after a tenth of it
+        await fleet.complete(other)
+        state = await fleet.until(saved(len(other)))
+        listed = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
+        for found in (state["snapshots"]["items"], listed):
+            assert sorted(item["tokens"] // 100 for item in found) == [6, 9]
+
+        await fleet.complete(fresh, cache_prompt=False)
+        longer = await fleet.complete([*fresh, *ids(4, 200)])
+        assert longer.cached == len(fresh)
+        await fleet.until(saved(len(fresh), count=3))
 
 
 async def test_a_slot_that_the_client_names(llama_server: StartServer) -> None:
