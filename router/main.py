@@ -94,6 +94,7 @@ class Router:
         try:
             async with asyncio.timeout(grace_s):
                 await self.engine.stop(save=self.config.store.save_on_shutdown)
+                await self.directory.until_quiet()
         except TimeoutError:
             log.warning("stopped_with_requests_running", grace_s=grace_s)
 

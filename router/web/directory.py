@@ -46,6 +46,8 @@ class Directory:
 
     def pick(self, model: str | None) -> LlamaClient:
         """A backend for a request that takes no slot. Raises NoBackendError."""
+        if self._stopping:
+            raise NoBackendError("the router is stopping")
         fleet = self._engine.scheduler.state.fleet
         able = [
             info
@@ -121,9 +123,14 @@ class Directory:
         self._news = asyncio.Event()
 
     def stop(self) -> None:
-        """Nobody waits any more; the engine tells them no."""
+        """Nobody waits any more; the engine tells them no. Nobody new, where no slot is taken."""
         self._stopping = True
         self._news.set()
+
+    async def until_quiet(self) -> None:
+        """Wait for the ends of all answers, also of those that the engine knows nothing of."""
+        for monitor in tuple(self.monitors.values()):
+            await monitor.client.until_quiet()
 
     def standing(self, backend: BackendId) -> Standing:
         """What a backend is to the router now. Raises KeyError.

@@ -25,11 +25,13 @@ YAML = "store: {save_when_idle_for: 'off'}\nshutdown_grace: %s\n"
 
 @asynccontextmanager
 async def served(
-    server: LlamaServer, tmp_path: Path, grace: str = "60s"
+    server: LlamaServer, tmp_path: Path, grace: str = "60s", more: str = ""
 ) -> AsyncIterator[tuple[Process, "Client"]]:
     """A router as a process, its backend up."""
     path = tmp_path / "kvferry.yaml"
-    path.write_text(configuration_text([("a", server.url)], server.kv_dir, yaml=YAML % grace))
+    path.write_text(
+        configuration_text([("a", server.url)], server.kv_dir, yaml=YAML % grace + more)
+    )
     connector = aiohttp.TCPConnector(force_close=True)
     async with (
         serving("--config", str(path)) as process,
@@ -103,6 +105,26 @@ async def test_running_ones_end_and_are_saved(
         assert again is not None
         assert (again.source, again.cached) == ("snapshot", LONG - 1)
         assert await process.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.fault("router gets SIGTERM", "streaming what takes none of its slots")
+async def test_what_is_only_passed_on_ends_as_well(
+    llama_server: StartServer, tmp_path: Path, record_property: Seen
+) -> None:
+    server = await llama_server(slots=1, ctx=8192)
+    async with served(server, tmp_path, more="policy: passthrough\n") as (process, client):
+        running = await client.begin(server, 6000)
+        process.send(signal.SIGTERM)
+        await process.event("stopping")
+        refused = await client.complete(ids(3, 50))
+        assert not running.done()
+        assert refused is not None
+        assert (refused.status, refused.json["error"]["type"]) == (503, "unavailable_error")
+        whole = await running
+        assert whole is not None
+        assert whole.events[-1]["tokens_predicted"] == 6000
+        assert await process.end() == 0
+    record_property("client", "running: the whole answer; others: 503; exit code 0")
 
 
 @pytest.mark.fault("router gets SIGTERM", "streaming for longer than `shutdown_grace`")
