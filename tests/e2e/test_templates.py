@@ -120,3 +120,39 @@ def check_part(told: Json, turn: int, n_messages: int) -> None:
     else:
         assert part["index"] in (2 * turn, 2 * turn - 2), told
         assert part == part | {"what": "message", "n_messages": n_messages, "role": "assistant"}
+
+
+async def test_the_date_changes_between_two_turns(
+    llama_server: StartServer, tmp_path: Path
+) -> None:
+    """gpt-oss has it in front of everything else: as much is reused as stands before it."""
+    text = (TEMPLATES / "openai-gpt-oss-120b.jinja").read_text()
+    now = 'strftime_now("%Y-%m-%d")'
+    assert now in text
+    path = tmp_path / "dated.jinja"
+    path.write_text(text.replace(now, "today"))
+    extra = ["--jinja", "--chat-template-file", str(path), "--skip-chat-parsing"]
+    server = await llama_server(slots=1, ctx=16384, extra_args=extra)
+    async with (
+        direct(server) as client,
+        running([("a", server.url)], server.kv_dir) as fleet,
+    ):
+        first, second, third = conversation(Kind("gpt-oss", tools=False))[:3]
+        held: list[int] = []
+        for day, messages in ((1, first), (1, second), (2, third)):
+            today = {"today": f"2026-01-0{day}"}
+            body: Json = {"messages": messages, "chat_template_kwargs": today}
+            prompt = await tokens(client, body)
+            found = await measured(fleet, CHAT, body | ASKS)
+            shared = common(held, prompt)
+            assert found.reused == shared
+            if day == 1:
+                assert found.reused > len(held) / 2 or not held
+            else:
+                nearest = (await explained(fleet, found.answer))["nearest"]
+                assert nearest["common_tokens"] == shared > 50
+                assert nearest["part"]["what"] == "template"
+                parted = [bytes(nearest[side]["ids"][:1]) for side in ("held", "prompt")]
+                assert parted == [b"1", b"2"]
+            held = [*prompt, *generated_ids(found.answer)[:-1]]
+            await fleet.until_quiet()
