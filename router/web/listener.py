@@ -90,16 +90,18 @@ class Listener(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    """One connection. The head of a request may take `limits.header_timeout` from its first byte;
-    before that the connection is idle, and `limits.keep_alive_timeout` is aiohttp's to keep."""
+    """One connection. The head of a request may take `limits.header_timeout` from its first byte,
+    less the time that it was we who did not look; before that the connection is idle, and
+    `limits.keep_alive_timeout` is aiohttp's to keep."""
 
-    __slots__ = ("_client", "_head_timer", "_held", "_listener")
+    __slots__ = ("_client", "_head_left_s", "_head_timer", "_held", "_listener")
 
     def __init__(self, listener: Listener, **options: object) -> None:
         super().__init__(listener, **options)  # type: ignore[arg-type]
         self._listener = listener
         self._client: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._head_left_s: float | None = None  # of a head that had begun when it was held
         self._held = False  # at the turnstile; nothing more is read meanwhile
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -126,7 +128,7 @@ class _Connection(web.RequestHandler):
             return
         if not self._listener.turnstile.call(partial(self._begin, data)):
             self._held = True
-            self._head_is_in()  # or it is not, and has its time anew
+            self._stop_head_timer()  # goes on with what is left
             self._pause_transport_reading()
 
     def _process_keepalive(self) -> None:
@@ -152,10 +154,16 @@ class _Connection(web.RequestHandler):
             self._head_is_in()
         elif self._waiter is not None and self._head_timer is None:
             limit_s = self._listener.settings.header_timeout_s
-            self._head_timer = self._loop.call_later(limit_s, self._head_is_late, limit_s)
+            left_s = limit_s if self._head_left_s is None else self._head_left_s
+            self._head_timer = self._loop.call_later(left_s, self._head_is_late, limit_s)
 
     def _head_is_in(self) -> None:
+        self._stop_head_timer()
+        self._head_left_s = None
+
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
+            self._head_left_s = max(self._head_timer.when() - self._loop.time(), 0.0)
             self._head_timer.cancel()
             self._head_timer = None
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from router.adapters.clock import MonotonicClock
 from router.errors import TooManyConnectionsError
 from router.turnstile import Turnstile
-from router.web.listener import Listener, client_of
+from router.web.listener import Listener, _Connection, client_of
 from router.web.settings import Settings
 from tests.fleet import PATIENCE_S, Fleet, Json, running
 from tests.recorder import exchange
@@ -200,6 +200,41 @@ async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None
     transport.close.assert_not_called()
     connection.force_close()
     assert len(line) == 1
+
+
+async def test_a_head_that_drips_while_the_router_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece waits for its turn. That is not the client's time, and gives it no other."""
+    turnstile, line = Turnstile(MonotonicClock()), list[Callable[[], object]]()
+    settings = Settings(-1, -1, *(8192, 8192, 100), header_timeout_s=10.0)
+    connection, transport = Listener(_never, settings, lambda *_: None, turnstile)(), Mock()
+    transport.get_extra_info.return_value = None
+    connection.connection_made(transport)
+    assert isinstance(connection, _Connection)
+    await asyncio.sleep(0)  # it waits for a request
+    now, given, timers = 0.0, list[float](), list[Mock]()
+
+    def call_later(delay_s: float, *_: object) -> Mock:
+        given.append(delay_s)
+        timers.append(Mock())
+        timers[-1].when.return_value = now + delay_s
+        return timers[-1]
+
+    connection._loop = Mock(wraps=connection._loop)
+    connection._loop.time.side_effect = lambda: now
+    connection._loop.call_later.side_effect = call_later
+    monkeypatch.setattr(turnstile, "call", line.append)
+    for piece in (b"GET / HTTP/1.1\r\n", b"A: ", b"b", b"c", b"d"):
+        connection.data_received(piece)
+        assert all(timer.cancel.called for timer in timers)
+        now += 100.0  # at the turnstile
+        line.pop()()
+        now += 3.0  # until there is more
+    assert given == [10.0, 7.0, 4.0, 1.0, 0.0]
+    connection.data_received(b"\r\n\r\n")
+    line.pop()()  # the last of it was here before its time was up
+    assert timers[-1].cancel.called
+    assert connection._head_left_s is None  # the next has its own
+    connection.force_close()
 
 
 async def test_a_request_that_waits_for_its_turn_is_answered_at_the_end() -> None:
