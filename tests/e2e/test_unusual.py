@@ -89,18 +89,25 @@ def said(answer: Answer, body: bytes) -> object:
             for choice in event.get("choices", []):
                 index = choice["index"]
                 texts[index] = texts.get(index, "") + (choice["delta"].get("content") or "")
+                for call in choice["delta"].get("tool_calls") or ():
+                    texts[index] += "".join(call["function"].values())
         return texts
     whole = answer.json or orjson.loads(body)
     if isinstance(whole, list):
         return [part["content"] if "content" in part else part["embedding"] for part in whole]
     if "choices" in whole:
         return [
-            (choice.get("text"), choice.get("message", {}).get("content"))
+            (choice.get("text"), choice.get("message", {}).get("content"), calls(choice))
             for choice in whole["choices"]
         ]
     if "data" in whole:
         return [part["embedding"] for part in whole["data"]]
     return whole["content"]
+
+
+def calls(choice: Json) -> list[Json]:
+    """Of tools; each has an id of its own."""
+    return [call["function"] for call in choice.get("message", {}).get("tool_calls") or ()]
 
 
 OFTEN = {"n of a chat", "texts and tokens", "embeddings", "infill"}
