@@ -89,16 +89,20 @@ class Fleet:
         return any(
             self.slots.phases(backend)[Phase.IDLE]
             for backend, info in self.infos.items()
-            if model is None or model in info.models
+            if (model is None or model in info.models) and backend not in self.draining
         )
 
     def kind(self, request: Request) -> Hashable:
         """Of all requests of a kind, each has room or none."""
-        n_prompt, tenants = len(request.prompt), self.has_tenants and not request.pinnable
-        own = tenants or any(n_prompt >= info.n_ctx for info in self.infos.values())
+        prompt = request.prompt
+        # The more contexts are too short for it, the fewer backends it fits; and they are the same.
+        too_short = sum(len(prompt) >= info.n_ctx for info in self.infos.values())
+        # See `tempts`: of these it compares tokens.
+        own = self.has_tenants and not (request.pinnable or prompt.unknown or prompt.n_media)
         return (
-            *(request.model, request.avoid, request.slot_hint),
-            *(request.pinnable, request.whole_backend, request.id if own else None),
+            *(request.model, request.avoid, request.slot_hint, request.pinnable),
+            *(request.whole_backend, request.reuse, request.tenant, too_short),
+            request.id if own else None,
         )
 
     def free(self, backend: BackendId, request: Request) -> list[Slot]:

@@ -125,7 +125,9 @@ def serve_queue(state: State, now: float) -> None:
        the one it will get, or it would starve. Where somebody else uses the backend, though, it
        may not get it for hours.
     4. There is no room for it: nor for others of its kind, and all of them are one to look at.
+    5. So many were looked at: if any of them was granted, the rest have their turn soon.
     """
+    state.is_serving = False
     if not state.fleet.slots.any_idle():
         return
     idle = {model for model in state.queue.models if state.fleet.has_idle(model)}
@@ -133,7 +135,7 @@ def serve_queue(state: State, now: float) -> None:
         return
     reserved: set[BackendId] = set()
     full: set[Hashable] = set()
-    looked_at = 0
+    looked_at = granted = 0
     for waiting in state.queue.in_turn():
         request = waiting.request
         if request.model not in idle:
@@ -144,12 +146,14 @@ def serve_queue(state: State, now: float) -> None:
             continue
         looked_at += 1
         if looked_at > _LOOKED_AT:
+            state.is_serving = granted > 0
             return
         decision = plan(request, state.fleet, now, now - waiting.since, losers=0)
         if decision is None and not state.fleet.room(request):
             full.add(state.fleet.kind(request))
         if decision is not None and decision.chosen.wait_for is None:
             _grant(state, waiting, decision, now)
+            granted += 1
             if not state.fleet.slots.any_idle():
                 return
         elif decision is None and (request.whole_backend or not request.pinnable):

@@ -43,7 +43,7 @@ class Scheduler:
     def next_wakeup(self, now: float) -> float | None:
         """When a Tick would change something, in clock seconds. None: only an event would."""
         state = self.state
-        if state.fleet.catalog.is_over:
+        if state.fleet.catalog.is_over or state.is_serving:
             return now
         times = [background.wakeup(state), rests.next_end(state)]
         if state.queue:

@@ -131,6 +131,36 @@ def test_many_who_have_no_room_do_not_stand_before_one_who_has(
     assert len(s.state.queue) == MANY
 
 
+def test_long_prompts_that_wait_for_a_large_slot_do_not_stand_before_a_short_one() -> None:
+    s = scheduler(backend("a", 1, n_ctx=10_000), backend("b", 1, n_ctx=100))
+    for number in range(MANY):
+        arrive(s, f"r{number}", LONG)
+
+    assert names(arrive(s, "short")) == ["Dispatch"]
+
+
+def test_those_without_a_prompt_do_not_stand_before_others_where_there_are_tenants() -> None:
+    s = scheduler(backend("a", 2), backend("b", 1, models=frozenset({"other"})))
+    arrive(s, "theirs", model="m", tenant="x")
+    for number in range(MANY):
+        arrive(s, f"r{number}", model="m", tenant="x", **UNREAD)
+
+    arrive(s, "mine", model="other", tenant="x")
+    assert "mine" in s.state.jobs
+
+
+def test_a_backend_that_comes_up_is_filled_step_by_step() -> None:
+    s = scheduler()
+    for number in range(MANY):
+        arrive(s, f"r{number}")
+    s.handle(ev.BackendUp(backend("a", MANY)), NOW)
+    assert len(s.state.queue) > 0
+    while s.next_wakeup(NOW) == NOW:
+        s.handle(ev.Tick(), NOW)
+
+    assert len(s.state.queue) == 0
+
+
 def test_one_whom_nobody_can_serve_is_told_so_behind_many_who_wait_their_turn() -> None:
     s = scheduler(ONE, queue=QueueLimits(no_backend_s=5.0))
     for number in range(MANY):
