@@ -172,8 +172,7 @@ class App:
             own = self.own.find(request, path, side)
             if own is None:
                 self._keys.admit(request)
-            if "Expect" in request.headers:
-                await _expected(request)
+            _expects(request)  # if it is an odd one, nothing is done
             if own is not None:
                 return await own(request, name)
             return await self._any(request, path, name)
@@ -263,6 +262,8 @@ class App:
         """The body, within limits of size and time. Raises RouterError."""
         if not request.can_read_body:
             return b""
+        if _expects(request):
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if request.content.is_eof():  # all of it has come: nothing to wait for
             return await self._read_all(request)
         limit_s = self._settings.body_timeout_s
@@ -320,13 +321,13 @@ class App:
         return open_to_browsers(request, merged)
 
 
-async def _expected(request: web.BaseRequest) -> None:
-    """Let a client go on that asked before it sends its body. Raises ExpectationError."""
-    if request.version < HttpVersion11:
-        return
+def _expects(request: web.BaseRequest) -> bool:
+    """The client sends its body when it is told to go on. Raises ExpectationError."""
+    if "Expect" not in request.headers or request.version < HttpVersion11:
+        return False
     if request.headers["Expect"].lower() != "100-continue":
         raise ExpectationError("the only Expect header that is understood is 100-continue")
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return True
 
 
 async def _model_asked(request: web.BaseRequest, raw: bytes) -> str | None:

@@ -315,13 +315,15 @@ async def test_a_body_that_is_on_its_way_is_one_of_so_many(fake: FakeLlama, path
         async with running([("a", fake.url)], None, yaml=yaml) as fleet:
             body = json.dumps(PROMPT | {"input": "ferry"}).encode()
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {GOOD}\r\n"
-            head += f"Content-Length: {len(body)}\r\n\r\n"
+            head += f"Content-Length: {len(body)}\r\n"
+            asks_first = head + "Expect: 100-continue\r\n\r\n"
+            head += "\r\n"
             first, second = await connect(fleet), await connect(fleet)
             async with asyncio.timeout(PATIENCE_S):
                 first[1].write(head.encode())
                 await reading.wait()
                 reading.clear()
-                second[1].write(head.encode())
+                second[1].write(asks_first.encode())
                 assert (await second[0].readline()).split()[1] == b"429"
                 assert not reading.is_set()
                 assert (await fleet.post(path, PROMPT, headers=bearer(OTHER))).status != 429
