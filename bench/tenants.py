@@ -1,8 +1,8 @@
 """`python -m bench.tenants`: can a tenant tell by the time whether another asked the same?
 
-One tenant asks a prompt. Another then asks the same prompt, and one that nobody has asked, in turn
-now this one first and now that one. With `share_cache: none` the two take as long as each other.
-Answers of several kinds; the one slot of a real server, or two.
+One tenant asks a prompt. Another then asks the same prompt, or one that nobody has asked, as often.
+With `share_cache: none` the two take as long as each other. Answers of several kinds; the one slot
+of a real server, or two.
 """
 
 import argparse
@@ -65,12 +65,13 @@ def _rows(
     for route in ROUTES:
         new: list[float] = []
         theirs: list[float] = []
-        for number in range(options.rounds + 2):
+        # One of the two after each that she asked: what it does to the slots would be felt by the
+        # other.
+        for number in range(2 * options.rounds + 4):
             asked, fresh = (_body(route, words(chance, n_words)) for _ in range(2))
             alice.post(route, asked)
-            turns = [(asked, theirs), (fresh, new)]
-            for body, times in turns if number % 2 else turns[::-1]:
-                times.append(bob.post(route, body).first_byte_s * 1000)
+            body, times = (asked, theirs) if number % 4 in (0, 3) else (fresh, new)
+            times.append(bob.post(route, body).first_byte_s * 1000)
         del new[:2], theirs[:2]  # before the first save and the first restore are learned from
         p50, p95 = median(new), percentile(new, 95)
         report.add(
