@@ -31,8 +31,9 @@ class Turnstile:
         self._clock = clock
         self._waiting: deque[Callable[[], object]] = deque()
         self._passed = 0  # in this turn
+        self._since = 0.0  # when the first of them did, in clock seconds
         self._aside: deque[asyncio.Future[None]] = deque()
-        self._since: float | None = None  # when the first of this turn asked, in clock seconds
+        self._under_way_since: float | None = None  # in this turn; in clock seconds
 
     def __len__(self) -> int:
         """Those who wait."""
@@ -79,28 +80,32 @@ class Turnstile:
                 stack.callback(self._waiting.pop())
 
     def _has_room(self) -> bool:
-        turn_s = self._turn_s()
-        return not self._passed or (self._passed < MOST and turn_s < LONG_S)
-
-    def _is_crowded(self) -> bool:
-        return bool(self._aside) or self._turn_s() >= LONG_S
-
-    def _turn_s(self) -> float:
-        """How long this turn has been by now. Another one follows."""
         now = self._clock.now()
-        if self._since is None:
+        if not self._passed:
             self._since = now
             asyncio.get_running_loop().call_soon(self._next_turn)
-        return now - self._since
+            return True
+        return self._passed < MOST and now - self._since < LONG_S
 
     def _next_turn(self) -> None:
-        self._since, self._passed = None, 0
-        if self._aside:
-            self._turn_s()
+        self._passed = 0
+        while self._waiting and self._has_room():
+            self._passed += 1
+            self._waiting.popleft()()
+
+    def _is_crowded(self) -> bool:
+        if self._under_way_since is None:
+            self._under_way_since = self._clock.now()
+            asyncio.get_running_loop().call_soon(self._go_on)
+            return bool(self._aside)
+        return bool(self._aside) or self._clock.now() - self._under_way_since >= LONG_S
+
+    def _go_on(self) -> None:
+        self._under_way_since = None
         for _ in range(min(MOST_BACK, len(self._aside))):
             back = self._aside.popleft()
             if not back.done():  # else cancelled
                 back.set_result(None)
-        while self._waiting and self._has_room():
-            self._passed += 1
-            self._waiting.popleft()()
+        if self._aside:
+            self._under_way_since = self._clock.now()
+            asyncio.get_running_loop().call_soon(self._go_on)
