@@ -37,8 +37,8 @@ def reusable_tokens(
         return usable
     if extendable and common == held_tokens and held_tokens < prompt_tokens:
         return held_tokens
-    again = kind is MemoryKind.SLIDING_WINDOW
-    return max((c - again for c in checkpoints if c <= usable), default=0)
+    last = max((c for c in checkpoints if c <= usable), default=0)
+    return max(last - (kind is MemoryKind.SLIDING_WINDOW), 0)
 
 
 def can_restore(kind: MemoryKind) -> bool:

@@ -33,6 +33,7 @@ def test_a_live_slot_falls_back_to_the_last_checkpoint() -> None:
     assert reusable_tokens(HYBRID, 200, 150, 200, checkpoints=(50, 120, 196)) == 120
     assert reusable_tokens(HYBRID, 200, 200, 200, checkpoints=(196,)) == 196
     assert reusable_tokens(HYBRID, 200, 10, 200, checkpoints=(50,)) == 0
+    assert reusable_tokens(SWA, 200, 10, 200, checkpoints=(0,)) == 0
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
