@@ -176,6 +176,10 @@ class BackendInfo:
     bytes_per_token: float = 0.0
     prefill_s_per_token: float | None = None  # measured by the probe; a prior, no more
 
+    def answers_to(self, model: str | None) -> bool:
+        """It has this model; None is any."""
+        return model is None or model in self.models
+
 
 @dataclass(frozen=True, slots=True)
 class StateShape:

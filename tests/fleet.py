@@ -133,6 +133,10 @@ class Fleet:
         async with self.session.get(self.url + path) as response:
             return await read_answer(response)
 
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to say anything on."""
+        return await asyncio.open_connection("127.0.0.1", int(self.url.rpartition(":")[2]))
+
     async def chat(self, messages: Sequence[Json], **fields: Any) -> Answer:
         """POST /v1/chat/completions; greedy and 8 tokens unless `fields` say otherwise."""
         body = {"messages": list(messages), "max_tokens": 8, "temperature": 0} | fields

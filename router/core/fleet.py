@@ -89,7 +89,7 @@ class Fleet:
         return any(
             self.slots.phases(backend)[Phase.IDLE]
             for backend, info in self.infos.items()
-            if (model is None or model in info.models) and backend not in self.draining
+            if info.answers_to(model) and backend not in self.draining
         )
 
     def kind(self, request: Request) -> Hashable:
@@ -196,8 +196,4 @@ class Fleet:
 
 def _suits(info: BackendInfo, request: Request, n_prompt: int) -> bool:
     """A backend that is up answers to the model, and `n_prompt` tokens fit into a slot."""
-    return (
-        n_prompt < info.n_ctx
-        and (request.model is None or request.model in info.models)
-        and info.id not in request.avoid
-    )
+    return n_prompt < info.n_ctx and info.answers_to(request.model) and info.id not in request.avoid

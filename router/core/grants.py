@@ -44,7 +44,7 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
         (
             info.n_ctx
             for info in state.fleet.infos.values()
-            if request.model is None or request.model in info.models
+            if info.answers_to(request.model)
             # One without KV is not meant; others are avoided because they failed.
             if info.generates or info.id not in request.avoid
         ),

@@ -18,6 +18,7 @@ from router.adapters import long_bodies
 from router.adapters.forms import is_form, text_field
 from router.adapters.journal import Journal
 from router.adapters.llama_reply import merge_models
+from router.adapters.llama_wire import Route as Completion
 from router.adapters.llama_wire import route_of
 from router.errors import (
     BadRequestError,
@@ -216,9 +217,10 @@ class App:
     ) -> web.StreamResponse:
         path = path.rstrip("/") or "/"
         looks_at_it = request.method == "POST" and not self._settings.passthrough
-        if looks_at_it and (route_of(path) or path in _TAKES_SLOTS):
+        route = route_of(path) if looks_at_it else None
+        if route or (looks_at_it and path in _TAKES_SLOTS):
             with self._keys.room(request.get(CALLER)):  # before its body, which takes memory
-                return await self._takes_slots(request, path, name)
+                return await self._takes_slots(request, route, name)
         if reason := forbidden(request.method, path):
             raise ForbiddenError(reason)
         if path in _MODELS and request.method == "GET":
@@ -229,10 +231,10 @@ class App:
         return await self._pass(request, name, raw, await _model_asked(request, raw))
 
     async def _takes_slots(
-        self, request: web.BaseRequest, path: str, name: RequestId
+        self, request: web.BaseRequest, route: Completion | None, name: RequestId
     ) -> web.StreamResponse:
         raw = await self._read(request)
-        if route := route_of(path):
+        if route:
             return await self._completions.completion(request, route, raw, name)
         model = await _model_asked(request, raw)
         return await self._completions.other(request, raw, name, model)

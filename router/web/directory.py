@@ -52,7 +52,7 @@ class Directory:
         able = [
             info
             for info in fleet.infos.values()
-            if (model is None or model in info.models) and info.id not in fleet.draining
+            if info.answers_to(model) and info.id not in fleet.draining
         ]
         others = self.without_kv(model)
         able = [info for info in able if info.id not in others]
@@ -74,7 +74,7 @@ class Directory:
         others = self.without_kv(model)
         for info in self._engine.infos.values():
             known = info.id in self._readers and info.id not in others
-            if known and (model is None or model in info.models):
+            if known and info.answers_to(model):
                 return self._readers[info.id]
         return None
 
@@ -87,7 +87,7 @@ class Directory:
         return any(
             info.memory_kind not in (MemoryKind.FULL, MemoryKind.UNKNOWN) and info.place is not None
             for info in self._engine.infos.values()
-            if model is None or model in info.models
+            if info.answers_to(model)
         )
 
     async def wait_for_reader(self, model: str | None) -> None:

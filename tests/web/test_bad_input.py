@@ -105,7 +105,7 @@ async def test_body_that_does_not_arrive(fleet: Fleet) -> None:
 
 
 async def test_client_that_leaves_in_the_middle_of_its_body(fleet: Fleet) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(fleet.url.rpartition(":")[2]))
+    reader, writer = await fleet.connect()
     writer.write(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
     await writer.drain()
     writer.close()
@@ -125,7 +125,7 @@ async def test_client_that_leaves_in_the_middle_of_its_body(fleet: Fleet) -> Non
     ids=["length", "chunk", "smuggling", "TLS"],
 )
 async def test_broken_http(fleet: Fleet, raw: bytes) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(fleet.url.rpartition(":")[2]))
+    reader, writer = await fleet.connect()
     writer.write(raw)
     answer = await reader.read()
     writer.close()

@@ -1,6 +1,5 @@
 """What only the router may do to a backend never gets there, however it is spelled."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -71,7 +70,7 @@ async def fleet(fake: FakeLlama) -> AsyncIterator[Fleet]:
 
 async def send(fleet: Fleet, method: str, target: str) -> tuple[int, bytes]:
     """The request line as it is: a client library would tidy it up."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(fleet.url.rpartition(":")[2]))
+    reader, writer = await fleet.connect()
     head = (
         f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\n"
     )

@@ -46,10 +46,6 @@ async def status(fleet: Fleet, method: str, path: str, **options: Any) -> int:
         return response.status
 
 
-async def connect(fleet: Fleet) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", int(fleet.url.rpartition(":")[2]))
-
-
 # What a key is
 
 
@@ -191,7 +187,7 @@ async def test_nothing_that_is_open_is_open_with_a_body(
     """Of which the answer does not wait to see anything."""
     async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
         before = len(fake.bodies)
-        reader, writer = await connect(fleet)
+        reader, writer = await fleet.connect()
         writer.write(asked + b" HTTP/1.1\r\nHost: x\r\n" + size + b"\r\n\r\n")
         async with asyncio.timeout(PATIENCE_S):
             assert (await reader.readline()).split()[1] == b"401"
@@ -318,7 +314,7 @@ async def test_a_body_that_is_on_its_way_is_one_of_so_many(fake: FakeLlama, path
             head += f"Content-Length: {len(body)}\r\n"
             asks_first = head + "Expect: 100-continue\r\n\r\n"
             head += "\r\n"
-            first, second = await connect(fleet), await connect(fleet)
+            first, second = await fleet.connect(), await fleet.connect()
             async with asyncio.timeout(PATIENCE_S):
                 first[1].write(head.encode())
                 await reading.wait()

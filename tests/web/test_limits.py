@@ -40,10 +40,6 @@ def error_in(answer: bytes) -> Json:
     return error
 
 
-async def connect(fleet: Fleet) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", int(fleet.url.rpartition(":")[2]))
-
-
 @pytest.mark.parametrize(
     ("limits", "raw", "status", "key"),
     [
@@ -91,7 +87,7 @@ async def test_what_just_fits() -> None:
 async def test_a_head_that_drips(raw: bytes) -> None:
     """Each byte in time, and all of them too late: what counts is when the head began."""
     async with limited("header_timeout: 300ms, keep_alive_timeout: 1m") as fleet:
-        reader, writer = await connect(fleet)
+        reader, writer = await fleet.connect()
         writer.write(raw)
         if raw:
             await reader.readuntil(b"}}")
@@ -112,7 +108,7 @@ async def test_a_head_that_drips(raw: bytes) -> None:
 async def test_a_head_that_comes_in_time_and_a_slow_answer() -> None:
     """The time is for the head alone: what is asked may take longer, and so may the next head."""
     async with limited("header_timeout: 200ms, body_timeout: 1m") as fleet:
-        reader, writer = await connect(fleet)
+        reader, writer = await fleet.connect()
         writer.write(b"POST /kvferry/plan HTTP/1.1\r\nHost: x\r\nContent-Le")
         await asyncio.sleep(0.05)
         writer.write(b"ngth: 1\r\n\r\n")
@@ -139,7 +135,7 @@ async def test_a_connection_without_a_request(raw: bytes) -> None:
 async def test_one_connection_too_many(key: str) -> None:
     """It is told why; and as soon as one is closed there is room again."""
     async with limited(f"{key}: 2") as fleet:
-        open_ = [await connect(fleet) for _ in range(2)]
+        open_ = [await fleet.connect() for _ in range(2)]
         for reader, writer in open_:
             writer.write(KEPT)
             await reader.readuntil(b"}}")
@@ -243,7 +239,7 @@ async def test_a_request_that_waits_for_its_turn_is_answered_at_the_end() -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Turnstile, "_has_room", lambda _: came.set())
         async with limited("connections: 10") as fleet:
-            reader, writer = await connect(fleet)
+            reader, writer = await fleet.connect()
             writer.write(KEPT)
             async with asyncio.timeout(PATIENCE_S):
                 await came.wait()
