@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from router.adapters.llama_client import LlamaClient
+from router.types import Transfer
 from tests.conftest import StartServer
 from tests.e2e.consistent import assert_consistent, assert_undisturbed
 from tests.e2e.conversing import saved
@@ -17,6 +19,7 @@ LONG = 700  # 735 kB
 YAML = "store: {save_when_idle_for: 20ms}"
 FAILED_SAVES = 'kvferry_kv_failures_total{action="save"}'
 N_REQUESTS = 8
+PAGE = os.sysconf("SC_PAGE_SIZE")
 Mount = Callable[..., Path]
 Capture = pytest.CaptureFixture[str]
 
@@ -101,6 +104,51 @@ async def test_full(
         ballast.unlink()
         await fleet.until(lambda state: state["snapshots"]["count"] >= 2)
         await assert_undisturbed(fleet, undisturbed, [*prompts, kept])
+        await assert_consistent(fleet, [place])
+    record_property("client", "the right answers")
+
+
+@pytest.mark.fault("the disk is full", "with the last bytes of a file, and the server says success")
+async def test_full_at_the_last_bytes(
+    llama_server: StartServer,
+    mounted: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """What the C library still holds is lost when the file is closed, and the server does not look
+    (docs/llama-server.md section 0.4): the file is shorter than `n_written`, and no snapshot."""
+    place = disk_of(mounted, tmp_path / "disk", 16 << 20)
+    server = await llama_server(slots=1, kv_dir=place)
+    undisturbed = await llama_server(slots=1)
+    kept, lost = ids(99, LONG), ids(1, LONG)
+    plain = LlamaClient.save
+    said: list[tuple[int, int]] = []
+
+    async def noting(self: LlamaClient, slot: int, name: str) -> Transfer:
+        transfer = await plain(self, slot, name)
+        said.append((transfer.size_bytes, (place / name).stat().st_size))
+        return transfer
+
+    async with running([("a", server.url)], place, yaml=YAML) as fleet:
+        await fleet.complete(kept)
+        await fleet.until(saved(LONG - 1))
+        await assert_consistent(fleet, [place])
+        (row,) = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
+        ballast = filled(place, (row["size_bytes"] - 1) // PAGE * PAGE)  # of as many, all but one
+        monkeypatch.setattr(LlamaClient, "save", noting)
+
+        await assert_undisturbed(fleet, undisturbed, [lost, kept, lost])
+        await fleet.until(lambda _: len(said) > 0)
+        await fleet.until_quiet()
+        assert all(written > there for written, there in said), said
+        assert await failed_saves(fleet) == len(said)
+        assert (await fleet.state())["snapshots"]["count"] == 1
+        await assert_consistent(fleet, [place], foreign=[ballast.name])
+
+        ballast.unlink()
+        await assert_undisturbed(fleet, undisturbed, [kept, lost])
+        await fleet.until(saved(LONG - 1, 2))
         await assert_consistent(fleet, [place])
     record_property("client", "the right answers")
 
