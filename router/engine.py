@@ -145,18 +145,23 @@ class Engine:
         `then` is called when it is.
         """
 
-        def end() -> None:
-            self._finish(request, outcome, reported, timing)
+        def end(index: int | None = None) -> None:
+            self._finish(request, outcome, reported, timing, index)
             then()
 
         if outcome is not Outcome.OK or not self._placing.keeps(request, end):
             end()
 
     def _finish(
-        self, request: RequestId, outcome: Outcome, reported: Reported, timing: Timing
+        self,
+        request: RequestId,
+        outcome: Outcome,
+        reported: Reported,
+        timing: Timing,
+        index: int | None,
     ) -> None:
         self._timings[request] = timing
-        self._feed(ev.Finished(request, outcome, reported))
+        self._feed(ev.Finished(request, outcome, reported, index))
         self._timings.pop(request, None)
 
     def answer_read(self, lease: Lease, prompt: Tokens, answer: Tokens) -> None:
@@ -415,6 +420,7 @@ class Engine:
     async def _place(self, effect: ef.Dispatch, future: asyncio.Future[Grant]) -> None:
         """Send a request that the server may place, find out where it runs, open the gate."""
         index, end = await self._placing.place(effect, lambda: self._grant(effect, future))
-        if index is not None:
+        if end is not None:
+            end(index)
+        elif index is not None:
             self._feed(ev.Launched(effect.request, index))
-        end()

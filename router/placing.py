@@ -14,8 +14,8 @@ from router.ports import Backend
 from router.types import BackendId, RequestId
 from router.watching import find_start, wait_started
 
-End = Callable[[], None]
-"""Tells of the end of a request."""
+End = Callable[[int | None], None]
+"""Tells of the end of a request, and in which slot it turned out to have run; None: not known."""
 
 
 class Placing:
@@ -28,7 +28,7 @@ class Placing:
         self._leisurely: set[asyncio.Future[None]] = set()  # while nobody waits for the answer
 
     def keeps(self, request: RequestId, end: End) -> bool:
-        """A request was answered well. True: where is not known yet; `place` returns its end."""
+        """A request was answered well. True: where is not known yet; `place` returns `end`."""
         over = self._unseen.get(request)
         if over is not None:
             over.set_result(end)
@@ -39,11 +39,13 @@ class Placing:
         while self._leisurely:
             self._leisurely.pop().set_result(None)
 
-    async def place(self, effect: Dispatch, grant: Callable[[], None]) -> tuple[int | None, End]:
+    async def place(
+        self, effect: Dispatch, grant: Callable[[], None]
+    ) -> tuple[int | None, End | None]:
         """Let a request go when all before it are seen at work, and look where it runs.
 
-        Returns the index of its slot, None if that is not to be found out, and what is to be told
-        after it.
+        Returns the index of its slot, None if that is not to be found out, and the end that is to
+        be told with it; None: that is still to come.
         """
         slot, request = effect.lease.slot, effect.request
         backend = self._backends[slot.backend]
@@ -75,7 +77,7 @@ class Placing:
         finally:
             self._unseen.pop(request, None)
             self._leisurely.discard(awaited)
-        return index, over.result() if over.done() else _nothing
+        return index, over.result() if over.done() else None
 
     def _is_no_matter(self, effect: Dispatch) -> bool:
         """Where a request runs makes no difference until somebody else comes: its own tokens are
@@ -97,7 +99,3 @@ class Placing:
             return False
         slots = state.fleet.slots.of(lease.slot.backend)
         return any(len(slot.resident) > 0 for slot in slots if slot.is_idle or slot.holds(lease))
-
-
-def _nothing() -> None:
-    """Its end is still to come."""

@@ -78,15 +78,15 @@ def _lose_source(job: Job, backend: BackendId) -> None:
     job.went_cold("the source of the copy went away")
 
 
-def launched(state: State, event: ev.Launched) -> None:
+def launched(state: State, request: RequestId, index: int) -> None:
     """A request without a pin runs: let others near the backend again, and see where it went."""
-    job = state.jobs.get(event.request)
+    job = state.jobs.get(request)
     if job is None or job.stage is not Stage.DISPATCHED or not state.fleet.slots.holds(job.lease):
         return
     open_gate(state, job)
     job.placed = True
-    if event.index != job.slot.index and not job.others:
-        _follow(state, job, event.index)
+    if index != job.slot.index and not job.others:
+        _follow(state, job, index)
     state.others_cleared(job.slot.backend)
 
 
@@ -111,6 +111,8 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     job = state.jobs.get(event.request)
     if job is None or job.request is None or job.plan is None or job.stage is not Stage.DISPATCHED:
         return
+    if event.index is not None:
+        launched(state, event.request, event.index)
     if job.gated:
         state.others_cleared(job.slot.backend)  # it ran before we saw it
     open_gate(state, job)

@@ -233,11 +233,14 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The response is over, one way or the other."""
+    """The response is over, one way or the other. `index`: the slot that the backend chose, of a
+    request that was over before it was seen at work; told by itself, it would let somebody in
+    who takes the slot for busy."""
 
     request: RequestId
     outcome: Outcome
     reported: Reported
+    index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

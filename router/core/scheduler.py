@@ -103,7 +103,7 @@ class Scheduler:
             case ev.Prefilled() | ev.PrefillFailed():
                 steps.prefilled(state, event, now)
             case ev.Launched():
-                endings.launched(state, event)
+                endings.launched(state, event.request, event.index)
             case ev.Finished():
                 endings.finished(state, event, now)
             case ev.AnswerRead():

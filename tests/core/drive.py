@@ -25,10 +25,15 @@ def cancel(s: Scheduler, name: str = "r") -> list[Effect]:
 
 
 def finish(
-    s: Scheduler, name: str = "r", outcome: Outcome = Outcome.OK, **reported: Any
+    s: Scheduler,
+    name: str = "r",
+    outcome: Outcome = Outcome.OK,
+    *,
+    index: int | None = None,
+    **reported: Any,
 ) -> list[Effect]:
     """The response is over."""
-    return s.handle(ev.Finished(RequestId(name), outcome, Reported(**reported)), NOW)
+    return s.handle(ev.Finished(RequestId(name), outcome, Reported(**reported), index), NOW)
 
 
 def slot(s: Scheduler, which: SlotId) -> Slot:

@@ -207,6 +207,16 @@ def test_a_slot_that_is_taken_or_unknown_cannot_be_followed_to(index: int) -> No
     assert s.state.jobs[R].lease.slot == A1
 
 
+def test_who_waits_for_a_request_that_is_over_before_it_is_seen_goes_on_from_it() -> None:
+    """Were it told first where it ran, and then that it is over, the other slot would be taken."""
+    s = astray(holding={A0: tokens(2), A1: tokens(3)})
+    assert arrive(s, "r2", [1, 5], pinnable=False) == []
+
+    effects = finish(s, index=1, prompt_tokens=1, generated=tokens(5, 6))
+    assert plan_of(effects).chosen.slot == A1
+    assert held(s, A0) == tokens(2)
+
+
 def test_a_request_gone_before_we_saw_where_puts_all_idle_slots_in_doubt() -> None:
     """The slot that was meant for it was taken to hold its prompt."""
     s = astray(holding={A0: tokens(2), A1: tokens(1, 5)})

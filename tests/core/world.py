@@ -247,11 +247,14 @@ class World:
             lease, true = effect.lease, self.requests[effect.request].prompt.tokens
             read = ev.AnswerRead(lease.slot, lease.generation, true, pack(answer))
             self.answers.append(read)
-        self.finishes(op, Outcome.OK, said)
+        seen_late = effect.confirm and not op.confirmed and data.draw(st.booleans())
+        self.finishes(op, Outcome.OK, said, run.slots[0] if seen_late else None)
 
-    def finishes(self, op: Op, outcome: Outcome, reported: Reported) -> None:
+    def finishes(
+        self, op: Op, outcome: Outcome, reported: Reported, index: int | None = None
+    ) -> None:
         self.ops.remove(op)
-        self.feed(ev.Finished(op.effect.request, outcome, reported))
+        self.feed(ev.Finished(op.effect.request, outcome, reported, index))
 
     # -- what the scheduler answers ----------------------------------------------------------
 

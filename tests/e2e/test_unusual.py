@@ -216,6 +216,24 @@ async def test_messages_run_on_the_slot_that_was_meant(llama_server: StartServer
     assert meant == [{("a", 0)}, {("a", 1)}]
 
 
+async def test_messages_that_follow_at_once_find_what_was_just_computed(
+    llama_server: StartServer,
+) -> None:
+    """An answer may be over before anybody saw in which slot; who comes then waits for that."""
+    server = await llama_server("llama", slots=2)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        reused = set()
+        for seed in range(12):
+            system, *messages = chat(seed, sentences(seed, 2), length=15)
+            body = {"system": system["content"], "messages": messages, "max_tokens": 1}
+            await fleet.post("/v1/messages", body)
+            answer = await fleet.post("/v1/messages", body)
+            usage = answer.json["usage"]
+            planned = int(answer.headers["x-kvferry-reused-tokens"])
+            reused.add(usage["cache_read_input_tokens"] - planned)
+    assert reused == {0}
+
+
 @pytest.mark.slow
 async def test_a_client_that_wants_no_reuse(llama_server: StartServer) -> None:
     """It computes all of it, whatever there is; what it leaves is the server's own prompt, of use
