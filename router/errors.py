@@ -132,7 +132,7 @@ class ClientTooSlowError(RouterError):
 
 
 class UnsupportedMediaTypeError(RouterError):
-    """A completion body that is not JSON."""
+    """A body that must be declared as JSON, and is not."""
 
     status = 415
     kind = "invalid_request_error"

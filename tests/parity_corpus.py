@@ -341,6 +341,20 @@ NO_OBJECT: list[bytes] = [
     b'{"prompt": "a" /* why */}',
 ]
 
+# Forms, by their fields in order. The server makes strings of them, so that nothing but a grammar
+# makes an answer end and be the same again.
+_A = ("grammar", 'root ::= "a"')
+FORMS: list[list[tuple[str, str]]] = [
+    [],
+    [("prompt", "hi"), ("input", "hi"), _A],
+    [("prompt", "one"), ("prompt", "two"), _A],
+    [("prompt", "hi"), _A, ("model", "any"), ("id_slot", "1"), ("stream", "true")],
+    [("prompt", "hi"), ("n_predict", "2")],
+    [("prompt", "hi"), ("input_prefix", "a"), ("input_suffix", "b"), ("input", "hi"), ("n", "2")],
+    [("messages", '[{"role": "user", "content": "hi"}]'), ("max_tokens", "2")],
+    [("messages", "one"), ("messages", "two"), ("n_predict", "2")],
+]
+
 # What is one, but looks odd.
 _COLD = b'"temperature": 0, "cache_prompt": false'
 ODD: list[bytes] = [

@@ -17,6 +17,18 @@ def is_form(content_type: str) -> bool:
 
 def text_field(form: bytes, content_type: str, name: str) -> str | None:
     """The field `name` of a form; None if it has none, or cannot be read. Raises nothing."""
+    found = _values(form, content_type, name)
+    return found[0].decode(errors="replace") if found and len(found) == 1 else None
+
+
+def is_array(form: bytes, content_type: str, name: str) -> bool:
+    """Whether the field `name` is given twice, or may be: the form cannot be read."""
+    found = _values(form, content_type, name)
+    return found is None or len(found) > 1
+
+
+def _values(form: bytes, content_type: str, name: str) -> list[bytes] | None:
+    """What the text fields `name` hold; None if that cannot be told."""
     boundary = _boundary(content_type)
     if boundary is None:
         return None
@@ -24,8 +36,7 @@ def text_field(form: bytes, content_type: str, name: str) -> str | None:
     parts = (b"\r\n" + form).split(b"\r\n--" + boundary, _MOST_PARTS)
     if len(parts) > _MOST_PARTS:
         return None
-    found = [value for part in parts[1:-1] if (value := _value(part, name)) is not None]
-    return found[0].decode(errors="replace") if len(found) == 1 else None
+    return [value for part in parts[1:-1] if (value := _value(part, name)) is not None]
 
 
 def _boundary(content_type: str) -> bytes | None:

@@ -234,7 +234,8 @@ class App:
         self, request: web.BaseRequest, route: Completion | None, name: RequestId
     ) -> web.StreamResponse:
         raw = await self._read(request)
-        if route:
+        # To the server a form is an object of strings: no slot can be written into it.
+        if route and not is_form(request.headers.get("Content-Type", "")):
             return await self._completions.completion(request, route, raw, name)
         model = await _model_asked(request, raw)
         return await self._completions.other(request, raw, name, model)

@@ -32,12 +32,7 @@ from router.adapters.llama_wire import (
 )
 from router.adapters.prompts import PromptReader
 from router.engine import Engine, Grant, Timing
-from router.errors import (
-    BackendError,
-    BadRequestError,
-    RouterError,
-    UnsupportedMediaTypeError,
-)
+from router.errors import BackendError, BadRequestError, RouterError
 from router.ports import Attempt, Spawn, Trace, Tracing
 from router.turnstile import Turnstile
 from router.types import (
@@ -162,8 +157,9 @@ class Completions:
     ) -> web.StreamResponse:
         """A request that takes slots as the server likes. Raises RouterError."""
         stateless = http.path.rstrip("/").endswith(_STATELESS)
-        # A field that a form has twice is an array: several inputs.
-        many = stateless and forms.is_form(http.headers.get("Content-Type", ""))
+        # A field that a form has twice is an array: several inputs, or prompts.
+        kind = http.headers.get("Content-Type", "")
+        many = forms.is_form(kind) and (stateless or forms.is_array(raw, kind, "prompt"))
         model = self._directory.resolve(model)
         request = Request(
             id=request_id,
@@ -376,7 +372,7 @@ def _attempt(
 
 
 def parse_completion(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedRequest:
-    """Raises BadRequestError or, where the content type explains it, UnsupportedMediaTypeError.
+    """Raises BadRequestError; where the content type explains it, it is named.
 
     Any content type will do for JSON: llama-server does not look at it either.
     """
@@ -385,7 +381,7 @@ def parse_completion(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedR
     except BadRequestError as error:
         if http.content_type in ("application/json", "application/octet-stream", "text/plain"):
             raise
-        raise UnsupportedMediaTypeError(
+        raise BadRequestError(
             f"{error}; the content type is {http.content_type}, send application/json"
         ) from error
     if isinstance(parsed.prompt_source, TokenPrompt):

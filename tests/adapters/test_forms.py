@@ -5,7 +5,7 @@ from aiohttp import FormData
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.adapters.forms import is_form, text_field
+from router.adapters.forms import is_array, is_form, text_field
 
 KIND = "multipart/form-data; boundary=xyz"
 FILE = b"RIFF\r\n--xy\r\n\r\n\x00\xff"
@@ -84,6 +84,21 @@ async def test_as_a_client_writes_it() -> None:
 )
 def test_text_field(raw: bytes, kind: str, found: str | None) -> None:
     assert text_field(raw, kind, "model") == found
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "expected"),
+    [
+        (form(MODEL), KIND, False),
+        (form(), KIND, False),
+        (form(MODEL, MODEL), KIND, True),
+        (form(*[part("a: b")] * 300), KIND, True),
+        (form(MODEL), "multipart/form-data", True),
+    ],
+    ids=["once", "not at all", "twice", "many parts", "no boundary"],
+)
+def test_is_array(raw: bytes, kind: str, expected: bool) -> None:
+    assert is_array(raw, kind, "model") is expected
 
 
 @pytest.mark.parametrize("kind", ["", "application/json", "Multipart/Form-Data; boundary=x"])

@@ -18,7 +18,7 @@ from router.demo.launcher import LlamaServer
 from tests.fleet import Json, running
 from tests.models import tiny_model
 from tests.pair import Pair, Seen, client, difference
-from tests.parity_corpus import BASES, BODIES, CHATTING, NO_OBJECT, ODD, OUTPUT, SAMPLING
+from tests.parity_corpus import BASES, BODIES, CHATTING, FORMS, NO_OBJECT, ODD, OUTPUT, SAMPLING
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -102,6 +102,22 @@ async def test_each_route(pairs: dict[str, Pair], policy: str, stream: bool) -> 
 @pytest.mark.parametrize("path", BASES)
 async def test_what_looks_odd(pairs: dict[str, Pair], path: str) -> None:
     assert await differences(pairs, DEFAULT, path, iter(ODD)) == []
+
+
+def form(fields: list[tuple[str, str]]) -> bytes:
+    head = '--xyz\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+    return ("".join(head % field for field in fields) + "--xyz--\r\n").encode()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("path", BASES)
+async def test_forms(pairs: dict[str, Pair], policy: str, path: str) -> None:
+    """Also what says that it is one, and is none."""
+    raws = [*(form(fields) for fields in FORMS), b"", b"{}", orjson.dumps(BASES[path])]
+    headers = {"Content-Type": "multipart/form-data; boundary=xyz"}
+    for raw in raws:
+        direct, routed = await pairs[policy].ask("POST", path, data=raw, headers=headers)
+        assert difference(direct, routed) == "", raw
 
 
 # --- what differs, as docs/parity.md lists it -----------------------------------------------------

@@ -174,6 +174,25 @@ async def test_inputs_in_a_form(llama_server: StartServer) -> None:
         assert [slot["resident_tokens"] for slot in state["slots"]] == [0, 0]
 
 
+@pytest.mark.parametrize("prompts", [["one"], ["one", "two"]])
+async def test_prompts_in_a_form(llama_server: StartServer, prompts: list[str]) -> None:
+    """One runs in the slot that the server picks, and nothing is forgotten of the other; two are a
+    batch, in all of its slots."""
+    server = await llama_server("llama", slots=2)
+    async with running([("a", server.url)], None) as fleet:
+        for index in (0, 1):
+            await plain(fleet, id_slot=index)
+        fields = [*(("prompt", prompt) for prompt in prompts), ("grammar", 'root ::= "yes"')]
+        body = aiohttp.FormData(fields, default_to_multipart=True)
+        async with fleet.session.post(fleet.url + "/completion", data=body) as response:
+            found = orjson.loads(await response.read())
+        answers = found if isinstance(found, list) else [found]
+        assert [answer["content"] for answer in answers] == ["yes"] * len(prompts)
+        state = await fleet.until_quiet()
+        kept = sum(slot["resident_tokens"] >= len(PROMPT) for slot in state["slots"])
+        assert kept == 2 - len(prompts)
+
+
 async def test_reranking_beside_a_conversation(llama_server: StartServer) -> None:
     """Scores are not compared: the server's own differ with what its slots held before."""
     reference = await llama_server("llama", slots=2, extra_args=RANKS)

@@ -68,7 +68,7 @@ async def test_body_that_is_no_json_object(fleet: Fleet, raw: bytes, words: str)
 async def test_the_content_type_that_explains_it_is_named(fleet: Fleet) -> None:
     answer = await send(fleet, b"prompt=x", "application/x-www-form-urlencoded")
 
-    assert_refused(answer, 415, "invalid_request_error", "x-www-form-urlencoded", "send app")
+    assert_refused(answer, 400, "invalid_request_error", "x-www-form-urlencoded", "send app")
 
 
 async def test_body_over_the_limit(fleet: Fleet) -> None:
