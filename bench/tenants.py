@@ -1,6 +1,7 @@
 """`python -m bench.tenants`: can a tenant tell by the time whether another asked the same?
 
-One tenant asks a prompt. Another then asks the same prompt, or one that nobody has asked, as often.
+One tenant asks a prompt. Another then asks the same prompt, or its words in an order that nobody
+has asked, as often.
 With `share_cache: none` the two take as long as each other. Answers of several kinds; the one slot
 of a real server, or two.
 """
@@ -50,8 +51,9 @@ async def measure(options: argparse.Namespace) -> Report:
             ):
                 await asyncio.to_thread(_rows, proxy.url, keys, share, options, report)
     report.notes.append(
-        "new: nobody asked it; theirs: another tenant just did. ratio: theirs to new, of medians; "
-        "p: of both being alike (Mann-Whitney, two-sided); far below 0.05 they can be told apart"
+        "new: nobody asked it, of the same words; theirs: another tenant just did. "
+        "ratio: theirs to new, of medians; p: of both being alike (Mann-Whitney, two-sided); "
+        "far below 0.05 they can be told apart"
     )
     return report
 
@@ -68,7 +70,10 @@ def _rows(
         # One of the two after each that she asked: what it does to the slots would be felt by the
         # other.
         for number in range(2 * options.rounds + 4):
-            asked, fresh = (_body(route, words(chance, n_words)) for _ in range(2))
+            text = words(chance, n_words)
+            other = text.split(" ")
+            chance.shuffle(other)  # as long: how long somebody's prompt was is no secret
+            asked, fresh = _body(route, text), _body(route, " ".join(other))
             alice.post(route, asked)
             body, times = (asked, theirs) if number % 4 in (0, 3) else (fresh, new)
             times.append(bob.post(route, body).first_byte_s * 1000)

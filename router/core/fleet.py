@@ -9,7 +9,7 @@ from router.core.ghosts import Ghosts
 from router.core.holdings import Holdings
 from router.core.policy import Policy
 from router.core.slots import Phase, Slot, SlotTable
-from router.core.tenancy import namespace_of, tempts
+from router.core.tenancy import may_tempt, namespace_of, tempts
 from router.tokens import count
 from router.types import BackendId, BackendInfo, Request, SlotId
 
@@ -67,7 +67,7 @@ class Fleet:
             return True
         if not request.pinnable and phases[Phase.DRAINING]:
             return False  # the slot may be idle already, and the server's choice
-        if not request.pinnable and self.tempting(backend, request, Phase.RUNNING):
+        if not request.pinnable and self._will_tempt(backend, request):
             return False  # the same, when its answer ends
         return not phases[Phase.PREPARING]
 
@@ -126,15 +126,22 @@ class Fleet:
         placed = request.whole_backend or not request.pinnable
         return info.generates and (placed or not info.keeps_idle_slots)
 
-    def tempting(self, backend: BackendId, request: Request, phase: Phase) -> list[Slot]:
-        """Slots in this phase with another tenant's tokens, where the server may put a request
-        that cannot be pinned. The baselines compute no prompt first."""
-        first = self.policy.moves_kv
+    def tempting(self, backend: BackendId, request: Request) -> list[Slot]:
+        """Idle slots with another tenant's tokens, where the server might put a request that cannot
+        be pinned. The baselines compute no prompt first."""
         return [
             slot
             for slot in self.slots.of(backend)
-            if slot.phase is phase and tempts(slot, request, computed_first=first)
+            if slot.is_idle and may_tempt(slot, request, computed_first=self.policy.moves_kv)
         ]
+
+    def _will_tempt(self, backend: BackendId, request: Request) -> bool:
+        """One that runs something of another tenant may be the server's choice when it is idle."""
+        return any(
+            slot.phase is Phase.RUNNING
+            and tempts(slot, request, computed_first=self.policy.moves_kv)
+            for slot in self.slots.of(backend)
+        )
 
     def may_write(self, backend: BackendId) -> bool:
         """State files can be made for this backend, as far as is known."""

@@ -10,7 +10,6 @@ from router.core.misses import look
 from router.core.plan import Plan
 from router.core.planner import plan
 from router.core.queue import Waiting
-from router.core.slots import Phase
 from router.core.state import State
 from router.core.steps import is_wanted, next_step, steps_of
 from router.errors import (
@@ -224,7 +223,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
         job.others = [fleet.slots[chosen.copy_from].lease(request.id)]
     generates = fleet.generates(backend)
     if generates and not request.pinnable and not request.whole_backend:
-        others = fleet.tempting(backend, request, Phase.IDLE)
+        others = fleet.tempting(backend, request)
         job.others += [other.lease(request.id) for other in others]
     for lease in (job.lease, *job.others):
         fleet.slots[lease.slot].taker = request.tenant

@@ -46,3 +46,14 @@ def tempts(slot: Slot, request: Request, *, computed_first: bool) -> bool:
         held, goes_on = slot.pending, True
     common = common_prefix(held, prompt.tokens)
     return common >= len(prompt) - 1 or (goes_on and common == count(held))
+
+
+def may_tempt(slot: Slot, request: Request, *, computed_first: bool) -> bool:
+    """An idle slot that `tempts` for whatever tokens it has. Emptying it takes time, and that shall
+    tell another tenant how long the slot's content was at most, not whether it was the prompt."""
+    if slot.whose == request.tenant or not request.reuse:
+        return False
+    held, prompt = slot.resident, request.prompt
+    if not computed_first or prompt.unknown or prompt.n_media:
+        return True
+    return held.unsure or held.unread > 0 or len(held) >= len(prompt) - 1

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.core import events as ev
 from router.core.effects import Dispatch, Effect, Erase, Prefill, Reject, Restore, Save, SaveReason
@@ -11,11 +13,24 @@ from router.core.planner import plan
 from router.core.policy import PolicyName
 from router.core.scheduler import Scheduler
 from router.core.slots import UNKNOWN, Resident
-from router.core.tenancy import model_of, namespace_of, tempts, tenant_of
+from router.core.tenancy import may_tempt, model_of, namespace_of, tempts, tenant_of
 from router.errors import NoBackendError
 from router.tokens import head
 from router.types import NOBODY, Miss, Namespace, Outcome, RequestId, SlotId, Source, Tenant
-from tests.core.build import A0, A1, B0, NS, R2, R, backend, request, run_of, scheduler, snapshot
+from tests.core.build import (
+    A0,
+    A1,
+    B0,
+    NS,
+    R2,
+    R,
+    backend,
+    request,
+    run_of,
+    scheduler,
+    snapshot,
+    tokens,
+)
 from tests.core.drive import (
     NOW,
     arrive,
@@ -232,6 +247,36 @@ def test_which_idle_slots_the_server_could_prefer(held: Resident, expected: bool
     assert not tempts(slot(s, A1), request(tenant=Y, reuse=False), computed_first=False)
 
 
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        (Resident(LONG), True),
+        (Resident(run_of(899, 5)), True),  # nothing of the prompt, and as long
+        (Resident(run_of(898, 5)), False),
+        (Resident(run_of(400, 5), unread=5), True),
+        (Resident(run_of(400, 5), unsure=True), True),
+        (Resident(), False),
+    ],
+)
+def test_which_are_emptied_does_not_depend_on_their_tokens(held: Resident, expected: bool) -> None:
+    s = apart(backend("a", 2))
+    holds(s, A1, X, held)
+    asked = request(ids=LONG, tenant=Y, pinnable=False)
+    assert may_tempt(slot(s, A1), asked, computed_first=True) == expected
+    assert may_tempt(slot(s, A1), asked, computed_first=False), "it may take any"
+    assert not may_tempt(slot(s, A1), request(ids=LONG, tenant=X), computed_first=False)
+    assert not may_tempt(slot(s, A1), request(tenant=Y, reuse=False), computed_first=False)
+
+
+@given(st.lists(st.integers(1, 2), max_size=4), st.integers(0, 2), st.booleans())
+def test_whatever_tempts_is_emptied(held: list[int], unread: int, unsure: bool) -> None:
+    s = apart(backend("a", 2))
+    holds(s, A1, X, Resident(tokens(*held), unread, unsure=unsure))
+    asked = request(ids=[1, 2, 1], tenant=Y, pinnable=False)
+    if tempts(slot(s, A1), asked, computed_first=True):
+        assert may_tempt(slot(s, A1), asked, computed_first=True)
+
+
 def unpinned(s: Scheduler, name: str = "r", tenant: Tenant = Y) -> list[Effect]:
     return arrive(s, name, ids=LONG, tenant=tenant, pinnable=False)
 
@@ -255,7 +300,7 @@ def test_what_they_held_is_saved_for_its_tenant() -> None:
     assert saved(s, snapshot("s", LONG, ns=XS), A1) == [Erase(R, A1)]
 
 
-def test_one_that_leaves_the_prompt_stays_as_it_is() -> None:
+def test_one_that_is_shorter_stays_as_it_is() -> None:
     s = apart(backend("a", 2), reuse_probability=0.0)
     holds(s, A0, Y, Resident())
     holds(s, A1, X, other())
