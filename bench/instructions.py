@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--idle-seconds", type=float, default=5.0)
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--route", choices=[CHAT, EMBEDDINGS], default=CHAT)
-    parser.add_argument(
-        "--by-clock", action="store_true", help="CPU time instead, in steps of 10 ms: ask 2,000"
-    )
+    parser.add_argument("--by-clock", action="store_true", help="CPU time instead: ask 2,000")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 

@@ -1,7 +1,6 @@
 """`python -m bench.overhead`: what the proxy's process costs, in CPU seconds and memory.
 
 Requests at a steady rate to a fake llama-server, which is a process of its own and not counted.
-CPU time comes from the kernel, in steps of 10 ms: many requests make it exact.
 """
 
 import argparse
@@ -18,16 +17,19 @@ from time import perf_counter
 from bench import rig
 from bench.client import Client, Json, stream_all
 from bench.conversation import Conversation, words
+from bench.planning import slot_bytes, snapshot_bytes
 from bench.report import Report, arguments_of, median, run_bench
+from router.tokens import WIDTH
 
 COLUMNS = (
     *("case", "contender", "requests/s", "n", "CPU ms/request", "x baseline"),
-    *("CPU ms/1,000 tokens", "idle CPU %", "RSS MiB"),
+    *("CPU ms/1,000 tokens", "idle CPU %", "RSS MiB", "KiB each"),
 )
 CHAT = "/v1/chat/completions"
 BASELINE = "kvferry passthrough"
-_MIB = 1024**2
+_KIB, _MIB = 1024, 1024**2
 _ROUNDS = 3
+_TOKENS = 8_000  # of what a snapshot or a slot holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seconds", type=float, default=12.0, help="of each case, rate and contender"
     )
     parser.add_argument("--idle-seconds", type=float, default=10.0)
+    parser.add_argument("--snapshots", type=int, default=2_000, help="whose memory is measured")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
@@ -79,11 +82,13 @@ async def measure(options: argparse.Namespace) -> Report:
         ]
         if rig.find_nginx() is None:
             report.notes.append(rig.NGINX_HINT)
-        await _idle(proxies, options.idle_seconds, report)
+        await _idle("idle, just started", proxies, options.idle_seconds, report)
         for rate in (float(text) for text in options.rates.split(",")):
             for name, bodies in CASES.items():
                 case = Case(name, bodies, rate, options.seconds)
                 await asyncio.to_thread(_loaded, proxies, case, report)
+        await _idle("idle, after all of it", proxies, options.idle_seconds, report)
+    _memory(options.snapshots, report)
     report.notes.append(
         "the fake's tokens are bytes, where real text has about four of them in a token; "
         "CPU ms/1,000 tokens: of all that a request costs"
@@ -108,8 +113,8 @@ async def _contender(name: str, home: Path) -> AsyncIterator[rig.Proxy]:
         yield await stack.enter_async_context(way)
 
 
-async def _idle(proxies: list[rig.Proxy], seconds: float, report: Report) -> None:
-    await asyncio.sleep(min(seconds, 2.0))  # what starting left behind
+async def _idle(case: str, proxies: list[rig.Proxy], seconds: float, report: Report) -> None:
+    await asyncio.sleep(min(seconds, 2.0))  # what came before left something behind
     before = [proxy.cpu_s() for proxy in proxies]
     start = perf_counter()
     await asyncio.sleep(seconds)
@@ -117,7 +122,19 @@ async def _idle(proxies: list[rig.Proxy], seconds: float, report: Report) -> Non
     for proxy, cpu_s in zip(proxies, before, strict=True):
         percent = 100 * (proxy.cpu_s() - cpu_s) / passed
         memory = proxy.rss_bytes() / _MIB
-        report.add("idle", proxy.name, *[None] * 5, percent, memory)
+        report.add(case, proxy.name, *[None] * 5, percent, memory, None)
+
+
+def _memory(count: int, report: Report) -> None:
+    """In this process, with kvferry's own catalog and slots."""
+    held = _TOKENS * WIDTH
+    for what, n, beyond in (
+        ("a snapshot", count, snapshot_bytes(count, _TOKENS)),
+        ("a slot", None, slot_bytes(_TOKENS)),
+    ):
+        case = f"{what} of {_TOKENS:,} tokens"
+        report.add(case, "kvferry", None, n, *[None] * 5, (held + beyond) / _KIB)
+    report.notes.append(f"KiB each: {held / _KIB:.1f} of that are the tokens")
 
 
 def _loaded(proxies: list[rig.Proxy], case: Case, report: Report) -> None:
@@ -141,7 +158,7 @@ def _loaded(proxies: list[rig.Proxy], case: Case, report: Report) -> None:
         report.add(
             *(case.name, proxy.name, median(rates[proxy.name]), _ROUNDS * n, cost),
             *(cost / baseline if baseline else None, cost / usage["prompt_tokens"] * 1000),
-            *(None, proxy.rss_bytes() / _MIB),
+            *(None, proxy.rss_bytes() / _MIB, None),
         )
 
 

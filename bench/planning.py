@@ -82,8 +82,8 @@ def measure(options: argparse.Namespace) -> Report:
             row = len(size.snapshots), what, len(times), median(times) * 1e6
             grown = size.bytes_each if what == _ADD else None
             report.add(*row, percentile(times, 99) * 1e6, ratio, grown)
-    slot_bytes = _slot_bytes(options.tokens)
-    report.add(None, "a slot that holds something", _SLOTS, *[None] * 3, slot_bytes)
+    each = slot_bytes(options.tokens)
+    report.add(None, "a slot that holds something", _SLOTS, *[None] * 3, each)
     report.notes.append(
         f"half of the snapshots share a prefix of a quarter to three quarters with {_GROUP - 1} "
         f"others"
@@ -167,7 +167,12 @@ def make_fleet(snapshots: Sequence[Snapshot], tokens: int) -> Fleet:
     return fleet
 
 
-def _slot_bytes(tokens: int) -> float:
+def snapshot_bytes(count: int, tokens: int) -> float:
+    """What a snapshot takes in memory beyond its tokens, where there are so many."""
+    return _Size.of(count, tokens).bytes_each
+
+
+def slot_bytes(tokens: int) -> float:
     """What a slot takes in memory beyond the tokens that it holds."""
     random_ = random.Random(3)
     held = [make_tokens(random_, tokens) for _ in range(_SLOTS)]
