@@ -8,7 +8,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class Report:
     arguments: dict[str, object]
     rows: list[list[Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    # A wide table is shown as several: titles, and some of the columns each.
+    parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     load_before: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def add(self, *cells: Cell) -> None:
@@ -53,19 +55,45 @@ class Report:
         """Print the table."""
         # Wide enough for every column also where the output is a file.
         console = console or Console(width=None if os.isatty(1) else 140)
-        table = RichTable(title=self.title)
-        for index, column in enumerate(self.columns):
-            left = all(isinstance(row[index], str | None) for row in self.rows)
+        for title, columns in self._shown().items():
+            console.print(self._table(title, columns))
+        for note in [*self.notes, machine_line(self.load_before)]:
+            console.print(f"- {note}", markup=False, highlight=False)
+
+    def records(self) -> list[dict[str, Cell]]:
+        """Each row by column."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+    def _shown(self) -> Mapping[str, Sequence[str]]:
+        return self.parts or {self.title: self.columns}
+
+    def _cells(self, columns: Sequence[str]) -> list[list[Cell]]:
+        places = [self.columns.index(column) for column in columns]
+        return [[row[place] for place in places] for row in self.rows]
+
+    def _table(self, title: str, columns: Sequence[str]) -> RichTable:
+        table, rows = RichTable(title=title), self._cells(columns)
+        for index, column in enumerate(columns):
+            left = all(isinstance(row[index], str | None) for row in rows)
             table.add_column(column, justify="left" if left else "right")
-        firsts = [row[0] for row in self.rows]
+        firsts = [row[0] for row in rows]
         grouped = len(set(firsts)) < len(firsts)
-        for index, row in enumerate(self.rows):
+        for index, row in enumerate(rows):
             if grouped and index and row[0] != firsts[index - 1]:
                 table.add_section()
             table.add_row(*map(shown, row))
-        console.print(table)
-        for note in [*self.notes, machine_line(self.load_before)]:
-            console.print(f"- {note}", markup=False, highlight=False)
+        return table
+
+    def markdown(self) -> str:
+        """The same for docs/benchmarks."""
+        lines: list[str] = []
+        for columns in self._shown().values():
+            header, *rows = (
+                f"| {' | '.join(map(shown, row))} |" for row in (columns, *self._cells(columns))
+            )
+            lines += [header, "|---" * len(columns) + "|", *rows, ""]
+        lines += [f"- {note}" for note in [*self.notes, machine_line(self.load_before)]]
+        return "\n".join(lines) + "\n"
 
     def write(self, path: Path) -> None:
         """The same as JSON, cells as numbers."""
@@ -74,7 +102,7 @@ class Report:
             "title": self.title,
             "machine": machine_line(self.load_before),
             "arguments": self.arguments,
-            "rows": [dict(zip(self.columns, row, strict=True)) for row in self.rows],
+            "rows": self.records(),
             "notes": self.notes,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,15 +133,30 @@ def run_bench(
     argv: Sequence[str] | None,
 ) -> int:
     """Parse, measure, print, and write where `--output` says."""
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the table as JSON")
+    add_output(parser)
     options = parser.parse_args(argv)
     report = bench(options)
     report.show()
+    save(report, options)
+    return 0
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The options that `save` reads."""
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the table as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the same as Markdown")
+
+
+def save(report: Report, options: argparse.Namespace, brief: Report | None = None) -> None:
+    """Write what was asked for. `brief`: instead of the report, as Markdown."""
     if options.output is not None:
         report.write(options.output)
-    return 0
+    if options.markdown is not None:
+        options.markdown.parent.mkdir(parents=True, exist_ok=True)
+        options.markdown.write_text((brief or report).markdown())
 
 
 def arguments_of(options: argparse.Namespace) -> dict[str, object]:
     """For the report; without where it was written to."""
-    return {name: value for name, value in vars(options).items() if name != "output"}
+    where = ("output", "markdown")
+    return {name: value for name, value in vars(options).items() if name not in where}

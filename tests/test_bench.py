@@ -1,11 +1,15 @@
 """Every bench runs, with counts so small that its numbers mean nothing: none may rot."""
 
+import io
 import json
 import math
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bench import (
     agent,
@@ -139,12 +143,27 @@ def test_agent(tmp_path: Path) -> None:
 
 
 def test_overhead(tmp_path: Path) -> None:
-    rows = run(
-        overhead.main, tmp_path, "--rates", "50,100", "--seconds", "0.1", "--idle-seconds", "0.1"
-    )
+    arguments = ("--rates", "50,100", "--seconds", "0.1", "--idle-seconds", "0.1")
+    rows = run(overhead.main, tmp_path, *arguments, "--snapshots", "200")
 
-    assert {row["case"] for row in rows} >= {"idle", "short chat"}
+    ours = [row for row in rows if row["contender"] == "kvferry"]
     assert {row["contender"] for row in rows} >= {"kvferry", "kvferry passthrough"}
+    idle = [row["case"] for row in ours if row["idle CPU %"] is not None]
+    assert idle == ["idle, just started", "idle, after all of it"]
+    asked = [row for row in ours if row["CPU ms/request"] is not None]
+    assert len(asked) == 2 * len(overhead.CASES)
+    assert all(row["CPU ms/1,000 tokens"] is not None for row in asked)
+    # Of each the tokens are 31 KiB.
+    each = {row["case"]: float(str(row["KiB each"])) for row in ours if row["KiB each"]}
+    assert list(each) == ["a snapshot of 8,000 tokens", "a slot of 8,000 tokens"]
+    assert all(31 < kib < 100 for kib in each.values())
+
+
+def test_cpu_time_has_no_steps() -> None:
+    before = time.process_time()
+    found = rig.Proxy("this", "", os.getpid()).cpu_s()
+
+    assert found >= before
 
 
 @pytest.mark.real
@@ -220,6 +239,31 @@ def test_a_row_fits_its_columns() -> None:
 
     with pytest.raises(ValueError, match="1 cells for 2 columns"):
         report.add("one")
+
+
+def test_a_wide_table_is_shown_in_parts_and_saved_as_one(tmp_path: Path) -> None:
+    report = Report(
+        "b", "t", ["who", "n", "s"], {}, parts={"one": ["who", "n"], "two": ["who", "s"]}
+    )
+    report.add("a", 1_000, 0.12345)
+    report.add("b", None, math.nan)
+    report.notes.append("true")
+    console = Console(width=80, record=True, file=io.StringIO())
+    report.show(console)
+
+    printed = console.export_text()
+    assert printed.index("one") < printed.index("1,000") < printed.index("two")
+    *lines, note, _ = report.markdown().splitlines()
+    assert lines == [
+        *("| who | n |", "|---|---|", "| a | 1,000 |", "| b |  |", ""),
+        *("| who | s |", "|---|---|", "| a | 0.123 |", "| b |  |", ""),
+    ]
+    assert note == "- true"
+    report.write(tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text())["rows"] == [
+        {"who": "a", "n": 1_000, "s": 0.12345},
+        {"who": "b", "n": None, "s": None},
+    ]
 
 
 def test_gaps_are_between_reads() -> None:

@@ -8,13 +8,16 @@ import pytest
 
 from bench import rig
 from bench.fleet import options as cli
-from bench.fleet import traces, workload
+from bench.fleet import plots, traces, workload
 from bench.fleet.command import main
 from bench.fleet.contenders import Contender, contender
 from bench.fleet.counters import Counts
 from bench.fleet.drive import Events
+from bench.fleet.measure import COLUMNS, PARTS, brief
 from bench.fleet.oracle import computed
 from bench.fleet.workload import CHAT, COMPLETIONS, Ask, Sizes, Workload, build
+from bench.report import Report
+from router.core.policy import PolicyName
 from router.simulate.oracle import reusable
 from router.simulate.trace import TraceError
 from router.tokens import pack
@@ -212,9 +215,12 @@ def test_an_error_in_a_stream_is_one() -> None:
 
 
 def test_counts_are_differences() -> None:
-    after, before = Counts(9, 5, 0, 100, 2.0, 3, 1, 2), Counts(4, 1, 0, 40, 0.5, 1, 0, 2)
+    after = Counts(9, 5, 0, 100, 2.0, 3, 1, 2, 4, 0.75, 8.0, 6.0)
+    before = Counts(4, 1, 0, 40, 0.5, 1, 0, 2, 1, 0.5, 7.0, 4.0)
 
-    assert after.since(before) == Counts(5, 4, 0, 60, 1.5, 2, 1, 2)
+    added = after.since(before)
+    assert added == Counts(5, 4, 0, 60, 1.5, 2, 1, 2, 3, 0.25)
+    assert (added.router_cpu_s, added.server_cpu_s) == (1.0, 2.0)
     assert Counts(9, 5, 0).since(Counts(4, 1, 0)).moved_bytes is None
 
 
@@ -292,6 +298,57 @@ def test_contenders_in_turned_order_and_with_both_caches() -> None:
     assert made.parse_args(["--ram-cache"]).ram_cache == "on"
 
 
+def test_kvferry_with_each_policy() -> None:
+    made = cli.parser()
+    options = made.parse_args(["-c", "policies", "-c", "nginx", "-c", "kvferry:cheapest"])
+    cli.resolve(made, options)
+
+    ours = ["kvferry", *(f"kvferry:{name.name.lower()}" for name in list(PolicyName)[1:])]
+    assert [each.name for each in cli.contenders(options)] == [*ours, "nginx"]
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def _report() -> Report:
+    report = Report("fleet", "t", list(COLUMNS), {}, parts=PARTS)
+    for who, run, n_tokens, wall_s in (
+        *(("kvferry", 1, 50, 2.0), ("kvferry", 2, 51, 1.0), ("kvferry", "median", 50, 1.0)),
+        ("nginx", 1, 90, 4.0),
+    ):
+        cells = dict.fromkeys(COLUMNS, None) | {"contender": who, "run": run, "wall s": wall_s}
+        cells |= {"computed": n_tokens, "oracle": 40, "TTFT p50 ms": 5.0, "p90": 6.0, "p99": 7.0}
+        report.add(*cells.values())
+    return report
+
+
+def test_each_column_is_shown_once() -> None:
+    shown = [column for columns in PARTS.values() for column in columns[2:]]
+    assert [*COLUMNS[:2], *shown] == list(COLUMNS)
+
+
+def test_in_brief_a_contender_has_one_row_with_its_range() -> None:
+    rows = brief(_report()).records()
+
+    assert [(row["contender"], row["computed"], row["wall s"]) for row in rows] == [
+        ("kvferry", 50, "1 (1 to 2)"),
+        ("nginx", 90, 4.0),
+    ]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_table_has_one_picture(ending: str, tmp_path: Path) -> None:
+    one, two = tmp_path / f"1.{ending}", tmp_path / f"2.{ending}"
+    for path in (one, two):
+        plots.draw(_report().records(), "t", path)
+
+    assert one.read_bytes() == two.read_bytes()
+    if ending == "svg":
+        # Small enough to be committed, and its words are words.
+        assert len(one.read_bytes()) < 100_000
+        assert ">nginx</text>" in one.read_text()
+
+
 @pytest.mark.parametrize("case", [case for case in cli.CASES if case != "trace"])
 def test_each_case_makes_a_workload(case: str) -> None:
     made = cli.parser()
@@ -314,7 +371,7 @@ def test_two_contenders(tmp_path: Path) -> None:
         *("--system-words", "200", "--answer-tokens", "8", "--think", "0", "--runs", "1"),
         *("-c", "kvferry", "-c", "nginx", "--seed", "4"),
         *("--logs", str(tmp_path / "logs"), "--plot", str(tmp_path / "plot.svg")),
-        *("--output", str(tmp_path / "table.json")),
+        *("--output", str(tmp_path / "table.json"), "--markdown", str(tmp_path / "table.md")),
     ]
     assert main(arguments) == 0
 
@@ -327,6 +384,11 @@ def test_two_contenders(tmp_path: Path) -> None:
     ours = rows["kvferry"]
     assert 0 < ours["oracle"] <= ours["computed"] <= ours["prompt"]
     assert ours["moved MB"] is not None
+    assert ours["failed"] == 0
+    assert ours["streams' stall s"] >= 0
+    assert 0 < ours["reused %"] <= 100 * (1 - ours["oracle"] / ours["prompt"])
+    assert 0 < ours["of limit %"] <= 100
+    assert (tmp_path / "table.md").read_text().startswith("| contender | run | prompt |")
     lines = (tmp_path / "logs" / "1-kvferry" / "requests.jsonl").read_text().splitlines()
     kinds = {json.loads(line)["kind"] for line in lines}
     assert "turn" in kinds

@@ -19,13 +19,13 @@ from bench.conversation import words_for
 from bench.fleet import options as cli
 from bench.fleet import plots, traces, workload
 from bench.fleet.contenders import Shape
-from bench.fleet.measure import COLUMNS, Load, Run, medians, run, write_samples
-from bench.report import Report, arguments_of
+from bench.fleet.measure import COLUMNS, PARTS, Load, Run, brief, medians, run, write_samples
+from bench.report import Report, add_output, arguments_of, save
 from router.demo.launcher import LlamaServer
 from router.simulate.trace import TraceError
 from tests.models import tiny_model
 
-_WIDTH = 210  # of the table, wherever it is printed
+_WIDTH = 170  # of the table, wherever it is printed
 _SAMPLE = 1_000  # tokens whose words are counted
 _MARGIN = 256  # of a slot, in tokens
 _TEMPLATE = 16  # tokens around each message, at most
@@ -34,13 +34,12 @@ _TEMPLATE = 16  # tokens around each message, at most
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = cli.parser()
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the table as JSON")
+    add_output(parser)
     options = parser.parse_args(argv)
     cli.resolve(parser, options)
     report = asyncio.run(measure(parser, options))
     report.show(Console(width=_WIDTH))
-    if options.output is not None:
-        report.write(options.output)
+    save(report, options, brief(report))
     return 0
 
 
@@ -48,6 +47,7 @@ async def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     """All contenders, `--runs` times, in turned order."""
     arguments = arguments_of(options) | {"contender": [c.name for c in cli.contenders(options)]}
     report = Report("fleet", f"Fleet, case {options.case}", list(COLUMNS), arguments)
+    report.parts = {f"{report.title}: {part}": columns for part, columns in PARTS.items()}
     wanted = cli.contenders(options)
     report.notes.extend(dict.fromkeys(c.missing for c in wanted if c.missing))
     wanted = [contender for contender in wanted if not contender.missing]
@@ -78,7 +78,7 @@ async def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) 
             report.add(*medians(own))
     report.notes += _notes(runs, shape, load)
     if options.plot is not None:
-        report.notes.append(plots.draw(runs, report.title, options.plot))
+        report.notes.append(plots.draw(report.records(), report.title, options.plot))
     return report
 
 
@@ -118,14 +118,16 @@ def _notes(runs: Sequence[Run], shape: Shape, load: Load) -> list[str]:
         f"{shape.ctx_per_slot:,} tokens each, {shape.threads} thread each; fresh ones for every "
         f"row; answers that conversations go on with: {answers}",
         "computed: by the servers' counters, kvferry's own prefills included; oracle: what a cache "
-        "without limits would compute of the same prompts in the same order; moved and stall: of "
-        "kvferry's saves and restores, those in the background after the last answer included",
+        "without limits would compute of the same prompts in the same order",
+        "saves to stall: of kvferry, those in the background after the last answer included; "
+        "stall: of servers, streams' stall: of the streams that ran there, summed up",
     ]
+    for ending in ("left", "abandoned"):
+        found = [sum(sample.ending == ending for sample in each.samples) for each in runs]
+        if any(found):
+            notes.append(f"clients that left ({ending}): {min(found)} to {max(found)} in a run")
     for each in runs:
         name = f"{each.contender.name} {each.number}"
-        for ending in ("left", "abandoned"):
-            if n := sum(sample.ending == ending for sample in each.samples):
-                notes.append(f"{name}: {n} {ending}")
         if each.errors:
             notes.append(f"{name}: first error: {each.errors[0].problem}")
         if each.miscounted:

@@ -17,6 +17,8 @@ from router.config_load import ConfigError, read_yaml
 from router.demo.launcher import LlamaServer
 
 KVFERRY, NGINX, SGLANG = "kvferry", "nginx", "sglang"
+POLICIES = "policies"
+_POLICY_NAMES = {name.name.lower(): name for name in PolicyName}
 _LOGGING = "logging: {{format: json, level: {}}}"
 # llama-server's default when nothing is said; the launcher's own flag is 0 and comes before.
 _RAM_CACHE = ("--cache-ram", "8192")
@@ -46,15 +48,25 @@ class Contender:
         return None
 
 
+def named(text: str) -> list[Contender]:
+    """One contender; for `policies` kvferry with each. Raises ArgumentTypeError."""
+    if text != POLICIES:
+        return [contender(text)]
+    default = PolicyName.PREFER_IDLE
+    others = [text for text, name in _POLICY_NAMES.items() if name is not default]
+    return [Contender(KVFERRY), *(Contender(KVFERRY, other) for other in others)]
+
+
 def contender(text: str) -> Contender:
     """`kvferry`, `kvferry:POLICY`, `kvferry:KEY=VALUE,...`, both, `nginx`, `sglang`.
 
-    The keys are those of `policy` in kvferry's configuration. Raises ArgumentTypeError.
+    The keys are those of `policy` in kvferry's configuration; policies may have the short names
+    that they have in `kvferry simulate`. Raises ArgumentTypeError.
     """
     kind, colon, more = text.partition(":")
     if kind not in (KVFERRY, NGINX, SGLANG):
         raise argparse.ArgumentTypeError(
-            f"no such contender: {text!r} (kvferry, kvferry:POLICY, nginx, sglang)"
+            f"no such contender: {text!r} (kvferry, kvferry:POLICY, policies, nginx, sglang)"
         )
     if colon and kind != KVFERRY:
         raise argparse.ArgumentTypeError(f"{kind} takes no policy: {text!r}")
@@ -74,6 +86,7 @@ def _policy(more: str) -> object:
     Raises ConfigError."""
     parts = more.split(",")
     name = str(PolicyName.PREFER_IDLE) if "=" in parts[0] else parts.pop(0)
+    name = _POLICY_NAMES.get(name, name)
     lines = [f"name: {name}", *(part.replace("=", ": ", 1) for part in parts)]
     return read_yaml("\n".join(lines), "policy").value
 

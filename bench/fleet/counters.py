@@ -6,8 +6,9 @@ the first token is in no server's counter.
 """
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from time import monotonic
+from typing import Any
 
 from bench.client import Client
 from bench.rig import Proxy
@@ -22,6 +23,9 @@ _UP = "kvferry_backend_up{"
 _MOVED = "kvferry_moved_bytes_total{"
 _SAVES = "kvferry_save_seconds_"
 _RESTORES = "kvferry_restore_seconds_"
+_FAILED = "kvferry_kv_failures_total{"
+_STOPPED = "kvferry_stall_seconds_total{"
+_PREFILL = 'action="prefill"'  # would stop the streams beside it as anybody's
 
 
 class UnsettledError(RuntimeError):
@@ -51,28 +55,22 @@ class Counts:
     saves: int | None = None
     restores: int | None = None
     up: int | None = None  # backends
+    failures: int | None = None  # of saves, restores and the like; no request fails for them
+    stopped_s: float | None = None  # that streams stood still for saves and restores, summed up
     router_cpu_s: float = field(default=0.0, compare=False)
     server_cpu_s: float = field(default=0.0, compare=False)
 
     def since(self, before: "Counts") -> "Counts":
-        """What was added."""
-        return Counts(
-            self.computed - before.computed,
-            self.generated - before.generated,
-            self.busy,
-            _less(self.moved_bytes, before.moved_bytes),
-            None
-            if self.stall_s is None or before.stall_s is None
-            else self.stall_s - before.stall_s,
-            _less(self.saves, before.saves),
-            _less(self.restores, before.restores),
-            self.up,
-            self.router_cpu_s - before.router_cpu_s,
-            self.server_cpu_s - before.server_cpu_s,
-        )
+        """What was added; `busy` and `up` are as they are."""
+        added = {
+            each.name: _less(getattr(self, each.name), getattr(before, each.name))
+            for each in fields(self)
+            if each.name not in ("busy", "up")
+        }
+        return replace(self, **added)
 
 
-def _less(after: int | None, before: int | None) -> int | None:
+def _less(after: Any, before: Any) -> Any:
     return None if after is None or before is None else after - before
 
 
@@ -105,6 +103,12 @@ def counts(fleet: Fleet) -> Counts:
         saves=round(summed(f"{_SAVES}count")),
         restores=round(summed(f"{_RESTORES}count")),
         up=round(summed(_UP)),
+        failures=round(summed(_FAILED)),
+        stopped_s=sum(
+            value
+            for name, value in own.items()
+            if name.startswith(_STOPPED) and _PREFILL not in name
+        ),
     )
 
 

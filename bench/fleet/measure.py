@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench.client import Client, Json
@@ -12,14 +12,20 @@ from bench.fleet.contenders import Contender, Shape, running
 from bench.fleet.counters import Counts, counts, settle
 from bench.fleet.drive import Driver, Sample
 from bench.fleet.workload import Workload
-from bench.report import Cell, median, percentile
+from bench.report import Cell, Report, median, percentile, shown
 
-COLUMNS = (
-    *("contender", "run", "prompt", "computed", "oracle", "x oracle"),
-    *("TTFT p50 ms", "p90", "p99", "gap p50 ms", "gap p99", "gap max"),
-    *("tokens/s", "wall s", "errors", "moved MB", "stall s"),
-    *("router CPU s", "server CPU s"),
+_WHO = ("contender", "run")
+_TOKENS = (
+    *("prompt", "computed", "oracle", "x oracle", "reused %", "of limit %"),
+    *("saves", "restores", "failed", "moved MB", "stall s", "streams' stall s"),
 )
+_TIMES = (
+    *("TTFT p50 ms", "p90", "p99", "gap p50 ms", "gap p99", "gap max"),
+    *("tokens/s", "requests/s", "wall s", "errors", "router CPU s", "server CPU s"),
+)
+_RANGED = ("TTFT p50 ms", "p90", "wall s")
+COLUMNS = (*_WHO, *_TOKENS, *_TIMES)
+PARTS = {"prompt tokens, and what moved": (*_WHO, *_TOKENS), "times": (*_WHO, *_TIMES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +69,22 @@ class Run:
         ttft = [sample.ttft_s * 1000 for sample in others if sample.ttft_s is not None]
         # Where there are streams that last, they are what the gaps are about.
         gaps = [gap * 1000 for sample in streams or others for gap in sample.gaps_s]
-        counted = self.counted
+        answered = sum(sample.answered for sample in others)
+        counted, prompt, limit = self.counted, self.prompt_tokens, self.prompt_tokens - self.oracle
+        reused = prompt - counted.computed
         moved = counted.moved_bytes
         return [
-            *(self.contender.name, self.number, self.prompt_tokens, counted.computed, self.oracle),
-            counted.computed / max(self.oracle, 1),
+            *(self.contender.name, self.number),
+            *(prompt, counted.computed, self.oracle, counted.computed / max(self.oracle, 1)),
+            100 * reused / prompt if prompt else None,
+            100 * reused / limit if limit else None,
+            *(counted.saves, counted.restores, counted.failures),
+            None if moved is None else moved / 1e6,
+            *(counted.stall_s, counted.stopped_s),
             *(percentile(ttft, percent) for percent in (50, 90, 99)),
             *(percentile(gaps, percent) for percent in (50, 99, 100)),
-            *(counted.generated / self.wall_s, self.wall_s, len(self.errors)),
-            None if moved is None else moved / 1e6,
-            *(counted.stall_s, counted.router_cpu_s, counted.server_cpu_s),
+            *(counted.generated / self.wall_s, answered / self.wall_s, self.wall_s),
+            *(len(self.errors), counted.router_cpu_s, counted.server_cpu_s),
         ]
 
 
@@ -139,6 +151,25 @@ def medians(runs: Sequence[Run]) -> list[Cell]:
 def _median(cells: Sequence[Cell]) -> Cell:
     numbers = [cell for cell in cells if isinstance(cell, int | float)]
     return median(numbers) if numbers else None
+
+
+def brief(report: Report) -> Report:
+    """One row for each contender: its medians, with the least and the most of its runs where that
+    decides something."""
+    rows = []
+    for who in dict.fromkeys(row["contender"] for row in report.records()):
+        own = [row for row in report.records() if row["contender"] == who]
+        *runs, last = own
+        found = {column: [row[column] for row in runs] for column in _RANGED if runs}
+        rows.append([_ranged(cell, found.get(column, ())) for column, cell in last.items()])
+    return replace(report, rows=rows)
+
+
+def _ranged(cell: Cell, runs: Sequence[Cell]) -> Cell:
+    numbers = [run for run in runs if isinstance(run, int | float)]
+    if not numbers:
+        return cell
+    return f"{shown(cell)} ({shown(min(numbers))} to {shown(max(numbers))})"
 
 
 def write_samples(run: Run, path: Path) -> None:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.fleet.contenders import Contender, contender
+from bench.fleet.contenders import Contender, contender, named
 from bench.fleet.workload import Sizes
 
 Value = object
@@ -82,11 +82,11 @@ def parser() -> argparse.ArgumentParser:
     who = made.add_argument_group("contenders")
     who.add_argument(
         *("--contender", "-c"),
-        action="append",
-        type=contender,
+        action="extend",
+        type=named,
         metavar="NAME",
-        help="kvferry, kvferry:POLICY, kvferry:KEY=VALUE,... (keys of `policy`), both, nginx, "
-        f"sglang; repeat it; default: {', '.join(_ALL)}",
+        help="kvferry, kvferry:POLICY, kvferry:KEY=VALUE,... (keys of `policy`), both, policies "
+        f"(kvferry with each), nginx, sglang; repeat it; default: {', '.join(_ALL)}",
     )
     who.add_argument("--reverse", action="store_true", help="the last contender first")
     who.add_argument("--runs", type=_count, default=1, help="of each; the order turns each time")

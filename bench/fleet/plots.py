@@ -1,38 +1,73 @@
-"""A picture of the table: computed tokens against the oracle's, and times to the first token."""
+"""A picture of the table: computed tokens against the oracle's, times to the first token, wall.
 
-from collections.abc import Sequence
+Drawn from the table alone: the same table is the same file, byte by byte.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.fleet.measure import Run
+from bench.report import Cell
+
+Row = Mapping[str, Cell]
+_OURS, _OTHERS = "tab:blue", "tab:gray"
+_PERCENTILES = (("TTFT p50 ms", "o"), ("p90", "D"), ("p99", "|"))
 
 
-def draw(runs: Sequence[Run], title: str, path: Path) -> str:
+def draw(rows: Sequence[Row], title: str, path: Path) -> str:
     """Write PNG or SVG, by the ending of `path`. Returns a note on what came of it."""
     try:
-        import matplotlib
+        import matplotlib as mpl
     except ImportError:
         return "no plot: matplotlib is not installed"
-    matplotlib.use("Agg")
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = title  # else the ids in the file are random
+    mpl.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
-    figure, (bars, times) = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    names = [f"{run.contender.name} {run.number}" for run in runs]
-    bars.bar(names, [run.counted.computed for run in runs], label="computed")
-    bars.plot(names, [run.oracle for run in runs], "k_", markersize=24, label="oracle")
-    bars.set_ylabel("prompt tokens")
-    bars.tick_params(axis="x", rotation=30)
-    bars.legend()
-    for name, run in zip(names, runs, strict=True):
-        ttft = sorted(sample.ttft_s for sample in run.samples if sample.ttft_s is not None)
-        shares = [(number + 1) / len(ttft) for number in range(len(ttft))]
-        times.step(ttft, shares, where="post", label=name)
+    shown = _of_each(rows)
+    places = range(len(shown))
+    colours = [_OURS if str(row["contender"]).startswith("kvferry") else _OTHERS for row in shown]
+    size = (13, 1.6 + 0.32 * len(shown))
+    figure, (tokens, times, walls) = pyplot.subplots(1, 3, figsize=size, sharey=True)
+    tokens.barh(places, [row["computed"] for row in shown], color=colours)
+    oracle = [row["oracle"] for row in shown]
+    tokens.plot(oracle, places, "k|", markersize=16, label="a cache without limits")
+    tokens.set_yticks(places, [row["contender"] for row in shown])
+    tokens.invert_yaxis()
+    tokens.set_xlabel("prompt tokens computed")
+    for column, marker in _PERCENTILES:
+        name = column.removeprefix("TTFT ").removesuffix(" ms")
+        at = [row[column] for row in shown]
+        times.scatter(at, places, c=colours, marker=marker, s=40, label=name)
     times.set_xscale("log")
-    times.set_xlabel("time to the first token, s")
-    times.set_ylabel("share of requests")
-    times.legend(fontsize="small")
+    for axis_formatter in (times.xaxis.set_major_formatter, times.xaxis.set_minor_formatter):
+        axis_formatter(lambda value, _: f"{value:,.0f}" if f"{value:.0f}"[0] in "125" else "")
+    times.set_xlabel("to the first token, ms")
+    walls.barh(places, [row["wall s"] for row in shown], color=colours)
+    for place, row in zip(places, shown, strict=True):
+        walls.plot(_range(rows, row), [place, place], color="black")
+    walls.set_xlabel("all of it, s; line: least and most of the runs")
+    for axes in (tokens, times, walls):
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+    for axes in (tokens, times):
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     figure.suptitle(title)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    # Nothing in the file says when or with what it was made.
+    nothing = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    figure.savefig(path, dpi=100, metadata=nothing)
     pyplot.close(figure)
     return f"plot: {path.name}"
+
+
+def _of_each(rows: Sequence[Row]) -> list[Row]:
+    """One row of each contender: the medians, which come last, or its only run."""
+    return list({row["contender"]: row for row in rows}.values())
+
+
+def _range(rows: Sequence[Row], of: Row) -> list[float]:
+    walls = [row["wall s"] for row in rows if row["contender"] == of["contender"]]
+    found = [wall for wall in walls if isinstance(wall, float)]
+    return [min(found), max(found)]
