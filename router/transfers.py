@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from router.core import effects as ef
 from router.core import events as ev
-from router.errors import BackendError, BackendTimeoutError, KvError, KvFileError
+from router.errors import BackendError, BackendRefusedError, KvError, KvFileError
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.types import BackendId, BackendInfo, Place, Snapshot
 
@@ -24,7 +24,7 @@ class Transfers:
     store: SnapshotStore | None
     clock: Clock
     telemetry: Telemetry
-    # Files that a backend may still write: it was asked to, and did not answer in time.
+    # Files that a backend may still write: it was asked to, and no answer came, or not in time.
     orphans: dict[BackendId, list[tuple[Place, str]]] = field(default_factory=dict)
 
     async def save(self, effect: ef.Save, info: BackendInfo | None) -> ev.Event:
@@ -41,7 +41,7 @@ class Transfers:
         except (BackendError, KvError) as error:
             with suppress(KvError):
                 await self.store.discard(info.place, name)
-            if isinstance(error, BackendTimeoutError):
+            if isinstance(error, BackendError) and not isinstance(error, BackendRefusedError):
                 self.orphans.setdefault(slot.backend, []).append((info.place, name))
             self.telemetry.saved(slot, effect.reason, None, str(error))
             return ev.SaveFailed(effect.request, slot, str(error))

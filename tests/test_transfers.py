@@ -11,7 +11,13 @@ import pytest
 
 from router.core import effects as ef
 from router.core import events as ev
-from router.errors import BackendRefusedError, BackendTimeoutError, KvError, KvFileError
+from router.errors import (
+    BackendError,
+    BackendRefusedError,
+    BackendTimeoutError,
+    KvError,
+    KvFileError,
+)
 from router.transfers import Transfers
 from router.types import StagedFile, StateShape, Transfer
 from tests.core.build import A0, NS, A, R, backend, run_of, snapshot
@@ -151,9 +157,13 @@ async def test_a_backend_that_refuses_is_no_bad_file() -> None:
     assert event == ev.RestoreFailed(R, LONG.id, "no", ev.Blame.FILE)
 
 
-async def test_what_a_backend_writes_too_late_is_removed_when_it_works_again() -> None:
-    """It may write the file long after the router stopped waiting, and then it is nobody's."""
-    world = World(save=BackendTimeoutError("late"))
+@pytest.mark.parametrize("error", [BackendTimeoutError("late"), BackendError("broken")])
+async def test_what_a_backend_writes_too_late_is_removed_when_it_works_again(
+    error: BackendError,
+) -> None:
+    """It may write the file long after the router stopped waiting, or lost its connection, and then
+    it is nobody's."""
+    world = World(save=error)
     transfers = world.transfers()
     await transfers.save(SAVE, backend("a"))
     assert world.said.count(("discard", "staged")) == 1

@@ -1,0 +1,339 @@
+"""A real llama-server whose answers suffer on their way: they come slowly, as nonsense, or in part.
+
+Whoever asks is answered or clearly refused; afterwards each slot can be used, the books are right,
+and so is the next answer.
+"""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from router.demo.launcher import LlamaServer
+from router.keys import hash_text
+from tests import spoilt
+from tests.conftest import StartServer
+from tests.e2e.breaking import (
+    BROKEN_OFF,
+    RIGHT,
+    Reference,
+    fillers,
+    look,
+    seen,
+    send,
+    stop_at,
+    told,
+)
+from tests.e2e.consistent import assert_consistent, assert_undisturbed
+from tests.e2e.conversing import saved
+from tests.e2e.prompts import ids
+from tests.fleet import Answer, Fleet, Json, running
+from tests.meddler import Meddler
+
+Seen = Callable[[str, object], None]
+
+LONG, CTX, SLOTS = 900, 8192, 2
+PROMPT, OTHER = ids(1, LONG), ids(2, LONG)
+REFUSED = "502 with Retry-After"
+AS_IT_IS = "the nonsense, as it came"
+YAML = """
+health: {interval: 200ms, timeout: 2s}
+policy: {coalesce_above: 'off'}
+queue: {no_backend_wait: 60s}
+"""
+KEYS = f"""
+auth:
+  keys:
+    - {{name: one, tenant: alice, hash: '{hash_text("kvf_alice")}'}}
+    - {{name: two, tenant: bob, hash: '{hash_text("kvf_bob")}'}}
+"""
+ALICE, BOB = ({"Authorization": f"Bearer kvf_{name}"} for name in ("alice", "bob"))
+# What becomes of an answer that the router needs, and whether anything of it can be used.
+WAYS: dict[str, tuple[spoilt.Spoiling, bool]] = {
+    "comes byte by byte": (spoilt.dripping, True),
+    "is garbage instead of HTTP": (spoilt.no_http, False),
+    "ends behind its head": (spoilt.head_alone, False),
+    "has garbage for a body": (spoilt.nonsense_inside, False),
+    "ends in the middle of its body": (spoilt.half_body, False),
+}
+
+
+def ways(asked: str, fast: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Each of WAYS for the answers to something; all but `fast` are slow."""
+    return pytest.mark.parametrize(
+        ("how", "comes"),
+        [
+            pytest.param(
+                how,
+                comes,
+                id=name.replace(" ", "_"),
+                marks=[
+                    pytest.mark.fault(f"a server's answer {name}", asked),
+                    *([] if name in fast else [pytest.mark.slow]),
+                ],
+            )
+            for name, (how, comes) in WAYS.items()
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A server, what is between it and the router, and the router."""
+
+    server: LlamaServer
+    meddler: Meddler
+    fleet: Fleet
+    reference: Reference
+
+    async def right(self, *prompts: list[int]) -> list[Answer]:
+        return await assert_undisturbed(self.fleet, self.reference.server, prompts)
+
+    async def leave_a_stream(self) -> None:
+        """Its client goes when the first of it has come."""
+        body = {"prompt": OTHER, "n_predict": 3000, "ignore_eos": True, "stream": True}
+        url = self.fleet.url + "/completion"
+        async with self.fleet.session.post(url, json=body) as response:
+            assert await response.content.readany()
+
+    async def all_is_well(self) -> None:
+        """The shared end, once the answers come again as they are."""
+        self.meddler.behave()
+        await self.fleet.until_up()
+        await self.fleet.until_quiet()
+        for slot in range(SLOTS):
+            answer = await self.fleet.complete(ids(70 + slot, 50), id_slot=slot)
+            assert answer.slot == ("a", slot)
+        await self.right(PROMPT, OTHER, PROMPT)
+        await self.fleet.until(saved(LONG, 2))
+        assert not any(s["is_processing"] for s in await look(self.fleet.session, self.server))
+        assert self.server.kv_dir is not None
+        await assert_consistent(self.fleet, [self.server.kv_dir])
+
+
+@asynccontextmanager
+async def scene(
+    llama_server: StartServer, reference: Reference, yaml: str = YAML
+) -> AsyncIterator[Scene]:
+    server = await llama_server(slots=SLOTS, ctx=SLOTS * CTX)
+    async with (
+        Meddler(server.url) as meddler,
+        running([("a", meddler.url)], server.kv_dir, yaml=yaml) as fleet,
+    ):
+        yield Scene(server, meddler, fleet, reference)
+
+
+def case(what: str, how: spoilt.Spoiling, sees: str, *, stream: bool, once: bool = True) -> object:
+    when = "a stream" if stream else "an answer as a whole"
+    name = f"{what}-{'stream' if stream else 'whole'}".replace(" ", "_")
+    mark = pytest.mark.fault(f"a real server {what}", when)
+    return pytest.param(how, stream, once, sees, id=name, marks=mark)
+
+
+@pytest.mark.parametrize(
+    ("how", "stream", "once", "sees"),
+    [
+        case("answers byte by byte", spoilt.dripping, RIGHT, stream=True),
+        case("answers byte by byte", spoilt.dripping, RIGHT, stream=False),
+        case("sends garbage once", spoilt.no_http, RIGHT, stream=True),
+        case("sends garbage once", spoilt.no_http, RIGHT, stream=False),
+        case("sends nothing but garbage", spoilt.no_http, REFUSED, stream=False, once=False),
+        case("closes behind the head, once", spoilt.head_alone, RIGHT, stream=True),
+        case("closes behind the head, once", spoilt.head_alone, RIGHT, stream=False),
+        case("closes in the middle of an event", spoilt.half_event(), BROKEN_OFF, stream=True),
+        case(
+            "sends garbage in the middle of an event",
+            spoilt.half_event(spoilt.NONSENSE),
+            BROKEN_OFF,
+            stream=True,
+        ),
+        case("closes in the middle of a body", spoilt.half_body, BROKEN_OFF, stream=False),
+    ],
+)
+async def test_completions(
+    llama_server: StartServer,
+    reference: Reference,
+    record_property: Seen,
+    how: spoilt.Spoiling,
+    stream: bool,
+    once: bool,
+    sees: str,
+) -> None:
+    async with scene(llama_server, reference) as at:
+        at.meddler.spoil("POST /completion", how, once=once)
+        answer = await told(at.fleet, PROMPT, stream=stream)
+        assert at.meddler.met["POST /completion"] >= 1
+        record_property("client", seen(answer))
+        assert seen(answer) == sees
+        if answer is not None and answer.status == 200:
+            assert await reference.wrong(answer, PROMPT) == ""
+        await at.all_is_well()
+
+
+@pytest.mark.fault("a real server sends a body of garbage", "an answer as a whole", client=AS_IT_IS)
+async def test_garbage_for_the_client(llama_server: StartServer, reference: Reference) -> None:
+    """It is not the router's to read, and nothing is believed of the slot for it."""
+    async with scene(llama_server, reference) as at:
+        at.meddler.spoil("POST /completion", spoilt.nonsense_inside, once=True)
+        body = {"prompt": PROMPT, "n_predict": 8}
+        async with at.fleet.session.post(at.fleet.url + "/completion", json=body) as response:
+            raw = await response.read()
+        assert (response.status, set(raw)) == (200, {0xFF})
+        await at.all_is_well()
+
+
+@pytest.mark.fault("a real server takes its time with every answer", "all the time", client=RIGHT)
+async def test_everything_is_late(llama_server: StartServer, reference: Reference) -> None:
+    async with scene(llama_server, reference) as at:
+        at.meddler.spoil("HTTP/1.1", spoilt.late(0.1))
+        await at.right(PROMPT, *fillers(SLOTS, LONG))
+        await at.fleet.until(saved(LONG, 1 + SLOTS))
+        await at.leave_a_stream()
+        (again,) = await at.right(PROMPT)
+        assert again.cached == LONG - 1
+        await at.all_is_well()
+
+
+@ways("to a save", fast=["has garbage for a body"])
+async def test_saves(
+    llama_server: StartServer,
+    reference: Reference,
+    record_property: Seen,
+    how: spoilt.Spoiling,
+    comes: bool,
+) -> None:
+    """The file is there; of what is not known to be whole there is no snapshot."""
+    async with scene(llama_server, reference) as at:
+        at.meddler.spoil("action=save", how)
+        await at.right(PROMPT)
+        await at.meddler.until_met("action=save")
+        await at.fleet.until_quiet()
+        await at.right(OTHER, PROMPT)
+        state = await at.fleet.until_quiet()
+        assert (state["snapshots"]["count"] > 0) is comes
+        assert at.server.kv_dir is not None
+        await assert_consistent(at.fleet, [at.server.kv_dir])
+        record_property("client", RIGHT)
+        await at.all_is_well()
+
+
+@pytest.mark.fault("a connection to a real server breaks", "before it does a save", client=RIGHT)
+async def test_a_save_that_is_done_although_its_connection_broke(
+    llama_server: StartServer, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it writes after all belongs to nobody, and goes."""
+    async with scene(llama_server, reference) as at:
+        stopped = stop_at(monkeypatch, "save", {"a": at.server})
+        at.meddler.spoil("action=save", spoilt.nothing)
+        await at.right(PROMPT)
+        await stopped.hit.wait()
+        await at.fleet.until_quiet()  # so the save is given up
+        at.meddler.behave()
+        send(at.server, signal.SIGCONT)
+        await at.all_is_well()
+
+
+@ways("to a restore", fast=["ends in the middle of its body"])
+async def test_restores(
+    llama_server: StartServer,
+    reference: Reference,
+    record_property: Seen,
+    how: spoilt.Spoiling,
+    comes: bool,
+) -> None:
+    """The slot holds it; what is not known to be there is computed."""
+    async with scene(llama_server, reference) as at:
+        await at.right(PROMPT)
+        await at.fleet.until(saved(LONG))
+        await at.right(*fillers(SLOTS, LONG))
+        await at.fleet.until(saved(LONG, 1 + SLOTS))
+        at.meddler.spoil("action=restore", how, once=True)
+        (answer,) = await at.right(PROMPT)
+        assert at.meddler.met["action=restore"] == 1
+        assert (answer.source == "snapshot") is comes
+        record_property("client", RIGHT)
+        await at.all_is_well()
+
+
+@ways("to the emptying of a slot", fast=["has garbage for a body"])
+async def test_erasures(
+    llama_server: StartServer,
+    reference: Reference,
+    record_property: Seen,
+    how: spoilt.Spoiling,
+    comes: bool,
+) -> None:
+    """Nobody gets a slot that may still hold another tenant's words."""
+    done = comes or how is spoilt.nonsense_inside  # its status says so, and that is enough
+    async with scene(llama_server, reference, YAML + KEYS) as at:
+        at.fleet.session.headers.update(ALICE)
+        for slot in range(SLOTS):
+            assert (await at.fleet.complete(PROMPT, id_slot=slot)).slot == ("a", slot)
+        await at.fleet.until_quiet()
+        at.fleet.session.headers.update(BOB)
+        at.meddler.spoil("action=erase", how)
+        answer = await told(at.fleet, PROMPT)
+        assert answer is not None
+        assert at.meddler.met["action=erase"] >= 1
+        record_property("client", seen(answer))
+        assert seen(answer) == (RIGHT if done else "503 with Retry-After")
+        at.meddler.behave()
+        if not done:
+            answer = await told(at.fleet, PROMPT)
+            assert answer is not None
+        assert (await reference.wrong(answer, PROMPT), answer.cached) == ("", 0)
+        await at.all_is_well()
+
+
+@ways("to a look at its slots", fast=["is garbage instead of HTTP"])
+async def test_looks(
+    llama_server: StartServer,
+    reference: Reference,
+    record_property: Seen,
+    how: spoilt.Spoiling,
+    comes: bool,
+) -> None:
+    """A slot whose client has left is nobody's until it is known to be idle."""
+    async with scene(llama_server, reference) as at:
+        at.meddler.spoil("GET /slots", how)
+        await at.leave_a_stream()
+        await at.meddler.until_met("GET /slots", 3)
+        if not comes:
+            left = [slot["index"] for slot in (await at.fleet.state())["slots"] if not _idle(slot)]
+            (answer,) = await at.right(PROMPT)
+            assert [1 - answer.slot[1]] == left
+        record_property("client", RIGHT)
+        await at.all_is_well()
+
+
+def _idle(slot: Json) -> bool:
+    return bool(slot["phase"] == "idle")
+
+
+@ways("to everything", fast=["ends behind its head"])
+async def test_every_answer(
+    llama_server: StartServer,
+    reference: Reference,
+    record_property: Seen,
+    how: spoilt.Spoiling,
+    comes: bool,
+) -> None:
+    """It is given up until it is itself again; who comes meanwhile waits."""
+    async with scene(llama_server, reference) as at:
+        await at.right(PROMPT)
+        at.meddler.spoil("HTTP/1.1", how)
+        if comes:
+            await at.right(OTHER, PROMPT)
+        else:
+            await at.fleet.until_is("a", "down")
+            asked = asyncio.get_running_loop().create_task(told(at.fleet, OTHER))
+            await at.fleet.until(lambda state: state["waiting_for_backend"])
+            at.meddler.behave()
+            answer = await asked
+            assert answer is not None
+            assert await reference.wrong(answer, OTHER) == ""
+        record_property("client", RIGHT)
+        await at.all_is_well()
