@@ -1,0 +1,131 @@
+"""Clients that differ, on real servers: long prompts beside short ones, titles beside
+conversations. Who waits for whom, and who computes what again, in tokens and in order of events."""
+
+import asyncio
+
+from tests.conftest import StartServer
+from tests.e2e.measuring import CHAT, Measured, measured
+from tests.e2e.prompts import Json, chat, ids, sentences
+from tests.e2e.turns import named
+from tests.fleet import Answer, Fleet, running
+
+_LONG = 2_000  # tokens
+_LANES = 12  # requests of the client with long prompts at any time, on four slots
+_SHORTS = 6
+_HOMES = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+_TITLE = "Write a title of at most five words for this conversation. Answer with the title only."
+_FEW = 8  # tokens of a prompt's end that may be computed once more
+
+
+async def test_long_prompts_of_one_client_do_not_starve_another(llama_server: StartServer) -> None:
+    """Somebody always has at least eight long prompts in the queue. A short request of somebody
+    else waits for a slot to come free, and not for those."""
+    a = await llama_server("llama", slots=2, ctx=2 * 4096)
+    b = await llama_server("llama", slots=2, ctx=2 * 4096)
+    ended: list[str] = []  # clients, in order
+    over = False
+
+    async def ask(fleet: Fleet, client: str, prompt: list[int]) -> None:
+        headers = {"Authorization": f"Bearer {client}"}
+        body: Json = {"prompt": prompt, "n_predict": 8}
+        answer = await fleet.post("/completion", body, headers=headers)
+        assert answer.status == 200, answer.body
+        ended.append(client)
+
+    async def lane(fleet: Fleet, number: int) -> None:
+        turn = 0
+        while not over:
+            await ask(fleet, "long", ids(1_000 * number + turn, _LONG))
+            turn += 1
+
+    passed: list[int] = []  # long ones that ended before each short one
+    async with (
+        running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet,
+        asyncio.TaskGroup() as group,
+    ):
+        for number in range(_LANES):
+            group.create_task(lane(fleet, number))
+        for number in range(_SHORTS):
+            await fleet.until(lambda state: len(state["queue"]) >= _LANES - len(_HOMES))
+            before = len(ended)
+            await ask(fleet, "short", ids(-1 - number, 20))
+            passed.append(ended[before:].index("short"))
+        over = True
+
+    # In order of arrival eight would end before each; so many are under way when it comes.
+    assert sum(passed) <= len(_HOMES) * _SHORTS, passed
+    # And nobody is shut out for it: those in the queue have had their turn.
+    assert ended.count("long") >= _LANES
+
+
+class Talk:
+    """A conversation, and the titles that its client asks for on the side."""
+
+    def __init__(self, fleet: Fleet, number: int) -> None:
+        self.fleet, self.number, self.turns, self.known = fleet, number, 0, 0
+        self.messages = chat(number, length=45)  # some 1,600 tokens
+
+    def ask(self) -> Json:
+        """The next question; in the first turn with the place that the conversation gets."""
+        question = sentences(100 * self.number + self.turns, 2)
+        self.messages.append({"role": "user", "content": question})
+        backend, index = _HOMES[self.number]
+        pin = {} if self.turns else {"model": backend, "id_slot": index}
+        self.turns += 1
+        return {"messages": self.messages, "max_tokens": 8, "temperature": 0} | pin
+
+    def hear(self, answer: Answer) -> int:
+        """Go on with it. How many tokens of its prompt nobody can have computed before."""
+        self.messages = [*self.messages, {"role": "assistant", "content": answer.text}]
+        fresh = answer.prompt_tokens - self.known
+        self.known = answer.prompt_tokens
+        return fresh
+
+    def title(self) -> Json:
+        """Of what was asked last."""
+        said = [message for message in self.messages if message["role"] == "user"][-1]
+        return {"messages": [{"role": "system", "content": _TITLE}, said], "max_tokens": 8}
+
+
+async def _asked(fleet: Fleet, body: Json) -> Answer:
+    answer = await fleet.post(CHAT, body)
+    assert answer.status == 200, answer.body
+    return answer
+
+
+async def test_titles_are_kept_off_the_slots_of_conversations(llama_server: StartServer) -> None:
+    """Three conversations on four slots, nothing can be saved. Whether others are being answered
+    or not, titles have the slot that is left, and each turn goes on where the last one ended."""
+    a = await named(llama_server, "llama", "a", slots=2)
+    b = await named(llama_server, "llama", "b", slots=2)
+    async with running([("a", a.url), ("b", b.url)], None) as fleet:
+        talks = [Talk(fleet, number) for number in range(3)]
+        for talk in talks:
+            talk.hear(await _asked(fleet, talk.ask()))
+        for _ in range(3):
+            for number, talk in enumerate(talks):
+                bodies = talks[number - 1].title(), talk.ask()
+                beside, turn = await asyncio.gather(*(_asked(fleet, body) for body in bodies))
+                talk.hear(turn)
+                alone = await _asked(fleet, talk.title())
+                assert (turn.source, turn.slot) == ("resident", _HOMES[number])
+                assert {beside.slot, alone.slot} == {_HOMES[3]}
+
+
+async def test_what_a_title_displaces_is_not_computed_again(llama_server: StartServer) -> None:
+    """Four conversations on four slots: a title has to displace one. It comes back from a file,
+    or from the slot next to it."""
+    a = await named(llama_server, "llama", "a", slots=2)
+    b = await named(llama_server, "llama", "b", slots=2)
+    async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
+        talks = [Talk(fleet, number) for number in range(4)]
+        for talk in talks:
+            talk.hear(await _asked(fleet, talk.ask()))
+        turns: list[Measured] = []
+        for _ in range(3):
+            for number, talk in enumerate(talks):
+                await measured(fleet, CHAT, talks[number - 1].title())
+                turn = await measured(fleet, CHAT, talk.ask())
+                assert turn.computed <= talk.hear(turn.answer) + _FEW, turn
+                turns.append(turn)
+    assert any(turn.restored_bytes for turn in turns), "nothing was displaced"
