@@ -78,6 +78,9 @@ def plot(results: Sequence[Result], evicted: Sequence[Evicted], stem: Path) -> l
     except ImportError:
         return []
     mpl.use("Agg")
+    # The same results are the same files: ids are not random, and nothing says when it was.
+    mpl.rcParams["svg.hashsalt"] = "kvferry"
+    mpl.rcParams["svg.fonttype"] = "none"  # words are words
     from matplotlib import pyplot
 
     budgets = sorted({r.budget_bytes for r in results if not _plain(r)}, key=_order)
@@ -108,7 +111,8 @@ def plot(results: Sequence[Result], evicted: Sequence[Evicted], stem: Path) -> l
     axes.grid(alpha=0.3)
     files = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
     for file in files:
-        figure.savefig(file, bbox_inches="tight", dpi=120)
+        dated = {"Date": None} if file.suffix == ".svg" else None
+        figure.savefig(file, bbox_inches="tight", dpi=120, metadata=dated)
     pyplot.close(figure)
     return files
 

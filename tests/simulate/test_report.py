@@ -67,3 +67,5 @@ def test_plot(results: list[Result], tmp_path: Path) -> None:
     files = report.plot(results, EVICTED, tmp_path / "simulate")
     assert [f.suffix for f in files] == [".png", ".svg"]
     assert all(f.stat().st_size > 1000 for f in files)
+    again = report.plot(results, EVICTED, tmp_path / "again")
+    assert [f.read_bytes() for f in again] == [f.read_bytes() for f in files]
