@@ -29,6 +29,7 @@ _WIDTH = 170  # of the table, wherever it is printed
 _SAMPLE = 1_000  # tokens whose words are counted
 _MARGIN = 256  # of a slot, in tokens
 _TEMPLATE = 16  # tokens around each message, at most
+_ENDINGS = {"left": "clients that left in mid-answer", "abandoned": "clients that left before it"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,10 +123,10 @@ def _notes(runs: Sequence[Run], shape: Shape, load: Load) -> list[str]:
         "saves to stall: of kvferry, those in the background after the last answer included; "
         "stall: of servers, streams' stall: of the streams that ran there, summed up",
     ]
-    for ending in ("left", "abandoned"):
+    for ending in _ENDINGS:
         found = [sum(sample.ending == ending for sample in each.samples) for each in runs]
         if any(found):
-            notes.append(f"clients that left ({ending}): {min(found)} to {max(found)} in a run")
+            notes.append(f"{_ENDINGS[ending]}: {_range(found)} in each run")
     for each in runs:
         name = f"{each.contender.name} {each.number}"
         if each.errors:
@@ -136,3 +137,8 @@ def _notes(runs: Sequence[Run], shape: Shape, load: Load) -> list[str]:
                 "by its tokenizer: its oracle is no good"
             )
     return notes
+
+
+def _range(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return str(most) if least == most else f"{least} to {most}"
