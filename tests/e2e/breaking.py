@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -17,6 +18,7 @@ from tests.e2e.conversing import differs_in_earnest
 from tests.e2e.prompts import Json, ids
 from tests.fleet import Answer, Fleet
 
+_GLANCES = 50  # about 0.1 ms
 BROKEN_OFF = "connection broken off"
 RIGHT = "the right answer"
 
@@ -48,6 +50,52 @@ def stop_at(
 
     monkeypatch.setattr(LlamaClient, action, stopping)
     return made
+
+
+def stop_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, servers: Mapping[str, LlamaServer], most_bytes: int
+) -> Action:
+    """The next save of any backend: the server is stopped (SIGSTOP) when it has written something,
+    and no more than this.
+
+    From one glance at the file to the next it runs for a fraction of a millisecond. A file that got
+    longer all the same is let be: it will be one of the next.
+    """
+    made, plain = Action(), LlamaClient.save
+
+    async def stopping(self: LlamaClient, slot: int, name: str) -> Transfer:
+        server = servers[self.id]
+        if not made.hit.is_set():
+            send(server, signal.SIGSTOP)
+        saving = asyncio.get_running_loop().create_task(plain(self, slot, name))
+        while not (made.hit.is_set() or saving.done()):
+            await asyncio.sleep(0)  # for the connection
+            written = _glance(server, name)
+            if 0 < written <= most_bytes:
+                made.backend = self.id
+                made.hit.set()
+            elif written:
+                break
+        if not made.hit.is_set() and server.pid:
+            send(server, signal.SIGCONT)
+        return await saving
+
+    monkeypatch.setattr(LlamaClient, "save", stopping)
+    return made
+
+
+def _glance(server: LlamaServer, name: str) -> int:
+    """Let a server run until it has written something, or for a moment; it stands still then."""
+    assert server.kv_dir is not None
+    send(server, signal.SIGCONT)
+    for _ in range(_GLANCES):
+        with suppress(FileNotFoundError):
+            if os.stat(server.kv_dir / name).st_size:
+                break
+    send(server, signal.SIGSTOP)
+    with suppress(FileNotFoundError):
+        return os.stat(server.kv_dir / name).st_size
+    return 0
 
 
 def send(server: LlamaServer, number: signal.Signals) -> None:

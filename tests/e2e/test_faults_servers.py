@@ -20,6 +20,7 @@ from tests.e2e.breaking import (
     seen,
     send,
     stop_at,
+    stop_in_a_file,
     told,
     until_at_work,
 )
@@ -32,7 +33,7 @@ Seen = Callable[[str, object], None]
 
 # Long enough that there is a middle.
 PROMPT, CTX = 4_000, 8_192
-SHORT = 1200
+SHORT, MORE = 1200, 40
 ENDLESS: Json = {"n_predict": 1500, "ignore_eos": True, "stream": True}
 # The monitor finds a stopped server after two looks of half a second.
 LOOKS = """
@@ -42,12 +43,13 @@ policy: {coalesce_above: 'off'}
 WATCHFUL = LOOKS + "queue: {no_backend_wait: 60s}\n"
 # A stream that has begun is not given up with its server: it may go on.
 IMPATIENT = WATCHFUL + "limits: {idle_timeout: 2s}"
-MOMENTS = ("idle", "prefill", "stream", "save", "restore")
+MOMENTS = ("idle", "prefill", "stream", "save", "write", "restore")
 WHEN = {
     "idle": "idle",
     "prefill": "computing a prompt",
     "stream": "in the middle of a stream",
     "save": "saving a slot",
+    "write": "in the middle of writing a state file",
     "restore": "restoring a slot",
 }
 F = TypeVar("F", bound=Callable[..., object])
@@ -87,6 +89,8 @@ class Scene:
                     lambda s: any(slot["phase"] == "running" for slot in s["slots"])
                 )
                 self.victim = await self._streams()
+            case "write":
+                await self._come_to_half_a_file(monkeypatch)
             case _:
                 await self._come_to_action(moment, monkeypatch)
 
@@ -117,6 +121,21 @@ class Scene:
         self.asked = self._ask()
         await action.hit.wait()
         self.victim = action.backend
+
+    async def _come_to_half_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of a prompt that gets longer until it is caught. Another client asks meanwhile."""
+        longer = [*self.prompt]
+        await told(self.fleet, longer)
+        await self.fleet.until(saved(PROMPT))
+        (row,) = (await self.fleet.get("/kvferry/snapshots")).json["snapshots"]
+        action = stop_in_a_file(monkeypatch, self.servers, row["size_bytes"] // 2)
+        while not action.hit.is_set():
+            longer += ids(len(longer), MORE)
+            await told(self.fleet, longer)
+            whole = saved(len(longer))
+            await self.fleet.until(lambda s, whole=whole: action.hit.is_set() or whole(s))  # type: ignore[misc]
+        self.victim = action.backend
+        self.asked = self._ask()
 
     @property
     def server(self) -> LlamaServer:
@@ -195,7 +214,7 @@ async def test_killed(
         await at.all_is_well()
 
 
-@cases("server hung (SIGSTOP) until given up, then goes on")
+@cases("server hung (SIGSTOP) until given up, then goes on", fast=("write", 1))
 async def test_hung_and_goes_on(
     llama_server: StartServer,
     reference: Reference,
@@ -249,17 +268,29 @@ async def test_hung_for_good(
         await at.all_is_well()
 
 
-@pytest.mark.fault("server hung (SIGSTOP) past `action_timeout`, then goes on", "saving a slot")
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(
+            moment,
+            marks=pytest.mark.fault(
+                "server hung (SIGSTOP) past `action_timeout`, then goes on", WHEN[moment]
+            ),
+        )
+        for moment in ("save", "write")
+    ],
+)
 async def test_a_save_that_nobody_waits_for_any_more(
     llama_server: StartServer,
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Seen,
+    moment: str,
 ) -> None:
     """What it writes after all belongs to nobody, and goes."""
     yaml = WATCHFUL + "limits: {action_timeout: 2s}"
     async with scene(llama_server, reference, 1, yaml) as at:
-        await at.come_to("save", monkeypatch)
+        await at.come_to(moment, monkeypatch)
         await at.until_down()
         # Its lease went with the backend: only the store is told that it failed.
         transfers = at.fleet.router.engine._transfers
