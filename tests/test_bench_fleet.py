@@ -1,26 +1,27 @@
 """The fleet bench: its oracle, its workload, its command line, and one small run of it."""
 
+import asyncio
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 
 from bench import rig
+from bench.client import Client
 from bench.fleet import options as cli
-from bench.fleet import plots, traces, workload
+from bench.fleet import traces, workload
 from bench.fleet.command import main
 from bench.fleet.contenders import Contender, contender
-from bench.fleet.counters import Counts
 from bench.fleet.drive import Events
-from bench.fleet.measure import COLUMNS, PARTS, brief
 from bench.fleet.oracle import computed
 from bench.fleet.workload import CHAT, COMPLETIONS, Ask, Sizes, Workload, build
-from bench.report import Report
 from router.core.policy import PolicyName
 from router.simulate.oracle import reusable
 from router.simulate.trace import TraceError
 from router.tokens import pack
+from tests.conftest import StartServer
 
 MIXED = Sizes(
     conversations=5,
@@ -214,16 +215,6 @@ def test_an_error_in_a_stream_is_one() -> None:
     assert "full" in events.problem
 
 
-def test_counts_are_differences() -> None:
-    after = Counts(9, 5, 0, 100, 2.0, 3, 1, 2, 4, 0.75, 8.0, 6.0)
-    before = Counts(4, 1, 0, 40, 0.5, 1, 0, 2, 1, 0.5, 7.0, 4.0)
-
-    added = after.since(before)
-    assert added == Counts(5, 4, 0, 60, 1.5, 2, 1, 2, 3, 0.25)
-    assert (added.router_cpu_s, added.server_cpu_s) == (1.0, 2.0)
-    assert Counts(9, 5, 0).since(Counts(4, 1, 0)).moved_bytes is None
-
-
 # --- command line ---------------------------------------------------------------------------------
 
 
@@ -295,6 +286,7 @@ def test_contenders_in_turned_order_and_with_both_caches() -> None:
     assert contender("kvferry:cheapest") == Contender("kvferry", "cheapest")
     assert contender("kvferry:max_wait=0s,coalesce_above=off").kind == "kvferry"
     assert contender("kvferry:reuse_probability=0.1").kind == "kvferry"
+    assert contender("http://localhost:80/").name == "http://localhost:80"
     assert made.parse_args(["--ram-cache"]).ram_cache == "on"
 
 
@@ -305,48 +297,6 @@ def test_kvferry_with_each_policy() -> None:
 
     ours = ["kvferry", *(f"kvferry:{name.name.lower()}" for name in list(PolicyName)[1:])]
     assert [each.name for each in cli.contenders(options)] == [*ours, "nginx"]
-
-
-# --- what is written ------------------------------------------------------------------------------
-
-
-def _report() -> Report:
-    report = Report("fleet", "t", list(COLUMNS), {}, parts=PARTS)
-    for who, run, n_tokens, wall_s in (
-        *(("kvferry", 1, 50, 2.0), ("kvferry", 2, 51, 1.0), ("kvferry", "median", 50, 1.0)),
-        ("nginx", 1, 90, 4.0),
-    ):
-        cells = dict.fromkeys(COLUMNS, None) | {"contender": who, "run": run, "wall s": wall_s}
-        cells |= {"computed": n_tokens, "oracle": 40, "TTFT p50 ms": 5.0, "p90": 6.0, "p99": 7.0}
-        report.add(*cells.values())
-    return report
-
-
-def test_each_column_is_shown_once() -> None:
-    shown = [column for columns in PARTS.values() for column in columns[2:]]
-    assert [*COLUMNS[:2], *shown] == list(COLUMNS)
-
-
-def test_in_brief_a_contender_has_one_row_with_its_range() -> None:
-    rows = brief(_report()).records()
-
-    assert [(row["contender"], row["computed"], row["wall s"]) for row in rows] == [
-        ("kvferry", 50, "1 (1 to 2)"),
-        ("nginx", 90, 4.0),
-    ]
-
-
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_a_table_has_one_picture(ending: str, tmp_path: Path) -> None:
-    one, two = tmp_path / f"1.{ending}", tmp_path / f"2.{ending}"
-    for path in (one, two):
-        plots.draw(_report().records(), "t", path)
-
-    assert one.read_bytes() == two.read_bytes()
-    if ending == "svg":
-        # Small enough to be committed, and its words are words.
-        assert len(one.read_bytes()) < 100_000
-        assert ">nginx</text>" in one.read_text()
 
 
 @pytest.mark.parametrize("case", [case for case in cli.CASES if case != "trace"])
@@ -393,6 +343,27 @@ def test_two_contenders(tmp_path: Path) -> None:
     kinds = {json.loads(line)["kind"] for line in lines}
     assert "turn" in kinds
     assert (tmp_path / "plot.svg").stat().st_size > 1000
+
+
+@pytest.mark.real
+async def test_a_server_of_somebody_else(llama_server: StartServer, tmp_path: Path) -> None:
+    """It is asked as it is, and what it computed is what its answers say."""
+    server = await llama_server("llama", slots=2, ctx=4096)
+    table = tmp_path / "table.json"
+    arguments = [
+        *("--conversations", "2", "--turns", "2", "--system-words", "100", "--clients", "1"),
+        *("--ram-cache", "both", "-c", server.url, "--output", str(table)),
+    ]
+    assert await asyncio.to_thread(main, arguments) == 0
+
+    (row,) = json.loads(table.read_text())["rows"]
+    assert (row["contender"], row["errors"]) == (server.url, 0)
+    client = Client(server.url)
+    metrics = (await asyncio.to_thread(client.get, "/metrics")).body.decode()
+    client.close()
+    (counted,) = re.findall(r"^llamacpp:prompt_tokens_total (\d+)", metrics, re.MULTILINE)
+    assert row["computed"] == int(counted)
+    assert row["oracle"] <= row["computed"] < row["prompt"]
 
 
 @pytest.mark.real

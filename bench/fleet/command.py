@@ -7,6 +7,7 @@ are the same for all; what is counted is counted by the servers.
 
 import argparse
 import asyncio
+import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -18,7 +19,7 @@ from bench.client import Client
 from bench.conversation import words_for
 from bench.fleet import options as cli
 from bench.fleet import plots, traces, workload
-from bench.fleet.contenders import Shape
+from bench.fleet.contenders import URL, Shape
 from bench.fleet.measure import COLUMNS, PARTS, Load, Run, brief, medians, run, write_samples
 from bench.report import Report, add_output, arguments_of, save
 from router.demo.launcher import LlamaServer
@@ -65,8 +66,8 @@ async def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     with tempfile.TemporaryDirectory(prefix="kvferry-fleet-") as scratch:
         for number in range(1, options.runs + 1):
             for contender in wanted if number % 2 else wanted[::-1]:
-                home = (options.logs or Path(scratch)) / f"{number} {contender.name}"
-                home = home.with_name(home.name.replace(" ", "-").replace(":", "-"))
+                name = re.sub(r"[ :/]+", "-", f"{number} {contender.name}")
+                home = (options.logs or Path(scratch)) / name
                 home.mkdir(parents=True)
                 runs.append(await run(contender, number, shape, load, home))
                 if options.logs is not None:
@@ -106,7 +107,10 @@ async def _load(model: Path, options: argparse.Namespace) -> tuple[Load, int]:
             made = workload.build(cli.sizes(options, per_word), options.seed, per_word)
     n_words, n_tokens = made.longest
     ctx = round(1.1 * per_word * n_words) + n_tokens + _MARGIN + 2 * _TEMPLATE * options.turns
-    load = Load(made, options.clients, options.speed is not None, options.real_answers)
+    load = Load(
+        *(made, options.clients, options.speed is not None, options.real_answers),
+        model_name=options.model_name,
+    )
     return load, -(-ctx // 256) * 256
 
 
@@ -123,6 +127,8 @@ def _notes(runs: Sequence[Run], shape: Shape, load: Load) -> list[str]:
         "saves to stall: of kvferry, those in the background after the last answer included; "
         "stall: of servers, streams' stall: of the streams that ran there, summed up",
     ]
+    if any(each.contender.kind == URL for each in runs):
+        notes.append("of a URL computed is what its answers say; the server is as it was found")
     for ending in _ENDINGS:
         found = [sum(sample.ending == ending for sample in each.samples) for each in runs]
         if any(found):

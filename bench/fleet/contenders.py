@@ -16,7 +16,7 @@ from router.config import Policy, PolicyName
 from router.config_load import ConfigError, read_yaml
 from router.demo.launcher import LlamaServer
 
-KVFERRY, NGINX, SGLANG = "kvferry", "nginx", "sglang"
+KVFERRY, NGINX, SGLANG, URL = "kvferry", "nginx", "sglang", "url"
 POLICIES = "policies"
 _POLICY_NAMES = {name.name.lower(): name for name in PolicyName}
 _LOGGING = "logging: {{format: json, level: {}}}"
@@ -26,7 +26,7 @@ _RAM_CACHE = ("--cache-ram", "8192")
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One row. `more`: kvferry's policy."""
+    """One row. `more`: kvferry's policy, or where somebody else's server is."""
 
     kind: str
     more: str = ""
@@ -35,6 +35,8 @@ class Contender:
     @property
     def name(self) -> str:
         """As in the table."""
+        if self.kind == URL:
+            return self.more
         name = f"{self.kind}:{self.more}" if self.more else self.kind
         return f"{name} + RAM cache" if self.ram_cache else name
 
@@ -58,15 +60,17 @@ def named(text: str) -> list[Contender]:
 
 
 def contender(text: str) -> Contender:
-    """`kvferry`, `kvferry:POLICY`, `kvferry:KEY=VALUE,...`, both, `nginx`, `sglang`.
+    """`kvferry`, `kvferry:POLICY`, `kvferry:KEY=VALUE,...`, both, `nginx`, `sglang`, a URL.
 
     The keys are those of `policy` in kvferry's configuration; policies may have the short names
     that they have in `kvferry simulate`. Raises ArgumentTypeError.
     """
+    if text.startswith(("http://", "https://")):
+        return Contender(URL, text.rstrip("/"))
     kind, colon, more = text.partition(":")
     if kind not in (KVFERRY, NGINX, SGLANG):
         raise argparse.ArgumentTypeError(
-            f"no such contender: {text!r} (kvferry, kvferry:POLICY, policies, nginx, sglang)"
+            f"no such contender: {text!r} (kvferry, kvferry:POLICY, policies, nginx, sglang, URL)"
         )
     if colon and kind != KVFERRY:
         raise argparse.ArgumentTypeError(f"{kind} takes no policy: {text!r}")
@@ -105,7 +109,12 @@ class Shape:
 
 @asynccontextmanager
 async def running(contender: Contender, shape: Shape, home: Path) -> AsyncIterator[Fleet]:
-    """Fresh servers and the contender in front of them. `home` gets its logs and states."""
+    """Fresh servers and the contender in front of them. `home` gets its logs and states. At a URL
+    there is what there is; a server beside it tells the tokens of prompts."""
+    if contender.kind == URL:
+        async with LlamaServer(shape.model, ctx=1024, log_path=home / "tokens.log") as beside:
+            yield Fleet(contender.more, (), beside.url)
+        return
     kv_dir = home / "kv"
     async with AsyncExitStack() as stack:
         servers = [
@@ -126,7 +135,7 @@ async def running(contender: Contender, shape: Shape, home: Path) -> AsyncIterat
         proxy = await stack.enter_async_context(_proxy(contender, urls, home, shape.log_level))
         own = proxy.url if contender.kind == KVFERRY else None
         processes = [Proxy("llama", each.url, each.pid) for each in servers if each.pid is not None]
-        fleet = Fleet(proxy.url, tuple(urls), own, proxy, tuple(processes))
+        fleet = Fleet(proxy.url, tuple(urls), urls[0], own, proxy, tuple(processes))
         await settle(fleet)
         yield fleet
 

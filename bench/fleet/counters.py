@@ -37,7 +37,8 @@ class Fleet:
     """What a contender's clients and counters talk to."""
 
     url: str
-    servers: tuple[str, ...]
+    servers: tuple[str, ...]  # none: somebody else's, which nobody counts
+    tokenizer: str  # a server with their template and vocabulary
     kvferry: str | None = None  # where its metrics are
     router: Proxy | None = None
     processes: tuple[Proxy, ...] = ()  # of the servers

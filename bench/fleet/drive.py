@@ -39,6 +39,7 @@ class Sample:
     gaps_s: list[float] = field(default_factory=list)  # between reads that brought events
     text: str = ""
     prompt_tokens: int | None = None  # as the server said
+    cached_tokens: int = 0  # of these; the same
     generated_tokens: int = 0
     headers: dict[str, str] = field(default_factory=dict)  # of kvferry: what it did
 
@@ -90,6 +91,7 @@ class Driver:
     url: str
     workload: Workload
     real_answers: bool
+    model: str = "any"  # as the requests name it
     samples: list[Sample] = field(default_factory=list)
     _history: dict[int, list[Json]] = field(default_factory=dict)
     _last: dict[int, asyncio.Event] = field(default_factory=dict)  # by conversation
@@ -189,7 +191,7 @@ class Driver:
         events = Events()
         try:
             async with asyncio.timeout(ask.leaves_after_s):
-                await self._read(session, ask, ask.body(history), sample, events, start)
+                await self._read(session, ask, self._body(ask, history), sample, events, start)
         except TimeoutError:
             sample.ending = "abandoned" if ask.leaves_after_s is not None else "error"
             sample.problem = "" if ask.leaves_after_s is not None else f"no end in {TIMEOUT_S} s"
@@ -198,9 +200,14 @@ class Driver:
         sample.total_s = perf_counter() - start
         sample.text = "".join(events.text)
         sample.prompt_tokens = events.usage.get("prompt_tokens")
+        details = events.usage.get("prompt_tokens_details") or {}
+        sample.cached_tokens = details.get("cached_tokens") or 0
         # Who leaves does not hear how many there were: one for each event, about.
         sample.generated_tokens = events.usage.get("completion_tokens", len(events.text))
         return sample
+
+    def _body(self, ask: Ask, history: list[Json]) -> Json:
+        return {"model": self.model} | ask.body(history)
 
     async def _read(
         self,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.client import Client, Json
 from bench.fleet import oracle
-from bench.fleet.contenders import Contender, Shape, running
+from bench.fleet.contenders import URL, Contender, Shape, running
 from bench.fleet.counters import Counts, counts, settle
 from bench.fleet.drive import Driver, Sample
 from bench.fleet.workload import Workload
@@ -36,6 +36,7 @@ class Load:
     clients: int
     open_loop: bool = False
     real_answers: bool = False
+    model_name: str = "any"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Run:
         gaps = [gap * 1000 for sample in streams or others for gap in sample.gaps_s]
         answered = sum(sample.answered for sample in others)
         counted, prompt, limit = self.counted, self.prompt_tokens, self.prompt_tokens - self.oracle
-        reused = prompt - counted.computed
+        reused, theirs = prompt - counted.computed, self.contender.kind == URL
         moved = counted.moved_bytes
         return [
             *(self.contender.name, self.number),
@@ -84,7 +85,8 @@ class Run:
             *(percentile(ttft, percent) for percent in (50, 90, 99)),
             *(percentile(gaps, percent) for percent in (50, 99, 100)),
             *(counted.generated / self.wall_s, answered / self.wall_s, self.wall_s),
-            *(len(self.errors), counted.router_cpu_s, counted.server_cpu_s),
+            len(self.errors),
+            *((None, None) if theirs else (counted.router_cpu_s, counted.server_cpu_s)),
         ]
 
 
@@ -92,17 +94,20 @@ async def run(contender: Contender, number: int, shape: Shape, load: Load, home:
     """Fresh servers, one run, everything counted."""
     async with running(contender, shape, home) as fleet:
         before = await asyncio.to_thread(counts, fleet)
-        driver = Driver(fleet.url, load.workload, load.real_answers)
+        driver = Driver(fleet.url, load.workload, load.real_answers, load.model_name)
         wall_s = await (driver.open() if load.open_loop else driver.closed(load.clients))
         after = await settle(fleet)
         samples = sorted(driver.samples, key=lambda sample: sample.sent_s)
-        found = await asyncio.to_thread(_tokens, fleet.servers[0], samples)
+        found = await asyncio.to_thread(_tokens, fleet.tokenizer, samples)
+    counted = after.since(before)
+    if not fleet.servers:
+        counted = _told(counted, samples)
     needed = iter(oracle.computed(tokens for tokens in found if tokens is not None))
     return Run(
         contender,
         number,
         wall_s,
-        after.since(before),
+        counted,
         tuple(samples),
         tuple(None if tokens is None else next(needed) for tokens in found),
         sum(len(tokens[0]) for tokens in found if tokens is not None),
@@ -112,6 +117,13 @@ async def run(contender: Contender, number: int, shape: Shape, load: Load, home:
             if tokens is not None
         ),
     )
+
+
+def _told(counted: Counts, samples: Sequence[Sample]) -> Counts:
+    """With what the answers say of themselves, where no server can be asked."""
+    said = [(s.prompt_tokens - s.cached_tokens) for s in samples if s.prompt_tokens is not None]
+    generated = sum(sample.generated_tokens for sample in samples)
+    return replace(counted, computed=sum(said), generated=generated)
 
 
 def _tokens(server: str, samples: Sequence[Sample]) -> list[tuple[list[int], list[int]] | None]:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.fleet.contenders import Contender, contender, named
+from bench.fleet.contenders import URL, Contender, contender, named
 from bench.fleet.workload import Sizes
 
 Value = object
@@ -86,8 +86,10 @@ def parser() -> argparse.ArgumentParser:
         type=named,
         metavar="NAME",
         help="kvferry, kvferry:POLICY, kvferry:KEY=VALUE,... (keys of `policy`), both, policies "
-        f"(kvferry with each), nginx, sglang; repeat it; default: {', '.join(_ALL)}",
+        "(kvferry with each), nginx, sglang, http://HOST:PORT (any OpenAI-compatible server, as it "
+        f"is); repeat it; default: {', '.join(_ALL)}",
     )
+    who.add_argument("--model-name", default="any", help="in each request")
     who.add_argument("--reverse", action="store_true", help="the last contender first")
     who.add_argument("--runs", type=_count, default=1, help="of each; the order turns each time")
     _servers(made)
@@ -184,10 +186,11 @@ def resolve(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def contenders(options: argparse.Namespace) -> list[Contender]:
     """In the order of the first run; once for each setting of the RAM cache."""
     found = [
-        Contender(each.kind, each.more, ram_cache)
+        Contender(each.kind, each.more, ram_cache and each.kind != URL)
         for ram_cache in _PARTS[options.ram_cache]
         for each in options.contender
     ]
+    found = list(dict.fromkeys(found))
     return found[::-1] if options.reverse else found
 
 

@@ -66,7 +66,6 @@ class Ask:
             {"messages": self.messages(history)} if self.prompt is None else {"prompt": self.prompt}
         )
         return asked | {
-            "model": "any",
             "max_tokens": self.max_tokens,
             "temperature": 0,
             "ignore_eos": True,
