@@ -1,23 +1,29 @@
-"""Everything at once, by a seed: clients of all sorts, servers that die and hang, a router that is
-restarted, drained and configured, files that are damaged. What is answered must be right."""
+"""Everything at once, by a seed: clients of two tenants, servers that die and hang or are used by
+others, a router that is killed, restarted, drained and configured, files that are damaged. What is
+answered must be right, and is nobody else's."""
 
 import asyncio
+import json
 import os
 import random
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import aiohttp
 
-from router.demo.launcher import LlamaServer
+from router.demo.launcher import LlamaServer, free_port
+from router.keys import hash_text
+from router.main import Router
 from tests.e2e.consistent import assert_consistent
-from tests.e2e.measuring import CHAT, Direct, other_first_token, other_words
-from tests.e2e.prompts import Json, chat, sentences
+from tests.e2e.elsewhere import Elsewhere, Outside
+from tests.e2e.measuring import CHAT, Direct, measured, other_first_token, other_words
+from tests.e2e.prompts import Json, chat, ids, sentences
 from tests.e2e.test_files_damaged import DAMAGES
-from tests.fleet import Answer, Fleet, configuration_text, running
+from tests.fleet import Answer, configuration_text
 
 ASKED: Json = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 10}
 # Other batches, and what else is in them, move log probabilities, those after the first most;
@@ -31,12 +37,19 @@ LONGEST = 12  # messages
 _DAMAGES = [one for name, one in DAMAGES.items() if "directory" not in name]
 
 
+TENANTS = ("alice", "bob")
+KEYS = [{"name": one, "tenant": one, "hash": hash_text(f"kvf_{one}")} for one in TENANTS]
+# Of a prompt that another tenant has asked: its template's first words are everybody's.
+_COMMON = 32
+
+
 @dataclass
 class Talk:
-    """A conversation with one model; it grows."""
+    """A tenant's conversation with one model; it grows."""
 
     model: str
     messages: list[Json]
+    tenant: str
 
 
 @dataclass
@@ -45,6 +58,7 @@ class Member:
 
     server: LlamaServer
     model: str
+    slots: int
 
 
 @dataclass
@@ -54,20 +68,35 @@ class Chaos:
     chance: random.Random
     members: dict[str, Member]
     references: Mapping[str, Direct]  # by model; undisturbed
-    config: Path
+    router: Outside
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     talks: list[Talk] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
     done: list[str] = field(default_factory=list)  # what, in order
-    fleet: Fleet = field(init=False)
+    fleets: dict[str, Elsewhere] = field(default_factory=dict)  # by tenant
+    address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
+    apart: bool = True  # what one tenant has computed is not for the other
     n_right: int = 0
     n_trouble: int = 0
 
     async def begin(self) -> None:
-        """Start the router, and one conversation with each model."""
+        """Start the router, and some conversations with each model."""
+        for name in TENANTS:
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            headers = {"Authorization": f"Bearer kvf_{name}"}
+            session = aiohttp.ClientSession(connector=connector, headers=headers)
+            await self.stack.enter_async_context(session)
+            self.fleets[name] = Elsewhere(f"http://{self.address}", cast(Router, None), session)
+        self.stack.push_async_callback(self.router.end, signal.SIGKILL)
+        self._configure()
         await self._start()
         for model in self.references:
             self.talks += [self._new_talk(model) for _ in range(3)]
+
+    @property
+    def fleet(self) -> Elsewhere:
+        """For what is the same for everybody."""
+        return self.fleets[TENANTS[0]]
 
     @property
     def places(self) -> set[Path]:
@@ -94,36 +123,48 @@ class Chaos:
         for talk in self.talks:
             await self._ask_well(talk)
         await self.check()
-        await self.stack.aclose()
+        assert await self.router.end(signal.SIGTERM) == 0
 
     # -- the router ------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        yaml = self._settings()
+        await self.router.start()
+        await self.fleet.until_up()
+
+    def _configure(self) -> None:
         backends = [(name, member.server.url) for name, member in self.members.items()]
         homes = {name: self._place(name) for name in self.members}
-        self.config.write_text(configuration_text(backends, homes, yaml=yaml))
-        made = running(backends, homes, yaml=yaml, path=self.config)
-        self.fleet = await self.stack.enter_async_context(made)
+        self.router.config.write_text(configuration_text(backends, homes, yaml=self._settings()))
 
     def _settings(self) -> str:
         most = self.chance.choice([-1, 6_000, 20_000, 60_000])
         save = self.chance.choice(["20ms", "300ms", "'off'"])
         policy = self.chance.choice(POLICIES)
         on_shutdown = self.chance.choice(["true", "false"])
+        self.apart = self.chance.random() < 0.7
         return (
+            f"listen: {self.address}\n"
             f"store: {{max_tokens: {most}, save_when_idle_for: {save}, "
             f"save_on_shutdown: {on_shutdown}}}\npolicy: {{name: {policy}}}\n"
+            f"auth: {{share_cache: {'none' if self.apart else 'all'}, keys: {json.dumps(KEYS)}}}\n"
         )
 
     async def restart_router(self) -> None:
-        await self.stack.aclose()
+        assert await self.router.end(signal.SIGTERM) == 0
+        self._configure()
+        await self._start()
+
+    async def kill_router(self) -> None:
+        """Perhaps while it answers; the servers go on with what they were asked."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.chance.randint(1, 3)):
+                group.create_task(self._ask_anyhow(self._some_talk()))
+            await asyncio.sleep(self.chance.choice([0.0, 0.02, 0.1, 0.5]))
+            await self.router.end(signal.SIGKILL)
         await self._start()
 
     async def reload(self) -> None:
-        backends = [(name, member.server.url) for name, member in self.members.items()]
-        homes = {name: self._place(name) for name in self.members}
-        self.config.write_text(configuration_text(backends, homes, yaml=self._settings()))
+        self._configure()
         answer = await self.fleet.reload()
         assert answer.status == 200, answer.body
 
@@ -161,7 +202,19 @@ class Chaos:
         """Another question after the same beginning."""
         talk = self._some_talk()
         messages = [*talk.messages[:-1], self._question()]
-        await self._ask_well(Talk(talk.model, messages))
+        await self._ask_well(replace(talk, messages=messages))
+
+    async def overhear(self) -> None:
+        """What one tenant has asked, the other asks as well: it is computed anew."""
+        talk = self._new_talk(self.chance.choice(list(self.references)))
+        talk.messages[0] = {"role": "system", "content": sentences(self.chance.randrange(10**9), 9)}
+        await self._ask_well(talk)
+        (other,) = set(TENANTS) - {talk.tenant}
+        await self.fleet.until_quiet()
+        body = self._body(talk)
+        found = await measured(self.fleets[other], CHAT, body)
+        await self._compare(body, found.answer)
+        assert not self.apart or found.reused < _COMMON, found
 
     async def leave(self) -> None:
         """Before the first byte, or in the middle of the answer."""
@@ -170,7 +223,9 @@ class Chaos:
         n_chunks = self.chance.randint(0, 5)
         with suppress(TimeoutError):
             async with asyncio.timeout(self.chance.choice([0.001, 0.02, 0.1, 5.0])):
-                async with self.fleet.session.post(self.fleet.url + CHAT, json=body) as response:
+                async with self._client(talk).session.post(
+                    self.fleet.url + CHAT, json=body
+                ) as response:
                     for _ in range(n_chunks):
                         await response.content.readany()
 
@@ -206,6 +261,33 @@ class Chaos:
             await asyncio.sleep(self.chance.choice([0.1, 1.0, 5.0]))
             os.kill(pid, signal.SIGCONT)
         await self.fleet.until_up(name)
+
+    async def stranger(self) -> None:
+        """Somebody else uses a server's slot, while it is asked."""
+        member = self.chance.choice(list(self.members.values()))
+        slot = self.chance.randrange(member.slots)
+        prompt = ids(self.chance.randrange(10**6), self.chance.choice([5, 100, 600]))
+        n_predict = self.chance.choice([0, 8, 60])
+        body: Json = {"prompt": prompt, "id_slot": slot, "n_predict": n_predict}
+        what = self.chance.choice(["generate", "erase", "save", "restore"])
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._ask_well(self._some_talk(member.model)))
+            await asyncio.sleep(self.chance.choice([0.0, 0.02, 0.1]))
+            if what != "erase":
+                await self._directly(member, "/completion", body)
+            if what != "generate":
+                name = f"strangers-{member.model}"
+                self.damaged.add(name)
+                path = f"/slots/{slot}?action={what}"
+                await self._directly(member, path, {"filename": name})
+
+    async def _directly(self, member: Member, path: str, body: Json) -> None:
+        """Whatever comes of it. An action on a busy slot may never be answered
+        (docs/llama-server.md section 0.2)."""
+        url = member.server.url + path
+        with suppress(TimeoutError):
+            async with asyncio.timeout(5.0), self.fleet.session.post(url, json=body) as response:
+                await response.read()
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -247,7 +329,8 @@ class Chaos:
     def _new_talk(self, model: str) -> Talk:
         system = self.chance.randint(0, 2)
         first = sentences(self.chance.randrange(10**6), self.chance.randint(2, 12))
-        return Talk(model, chat(system, first, length=self.chance.choice([10, 25])))
+        messages = chat(system, first, length=self.chance.choice([10, 25]))
+        return Talk(model, messages, self.chance.choice(TENANTS))
 
     def _question(self) -> Json:
         said = sentences(self.chance.randrange(10**6), self.chance.randint(1, 6))
@@ -258,13 +341,16 @@ class Chaos:
         if len(talk.messages) > LONGEST:
             self.talks[self.talks.index(talk)] = self._new_talk(talk.model)
 
+    def _client(self, talk: Talk) -> Elsewhere:
+        return self.fleets[talk.tenant]
+
     def _body(self, talk: Talk) -> Json:
         return {"model": talk.model, "messages": list(talk.messages), **ASKED}
 
     async def _ask_well(self, talk: Talk) -> Answer:
         """It is answered, and rightly."""
         body = self._body(talk) | {"stream": self.chance.random() < 0.4}
-        answer = await self.fleet.post(CHAT, body)
+        answer = await self._client(talk).post(CHAT, body)
         assert answer.status == 200, answer.body
         await self._compare(body, answer)
         return answer
@@ -273,7 +359,7 @@ class Chaos:
         """It is answered rightly, or broken off, or refused."""
         body = self._body(talk)
         try:
-            answer = await self.fleet.post(CHAT, body)
+            answer = await self._client(talk).post(CHAT, body)
         except aiohttp.ClientError:
             self.n_trouble += 1
             return
@@ -302,7 +388,10 @@ WAYS: dict[Way, int] = {
     Chaos.burst: 6,
     Chaos.kill: 2,
     Chaos.hang: 2,
+    Chaos.stranger: 4,
+    Chaos.overhear: 2,
     Chaos.restart_router: 2,
+    Chaos.kill_router: 2,
     Chaos.reload: 2,
     Chaos.drain: 2,
     Chaos.purge: 1,

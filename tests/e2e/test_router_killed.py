@@ -3,7 +3,7 @@ was committed and nothing else, and everybody is answered right."""
 
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from router.main import Router
 from tests.conftest import StartServer
 from tests.e2e.consistent import assert_consistent, assert_undisturbed
 from tests.e2e.conversing import saved
+from tests.e2e.elsewhere import Elsewhere
 from tests.e2e.killed_router import HANGS, POINTS
 from tests.e2e.prompts import ids
 from tests.e2e.turns import named
@@ -38,15 +39,6 @@ class Scene:
     armed: Path
     yaml: str = QUICK
     kept: list[int] | None = None
-
-
-class Elsewhere(Fleet):
-    """A router in a process of its own."""
-
-    async def standings(self) -> Mapping[str, str]:
-        """As it tells everybody."""
-        health: Mapping[str, str] = (await self.get("/kvferry/health")).json["backends"]
-        return health
 
 
 @asynccontextmanager
