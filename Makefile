@@ -45,7 +45,7 @@ test-clients: $(CLIENTS_VENV)/.ready
 	$(CLIENTS_VENV)/bin/python -m tests.clients.table --check
 
 bench: $(VENV)/.test
-	@sed -n '/^```/,/^```/p' bench/README.md
+	@grep '^| `python -m bench' bench/README.md
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "kvferry needs Python 3.11 or newer"'

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from bench import (
 from bench.client import Stream
 from bench.report import Report, median, percentile, shown
 
+ROOT = Path(__file__).parents[1]
 Main = Callable[[Sequence[str] | None], int]
 
 
@@ -157,6 +159,20 @@ def test_overhead(tmp_path: Path) -> None:
     each = {row["case"]: float(str(row["KiB each"])) for row in ours if row["KiB each"]}
     assert list(each) == ["a snapshot of 8,000 tokens", "a slot of 8,000 tokens"]
     assert all(31 < kib < 100 for kib in each.values())
+
+
+def test_make_bench_lists_them_all() -> None:
+    make = ["make", "-s", "-o", ".venv/.test", "bench"]
+    listed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    own = [
+        path.stem
+        for path in (ROOT / "bench").glob("*.py")
+        if "return run_bench(" in path.read_text()
+    ]
+    assert len(own) > 10
+    for name in (*own, "fleet"):
+        assert f"`python -m bench.{name}" in listed, name
 
 
 def test_cpu_time_has_no_steps() -> None:
