@@ -77,6 +77,7 @@ class RelayedResponse:
         self.reason = response.reason
         self.headers = response.headers
         self._response = response
+        self._body: bytes | None = None
 
     def header(self, name: str) -> str | None:
         """The first value of a header; `name` in lower case."""
@@ -102,11 +103,13 @@ class RelayedResponse:
             raise BackendError("the backend broke off") from error
 
     async def read(self) -> bytes:
-        """The whole body. Raises BackendError."""
-        try:
-            return await self._response.read()
-        except OSError as error:
-            raise BackendError("the backend broke off") from error
+        """The whole body, again and again. Raises BackendError."""
+        if self._body is None:
+            try:
+                self._body = await self._response.read()
+            except OSError as error:
+                raise BackendError("the backend broke off") from error
+        return self._body
 
 
 async def _read(response: Response, max_bytes: int | None) -> bytes:

@@ -260,6 +260,12 @@ def prompt_from(payload: object) -> str:
     return _Answer(payload, "POST /apply-template").get("prompt", str)
 
 
+def knows_no_answer(payload: bytes) -> bool:
+    """Whether a control's answer says that nothing of that id is being written (server-context.cpp,
+    SERVER_TASK_TYPE_CONTROL)."""
+    return as_dict(_loads(payload)).get("message") == "no active completion for this id"
+
+
 def error_message_from(payload: bytes) -> str:
     """The message of an error answer, or "" (format_error_response, server-common.cpp)."""
     message = as_dict(as_dict(_loads(payload)).get("error")).get("message")

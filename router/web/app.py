@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import posixpath
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 
 import orjson
@@ -17,10 +18,12 @@ from aiohttp import HttpVersion11, web
 from router.adapters import long_bodies
 from router.adapters.forms import is_form, text_field
 from router.adapters.journal import Journal
-from router.adapters.llama_reply import merge_models
+from router.adapters.llama_client import LlamaClient, RelayedResponse
+from router.adapters.llama_reply import knows_no_answer, merge_models
 from router.adapters.llama_wire import Route as Completion
 from router.adapters.llama_wire import route_of
 from router.errors import (
+    BackendError,
     BadRequestError,
     BodyTooLargeError,
     ClientTooSlowError,
@@ -77,6 +80,7 @@ _TAKES_SLOTS = frozenset(
     }
 )
 _MODELS = frozenset({"/models", "/v1/models"})
+_CONTROL = "/v1/chat/completions/control"
 
 
 def forbidden(method: str, path: str) -> str | None:
@@ -226,9 +230,10 @@ class App:
         if path in _MODELS and request.method == "GET":
             return await self._models(request, name)
         raw = await self._read(request)
-        if not looks_at_it:
-            return await self._pass(request, name, raw, None)
-        return await self._pass(request, name, raw, await _model_asked(request, raw))
+        model = await _model_asked(request, raw) if looks_at_it else None
+        if path == _CONTROL and request.method == "POST":
+            return await self._control(request, name, raw, model)
+        return await self._pass(request, name, raw, model)
 
     async def _takes_slots(
         self, request: web.BaseRequest, route: Completion | None, name: RequestId
@@ -300,18 +305,45 @@ class App:
     ) -> web.StreamResponse:
         """Send a request on as it is, to a backend that fits. Raises RouterError."""
         client = self._directory.pick(self._directory.resolve(model))
+        async with self._sent(request, raw, client) as upstream:
+            return await self._relayed(request, name, client, upstream)
+
+    async def _control(
+        self, request: web.BaseRequest, name: RequestId, raw: bytes, model: str | None
+    ) -> web.StreamResponse:
+        """Send on what names an answer that is being written, to one backend after the other until
+        it is the one that writes it. Raises RouterError."""
+        *others, last = self._directory.all_up(self._directory.resolve(model))
+        for client in others:
+            with contextlib.suppress(BackendError):
+                async with self._sent(request, raw, client) as upstream:
+                    if not knows_no_answer(await upstream.read()):
+                        return await self._relayed(request, name, client, upstream)
+        async with self._sent(request, raw, last) as upstream:
+            return await self._relayed(request, name, last, upstream)
+
+    def _sent(
+        self, request: web.BaseRequest, raw: bytes, client: LlamaClient
+    ) -> AbstractAsyncContextManager[RelayedResponse]:
         headers = forward_headers(request, resumable=self._settings.passthrough)
-        target = forward_target(request)
-        async with client.relay(request.method, target, headers, raw or None) as upstream:
-            response, _ = await relay(
-                request,
-                upstream,
-                names(request, name) | {"x-kvferry-backend": client.id, "x-kvferry-source": "none"},
-                self._settings,
-                Capture(),
-                lambda: None,
-                self._turnstile,
-            )
+        return client.relay(request.method, forward_target(request), headers, raw or None)
+
+    async def _relayed(
+        self,
+        request: web.BaseRequest,
+        name: RequestId,
+        client: LlamaClient,
+        upstream: RelayedResponse,
+    ) -> web.StreamResponse:
+        response, _ = await relay(
+            request,
+            upstream,
+            names(request, name) | {"x-kvferry-backend": client.id, "x-kvferry-source": "none"},
+            self._settings,
+            Capture(),
+            lambda: None,
+            self._turnstile,
+        )
         return response
 
     async def _models(self, request: web.BaseRequest, name: RequestId) -> web.StreamResponse:

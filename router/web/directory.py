@@ -61,6 +61,15 @@ class Directory:
         clients = [self.monitors[info.id].client for info in able]
         return min(clients, key=lambda client: (client.relaying, client.id))
 
+    def all_up(self, model: str | None) -> list[LlamaClient]:
+        """Every backend for a model that may be at work, also if it takes nothing new. Raises
+        NoBackendError if there is none."""
+        infos = self._engine.infos.values()
+        clients = [self.monitors[info.id].client for info in infos if info.answers_to(model)]
+        if not clients:
+            raise NoBackendError("no backend for this request is up")
+        return clients
+
     def one_for_each_model(self) -> list[LlamaClient]:
         """A backend for each set of model names, in the order of the configuration."""
         chosen: dict[frozenset[str], LlamaClient] = {}

@@ -1,0 +1,64 @@
+"""`/v1/chat/completions/control` names an answer that is being written: it gets to where that is."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.e2e.prompts import Json
+from tests.fleet import Fleet, running
+from tests.pair import Pair, client, difference
+
+PATH = "/v1/chat/completions/control"
+POLICIES = ("prefer_idle_slot_with_global_restore", "passthrough")
+# It lasts for as long as a test looks at it.
+TALK: Json = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "ignore_eos": True}
+
+
+@asynccontextmanager
+async def being_written(fleet: Fleet, **fields: object) -> AsyncIterator[tuple[str, str]]:
+    """The backend and the id of an answer."""
+    path = fleet.url + "/v1/chat/completions"
+    async with fleet.session.post(path, json=TALK | fields) as response:
+        line = await response.content.readline()
+        name = json.loads(line.removeprefix(b"data: "))["id"]
+        yield response.headers["x-kvferry-backend"], name
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_it_gets_to_the_server_that_writes(llama_server: StartServer, policy: str) -> None:
+    """Two servers of one model, each of which writes an answer."""
+    servers = {name: await llama_server(slots=1, ctx=32768) for name in ("a", "b")}
+    urls = [(name, server.url) for name, server in servers.items()]
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(running(urls, None, yaml=f"policy: {policy}"))
+        session = await stack.enter_async_context(client())
+        plain = await stack.enter_async_context(being_written(fleet))
+        armed = await stack.enter_async_context(being_written(fleet, reasoning_control=True))
+        assert {plain[0], armed[0]} == {"a", "b"}
+        end = {"action": "reasoning_end"}
+        for (backend, name), success in ((plain, False), (armed, True)):
+            pair = Pair(servers[backend].url, fleet.url, session)
+            direct, routed = await pair.ask("POST", PATH, json=end | {"id": name})
+            assert difference(direct, routed) == ""
+            assert json.loads(routed.body)["success"] is success
+            assert routed.headers["x-kvferry-backend"] == backend
+            for odd in (end | {"id": "nobody's"}, end | {"id": 7}, end, {"id": name}, {}, []):
+                assert difference(*await pair.ask("POST", PATH, json=odd)) == "", odd
+
+
+async def test_a_server_that_is_gone_is_passed_over(llama_server: StartServer) -> None:
+    servers = {
+        name: await llama_server(slots=1, ctx=32768, extra_args=["-a", name]) for name in ("a", "b")
+    }
+    urls = [(name, server.url) for name, server in servers.items()]
+    async with running(urls, None, yaml="health: {interval: 1h}") as fleet:
+        first, second = fleet.router.engine.infos  # who is asked first
+        async with being_written(fleet, model=second) as (backend, name):
+            assert backend == second
+            servers[first].kill()
+            answer = await fleet.post(PATH, {"id": name, "action": "reasoning_end"})
+            assert answer.headers["x-kvferry-backend"] == second
+            assert first in fleet.router.engine.infos, "it was noticed before it was asked"
