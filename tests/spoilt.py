@@ -72,11 +72,11 @@ async def body_of(head: bytes, message: asyncio.StreamReader) -> bytes:
     return await message.readexactly(int(length[1])) if length else b""
 
 
-def half_event(then: bytes = b"") -> Spoiling:
-    """Two events of a stream and half of a third, perhaps some more bytes, and a cut."""
+def half_event(n: int = 2, then: bytes = b"") -> Spoiling:
+    """So many events of a stream and half of the next, perhaps some more bytes, and a cut."""
 
     async def spoil(answer: asyncio.StreamReader) -> AsyncIterator[bytes]:
-        for _ in range(3):
+        for _ in range(n + 1):
             yield await answer.readuntil(b"data: ")
         yield await answer.readexactly(10) + then
 

@@ -266,7 +266,8 @@ class Chaos:
         """Somebody else uses a server's slot, while it is asked."""
         member = self.chance.choice(list(self.members.values()))
         slot = self.chance.randrange(member.slots)
-        prompt = ids(self.chance.randrange(10**6), self.chance.choice([5, 100, 600]))
+        # Not five: the server answers others wrongly after them (llama-server.md section 4.2).
+        prompt = ids(self.chance.randrange(10**6), self.chance.choice([20, 100, 600]))
         n_predict = self.chance.choice([0, 8, 60])
         body: Json = {"prompt": prompt, "id_slot": slot, "n_predict": n_predict}
         what = self.chance.choice(["generate", "erase", "save", "restore"])
@@ -375,7 +376,7 @@ class Chaos:
         wrong = other_first_token(answer, expected, ROUNDING) or other_words(
             answer, expected, DRIFT
         )
-        assert wrong == "", f"{wrong} on {dict(answer.headers)}"
+        assert wrong == "", f"{wrong} on {dict(answer.headers)}, {answer.timings}"
         self.n_right += 1
 
 

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from router.adapters.llama_client import LlamaClient
 from router.demo.launcher import LlamaServer
 from router.keys import hash_text
+from router.tokens import Tokens
+from router.types import Reported
 from tests import spoilt
 from tests.conftest import StartServer
 from tests.e2e.breaking import (
@@ -39,11 +42,11 @@ LONG, CTX, SLOTS = 900, 8192, 2
 PROMPT, OTHER = ids(1, LONG), ids(2, LONG)
 REFUSED = "502 with Retry-After"
 AS_IT_IS = "the nonsense, as it came"
-YAML = """
+WATCHFUL = """
 health: {interval: 200ms, timeout: 2s}
-policy: {coalesce_above: 'off'}
 queue: {no_backend_wait: 60s}
 """
+YAML = WATCHFUL + "policy: {coalesce_above: 'off'}\n"
 KEYS = f"""
 auth:
   keys:
@@ -108,7 +111,7 @@ class Scene:
             answer = await self.fleet.complete(ids(70 + slot, 50), id_slot=slot)
             assert answer.slot == ("a", slot)
         await self.right(PROMPT, OTHER, PROMPT)
-        await self.fleet.until(saved(LONG, 2))
+        await self.fleet.until(saved(LONG - 1, 2))
         assert not any(s["is_processing"] for s in await look(self.fleet.session, self.server))
         assert self.server.kv_dir is not None
         await assert_consistent(self.fleet, [self.server.kv_dir])
@@ -146,7 +149,7 @@ def case(what: str, how: spoilt.Spoiling, sees: str, *, stream: bool, once: bool
         case("closes in the middle of an event", spoilt.half_event(), BROKEN_OFF, stream=True),
         case(
             "sends garbage in the middle of an event",
-            spoilt.half_event(spoilt.NONSENSE),
+            spoilt.half_event(then=spoilt.NONSENSE),
             BROKEN_OFF,
             stream=True,
         ),
@@ -190,10 +193,56 @@ async def test_everything_is_late(llama_server: StartServer, reference: Referenc
     async with scene(llama_server, reference) as at:
         at.meddler.spoil("HTTP/1.1", spoilt.late(0.1))
         await at.right(PROMPT, *fillers(SLOTS, LONG))
-        await at.fleet.until(saved(LONG, 1 + SLOTS))
+        await at.fleet.until(saved(LONG - 1, 1 + SLOTS))
         await at.leave_a_stream()
         (again,) = await at.right(PROMPT)
         assert again.cached == LONG - 1
+        await at.all_is_well()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(
+            how,
+            marks=[
+                pytest.mark.fault(f"a real server {what}", "a prompt that two wait for"),
+                *([] if fast else [pytest.mark.slow]),
+            ],
+        )
+        for what, how, fast in (
+            ("answers byte by byte", spoilt.dripping, False),
+            ("sends garbage once", spoilt.no_http, False),
+            ("closes behind the head, once", spoilt.head_alone, False),
+            ("closes in the middle of an event", spoilt.half_event(0), True),
+        )
+    ],
+)
+async def test_prefills(
+    llama_server: StartServer,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Seen,
+    how: spoilt.Spoiling,
+) -> None:
+    """Each of them computes it then."""
+    begun: list[int] = []
+    plain = LlamaClient.prefill
+
+    async def noting(self: LlamaClient, slot: int, tokens: Tokens) -> Reported:
+        begun.append(slot)
+        return await plain(self, slot, tokens)
+
+    monkeypatch.setattr(LlamaClient, "prefill", noting)
+    async with scene(llama_server, reference, WATCHFUL + "policy: {coalesce_above: 1ms}") as at:
+        at.meddler.spoil("POST /completion", how, once=True)
+        answers = await asyncio.gather(*(told(at.fleet, PROMPT) for _ in range(2)))
+        assert begun
+        for answer in answers:
+            assert seen(answer) == RIGHT
+            assert answer is not None
+            assert await reference.wrong(answer, PROMPT) == ""
+        record_property("client", RIGHT)
         await at.all_is_well()
 
 
@@ -247,9 +296,9 @@ async def test_restores(
     """The slot holds it; what is not known to be there is computed."""
     async with scene(llama_server, reference) as at:
         await at.right(PROMPT)
-        await at.fleet.until(saved(LONG))
+        await at.fleet.until(saved(LONG - 1))
         await at.right(*fillers(SLOTS, LONG))
-        await at.fleet.until(saved(LONG, 1 + SLOTS))
+        await at.fleet.until(saved(LONG - 1, 1 + SLOTS))
         at.meddler.spoil("action=restore", how, once=True)
         (answer,) = await at.right(PROMPT)
         assert at.meddler.met["action=restore"] == 1
