@@ -91,10 +91,7 @@ def _rates_for(info: BackendInfo) -> Rates:
     """Priors for a new backend, from its probe where there was one."""
     rates = Rates()
     if info.prefill_s_per_token:
-        # Depth was not measured, and goes in proportion, as it does once prompts were: else a fast
-        # backend would look slow beside its like for as long as it gets none of them.
-        prior, scale = rates.prefill, info.prefill_s_per_token / rates.prefill.a
-        rates.prefill = Line(prior.a * scale, prior.b * scale)
+        rates.prefill = Line(info.prefill_s_per_token, rates.prefill.b)
     if info.bytes_per_token:
         rates.bytes_per_token = Mean(info.bytes_per_token)
     return rates

@@ -11,7 +11,7 @@ from router.core.scheduler import Scheduler
 from router.core.slots import UNKNOWN, Phase, Resident
 from router.types import BackendId, MemoryKind, RequestId, SlotId, SlotStatus
 from tests.core.build import A0, A1, A2, B0, A, B, backend, run_of, scheduler, snapshot, tokens
-from tests.core.drive import NOW, arrive, astray, finish, names, plan_of, slot
+from tests.core.drive import NOW, arrive, astray, finish, names, slot
 
 STRANGER = RequestId("stranger-b/0-0")
 
@@ -75,21 +75,6 @@ def test_priors_come_from_the_probe_and_outlive_a_restart() -> None:
     s.handle(ev.BackendUp(backend("b", 2)), NOW)
     assert s.state.fleet.rates[B] is rates
     assert len(s.state.fleet.slots.of(B)) == 2
-
-
-def test_a_backend_that_nobody_used_yet_is_as_fast_as_its_like() -> None:
-    """Two of a kind. One has computed a long prompt, as fast as its probe had said: the next one
-    goes to the other, where nothing has to make room."""
-    s = scheduler(coalesce_above_s=None)
-    for name in ("b", "c"):
-        info = backend(name, 1, models=frozenset({"x"}), prefill_s_per_token=1e-4)
-        s.handle(ev.BackendUp(info), NOW)
-    used = plan_of(arrive(s, "r", run_of(8_000), model="x")).chosen.slot
-    finish(s, "r", prompt_tokens=8_000, cached_tokens=0, prompt_s=0.8)
-
-    effects = arrive(s, "r2", run_of(8_000, 2), model="x")
-    assert plan_of(effects).chosen.slot != used
-    assert names(effects) == ["Dispatch"]
 
 
 def test_a_backend_that_tells_nothing_gets_priors_all_the_same() -> None:
