@@ -12,8 +12,8 @@ NOT_COMPARED = {"date", "connection", "keep-alive", "transfer-encoding", "conten
 # What differs between two equal requests to one server: names, times, counts of cached tokens.
 VARIABLE = re.compile(
     rb'("(?:created|created_at|completed_at|id_slot|tokens_cached|cached_tokens|input_tokens'
-    rb"|cache_read_input_tokens|time_ms|(?:cache|prompt|predicted|draft)_[a-z_]+|sequence_number"
-    rb')":)[-+.\de]+'
+    rb"|cache_read_input_tokens|time_ms|(?:cache|prompt)_n"
+    rb'|(?:prompt|predicted)_(?:ms|per_token_ms|per_second))":)[-+.\de]+'
 )
 NAMES = re.compile(rb"(chatcmpl-|resp_|msg_|call_|fc_|rs_|cmpl-)\w+|(\"id\":\")\w{32}\"")
 

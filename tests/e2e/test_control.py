@@ -1,4 +1,4 @@
-"""`/v1/chat/completions/control` names an answer that is being written: it gets to where that is."""
+"""`/v1/chat/completions/control` names an answer that is being written, and gets to where it is."""
 
 import json
 from collections.abc import AsyncIterator
