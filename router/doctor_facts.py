@@ -6,10 +6,8 @@ was written is removed.
 
 import asyncio
 import os
-import socket
 import stat
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,35 +21,13 @@ from router.adapters.manifest import os_errors
 from router.adapters.monitor import Attached, attach
 from router.adapters.specials import discover_specials
 from router.adapters.tokenizer import SegmentTokenizer
+from router.adapters.trouble import Trouble, Unusable, unusable
 from router.backends import StartError, client_of, timeouts_of
 from router.config import Backend, Config, TokenizerMode
-from router.errors import (
-    BackendError,
-    BackendRefusedError,
-    BackendTimeoutError,
-    KvError,
-    KvFileError,
-)
+from router.errors import BackendError, BackendRefusedError, KvError
 from router.ports import SnapshotStore
 from router.tasks import Tasks
 from router.types import Namespace, Place, SlotStatus, StagedFile
-
-
-class Trouble(StrEnum):
-    """Why a backend cannot be used, as far as it shows from here."""
-
-    NO_KEY = "the configuration names a key that the environment does not have"
-    UNKNOWN_HOST = "its host name is not known"
-    REFUSED = "nothing listens there"
-    UNREACHABLE = "it cannot be reached"
-    TIMEOUT = "it does not answer"
-    LOADING = "it is still loading its model"
-    UNAUTHORIZED = "it wants another API key"
-    STRANGER = "it is no llama-server"
-    KVFERRY = "it is a kvferry, not a llama-server"
-    ROUTER_MODE = "it runs in router mode, without a model of its own"
-    LOST = "it failed while it was tried out"
-    DISTURBED = "somebody else used its slots while they were tried out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +65,7 @@ class Facts:
     """One backend. None and "": not known, because something before it went wrong."""
 
     backend: Backend
-    trouble: Trouble | None = None
-    detail: str = ""
+    unusable: Unusable | None = None
     folder: Folder | None = None  # of kv_dir; None: none is configured
     props: Props | None = None
     speculative: bool = False
@@ -158,19 +133,13 @@ async def gather(
     try:
         client = client_of(backend, connections, timeouts_of(config))
     except StartError as error:
-        return replace(facts, trouble=Trouble.NO_KEY, detail=str(error))
+        return replace(facts, unusable=Unusable(Trouble.NO_KEY, str(error)))
     try:
         facts = await _ask(client, facts)
-        if facts.trouble is None:
+        if facts.unusable is None:
             facts = await _try_out(client, facts, known, tenants=config.auth.keeps_apart)
-    except BackendError as error:
-        trouble = trouble_of(error)
-        if facts.props is not None and trouble is Trouble.STRANGER:
-            trouble = Trouble.LOST
-        return replace(facts, trouble=trouble, detail=str(error))
-    except KvError as error:  # a state that is not the one that was saved; kv_dir went away
-        trouble = Trouble.DISTURBED if isinstance(error, KvFileError) else Trouble.LOST
-        return replace(facts, trouble=trouble, detail=str(error))
+    except (BackendError, KvError) as error:
+        return replace(facts, unusable=unusable(error, answered=facts.props is not None))
     if facts.attached is not None and config.tokenizer.mode is not TokenizerMode.OFF:
         facts = replace(facts, words=await _words(client, facts.attached.props, config))
     return facts
@@ -192,34 +161,14 @@ def look_at(path: Path) -> Folder:
     )
 
 
-def trouble_of(error: BackendError) -> Trouble:
-    """What a failed call tells of the server."""
-    if isinstance(error, BackendRefusedError):
-        by_status = {401: Trouble.UNAUTHORIZED, 403: Trouble.UNAUTHORIZED, 503: Trouble.LOADING}
-        return by_status.get(error.backend_status, Trouble.STRANGER)
-    if isinstance(error, BackendTimeoutError):
-        return Trouble.TIMEOUT
-    cause = error.__cause__
-    if cause is None:  # an answer, but not one of a llama-server
-        return Trouble.STRANGER
-    if isinstance(cause, socket.gaierror):
-        return Trouble.UNKNOWN_HOST
-    return Trouble.REFUSED if isinstance(cause, ConnectionRefusedError) else Trouble.UNREACHABLE
-
-
 async def _ask(client: LlamaClient, facts: Facts) -> Facts:
     """What needs no slot. Raises BackendError."""
     await client.health()
-    try:
-        props = await client.props()
-        await client.models()
-    except BackendError as error:
-        if error.__cause__ is None and await _is_router(client):
-            return replace(facts, trouble=Trouble.ROUTER_MODE)
-        raise
+    props = await client.props()
+    await client.models()
     status, payload = await _raw(client, "GET", "/slots")
     if status == 403 and b"kvferry" in payload:
-        return replace(facts, trouble=Trouble.KVFERRY)
+        return replace(facts, unusable=Unusable(Trouble.KVFERRY))
     slots = _json(payload)
     # An unknown action is refused after the missing --slot-save-path and before it does anything.
     status, _ = await _raw(client, "POST", "/slots/0?action=none", b"{}")
@@ -319,13 +268,6 @@ async def _local(config: Config, specials: tuple[str, ...]) -> tuple[Encoder | N
         return await asyncio.to_thread(load_local, Path(path), specials), ""
     except LocalTokenizerError as error:
         return None, str(error)
-
-
-async def _is_router(client: LlamaClient) -> bool:
-    """llama-server.md section 5.8."""
-    _, payload = await _raw(client, "GET", "/props")
-    answer = _json(payload)
-    return isinstance(answer, dict) and answer.get("role") == "router"
 
 
 async def _lora(client: LlamaClient) -> bytes:

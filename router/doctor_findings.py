@@ -13,7 +13,7 @@ from router.adapters.kv_files import openness
 from router.adapters.monitor import Attached
 from router.adapters.probe import NO_SWA_FULL, Padding, Probe
 from router.core.reuse import can_restore
-from router.doctor_facts import Facts, Folder, Trouble
+from router.doctor_facts import Facts, Folder
 from router.types import MemoryKind
 
 
@@ -35,38 +35,11 @@ class Finding:
     do: str = ""
 
 
-_ADVICE = {
-    Trouble.NO_KEY: "set that variable, or correct `api_key_env` of this backend",
-    Trouble.UNKNOWN_HOST: "correct the host in its url, or use its address",
-    Trouble.REFUSED: (
-        "start llama-server; compare the port; for another machine it needs --host 0.0.0.0"
-    ),
-    Trouble.UNREACHABLE: "compare host and port; is there a firewall between here and there?",
-    Trouble.TIMEOUT: (
-        "a firewall that drops packets, or a server that hangs: try `curl URL/health` from here"
-    ),
-    Trouble.LOADING: "wait until it has loaded, then try again",
-    Trouble.UNAUTHORIZED: (
-        "put its --api-key into an environment variable and name that in `api_key_env`"
-    ),
-    Trouble.STRANGER: "correct the url; kvferry works with llama.cpp's llama-server only",
-    Trouble.KVFERRY: "list the llama-servers themselves",
-    Trouble.ROUTER_MODE: (
-        "start one llama-server for each model with -m MODEL -a NAME --port PORT, and list those as"
-        " backends (docs/operating.md says why)"
-    ),
-    Trouble.LOST: "read its log; then try again",
-    Trouble.DISTURBED: "try again when it is idle, and no kvferry is just starting",
-}
-
-
 def of_backend(facts: Facts) -> list[Finding]:
     """Everything there is to say about one backend."""
     found = list(_folder(facts))
-    if facts.trouble is not None:
-        detail = f" ({facts.detail})" if facts.detail else ""
-        what = f"cannot be used: {facts.trouble}{detail}"
-        return [Finding(Level.ERROR, what, _ADVICE[facts.trouble]), *found]
+    if (wrong := facts.unusable) is not None:
+        return [Finding(Level.ERROR, f"cannot be used: {wrong.reason}", wrong.do), *found]
     if facts.attached is None:
         return found
     return [

@@ -244,6 +244,10 @@ class BackendRefusedError(BackendError):
         self.backend_status = backend_status
 
 
+class RouterModeError(BackendError):
+    """A llama-server that has no model of its own and starts others."""
+
+
 class KvError(Exception):
     """KV trouble. Never reaches a client: the request becomes a cold prefill."""
 

@@ -8,11 +8,11 @@ import pytest
 from router.adapters.llama_reply import ModelsInfo, Props
 from router.adapters.monitor import Attached
 from router.adapters.probe import NO_KV, SWA_FULL, Padding, Probe
+from router.adapters.trouble import Trouble, Unusable
 from router.config import Backend, Config, from_flags, parse
-from router.doctor_facts import Facts, Folder, Saved, Trouble, Words, trouble_of
+from router.doctor_facts import Facts, Folder, Saved, Words
 from router.doctor_findings import Finding, Level, of_backend, restores
 from router.doctor_fleet import of_fleet, verdict
-from router.errors import BackendError, BackendRefusedError, BackendTimeoutError
 from router.kvfile.layout import Layout
 from router.types import BackendId, BackendInfo, MemoryKind, Namespace, Place
 
@@ -232,25 +232,14 @@ def test_state_files(layout: Layout, what: str) -> None:
 
 @pytest.mark.parametrize("trouble", Trouble)
 def test_every_trouble_has_an_advice(trouble: Trouble) -> None:
-    broken = replace(GOOD, trouble=trouble, detail="why")
+    broken = replace(GOOD, unusable=Unusable(trouble, "why"))
 
     (found,) = of_backend(broken)
 
     assert found.level is Level.ERROR
-    assert trouble in found.what
+    assert f"{trouble} (why)" in found.what
     assert found.do
     assert verdict([broken, facts()], config())[0] == 1
-
-
-def test_trouble_from_errors() -> None:
-    assert trouble_of(BackendTimeoutError("late")) is Trouble.TIMEOUT
-    assert trouble_of(BackendError("malformed")) is Trouble.STRANGER
-    for status, trouble in (
-        (401, Trouble.UNAUTHORIZED),
-        (404, Trouble.STRANGER),
-        (503, Trouble.LOADING),
-    ):
-        assert trouble_of(BackendRefusedError("no", backend_status=status)) is trouble
 
 
 def test_exit_code_follows_the_policy() -> None:

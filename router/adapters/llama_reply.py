@@ -14,7 +14,7 @@ import orjson
 from router.adapters import long_bodies
 from router.adapters.llama_wire import Route
 from router.adapters.reply_readers import READERS, Json, Reading, as_dict
-from router.errors import BackendError
+from router.errors import BackendError, RouterModeError
 from router.tokens import Tokens, pack
 from router.types import Reported, SlotStatus, Transfer
 
@@ -153,10 +153,7 @@ def props_from(payload: object) -> Props:
     """The answer to GET /props, as bytes or parsed. Raises BackendError."""
     answer = _Answer(payload, "GET /props")
     if answer.get("role", str, "") == "router":
-        raise BackendError(
-            "it runs in router mode, without a model of its own: start one llama-server for each"
-            " model with -m MODEL -a NAME --port PORT, and list those as backends"
-        )
+        raise RouterModeError("GET /props: its role is router")
     return Props(
         total_slots=answer.get("total_slots", int),
         n_ctx=answer.get("default_generation_settings/n_ctx", int),

@@ -14,6 +14,7 @@ from router.adapters.identity import digest, namespace
 from router.adapters.llama_client import LlamaClient
 from router.adapters.llama_reply import ModelsInfo, Props
 from router.adapters.probe import Probe, probe
+from router.adapters.trouble import Trouble, unusable
 from router.errors import BackendError, BackendRefusedError, KvError
 from router.ports import SnapshotStore
 from router.types import BackendId, BackendInfo, Namespace, Place, SlotStatus
@@ -90,6 +91,8 @@ class Monitor:
         self._on_down = on_down
         self._borrow = borrow
         self._on_probed = on_probed
+        self._answered = False  # in this look, as a llama-server does
+        self._told: Trouble | None = None  # in the log, since it was up
         self._looks_since_probe = 0
         self._prepare = prepare
         self._look_around = look_around
@@ -125,15 +128,14 @@ class Monitor:
             in_doubt = self._doubt.is_set()
             self._doubt.clear()
             self._begun += 1
+            self._answered = False
             try:
                 await self._look()
                 failures = 0
             except (BackendError, KvError) as error:
                 failures += 1
-                self.problem = str(error)
                 # A connection that is refused after a failed request needs no second opinion.
-                if self.attached is not None and (in_doubt or failures >= self.watch.failures):
-                    self._down(str(error))
+                self._failed(error, sure=in_doubt or failures >= self.watch.failures)
             self._over = self._begun
             self._tell()
             with contextlib.suppress(TimeoutError):
@@ -144,12 +146,14 @@ class Monitor:
         """Raises BackendError if the backend is not fit for use."""
         await self.client.health()
         props = await self.client.props()
+        self._answered = True
         if self.attached is None:
             await self._attach(props)
         elif _process(props) != _process(self.attached.props):
             # It restarted between two looks; the marker is random for each process
             # (llama-server.md section 5.2).
-            self._down("restarted")
+            log.warning("backend_down", backend=self.client.id, reason="it restarted")
+            self._lose()
             await self._attach(props)
         elif self.attached.probe.untried:
             self._looks_since_probe += 1
@@ -165,9 +169,18 @@ class Monitor:
             self._looks_around = 0
             self._look_around(self.client.id)
 
-    def _down(self, reason: str) -> None:
+    def _failed(self, error: BackendError | KvError, *, sure: bool) -> None:
+        """A look has. What is wrong is logged once, and again when it is something else."""
+        found = unusable(error, answered=self._answered)
+        self.problem = f"{found.reason}; {found.do}"
+        if self.attached is not None and sure:
+            self._lose()
+        if self.attached is None and found.trouble is not self._told:
+            self._told = found.trouble
+            log.warning("backend_down", backend=self.client.id, reason=found.reason, do=found.do)
+
+    def _lose(self) -> None:
         self.attached = None
-        log.warning("backend_down", backend=self.client.id, reason=reason)
         self._on_down(self.client.id)
         self.client.give_up()
 
@@ -175,7 +188,7 @@ class Monitor:
         attached = await self._learn(props, None)
         self.attached = attached
         self.models, self.generates = attached.info.models, attached.info.generates
-        self.problem = ""
+        self.problem, self._told = "", None
         self._looks_since_probe = 0
         _log_attached("backend_up", attached)
         self._on_up(attached)
@@ -192,9 +205,9 @@ class Monitor:
             return
         try:
             attached = await self._learn(props, borrowed)
-        except (BackendError, KvError) as error:
+        except (BackendError, KvError):
             # What was begun may go on in the slots: only a new look at all of them is safe.
-            self._down(str(error))
+            self._lose()
             raise
         self.attached = attached
         _log_attached("backend_probed", attached)

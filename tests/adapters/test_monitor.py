@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
@@ -132,6 +133,39 @@ async def test_down_and_up_again(watched: Watched, fake: FakeLlama) -> None:
     await fake.come_up()
     watched.monitor.doubt()
     await watched.until("prepare", "up", "down", "prepare", "up")
+
+
+async def test_what_is_wrong_is_logged_once(fake: FakeLlama, tmp_path: Path) -> None:
+    """From the first look on, again when it is something else, and not at each look."""
+    await fake.go_down()
+    with capture_logs() as lines:
+        async with Connections() as connections, asyncio.TaskGroup() as group:
+            watched = Watched(fake, connections, None)
+            task = group.create_task(watched.monitor.run())
+            for _ in range(2):
+                await watched.monitor.look_anew()
+            fake.faults.loading = True
+            await fake.come_up()
+            for _ in range(2):
+                await watched.monitor.look_anew()
+            problem = watched.monitor.problem
+            fake.faults.loading = False
+            await watched.monitor.look_anew()
+            await fake.go_down()
+            for _ in range(2):
+                await watched.monitor.look_anew()
+            task.cancel()
+    told = [(line["event"], line["log_level"], line.get("reason")) for line in lines]
+    refused = ("backend_down", "warning", "nothing listens there")
+
+    assert [line for line in told if line[0] in ("backend_down", "backend_up")] == [
+        refused,
+        ("backend_down", "warning", "it is still loading its model"),
+        ("backend_up", "info", None),
+        refused,
+    ]
+    assert problem == "it is still loading its model; wait until it has loaded"
+    assert all(line["do"] for line in lines if line["event"] == "backend_down")
 
 
 async def test_doubt_about_a_healthy_backend_changes_nothing(

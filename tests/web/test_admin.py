@@ -72,7 +72,10 @@ async def test_backend_that_is_down(fake: FakeLlama, tmp_path: Path) -> None:
         health = await f.get("/kvferry/health")
 
     assert (state["backends"][1]["up"], health.status) == (False, 200)
-    assert health.json["backends"]["b"] == "the backend cannot be reached"
+    assert health.json["backends"]["b"] == (
+        "nothing listens there; start llama-server; compare the"
+        " port; for another machine it needs --host 0.0.0.0"
+    )
 
 
 async def test_gauges_are_the_state_as_it_is(fleet: Fleet) -> None:
