@@ -6,47 +6,26 @@ stands in `tests/parity_corpus.py`; what differs all the same in `docs/parity.md
 """
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
-from pathlib import Path
 
 import orjson
 import pytest
 import pytest_asyncio
 
 from router.adapters.llama_wire import route_of
-from router.demo.launcher import LlamaServer
-from tests.fleet import Json, running
-from tests.models import tiny_model
-from tests.pair import Pair, Seen, client, difference
+from tests.e2e.paired import CTX, DEFAULT, POLICIES, paired
+from tests.fleet import Json
+from tests.pair import Pair, Seen, difference
 from tests.parity_corpus import BASES, BODIES, CHATTING, FORMS, NO_OBJECT, ODD, OUTPUT, SAMPLING
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-DEFAULT = "prefer_idle_slot_with_global_restore"
-POLICIES = (DEFAULT, "passthrough")
-CTX = 256  # of a slot: an answer without a limit ends there
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pairs(
     server_argv: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[dict[str, Pair]]:
-    """By policy; all before one server."""
-    kv_dir: Path = tmp_path_factory.mktemp("kv")
-    model = tiny_model("llama").path
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(
-            LlamaServer(model, slots=2, ctx=2 * CTX, kv_dir=kv_dir, argv=server_argv)
-        )
-        session = await stack.enter_async_context(client())
-        made = {}
-        for policy in POLICIES:
-            # No snapshots: of the direct requests a save in the background would know nothing.
-            router = running([("a", server.url)], None, yaml=f"policy: {policy}")
-            fleet = await stack.enter_async_context(router)
-            made[policy] = Pair(server.url, fleet.url, session)
+    async with paired(server_argv, tmp_path_factory.mktemp("kv")) as made:
         yield made
-        assert server.pid is not None, "the server did not survive"
 
 
 async def differences(
@@ -83,6 +62,18 @@ async def test_each_field(pairs: dict[str, Pair], path: str, field: str, policy:
     values = (SAMPLING | OUTPUT | CHATTING)[field]
     bodies = (BASES[path] | {field: value} for value in values)
     assert await differences(pairs, policy, path, bodies) == []
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_each_field_passed_through(pairs: dict[str, Pair], path: str, stream: bool) -> None:
+    """Whatever is known on any route, and whole bodies."""
+    fields = SAMPLING | OUTPUT | CHATTING
+    if path == "/v1/messages":
+        del fields["temperature"]  # it has no seed
+    more = [{name: value} for name, values in fields.items() for value in values]
+    bodies = [BASES[path] | {"stream": stream} | one for one in (*more, *BODIES.get(path, []))]
+    assert await differences(pairs, "passthrough", path, iter(bodies)) == []
 
 
 @pytest.mark.parametrize("policy", [DEFAULT, pytest.param("passthrough", marks=pytest.mark.slow)])
@@ -144,6 +135,34 @@ async def test_no_object(pairs: dict[str, Pair], path: str) -> None:
             continue
         assert error_of(routed) == (400, "invalid_request_error")
         assert error_of(direct) in (error_of(routed), OTHER_STATUS.get(path)), raw
+
+
+def shape(seen: Seen) -> tuple[str, list[str], list[str]]:
+    told = orjson.loads(seen.body)
+    return seen.headers["Content-Type"], sorted(told), sorted(told["error"])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", [path for path in BASES if route_of(path) is not None])
+async def test_errors_look_alike(pairs: dict[str, Pair], path: str, stream: bool) -> None:
+    """(1) What is too long is refused in the server's words and fields. (2) Where the router has
+    words of its own they are in the server's fields; those are OpenAI's, on /v1/messages too."""
+    _, own = await pairs[DEFAULT].ask("POST", path, data=b"{bad")
+    long = "x " * 2 * CTX
+    key = {"/v1/responses": "input", "/infill": "input_prefix"}.get(path, "prompt")
+    more = {"messages": [{"role": "user", "content": long}], key: long, "stream": stream}
+    for policy in POLICIES:
+        raw = orjson.dumps(BASES[path] | more)
+        direct, routed = await pairs[policy].ask("POST", path, data=raw)
+        if path == "/infill":  # which is cut to what fits
+            assert difference(direct, routed) == ""
+            continue
+        assert error_of(direct) == error_of(routed) == (400, "exceed_context_size_error")
+        assert shape(direct) == shape(routed)
+        assert orjson.loads(direct.body) == orjson.loads(routed.body)
+    for raw in (b"{bad", b"{}"):
+        direct, _ = await pairs[DEFAULT].ask("POST", path, data=raw)
+        assert shape(direct) == shape(own), raw
 
 
 async def test_nested_too_deep(pairs: dict[str, Pair]) -> None:
