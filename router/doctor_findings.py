@@ -279,19 +279,20 @@ def _idle_slots(attached: Attached) -> Iterator[Finding]:
             "its RAM cache gives one tenant's prompts to another; kvferry cannot prevent that",
             "restart it with --cache-ram 0, or set auth.share_cache: all",
         )
-    flags = f"--cache-ram 0 -np {info.n_slots} --no-kv-unified"
     if not info.keeps_idle_slots:
         yield Finding(
             Level.WARNING,
             "each request that starts empties its idle slots, so that only snapshots are reused "
             "(unified KV together with the RAM cache, both llama-server's defaults)",
-            f"restart it with {flags}",
+            "restart it with --cache-ram 0",
         )
     elif layout is not None and layout.n_stream == 1 and info.n_slots > 1:
         yield Finding(
             Level.NOTE,
             f"its slots share {info.n_ctx:,} tokens of KV: a long one can push others out",
-            f"--no-kv-unified -np {info.n_slots} gives each slot room of its own",
+            # Not unified, -c is divided among the slots (llama-server.md section 3).
+            f"--no-kv-unified -np {info.n_slots} -c {info.n_slots * info.n_ctx} gives each slot as"
+            " much of its own, where memory allows",
         )
 
 

@@ -53,11 +53,24 @@ async def test_output_fits_and_has_no_colours(
 
 
 async def test_plain_defaults(llama_server: StartServer, tmp_path: Path, said: Said) -> None:
-    server = await llama_server(plain_defaults=True)
-
-    assert await doctor(from_flags([server.url], str(tmp_path / "kv"))) == 0
-
-    assert "restart it with --cache-ram 0 -np 4 --no-kv-unified" in said()
+    """What is advised mends it, and takes no context from a slot."""
+    advised: list[tuple[str, list[str]]] = [
+        ("-> restart it with --cache-ram 0 ok", ["--cache-ram", "0"]),
+        (
+            "-> --no-kv-unified -np 4 -c 32768 gives",
+            ["--cache-ram", "0", "--no-kv-unified", "-np", "4", "-c", "32768"],
+        ),
+    ]
+    args: list[str] = []
+    for advice, then in [*advised, ("", [])]:
+        server = await llama_server(plain_defaults=True, ctx=8192, extra_args=args)
+        assert await doctor(from_flags([server.url], str(tmp_path / "kv"))) == 0
+        text, args = said(), then
+        assert "4 slots of 8,192 tokens" in text
+        assert advice in text
+        assert ("warning" in text) == (advice == advised[0][0])
+        await server.stop()
+    assert "->" not in text
 
 
 async def test_without_slot_save_path(server_argv: list[str], tmp_path: Path, said: Said) -> None:

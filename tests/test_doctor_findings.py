@@ -171,7 +171,7 @@ def test_a_model_for_embeddings_has_nothing_to_save() -> None:
         ({"restored_extension": 0, "problem": "it gives no cached tokens"}, "0/100", "log"),
         ({"problem": SWA_FULL, "memory_kind": MemoryKind.UNKNOWN}, "wrong answers", "--swa-full"),
         ({"problem": "odd", "memory_kind": MemoryKind.UNKNOWN}, "odd (restored: ", "newer"),
-        ({"keeps_idle_slots": False}, "idle slots", "--cache-ram 0 -np 2 --no-kv-unified"),
+        ({"keeps_idle_slots": False}, "idle slots", "restart it with --cache-ram 0"),
         ({"ram_cache": True}, "one tenant's prompts to another", "--cache-ram 0"),
         ({"endpoint_slots": False}, "what its slots do", "without --no-slots"),
         ({"is_sleeping": True}, "asleep", "without --sleep-idle-seconds"),
