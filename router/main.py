@@ -287,33 +287,37 @@ async def _exporting(endpoint: str, stack: AsyncExitStack) -> Tracing:
 
 @asynccontextmanager
 async def listening(router: Router) -> AsyncIterator[str]:
-    """Serve on the configured addresses; yields the clients' URL. Raises OSError if one is
-    taken."""
+    """Serve on the configured addresses; yields the clients' URL. Raises StartError if one cannot
+    be had."""
     config = router.config
     own = config.admin.listen
     async with AsyncExitStack() as stack:
         if own is not None:
-            address = _address(router, own, Side.OPERATORS)
+            address = _address(router, own, Side.OPERATORS, "admin: listen")
             router.admin_url = await stack.enter_async_context(address)
         side = Side.ALL if own is None else Side.CLIENTS
-        url = await stack.enter_async_context(_address(router, config.listen, side))
+        address = _address(router, config.listen, side, "listen (--listen)")
+        url = await stack.enter_async_context(address)
         # Last in, first out: an open page must not hold up the end.
         stack.callback(router.live.stop)
         yield url
 
 
 @asynccontextmanager
-async def _address(router: Router, address: Address, side: Side) -> AsyncIterator[str]:
+async def _address(router: Router, address: Address, side: Side, key: str) -> AsyncIterator[str]:
     listener = router.app.listener(side)
     handshake_s = router.config.limits.header_timeout_s
-    server = await asyncio.get_running_loop().create_server(
-        listener,
-        address.host,
-        address.port,
-        backlog=1024,
-        ssl=router.tls,
-        ssl_handshake_timeout=None if router.tls is None else handshake_s,
-    )
+    try:
+        server = await asyncio.get_running_loop().create_server(
+            listener,
+            address.host,
+            address.port,
+            backlog=1024,
+            ssl=router.tls,
+            ssl_handshake_timeout=None if router.tls is None else handshake_s,
+        )
+    except OSError as error:
+        raise StartError(f"{key}: {error.strerror or error}; choose another HOST:PORT") from error
     try:
         host, port = server.sockets[0].getsockname()[:2]
         scheme = "http" if router.tls is None else "https"

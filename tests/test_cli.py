@@ -265,6 +265,7 @@ async def test_port_taken() -> None:
         async with serving("--backend", NOBODY, "--listen", f"127.0.0.1:{port}") as process:
             assert await process.end() == 1
             assert str(port) in process.log[-1]
+            assert "kvferry: listen (--listen): " in process.log[-1]
             assert "in use" in process.log[-1]
             assert "Traceback" not in process.log[-1]
 

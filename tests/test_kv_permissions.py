@@ -89,6 +89,14 @@ async def test_a_directory_that_kvferry_makes(
     assert mode_of(tmp_path / "new") == mode
 
 
+async def test_a_path_that_leads_nowhere(tmp_path: Path) -> None:
+    made = store(tmp_path / "mistyped" / "kv", group_access=False)
+
+    with pytest.raises(KvError, match=r"there is no .*/mistyped; correct kv_dir \(--kv-dir\)"):
+        await made.load()
+    assert list_of(tmp_path) == []
+
+
 @pytest.fixture
 async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
     """Writes as a llama-server does whose user reads and writes for all."""

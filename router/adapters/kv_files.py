@@ -212,9 +212,16 @@ def openness(mode: int, *, group_access: bool) -> tuple[str, str] | None:
 def prepare_directory(directory: Path, *, group_access: bool = False) -> None:
     """Create it, for the owner only, if missing; prove that files can be made in it.
 
-    Raises KvError if others can look into it: state files are transcripts.
+    Raises KvError if others can look into it: state files are transcripts; and if there is nothing
+    to create it in: the path is a mistake then, or a file system is not mounted.
     """
-    directory.mkdir(mode=0o770 if group_access else 0o700, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o770 if group_access else 0o700, exist_ok=True)
+    except FileNotFoundError as error:
+        raise KvError(
+            f"{directory} cannot be used for state files: there is no {directory.parent}; correct"
+            " kv_dir (--kv-dir), or mount or make that first"
+        ) from error
     mode = stat.S_IMODE(directory.stat().st_mode)
     if found := openness(mode, group_access=group_access):
         whom, right = found
