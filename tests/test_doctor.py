@@ -62,6 +62,7 @@ async def test_plain_defaults(llama_server: StartServer, tmp_path: Path, said: S
         ),
     ]
     args: list[str] = []
+    text = ""
     for advice, then in [*advised, ("", [])]:
         server = await llama_server(plain_defaults=True, ctx=8192, extra_args=args)
         assert await doctor(from_flags([server.url], str(tmp_path / "kv"))) == 0

@@ -15,7 +15,7 @@ from router.core.plan import Plan, Sight
 from router.core.reuse import can_restore, goes_back, reusable_tokens
 from router.core.tenancy import namespace_of
 from router.tokens import EMPTY, WIDTH, Tokens, count
-from router.types import BackendInfo, Miss, Nearest, Request, SlotId, SnapshotId
+from router.types import BackendInfo, MemoryKind, Miss, Nearest, Request, SlotId, SnapshotId
 
 _AROUND = 10  # tokens on either side of the place where two sequences part
 
@@ -122,7 +122,10 @@ def _in_slots(
             # The source of a copy computes nothing: it is what it holds that is shared.
             tokens = slot.pending or slot.resident.tokens
             most.see(common, tokens, slot=name)
-            reused = reusable_tokens(info.memory_kind, n_prompt, common, count(tokens))
+            # Of a kind that nobody knows it is no fault: nobody was there to try.
+            known = info.memory_kind is not MemoryKind.UNKNOWN
+            kind = info.memory_kind if known else MemoryKind.FULL
+            reused = reusable_tokens(kind, n_prompt, common, count(tokens))
             waiting = max(waiting, reused)
     return usable, waiting
 

@@ -136,6 +136,14 @@ def test_a_busy_slot_that_is_not_waited_for() -> None:
     assert why(made, request(ids=PROMPT)) == {Miss.BUSY: 200, Miss.NEW: 100}
 
 
+def test_a_busy_slot_of_a_kind_that_is_not_known() -> None:
+    """Without kv_dir; it may well be one that goes back."""
+    made = fleet(backend("a", 2, memory_kind=MemoryKind.UNKNOWN))
+    busy(made, A0, pending=AWAY)
+
+    assert why(made, request(ids=PROMPT)) == {Miss.BUSY: 200, Miss.DIVERGED: 100}
+
+
 def test_a_state_that_cannot_go_back() -> None:
     made = fleet(backend("a", 1, memory_kind=MemoryKind.HYBRID), holding={A0: AWAY})
 
