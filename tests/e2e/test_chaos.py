@@ -70,6 +70,9 @@ async def test_chaos(
                     note()
             await chaos.end()
             note()
+        except AssertionError:
+            note()  # of a bug rather than of what came of it
+            raise
         finally:
             await chaos.stack.aclose()
             with capsys.disabled():
