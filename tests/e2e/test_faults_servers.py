@@ -273,9 +273,12 @@ async def test_hung_for_good(
     [
         pytest.param(
             moment,
-            marks=pytest.mark.fault(
-                "server hung (SIGSTOP) past `action_timeout`, then goes on", WHEN[moment]
-            ),
+            marks=[
+                pytest.mark.fault(
+                    "server hung (SIGSTOP) past `action_timeout`, then goes on", WHEN[moment]
+                ),
+                *([pytest.mark.slow] if moment == "write" else []),
+            ],
         )
         for moment in ("save", "write")
     ],
