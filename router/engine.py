@@ -37,6 +37,7 @@ from router.types import (
     BackendId,
     BackendInfo,
     Lease,
+    Left,
     Namespace,
     Outcome,
     Reported,
@@ -146,23 +147,14 @@ class Engine:
         """
 
         def end(index: int | None = None) -> None:
-            self._finish(request, outcome, reported, timing, index)
+            self._timings[request] = timing
+            begun = timing.ttft_s is not None
+            self._feed(ev.Finished(request, outcome, reported, index, begun))
+            self._timings.pop(request, None)
             then()
 
         if outcome is not Outcome.OK or not self._placing.keeps(request, end):
             end()
-
-    def _finish(
-        self,
-        request: RequestId,
-        outcome: Outcome,
-        reported: Reported,
-        timing: Timing,
-        index: int | None,
-    ) -> None:
-        self._timings[request] = timing
-        self._feed(ev.Finished(request, outcome, reported, index))
-        self._timings.pop(request, None)
 
     def answer_read(self, lease: Lease, prompt: Tokens, answer: Tokens) -> None:
         """The ids of an answer that `lease` produced."""
@@ -381,8 +373,8 @@ class Engine:
             self._feed(ev.PrefillFailed(effect.request, str(error)))
         except asyncio.CancelledError:
             # The client left: the connection is closed, and the slot free once the server knows.
-            await self._wait_quiet(effect.request, effect.slot)
-            self._feed(ev.PrefillFailed(effect.request, "the client left"))
+            n_tokens = await self._wait_quiet(effect.request, effect.slot, Left.SENT)
+            self._feed(ev.PrefillFailed(effect.request, "the client left", n_tokens))
         else:
             self._feed(ev.Prefilled(effect.request, reported))
         finally:
@@ -396,18 +388,16 @@ class Engine:
             self._prefills.pop(request, None)
 
     async def _watch(self, effect: ef.Watch) -> None:
-        n_tokens = await self._wait_quiet(effect.request, effect.slot, settled=effect.settled)
+        n_tokens = await self._wait_quiet(effect.request, effect.slot, effect.left)
         if effect.wipe:
             slot, jobs = effect.slot, self._scheduler.state.jobs
             await wipe(self._backends[slot.backend], slot.index, lambda: effect.request in jobs)
             n_tokens = None
         self._turnstile.call(partial(self._feed, ev.Quiet(effect.request, n_tokens)))
 
-    async def _wait_quiet(
-        self, request: RequestId, slot: SlotId, *, settled: bool = False
-    ) -> int | None:
+    async def _wait_quiet(self, request: RequestId, slot: SlotId, left: Left) -> int | None:
         jobs, looks = self._scheduler.state.jobs, self._lookout.at(slot.backend)
-        return await wait_quiet(looks, slot.index, lambda: request in jobs, settled=settled)
+        return await wait_quiet(looks, slot.index, lambda: request in jobs, left)
 
     async def _look_around(self, backend: BackendId) -> None:
         idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}

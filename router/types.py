@@ -53,6 +53,19 @@ class Source(StrEnum):
     NONE = "none"  # the router has no say: passed through, or the tokens are unknown
 
 
+class Left(StrEnum):
+    """How far a request was when the slot was left with it: what it takes to know that it is over.
+
+    A stream is ended at the next piece that cannot be written; of anything else a server notices
+    after a second without results, looks at `/slots` among them (llama-server.md section 5.6).
+    """
+
+    UNSEEN = "unseen"  # nobody knows of one; it may be somebody else's
+    SENT = "sent"  # it may still be in the server's queue
+    BEGUN = "begun"  # as a stream, of which there was a piece
+    ANSWERED = "answered"  # to the end
+
+
 class Outcome(StrEnum):
     """How a request that reached a backend ended."""
 

@@ -14,13 +14,15 @@ import structlog
 
 from router.errors import BackendError, BackendRefusedError
 from router.ports import Backend
-from router.types import BackendId, SlotId, SlotStatus
+from router.types import BackendId, Left, SlotId, SlotStatus
 
 log = structlog.get_logger(__name__)
 
 # After a client left. The first two see a server that was about to finish anyway; the rest stay
 # under one a second, or the server would not notice that nobody reads a plain answer.
 _QUIET_DELAYS_S = (0.02, 0.1, 1.2)
+# After a stream was left, which the server ends by itself whether anybody looks or not.
+_STREAM_DELAYS_S = (0.02, 0.03, 0.05, 0.1, 0.2, 1.2)
 # Without /slots: by then a server has noticed that a client left (about 1 s, section 5.6).
 _BLIND_S = 3.0
 # Where a request went that the server placed. Others may wait for the answer; while nobody does, so
@@ -38,6 +40,7 @@ class Looks:
 
     def __init__(self, backend: Backend) -> None:
         self.watchers = 0  # who wait for a slot to be idle
+        self.disturbed = 0  # of these, for requests that a server forgets only if it has its peace
         self.backend = backend
         self._lock = asyncio.Lock()
         self._at = -inf  # loop time
@@ -86,29 +89,34 @@ async def find_busy(looks: Looks, idle: Mapping[SlotId, int]) -> dict[SlotId, in
 
 
 async def wait_quiet(
-    looks: Looks, slot: int, concerned: Callable[[], bool], *, settled: bool = False
+    looks: Looks, slot: int, concerned: Callable[[], bool], left: Left = Left.UNSEEN
 ) -> int | None:
     """Returns when a slot is idle, with the tokens it holds; None if that cannot be known, or
     concerns nobody any more.
 
-    Unless it is settled, two looks have to agree: at the first, the request may still be in the
-    server's queue.
+    Unless its answer has begun, a request may still be in the server's queue at the first look: two
+    have to agree, or the first saw it at work. Of what is not known to be ours, always two.
     """
+    disturbed = left in (Left.SENT, Left.UNSEEN)
     looks.watchers += 1
+    looks.disturbed += disturbed
     try:
-        return await _wait_quiet(looks, slot, concerned, settled)
+        return await _wait_quiet(looks, slot, concerned, left)
     finally:
         looks.watchers -= 1
+        looks.disturbed -= disturbed
 
 
 async def _wait_quiet(
-    looks: Looks, slot: int, concerned: Callable[[], bool], settled: bool
+    looks: Looks, slot: int, concerned: Callable[[], bool], left: Left
 ) -> int | None:
-    idle_seen, n = (1 if settled else 0), 0
+    delays = _STREAM_DELAYS_S if left is Left.BEGUN else _QUIET_DELAYS_S
+    idle_seen, n = int(left in (Left.BEGUN, Left.ANSWERED)), 0
     while concerned():
         # Quick ones of many who leave one after the other would never let the server come to rest.
-        step = min(n, len(_QUIET_DELAYS_S) - 1) if looks.watchers == 1 else -1
-        delay_s = 0.0 if settled and not n else _QUIET_DELAYS_S[step]
+        alone = looks.watchers == 1 or not looks.disturbed
+        step = min(n, len(delays) - 1) if alone else -1
+        delay_s = 0.0 if left is Left.ANSWERED and not n else delays[step]
         n += 1
         try:
             statuses = await looks.after(delay_s)
@@ -120,7 +128,7 @@ async def _wait_quiet(
         status = next((s for s in statuses if s.index == slot), None)
         if status is None:
             return None
-        idle_seen = 0 if status.is_processing else idle_seen + 1
+        idle_seen = int(left is not Left.UNSEEN) if status.is_processing else idle_seen + 1
         if idle_seen == 2:
             return status.n_tokens or 0
     return None

@@ -7,7 +7,7 @@ import pytest
 
 from router.errors import BackendError, BackendRefusedError
 from router.tokens import Tokens
-from router.types import BackendId, Reported, SlotId, SlotStatus, Transfer
+from router.types import BackendId, Left, Reported, SlotId, SlotStatus, Transfer
 from router.watching import (
     Lookout,
     Looks,
@@ -88,8 +88,41 @@ async def test_idle_is_believed_when_seen_twice() -> None:
 
 async def test_after_a_complete_answer_one_look_is_enough() -> None:
     backend = Scripted([set()])
-    assert await wait_quiet(Looks(backend), 0, yes, settled=True) == 7
+    assert await wait_quiet(Looks(backend), 0, yes, Left.ANSWERED) == 7
     assert backend.looked == 1
+
+
+async def test_a_request_that_was_seen_at_work_is_over_when_it_is_not() -> None:
+    backend = Scripted([{0}, set()])
+    assert await wait_quiet(Looks(backend), 0, yes, Left.SENT) == 7
+    assert backend.looked == 2
+
+
+async def test_a_stream_that_has_begun_is_over_when_its_slot_is_idle() -> None:
+    backend = Scripted([set()])
+    assert await wait_quiet(Looks(backend), 0, yes, Left.BEGUN) == 7
+    assert backend.looked == 1
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds"), [(Left.BEGUN, 0.01), (Left.SENT, 5.0), (Left.UNSEEN, 5.0)]
+)
+async def test_looks_are_quick_unless_a_server_needs_its_peace(
+    left: Left, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two are waited for. What their server has to notice by itself, quick looks would hide."""
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("router.watching.asyncio.sleep", sleep)
+    monkeypatch.setattr("router.watching._QUIET_DELAYS_S", (0.01, 5.0))
+    monkeypatch.setattr("router.watching._STREAM_DELAYS_S", (0.01, 5.0))
+    looks = Looks(Scripted([set()]))
+    looks.watchers, looks.disturbed = 1, int(left is not Left.BEGUN)
+    await wait_quiet(looks, 0, yes, left)
+    assert slept[0] == seconds
 
 
 async def test_a_backend_that_does_not_answer_is_not_idle() -> None:

@@ -9,6 +9,7 @@ from router.tokens import Tokens
 from router.types import (
     BackendId,
     Lease,
+    Left,
     Namespace,
     Outcome,
     Reported,
@@ -103,13 +104,13 @@ class Reject:
 class Watch:
     """Find out when a slot is idle and how much it holds. Answered by Quiet.
 
-    `settled`: the backend has answered to the end, so the first look decides. `wipe`: what it
-    holds is of no use to anybody, and must not be taken for what it looks like: empty it then.
+    `wipe`: what it holds is of no use to anybody, and must not be taken for what it looks like:
+    empty it then.
     """
 
     request: RequestId
     slot: SlotId
-    settled: bool = False
+    left: Left = Left.UNSEEN
     wipe: bool = False
 
 

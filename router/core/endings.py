@@ -1,6 +1,7 @@
 """How jobs end: well, badly, or with the backend under them. Every lease goes back here."""
 
 from collections import deque
+from math import inf
 
 from router.core import events as ev
 from router.core.account import avoided_s
@@ -10,7 +11,11 @@ from router.core.residency import after_answer, after_either, after_finish, afte
 from router.core.slots import NOTHING, UNKNOWN, Resident, Slot
 from router.core.state import State
 from router.errors import BackendError
-from router.types import NOBODY, BackendId, Outcome, Request, RequestId
+from router.types import NOBODY, BackendId, Left, Outcome, Request, RequestId
+
+# Until a slot that was left is known to be idle, in seconds: what who comes back at once is told
+# that waiting for it costs.
+_LET_GO_S = {Left.ANSWERED: 0.01, Left.BEGUN: 0.1, Left.SENT: 1.5}
 
 
 def lose_backend(state: State, backend: BackendId, now: float) -> None:
@@ -135,7 +140,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     elif event.outcome is Outcome.OK and not job.request.adapted:
         end(state, job, now, _left_by(state, job, event))
     else:
-        _abandon(state, job, now, event.outcome)
+        _abandon(state, job, now, event)
 
 
 def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
@@ -164,7 +169,7 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
     return after_either(job.sent_over if lasts else UNKNOWN, job.request.prompt)
 
 
-def _abandon(state: State, job: Job, now: float, outcome: Outcome) -> None:
+def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     """Hold the slot until the backend has let go of it, and every slot that it may be using.
 
     After a complete answer the first look decides. After a refusal most slots hold what they held,
@@ -183,23 +188,28 @@ def _abandon(state: State, job: Job, now: float, outcome: Outcome) -> None:
     if not state.fleet.generates(job.slot.backend):
         end(state, job, now, NOTHING)
         return
-    wipe, refused = job.request.adapted, outcome is Outcome.REFUSED
-    settled = refused or outcome is Outcome.OK
+    wipe, refused = job.request.adapted, event.outcome is Outcome.REFUSED
+    unseen = job.request.whole_backend or not (job.request.pinnable or job.placed)
+    answered = refused or event.outcome is Outcome.OK
+    left = Left.ANSWERED if answered else Left.BEGUN if event.begun and not unseen else Left.SENT
     job.stage = Stage.DRAINING
-    state.fleet.slots[job.slot].drain(job.lease)
-    state.out.append(Watch(job.id, job.slot, settled, wipe))
+    own = state.fleet.slots[job.slot]
+    own.drain(job.lease)
+    own.busy_until = inf if wipe else now + _LET_GO_S[left]
+    state.out.append(Watch(job.id, job.slot, left, wipe))
     for lease in job.others:
         slot = state.fleet.slots[lease.slot]
         slot.release(lease, slot.resident if refused else UNKNOWN, now)
     job.others.clear()
-    if job.request.whole_backend or not (job.request.pinnable or job.placed):
+    if unseen:
         job.doubted = True
         _doubt_drained(state, job, job.request)
         for slot in state.fleet.slots.of(job.slot.backend):
             if slot.is_idle:
                 if not refused:
                     _mix(slot, job.request)
-                watch(state, slot, settled=settled, wipe=wipe, untouched=refused)
+                other = Left.ANSWERED if answered else Left.UNSEEN
+                watch(state, slot, left=other, wipe=wipe, untouched=refused)
 
 
 def _mix(slot: Slot, request: Request) -> None:
@@ -226,7 +236,7 @@ def watch(
     state: State,
     slot: Slot,
     *,
-    settled: bool = False,
+    left: Left = Left.UNSEEN,
     wipe: bool = False,
     untouched: bool = False,
 ) -> None:
@@ -237,7 +247,7 @@ def watch(
     job = Job(id=name, lease=lease, stage=Stage.DRAINING, untouched=untouched)
     slot.drain(job.lease)
     state.jobs[name] = job
-    state.out.append(Watch(name, slot.id, settled=settled, wipe=wipe))
+    state.out.append(Watch(name, slot.id, left, wipe))
 
 
 def found_busy(state: State, event: ev.FoundBusy) -> None:

@@ -217,10 +217,11 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
-    """It is not known what the slot holds."""
+    """What the slot holds is not known, or a beginning of the prompt: so many tokens are in it."""
 
     request: RequestId
     reason: str
+    n_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +236,13 @@ class Launched:
 class Finished:
     """The response is over, one way or the other. `index`: the slot that the backend chose, of a
     request that was over before it was seen at work; told by itself, it would let somebody in
-    who takes the slot for busy."""
+    who takes the slot for busy. `begun`: there was a part of the answer."""
 
     request: RequestId
     outcome: Outcome
     reported: Reported
     index: int | None = None
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)

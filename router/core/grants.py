@@ -68,7 +68,9 @@ def cancelled(state: State, request: RequestId) -> None:
         # Others wait for this very prefill: it goes on, for them.
         job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
     else:
-        state.fleet.slots[job.slot].sharing = False  # nothing will come of it
+        slot = state.fleet.slots[job.slot]
+        slot.sharing = False  # nothing will come of it
+        slot.leaving = isinstance(job.doing, PrefillStep)  # what there is of it stays
         state.out.append(StopWork(request))
 
 

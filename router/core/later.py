@@ -4,11 +4,17 @@ from collections.abc import Iterator
 
 from router.core.ask import Ask, Cheapest
 from router.core.displacement import can_save
+from router.core.fleet import Fleet
 from router.core.plan import Candidate, Price
 from router.core.reuse import reusable_tokens
 from router.core.slots import Phase, Slot
 from router.tokens import common_prefix, count
 from router.types import Source
+
+# If a slot that was left is not idle so long after it should have been, its server has not noticed.
+_OVERDUE_S = 2.0
+_SOON = (Phase.PREPARING, Phase.DRAINING)
+_MAY_WAIT = (*_SOON, Phase.RUNNING)
 
 
 def starting_later(ask: Ask, n: int) -> list[Candidate]:
@@ -17,6 +23,7 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
     1. What it holds is being written to a file, perhaps because the slot is somebody else's now.
     2. Its prefill is under way on its own, and will be saved for all who wait.
     3. It runs somebody's request: only where the policy allows to wait for the owner.
+    4. Its client left, perhaps to come back at once with the same and more: it is idle soon.
 
     The `n` cheapest of the first two and of the third are among them.
     """
@@ -32,7 +39,8 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
             and (way := _once_saved(ask, slot, at_least))
         ):
             saved.add(way)
-        if not (slot.sharing or may_wait):
+        left = slot.is_left and ask.now < slot.busy_until + _OVERDUE_S
+        if not (slot.sharing or left or may_wait):
             continue
         common = shared.get(slot.id, 0)
         if common < at_least:
@@ -48,24 +56,39 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
             ask.computing = max(ask.computing, reused)
             if not saved.beat(wait_s + rest_s):
                 saved.add(_from_file(ask, slot, held, reused, wait_s))
-        elif may_wait and wait_s <= fleet.policy.max_wait_s and _is_to_be_had(ask, slot):
+        elif (
+            (left or (may_wait and not slot.is_left))
+            and wait_s <= fleet.policy.max_wait_s
+            and _is_to_be_had(ask, slot)
+        ):
             price = Price(wait_s=wait_s, prefill_s=rest_s)
             owners.add(Candidate(slot.id, Source.RESIDENT, reused, price, wait_for=slot.id))
     return saved.ways + owners.ways
 
 
+def hope_ends(fleet: Fleet, now: float) -> float | None:
+    """When the next slot that was left is not waited for any more, in clock seconds."""
+    ends = (
+        slot.busy_until + _OVERDUE_S
+        for backend, bench in fleet.slots.benches()
+        if bench.phases[Phase.DRAINING] or bench.phases[Phase.PREPARING]
+        for slot in fleet.slots.of(backend)
+        if slot.is_left
+    )
+    return min((end for end in ends if end > now), default=None)
+
+
 def _busy(ask: Ask) -> Iterator[Slot]:
     """Slots that could be waited for; on a backend that is to be let go of, for their files."""
-    fleet, may_wait = ask.fleet, ask.fleet.policy.may_wait
-    preparing, running = Phase.PREPARING, Phase.RUNNING
+    fleet = ask.fleet
+    wanted = _MAY_WAIT if fleet.policy.may_wait else _SOON
     for backend, bench in fleet.slots.benches():
         phases = bench.phases
-        if not (phases[preparing] or (may_wait and phases[running])):
+        if not any(phases[phase] for phase in wanted):
             continue
         if fleet.fits(backend, ask.request):
             for slot in fleet.slots.of(backend):
-                phase = slot.phase
-                if phase is preparing or (may_wait and phase is running):
+                if slot.phase in wanted:
                     yield slot
 
 

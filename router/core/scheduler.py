@@ -7,7 +7,7 @@ of fact is dealt with in `grants`, `steps`, `endings`, `drains` or `background`.
 
 from typing import assert_never
 
-from router.core import attach, background, drains, endings, grants, rests, steps
+from router.core import attach, background, drains, endings, grants, later, rests, steps
 from router.core import events as ev
 from router.core.effects import Effect
 from router.core.state import State
@@ -50,6 +50,7 @@ class Scheduler:
             times += [
                 state.queue.next_deadline(),
                 grants.patience_ends(state, now),
+                later.hope_ends(state.fleet, now),
                 grants.next_giving_up(state),
             ]
         known = [time for time in times if time is not None]

@@ -112,6 +112,7 @@ class Slot:
     tenant: Tenant = NOBODY  # whose tokens it holds: `resident` and `saving`
     taker: Tenant = NOBODY  # whose request holds it: `pending` is theirs
     sharing: bool = False  # PREPARING, and others may have `pending` when that is done
+    leaving: bool = False  # PREPARING, and the client of the prefill that it is in is gone
     saved: bool = False  # the background has had its chance with this content
     # It may hold what a client asked not to cache, which is never saved. A restart of the server
     # does not show, so a slot that was lost may hold it still.
@@ -127,6 +128,11 @@ class Slot:
     @property
     def is_idle(self) -> bool:
         return self.phase is Phase.IDLE
+
+    @property
+    def is_left(self) -> bool:
+        """Its client is gone, and the backend lets go of it."""
+        return self.phase is Phase.DRAINING or self.leaving
 
     @property
     def is_unsaved(self) -> bool:
@@ -174,7 +180,7 @@ class Slot:
         self._check(lease)
         self._move(Move.RELEASE)
         self.holder = None
-        self.pending, self.saving, self.sharing = EMPTY, EMPTY, False
+        self.pending, self.saving, self.sharing, self.leaving = EMPTY, EMPTY, False, False
         self.resident = resident
         self.last_used = now
         self.saved = False
@@ -184,7 +190,7 @@ class Slot:
         self._move(Move.LOSE)
         self.generation += 1
         self.holder = None
-        self.pending, self.saving, self.sharing = EMPTY, EMPTY, False
+        self.pending, self.saving, self.sharing, self.leaving = EMPTY, EMPTY, False, False
         self.resident, self.tenant = NOTHING, NOBODY
 
     def _check(self, lease: Lease) -> None:

@@ -35,7 +35,7 @@ from router.core.jobs import (
     Step,
 )
 from router.core.plan import Plan
-from router.core.residency import after_prefill
+from router.core.residency import after_prefill, after_quiet
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
 from router.core.tenancy import model_of, namespace_of, tempts
@@ -363,7 +363,8 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     slot = state.fleet.slots[job.slot]
     state.others_cleared(job.slot.backend)
     if isinstance(event, ev.PrefillFailed):
-        slot.resident = UNKNOWN
+        assert job.request is not None
+        slot.resident = after_quiet(slot.resident, job.request.prompt, event.n_tokens)
         # There is nothing to save; and for those who wait, nothing came of it.
         job.steps = deque(step for step in job.steps if isinstance(step, DispatchStep))
         if job.cancelled:

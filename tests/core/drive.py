@@ -30,10 +30,12 @@ def finish(
     outcome: Outcome = Outcome.OK,
     *,
     index: int | None = None,
+    begun: bool = False,
     **reported: Any,
 ) -> list[Effect]:
     """The response is over."""
-    return s.handle(ev.Finished(RequestId(name), outcome, Reported(**reported), index), NOW)
+    said = Reported(**reported)
+    return s.handle(ev.Finished(RequestId(name), outcome, said, index, begun), NOW)
 
 
 def slot(s: Scheduler, which: SlotId) -> Slot:

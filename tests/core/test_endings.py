@@ -1,24 +1,25 @@
 """How requests end, and what is known of their slots afterwards."""
 
+from typing import Any
+
 import pytest
 
 from router.core import events as ev
-from router.core.effects import (
-    Account,
-    Prefill,
-    Watch,
-)
+from router.core.cost import Line, Rates
+from router.core.effects import Account, Prefill, StopWork, Watch
 from router.core.scheduler import Scheduler
 from router.core.slots import UNKNOWN, Phase, Resident
 from router.tokens import EMPTY, head
-from router.types import NOBODY, Outcome, Prompt, Reported, SlotId, Source, Tenant
+from router.types import NOBODY, Left, Outcome, Prompt, Reported, SlotId, Source, Tenant
 from tests.core.build import (
     A0,
     A1,
     A2,
+    R2,
     A,
     R,
     backend,
+    request,
     run_of,
     scheduler,
     tokens,
@@ -27,6 +28,7 @@ from tests.core.drive import (
     NOW,
     arrive,
     astray,
+    cancel,
     finish,
     held,
     launched,
@@ -41,6 +43,12 @@ from tests.core.drive import (
 
 TWO = backend("a", 2)
 GONE = Outcome.CLIENT_GONE
+# Sent as it is, and nothing saved.
+PLAIN: dict[str, Any] = {
+    "idle_save_after_s": None,
+    "coalesce_above_s": None,
+    "reuse_probability": 0.0,
+}
 
 
 # -- a good end ----------------------------------------------------------------------------------
@@ -101,20 +109,81 @@ def test_an_end_before_its_beginning_is_nonsense() -> None:
 def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None:
     s = running()
 
-    settled = outcome is Outcome.REFUSED  # the answer is whole, so nothing runs
-    assert finish(s, "r", outcome)[1:] == [Watch(R, A0, settled)]
+    # The answer to nonsense is whole, so nothing runs.
+    left = Left.ANSWERED if outcome is Outcome.REFUSED else Left.SENT
+    assert finish(s, "r", outcome)[1:] == [Watch(R, A0, left)]
     assert slot(s, A0).phase is Phase.DRAINING
     assert quiet(s, n=2) == []
     assert slot(s, A0).resident == Resident(tokens(1, 2))
     assert s.state.jobs == {}
 
 
+@pytest.mark.parametrize("pinnable", [True, False])
+def test_a_stream_that_was_left_is_soon_over_unless_nobody_saw_where(pinnable: bool) -> None:
+    s = scheduler(backend("a", 1), idle_save_after_s=None)
+    arrive(s, ids=[1], pinnable=pinnable)
+    left = Left.BEGUN if pinnable else Left.SENT
+    assert finish(s, "r", GONE, begun=True)[1:] == [Watch(R, A0, left)]
+
+
+@pytest.mark.parametrize(
+    ("n", "begun", "waits"), [(200, True, True), (200, False, False), (2000, False, True)]
+)
+def test_who_comes_back_at_once_waits_for_the_slot_that_was_left(
+    n: int, begun: bool, waits: bool
+) -> None:
+    """A stream is over in a moment; of a plain request the server takes a second to notice, which
+    is as long as it takes to compute 200 tokens again."""
+    s = scheduler(backend("a", 2), **PLAIN)
+    s.state.fleet.rates[A] = Rates(prefill=Line(2e-3, 0.0))
+    arrive(s, ids=run_of(n))
+    finish(s, "r", GONE, begun=begun)
+
+    assert (arrive(s, "r2", run_of(n) + tokens(7, 8)) == []) is waits
+    if waits:
+        chosen = plan_of(quiet(s, n=n + 40)).chosen
+        assert (chosen.slot, chosen.reused_tokens) == (A0, n)
+
+
+def test_nobody_waits_for_a_slot_that_should_have_been_idle_long_ago() -> None:
+    s = scheduler(backend("a", 2), **PLAIN)
+    arrive(s, ids=run_of(500))
+    finish(s, "r", GONE, begun=True)
+    assert arrive(s, "r2", run_of(500) + tokens(7)) == []
+
+    due = s.next_wakeup(NOW)
+    assert due is not None
+    assert due == pytest.approx(NOW + 2.1)
+    assert plan_of(s.handle(ev.Tick(), due + 0.001)).chosen.slot == A1
+
+
+def test_what_is_to_be_wiped_is_not_waited_for() -> None:
+    s = scheduler(backend("a", 2), **PLAIN)
+    arrive(s, ids=run_of(500), adapted=True)
+    finish(s, "r", GONE, begun=True)
+    assert plan_of(arrive(s, "r2", run_of(500) + tokens(7))).chosen.slot == A1
+
+
+def test_a_prefill_that_was_left_is_gone_on_from() -> None:
+    """Its client comes back while the server computes its last batch."""
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    assert names(arrive(s, ids=run_of(2000))) == ["Prefill"]
+    assert cancel(s) == [StopWork(R)]
+
+    back = request("r2", run_of(2000) + tokens(7))
+    assert s.handle(ev.Arrived(back), NOW + 3) == []
+    again = s.handle(ev.PrefillFailed(R, "the client left", 1200), NOW + 4)
+    assert names(again) == ["Prefill"]
+    assert slot(s, A0).holder == R2
+    assert held(s, A0) == run_of(1200)
+
+
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.REFUSED, GONE])
 def test_what_an_adapter_of_its_own_has_computed_is_wiped(outcome: Outcome) -> None:
     s = running(adapted=True)
 
-    settled = outcome is not GONE
-    assert finish(s, "r", outcome, prompt_tokens=3)[1:] == [Watch(R, A0, settled, wipe=True)]
+    left = Left.SENT if outcome is GONE else Left.ANSWERED
+    assert finish(s, "r", outcome, prompt_tokens=3)[1:] == [Watch(R, A0, left, wipe=True)]
     assert slot(s, A0).phase is Phase.DRAINING
     assert arrive(s, "r2", [1, 2, 3], slot_hint=0) == []
     quiet(s, n=None)
@@ -125,8 +194,8 @@ def test_several_answers_of_an_adapter_leave_nothing_anywhere() -> None:
     s = running(adapted=True, whole_backend=True)
 
     assert finish(s)[1:] == [
-        Watch(R, A0, settled=True, wipe=True),
-        Watch(stranger(A1, 1), A1, settled=True, wipe=True),
+        Watch(R, A0, Left.ANSWERED, wipe=True),
+        Watch(stranger(A1, 1), A1, Left.ANSWERED, wipe=True),
     ]
     quiet(s, n=None)
     quiet(s, stranger(A1, 1), None)
@@ -146,7 +215,7 @@ def test_who_is_refused_takes_nothing_from_others() -> None:
     s = astray(holding={A0: tokens(2), A1: tokens(7, 8)})
     slot(s, A1).tenant = Tenant("bob")
     watched = finish(s, outcome=Outcome.REFUSED)[1:]
-    assert watched == [Watch(R, A0, settled=True), Watch(stranger(A1), A1, settled=True)]
+    assert watched == [Watch(R, A0, Left.ANSWERED), Watch(stranger(A1), A1, Left.ANSWERED)]
     quiet(s, stranger(A1), 2)
 
     assert (held(s, A1), slot(s, A1).tenant) == (tokens(7, 8), "bob")
@@ -240,7 +309,7 @@ def test_a_request_left_before_we_saw_where_keeps_all_idle_slots_out_of_use() ->
     s = astray()
     effects = finish(s, "r", GONE)
 
-    assert effects[1:] == [Watch(R, A0), Watch(stranger(A1), A1)]
+    assert effects[1:] == [Watch(R, A0, Left.SENT), Watch(stranger(A1), A1)]
     assert arrive(s, "r2", [5]) == []
     quiet(s, n=1)
     assert slot(s, A0).resident == Resident(unread=1)
@@ -341,7 +410,7 @@ def test_after_a_batch_that_was_left_all_slots_are_watched() -> None:
 
     strangers = [s.state.fleet.slots[x].holder for x in (A1, A2)]
     assert effects[1:] == [
-        Watch(R, A0),
+        Watch(R, A0, Left.SENT),
         Watch(stranger(A1, 1), A1),
         Watch(stranger(A2, 1), A2),
     ]
