@@ -15,7 +15,7 @@ from router.types import NOBODY, BackendId, Left, Outcome, Request, RequestId
 
 # Until a slot that was left is known to be idle, in seconds: what who comes back at once is told
 # that waiting for it costs.
-_LET_GO_S = {Left.ANSWERED: 0.01, Left.BEGUN: 0.1, Left.SENT: 1.5}
+_LET_GO_S = {Left.ANSWERED: 0.01, Left.BEGUN: 0.03, Left.SENT: 1.5}
 
 
 def lose_backend(state: State, backend: BackendId, now: float) -> None:
