@@ -1,0 +1,44 @@
+"""Clients that leave in the middle of an answer and come back at once, with the same and more: a
+person who stops a chat and goes on, a program that tries again."""
+
+import asyncio
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.e2e.prompts import ids
+from tests.fleet import Answer, Fleet, running
+
+N = 2500
+
+
+async def leave(fleet: Fleet, prompt: list[int]) -> None:
+    """Read the beginning of a stream without end."""
+    body = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True}
+    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+        for _ in range(3):
+            assert await response.content.readline()
+
+
+async def come_back(fleet: Fleet, prompt: list[int]) -> Answer:
+    await leave(fleet, prompt)
+    return await fleet.complete([*prompt, *ids(99, 10)])
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+async def test_who_comes_back_at_once_goes_on(llama_server: StartServer, slots: int) -> None:
+    server = await llama_server("llama", slots=slots)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        for seed in range(4):
+            answer = await come_back(fleet, ids(seed, N))
+            assert (answer.source, answer.cached) == ("resident", N)
+
+
+async def test_several_that_leave_together(llama_server: StartServer) -> None:
+    """Each goes on where it was, on a server whose slots all were left."""
+    server = await llama_server("llama", slots=3)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        prompts = [ids(seed, N) for seed in range(3)]
+        answers = await asyncio.gather(*(come_back(fleet, prompt) for prompt in prompts))
+        assert [answer.cached for answer in answers] == [N, N, N]
+        assert {answer.source for answer in answers} == {"resident"}
