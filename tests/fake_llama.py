@@ -139,6 +139,13 @@ class FakeLlama:
             await self._runner.cleanup()
             self._runner = None
 
+    def hang_up(self) -> None:
+        """Close every connection, and go on."""
+        assert self._runner is not None
+        assert self._runner.server is not None
+        for connection in self._runner.server.connections:
+            connection.force_close()
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for `condition`; it is looked at again whenever a slot or a count changes."""
         async with self._changed:

@@ -7,7 +7,7 @@ bytes. Knows nothing of llama-server but how long it keeps connections.
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -95,6 +95,8 @@ class Pool:
     def __init__(self, target: Target, connect_timeout_s: float) -> None:
         self._target = target
         self.connect_timeout_s = connect_timeout_s  # may be changed
+        # Whom to tell when the other side closes a connection that it would have kept.
+        self.on_hang_up: Callable[[], None] = lambda: None
         self._tls = ssl.create_default_context() if target.tls else None
         host = f"[{target.host}]" if ":" in target.host else target.host
         self._host = f"{host}:{target.port}".encode()
@@ -127,6 +129,7 @@ class Pool:
             except HttpError as error:
                 if not error.untouched:
                     raise
+                self.on_hang_up()
         fresh = await self._connect()
         return await fresh.send(method, head, body, timeout_s)
 
@@ -251,6 +254,8 @@ class _Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.is_open and not self._in_use:  # idle, and not closed by us
+            self._pool.on_hang_up()
         self.is_open = False
         self._pool.forget(self)
         if not self._headed or self._is_framed():

@@ -5,7 +5,7 @@ action may be sent is the engine's to know.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -149,6 +149,11 @@ class LlamaClient:
         """Other limits, for what begins from now on."""
         self._timeouts = timeouts
         self._pool.connect_timeout_s = timeouts.connect_s
+
+    def tell_hang_ups(self, told: Callable[[], None]) -> None:
+        """Call `told` when the server closes an idle connection sooner than it does by itself, as
+        when its process ends. Between two looks a connection is kept for about as long."""
+        self._pool.on_hang_up = told
 
     async def _call(
         self,

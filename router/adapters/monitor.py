@@ -98,12 +98,21 @@ class Monitor:
         self._look_around = look_around
         self._looks_around = 0
         self._doubt = asyncio.Event()
+        self._hung_up = False  # since the last look that was due
+        client.tell_hang_ups(self._hang_up)
         self._begun, self._over = 0, 0  # looks
         self._news = asyncio.Event()  # another one is over
 
     def doubt(self) -> None:
         """Somebody failed to reach the backend: look now rather than at the next turn."""
         self._doubt.set()
+
+    def _hang_up(self) -> None:
+        """It may have restarted, which the next look might be too late for. Once between two looks
+        that are due: there may be somebody in between who always does so."""
+        if not self._hung_up:
+            self._hung_up = True
+            self.doubt()
 
     async def look_anew(self) -> None:
         """Look now; returns when that is over, and its result known."""
@@ -138,9 +147,11 @@ class Monitor:
                 self._failed(error, sure=in_doubt or failures >= self.watch.failures)
             self._over = self._begun
             self._tell()
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(self.watch.interval_s):
                     await self._doubt.wait()
+            except TimeoutError:
+                self._hung_up = False
 
     async def _look(self) -> None:
         """Raises BackendError if the backend is not fit for use."""

@@ -187,6 +187,26 @@ async def test_restart_between_two_looks(watched: Watched, fake: FakeLlama) -> N
     await watched.until("prepare", "up", "down", "prepare", "up")
 
 
+async def test_a_process_that_ends_is_noticed_before_the_next_look(
+    watched: Watched, fake: FakeLlama
+) -> None:
+    """By a connection that it would have kept: nobody has to ask, nor to fail."""
+    await watched.until("prepare", "up")
+    await fake.go_down()
+    await watched.until("prepare", "up", "down")
+
+
+async def test_one_that_hangs_up_for_no_reason_is_looked_at_once(
+    watched: Watched, fake: FakeLlama
+) -> None:
+    await watched.until("prepare", "up")
+    for _ in range(3):
+        fake.hang_up()
+        await asyncio.sleep(0.1)  # a look takes a few milliseconds
+    assert fake.seen.count(("GET", "/props")) == 2
+    assert watched.said == ["prepare", "up"]
+
+
 async def test_without_kv_dir(fake: FakeLlama) -> None:
     """Served all the same, without snapshots."""
     async with Connections() as connections, asyncio.TaskGroup() as group:
