@@ -84,7 +84,7 @@ async def test_once(
     assert held > 650
     assert f"gpu0/0 idle {held:,} of {limit:,}" in text
     assert f"snapshots {state['snapshots']['count']}; " in text
-    assert "gpu1 down the backend cannot be reached" in text
+    assert "gpu1 down nothing listens there; start" in text
 
 
 def test_no_router(capsys: Capture) -> None:

@@ -366,7 +366,7 @@ async def test_loading_is_not_up(two: Two) -> None:
     two.b.faults.loading = True
     async with running(two.backends, None, wait_for=["a"]) as fleet:
         health = (await fleet.get("/kvferry/health")).json["backends"]
-        assert health == {"a": "up", "b": "Loading model"}
+        assert health == {"a": "up", "b": "it is still loading its model; wait until it has loaded"}
         two.b.faults.loading = False
         await fleet.until_up("b")
 
