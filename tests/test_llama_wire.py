@@ -177,7 +177,9 @@ def test_batch_takes_the_whole_backend(prompt: Any) -> None:
 
 def test_infill_is_unknown() -> None:
     body = {"input_prefix": "a", "input_suffix": "b", "prompt": "c"}
-    assert source(body, Route.INFILL) == UnknownPrompt("infill prompts are built by the server")
+    reason = "infill prompts are built by the server"
+    assert source(body, Route.INFILL) == UnknownPrompt(reason, legal=True)
+    assert source({"input_prefix": "a"}, Route.INFILL) == UnknownPrompt(reason)
 
 
 def test_chat_body_goes_to_the_template_as_it_is() -> None:

@@ -88,6 +88,7 @@ class UnknownPrompt:
     """The router cannot know the tokens, for this reason."""
 
     reason: str
+    legal: bool = False  # the server may know them; else it will refuse the request
 
 
 PromptSource = TokenPrompt | TextPrompt | MixedPrompt | ChatPrompt | UnknownPrompt
@@ -143,7 +144,8 @@ def parse_request(route: Route, body: dict[str, Any]) -> ParsedRequest:
         case Route.COMPLETION | Route.OAI_COMPLETION:
             source, batch = _native_prompt(body)
         case Route.INFILL:
-            source = UnknownPrompt("infill prompts are built by the server")
+            legal = "input_prefix" in body and "input_suffix" in body
+            source = UnknownPrompt("infill prompts are built by the server", legal)
         case Route.CHAT:
             source = _chat_prompt(body)
         case Route.MESSAGES | Route.RESPONSES:
@@ -221,7 +223,7 @@ def _single_prompt(prompt: object) -> PromptSource:
             return _mixed_prompt(prompt)
     if isinstance(prompt, dict) and "prompt_string" in prompt:
         if "multimodal_data" in prompt:
-            return UnknownPrompt("multimodal_data is tokenized by the server")
+            return UnknownPrompt("multimodal_data is tokenized by the server", legal=True)
         text = prompt["prompt_string"]  # read by tokenize_mixed: an array of any mixture will do
         if isinstance(text, str):
             return TextPrompt(text)

@@ -167,6 +167,16 @@ class PromptReader:
             log.info("tokenizer_not_compared", reason=without_prompt(error))
 
 
+def is_left(parsed: ParsedRequest, reader: PromptReader | None, tenant: Tenant) -> bool:
+    """The slot is best left to the server, which knows the tokens, and takes the one that has most
+    of them. Not where all slots of other tenants would have to be emptied for that; and what it
+    will refuse shall not keep others waiting."""
+    source = parsed.prompt_source
+    unread = source.legal if isinstance(source, UnknownPrompt) else reader is None
+    chosen = bool(tenant) or parsed.lora or parsed.slot_hint is not None
+    return unread and parsed.cache_prompt and not chosen
+
+
 def without_prompt(error: BackendError) -> str:
     """For whoever may not see prompts. What the backend says itself may quote one."""
     if isinstance(error, BackendRefusedError):

@@ -30,7 +30,7 @@ from router.adapters.llama_wire import (
     takes_many_slots,
     with_fields,
 )
-from router.adapters.prompts import PromptReader
+from router.adapters.prompts import PromptReader, is_left
 from router.engine import Engine, Grant, Timing
 from router.errors import BackendError, BadRequestError, RouterError
 from router.ports import Attempt, Spawn, Trace, Tracing
@@ -141,7 +141,7 @@ class Completions:
             prompt=prompt,
             model=model,
             max_new_tokens=parsed.max_new_tokens,
-            pinnable=parsed.pinnable,
+            pinnable=parsed.pinnable and not is_left(parsed, reader, whose["tenant"]),
             whole_backend=parsed.whole_backend,
             reuse=parsed.cache_prompt,
             adapted=parsed.lora,

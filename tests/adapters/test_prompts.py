@@ -10,12 +10,12 @@ import pytest
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
 from router.adapters.llama_wire import Route, parse_request
 from router.adapters.local_template import prove
-from router.adapters.prompts import PromptReader, Vocabulary, fingerprint_id
+from router.adapters.prompts import PromptReader, Vocabulary, fingerprint_id, is_left
 from router.adapters.specials import discover_specials
 from router.adapters.tokenizer import SegmentTokenizer
 from router.tasks import Tasks
 from router.tokens import common_prefix, unpack
-from router.types import BackendId
+from router.types import NOBODY, BackendId, Tenant
 from tests.conftest import StartServer
 from tests.fake_llama import FakeLlama
 from tests.fake_wire import render_chat
@@ -93,6 +93,29 @@ async def test_what_cannot_be_known(
 
     assert reason in (prompt.unknown or "")
     assert len(prompt) == 0
+
+
+INFILL: Json = {"input_prefix": "a", "input_suffix": "b"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"id_slot": 0}, {"cache_prompt": False}, {"lora": [{"id": 0, "scale": 1.0}]}],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_only_the_server_can_read_is_left_to_it(reader: PromptReader, more: Json) -> None:
+    infill = parse_request(Route.INFILL, INFILL)
+    assert is_left(infill, reader, NOBODY)
+    assert not is_left(infill, reader, Tenant("alice"))
+    assert not is_left(parse_request(Route.INFILL, INFILL | more), reader, NOBODY)
+
+
+def test_without_a_tokenizer_that_is_all_but_what_will_be_refused(reader: PromptReader) -> None:
+    chat = parse_request(Route.CHAT, {"messages": [USER]})
+    assert is_left(chat, None, NOBODY)
+    assert not is_left(chat, reader, NOBODY)
+    for route, body in ((Route.CHAT, {}), (Route.INFILL, {"input_prefix": "a"})):
+        assert not is_left(parse_request(route, body), None, NOBODY)
 
 
 async def test_backend_that_is_gone(reader: PromptReader, fake: FakeLlama) -> None:
