@@ -89,10 +89,12 @@ class Engine:
         turnstile: Turnstile,
         on_release: Callable[[BackendId], None] = lambda _: None,
         on_over: Callable[[RequestRecord, Plan], None] = lambda *_: None,
+        on_left: Callable[[Request], None] = lambda _: None,
     ) -> None:
         """`backends` may change; `on_release` is told of each that was drained, when that is so,
-        `on_over` of each request that reached a backend, when it is over."""
-        self._on_over = on_over
+        `on_over` of each request that reached a backend, when it is over, `on_left` of each whose
+        client left before."""
+        self._on_over, self._on_left = on_over, on_left
         self._scheduler = scheduler
         self._on_release = on_release
         self._backends = backends
@@ -128,6 +130,7 @@ class Engine:
                 # Or one who left at the turnstile would be granted what is under way, and keep it.
                 future.cancel()
                 self._feed(ev.Cancelled(request.id))
+                self._on_left(request)
             raise
         finally:
             self._grants.pop(request.id, None)

@@ -9,6 +9,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -45,7 +46,7 @@ from router.ports import Tracing
 from router.reload import Reload
 from router.tasks import Tasks, spawn
 from router.turnstile import Turnstile
-from router.types import BackendId, Standing, Stats
+from router.types import BackendId, Outcome, Request, Standing, Stats
 from router.vocabularies import Vocabularies
 from router.web.admin import Admin
 from router.web.app import App
@@ -150,6 +151,7 @@ async def build(
             turnstile,
             on_release=released,
             on_over=journal.over,
+            on_left=partial(_left, telemetry, journal),
         )
         stack.push_async_callback(engine.aclose)
         tasks = Tasks()
@@ -371,6 +373,13 @@ async def _reread(router: Router, asked: asyncio.Event) -> None:
         asked.clear()
         with suppress(RouterError):  # its log line says why
             await router.reload()
+
+
+def _left(telemetry: PrometheusTelemetry, journal: Journal, request: Request) -> None:
+    """It waited, or its prompt was being computed: it is told of like one that was answered."""
+    outcome, why = Outcome.CLIENT_GONE, "the client left before its request was sent"
+    telemetry.rejected(request.id, outcome, why, request.clients_id, request.caller)
+    journal.rejected(request.id, outcome, why, request.caller)
 
 
 def _allow_descriptors() -> None:

@@ -2,12 +2,15 @@
 person who stops a chat and goes on, a program that tries again."""
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
+from router.tasks import spawn
 from tests.conftest import StartServer
 from tests.e2e.prompts import ids
-from tests.fleet import Answer, Fleet, running
+from tests.fleet import Answer, Fleet, Json, running
 
 N = 2500
 
@@ -42,3 +45,45 @@ async def test_several_that_leave_together(llama_server: StartServer) -> None:
         answers = await asyncio.gather(*(come_back(fleet, prompt) for prompt in prompts))
         assert [answer.cached for answer in answers] == [N, N, N]
         assert {answer.source for answer in answers} == {"resident"}
+
+
+async def test_who_leaves_before_its_turn_is_told_of(llama_server: StartServer) -> None:
+    """While it waits for the only slot, and while its prompt is being computed for it."""
+
+    def waits(state: Json) -> bool:
+        return bool(len(state["queue"]) == 1)
+
+    def computes(state: Json) -> bool:
+        return bool(state["slots"][0]["phase"] == "preparing")
+
+    server = await llama_server("llama", slots=1, ctx=16_000)
+    yaml = "policy: {coalesce_above: 1ms}"
+    async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
+        endless = spawn(
+            _ask(fleet, ids(1, 50), n_predict=-1, ignore_eos=True, stream=True), name="endless"
+        )
+        await fleet.until(lambda state: state["slots"][0]["phase"] == "running")
+        await _gone(fleet, waits)
+        endless.cancel()
+        with suppress(asyncio.CancelledError):
+            await endless
+        await fleet.until_quiet()
+        await _gone(fleet, computes)
+        await fleet.until_quiet()
+
+        assert (await fleet.metrics())['kvferry_requests_total{outcome="client_gone"}'] == 3
+        told = (await fleet.get("/kvferry/requests")).json["requests"]
+        left = [one for one in told if one["outcome"] == "client_gone"]
+        assert [one["slot"] for one in left] == [None, 0, None]
+
+
+async def _ask(fleet: Fleet, prompt: list[int], **fields: object) -> None:
+    await fleet.complete(prompt, **fields)
+
+
+async def _gone(fleet: Fleet, when: Callable[[Json], bool]) -> None:
+    task = spawn(_ask(fleet, ids(2, 12_000)), name="gone")
+    await fleet.until(when)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
