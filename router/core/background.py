@@ -1,6 +1,6 @@
 """Saving what idle slots hold while nobody is kept waiting by it."""
 
-from router.core.displacement import saving_pays
+from router.core.displacement import first_to_save
 from router.core.effects import SaveReason
 from router.core.jobs import Job, SaveStep
 from router.core.slots import Phase, Slot
@@ -13,9 +13,9 @@ def save_fleeting(state: State, now: float) -> None:
     """Where the next start empties the idle slots, save what they hold before it comes.
 
     At once or never, so also while others are running; the price counts their stall
-    (llama-server.md section 0.6).
+    (llama-server.md section 0.6). Who is about to start something does it himself: see `fleeting`.
     """
-    if state.stopping and not state.saves_on_stop:
+    if state.gives_up_content:
         return
     for backend, info in state.fleet.infos.items():
         if not info.keeps_idle_slots and not _is_preparing(state, backend):
@@ -28,7 +28,7 @@ def save_idle(state: State, now: float) -> None:
     1. Idle for long enough on a backend where nothing runs: costs nobody anything.
     2. The router is stopping, or the backend is to be let go of: all that is worth it.
     """
-    if state.stopping and not state.saves_on_stop:
+    if state.gives_up_content:
         return
     unsaved = state.fleet.slots.unsaved()
     if not unsaved:
@@ -46,13 +46,9 @@ def save_idle(state: State, now: float) -> None:
 
 def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0.0) -> None:
     """Save the first slot that is due and worth it; the next one when that is done."""
-    for slot in state.fleet.slots.of(backend):
-        if not slot.is_unsaved or now - slot.last_used < after_s:
-            continue
-        if saving_pays(state.fleet, slot)[2]:
-            _save(state, slot, now)
-            return
-        slot.saved = True
+    slot = first_to_save(state.fleet, backend, now, after_s)
+    if slot is not None:
+        _save(state, slot, now)
 
 
 def wakeup(state: State) -> float | None:

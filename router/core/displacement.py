@@ -84,3 +84,17 @@ class Displacing:
 def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> Displaced:
     """`Displacing.price` of one slot."""
     return Displacing(fleet, slot.id.backend).price(slot, kept)
+
+
+def first_to_save(
+    fleet: Fleet, backend: BackendId, now: float, after_s: float = 0.0
+) -> Slot | None:
+    """The first slot of a backend that was idle for so long, was not saved and is worth it. What
+    is not worth it is looked at once."""
+    for slot in fleet.slots.of(backend):
+        if not slot.is_unsaved or now - slot.last_used < after_s:
+            continue
+        if saving_pays(fleet, slot)[2]:
+            return slot
+        slot.saved = True
+    return None

@@ -16,6 +16,7 @@ from router.types import NOBODY, BackendId, Left, Outcome, Request, RequestId
 # Until a slot that was left is known to be idle, in seconds: what who comes back at once is told
 # that waiting for it costs.
 _LET_GO_S = {Left.ANSWERED: 0.01, Left.BEGUN: 0.03, Left.SENT: 1.5}
+_OVER = (Outcome.OK, Outcome.REFUSED)  # such a request will not start any more
 
 
 def lose_backend(state: State, backend: BackendId, now: float) -> None:
@@ -83,7 +84,7 @@ def _lose_source(job: Job, backend: BackendId) -> None:
     job.went_cold("the source of the copy went away")
 
 
-def launched(state: State, request: RequestId, index: int) -> None:
+def launched(state: State, request: RequestId, index: int, now: float) -> None:
     """A request without a pin runs: let others near the backend again, and see where it went."""
     job = state.jobs.get(request)
     if job is None or job.stage is not Stage.DISPATCHED or not state.fleet.slots.holds(job.lease):
@@ -92,7 +93,15 @@ def launched(state: State, request: RequestId, index: int) -> None:
     job.placed = True
     if index != job.slot.index and not job.others:
         _follow(state, job, index)
-    state.others_cleared(job.slot.backend)
+    _doubt_others(state, job, now)
+
+
+def _doubt_others(state: State, job: Job, now: float) -> None:
+    """The job's request has started. A slot that came free since it was sent was emptied, or came
+    free after the start and is what it was: a look will tell."""
+    for slot in state.fleeting(job.slot.backend):
+        watch(state, slot, left=Left.ANSWERED, untouched=True)
+        slot.pending, slot.busy_until = slot.resident.tokens, now + _LET_GO_S[Left.ANSWERED]
 
 
 def _follow(state: State, job: Job, index: int) -> None:
@@ -102,7 +111,8 @@ def _follow(state: State, job: Job, index: int) -> None:
         return
     leased = state.fleet.slots[job.slot]
     pending, busy_until = leased.pending, leased.busy_until
-    leased.release(job.lease, leased.resident, leased.last_used)
+    lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
+    leased.release(job.lease, leased.resident if lasts else UNKNOWN, leased.last_used)
     leased.generation += 1  # the answer will be read under this lease, and is not here
     job.lease = actual.lease(job.id)
     actual.tenant = actual.taker = job.request.tenant
@@ -117,9 +127,12 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     if job is None or job.request is None or job.plan is None or job.stage is not Stage.DISPATCHED:
         return
     if event.index is not None:
-        launched(state, event.request, event.index)
-    if job.gated:
-        state.others_cleared(job.slot.backend)  # it ran before we saw it
+        launched(state, event.request, event.index, now)
+    if job.gated:  # it was over before we saw it
+        if job.request.pinnable and event.outcome in _OVER:
+            _doubt_others(state, job, now)
+        else:
+            state.others_cleared(job.slot.backend)  # it may start yet, and in any of them
     open_gate(state, job)
     state.out.append(
         Account(
@@ -273,6 +286,8 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
     if job.untouched and not job.doubted and event.n_tokens == len(slot.resident):
         end(state, job, now)
     elif job.request is None or job.doubted:
+        if job.untouched:
+            state.fleet.give_up(slot)
         held = UNKNOWN if event.n_tokens is None else Resident(unread=event.n_tokens)
         slot.tenant = NOBODY  # somebody else may have used it
         end(state, job, now, held)

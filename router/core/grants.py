@@ -1,17 +1,30 @@
 """Who comes in, who waits, and who gets a slot."""
 
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import replace
 
 from router.core.baseline import sticky_key
+from router.core.displacement import saving_pays
 from router.core.effects import SaveReason, StopWork
-from router.core.jobs import Job, PrefillStep, SaveStep, Stage
+from router.core.fleeting import is_settling
+from router.core.jobs import (
+    CutStep,
+    DispatchStep,
+    EraseStep,
+    Job,
+    PrefillStep,
+    RestoreStep,
+    SaveStep,
+    Stage,
+    Step,
+)
 from router.core.misses import look
 from router.core.plan import Plan
 from router.core.planner import plan
 from router.core.queue import Waiting
 from router.core.state import State
-from router.core.steps import is_wanted, next_step, steps_of
+from router.core.steps import is_wanted, next_step
 from router.errors import (
     ContextTooLongError,
     DeadlineError,
@@ -149,7 +162,7 @@ def serve_queue(state: State, now: float) -> None:
         if looked_at > _LOOKED_AT:
             state.is_serving = granted > 0
             return
-        decision = plan(request, state.fleet, now, now - waiting.since, losers=0)
+        decision = _decide(state, request, now, now - waiting.since)
         if decision is None and not state.fleet.room(request):
             full.add(state.fleet.kind(request))
         if decision is not None and decision.chosen.wait_for is None:
@@ -166,6 +179,19 @@ def serve_queue(state: State, now: float) -> None:
                 and all(job.is_ours or job.slot.backend != backend for job in state.jobs.values())
             ]
             reserved.update(sorted(shut, key=state.fleet.running)[:1])
+
+
+def _decide(state: State, request: Request, now: float, waited_s: float) -> Plan | None:
+    """The best way to serve a request; while its start would empty what is worth the moment until
+    it is known, elsewhere or not yet."""
+    decision = plan(request, state.fleet, now, waited_s, losers=0)
+    if decision is None or decision.chosen.wait_for is not None:
+        return decision
+    backend = decision.chosen.slot.backend
+    if not is_settling(state.fleet, backend, now):
+        return decision
+    elsewhere = replace(request, avoid=request.avoid | {backend})
+    return plan(elsewhere, state.fleet, now, waited_s, losers=0)
 
 
 def look_back(state: State) -> None:
@@ -241,5 +267,38 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
     fleet.sticky.setdefault(sticky_key(request), chosen.slot)
     if len(fleet.sticky) > _STICKY_KEYS:
         del fleet.sticky[next(iter(fleet.sticky))]
-    job.steps = steps_of(state, job, request, decision)
+    job.steps = _steps_of(state, job, request, decision)
     next_step(state, job, now)
+
+
+def _steps_of(state: State, job: Job, request: Request, decision: Plan) -> deque[Step]:
+    """The plan as steps."""
+    chosen = decision.chosen
+    held = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
+    foreign = [slot for slot in held if slot.tenant != request.tenant]
+    displaced = held if request.whole_backend else [s for s in foreign if s.id != chosen.slot]
+    steps: deque[Step] = deque()
+    if chosen.save_displaced and not request.whole_backend:
+        steps.append(SaveStep(chosen.slot, SaveReason.DISPLACED))
+    steps.extend(
+        SaveStep(slot.id, SaveReason.DISPLACED)
+        for slot in displaced
+        if saving_pays(state.fleet, slot)[2]
+    )
+    steps.extend(EraseStep(slot.id) for slot in foreign)
+    if chosen.copy_from is not None:
+        steps += [SaveStep(chosen.copy_from, SaveReason.COPY), RestoreStep(None)]
+    elif chosen.snapshot is not None:
+        if chosen.cut is not None:
+            steps.append(CutStep(chosen.snapshot, chosen.cut))
+        steps.append(RestoreStep(chosen.snapshot))
+    tokens = request.prompt.tokens
+    for length in decision.pauses:
+        steps += [PrefillStep(head(tokens, length)), SaveStep(chosen.slot, SaveReason.BOUNDARY)]
+    # Less one token: the state is then a strict prefix of every prompt like it, and the
+    # client's own request has one token left to compute, none of them twice.
+    n_first = len(request.prompt) - 1
+    if decision.prefill_first and n_first not in decision.pauses:
+        steps.append(PrefillStep(head(tokens, n_first)))
+    steps.append(DispatchStep())
+    return steps

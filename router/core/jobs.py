@@ -50,11 +50,18 @@ class PrefillStep:
 
 
 @dataclass(frozen=True, slots=True)
+class LookStep:
+    """Find out whether a slot that the job holds is what it was."""
+
+    slot: SlotId
+
+
+@dataclass(frozen=True, slots=True)
 class DispatchStep:
     """Let the client's request go."""
 
 
-Step = SaveStep | CutStep | EraseStep | RestoreStep | PrefillStep | DispatchStep
+Step = SaveStep | CutStep | EraseStep | RestoreStep | PrefillStep | LookStep | DispatchStep
 
 
 class Stage(StrEnum):

@@ -7,7 +7,7 @@ of fact is dealt with in `grants`, `steps`, `endings`, `drains` or `background`.
 
 from typing import assert_never
 
-from router.core import attach, background, drains, endings, grants, later, rests, steps
+from router.core import attach, background, drains, endings, fleeting, grants, later, rests, steps
 from router.core import events as ev
 from router.core.effects import Effect
 from router.core.state import State
@@ -51,6 +51,7 @@ class Scheduler:
                 state.queue.next_deadline(),
                 grants.patience_ends(state, now),
                 later.hope_ends(state.fleet, now),
+                fleeting.settled(state.fleet, now),
                 grants.next_giving_up(state),
             ]
         known = [time for time in times if time is not None]
@@ -104,13 +105,13 @@ class Scheduler:
             case ev.Prefilled() | ev.PrefillFailed():
                 steps.prefilled(state, event, now)
             case ev.Launched():
-                endings.launched(state, event.request, event.index)
+                endings.launched(state, event.request, event.index, now)
             case ev.Finished():
                 endings.finished(state, event, now)
             case ev.AnswerRead():
                 endings.answer_read(state, event)
             case ev.Quiet():
-                endings.quiet(state, event, now)
+                steps.quiet(state, event, now)
             case ev.FoundBusy():
                 endings.found_busy(state, event)
             case ev.Tick():

@@ -7,7 +7,7 @@ from router.core.effects import Delete, Effect, Reject
 from router.core.fleet import Fleet
 from router.core.jobs import Job, RestoreStep, Stage
 from router.core.queue import Queue
-from router.core.slots import UNKNOWN
+from router.core.slots import UNKNOWN, Slot
 from router.core.tenancy import model_of
 from router.errors import RouterError
 from router.types import BackendId, Request, RequestId, Snapshot, SnapshotId, Stall
@@ -71,19 +71,27 @@ class State:
         if job is not None:
             job.using = None
 
-    def others_cleared(self, backend: BackendId) -> None:
-        """A request started. Where that empties idle slots, nothing is claimed of them.
+    @property
+    def gives_up_content(self) -> bool:
+        """The router is stopping, and was told not to save."""
+        return self.stopping and not self.saves_on_stop
 
-        Nor that they are empty: the client may leave before it starts. Told twice, when it is sent
-        and when it is known to run: a slot that came free in between was emptied too
-        (llama-server.md section 0.6).
+    def others_cleared(self, backend: BackendId) -> None:
+        """A request is sent. Where its start empties idle slots, nothing is claimed of them
+        (llama-server.md section 0.6). Nor that they are empty: the client may leave before it
+        starts.
         """
+        for slot in self.fleeting(backend):
+            self.fleet.give_up(slot)
+            slot.resident = UNKNOWN
+
+    def fleeting(self, backend: BackendId) -> list[Slot]:
+        """The idle slots whose content is gone when a request starts. After one was sent, those
+        that came free since: emptied, if it started later."""
         info = self.fleet.infos.get(backend)
-        if info is not None and not info.keeps_idle_slots:
-            for slot in self.fleet.slots.of(backend):
-                if slot.is_idle:
-                    self.fleet.give_up(slot)
-                    slot.resident = UNKNOWN
+        if info is None or info.keeps_idle_slots:
+            return []
+        return [s for s in self.fleet.slots.of(backend) if s.is_idle and len(s.resident) > 0]
 
     def value_s(self, snapshot: Snapshot) -> float:
         """Seconds that computing a snapshot again would take, on the slowest backend it fits."""

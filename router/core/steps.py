@@ -8,9 +8,9 @@ from collections import deque
 from dataclasses import replace
 from typing import assert_never
 
+from router.core import endings, fleeting, rests
 from router.core import events as ev
-from router.core import rests
-from router.core.displacement import can_save, saving_pays
+from router.core.displacement import can_save
 from router.core.effects import (
     Cut,
     Dispatch,
@@ -20,6 +20,7 @@ from router.core.effects import (
     Restore,
     Save,
     SaveReason,
+    Watch,
 )
 from router.core.endings import end
 from router.core.events import Blame
@@ -28,64 +29,34 @@ from router.core.jobs import (
     DispatchStep,
     EraseStep,
     Job,
+    LookStep,
     PrefillStep,
     RestoreStep,
     SaveStep,
     Stage,
-    Step,
 )
-from router.core.plan import Plan
 from router.core.residency import after_prefill, after_quiet
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
 from router.core.tenancy import model_of, namespace_of, tempts
 from router.errors import NoBackendError
-from router.tokens import EMPTY, Tokens, common_prefix, count, head
-from router.types import NOBODY, MemoryKind, Request, SlotId, Snapshot, SnapshotId, Stall
+from router.tokens import EMPTY, Tokens, common_prefix, count
+from router.types import NOBODY, Left, MemoryKind, SlotId, Snapshot, SnapshotId, Stall
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
 # server's answer does not tell which (llama-server.md section 1.1): once is forgiven.
 _STRIKES = 2
+# Saves of slots that the request has no other use for.
+_FOR_THE_SAVE = (SaveReason.COPY, SaveReason.IDLE)
 
 
-def steps_of(state: State, job: Job, request: Request, decision: Plan) -> deque[Step]:
-    """The plan as steps."""
-    chosen = decision.chosen
-    held = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
-    foreign = [slot for slot in held if slot.tenant != request.tenant]
-    displaced = held if request.whole_backend else [s for s in foreign if s.id != chosen.slot]
-    steps: deque[Step] = deque()
-    if chosen.save_displaced and not request.whole_backend:
-        steps.append(SaveStep(chosen.slot, SaveReason.DISPLACED))
-    steps.extend(
-        SaveStep(slot.id, SaveReason.DISPLACED)
-        for slot in displaced
-        if saving_pays(state.fleet, slot)[2]
-    )
-    steps.extend(EraseStep(slot.id) for slot in foreign)
-    if chosen.copy_from is not None:
-        steps += [SaveStep(chosen.copy_from, SaveReason.COPY), RestoreStep(None)]
-    elif chosen.snapshot is not None:
-        if chosen.cut is not None:
-            steps.append(CutStep(chosen.snapshot, chosen.cut))
-        steps.append(RestoreStep(chosen.snapshot))
-    tokens = request.prompt.tokens
-    for length in decision.pauses:
-        steps += [PrefillStep(head(tokens, length)), SaveStep(chosen.slot, SaveReason.BOUNDARY)]
-    # Less one token: the state is then a strict prefix of every prompt like it, and the
-    # client's own request has one token left to compute, none of them twice.
-    n_first = len(request.prompt) - 1
-    if decision.prefill_first and n_first not in decision.pauses:
-        steps.append(PrefillStep(head(tokens, n_first)))
-    steps.append(DispatchStep())
-    return steps
-
-
-def next_step(state: State, job: Job, now: float) -> None:
+def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an arm for each step
     """Start the job's next step, or end the job if there is none."""
     if not job.steps:
         end(state, job, now)
         return
+    if isinstance(job.steps[0], PrefillStep | DispatchStep):
+        fleeting.save_before_start(state, job, now)
     job.doing = step = job.steps.popleft()
     match step:
         case SaveStep():
@@ -122,6 +93,8 @@ def next_step(state: State, job: Job, now: float) -> None:
             slot.busy_until = now + job.plan.chosen.price.prefill_s
             state.others_cleared(job.slot.backend)
             state.out.append(Prefill(job.id, job.slot, step.tokens))
+        case LookStep():
+            state.out.append(Watch(job.id, step.slot, Left.ANSWERED))
         case DispatchStep():
             if _meets_nobody(state, job):
                 _dispatch(state, job, now)
@@ -245,17 +218,20 @@ def _restore_the_whole(state: State, job: Job, reason: str) -> None:
 def _save_over(
     state: State, job: Job, saved: SlotId, snapshot: Snapshot | None, now: float
 ) -> None:
-    """The source of a copy is given back at once; the copy goes on with what was saved."""
+    """What was held for the save alone is given back at once; a copy goes on with what was
+    saved."""
     lease = job.lease_of(saved)  # None: it was lost with its backend
     if lease is not None:
         state.fleet.slots[saved].saving = EMPTY
-    if not (isinstance(job.doing, SaveStep) and job.doing.reason is SaveReason.COPY):
+    if not (isinstance(job.doing, SaveStep) and job.doing.reason in _FOR_THE_SAVE):
         return
-    if lease is not None:
+    if lease in job.others:
         source = state.fleet.slots[lease.slot]
         job.others.remove(lease)
         source.release(lease, source.resident, source.last_used)
         source.saved = True
+    if job.doing.reason is not SaveReason.COPY:
+        return
     if job.steps and isinstance(job.steps[0], RestoreStep):
         usable = _find(state, snapshot) if snapshot is not None else None
         job.steps[0] = RestoreStep(usable)
@@ -361,8 +337,8 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     if job is None or not isinstance(job.doing, PrefillStep):
         return
     slot = state.fleet.slots[job.slot]
-    state.others_cleared(job.slot.backend)
     if isinstance(event, ev.PrefillFailed):
+        state.others_cleared(job.slot.backend)  # it may start yet
         assert job.request is not None
         slot.resident = after_quiet(slot.resident, job.request.prompt, event.n_tokens)
         # There is nothing to save; and for those who wait, nothing came of it.
@@ -379,7 +355,18 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         wanted = not job.cancelled and not saved_anyway
         if wanted and is_wanted(state, job, job.doing.tokens):
             job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
+        fleeting.look_before_start(state, job)
     next_step(state, job, now)
+
+
+def quiet(state: State, event: ev.Quiet, now: float) -> None:
+    """A slot is idle, of a request that is over or of a job that waits to know."""
+    job = state.jobs.get(event.request)
+    if job is not None and isinstance(job.doing, LookStep):
+        fleeting.looked(state, job, job.doing, event)
+        next_step(state, job, now)
+    else:
+        endings.quiet(state, event, now)
 
 
 def is_wanted(state: State, job: Job, held: Tokens) -> bool:

@@ -369,21 +369,6 @@ def test_what_was_prepared_may_be_gone_where_slots_do_not_last() -> None:
     assert [x.resident for x in s.state.fleet.slots] == [UNKNOWN, UNKNOWN]
 
 
-@pytest.mark.parametrize("seen", [True, False])
-def test_what_came_free_behind_a_gate_was_emptied(seen: bool) -> None:
-    """Between the sending and the start of the second, the first came to its end."""
-    s = fleeting("r", pinnable=True)
-    launched(s, 0)
-    arrive(s, "r2", [5])
-    finish(s, "r", prompt_tokens=2, generated_tokens=1)
-    if seen:
-        launched(s, 1, "r2")
-    else:
-        finish(s, "r2", prompt_tokens=1, generated_tokens=1)
-
-    assert slot(s, A0).resident == UNKNOWN
-
-
 # -- a whole backend -----------------------------------------------------------------------------
 
 

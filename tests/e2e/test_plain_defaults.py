@@ -5,8 +5,8 @@ import aiohttp
 
 from tests.conftest import StartServer
 from tests.e2e.conversing import reuse
-from tests.e2e.prompts import Json, chat, sentences
-from tests.fleet import Answer, read_answer, running
+from tests.e2e.prompts import Json, chat, ids, sentences
+from tests.fleet import Answer, Fleet, read_answer, running
 
 
 def conversation(seed: int, turns: int) -> list[list[Json]]:
@@ -43,3 +43,25 @@ async def test_never_worse_than_without(llama_server: StartServer) -> None:
 
     assert [answer.status for answer in routed] == [200] * len(sequence)
     assert reuse(routed) >= reuse(direct)
+
+
+async def leave(fleet: Fleet, prompt: list[int]) -> None:
+    """Read the beginning of a stream without end."""
+    body = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True}
+    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+        for _ in range(3):
+            assert await response.content.readline()
+
+
+async def test_what_was_left_outlasts_the_next_start(llama_server: StartServer) -> None:
+    """The next request started at once and emptied the slot, whose content nobody had seen yet."""
+    server = await llama_server("llama", slots=None, ctx=16384, plain_defaults=True)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        await fleet.complete(ids(0, 2500))  # learn what a prompt costs
+        cached = []
+        for seed in (1, 2, 3):
+            await leave(fleet, ids(seed, 2500))
+            await fleet.complete(ids(10 + seed, 1000))
+            cached.append((await fleet.complete([*ids(seed, 2500), *ids(99, 10)])).cached)
+
+    assert cached == [2500] * 3
