@@ -158,6 +158,8 @@ class Request:
     model: str | None = None  # None: any backend will do
     max_new_tokens: int | None = None
     pinnable: bool = True  # False: the route drops `id_slot` (llama-server.md section 2.1)
+    # The server picks a better slot for it, as it alone can read the prompt; if it may pick one.
+    left: bool = False
     whole_backend: bool = False  # n > 1 or a batch: takes slots of llama-server's own choice
     reuse: bool = True  # False: `cache_prompt: false`
     adapted: bool = False  # a LoRA adapter for it alone: its KV is another model's

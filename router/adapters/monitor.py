@@ -15,7 +15,7 @@ from router.adapters.llama_client import LlamaClient
 from router.adapters.llama_reply import ModelsInfo, Props
 from router.adapters.probe import Probe, probe
 from router.adapters.trouble import Trouble, unusable
-from router.errors import BackendError, BackendRefusedError, KvError
+from router.errors import BackendError, BackendRefusedError, BackendTimeoutError, KvError
 from router.ports import SnapshotStore
 from router.types import BackendId, BackendInfo, Namespace, Place, SlotStatus
 
@@ -98,6 +98,7 @@ class Monitor:
         self._look_around = look_around
         self._looks_around = 0
         self._doubt = asyncio.Event()
+        self._sure = False  # a request has failed
         self._hung_up = False  # since the last look that was due
         client.tell_hang_ups(self._hang_up)
         self._begun, self._over = 0, 0  # looks
@@ -105,6 +106,7 @@ class Monitor:
 
     def doubt(self) -> None:
         """Somebody failed to reach the backend: look now rather than at the next turn."""
+        self._sure = True
         self._doubt.set()
 
     def _hang_up(self) -> None:
@@ -112,7 +114,7 @@ class Monitor:
         that are due: there may be somebody in between who always does so."""
         if not self._hung_up:
             self._hung_up = True
-            self.doubt()
+            self._doubt.set()
 
     async def look_anew(self) -> None:
         """Look now; returns when that is over, and its result known."""
@@ -134,7 +136,8 @@ class Monitor:
         """Attach when it is up, watch while it is, tell when it is not; for ever."""
         failures = 0
         while True:
-            in_doubt = self._doubt.is_set()
+            in_doubt, sure = self._doubt.is_set(), self._sure
+            self._sure = False
             self._doubt.clear()
             self._begun += 1
             self._answered = False
@@ -143,8 +146,10 @@ class Monitor:
                 failures = 0
             except (BackendError, KvError) as error:
                 failures += 1
-                # A connection that is refused after a failed request needs no second opinion.
-                self._failed(error, sure=in_doubt or failures >= self.watch.failures)
+                # A connection that is refused after a failed request, or after another one was
+                # closed, needs no second opinion.
+                sure = sure or (in_doubt and not isinstance(error, BackendTimeoutError))
+                self._failed(error, sure=sure or failures >= self.watch.failures)
             self._over = self._begun
             self._tell()
             try:

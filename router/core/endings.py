@@ -238,11 +238,14 @@ def _note_wish(slot: Slot, request: Request) -> None:
 
 
 def _doubt_drained(state: State, job: Job, request: Request) -> None:
-    """A slot that we still watched may have been idle, and the server's choice for the job."""
+    """A slot that we still watched may have been idle, and the server's choice for the job: nothing
+    will be known of what it holds, so nobody waits for it."""
     for other in state.jobs.values():
         if other.slot.backend == job.slot.backend and other.stage is Stage.DRAINING:
             other.doubted = True
-            _note_wish(state.fleet.slots[other.slot], request)
+            slot = state.fleet.slots[other.slot]
+            slot.busy_until = inf
+            _note_wish(slot, request)
 
 
 def watch(

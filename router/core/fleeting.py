@@ -15,6 +15,9 @@ from router.core.tenancy import namespace_of
 from router.tokens import count
 from router.types import BackendId
 
+# What is not known so soon is still at work as a rule, and no start empties it.
+_MOMENT_S = 0.1
+
 
 def save_before_start(state: State, job: Job, now: float) -> None:
     """The job is about to start something: if that empties a slot whose content is worth a save,
@@ -72,5 +75,5 @@ def _let_go(fleet: Fleet, backend: BackendId, now: float) -> Iterator[Slot]:
     if fleet.infos[backend].keeps_idle_slots or not fleet.slots.phases(backend)[Phase.DRAINING]:
         return
     for slot in fleet.slots.of(backend):
-        if slot.phase is Phase.DRAINING and slot.busy_until > now:
+        if slot.phase is Phase.DRAINING and now < slot.busy_until <= now + _MOMENT_S:
             yield slot

@@ -13,6 +13,7 @@ from router.core.jobs import (
     DispatchStep,
     EraseStep,
     Job,
+    LookStep,
     PrefillStep,
     RestoreStep,
     SaveStep,
@@ -76,7 +77,8 @@ def cancelled(state: State, request: RequestId) -> None:
         return
     # A slot action cannot be called back; the job ends with the step that is under way.
     job.cancelled = True
-    job.steps.clear()
+    # What its prefill may have emptied has to be looked at all the same.
+    job.steps = deque(step for step in job.steps if isinstance(step, LookStep))
     if isinstance(job.doing, PrefillStep) and is_wanted(state, job, job.doing.tokens):
         # Others wait for this very prefill: it goes on, for them.
         job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
@@ -162,11 +164,12 @@ def serve_queue(state: State, now: float) -> None:
         if looked_at > _LOOKED_AT:
             state.is_serving = granted > 0
             return
+        request = _as_it_may_go(state, request)
         decision = _decide(state, request, now, now - waiting.since)
         if decision is None and not state.fleet.room(request):
             full.add(state.fleet.kind(request))
         if decision is not None and decision.chosen.wait_for is None:
-            _grant(state, waiting, decision, now)
+            _grant(state, waiting, decision, now, pinnable=request.pinnable)
             granted += 1
             if not state.fleet.slots.any_idle():
                 return
@@ -179,6 +182,14 @@ def serve_queue(state: State, now: float) -> None:
                 and all(job.is_ours or job.slot.backend != backend for job in state.jobs.values())
             ]
             reserved.update(sorted(shut, key=state.fleet.running)[:1])
+
+
+def _as_it_may_go(state: State, request: Request) -> Request:
+    """What is better left to the server is, where that makes nobody wait; else it is pinned."""
+    if not request.left:
+        return request
+    unpinned = replace(request, pinnable=False)
+    return unpinned if state.fleet.room(unpinned) else request
 
 
 def _decide(state: State, request: Request, now: float, waited_s: float) -> Plan | None:
@@ -221,9 +232,11 @@ def turn_away(state: State) -> None:
         state.reject(last, QueueFullError("too many requests are waiting; try again later"))
 
 
-def _grant(state: State, waiting: Waiting, decision: Plan, now: float) -> None:
+def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnable: bool) -> None:
     """Lease first, act after."""
     fleet, request, chosen = state.fleet, waiting.request, decision.chosen
+    if request.pinnable is not pinnable:
+        request = replace(request, pinnable=pinnable)
     backend = chosen.slot.backend
     slot = fleet.slots[chosen.slot]
     job = Job(

@@ -1,6 +1,7 @@
 """Ways to serve a request that begin with waiting for a busy slot, priced in seconds."""
 
 from collections.abc import Iterator
+from math import inf
 
 from router.core.ask import Ask, Cheapest
 from router.core.displacement import can_save
@@ -25,7 +26,7 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
     3. It runs somebody's request: only where the policy allows to wait for the owner.
     4. Its client left, perhaps to come back at once with the same and more: it is idle soon.
 
-    The `n` cheapest of the first two and of the third are among them.
+    The `n` cheapest of the first two and of the others are among them.
     """
     if ask.has_no_say:
         return []
@@ -58,7 +59,8 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
                 saved.add(_from_file(ask, slot, held, reused, wait_s))
         elif (
             (left or (may_wait and not slot.is_left))
-            and wait_s <= fleet.policy.max_wait_s
+            # A prefill that was broken off is over before it would have been.
+            and (slot.leaving or wait_s <= fleet.policy.max_wait_s)
             and _is_to_be_had(ask, slot)
         ):
             price = Price(wait_s=wait_s, prefill_s=rest_s)
@@ -75,7 +77,7 @@ def hope_ends(fleet: Fleet, now: float) -> float | None:
         for slot in fleet.slots.of(backend)
         if slot.is_left
     )
-    return min((end for end in ends if end > now), default=None)
+    return min((end for end in ends if now < end < inf), default=None)
 
 
 def _busy(ask: Ask) -> Iterator[Slot]:

@@ -13,6 +13,7 @@ from router.core.jobs import (
     DispatchStep,
     EraseStep,
     Job,
+    LookStep,
     PrefillStep,
     RestoreStep,
     SaveStep,
@@ -43,6 +44,7 @@ _DOING: dict[type[Step], str] = {
     EraseStep: "erase",
     RestoreStep: "restore",
     PrefillStep: "prefill",
+    LookStep: "look",
     DispatchStep: "answer",
 }
 
@@ -118,7 +120,9 @@ def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
 def _doing(slot: Slot, job: Job | None) -> str | None:
     if job is None or job.doing is None:
         return None
-    worked_on = job.doing.slot if isinstance(job.doing, SaveStep | EraseStep) else job.slot
+    worked_on = (
+        job.doing.slot if isinstance(job.doing, SaveStep | EraseStep | LookStep) else job.slot
+    )
     return _DOING[type(job.doing)] if worked_on == slot.id else None
 
 

@@ -157,11 +157,30 @@ def test_nobody_waits_for_a_slot_that_should_have_been_idle_long_ago() -> None:
     assert plan_of(s.handle(ev.Tick(), due + 0.001)).chosen.slot == A1
 
 
+def test_a_slot_of_which_nothing_will_be_known_is_not_waited_for() -> None:
+    s = scheduler(backend("a", 2), backend("b", 2), idle_save_after_s=None)
+    arrive(s, ids=run_of(1000), pinnable=False)
+    prefilled(s)
+    finish(s, outcome=GONE)  # before anybody saw where it runs
+    assert names(arrive(s, "r2", run_of(1000), pinnable=False)) == ["Prefill"]
+    assert s.next_wakeup(NOW) is None
+
+
 def test_what_is_to_be_wiped_is_not_waited_for() -> None:
     s = scheduler(backend("a", 2), **PLAIN)
     arrive(s, ids=run_of(500), adapted=True)
     finish(s, "r", GONE, begun=True)
     assert plan_of(arrive(s, "r2", run_of(500) + tokens(7))).chosen.slot == A1
+
+
+def test_the_rest_of_a_long_prefill_is_not_too_long_to_wait_for() -> None:
+    """It ends before, and what it computed is most of the prompt."""
+    s = scheduler(backend("a", 2, n_ctx=40_000), idle_save_after_s=None)
+    s.state.fleet.rates[A] = Rates(prefill=Line(2e-3, 0.0))
+    arrive(s, ids=run_of(30_000))
+    cancel(s)
+    back = request("r2", run_of(30_000) + tokens(7))
+    assert s.handle(ev.Arrived(back), NOW + 25) == []
 
 
 def test_a_prefill_that_was_left_is_gone_on_from() -> None:

@@ -17,6 +17,7 @@ from tests.core.drive import (
     finish,
     held,
     launched,
+    n_held,
     names,
     prefilled,
     quiet,
@@ -200,3 +201,30 @@ def test_nor_if_another_backend_is_free() -> None:
 
     assert names(arrive(s, "r3", ELSE)) == ["Dispatch"]
     assert s.state.jobs[R3].slot.backend == other.id
+
+
+def test_a_start_does_not_wait_for_what_its_server_has_yet_to_notice() -> None:
+    """Of a plain request that was left: until then its slot is at work, and not emptied."""
+    s = beside()
+    finish(s, "r", Outcome.CLIENT_GONE)
+    assert names(arrive(s, "r3", ELSE)) == ["Dispatch"]
+
+
+def test_a_slot_that_was_to_be_looked_at_is_not_believed_if_the_client_leaves() -> None:
+    s = scheduler(
+        backend("a", 4, keeps_idle_slots=False), coalesce_above_s=15.0, idle_save_after_s=None
+    )
+    for name, prompt, index in (("r", run_of(1000), 0), ("q", run_of(1000, 3), 1)):
+        arrive(s, name, prompt)
+        launched(s, index, name)
+    assert names(arrive(s, "r2", run_of(2000, 7))) == ["Prefill"]
+    for name in ("r", "q"):
+        finish(s, name, **DONE)
+    assert names(prefilled(s, "r2")) == ["Watch"]
+    cancel(s, "r2")
+
+    assert names(quiet(s, "r2", 0)) == ["Watch"]
+    (save,) = quiet(s, "r2", 0)  # of what it has computed itself
+    assert isinstance(save, Save)
+    assert n_held(s, save.slot) == 1999
+    assert slot(s, A0).resident == UNKNOWN

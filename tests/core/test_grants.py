@@ -13,7 +13,7 @@ from router.core.queue import QueueLimits
 from router.core.slots import NOTHING, Phase
 from router.errors import ContextTooLongError, DeadlineError, NoBackendError, QueueFullError
 from router.tokens import head
-from router.types import Lease, Outcome, Reported, RequestId, SlotStatus
+from router.types import Lease, Outcome, Prompt, Reported, RequestId, SlotStatus
 from tests.core.build import (
     A0,
     A1,
@@ -27,11 +27,12 @@ from tests.core.build import (
     B,
     R,
     backend,
+    request,
     run_of,
     scheduler,
     snapshot,
 )
-from tests.core.drive import NOW, arrive, cancel, finish, names, slot
+from tests.core.drive import NOW, arrive, cancel, finish, launched, names, slot
 
 ONE = backend("a", 1)
 LONG = run_of(1000)
@@ -418,3 +419,35 @@ def test_of_slots_that_cost_the_same_the_one_that_was_not_used_for_longest() -> 
     (dispatch,) = arrive(s, **UNREAD)
     assert isinstance(dispatch, Dispatch)
     assert dispatch.lease.slot == A1
+
+
+# -- what is better left to the server -------------------------------------------------------------
+
+
+def unread(name: str, **more: Any) -> ev.Arrived:
+    return ev.Arrived(request(name, (), prompt=Prompt(unknown="infill"), left=True, **more))
+
+
+def test_the_server_picks_the_slot_of_a_prompt_that_only_it_can_read() -> None:
+    s = scheduler(backend("a", 4), idle_save_after_s=None)
+    (dispatch,) = s.handle(unread("r"), NOW)
+    assert isinstance(dispatch, Dispatch)
+    assert (dispatch.pin, dispatch.confirm) == (False, True)
+
+
+def test_it_is_pinned_beside_a_slot_that_was_left() -> None:
+    """An editor asks anew with each key that is pressed."""
+    s = scheduler(backend("a", 4), idle_save_after_s=None)
+    s.handle(unread("r"), NOW)
+    launched(s, 0)
+    finish(s, "r", Outcome.CLIENT_GONE)
+    (dispatch,) = s.handle(unread("r2"), NOW)
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.pin
+
+
+def test_it_is_pinned_beside_a_long_prefill_and_keeps_nobody_out() -> None:
+    s = scheduler(backend("a", 4), idle_save_after_s=None)
+    assert names(arrive(s, "r", run_of(9000), client="x")) == ["Prefill"]
+    assert names(s.handle(unread("r2", client="y"), NOW)) == ["Dispatch"]
+    assert names(arrive(s, "r3", (7, 2, 3), client="z")) == ["Dispatch"]

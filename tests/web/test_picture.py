@@ -15,6 +15,7 @@ from router.core.jobs import (
     DispatchStep,
     EraseStep,
     Job,
+    LookStep,
     PrefillStep,
     RestoreStep,
     SaveStep,
@@ -154,6 +155,6 @@ def test_every_step_has_a_word() -> None:
         doing = step.__new__(step)
         if step is SaveStep:
             doing = SaveStep(TO, SaveReason.IDLE)
-        if step is EraseStep:
-            doing = EraseStep(TO)
+        if step in (EraseStep, LookStep):
+            doing = step(TO)
         assert slot_row(Slot(TO, holder=HOLDER), {HOLDER: job_of(doing)})["doing"]
