@@ -91,7 +91,9 @@ class SchedulerMachine(World, RuleBasedStateMachine):
 
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=3),
-        kind=st.sampled_from(["plain", "plain", "plain", "unpinned", "whole", "unknown", "fresh"]),
+        kind=st.sampled_from(
+            ["plain", "plain", "plain", "unpinned", "whole", "unknown", "left", "fresh"]
+        ),
         hint=st.sampled_from([None, None, None, 0, 1]),
         session=st.sampled_from([None, "x"]),
         whose=st.integers(0, 1),
@@ -105,6 +107,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             "unpinned": {"pinnable": False},
             "whole": {"pinnable": False, "whole_backend": True},
             "unknown": {"prompt": Prompt(unknown="media")},
+            "left": {"prompt": Prompt(unknown="infill"), "left": True},
             "fresh": {"reuse": False},
         }
         for prompt in prompts:
