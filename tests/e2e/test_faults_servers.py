@@ -32,8 +32,8 @@ from tests.fleet import Answer, Fleet, Json, running
 Seen = Callable[[str, object], None]
 
 # Long enough that there is a middle.
-PROMPT, CTX = 4_000, 8_192
-SHORT, MORE = 1200, 40
+PROMPT, CTX = 4_000, 16_384
+SHORT, MORE = 1200, 600
 ENDLESS: Json = {"n_predict": 1500, "ignore_eos": True, "stream": True}
 # The monitor finds a stopped server after two looks of half a second.
 LOOKS = """

@@ -64,4 +64,4 @@ async def test_what_was_left_outlasts_the_next_start(llama_server: StartServer) 
             await fleet.complete(ids(10 + seed, 1000))
             cached.append((await fleet.complete([*ids(seed, 2500), *ids(99, 10)])).cached)
 
-    assert cached == [2500] * 3
+    assert min(cached) >= 2500, cached
