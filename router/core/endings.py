@@ -203,7 +203,7 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
         return
     wipe, refused = job.request.adapted, event.outcome is Outcome.REFUSED
     unseen = job.request.whole_backend or not (job.request.pinnable or job.placed)
-    answered = refused or event.outcome is Outcome.OK
+    answered = event.outcome in _OVER
     left = Left.ANSWERED if answered else Left.BEGUN if event.begun and not unseen else Left.SENT
     job.stage = Stage.DRAINING
     own = state.fleet.slots[job.slot]

@@ -40,8 +40,8 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
             and (way := _once_saved(ask, slot, at_least))
         ):
             saved.add(way)
-        left = slot.is_left and ask.now < slot.busy_until + _OVERDUE_S
-        if not (slot.sharing or left or may_wait):
+        hoped = ask.now < slot.busy_until + _OVERDUE_S if slot.is_left else may_wait
+        if not (slot.sharing or hoped):
             continue
         common = shared.get(slot.id, 0)
         if common < at_least:
@@ -58,7 +58,7 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
             if not saved.beat(wait_s + rest_s):
                 saved.add(_from_file(ask, slot, held, reused, wait_s))
         elif (
-            (left or (may_wait and not slot.is_left))
+            hoped
             # A prefill that was broken off is over before it would have been.
             and (slot.leaving or wait_s <= fleet.policy.max_wait_s)
             and _is_to_be_had(ask, slot)
