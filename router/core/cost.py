@@ -25,7 +25,6 @@ class Line:
 
     a: float
     b: float
-    prior_weight: float = 1.0
     _uu: float = 0.0
     _uv: float = 0.0
     _vv: float = 0.0
@@ -36,6 +35,10 @@ class Line:
 
     def __post_init__(self) -> None:
         self._prior = (self.a, self.b)
+
+    def expect(self, a: float, b: float) -> None:
+        """Another prior, before anything is learned."""
+        self.a, self.b = self._prior = (a, b)
 
     def predict(self, u: float, v: float) -> float:
         """Seconds for `u` and `v`."""
@@ -101,6 +104,24 @@ class Rates:
     bytes_per_token: Mean = field(default_factory=lambda: Mean(50_000.0))
     output_tokens: Mean = field(default_factory=lambda: Mean(200.0))
     output_s_per_token: Mean = field(default_factory=lambda: Mean(0.02))
+
+    def take_after(self, other: "Rates") -> None:
+        """Expect what `other` was seen to cost. For a backend that has computed nothing yet."""
+        for mine, theirs in (
+            (self.prefill, other.prefill),
+            (self.save, other.save),
+            (self.restore, other.restore),
+            (self.rewrite, other.rewrite),
+        ):
+            if not mine.n:
+                mine.expect(theirs.a, theirs.b)
+        for own, known in (
+            (self.handling_s, other.handling_s),
+            (self.output_tokens, other.output_tokens),
+            (self.output_s_per_token, other.output_s_per_token),
+        ):
+            if not own.n:
+                own.value = known.value
 
     def prefill_s(self, tokens: int, depth: int = 0) -> float:
         """Seconds to compute `tokens` on top of `depth` others; attention makes it superlinear."""

@@ -11,11 +11,13 @@ from router.core.residency import after_answer, after_either, after_finish, afte
 from router.core.slots import NOTHING, UNKNOWN, Resident, Slot
 from router.core.state import State
 from router.errors import BackendError
-from router.types import NOBODY, BackendId, Left, Outcome, Request, RequestId
+from router.types import NOBODY, BackendId, BackendInfo, Left, Outcome, Request, RequestId
 
 # Until a slot that was left is known to be idle, in seconds: what who comes back at once is told
 # that waiting for it costs.
 _LET_GO_S = {Left.ANSWERED: 0.01, Left.BEGUN: 0.03, Left.SENT: 1.5}
+# The probes of servers that are alike differ by so much: each computes a hundred tokens or two.
+_PROBES_DIFFER = 2.0
 _OVER = (Outcome.OK, Outcome.REFUSED)  # such a request will not start any more
 
 
@@ -341,3 +343,27 @@ def _learn(state: State, job: Job, event: ev.Finished) -> None:
     rates.observe_prompt(reported)
     if reported.generated_tokens and reported.generated_s:
         rates.observe_generation(reported.generated_tokens, reported.generated_s)
+    if rates.prefill.n:
+        _teach(state, job.slot.backend)
+
+
+def _teach(state: State, backend: BackendId) -> None:
+    """Backends that have computed nothing yet cost what those of their kind do.
+
+    All that is known of them is a short probe, beside whatever ran then. One that came out slow
+    would stay unused for as long as another is idle, whose states are displaced meanwhile.
+    """
+    fleet = state.fleet
+    known = fleet.infos.get(backend)
+    if known is None:
+        return
+    for info in fleet.infos.values():
+        rates = fleet.rates[info.id]
+        if not rates.prefill.n and info.namespace == known.namespace and _alike(info, known):
+            rates.take_after(fleet.rates[backend])
+
+
+def _alike(one: BackendInfo, other: BackendInfo) -> bool:
+    """As far as their probes tell, two backends are equally fast."""
+    fast, slow = sorted((one.prefill_s_per_token or 0.0, other.prefill_s_per_token or 0.0))
+    return not fast or slow <= _PROBES_DIFFER * fast

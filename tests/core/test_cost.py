@@ -140,3 +140,28 @@ def test_a_speed_of_what_takes_no_time_is_a_number() -> None:
 
     assert rates.speeds.prefill_tokens == pytest.approx(1e12)
     assert rates.speeds.output_tokens == pytest.approx(1e9)
+
+
+def test_one_that_has_seen_nothing_expects_what_another_has_seen() -> None:
+    known, new = Rates(), Rates()
+    known.observe_prefill(1000, 0, 7.0)
+    known.observe_save(1000, 10**8, 0.5)
+    known.observe_generation(10, 3.0)
+    new.restore.observe(1.0, 10.0, 0.9)
+    own = new.restore_s(10)
+
+    new.take_after(known)
+
+    assert new.prefill_s(1000) == pytest.approx(7.0)
+    assert new.save.predict(1.0, 10**8) == pytest.approx(0.5)
+    assert new.output_s_per_token.value == known.output_s_per_token.value
+    assert new.restore_s(10) == own  # which it has seen itself
+
+
+def test_what_is_seen_itself_replaces_what_was_expected() -> None:
+    known, new = Rates(), Rates()
+    known.observe_prefill(1000, 0, 7.0)
+    new.take_after(known)
+    new.observe_prefill(1000, 0, 1.0)
+
+    assert new.prefill_s(1000) == pytest.approx(1.0)
