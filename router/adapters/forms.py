@@ -11,8 +11,10 @@ _LONG_HEAD, _MOST_PARTS = 1024, 256
 
 
 def is_form(content_type: str) -> bool:
-    """As the server's parser tells, which looks at the case."""
-    return content_type.startswith(_FORM)
+    """As the server's parser tells (httplib.cpp, extract_media_type): the whole media type, in its
+    case, without the blanks around it. What only begins like a form is JSON to the server, and its
+    fields would be read by nobody here."""
+    return content_type.partition(";")[0].strip(" \t") == _FORM
 
 
 def text_field(form: bytes, content_type: str, name: str) -> str | None:
