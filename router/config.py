@@ -126,6 +126,7 @@ class Policy(Section):
     )
     max_wait_s: values.Seconds = Field(default=30.0, alias="max_wait")
     coalesce_above_s: values.SecondsOrOff = Field(default=0.25, alias="coalesce_above")
+    prefill_piece_s: values.SecondsOrOff = Field(default=0.5, alias="prefill_piece")
     reuse_probability: values.Ratio = 0.5
 
     @model_validator(mode="before")

@@ -100,6 +100,7 @@ def test_the_planner_has_the_same_defaults() -> None:
     assert preset.name == default.policy.name
     assert preset.max_wait_s == default.policy.max_wait_s
     assert preset.coalesce_above_s == default.policy.coalesce_above_s
+    assert preset.prefill_piece_s == default.policy.prefill_piece_s
     assert preset.reuse_probability == default.policy.reuse_probability
     assert preset.idle_save_after_s == default.store.save_when_idle_for_s
 
@@ -143,7 +144,7 @@ def test_off_is_a_word() -> None:
     """YAML 1.1, which PyYAML follows, reads `off` as false."""
     text = """
 queue: {deadline: off}
-policy: {coalesce_above: off}
+policy: {coalesce_above: off, prefill_piece: off}
 store: {save_when_idle_for: off, max_bytes: 0}
 tokenizer: {mode: off}
 """
@@ -151,6 +152,7 @@ tokenizer: {mode: off}
 
     assert parsed.queue.deadline_s is None
     assert parsed.policy.coalesce_above_s is None
+    assert parsed.policy.prefill_piece_s is None
     assert parsed.store.save_when_idle_for_s is None
     assert TokenizerMode.OFF is parsed.tokenizer.mode
     assert not parsed.store.enabled

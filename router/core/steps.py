@@ -35,12 +35,13 @@ from router.core.jobs import (
     SaveStep,
     Stage,
 )
+from router.core.pieces import piece
 from router.core.residency import after_prefill, after_quiet
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
 from router.core.tenancy import model_of, namespace_of, tempts
 from router.errors import NoBackendError
-from router.tokens import EMPTY, Tokens, common_prefix, count
+from router.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.types import NOBODY, Left, MemoryKind, SlotId, Snapshot, SnapshotId, Stall
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
@@ -86,11 +87,16 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot], erase))
         case PrefillStep():
             slot = state.fleet.slots[job.slot]
+            if (n_first := piece(state.fleet, job.slot, step.tokens)) is not None:
+                job.steps.appendleft(step)
+                job.doing = step = PrefillStep(head(step.tokens, n_first))
             # Others may as well wait for the last of several.
             last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
-            slot.pending, slot.sharing = last[0] if last else step.tokens, True
-            assert job.plan is not None
-            slot.busy_until = now + job.plan.chosen.price.prefill_s
+            whole = last[0] if last else step.tokens
+            slot.pending, slot.sharing = whole, True
+            done = common_prefix(slot.resident.tokens, whole)
+            rates = state.fleet.rates[job.slot.backend]
+            slot.busy_until = now + rates.prefill_s(count(whole) - done, done)
             state.others_cleared(job.slot.backend)
             state.out.append(Prefill(job.id, job.slot, step.tokens))
         case LookStep():
@@ -351,8 +357,9 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         slot.resident = after_prefill(slot.resident, job.doing.tokens, event.reported)
         slot.declined = False
         state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
-        saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
-        wanted = not job.cancelled and not saved_anyway
+        # Saved anyway, or a piece of what will be saved as a whole.
+        in_time = bool(job.steps) and isinstance(job.steps[0], SaveStep | PrefillStep)
+        wanted = not job.cancelled and not in_time
         if wanted and is_wanted(state, job, job.doing.tokens):
             job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
         fleeting.look_before_start(state, job)

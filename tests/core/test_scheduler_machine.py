@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -54,6 +55,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             }
         ),
         coalesce=st.sampled_from([None, 0.0, 0.1]),
+        piece=st.sampled_from([None, 0.0]),
         max_tokens=st.sampled_from([-1, 20, 0]),
         room=st.sampled_from([100, 3]),
         apart=st.booleans(),
@@ -66,11 +68,15 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         sizes: tuple[int, int],
         b: dict[str, Any],
         coalesce: float | None,
+        piece: float | None,
         max_tokens: int,
         room: int,
         apart: bool,
     ) -> None:
         self.tenants = (Tenant("x"), Tenant("y")) if apart else (NOBODY,)
+        # Prompts are short here.
+        self.small = mock.patch("router.core.pieces._LEAST", 2)
+        self.small.start()
         infos = [
             backend("a", sizes[0], memory_kind=kind, n_ctx=100, cuts=True),
             backend("b", sizes[1], memory_kind=kind, cuts=True, **b),
@@ -79,6 +85,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             *infos,
             policy=policy,
             coalesce_above_s=coalesce,
+            prefill_piece_s=piece,
             max_wait_s=2.0,
             idle_save_after_s=idle_save,
             keeps_apart=apart,
@@ -366,6 +373,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         """Everything outstanding comes to its end: nothing is held any more."""
         if not hasattr(self, "scheduler"):
             return
+        self.small.stop()
         for _ in range(10_000):
             self.settle()
             if not self.ops and not self.cutting and not self.abandoned():

@@ -1,0 +1,48 @@
+"""How much of a prompt is computed at once while others run on the same backend.
+
+llama-server puts up to `--batch-size` tokens of a prompt (2,048, if not told otherwise) into one
+batch with whatever else it runs, and nobody gets a token before that batch is over. In pieces,
+streams go on after each, and the first token of a prompt that is computed does not wait for
+another's whole batch.
+"""
+
+from router.core.fleet import Fleet
+from router.core.reuse import goes_back
+from router.core.slots import Phase
+from router.tokens import Tokens, common_prefix, count
+from router.types import SlotId
+
+# The server computes so many in one go, if not told otherwise (`--ubatch-size`): less is slower.
+_LEAST = 512
+# What is left over is no piece of its own if it is less than half of one.
+_LAST = 1.5
+
+
+def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
+    """Up to which of the `wanted` tokens to compute for now. None: all of them.
+
+    1. Of kinds that cannot go back, all: the server makes a checkpoint in each piece, and forgets
+       an older one for it (llama-server.md section 4.2).
+    2. All where each start empties the idle slots (section 0.6).
+    """
+    limit_s = fleet.policy.prefill_piece_s
+    info = fleet.infos[slot.backend]
+    if limit_s is None or not goes_back(info.memory_kind) or not info.keeps_idle_slots:
+        return None
+    if not _beside_others(fleet, slot):
+        return None
+    held = common_prefix(fleet.slots[slot].resident.tokens, wanted)
+    left = count(wanted) - held
+    left_s = fleet.rates[slot.backend].prefill_s(left, held)
+    if left_s <= limit_s:
+        return None
+    most = max(round(left * limit_s / left_s) // _LEAST, 1) * _LEAST
+    return held + most if left > _LAST * most else None
+
+
+def _beside_others(fleet: Fleet, own: SlotId) -> bool:
+    """Others on the backend wait for their next token, or for their first."""
+    if fleet.running(own.backend):
+        return True
+    others = (slot for slot in fleet.slots.of(own.backend) if slot.id != own)
+    return any(slot.phase is Phase.PREPARING and slot.sharing for slot in others)
