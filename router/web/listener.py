@@ -5,6 +5,7 @@ shape what was wrong with bytes that are no request. Knows no routes.
 """
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -13,7 +14,9 @@ from typing import cast
 
 import structlog
 from aiohttp import web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import LineTooLong
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 
 from router.errors import (
     ClientTooSlowError,
@@ -31,6 +34,8 @@ from router.web.settings import Settings
 log = structlog.get_logger(__name__)
 
 NO_LIMIT = -1
+
+_NEW_LINE, _END = b"\r\n", b"\r\n\r\n"
 
 OnRefused = Callable[[RequestId, RouterError], None]
 
@@ -91,10 +96,21 @@ class Listener(web.Server):
 
 class _Connection(web.RequestHandler):
     """One connection. The head of a request may take `limits.header_timeout` from its first byte,
-    less the time that it was we who did not look; before that the connection is idle, and
-    `limits.keep_alive_timeout` is aiohttp's to keep."""
+    or from the end of the answer that it came before, less the time that it was we who did not
+    look; before that the connection is idle, and `limits.keep_alive_timeout` is aiohttp's to keep.
+    """
 
-    __slots__ = ("_client", "_head_left_s", "_head_timer", "_held", "_listener")
+    __slots__ = (
+        "_answered",
+        "_begun",
+        "_body",
+        "_body_left",
+        "_client",
+        "_head_left_s",
+        "_head_timer",
+        "_held",
+        "_listener",
+    )
 
     def __init__(self, listener: Listener, **options: object) -> None:
         super().__init__(listener, **options)  # type: ignore[arg-type]
@@ -103,6 +119,10 @@ class _Connection(web.RequestHandler):
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_left_s: float | None = None  # of a head that had begun when it was held
         self._held = False  # at the turnstile; nothing more is read meanwhile
+        self._answered = 0  # of `_request_count`
+        self._begun = False  # a head, of which the end has not come
+        self._body: StreamReader = EMPTY_PAYLOAD  # of the last request
+        self._body_left = 0  # bytes of it that have not come, or more than that
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         client = client_of(transport.get_extra_info("peername"))
@@ -121,6 +141,7 @@ class _Connection(web.RequestHandler):
             self._listener.leave(self._client)
             self._client = None
         super().connection_lost(exc)
+        self._body = EMPTY_PAYLOAD  # which knew of us
 
     def data_received(self, data: bytes) -> None:
         if not data or self._messages or self._current_request is not None:
@@ -152,7 +173,35 @@ class _Connection(web.RequestHandler):
         super().data_received(data)
         if self._request_count != before:
             self._head_is_in()
-        elif self._waiter is not None and self._head_timer is None:
+        self._follow(data, self._request_count - before)
+        self._wait_for_head()
+
+    def _follow(self, data: bytes, n_new: int) -> None:
+        """Keep whether a head has begun. aiohttp's parser does not tell, so it is looked for behind
+        the last request that it found. Not seen is one behind a body that is chunked and came
+        in pieces, or that was sent together with other requests: it counts as idle until more of
+        it comes.
+        """
+        behind = data[self._body_left :]
+        left = self._body_left - len(data)
+        if n_new:
+            message, self._body = self._messages[-1]
+            left = sys.maxsize
+            if length := _length(message):
+                behind = behind.lstrip(_NEW_LINE).partition(_END)[2] if n_new == 1 else b""
+                left = length - len(behind)
+                behind = behind[length:]
+        if self._upgraded or not self._body.is_eof():
+            self._begun, self._body_left = False, max(left, 0)
+            return
+        # A whole head in it would be a request, and empty lines before one are nothing.
+        begins = bool(behind.rpartition(_END)[2].lstrip(_NEW_LINE))
+        self._begun, self._body_left = begins or (self._begun and not n_new), 0
+
+    def _wait_for_head(self) -> None:
+        """Not long for the rest of one, if nothing else is to be done meanwhile."""
+        idle = self._answered == self._request_count and not self._held
+        if idle and self._begun and self._head_timer is None:
             limit_s = self._listener.settings.header_timeout_s
             left_s = limit_s if self._head_left_s is None else self._head_left_s
             self._head_timer = self._loop.call_later(left_s, self._head_is_late, limit_s)
@@ -169,6 +218,8 @@ class _Connection(web.RequestHandler):
 
     def _head_is_late(self, limit_s: float) -> None:
         self._head_timer = None
+        if self._waiter is None:  # it is being closed
+            return
         told = f"the headers did not arrive within {limit_s:g} s (limits.header_timeout)"
         self._refuse(ClientTooSlowError(told))
 
@@ -209,8 +260,17 @@ class _Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """For aiohttp: send what a handler has made. An own answer goes out as a whole here, within
-        `limits.send_timeout`; of a backend's nothing is left. True: the client is gone."""
+        """For aiohttp: send what a handler has made. True: the client is gone."""
+        sent = await self._finish(request, resp, start_time)
+        self._answered += 1
+        self._wait_for_head()
+        return sent
+
+    async def _finish(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """An own answer goes out as a whole here, within `limits.send_timeout`; of a backend's
+        nothing is left."""
         if resp.prepared:
             return await super().finish_response(request, resp, start_time)
         try:
@@ -236,6 +296,14 @@ class _Connection(web.RequestHandler):
                 f"there are more than {settings.max_headers} headers (limits.max_headers)"
             )
         return FramingError("this is not HTTP/1.1 as it should be")
+
+
+def _length(message: object) -> int:
+    """What the head of a request says of its body; 0 of one that is sent in chunks. Zeros in front
+    are allowed, and there may be more than `int` takes."""
+    if isinstance(message, RawRequestMessage):
+        return int(message.headers.get("Content-Length", "").lstrip("0") or 0)
+    return 0
 
 
 def client_of(peername: object) -> str:

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from unittest.mock import Mock
 
 import pytest
@@ -103,6 +104,119 @@ async def test_a_head_that_drips(raw: bytes) -> None:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert "limits.header_timeout" in json.loads(body)["error"]["message"]
+
+
+HALF = KEPT[:-2]
+POST = b"POST /kvferry/plan HTTP/1.1\r\nHost: x\r\n"
+COUNTED = POST + b"Content-Length: 8\r\n\r\n\r\n\r\n{{{{"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n\r\n"
+
+
+Packets = list[bytes]
+LATE: dict[str, tuple[Packets, list[int]]] = {
+    "with the connection": ([HALF], [408]),
+    "one byte": ([KEPT, HALF[:1]], [503, 408]),
+    "behind a request": ([KEPT + HALF], [503, 408]),
+    "behind several": ([KEPT * 3 + HALF], [503] * 3 + [408]),
+    "behind more than are kept": ([KEPT * 40 + HALF, b"A:"], [503] * 40 + [408]),
+    "behind the end of a head": ([HALF, KEPT[-2:] + HALF], [503, 408]),
+    "behind its last byte": ([HALF, b"\r", b"\n" + HALF], [503, 408]),
+    "behind a body": ([COUNTED + HALF], [400, 408]),
+    "behind the end of a body": ([COUNTED[:-6], COUNTED[-6:] + HALF], [400, 408]),
+    "behind chunks": ([CHUNKED + HALF], [400, 408]),
+    "after chunks": ([CHUNKED[:-7], CHUNKED[-7:], HALF], [400, 408]),
+}
+IDLE: dict[str, tuple[Packets, list[int]]] = {
+    "nothing": ([b""], []),
+    "a request": ([KEPT], [503]),
+    "three": ([KEPT * 3], [503] * 3),
+    "more than are kept": ([KEPT * 40], [503] * 40),
+    "in pieces": ([KEPT[:1], KEPT[1:-1], KEPT[-1:]], [503]),
+    "between empty lines": ([b"\r\n\r\n" + KEPT + b"\r\n"], [503]),
+    "a body": ([COUNTED], [400]),
+    "a length of many digits": ([COUNTED.replace(b": 8", b": " + b"0" * 5000 + b"8")], [400]),
+    "a body between empty lines": ([b"\r\n\r\n" + COUNTED + b"\r\n"], [400]),
+    "a head that ends with its body": ([COUNTED[:-9], COUNTED[-9:]], [400]),
+    "a body in pieces": ([COUNTED[:-6], COUNTED[-6:-2], COUNTED[-2:]], [400]),
+    "two bodies": ([COUNTED * 2], [400] * 2),
+    "two in pieces": ([COUNTED[:-6], COUNTED[-6:] + COUNTED], [400] * 2),
+    "chunks": ([CHUNKED], [400]),
+    "chunks in pieces": ([CHUNKED[:-7], CHUNKED[-7:-2], CHUNKED[-2:]], [400]),
+    "chunks before a body": ([CHUNKED + COUNTED + CHUNKED], [400] * 3),
+    "the last chunk before a body": ([CHUNKED[:-7], CHUNKED[-7:] + COUNTED], [400] * 2),
+}
+
+
+async def sent(fleet: Fleet, packets: Packets, wait_s: float) -> tuple[list[int], bool]:
+    """The answers to what is sent packet by packet, the first with the connection, and whether the
+    connection was closed within `wait_s` of the last."""
+    host, port = fleet.url.removeprefix("http://").split(":")
+    raw = socket.create_connection((host, int(port)))  # the router's loop has no turn before
+    raw.sendall(packets[0])
+    reader, writer = await asyncio.open_connection(sock=raw)
+    for packet in packets[1:]:
+        await asyncio.sleep(0.05)
+        writer.write(packet)
+    answers = b""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            while piece := await reader.read(65536):
+                answers += piece
+    writer.close()
+    return statuses(answers), reader.at_eof()
+
+
+async def all_sent(cases: dict[str, tuple[Packets, list[int]]], wait_s: float) -> Json:
+    async with limited("header_timeout: 300ms, keep_alive_timeout: 1m") as fleet:
+        found = await asyncio.gather(
+            *(sent(fleet, packets, wait_s) for packets, _ in cases.values())
+        )
+    return dict(zip(cases, found, strict=True))
+
+
+async def test_half_a_head_and_silence() -> None:
+    """Wherever the packet began in which it came."""
+    assert await all_sent(LATE, PATIENCE_S) == {
+        name: (told, True) for name, (_, told) in LATE.items()
+    }
+
+
+async def test_what_is_whole_and_silence() -> None:
+    """Nothing of another head has come: the connection is an idle one, and kept."""
+    assert await all_sent(IDLE, 1.0) == {name: (told, False) for name, (_, told) in IDLE.items()}
+
+
+async def test_half_a_head_while_an_answer_is_made() -> None:
+    """Its time begins with the answer's end. aiohttp takes a request out of its queue before the
+    handler knows of it; what comes in between is behind it too."""
+    settings = Settings(-1, -1, *(8192, 8192, 100), header_timeout_s=0.1)
+    settings.keep_alive_timeout_s = settings.send_timeout_s = 60.0
+    for turns in range(5):
+        answer, closed, transport = asyncio.Event(), asyncio.Event(), Mock()
+
+        async def handle(_: web.BaseRequest, answer: asyncio.Event = answer) -> web.Response:
+            await answer.wait()
+            return web.Response()
+
+        transport.get_extra_info.return_value = None
+        transport.is_closing.return_value = False
+        transport.close.side_effect = closed.set
+        turnstile = Turnstile(MonotonicClock())
+        connection = Listener(handle, settings, lambda *_: None, turnstile)()
+        connection.connection_made(transport)
+        await asyncio.sleep(0)
+        connection.data_received(KEPT)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        connection.data_received(HALF)
+        await asyncio.sleep(0.3)
+        assert not closed.is_set()
+        answer.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await closed.wait()
+        written = b"".join(call.args[0] for call in transport.write.call_args_list)
+        assert statuses(written) == [200, 408]
+        connection.connection_lost(None)
 
 
 async def test_a_head_that_comes_in_time_and_a_slow_answer() -> None:
