@@ -365,23 +365,24 @@ class Engine:
         self._feed(await work)
 
     async def _prefill(self, effect: ef.Prefill) -> None:
+        event: ev.Event = ev.PrefillFailed(effect.request, "the client left")
+        if effect.request in self._prefills:
+            self._prefills[effect.request] = asyncio.current_task()
+            event = await self._prefilled(effect)
+        self._prefills.pop(effect.request, None)  # before another for the same request begins
+        self._feed(event)
+
+    async def _prefilled(self, effect: ef.Prefill) -> ev.Event:
         backend = self._backends[effect.slot.backend]
-        if effect.request not in self._prefills:
-            self._feed(ev.PrefillFailed(effect.request, "the client left"))
-            return
-        self._prefills[effect.request] = asyncio.current_task()
         try:
             reported = await backend.prefill(effect.slot.index, effect.tokens)
         except BackendError as error:
-            self._feed(ev.PrefillFailed(effect.request, str(error)))
+            return ev.PrefillFailed(effect.request, str(error))
         except asyncio.CancelledError:
             # The client left: the connection is closed, and the slot free once the server knows.
             n_tokens = await self._wait_quiet(effect.request, effect.slot, Left.SENT)
-            self._feed(ev.PrefillFailed(effect.request, "the client left", n_tokens))
-        else:
-            self._feed(ev.Prefilled(effect.request, reported))
-        finally:
-            self._prefills.pop(effect.request, None)
+            return ev.PrefillFailed(effect.request, "the client left", n_tokens)
+        return ev.Prefilled(effect.request, reported)
 
     def _stop_prefill(self, request: RequestId) -> None:
         """One that has not begun does not begin."""

@@ -1,0 +1,33 @@
+"""A long prompt beside a stream, on a real server: in pieces, and each token once."""
+
+from tests.conftest import StartServer
+from tests.e2e.conversing import differs_in_earnest, kept_busy
+from tests.e2e.prompts import ids
+from tests.fleet import running
+from tests.meddler import Meddler
+from tests.spoilt import untouched
+
+YAML = "policy: {coalesce_above: 1ms, prefill_piece: 1ms}"
+ASKED = "POST /completion"
+
+
+async def test_a_prompt_in_pieces_is_the_same_prompt(llama_server: StartServer) -> None:
+    server = await llama_server("llama", slots=2, ctx=16384)
+    prompt, other = ids(1, 2400), ids(2, 300)
+    async with (
+        Meddler(server.url) as meddler,
+        running([("a", meddler.url)], server.kv_dir, yaml=YAML) as fleet,
+    ):
+        meddler.spoil(ASKED, untouched)  # and count
+        alone = await fleet.complete(prompt, n_probs=5, cache_prompt=False)
+        async with kept_busy(fleet, other, ("a", 0), 5000):
+            before = meddler.met[ASKED]
+            beside = await fleet.complete(prompt, n_probs=5)
+
+            # Up to 512, 1,024, 1,536, 2,048 and 2,399 tokens, and the client's request.
+            assert meddler.met[ASKED] - before == 6
+        assert differs_in_earnest(alone, beside) == ""
+        explained = (
+            await fleet.get(f"/kvferry/requests/{beside.headers['x-kvferry-request-id']}")
+        ).json
+        assert explained["computed_tokens"] == 2400
