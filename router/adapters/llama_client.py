@@ -139,7 +139,10 @@ class LlamaClient:
         self.id = backend
         self.url = url
         self.relaying = 0  # clients' requests that are with the server now
+        self.doubted = False  # somebody failed to reach it, and nobody has since
         self._unanswered: set[_Relaying] = set()  # those that would go elsewhere, if it hangs
+        self._asking: set[asyncio.Timeout] = set()  # control calls that likewise would
+        self._given_up = False  # and it has answered nothing since
         self._quiet: asyncio.Event | None = None  # those who wait until there are none
         self._pool = connections.pool(url, timeouts.connect_s)
         self._timeouts = timeouts
@@ -149,6 +152,11 @@ class LlamaClient:
         """Other limits, for what begins from now on."""
         self._timeouts = timeouts
         self._pool.connect_timeout_s = timeouts.connect_s
+
+    @property
+    def patience_s(self) -> float:
+        """For how long a look waits for a sign of life."""
+        return self._timeouts.health_s
 
     def tell_hang_ups(self, told: Callable[[], None]) -> None:
         """Call `told` when the server closes an idle connection sooner than it does by itself, as
@@ -162,18 +170,32 @@ class LlamaClient:
         body: bytes | None,
         timeout_s: float,
         max_bytes: int | None = None,
+        *,
+        yields: bool = False,
     ) -> bytes:
-        """One control call, to the end of its answer. Raises BackendError and its kin."""
+        """One control call, to the end of its answer. Raises BackendError and its kin.
+
+        `yields`: `give_up` concerns it. Not what changes slots or files, of which the router must
+        know how it ended.
+        """
+        if yields and self._given_up:
+            raise BackendError("the backend went away")
         headers = [(b"Content-Type", b"application/json")] if body is not None else []
         if self._authorization:
             headers.append(self._authorization)
         with _OUR_ERRORS:
-            async with asyncio.timeout(timeout_s):
-                response = await self._pool.request(method, path, headers, body, timeout_s)
+            async with asyncio.timeout(timeout_s) as limit:
+                if yields:
+                    self._asking.add(limit)
                 try:
-                    payload = await _read(response, max_bytes)
+                    response = await self._pool.request(method, path, headers, body, timeout_s)
+                    try:
+                        payload = await _read(response, max_bytes)
+                    finally:
+                        response.close()
                 finally:
-                    response.close()
+                    self._asking.discard(limit)
+        self._given_up = False
         if response.status >= HTTPStatus.BAD_REQUEST:
             message = reply.error_message_from(payload) or f"HTTP {response.status}"
             raise BackendRefusedError(message, backend_status=response.status)
@@ -214,19 +236,22 @@ class LlamaClient:
     ) -> list[int]:
         """`POST /tokenize`: the ids, as the engine sees them."""
         body = wire.tokenize_body(content, add_special=add_special, parse_special=parse_special)
-        payload = await self._call("POST", "/tokenize", body, self._timeouts.control_s)
+        payload = await self._ask("/tokenize", body)
         return await long_bodies.read(payload, reply.ids_from, payload)
 
     async def detokenize(self, ids: list[int]) -> str:
         """`POST /detokenize`: the text of some ids, special tokens included."""
         body = wire.detokenize_body(ids)
-        payload = await self._call("POST", "/detokenize", body, self._timeouts.control_s)
+        payload = await self._ask("/detokenize", body)
         return reply.text_from(payload)
 
     async def apply_template(self, body: bytes) -> str:
         """`POST /apply-template`: a chat body as the text that gets tokenized."""
-        payload = await self._call("POST", "/apply-template", body, self._timeouts.control_s)
-        return reply.prompt_from(payload)
+        return reply.prompt_from(await self._ask("/apply-template", body))
+
+    async def _ask(self, path: str, body: bytes) -> bytes:
+        """About texts and ids, which any server of the model could tell."""
+        return await self._call("POST", path, body, self._timeouts.control_s, yields=True)
 
     async def save(self, slot: int, name: str) -> Transfer:
         """Save an idle slot under a flat name in the server's `--slot-save-path`."""
@@ -292,9 +317,15 @@ class LlamaClient:
 
     def give_up(self) -> None:
         """The server does not answer: nor will it what it was asked and has not begun to answer.
-        Raises BackendError in those who wait for it and said that they would yield."""
+        Raises BackendError in those who wait for it and said that they would yield, and in who
+        comes with such a call before it has answered anything else."""
+        self._given_up = True
         for relaying in tuple(self._unanswered):
             relaying.give_up()
+        while self._asking:
+            limit = self._asking.pop()
+            if not limit.expired():
+                limit.reschedule(0.0)
 
     def relayed(self) -> None:
         """One of `relaying` is over."""

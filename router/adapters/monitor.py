@@ -106,7 +106,7 @@ class Monitor:
 
     def doubt(self) -> None:
         """Somebody failed to reach the backend: look now rather than at the next turn."""
-        self._sure = True
+        self._sure = self.client.doubted = True
         self._doubt.set()
 
     def _hang_up(self) -> None:
@@ -144,11 +144,14 @@ class Monitor:
             try:
                 await self._look()
                 failures = 0
+                self.client.doubted = self._sure  # somebody may have failed meanwhile
             except (BackendError, KvError) as error:
                 failures += 1
+                self.client.doubted = True
                 # A connection that is refused after a failed request, or after another one was
-                # closed, needs no second opinion.
-                sure = sure or (in_doubt and not isinstance(error, BackendTimeoutError))
+                # closed, needs no second opinion; nor does a look during which a request failed.
+                refused = in_doubt and not isinstance(error, BackendTimeoutError)
+                sure = sure or self._sure or refused
                 self._failed(error, sure=sure or failures >= self.watch.failures)
             self._over = self._begun
             self._tell()

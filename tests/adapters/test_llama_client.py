@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -321,6 +322,46 @@ async def test_prefill_is_told_to_stop_by_leaving() -> None:
         fake.prefill_gate.set()
         reported = await client.prefill(1, pack([1, 2, 3]))
         assert (reported.prompt_tokens, reported.cached_tokens) == (3, 0)
+
+
+async def test_who_asks_a_server_that_is_given_up_can_ask_another() -> None:
+    """At once, and not after `control_timeout`. What changes slots is waited for."""
+    reached, goes_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await read_request(reader)
+        reached.release()
+        await goes_on.wait()
+        writer.write(answer({"id_slot": 0, "n_erased": 3} if b"erase" in request else {}))
+
+    patient = Timeouts(control_s=3600, action_s=3600)
+    async with serving(serve) as url, Connections() as connections, asyncio.TaskGroup() as group:
+        client = LlamaClient(BackendId("a"), url, connections, patient)
+        asked = (
+            group.create_task(failing(client.apply_template(b"{}"))),
+            group.create_task(failing(client.detokenize([1]))),
+            group.create_task(failing(client.tokenize("", add_special=True, parse_special=True))),
+        )
+        erasing = group.create_task(client.erase(0))
+        for _ in range(4):
+            await reached.acquire()
+        client.give_up()
+        client.give_up()
+        await asyncio.wait(asked)
+        assert not erasing.done()
+        await failing(client.apply_template(b"{}"))  # also who comes later: it is not asked
+
+        goes_on.set()
+        await erasing
+        assert reached.locked()
+        with pytest.raises(BackendError, match="prompt"):  # it is alive, and asked again
+            await client.apply_template(b"{}")
+        await reached.acquire()
+
+
+async def failing(asked: Coroutine[Any, Any, object]) -> None:
+    with pytest.raises(BackendError):
+        await asked
 
 
 async def test_all_who_wait_for_quiet_are_told() -> None:

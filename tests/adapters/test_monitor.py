@@ -12,6 +12,7 @@ from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
 from router.adapters.llama_reply import Props
 from router.adapters.monitor import Attached, Monitor, Watch
+from router.errors import BackendTimeoutError
 from router.types import BackendId, MemoryKind, Namespace, Place
 from tests.fake_llama import FakeLlama
 
@@ -177,6 +178,54 @@ async def test_doubt_about_a_healthy_backend_changes_nothing(
         watched.monitor.doubt()
         await until_seen(fake, looks + 1)
         looks = len(fake.seen)
+    assert watched.said == ["prepare", "up"]
+
+
+async def test_a_look_during_which_a_request_failed_needs_no_second(
+    watched: Watched, fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes `health.timeout`, and requests wait for the end of them all."""
+    await watched.until("prepare", "up")
+    begun, over = asyncio.Event(), asyncio.Event()
+    looks: list[list[str]] = []  # what had been said when each began
+
+    async def health() -> None:
+        looks.append(watched.said.copy())
+        begun.set()
+        await over.wait()
+        raise BackendTimeoutError("it hangs")
+
+    monkeypatch.setattr(watched.monitor.client, "health", health)
+    fake.hang_up()
+    await begun.wait()
+    watched.monitor.doubt()
+    over.set()
+    await watched.until("prepare", "up", "down")
+    assert looks.count(["prepare", "up"]) == 1
+
+
+async def test_in_doubt_until_a_look_goes_well(
+    watched: Watched, fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the only look that failed is not the last word yet."""
+    await watched.until("prepare", "up")
+    client = watched.monitor.client
+    await watched.monitor.look_anew()
+    seen = [client.doubted]
+    watched.monitor.doubt()
+    seen.append(client.doubted)
+    await watched.monitor.look_anew()
+    seen.append(client.doubted)
+    assert seen == [False, True, False]
+
+    async def health() -> None:
+        raise BackendTimeoutError("it hangs")
+
+    monkeypatch.setattr(client, "health", health)
+    fake.hang_up()
+    async with asyncio.timeout(30):
+        while not client.doubted:  # noqa: ASYNC110 - it yields
+            await asyncio.sleep(0)
     assert watched.said == ["prepare", "up"]
 
 
