@@ -1,7 +1,8 @@
 """From a parsed request to the ids that the engine will see.
 
 The backend renders the template (`/apply-template`) and is the truth about tokens; what it has
-tokenized before is not sent again. Raises nothing: what cannot be known is unknown, with a reason.
+tokenized before is not sent again. What it refuses is unknown, with a reason. What it does not
+answer is another backend's to read: that raises.
 """
 
 from dataclasses import dataclass, replace
@@ -59,7 +60,8 @@ class PromptReader:
         return self._others[tenant]
 
     async def read(self, parsed: ParsedRequest, *, boundaries: bool = False) -> Prompt:
-        """The prompt of a request; unknown with a reason if the backend cannot tell.
+        """The prompt of a request; unknown with a reason if the backend refuses it. Raises
+        BackendError if it does not answer, which says nothing of the request.
 
         With its boundaries on demand, which takes up to four more renderings. Only chats have
         any, and chats with media have none: what a slot holds of those is not claimed anyway.
@@ -71,7 +73,7 @@ class PromptReader:
                 found = await self._finder.find(source.body, prompt.tokens)
                 prompt = replace(prompt, boundaries=found)
             return prompt
-        except BackendError as error:
+        except BackendRefusedError as error:
             # Very likely the request itself is wrong; the backend's own answer will say so.
             return Prompt(
                 unknown=f"the backend does not render or tokenize it: {without_prompt(error)}"

@@ -114,28 +114,29 @@ class Completions:
         """One of the completion routes. Raises RouterError."""
         arrived = perf_counter()
         parsed = await long_bodies.read(raw, parse_completion, http, route, raw)
+        request, reader = await self._read(http, parsed, request_id)
+        return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
+
+    async def _read(
+        self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
+    ) -> tuple[Request, PromptReader | None]:
+        """`describe`, once there is a backend to read the prompt. Raises RouterError."""
         if not parsed.lora:  # whose prompt is not read anyway
             await self._directory.wait_for_reader(parsed.model)
-        request, reader = await self.describe(http, parsed, request_id)
-        return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
+        return await self.describe(http, parsed, request_id)
 
     async def describe(
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
     ) -> tuple[Request, PromptReader | None]:
         """What the scheduler has to know of a completion. Raises ModelNotFoundError."""
         model = self._directory.resolve(parsed.model)
-        reader = self._directory.reader(model)
         whose = self._from(http)
-        if reader is not None:
-            reader = reader.of(whose["tenant"])
+        reader: PromptReader | None = None
         if parsed.lora:
             # Its KV is another model's (llama-server.md section 1.7).
             prompt = Prompt(unknown="a LoRA adapter for this request alone")
-        elif reader is None:
-            prompt = Prompt(unknown="no backend to tokenize with")
         else:
-            wanted = self._directory.wants_boundaries(model)
-            prompt = await reader.read(parsed, boundaries=wanted)
+            prompt, reader = await self._directory.read(parsed, model, whose["tenant"])
         request = Request(
             id=request_id,
             prompt=prompt,
@@ -225,6 +226,9 @@ class Completions:
                 anew = replace(anew, avoid=first.avoid | {backend})
             elif backend is not None:
                 await self._directory.look_anew(backend)  # rather than ask three times in a row
+            if exchange.reader is None and exchange.parsed is not None:  # nobody could read it
+                read, exchange.reader = await self._read(exchange.http, exchange.parsed, first.id)
+                anew = replace(read, avoid=anew.avoid)
             # A new id: late news of the first attempt must not be taken for the second's.
             exchange.request = replace(anew, id=RequestId(f"{first.id}.{attempt + 1}"))
         raise AssertionError("unreachable")

@@ -1,14 +1,15 @@
 """Which backends there are for a request: by model, by what is up, by what is busy."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from router.adapters.llama_client import LlamaClient
+from router.adapters.llama_wire import ParsedRequest
 from router.adapters.monitor import Monitor
 from router.adapters.prompts import PromptReader
 from router.engine import Engine
-from router.errors import ModelNotFoundError, NoBackendError, QueueFullError
-from router.types import BackendId, MemoryKind, Request, Standing
+from router.errors import BackendError, ModelNotFoundError, NoBackendError, QueueFullError
+from router.types import BackendId, MemoryKind, Prompt, Request, Standing, Tenant
 
 
 class Directory:
@@ -78,14 +79,45 @@ class Directory:
                 chosen.setdefault(monitor.models, monitor.client)
         return list(chosen.values())
 
-    def reader(self, model: str | None) -> PromptReader | None:
-        """How prompts for a model are read; None while no backend can tell."""
-        others = self.without_kv(model)
-        for info in self._engine.infos.values():
-            known = info.id in self._readers and info.id not in others
-            if known and info.answers_to(model):
-                return self._readers[info.id]
-        return None
+    async def read(
+        self, parsed: ParsedRequest, model: str | None, tenant: Tenant
+    ) -> tuple[Prompt, PromptReader | None]:
+        """The prompt of a request, and who has read it; unknown and nobody, if nobody can.
+
+        A backend that does not answer says nothing of the prompt: the next one is asked, each one
+        once at most. If one is slow it is looked at, and given up if it hangs; one that is alive
+        is waited for, as another would have to do the same work again.
+        """
+        unknown, asked = "no backend to tokenize with", set[BackendId]()
+        while (backend := self._who_reads(model, asked)) is not None:
+            asked.add(backend)
+            reader = self._readers[backend].of(tenant)
+            patience_s = self.monitors[backend].client.patience_s
+            slow = asyncio.get_running_loop().call_later(patience_s, self.doubt, backend)
+            try:
+                prompt = await reader.read(parsed, boundaries=self.wants_boundaries(model))
+            except BackendError as error:
+                self.doubt(backend)
+                unknown = f"no backend that could render and tokenize it answers: {error}"
+            else:
+                return prompt, reader
+            finally:
+                slow.cancel()
+        return Prompt(unknown=unknown), None
+
+    def _who_reads(self, model: str | None, but: Set[BackendId] = frozenset()) -> BackendId | None:
+        """Whom to ask about prompts for a model; None while no backend can tell.
+
+        The same one each time, since each remembers what it has read; one that is in doubt only
+        if there is no other.
+        """
+        others = self.without_kv(model) | but
+        able = [
+            info.id
+            for info in self._engine.infos.values()
+            if info.id in self._readers and info.id not in others and info.answers_to(model)
+        ]
+        return min(able, key=lambda name: self.monitors[name].client.doubted, default=None)
 
     def reader_of(self, backend: BackendId) -> PromptReader | None:
         """How prompts for one backend are read; None if nobody has found out."""
@@ -123,7 +155,9 @@ class Directory:
     def _is_worth_waiting(self, model: str | None) -> bool:
         # Which names there are is known only when the first backend is up: resolve it each time.
         return (
-            self._reads_prompts and not self._stopping and self.reader(self.resolve(model)) is None
+            self._reads_prompts
+            and not self._stopping
+            and self._who_reads(self.resolve(model)) is None
         )
 
     def backend_came(self) -> None:
@@ -156,7 +190,8 @@ class Directory:
 
     def doubt(self, backend: BackendId) -> None:
         """A request to this backend failed."""
-        self.monitors[backend].doubt()
+        if backend in self.monitors:
+            self.monitors[backend].doubt()
 
     async def look_anew(self, backend: BackendId) -> None:
         """Find out whether this backend is still there."""

@@ -13,6 +13,7 @@ from router.adapters.local_template import prove
 from router.adapters.prompts import PromptReader, Vocabulary, fingerprint_id, is_left
 from router.adapters.specials import discover_specials
 from router.adapters.tokenizer import SegmentTokenizer
+from router.errors import BackendError
 from router.tasks import Tasks
 from router.tokens import common_prefix, unpack
 from router.types import NOBODY, BackendId, Tenant
@@ -119,10 +120,15 @@ def test_without_a_tokenizer_that_is_all_but_what_will_be_refused(reader: Prompt
 
 
 async def test_backend_that_is_gone(reader: PromptReader, fake: FakeLlama) -> None:
+    """That says nothing of the prompt: another one may read it."""
     await fake.go_down()
-    prompt = await reader.read(parse_request(Route.CHAT, {"messages": [USER]}))
+    with pytest.raises(BackendError, match="cannot be reached"):
+        await reader.read(parse_request(Route.CHAT, {"messages": [USER]}))
 
-    assert "cannot be reached" in (prompt.unknown or "")
+
+async def test_what_the_backend_refuses_is_unknown(reader: PromptReader) -> None:
+    prompt = await reader.read(parse_request(Route.CHAT, {"messages": [{"content": "no role"}]}))
+    assert prompt.unknown == "the backend does not render or tokenize it: HTTP 500"
 
 
 async def test_boundaries_are_read_on_demand(reader: PromptReader) -> None:
@@ -149,11 +155,9 @@ async def test_boundaries_are_read_on_demand(reader: PromptReader) -> None:
         assert (await reader.read(parse_request(route, body), boundaries=True)).boundaries == ()
 
 
-async def test_a_prompt_that_is_unknown_has_no_boundaries(
-    reader: PromptReader, fake: FakeLlama
-) -> None:
-    await fake.go_down()
-    prompt = await reader.read(parse_request(Route.CHAT, {"messages": [USER]}), boundaries=True)
+async def test_a_prompt_that_is_unknown_has_no_boundaries(reader: PromptReader) -> None:
+    refused = parse_request(Route.CHAT, {"messages": [{"content": "no role"}]})
+    prompt = await reader.read(refused, boundaries=True)
     assert prompt.unknown
     assert prompt.boundaries == ()
 

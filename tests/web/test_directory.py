@@ -1,5 +1,7 @@
-"""Who is asked for the boundaries of a prompt: those whose states can only be extended."""
+"""Who is asked for the tokens of a prompt, and for its boundaries: those whose states can only be
+extended."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,6 +14,7 @@ from router.adapters.llama_wire import ParsedRequest, Route, parse_request
 from router.adapters.monitor import Monitor
 from router.adapters.prompts import PromptReader
 from router.engine import Engine
+from router.errors import BackendError
 from router.ports import Telemetry
 from router.turnstile import Turnstile
 from router.types import (
@@ -31,13 +34,15 @@ from router.web.settings import Settings
 from tests.core.build import backend
 
 PLACE = Place("/kv")
+CHAT = parse_request(Route.CHAT, {"messages": [], "model": "m"})
 
 
 class Reader:
     """Remembers what it was asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *failures: str) -> None:
         self.boundaries: list[bool] = []
+        self._failures = failures
 
     def of(self, tenant: Tenant) -> "Reader":
         assert tenant == NOBODY
@@ -45,13 +50,22 @@ class Reader:
 
     async def read(self, parsed: ParsedRequest, *, boundaries: bool = False) -> Prompt:
         self.boundaries.append(boundaries)
+        if len(self.boundaries) <= len(self._failures):
+            raise BackendError(self._failures[len(self.boundaries) - 1])
         return Prompt()
 
 
 def directory_of(*infos: BackendInfo, reader: Reader | None = None) -> Directory:
-    engine = SimpleNamespace(infos={info.id: info for info in infos})
-    readers = {info.id: cast(PromptReader, reader) for info in infos if reader}
-    return Directory({}, readers, cast(Engine, engine), reads_prompts=True)
+    return reading({info.id: (info, reader) for info in infos})
+
+
+def reading(backends: Mapping[str, tuple[BackendInfo, Reader | None]]) -> Directory:
+    """Backends by name, in the order in which they came up, and who reads for them."""
+    infos = {info.id: info for info, _ in backends.values()}
+    readers = {info.id: cast(PromptReader, one) for info, one in backends.values() if one}
+    monitors = {name: monitor_of(name, set(info.models)) for name, info in infos.items()}
+    engine = cast(Engine, SimpleNamespace(infos=infos))
+    return Directory(monitors, readers, engine, reads_prompts=True)
 
 
 def info_of(
@@ -61,9 +75,9 @@ def info_of(
 
 
 def monitor_of(name: str, models: set[str], *, generates: bool = True) -> Monitor:
-    told = SimpleNamespace(
-        client=SimpleNamespace(id=BackendId(name)), models=frozenset(models), generates=generates
-    )
+    client = SimpleNamespace(id=BackendId(name), doubted=False, patience_s=3600.0)
+    told = SimpleNamespace(client=client, models=frozenset(models), generates=generates)
+    told.doubt = lambda: setattr(client, "doubted", True)
     return cast(Monitor, told)
 
 
@@ -77,7 +91,7 @@ def monitor_of(name: str, models: set[str], *, generates: bool = True) -> Monito
         pytest.param(None, {"e"}, None, set[str](), id="alone"),
     ],
 )
-def test_who_names_no_model_does_not_mean_one_without_kv(
+async def test_who_names_no_model_does_not_mean_one_without_kv(
     chat: set[str] | None, embedding: set[str], model: str | None, avoided: set[str]
 ) -> None:
     """Also while the others are down: then one waits for them."""
@@ -89,7 +103,47 @@ def test_who_names_no_model_does_not_mean_one_without_kv(
     engine = cast(Engine, SimpleNamespace(infos=up))
     directory = Directory(monitors, readers, engine, reads_prompts=True)
     assert directory.without_kv(model) == avoided
-    assert (directory.reader(model) is None) == (bool(avoided) or model == "c")
+    _, reader = await directory.read(CHAT, model, NOBODY)
+    assert (reader is None) == (bool(avoided) or model == "c")
+
+
+async def asked(directory: Directory, model: str = "m") -> tuple[Prompt, Reader | None]:
+    prompt, reader = await directory.read(CHAT, model, NOBODY)
+    return prompt, cast(Reader | None, reader)
+
+
+async def test_the_first_one_reads_and_remembers() -> None:
+    a, b = Reader(), Reader()
+    full = MemoryKind.FULL
+    directory = reading({"a": (info_of("a", full), a), "b": (info_of("b", full), b)})
+    for _ in range(3):
+        assert (await asked(directory))[1] is a
+
+
+async def test_each_one_that_answers_to_the_model_is_asked_once() -> None:
+    """One that fails is doubted, and from then on the last one to be asked."""
+    a, b, other = Reader("gone", "gone"), Reader("late", "gone"), Reader()
+    full = MemoryKind.FULL
+    directory = reading(
+        {
+            "a": (info_of("a", full), a),
+            "o": (info_of("o", full, model="other"), other),
+            "b": (info_of("b", full), b),
+        }
+    )
+    prompt, reader = await asked(directory)
+    assert prompt.unknown == "no backend that could render and tokenize it answers: late"
+    assert reader is None
+    assert (len(a.boundaries), len(b.boundaries), len(other.boundaries)) == (1, 1, 0)
+    assert directory.monitors[BackendId("a")].client.doubted
+    assert directory.monitors[BackendId("b")].client.doubted
+
+    directory.monitors[BackendId("b")].client.doubted = False
+    prompt, reader = await asked(directory)
+    assert (len(a.boundaries), len(b.boundaries)) == (2, 2)  # `b` first, which is not in doubt
+    assert reader is None
+    directory.monitors[BackendId("b")].client.doubted = False
+    assert (await asked(directory))[1] is b
 
 
 @pytest.mark.parametrize("kind", MemoryKind)
@@ -127,8 +181,7 @@ async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: Me
         keys,
         Turnstile(MonotonicClock()),
     )
-    parsed = parse_request(Route.CHAT, {"messages": [], "model": "m"})
     nobody = SimpleNamespace(headers={}, remote=None, get=lambda _: None)
     http = cast(web.Request, nobody)
-    await completions.describe(http, parsed, RequestId("r"))
+    await completions.describe(http, CHAT, RequestId("r"))
     assert reader.boundaries == [kind is MemoryKind.HYBRID]
