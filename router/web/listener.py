@@ -257,6 +257,12 @@ class _Connection(web.RequestHandler):
         response.force_close()
         return response
 
+    def log_exception(self, *args: object, **options: object) -> None:
+        """For aiohttp: something ended a connection. Not worth a traceback is the rest of a body
+        that cannot be read, behind the answer to what could be read of the request."""
+        if not isinstance(options.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **options)
+
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:

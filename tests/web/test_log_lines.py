@@ -1,15 +1,22 @@
 """What a log line says of a request, and what none ever says."""
 
+import asyncio
+import gzip
 import json
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
+from aiohttp import web
 from structlog.testing import capture_logs
 
+from router.keys import hash_text
+from router.web.listener import Listener
+from router.web.settings import Settings
 from tests.conftest import StartServer
 from tests.fake_llama import FakeLlama
 from tests.fleet import Fleet, configuration_text, running
@@ -75,6 +82,42 @@ async def test_an_id_that_is_fit_for_no_log(fleet: Fleet, bad: str) -> None:
         await fleet.until_quiet()
     assert "x-request-id" not in answer.headers
     assert "client_request_id" not in about(lines)[0]
+
+
+@pytest.mark.parametrize("status", [400, 401])
+async def test_a_body_that_cannot_be_read_is_one_line(
+    caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    """And no traceback, which anybody could write without a key."""
+    yaml = f"auth: {{keys: [{{name: a, tenant: a, hash: '{hash_text(SECRET)}'}}]}}"
+    headers = {"Content-Encoding": "gzip"}
+    if status == 400:
+        headers["Authorization"] = f"Bearer {SECRET}"
+    broken = [
+        b"{}",
+        gzip.compress(b"{}")[:-8] + b"no sum..",
+        gzip.compress(b"{}")[:12] + b"\xff" * 9,
+    ]
+    async with running([("a", "http://127.0.0.1:9")], None, yaml=yaml, wait_for=[]) as fleet:
+        for raw in broken:
+            caplog.clear()
+            with capture_logs() as lines:
+                async with fleet.session.post(
+                    f"{fleet.url}/completion", data=raw, headers=headers
+                ) as response:
+                    assert response.status == status
+                    await response.read()
+                await asyncio.sleep(0.1)
+            assert [line["event"] for line in lines] == ["request"]
+            assert caplog.records == []
+
+
+async def test_what_else_ends_a_connection_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A bug stays one."""
+    connection = Listener(Mock(), Settings(), Mock(), Mock())()
+    connection.log_exception("Unhandled exception", exc_info=web.RequestPayloadError())
+    connection.log_exception("Unhandled exception", exc_info=ValueError())
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]
 
 
 async def test_no_line_says_what_was_said(llama_server: StartServer, tmp_path: Path) -> None:
