@@ -57,6 +57,7 @@ class _Entry:
     doomed: bool = False  # out of the index; named for deletion with its last reference
     kept: bool = False  # never named for deletion: the file is somebody else's concern now
     priority: float = 0.0
+    own: float = 1.0  # share of its tokens that no longer one holds as well
 
 
 @dataclass(slots=True)
@@ -64,7 +65,9 @@ class Catalog:
     """All usable snapshots, by namespace and by prefix.
 
     Eviction is GreedyDual-Size-Frequency: priority = age + uses x seconds saved / bytes, where
-    age is the priority of the last one evicted, so that old favourites fade.
+    age is the priority of the last one evicted, so that old favourites fade. Seconds are saved by
+    what no longer one holds as well: of a conversation whose answers come back changed, as without
+    their reasoning, each state leaves the one before it little.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -100,7 +103,8 @@ class Catalog:
            everything else before it.
         3. Equal tokens are stored once: the newcomer goes.
         4. What it makes superfluous goes, unless other prompts branch off there.
-        5. The least valuable go, as with `shrink`.
+        5. What it holds of others is theirs no more.
+        6. The least valuable go, as with `shrink`.
         """
         if snapshot.id in self._entries:
             return []
@@ -108,9 +112,9 @@ class Catalog:
         if too_large or not snapshot.shape.useful:
             return [snapshot]
         index = self._index.setdefault(snapshot.namespace, PrefixIndex())
-        for match in index.match(snapshot.tokens, limit=4):
-            if match.common == match.length == len(snapshot):
-                return [snapshot]
+        alike = index.match(snapshot.tokens, limit=4)
+        if any(match.common == match.length == len(snapshot) for match in alike):
+            return [snapshot]
         entry = _Entry(snapshot, kind, value_s)
         self._entries[snapshot.id] = entry
         index.insert(snapshot.tokens, snapshot.id)
@@ -125,7 +129,18 @@ class Catalog:
             if subsumes(kind) and index.branches_at(self[match.item].tokens) == 1
         ]
         doomed = [gone for item in superfluous for gone in self.remove(item)]
+        if goes_back(kind):
+            self._outdate([match for match in alike if match.length < len(snapshot)])
         return doomed + self.shrink()
+
+    def _outdate(self, shorter: list[Match[SnapshotId]]) -> None:
+        """A longer one holds what these have in common with it, and can be cut to that."""
+        for match in shorter:
+            entry = self._entries.get(match.item)
+            own = 1 - match.common / match.length
+            if entry is not None and not entry.doomed and own < entry.own:
+                entry.own = own
+                self._rank(entry)
 
     @property
     def is_over(self) -> bool:
@@ -253,7 +268,7 @@ class Catalog:
 
     def _rank(self, entry: _Entry) -> None:
         per_byte = entry.value_s / max(entry.snapshot.size_bytes, 1)
-        entry.priority = self._age + entry.uses * per_byte
+        entry.priority = self._age + entry.uses * entry.own * per_byte
         heapq.heappush(self._heap, (entry.priority, entry.snapshot.id))
         # Every use leaves a stale heap row behind; rebuild before they are most of it.
         if len(self._heap) > 4 * len(self._entries) + 64:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -117,6 +118,46 @@ def test_use_makes_worth() -> None:
     catalog.release(S1)
 
     assert catalog.add(snapshot("s3", tokens(3), 10), FULL, 3.0) == [unused]
+
+
+def with_another(second: Snapshot, kind: MemoryKind = FULL) -> Catalog:
+    """S1, which was used, and `second`, which has not been; there is room for no third."""
+    catalog = Catalog(Limits(max_bytes=200))
+    catalog.add(snapshot("s1", [*range(90), 1000], size=100), kind, 1.0)
+    catalog.acquire(S1, NOW)
+    catalog.release(S1)
+    assert catalog.add(second, kind, 1.0) == []
+    return catalog
+
+
+def evicted(catalog: Catalog, kind: MemoryKind = FULL) -> list[SnapshotId]:
+    """By a third."""
+    return [gone.id for gone in catalog.add(snapshot("s3", run_of(50), size=100), kind, 1.0)]
+
+
+def test_what_a_longer_one_holds_as_well_goes_first() -> None:
+    """The next turn of a conversation whose answer came back changed: S1 ends with the answer."""
+    assert evicted(with_another(snapshot("s2", range(100), size=100))) == [S1]
+
+
+@pytest.mark.parametrize("ids", [range(1, 101), range(80)])
+def test_another_and_a_shorter_one_leave_it_its_worth(ids: range) -> None:
+    assert evicted(with_another(snapshot("s2", ids, size=100))) == [S2]
+
+
+def test_so_does_a_longer_one_that_cannot_go_back() -> None:
+    catalog = with_another(snapshot("s2", range(100), size=100), HYBRID)
+
+    assert evicted(catalog, HYBRID) == [S2]
+
+
+def test_the_longest_counts() -> None:
+    """One in between takes away less than there was, and gives nothing back."""
+    catalog = with_another(snapshot("s2", range(100), size=100))
+    catalog.limits = Limits(max_bytes=300)
+    catalog.add(snapshot("s4", [*range(50), *range(2000, 2060)], size=100), FULL, 1.0)
+
+    assert evicted(catalog) == [S1]
 
 
 def test_old_favourites_fade() -> None:
