@@ -24,13 +24,23 @@ def text_field(form: bytes, content_type: str, name: str) -> str | None:
 
 
 def is_array(form: bytes, content_type: str, name: str) -> bool:
-    """Whether the field `name` is given twice, or may be: the form cannot be read."""
-    found = _values(form, content_type, name)
-    return found is None or len(found) > 1
+    """Whether the field `name` is given twice, or may be: the server reads the head of a part in
+    its own way, but what it takes for a name is in there as it is."""
+    parts = _parts(form, content_type)
+    heads = [part.partition(b"\r\n\r\n")[0] for part in parts or ()]
+    return parts is None or sum(name.encode() in head for head in heads) > 1
 
 
 def _values(form: bytes, content_type: str, name: str) -> list[bytes] | None:
     """What the text fields `name` hold; None if that cannot be told."""
+    parts = _parts(form, content_type)
+    if parts is None:
+        return None
+    return [value for part in parts if (value := _value(part, name)) is not None]
+
+
+def _parts(form: bytes, content_type: str) -> list[bytes] | None:
+    """None if that cannot be told."""
     boundary = _boundary(content_type)
     if boundary is None:
         return None
@@ -38,7 +48,7 @@ def _values(form: bytes, content_type: str, name: str) -> list[bytes] | None:
     parts = (b"\r\n" + form).split(b"\r\n--" + boundary, _MOST_PARTS)
     if len(parts) > _MOST_PARTS:
         return None
-    return [value for part in parts[1:-1] if (value := _value(part, name)) is not None]
+    return parts[1:-1]
 
 
 def _boundary(content_type: str) -> bytes | None:
@@ -47,7 +57,8 @@ def _boundary(content_type: str) -> bytes | None:
     kind = Message()
     try:
         kind["Content-Type"] = content_type
-        boundary = kind.get_boundary()
+        named = [field for field, _ in kind.get_params([]) if field.lower() == "boundary"]
+        boundary = kind.get_boundary() if named == ["boundary"] else None
         return boundary.encode(errors="surrogateescape") if boundary else None
     except ValueError:  # encodings, of which a parameter may name one
         return None

@@ -44,6 +44,7 @@ NO_FORMS = [
 ]
 
 
+DISPOSITION = "Content-Disposition: form-data"
 MODEL = part('Content-Disposition: form-data; name="model"')
 
 
@@ -119,8 +120,15 @@ def test_text_field(raw: bytes, kind: str, found: str | None) -> None:
         (form(MODEL, MODEL), KIND, True),
         (form(*[part("a: b")] * 300), KIND, True),
         (form(MODEL), "multipart/form-data", True),
+        (form(MODEL), "multipart/form-data; Boundary=abc; boundary=xyz", True),
+        (form(MODEL, part(f"{DISPOSITION}; Name=x; name=model")), KIND, True),
+        (form(MODEL, part(f"{DISPOSITION}; name=x\r\n{DISPOSITION}; name=model")), KIND, True),
+        (form(MODEL, part(f'{DISPOSITION}; name=model; filename=""')), KIND, True),
     ],
-    ids=["once", "not at all", "twice", "many parts", "no boundary"],
+    ids=[
+        *("once", "not at all", "twice", "many parts", "no boundary", "two boundaries"),
+        *("two names", "two heads", "a file without a name"),
+    ],
 )
 def test_is_array(raw: bytes, kind: str, expected: bool) -> None:
     assert is_array(raw, kind, "model") is expected
