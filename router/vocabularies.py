@@ -30,9 +30,10 @@ class _Speakers:
     async def tokenize(
         self, content: str | list[str | int], *, add_special: bool, parse_special: bool
     ) -> list[int]:
-        """Ask one of them; the next, if it is gone and nobody knows yet. Raises BackendError."""
+        """Ask one of them; the next, if it is gone and nobody knows yet. One in doubt comes last.
+        Raises BackendError."""
         failed = BackendError("no backend to tokenize with")
-        for client in tuple(self.clients.values()):
+        for client in sorted(self.clients.values(), key=lambda one: one.doubted):
             try:
                 return await client.tokenize(
                     content, add_special=add_special, parse_special=parse_special

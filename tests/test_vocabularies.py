@@ -39,3 +39,22 @@ async def test_what_nobody_speaks_is_forgotten(fake: FakeLlama) -> None:
         assert list(vocabularies._tokenizers) == list(vocabularies._speakers) == [OTHER]
         assert list(vocabularies.readers) == [B]
     await tasks.aclose()
+
+
+async def test_one_in_doubt_is_asked_last(fake: FakeLlama) -> None:
+    """It may hang, and the next says the same."""
+    tasks = Tasks()
+    vocabularies = Vocabularies(Tokenizer(), tasks)
+    async with Connections() as connections, FakeLlama() as other:
+        a, b = (
+            LlamaClient(name, server.url, connections, Timeouts())
+            for name, server in ((A, fake), (B, other))
+        )
+        for client in (a, b):
+            await vocabularies.prepare(client, await client.props(), ONE)
+        asked = [len(server.seen) for server in (fake, other)]
+        a.doubted = True
+        await vocabularies._speakers[ONE].tokenize("x", add_special=False, parse_special=False)
+
+        assert [len(server.seen) for server in (fake, other)] == [asked[0], asked[1] + 1]
+    await tasks.aclose()
