@@ -180,10 +180,12 @@ async def test_a_server_that_erases_nothing(
     call is stopped on its way. Something else takes the place of what was held."""
     call = LlamaClient._call
 
-    async def refuses(self: LlamaClient, method: str, path: str, *more: Any) -> bytes:
+    async def refuses(
+        self: LlamaClient, method: str, path: str, *more: Any, **options: Any
+    ) -> bytes:
         if path.endswith("action=erase"):
             raise BackendRefusedError("no slot actions", backend_status=501)
-        return await call(self, method, path, *more)
+        return await call(self, method, path, *more, **options)
 
     monkeypatch.setattr(LlamaClient, "_call", refuses)
     server, prompt = await llama_server("llama", slots=1), ids(1, LONG)

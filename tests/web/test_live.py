@@ -214,7 +214,8 @@ async def test_a_large_fleet_fits_into_few_bytes(tmp_path: Path) -> None:
     assert len(viewer.picture["slots"]) == 128
     assert viewer.picture["fleet"]["store"]["count"] == 10_000
     assert whole.size < 50_000
-    assert max(event.size for event in changes) < 3_000
+    # What is known of one backend is expected of the seven that nobody has used, too.
+    assert max(event.size for event in changes) < 6_000
 
 
 async def test_no_more_viewers_than_there_may_be(

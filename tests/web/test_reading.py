@@ -147,9 +147,12 @@ async def test_when_nobody_can_read_it_the_reason_is_true(tmp_path: Path) -> Non
 
 async def test_what_nobody_could_read_is_read_before_it_is_sent_anew(tmp_path: Path) -> None:
     async with two(tmp_path) as at:
+        chats: list[str] = []
 
         def recover(path: str) -> None:
-            if path == CHAT:
+            """At the second: on a connection that was kept, one that breaks is asked once more."""
+            chats.extend([path] * (path == CHAT))
+            if len(chats) == 2:
                 at.a.broken = at.b.broken = set()
 
         at.a.broken = at.b.broken = {TEMPLATE, CHAT}
