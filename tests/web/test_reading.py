@@ -31,6 +31,7 @@ class Flaky(FakeLlama):
         super().__init__(kv_dir=kv_dir)
         self.broken: set[str] = set()
         self.on_broken: Callable[[str], None] = lambda _: None
+        self.on_rendered: Callable[[], None] = lambda: None
         self.slow = False  # to render
         self.looked_at = asyncio.Event()
         self.goes_on = asyncio.Event()
@@ -48,6 +49,8 @@ class Flaky(FakeLlama):
             assert request.transport is not None
             request.transport.abort()
             await asyncio.Event().wait()  # to be cancelled for it
+        if request.path == TEMPLATE:
+            self.on_rendered()
         if request.path == "/props":
             self.looked_at.set()
         if request.path == TEMPLATE and self.slow:
@@ -147,16 +150,17 @@ async def test_when_nobody_can_read_it_the_reason_is_true(tmp_path: Path) -> Non
 
 async def test_what_nobody_could_read_is_read_before_it_is_sent_anew(tmp_path: Path) -> None:
     async with two(tmp_path) as at:
-        chats: list[str] = []
 
-        def recover(path: str) -> None:
-            """At the second: on a connection that was kept, one that breaks is asked once more."""
-            chats.extend([path] * (path == CHAT))
-            if len(chats) == 2:
-                at.a.broken = at.b.broken = set()
+        def readable(path: str) -> None:
+            if path == CHAT:
+                at.a.broken = at.b.broken = {CHAT}
+
+        def recover() -> None:
+            at.a.broken = at.b.broken = set()
 
         at.a.broken = at.b.broken = {TEMPLATE, CHAT}
-        at.a.on_broken = at.b.on_broken = recover
+        at.a.on_broken = at.b.on_broken = readable
+        at.a.on_rendered = at.b.on_rendered = recover
         answer = await at.goes_on()
 
         assert answer.status == 200
