@@ -143,6 +143,7 @@ class LlamaClient:
         self._unanswered: set[_Relaying] = set()  # those that would go elsewhere, if it hangs
         self._asking: set[asyncio.Timeout] = set()  # control calls that likewise would
         self._given_up = False  # and it has answered nothing since
+        self._suspect: Callable[[], None] = lambda: None
         self._quiet: asyncio.Event | None = None  # those who wait until there are none
         self._pool = connections.pool(url, timeouts.connect_s)
         self._timeouts = timeouts
@@ -153,10 +154,10 @@ class LlamaClient:
         self._timeouts = timeouts
         self._pool.connect_timeout_s = timeouts.connect_s
 
-    @property
-    def patience_s(self) -> float:
-        """For how long a look waits for a sign of life."""
-        return self._timeouts.health_s
+    def tell_suspicions(self, told: Callable[[], None]) -> None:
+        """Call `told` when the server has not told of texts or ids for as long as a look waits for
+        a sign of life, or cannot be reached for it."""
+        self._suspect = told
 
     def tell_hang_ups(self, told: Callable[[], None]) -> None:
         """Call `told` when the server closes an idle connection sooner than it does by itself, as
@@ -251,7 +252,16 @@ class LlamaClient:
 
     async def _ask(self, path: str, body: bytes) -> bytes:
         """About texts and ids, which any server of the model could tell."""
-        return await self._call("POST", path, body, self._timeouts.control_s, yields=True)
+        slow = asyncio.get_running_loop().call_later(self._timeouts.health_s, self._suspect)
+        try:
+            return await self._call("POST", path, body, self._timeouts.control_s, yields=True)
+        except BackendRefusedError:
+            raise
+        except BackendError:
+            self._suspect()
+            raise
+        finally:
+            slow.cancel()
 
     async def save(self, slot: int, name: str) -> Transfer:
         """Save an idle slot under a flat name in the server's `--slot-save-path`."""

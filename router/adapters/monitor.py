@@ -101,12 +101,19 @@ class Monitor:
         self._sure = False  # a request has failed
         self._hung_up = False  # since the last look that was due
         client.tell_hang_ups(self._hang_up)
+        client.tell_suspicions(self.suspect)
         self._begun, self._over = 0, 0  # looks
         self._news = asyncio.Event()  # another one is over
 
     def doubt(self) -> None:
         """Somebody failed to reach the backend: look now rather than at the next turn."""
         self._sure = self.client.doubted = True
+        self._doubt.set()
+
+    def suspect(self) -> None:
+        """Somebody waits for longer than usual: look now. What is to be found wrong how often
+        before the backend is given up stays as it is."""
+        self.client.doubted = True
         self._doubt.set()
 
     def _hang_up(self) -> None:
@@ -152,7 +159,10 @@ class Monitor:
                 # closed, needs no second opinion; nor does a look during which a request failed.
                 refused = in_doubt and not isinstance(error, BackendTimeoutError)
                 sure = sure or self._sure or refused
-                self._failed(error, sure=sure or failures >= self.watch.failures)
+                sure = sure or failures >= self.watch.failures
+                self._failed(error, sure=sure)
+                if in_doubt and not sure:
+                    self._doubt.set()  # the second opinion at once
             self._over = self._begun
             self._tell()
             try:

@@ -7,6 +7,7 @@ answer is another backend's to read: that raises.
 
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -74,6 +75,8 @@ class PromptReader:
                 prompt = replace(prompt, boundaries=found)
             return prompt
         except BackendRefusedError as error:
+            if error.backend_status == HTTPStatus.SERVICE_UNAVAILABLE:
+                raise  # it loads its model: that is no refusal of the prompt
             # Very likely the request itself is wrong; the backend's own answer will say so.
             return Prompt(
                 unknown=f"the backend does not render or tokenize it: {without_prompt(error)}"

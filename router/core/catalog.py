@@ -6,6 +6,7 @@ it is named when its last user lets go.
 
 import heapq
 from dataclasses import field
+from math import inf
 
 from router.core.ghosts import Ghosts
 from router.core.prefix_index import Match, PrefixIndex
@@ -103,7 +104,7 @@ class Catalog:
            everything else before it.
         3. Equal tokens are stored once: the newcomer goes.
         4. What it makes superfluous goes, unless other prompts branch off there.
-        5. What it holds of others is theirs no more.
+        5. What it holds of others that end otherwise is theirs no more.
         6. The least valuable go, as with `shrink`.
         """
         if snapshot.id in self._entries:
@@ -130,7 +131,8 @@ class Catalog:
         ]
         doomed = [gone for item in superfluous for gone in self.remove(item)]
         if goes_back(kind):
-            self._outdate([match for match in alike if match.length < len(snapshot)])
+            part = [match for match in alike if match.common < match.length < len(snapshot)]
+            self._outdate(part)
         return doomed + self.shrink()
 
     def _outdate(self, shorter: list[Match[SnapshotId]]) -> None:
@@ -139,8 +141,19 @@ class Catalog:
             entry = self._entries.get(match.item)
             own = 1 - match.common / match.length
             if entry is not None and not entry.doomed and own < entry.own:
-                entry.own = own
-                self._rank(entry)
+                entry.own, before = own, entry.priority
+                self._rank(entry, at_most=before)
+
+    def _regains(self, entry: _Entry) -> bool:
+        """The longer one is gone, and what it held is of worth here again."""
+        if entry.own == 1:
+            return False
+        tokens = entry.snapshot.tokens
+        others = self._index[entry.snapshot.namespace].match(tokens, limit=4)
+        longer = [m.common for m in others if m.length > len(entry.snapshot)]
+        own = 1 - max(longer, default=0) / len(entry.snapshot)
+        regains, entry.own = own > entry.own, own
+        return regains
 
     @property
     def is_over(self) -> bool:
@@ -266,9 +279,9 @@ class Catalog:
         del self._entries[snapshot]
         return [entry.snapshot]
 
-    def _rank(self, entry: _Entry) -> None:
+    def _rank(self, entry: _Entry, at_most: float = inf) -> None:
         per_byte = entry.value_s / max(entry.snapshot.size_bytes, 1)
-        entry.priority = self._age + entry.uses * entry.own * per_byte
+        entry.priority = min(self._age + entry.uses * entry.own * per_byte, at_most)
         heapq.heappush(self._heap, (entry.priority, entry.snapshot.id))
         # Every use leaves a stale heap row behind; rebuild before they are most of it.
         if len(self._heap) > 4 * len(self._entries) + 64:
@@ -280,8 +293,11 @@ class Catalog:
         while True:
             priority, snapshot = heapq.heappop(self._heap)
             entry = self._entries.get(snapshot)
-            if entry is not None and not entry.doomed and entry.priority == priority:
-                break  # else a stale row
+            if entry is None or entry.doomed or entry.priority != priority:
+                continue  # a stale row
+            if not self._regains(entry):
+                break
+            self._rank(entry)
         self._age = priority
         self.evicted += 1
         self.gone.add(entry.snapshot.namespace, entry.snapshot.tokens)

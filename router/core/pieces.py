@@ -31,7 +31,12 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
         return None
     if not _beside_others(fleet, slot):
         return None
-    held = common_prefix(fleet.slots[slot].resident.tokens, wanted)
+    resident = fleet.slots[slot].resident
+    held = common_prefix(resident.tokens, wanted)
+    if held == count(resident.tokens):
+        if resident.unsure:
+            return None
+        held += resident.unread  # an answer that nobody has read yet: not to be cut off
     left = count(wanted) - held
     left_s = fleet.rates[slot.backend].prefill_s(left, held)
     if left_s <= limit_s:

@@ -362,6 +362,9 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         wanted = not job.cancelled and not in_time
         if wanted and is_wanted(state, job, job.doing.tokens):
             job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
+        rest = job.steps[0] if job.steps and job.cancelled else None
+        if isinstance(rest, PrefillStep) and not is_wanted(state, job, rest.tokens):
+            job.steps.clear()  # those who waited for it are gone, too
         fleeting.look_before_start(state, job)
     next_step(state, job, now)
 

@@ -121,9 +121,13 @@ class Completions:
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
     ) -> tuple[Request, PromptReader | None]:
         """`describe`, once there is a backend to read the prompt. Raises RouterError."""
-        if not parsed.lora:  # whose prompt is not read anyway
-            await self._directory.wait_for_reader(parsed.model)
-        return await self.describe(http, parsed, request_id)
+        if parsed.lora:  # whose prompt is not read anyway
+            return await self.describe(http, parsed, request_id)
+        await self._directory.wait_for_reader(parsed.model)
+        request, reader = await self.describe(http, parsed, request_id)
+        if reader is None and self._directory.can_wait_for_reader(parsed.model):
+            return await self._read(http, parsed, request_id)  # the last was given up meanwhile
+        return request, reader
 
     async def describe(
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId

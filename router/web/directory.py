@@ -92,8 +92,6 @@ class Directory:
         while (backend := self._who_reads(model, asked)) is not None:
             asked.add(backend)
             reader = self._readers[backend].of(tenant)
-            patience_s = self.monitors[backend].client.patience_s
-            slow = asyncio.get_running_loop().call_later(patience_s, self.doubt, backend)
             try:
                 prompt = await reader.read(parsed, boundaries=self.wants_boundaries(model))
             except BackendError as error:
@@ -101,8 +99,6 @@ class Directory:
                 unknown = f"no backend that could render and tokenize it answers: {error}"
             else:
                 return prompt, reader
-            finally:
-                slow.cancel()
         return Prompt(unknown=unknown), None
 
     def _who_reads(self, model: str | None, but: Set[BackendId] = frozenset()) -> BackendId | None:
@@ -131,6 +127,15 @@ class Directory:
             if info.answers_to(model)
         )
 
+    def can_wait_for_reader(self, model: str | None) -> bool:
+        """Nobody can read prompts for `model` now, and somebody may soon."""
+        # Which names there are is known only when the first backend is up: resolve it each time.
+        return (
+            self._reads_prompts
+            and not self._stopping
+            and self._who_reads(self.resolve(model)) is None
+        )
+
     async def wait_for_reader(self, model: str | None) -> None:
         """Return once prompts for `model` can be read; at once if they never are.
 
@@ -138,27 +143,19 @@ class Directory:
         Raises NoBackendError after `queue.no_backend_wait`, and QueueFullError.
         """
         limits = self._engine.scheduler.state.queue.limits
-        if not self._is_worth_waiting(model):
+        if not self.can_wait_for_reader(model):
             return
         if self.waiting >= limits.max_requests:
             raise QueueFullError("too many requests are waiting; try again later")
         self.waiting += 1
         try:
             async with asyncio.timeout(limits.no_backend_s):
-                while self._is_worth_waiting(model):
+                while self.can_wait_for_reader(model):
                     await self._news.wait()
         except TimeoutError:
             raise NoBackendError("no backend for this model is up") from None
         finally:
             self.waiting -= 1
-
-    def _is_worth_waiting(self, model: str | None) -> bool:
-        # Which names there are is known only when the first backend is up: resolve it each time.
-        return (
-            self._reads_prompts
-            and not self._stopping
-            and self._who_reads(self.resolve(model)) is None
-        )
 
     def backend_came(self) -> None:
         """A backend is up: those who wait look again."""

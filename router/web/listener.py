@@ -192,7 +192,7 @@ class _Connection(web.RequestHandler):
                 left = length - len(behind)
                 behind = behind[length:]
         if self._upgraded or not self._body.is_eof():
-            self._begun, self._body_left = False, max(left, 0)
+            self._begun, self._body_left = False, 0 if self._upgraded else max(left, 0)
             return
         # A whole head in it would be a request, and empty lines before one are nothing.
         begins = bool(behind.rpartition(_END)[2].lstrip(_NEW_LINE))

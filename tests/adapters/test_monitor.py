@@ -205,7 +205,7 @@ async def test_a_look_during_which_a_request_failed_needs_no_second(
 
 
 async def test_in_doubt_until_a_look_goes_well(
-    watched: Watched, fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while the only look that failed is not the last word yet."""
     await watched.until("prepare", "up")
@@ -218,15 +218,36 @@ async def test_in_doubt_until_a_look_goes_well(
     seen.append(client.doubted)
     assert seen == [False, True, False]
 
+    answers, second, real = asyncio.Event(), asyncio.Event(), client.health
+
+    async def health() -> None:
+        if not answers.is_set():
+            answers.set()
+            raise BackendTimeoutError("it is slow")
+        second.set()
+        await real()
+
+    monkeypatch.setattr(client, "health", health)
+    watched.monitor.suspect()  # by one that waits; nothing has failed
+    assert watched.monitor.client.doubted
+    async with asyncio.timeout(30):
+        await second.wait()  # at once, whenever the next look is due
+        while client.doubted:  # noqa: ASYNC110 - it yields
+            await asyncio.sleep(0)
+    assert watched.said == ["prepare", "up"]
+
+
+async def test_a_suspicion_that_two_looks_confirm(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await watched.until("prepare", "up")
+
     async def health() -> None:
         raise BackendTimeoutError("it hangs")
 
-    monkeypatch.setattr(client, "health", health)
-    fake.hang_up()
-    async with asyncio.timeout(30):
-        while not client.doubted:  # noqa: ASYNC110 - it yields
-            await asyncio.sleep(0)
-    assert watched.said == ["prepare", "up"]
+    monkeypatch.setattr(watched.monitor.client, "health", health)
+    watched.monitor.suspect()
+    await watched.until("prepare", "up", "down")
 
 
 async def test_restart_between_two_looks(watched: Watched, fake: FakeLlama) -> None:

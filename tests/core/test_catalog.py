@@ -160,6 +160,42 @@ def test_the_longest_counts() -> None:
     assert evicted(catalog) == [S1]
 
 
+def test_where_prompts_part_one_keeps_its_worth() -> None:
+    """Others have all of it, and it is spared for being short."""
+    catalog = Catalog()
+    catalog.add(snapshot("s2", [*range(90), 1], size=100), FULL, 1.0)
+    catalog.add(snapshot("s1", range(90), size=100), FULL, 1.0)
+    catalog.acquire(S1, NOW)
+    catalog.release(S1)
+    catalog.add(snapshot("s4", [*range(90), 2, 2], size=100), FULL, 1.0)
+    catalog.limits = Limits(max_bytes=300)
+
+    assert evicted(catalog) == [S2]
+
+
+def test_who_is_the_only_one_again_regains_its_worth() -> None:
+    catalog = with_another(snapshot("s2", range(100), size=100))
+    catalog.remove(S2)
+    catalog.add(snapshot("s4", run_of(60, 7), size=100), FULL, 0.9)
+
+    assert evicted(catalog) == [SnapshotId("s4")]
+
+
+def test_losing_worth_makes_nobody_younger() -> None:
+    """Age counts from its last use, whatever was evicted since."""
+    catalog = Catalog(Limits(max_bytes=300))
+    catalog.add(snapshot("s1", [*range(90), *range(1000, 1010)], size=100), FULL, 1.0)
+    catalog.add(snapshot("s4", tokens(4), size=100), FULL, 1.005)
+    catalog.add(snapshot("s5", tokens(5), size=100), FULL, 0.92)
+    assert [gone.id for gone in catalog.add(snapshot("s6", tokens(6), size=100), FULL, 1.0)] == [
+        SnapshotId("s5")
+    ]
+    catalog.limits = Limits(max_bytes=400)
+    catalog.add(snapshot("s2", range(101), size=100), FULL, 1.0)
+
+    assert evicted(catalog) == [S1]
+
+
 def test_old_favourites_fade() -> None:
     """What was used often once is given up in the end for what keeps coming."""
     catalog = Catalog(Limits(max_bytes=20))

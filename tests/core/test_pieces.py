@@ -7,6 +7,7 @@ import pytest
 from router.core.effects import Account, Effect, Prefill, Restore, Save, StopWork
 from router.core.effects import SaveReason as Why
 from router.core.scheduler import Scheduler
+from router.core.slots import Resident
 from router.tokens import count, head
 from router.types import MemoryKind
 from tests.core.build import A1, NS, R2, backend, run_of, scheduler, snapshot
@@ -170,6 +171,25 @@ def test_nothing_goes_on_for_one_who_left_alone() -> None:
     assert cancel(s, MINE) == [StopWork(R2)]
     assert names(prefilled(s, MINE)) == []
     assert held(s, A1) == head(LONG, 512)
+
+
+def test_nor_for_those_who_waited_and_left_as_well() -> None:
+    s = beside(3)
+    arrive(s, MINE, LONG)
+    arrive(s, "r3", LONG)
+    cancel(s, MINE)
+    cancel(s, "r3")
+
+    assert names(prefilled(s, MINE)) == []
+
+
+@pytest.mark.parametrize("unsure", [False, True])
+def test_an_answer_that_nobody_has_read_is_not_cut_off(unsure: bool) -> None:
+    """A prompt that ends before it would leave the server no more than that."""
+    s = beside(reuse_probability=0.0)
+    slot(s, A1).resident = Resident(head(LONG, 600), 0 if unsure else 400, unsure=unsure)
+
+    assert n_asked(arrive(s, MINE, LONG)) == (1999 if unsure else 1512)
 
 
 def test_a_piece_that_fails_is_the_last() -> None:

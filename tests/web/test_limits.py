@@ -112,6 +112,9 @@ COUNTED = POST + b"Content-Length: 8\r\n\r\n\r\n\r\n{{{{"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n\r\n"
 
 
+UPGRADE = KEPT[:-2] + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+
+
 Packets = list[bytes]
 LATE: dict[str, tuple[Packets, list[int]]] = {
     "with the connection": ([HALF], [408]),
@@ -125,6 +128,7 @@ LATE: dict[str, tuple[Packets, list[int]]] = {
     "behind the end of a body": ([COUNTED[:-6], COUNTED[-6:] + HALF], [400, 408]),
     "behind chunks": ([CHUNKED + HALF], [400, 408]),
     "after chunks": ([CHUNKED[:-7], CHUNKED[-7:], HALF], [400, 408]),
+    "after an upgrade that was declined": ([UPGRADE, HALF], [503, 408]),
 }
 IDLE: dict[str, tuple[Packets, list[int]]] = {
     "nothing": ([b""], []),

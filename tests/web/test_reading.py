@@ -8,6 +8,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from router.types import BackendId
 from tests.e2e.conversing import saved
 from tests.fake_llama import FakeLlama
 from tests.fleet import Answer, Fleet, Json, running
@@ -33,6 +34,7 @@ class Flaky(FakeLlama):
         self.on_broken: Callable[[str], None] = lambda _: None
         self.on_rendered: Callable[[], None] = lambda: None
         self.slow = False  # to render
+        self.loading = False
         self.looked_at = asyncio.Event()
         self.goes_on = asyncio.Event()
         self.goes_on.set()
@@ -49,6 +51,9 @@ class Flaky(FakeLlama):
             assert request.transport is not None
             request.transport.abort()
             await asyncio.Event().wait()  # to be cancelled for it
+        if self.loading:
+            told = {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
+            return web.json_response(told, status=503)
         if request.path == TEMPLATE:
             self.on_rendered()
         if request.path == "/props":
@@ -166,6 +171,45 @@ async def test_what_nobody_could_read_is_read_before_it_is_sent_anew(tmp_path: P
         assert answer.status == 200
         assert answer.source != "none"
         assert answer.cached > 200
+
+
+async def test_one_that_loads_its_model_says_nothing_of_the_prompt(tmp_path: Path) -> None:
+    async with two(tmp_path) as at:
+        at.a.loading = True
+
+        assert (await at.goes_on()).cached > 200
+
+
+async def test_it_is_who_hangs_that_is_looked_at(tmp_path: Path) -> None:
+    """The one that renders is well; the one that tokenizes for all of the model is not."""
+    async with two(tmp_path) as at:
+        reader = at.fleet.router.directory.reader_of(BackendId("first"))
+        assert reader is not None
+        speakers = reader._vocabulary.tokenizer._call.__self__  # type: ignore[attr-defined]
+        reading, other = at.fleet.router.engine.infos
+        speakers.clients = {name: speakers.clients[name] for name in (other, reading)}
+        at.b.goes_on.clear()
+
+        assert (await at.goes_on()).cached > 200
+        at.b.goes_on.set()
+
+
+async def test_a_prompt_whose_last_reader_went_meanwhile_is_read_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    async with two(tmp_path) as at:
+        for one in (at.a, at.b):
+            one.goes_on.clear()
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(at.goes_on())
+            while at.fleet.router.engine.infos:  # noqa: ASYNC110 - nobody tells of it
+                await asyncio.sleep(0.01)
+            for one in (at.a, at.b):
+                one.goes_on.set()
+            for name in ("first", "second"):
+                at.fleet.router.directory.doubt(BackendId(name))
+
+        assert asked.result().cached > 200
 
 
 async def test_what_one_refuses_no_other_is_asked(tmp_path: Path) -> None:
