@@ -301,7 +301,8 @@ class Chaos:
             file, other = self._file(row), self._file(self.chance.choice(rows))
             self.damaged |= self._touched_by(file)
             with suppress(OSError):  # evicted at this moment
-                if file != other and file.exists():
+                # A pipe in a file's place, which nobody has noticed yet, waits for a reader.
+                if file != other and file.is_file() and other.is_file():
                     self.chance.choice(_DAMAGES).do(file, other)
 
     @staticmethod
