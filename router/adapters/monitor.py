@@ -158,8 +158,7 @@ class Monitor:
                 # A connection that is refused after a failed request, or after another one was
                 # closed, needs no second opinion; nor does a look during which a request failed.
                 refused = in_doubt and not isinstance(error, BackendTimeoutError)
-                sure = sure or self._sure or refused
-                sure = sure or failures >= self.watch.failures
+                sure = sure or self._sure or refused or failures >= self.watch.failures
                 self._failed(error, sure=sure)
                 if in_doubt and not sure:
                     self._doubt.set()  # the second opinion at once

@@ -77,25 +77,16 @@ def cancelled(state: State, request: RequestId) -> None:
         return
     # A slot action cannot be called back; the job ends with the step that is under way.
     job.cancelled = True
-    ahead = _prefill_ahead(job)
     # What its prefill may have emptied has to be looked at all the same.
     job.steps = deque(step for step in job.steps if isinstance(step, LookStep))
-    if ahead and is_wanted(state, job, ahead[-1].tokens):
+    if isinstance(job.doing, PrefillStep) and is_wanted(state, job, job.doing.tokens):
         # Others wait for this very prefill: it goes on, for them.
-        job.steps.extend([*ahead[1:], SaveStep(job.slot, SaveReason.SHARED)])
+        job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
     else:
         slot = state.fleet.slots[job.slot]
         slot.sharing = False  # nothing will come of it
         slot.leaving = isinstance(job.doing, PrefillStep)  # what there is of it stays
         state.out.append(StopWork(request))
-
-
-def _prefill_ahead(job: Job) -> list[PrefillStep]:
-    """The prefill that is under way, and the rest of it if this is a piece."""
-    ahead = [job.doing] if isinstance(job.doing, PrefillStep) else []
-    if ahead and job.steps and isinstance(job.steps[0], PrefillStep):
-        ahead.append(job.steps[0])
-    return ahead
 
 
 def expire(state: State, now: float) -> None:

@@ -8,7 +8,7 @@ from router.core.effects import SaveReason
 from router.core.plan import Plan
 from router.core.slots import NOTHING, Resident
 from router.frozen import dataclass
-from router.tokens import Tokens
+from router.tokens import Tokens, head
 from router.types import Lease, Reported, Request, RequestId, SlotId, SnapshotId, Source
 
 
@@ -44,9 +44,15 @@ class RestoreStep:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
-    """Compute tokens into the job's slot."""
+    """Compute tokens into the job's slot; `upto` so many of them for now, where it is a piece."""
 
     tokens: Tokens
+    upto: int | None = None
+
+    @property
+    def now(self) -> Tokens:
+        """What is computed for now."""
+        return self.tokens if self.upto is None else head(self.tokens, self.upto)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
 from router.core.tenancy import model_of, namespace_of, tempts
 from router.errors import NoBackendError
-from router.tokens import EMPTY, Tokens, common_prefix, count, head
+from router.tokens import EMPTY, Tokens, common_prefix, count
 from router.types import NOBODY, Left, MemoryKind, SlotId, Snapshot, SnapshotId, Stall
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
@@ -87,9 +87,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot], erase))
         case PrefillStep():
             slot = state.fleet.slots[job.slot]
-            if (n_first := piece(state.fleet, job.slot, step.tokens)) is not None:
-                job.steps.appendleft(step)
-                job.doing = step = PrefillStep(head(step.tokens, n_first))
+            job.doing = step = PrefillStep(step.tokens, piece(state.fleet, job.slot, step.tokens))
             # Others may as well wait for the last of several.
             last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
             whole = last[0] if last else step.tokens
@@ -98,7 +96,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             rates = state.fleet.rates[job.slot.backend]
             slot.busy_until = now + rates.prefill_s(count(whole) - done, done)
             state.others_cleared(job.slot.backend)
-            state.out.append(Prefill(job.id, job.slot, step.tokens))
+            state.out.append(Prefill(job.id, job.slot, step.now))
         case LookStep():
             state.out.append(Watch(job.id, step.slot, Left.ANSWERED))
         case DispatchStep():
@@ -354,17 +352,17 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     else:
         job.note_prefill(event.reported)
         state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
-        slot.resident = after_prefill(slot.resident, job.doing.tokens, event.reported)
+        slot.resident = after_prefill(slot.resident, job.doing.now, event.reported)
         slot.declined = False
         state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
-        # Saved anyway, or a piece of what will be saved as a whole.
-        in_time = bool(job.steps) and isinstance(job.steps[0], SaveStep | PrefillStep)
-        wanted = not job.cancelled and not in_time
-        if wanted and is_wanted(state, job, job.doing.tokens):
+        saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
+        if job.doing.upto is not None:
+            if not job.cancelled or (job.steps and is_wanted(state, job, job.doing.tokens)):
+                job.steps.appendleft(PrefillStep(job.doing.tokens))
+            else:
+                job.steps.clear()  # those who waited for it are gone, too
+        elif not job.cancelled and not saved_anyway and is_wanted(state, job, job.doing.tokens):
             job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
-        rest = job.steps[0] if job.steps and job.cancelled else None
-        if isinstance(rest, PrefillStep) and not is_wanted(state, job, rest.tokens):
-            job.steps.clear()  # those who waited for it are gone, too
         fleeting.look_before_start(state, job)
     next_step(state, job, now)
 

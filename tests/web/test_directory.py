@@ -75,7 +75,7 @@ def info_of(
 
 
 def monitor_of(name: str, models: set[str], *, generates: bool = True) -> Monitor:
-    client = SimpleNamespace(id=BackendId(name), doubted=False, patience_s=3600.0)
+    client = SimpleNamespace(id=BackendId(name), doubted=False)
     told = SimpleNamespace(client=client, models=frozenset(models), generates=generates)
     told.doubt = lambda: setattr(client, "doubted", True)
     return cast(Monitor, told)
