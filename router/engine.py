@@ -16,7 +16,7 @@ from router.core import events as ev
 from router.core.account import record_of
 from router.core.attach import probe_name
 from router.core.catalog import Limits
-from router.core.displacement import can_save
+from router.core.displacement import keeps_snapshots
 from router.core.gauges import stats_of
 from router.core.plan import Plan
 from router.core.planner import plan as make_plan
@@ -159,6 +159,10 @@ class Engine:
         if outcome is not Outcome.OK or not self._placing.keeps(request, end):
             end()
 
+    def begun(self, request: RequestId) -> None:
+        """The first token of a granted request is there."""
+        self._feed(ev.Begun(request))
+
     def answer_read(self, lease: Lease, prompt: Tokens, answer: Tokens) -> None:
         """The ids of an answer that `lease` produced."""
         self._feed(ev.AnswerRead(lease.slot, lease.generation, prompt, answer))
@@ -244,11 +248,7 @@ class Engine:
 
     def keeps_snapshots(self, backend: BackendId) -> bool:
         """What this backend's slots hold can be saved and restored with effect."""
-        fleet = self._scheduler.state.fleet
-        info = fleet.infos.get(backend)
-        if info is None:
-            return False
-        return can_save(fleet, info, max(fleet.catalog.limits.min_tokens, info.window + 1))
+        return keeps_snapshots(self._scheduler.state.fleet, backend)
 
     @property
     def scheduler(self) -> Scheduler:

@@ -162,6 +162,7 @@ class Request:
     left: bool = False
     whole_backend: bool = False  # n > 1 or a batch: takes slots of llama-server's own choice
     reuse: bool = True  # False: `cache_prompt: false`
+    streams: bool = True  # its client sees the first token when it comes
     adapted: bool = False  # a LoRA adapter for it alone: its KV is another model's
     slot_hint: int | None = None
     tenant: Tenant = NOBODY  # whose prompt it is, where tenants are kept apart

@@ -24,6 +24,14 @@ def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
     )
 
 
+def keeps_snapshots(fleet: Fleet, backend: BackendId) -> bool:
+    """What this backend's slots hold can be saved and restored with effect."""
+    info = fleet.infos.get(backend)
+    if info is None:
+        return False
+    return can_save(fleet, info, max(fleet.catalog.limits.min_tokens, info.window + 1))
+
+
 # Save seconds, expected loss in seconds, and whether to save.
 Displaced = tuple[float, float, bool]
 _NOTHING: Displaced = (0.0, 0.0, False)

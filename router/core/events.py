@@ -233,6 +233,13 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """The first token is there, of a request whose prompt was computed first."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The response is over, one way or the other. `index`: the slot that the backend chose, of a
     request that was over before it was seen at work; told by itself, it would let somebody in
@@ -307,6 +314,7 @@ Event = (
     | Prefilled
     | PrefillFailed
     | Launched
+    | Begun
     | Finished
     | AnswerRead
     | Quiet

@@ -19,6 +19,7 @@ from router.core.jobs import (
     SaveStep,
     Stage,
     Step,
+    TurnStep,
 )
 from router.core.misses import look
 from router.core.plan import Plan
@@ -68,7 +69,7 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
     return ContextTooLongError(len(request.prompt), longest)
 
 
-def cancelled(state: State, request: RequestId) -> None:
+def cancelled(state: State, request: RequestId, now: float) -> None:
     """The client left before its request was sent."""
     if state.queue.remove(request) is not None:
         return
@@ -79,12 +80,15 @@ def cancelled(state: State, request: RequestId) -> None:
     job.cancelled = True
     # What its prefill may have emptied has to be looked at all the same.
     job.steps = deque(step for step in job.steps if isinstance(step, LookStep))
-    if isinstance(job.doing, PrefillStep) and is_wanted(state, job, job.doing.tokens):
+    if isinstance(job.doing, PrefillStep | TurnStep) and is_wanted(state, job, job.doing.tokens):
         # Others wait for this very prefill: it goes on, for them.
         job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
     else:
         slot = state.fleet.slots[job.slot]
         slot.sharing = False  # nothing will come of it
+        if isinstance(job.doing, TurnStep):
+            next_step(state, job, now)
+            return
         slot.leaving = isinstance(job.doing, PrefillStep)  # what there is of it stays
         state.out.append(StopWork(request))
 

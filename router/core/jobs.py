@@ -56,6 +56,13 @@ class PrefillStep:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnStep:
+    """Wait until these tokens may be computed: one long prompt at a time on each backend."""
+
+    tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
 class LookStep:
     """Find out whether a slot that the job holds is what it was."""
 
@@ -88,7 +95,7 @@ class Job:
     plan: Plan | None = None
     others: list[Lease] = field(default_factory=list)
     steps: deque[Step] = field(default_factory=deque)
-    doing: Step | None = None
+    doing: Step | TurnStep | None = None
     using: SnapshotId | None = None  # a reference to give back
     stage: Stage = Stage.PREPARING
     gated: bool = False

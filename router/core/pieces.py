@@ -1,4 +1,4 @@
-"""How much of a prompt is computed at once while others run on the same backend.
+"""How much of a prompt is computed at once, for others on the same backend and those who come.
 
 llama-server puts up to `--batch-size` tokens of a prompt (2,048, if not told otherwise) into one
 batch with whatever else it runs, and nobody gets a token before that batch is over. In pieces,
@@ -14,6 +14,8 @@ from router.types import SlotId
 
 # The server computes so many in one go, if not told otherwise (`--ubatch-size`): less is slower.
 _LEAST = 512
+# Alone so much longer: who comes meanwhile waits for it (`core/turns.py`).
+_ALONE = 4.0
 # What is left over is no piece of its own if it is less than half of one.
 _LAST = 1.5
 
@@ -30,7 +32,7 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
     if limit_s is None or not goes_back(info.memory_kind) or not info.keeps_idle_slots:
         return None
     if not _beside_others(fleet, slot):
-        return None
+        limit_s *= _ALONE
     resident = fleet.slots[slot].resident
     held = common_prefix(resident.tokens, wanted)
     if held == count(resident.tokens):

@@ -7,7 +7,18 @@ of fact is dealt with in `grants`, `steps`, `endings`, `drains` or `background`.
 
 from typing import assert_never
 
-from router.core import attach, background, drains, endings, fleeting, grants, later, rests, steps
+from router.core import (
+    attach,
+    background,
+    drains,
+    endings,
+    fleeting,
+    grants,
+    later,
+    rests,
+    steps,
+    turns,
+)
 from router.core import events as ev
 from router.core.effects import Effect
 from router.core.state import State
@@ -26,6 +37,7 @@ class Scheduler:
         state.out = []
         rests.end(state, now)
         self._take(event, now)
+        steps.take_turns(state, now)
         background.save_fleeting(state, now)
         if state.queue and not state.stopping:
             grants.serve_queue(state, now)
@@ -45,7 +57,7 @@ class Scheduler:
         state = self.state
         if state.fleet.catalog.is_over or state.is_serving:
             return now
-        times = [background.wakeup(state), rests.next_end(state)]
+        times = [background.wakeup(state), rests.next_end(state), turns.next_end(state, now)]
         if state.queue:
             times += [
                 state.queue.next_deadline(),
@@ -87,7 +99,7 @@ class Scheduler:
             case ev.Arrived():
                 grants.arrived(state, event.request, now)
             case ev.Cancelled():
-                grants.cancelled(state, event.request)
+                grants.cancelled(state, event.request, now)
             case ev.Saved():
                 steps.saved(state, event, now)
             case ev.SaveFailed():
@@ -106,6 +118,8 @@ class Scheduler:
                 steps.prefilled(state, event, now)
             case ev.Launched():
                 endings.launched(state, event.request, event.index, now)
+            case ev.Begun():
+                turns.begun(state, event.request)
             case ev.Finished():
                 endings.finished(state, event, now)
             case ev.AnswerRead():

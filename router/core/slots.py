@@ -113,6 +113,7 @@ class Slot:
     taker: Tenant = NOBODY  # whose request holds it: `pending` is theirs
     sharing: bool = False  # PREPARING, and others may have `pending` when that is done
     leaving: bool = False  # PREPARING, and the client of the prefill that it is in is gone
+    turn_until: float = 0.0  # no other long prompt is begun on the backend (`core/turns.py`)
     saved: bool = False  # the background has had its chance with this content
     # It may hold what a client asked not to cache, which is never saved. A restart of the server
     # does not show, so a slot that was lost may hold it still.
@@ -174,13 +175,13 @@ class Slot:
         """The client is gone; the lease stays until the backend is known to be idle."""
         self._check(lease)
         self._move(Move.DRAIN)
+        self.turn_until = 0.0
 
     def release(self, lease: Lease, resident: Resident, now: float) -> None:
         """Give the slot back, holding `resident`. Raises StaleLeaseError if it is not yours."""
         self._check(lease)
         self._move(Move.RELEASE)
-        self.holder = None
-        self.pending, self.saving, self.sharing, self.leaving = EMPTY, EMPTY, False, False
+        self._let_go()
         self.resident = resident
         self.last_used = now
         self.saved = False
@@ -189,9 +190,13 @@ class Slot:
         """The backend is gone, and the content with it; whoever held the slot no longer does."""
         self._move(Move.LOSE)
         self.generation += 1
+        self._let_go()
+        self.resident, self.tenant = NOTHING, NOBODY
+
+    def _let_go(self) -> None:
         self.holder = None
         self.pending, self.saving, self.sharing, self.leaving = EMPTY, EMPTY, False, False
-        self.resident, self.tenant = NOTHING, NOBODY
+        self.turn_until = 0.0
 
     def _check(self, lease: Lease) -> None:
         if not self.holds(lease):

@@ -24,6 +24,7 @@ class State:
     # Restores that are under way although their job has ended: they keep their reference.
     late: dict[RequestId, SnapshotId] = field(default_factory=dict)
     strikes: dict[SnapshotId, int] = field(default_factory=dict)
+    in_line: list[RequestId] = field(default_factory=list)  # see core/turns.py
     is_serving: bool = False  # more of those who wait may be granted something at once
     stopping: bool = False
     saves_on_stop: bool = True

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import replace
 from typing import assert_never
 
-from router.core import endings, fleeting, rests
+from router.core import endings, fleeting, rests, turns
 from router.core import events as ev
 from router.core.displacement import can_save
 from router.core.effects import (
@@ -56,7 +56,11 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
     if not job.steps:
         end(state, job, now)
         return
-    if isinstance(job.steps[0], PrefillStep | DispatchStep):
+    ahead = job.steps[0]
+    if isinstance(ahead, PrefillStep) and turns.get_in_line(state, job, ahead, now):
+        job.steps.popleft()
+        return
+    if isinstance(ahead, PrefillStep | DispatchStep):
         fleeting.save_before_start(state, job, now)
     job.doing = step = job.steps.popleft()
     match step:
@@ -95,6 +99,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             done = common_prefix(slot.resident.tokens, whole)
             rates = state.fleet.rates[job.slot.backend]
             slot.busy_until = now + rates.prefill_s(count(whole) - done, done)
+            turns.begin(slot, rates.prefill_s(count(step.now) - done, done), now)
             state.others_cleared(job.slot.backend)
             state.out.append(Prefill(job.id, job.slot, step.now))
         case LookStep():
@@ -107,6 +112,17 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
                 next_step(state, job, now)
         case _:  # pragma: no cover - mypy sees to it
             assert_never(step)
+
+
+def take_turns(state: State, now: float) -> None:
+    """Let those compute their prompts whose turn it is; not what nobody wants any more."""
+    while ready := turns.next_ones(state, now):
+        for job, step in ready:
+            if not job.cancelled or is_wanted(state, job, step.tokens):
+                job.steps.appendleft(step)
+            else:
+                job.steps.clear()
+            next_step(state, job, now)
 
 
 def _meets_nobody(state: State, job: Job) -> bool:
@@ -138,6 +154,7 @@ def _dispatch(state: State, job: Job, now: float) -> None:
     slot.busy_until = now + state.fleet.rates[job.slot.backend].generation_s(
         job.request.max_new_tokens
     )
+    turns.hand_over(slot, now, streams=job.request.streams)
     job.stage = Stage.DISPATCHED
     job.prepared_s = now - job.since
     job.sent_over = slot.resident
@@ -357,6 +374,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         if job.doing.upto is not None:
+            slot.turn_until = 0.0
             if not job.cancelled or (job.steps and is_wanted(state, job, job.doing.tokens)):
                 job.steps.appendleft(PrefillStep(job.doing.tokens))
             else:

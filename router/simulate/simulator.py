@@ -148,7 +148,9 @@ class Simulator:
     def _due(self, server: Server, version: int) -> None:
         if version != self._versions[server.info.id]:
             return  # something else happened to it in between
-        for done in self._server(server.info.id).done():
+        ended = self._server(server.info.id).done()
+        self._begins(server)
+        for done in ended:
             if isinstance(done, Run):
                 self._ran(server, done)
             else:
@@ -226,6 +228,13 @@ class Simulator:
         client.ttft_s = run.first_at - client.ask.at
         self._feed(ev.Finished(run.request, Outcome.OK, _reported(run, answer=True)))
         self._over(client, answered=True)
+
+    def _begins(self, server: Server) -> None:
+        for run in list(server.runs.values()):
+            client = self._clients.get(run.request)
+            sent = client.dispatch if client is not None else None
+            if run.first_at == self.now and sent is not None and sent.plan.prefill_first:
+                self._feed(ev.Begun(run.request))
 
     def _quiet(self, slot: SlotId) -> None:
         """A slot is idle whose client left; somebody may be watching."""

@@ -25,10 +25,7 @@ from router.adapters.llama_wire import (
     TokenPrompt,
     parse_body,
     parse_request,
-    pin_slot,
-    strip_slot,
     takes_many_slots,
-    with_fields,
 )
 from router.adapters.prompts import PromptReader, is_left
 from router.engine import Engine, Grant, Timing
@@ -45,6 +42,7 @@ from router.types import (
     RequestId,
     Tenant,
 )
+from router.web import granted
 from router.web.directory import Directory
 from router.web.keys import Keys
 from router.web.relay import CALLER, Capture, forward_headers, forward_target, relay
@@ -150,6 +148,7 @@ class Completions:
             left=parsed.pinnable and is_left(parsed, reader, whose["tenant"]),
             whole_backend=parsed.whole_backend,
             reuse=parsed.cache_prompt,
+            streams=parsed.stream,
             adapted=parsed.lora,
             slot_hint=parsed.slot_hint,
             avoid=self._directory.without_kv(model),
@@ -247,18 +246,21 @@ class Completions:
 
         def first_byte() -> None:
             exchange.first_byte = perf_counter()
+            if grant.plan.prefill_first:
+                self._engine.begun(exchange.request.id)
 
         try:
             headers, target = forward_headers(exchange.http), forward_target(exchange.http)
             if exchange.trace is not None:
                 headers = exchange.trace.inject(headers)
+            body = granted.body(grant, exchange.raw, exchange.parsed)
             async with client.relay(
-                *(exchange.http.method, target, headers, _body(exchange, grant)), yields=True
+                *(exchange.http.method, target, headers, body), yields=True
             ) as upstream:
                 response, outcome = await relay(
                     exchange.http,
                     upstream,
-                    names(exchange.http, exchange.request.id) | _headers(grant),
+                    names(exchange.http, exchange.request.id) | granted.headers(grant),
                     self._settings,
                     capture,
                     first_byte,
@@ -396,25 +398,3 @@ def parse_completion(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedR
     if isinstance(parsed.prompt_source, TokenPrompt):
         long_bodies.forget_ids(parsed.body)
     return parsed
-
-
-def _body(exchange: _Exchange, grant: Grant) -> bytes:
-    if exchange.parsed is None:
-        return exchange.raw
-    if exchange.parsed.lora:
-        # Nothing that is there was computed with its adapters, though the server may believe it.
-        pin = {"id_slot": grant.lease.slot.index if grant.pin else -1}
-        return with_fields(exchange.raw, exchange.parsed.body, pin | {"cache_prompt": False})
-    if grant.pin:
-        return pin_slot(exchange.raw, exchange.parsed.body, grant.lease.slot.index)
-    return strip_slot(exchange.raw, exchange.parsed.body)
-
-
-def _headers(grant: Grant) -> dict[str, str]:
-    chosen = grant.plan.chosen
-    return {
-        "x-kvferry-backend": grant.lease.slot.backend,
-        "x-kvferry-slot": str(grant.lease.slot.index),
-        "x-kvferry-source": chosen.source,
-        "x-kvferry-reused-tokens": str(chosen.reused_tokens),
-    }

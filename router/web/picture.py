@@ -18,6 +18,7 @@ from router.core.jobs import (
     RestoreStep,
     SaveStep,
     Step,
+    TurnStep,
 )
 from router.core.queue import Queue
 from router.core.slots import Slot
@@ -38,12 +39,13 @@ Changes = dict[str, dict[str, Row | None]]
 _BATCH = 1000  # snapshots that are looked at before others have their turn
 _TOP = 10
 
-_DOING: dict[type[Step], str] = {
+_DOING: dict[type[Step | TurnStep], str] = {
     SaveStep: "save",
     CutStep: "cut",
     EraseStep: "erase",
     RestoreStep: "restore",
     PrefillStep: "prefill",
+    TurnStep: "waits its turn",
     LookStep: "look",
     DispatchStep: "answer",
 }

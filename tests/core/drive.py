@@ -94,6 +94,16 @@ def prefilled(s: Scheduler, name: str = "r", **said: Any) -> list[Effect]:
     return s.handle(ev.Prefilled(RequestId(name), Reported(**said)), NOW)
 
 
+def begun(s: Scheduler, name: str = "r") -> list[Effect]:
+    """Its first token is there."""
+    return s.handle(ev.Begun(RequestId(name)), NOW)
+
+
+def tick(s: Scheduler, after_s: float) -> list[Effect]:
+    """So many seconds pass."""
+    return s.handle(ev.Tick(), NOW + after_s)
+
+
 def prefill_failed(s: Scheduler, name: str = "r") -> list[Effect]:
     """It is not."""
     return s.handle(ev.PrefillFailed(RequestId(name), "no"), NOW)

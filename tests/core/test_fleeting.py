@@ -13,6 +13,7 @@ from tests.core.build import A0, NS, R2, R3, R, backend, run_of, scheduler, snap
 from tests.core.drive import (
     NOW,
     arrive,
+    begun,
     cancel,
     finish,
     held,
@@ -107,6 +108,7 @@ def test_the_slot_is_back_if_the_client_leaves_during_the_save() -> None:
 def prefilling() -> Scheduler:
     """R2's prompt is computed, and R came to its end after that was sent."""
     s = beside(coalesce_above_s=1.0)
+    begun(s)
     assert names(arrive(s, "r2", ELSE)) == ["Prefill"]
     finish(s, "r", **DONE)
     return s

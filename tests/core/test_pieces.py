@@ -119,12 +119,20 @@ def test_who_is_alone_at_last_goes_on_at_once() -> None:
     assert n_asked(prefilled(s, MINE)) == 1999
 
 
-def test_one_whose_prompt_is_computed_is_not_to_wait_either() -> None:
-    s = beside()
+def test_alone_a_piece_is_longer_and_not_all() -> None:
+    s = beside(prefill_piece_s=3.0)
     finish(s, OTHER)
-    arrive(s, OTHER + "'", run_of(2000, 9))
 
-    assert n_asked(arrive(s, MINE, LONG)) == 512
+    assert n_asked(arrive(s, MINE, LONG)) == 1024
+
+
+def test_one_whose_prompt_waits_is_not_to_wait_for_all_of_mine() -> None:
+    s = beside(reuse_probability=0.0)
+    arrive(s, MINE, LONG)
+    finish(s, OTHER)
+    assert arrive(s, "r3", run_of(1500, 8)) == []
+
+    assert n_asked(prefilled(s, MINE)) == 1024
 
 
 def test_one_that_gets_its_state_back_is_not_held_up_for_long() -> None:

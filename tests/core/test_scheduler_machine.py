@@ -13,6 +13,7 @@ from router.core import effects as ef
 from router.core import events as ev
 from router.core.attach import probe_name
 from router.core.catalog import Limits
+from router.core.jobs import TurnStep
 from router.core.planner import plan
 from router.core.policy import PolicyName
 from router.core.queue import QueueLimits
@@ -99,7 +100,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=3),
         kind=st.sampled_from(
-            ["plain", "plain", "plain", "unpinned", "whole", "unknown", "left", "fresh"]
+            ["plain", "plain", "silent", "unpinned", "whole", "unknown", "left", "fresh"]
         ),
         hint=st.sampled_from([None, None, None, 0, 1]),
         session=st.sampled_from([None, "x"]),
@@ -111,6 +112,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         tenant = self.tenants[whose % len(self.tenants)]
         variants: dict[str, dict[str, Any]] = {
             "plain": {"boundaries": True},
+            "silent": {"boundaries": True, "streams": False},
             "unpinned": {"pinnable": False},
             "whole": {"pinnable": False, "whole_backend": True},
             "unknown": {"prompt": Prompt(unknown="media")},
@@ -150,6 +152,11 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         for _ in range(steps):
             if op in self.ops:
                 self.advance(op, data)
+
+    @precondition(lambda self: self.answering())
+    @rule(data=st.data())
+    def first_token(self, data: st.DataObject) -> None:
+        self.feed(ev.Begun(data.draw(st.sampled_from(self.answering()))))
 
     @precondition(lambda self: self.cutting)
     @rule(ok=st.booleans())
@@ -340,6 +347,15 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             decision = plan(waiting.request, state.fleet, self.now, self.now - waiting.since)
             assert decision is None or decision.chosen.wait_for is not None
             assert state.fleet.policy.name is PolicyName.STICKY or decision is not None
+
+    @invariant()
+    def nobody_waits_for_a_turn_that_nobody_has(self) -> None:
+        state = self.scheduler.state
+        waiting = [job for job in state.jobs.values() if isinstance(job.doing, TurnStep)]
+        assert {job.id for job in waiting} <= set(state.in_line)
+        for job in waiting:
+            ends = [slot.turn_until for slot in state.fleet.slots.of(job.slot.backend)]
+            assert max(ends) > self.now
 
     @invariant()
     def what_is_in_use_is_counted(self) -> None:

@@ -9,6 +9,7 @@ from router.core import events as ev
 from router.core.catalog import Limits
 from router.core.cost import Line
 from router.core.effects import Cut, Delete, Restore
+from router.core.jobs import CutStep
 from router.core.planner import plan
 from router.core.scheduler import Scheduler
 from router.core.steps import next_step
@@ -186,7 +187,7 @@ def test_a_backend_that_goes_meanwhile() -> None:
 def test_a_snapshot_that_is_lost_before_its_turn_is_not_cut() -> None:
     s = begun()
     job = s.state.jobs[R]
-    assert job.doing is not None
+    assert isinstance(job.doing, CutStep)
     job.steps.appendleft(job.doing)  # as if a save came before it
     s.handle(ev.SnapshotLost(SnapshotId("s")), NOW)
 

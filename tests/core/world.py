@@ -338,6 +338,11 @@ class World:
     def waiting(self) -> list[RequestId]:
         return [name for name, fate in self.fates.items() if not fate]
 
+    def answering(self) -> list[RequestId]:
+        """Whose requests were sent and are not over."""
+        sent = (op.effect for op in self.ops)
+        return [effect.request for effect in sent if isinstance(effect, ef.Dispatch)]
+
     def abandoned(self) -> list[tuple[Server, RequestId]]:
         live = [server for server in self.servers.values() if server.alive]
         return [(s, name) for s in live for name, run in s.runs.items() if run.abandoned]

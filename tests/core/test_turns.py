@@ -1,0 +1,192 @@
+"""One long prompt at a time is computed on a backend."""
+
+from typing import Any
+
+import pytest
+
+from router.core import events as ev
+from router.core.effects import Dispatch, Effect, Prefill, Reject
+from router.core.scheduler import Scheduler
+from router.core.slots import Phase
+from router.tokens import count
+from tests.core.build import A0, A1, A2, B0, backend, request, run_of, scheduler, snapshot
+from tests.core.drive import (
+    NOW,
+    arrive,
+    begun,
+    cancel,
+    finish,
+    names,
+    prefill_failed,
+    prefilled,
+    saved,
+    slot,
+    tick,
+)
+
+# At a hundredth of a second for each token (build.rates).
+LONG, OTHER, SHORT = run_of(300, 1), run_of(200, 2), run_of(20, 3)
+
+
+def two(n_slots: int = 3, **more: Any) -> Scheduler:
+    """R is computed, R2 is not."""
+    given: dict[str, Any] = {"idle_save_after_s": None, "reuse_probability": 0.0}
+    s = scheduler(backend("a", n_slots), **(given | more))
+    assert of(arrive(s, "r", LONG)) == ["Prefill r"]
+    assert of(arrive(s, "r2", OTHER)) == []
+    return s
+
+
+def of(effects: list[Effect]) -> list[str]:
+    """What is computed and sent, for whom."""
+    shown = (e for e in effects if isinstance(e, Prefill | Dispatch))
+    return [f"{type(e).__name__} {e.request}" for e in shown]
+
+
+def test_the_second_is_computed_when_the_first_has_its_first_token() -> None:
+    s = two()
+
+    assert of(prefilled(s, "r")) == ["Dispatch r"]
+    assert of(begun(s, "r")) == ["Prefill r2"]
+    assert of(prefilled(s, "r2")) == ["Dispatch r2"]
+
+
+def test_nobody_sees_the_first_token_of_one_that_is_no_stream() -> None:
+    s = scheduler(backend("a", 2))
+    arrive(s, "r", LONG, streams=False)
+    arrive(s, "r2", OTHER)
+
+    assert of(prefilled(s, "r")) == ["Dispatch r", "Prefill r2"]
+
+
+def test_nobody_waits_long_for_a_first_token() -> None:
+    s = two()
+    prefilled(s, "r")
+
+    assert s.next_wakeup(NOW) == NOW + 0.5
+    assert of(tick(s, 0.5)) == ["Prefill r2"]
+
+
+@pytest.mark.parametrize(("tokens", "until"), [(200, 4.0), (2000, 5.0)])
+def test_nobody_waits_long_for_one_that_takes_longer_than_predicted(
+    tokens: int, until: float
+) -> None:
+    s = scheduler(backend("a", 2))
+    arrive(s, "r", run_of(tokens + 1, 1))
+    arrive(s, "r2", OTHER)
+
+    assert s.next_wakeup(NOW) == NOW + until
+    assert of(tick(s, until - 0.1)) == []
+    assert of(tick(s, until)) == ["Prefill r2"]
+
+
+def test_what_takes_no_time_waits_for_nobody() -> None:
+    assert of(arrive(two(), "r3", SHORT)) == ["Dispatch r3"]
+
+
+def test_a_request_that_the_server_places_takes_no_turn_for_a_short_prompt() -> None:
+    s = scheduler(backend("a", 2))
+    assert of(arrive(s, "r", SHORT, pinnable=False)) == ["Prefill r"]
+    assert slot(s, A0).turn_until == 0
+
+
+def test_each_backend_has_turns_of_its_own() -> None:
+    s = scheduler(backend("a", 1), backend("b", 2))
+    arrive(s, "r", LONG)
+
+    assert of(arrive(s, "r2", OTHER)) == ["Prefill r2"]
+    assert slot(s, B0).phase is Phase.PREPARING
+
+
+def test_the_shorter_goes_first_of_those_who_wait() -> None:
+    s = two(4)
+    assert of(arrive(s, "r3", run_of(100, 3))) == []
+    prefilled(s, "r")
+
+    assert of(begun(s, "r")) == ["Prefill r3"]
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(170, "r2"), (140, "r3")])
+def test_who_has_waited_longer_than_the_difference_goes_first(tokens: int, first: str) -> None:
+    s = two(4)
+    prefilled(s, "r")
+    s.handle(ev.Arrived(request("r3", run_of(tokens, 4))), NOW + 0.45)
+
+    assert of(tick(s, 0.5)) == [f"Prefill {first}"]
+
+
+def test_a_shorter_one_goes_between_two_pieces() -> None:
+    s = scheduler(backend("a", 3), prefill_piece_s=0.5)
+    (first,) = arrive(s, "r", run_of(3000, 1))
+    assert isinstance(first, Prefill)
+    assert count(first.tokens) == 512
+    arrive(s, "r2", OTHER)
+
+    assert of(prefilled(s, "r")) == ["Prefill r2"]
+    assert of(prefilled(s, "r2")) == ["Dispatch r2"]
+    assert of(begun(s, "r2")) == ["Prefill r"]
+
+
+@pytest.mark.parametrize("end", ["finish", "fail", "leave"])
+def test_a_turn_ends_with_whoever_has_it(end: str) -> None:
+    s = two()
+    if end == "finish":
+        prefilled(s, "r")
+        effects = finish(s, "r")
+    elif end == "fail":
+        assert of(prefill_failed(s, "r")) == ["Dispatch r"]
+        effects = begun(s, "r")
+    else:
+        cancel(s, "r")
+        effects = prefill_failed(s, "r")
+
+    assert of(effects) == ["Prefill r2"]
+
+
+def test_who_leaves_while_waiting_gives_back_the_slot() -> None:
+    s = two()
+
+    assert cancel(s, "r2") == []
+    assert slot(s, A1).is_idle
+    prefilled(s, "r")
+    assert of(begun(s, "r")) == []
+
+
+def test_who_leaves_while_waiting_has_it_computed_for_those_who_wait_for_it() -> None:
+    s = two(4)
+    assert of(arrive(s, "r3", OTHER)) == []
+    assert slot(s, A2).is_idle
+    cancel(s, "r2")
+    prefilled(s, "r")
+
+    assert of(begun(s, "r")) == ["Prefill r2"]
+    assert names(prefilled(s, "r2")) == ["Save"]
+    assert of(saved(s, snapshot("x", OTHER[: 199 * 4]), A1, "r2")) == ["Dispatch r3"]
+
+
+def test_what_nobody_wants_any_more_is_not_computed() -> None:
+    s = two(4)
+    arrive(s, "r3", OTHER)
+    cancel(s, "r2")
+    cancel(s, "r3")
+    arrive(s, "r4", run_of(200, 4))
+    prefilled(s, "r")
+
+    assert of(begun(s, "r")) == ["Prefill r4"]
+    assert slot(s, A1).is_idle
+    assert set(s.state.jobs) == {"r", "r4"}
+
+
+def test_who_waits_is_told_when_the_backend_goes_away() -> None:
+    s = two()
+    effects = s.handle(ev.BackendDown(A0.backend), NOW)
+
+    assert [e.request for e in effects if isinstance(e, Reject)] == ["r", "r2"]
+    assert s.next_wakeup(NOW) is None
+
+
+def test_without_computing_first_there_are_no_turns() -> None:
+    s = scheduler(backend("a", 2), coalesce_above_s=None)
+    arrive(s, "r", LONG)
+
+    assert of(arrive(s, "r2", OTHER)) == ["Dispatch r2"]
