@@ -127,6 +127,8 @@ class Ask:
         rates = self.fleet.rates[slot.backend]
         displaced_s, loss_s, save = displaced
         prefill_s = rates.prefill_s(self.n_prompt - reused, reused)
+        above_s = self.fleet.policy.coalesce_above_s
+        in_line = above_s is not None and prefill_s >= above_s
         if reused < self.computing:
             twice_s = rates.prefill_s(self.computing - reused, reused)
             loss_s += self.fleet.policy.reuse_probability * twice_s
@@ -136,6 +138,7 @@ class Ask:
             source=source,
             reused_tokens=reused,
             price=Price(
+                wait_s=self.fleet.line_s(slot.backend, self.now) if in_line else 0.0,
                 save_s=displaced_s + save_s,
                 rewrite_s=rewrite_s,
                 restore_s=restore_s,

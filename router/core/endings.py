@@ -112,7 +112,7 @@ def _follow(state: State, job: Job, index: int) -> None:
     if actual is None or not actual.is_idle or job.request is None:
         return
     leased = state.fleet.slots[job.slot]
-    pending, busy_until = leased.pending, leased.busy_until
+    pending, busy_until, turn = leased.pending, leased.busy_until, leased.turn_until
     lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
     leased.release(job.lease, leased.resident if lasts else UNKNOWN, leased.last_used)
     leased.generation += 1  # the answer will be read under this lease, and is not here
@@ -120,7 +120,7 @@ def _follow(state: State, job: Job, index: int) -> None:
     actual.tenant = actual.taker = job.request.tenant
     job.sent_over = actual.resident
     actual.start(job.lease)
-    actual.pending, actual.busy_until = pending, busy_until
+    actual.pending, actual.busy_until, actual.turn_until = pending, busy_until, turn
 
 
 def finished(state: State, event: ev.Finished, now: float) -> None:

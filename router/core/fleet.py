@@ -165,6 +165,14 @@ class Fleet:
         prefilling = sum(slot.phase is Phase.PREPARING and slot.sharing for slot in slots)
         return phases[Phase.RUNNING] + prefilling
 
+    def line_s(self, backend: BackendId, now: float, but: Slot | None = None) -> float:
+        """Seconds until all prompts are computed that the backend has in hand, or in line."""
+        if not self.slots.phases(backend)[Phase.PREPARING]:
+            return 0.0
+        slots = (slot for slot in self.slots.of(backend) if slot is not but)
+        ends = (s.busy_until for s in slots if s.phase is Phase.PREPARING and s.sharing)
+        return max(max(ends, default=now) - now, 0.0)
+
     def reach(self, slot: Slot) -> int:
         """How many of the tokens that a slot holds could be restored from a snapshot.
 

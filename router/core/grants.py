@@ -12,6 +12,7 @@ from router.core.jobs import (
     CutStep,
     DispatchStep,
     EraseStep,
+    InLine,
     Job,
     LookStep,
     PrefillStep,
@@ -19,7 +20,6 @@ from router.core.jobs import (
     SaveStep,
     Stage,
     Step,
-    TurnStep,
 )
 from router.core.misses import look
 from router.core.plan import Plan
@@ -80,14 +80,14 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
     job.cancelled = True
     # What its prefill may have emptied has to be looked at all the same.
     job.steps = deque(step for step in job.steps if isinstance(step, LookStep))
-    if isinstance(job.doing, PrefillStep | TurnStep) and is_wanted(state, job, job.doing.tokens):
+    if isinstance(job.doing, PrefillStep) and is_wanted(state, job, job.doing.tokens):
         # Others wait for this very prefill: it goes on, for them.
         job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
     else:
         slot = state.fleet.slots[job.slot]
         slot.sharing = False  # nothing will come of it
-        if isinstance(job.doing, TurnStep):
-            next_step(state, job, now)
+        if isinstance(job.doing, InLine):
+            next_step(state, job, now)  # somebody else may have the slot, and compute it
             return
         slot.leaving = isinstance(job.doing, PrefillStep)  # what there is of it stays
         state.out.append(StopWork(request))

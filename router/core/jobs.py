@@ -56,10 +56,11 @@ class PrefillStep:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnStep:
-    """Wait until these tokens may be computed: one long prompt at a time on each backend."""
+class InLine:
+    """No step: the job waits until it may compute these tokens (`core/turns.py`), since then."""
 
     tokens: Tokens
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +96,13 @@ class Job:
     plan: Plan | None = None
     others: list[Lease] = field(default_factory=list)
     steps: deque[Step] = field(default_factory=deque)
-    doing: Step | TurnStep | None = None
+    doing: Step | InLine | None = None
     using: SnapshotId | None = None  # a reference to give back
     stage: Stage = Stage.PREPARING
     gated: bool = False
     cancelled: bool = False
+    called: bool = False  # it was its turn, and it has not begun yet
+    stood_s: float = 0.0  # in line, before this time
     placed: bool = False  # it is known on which slot an unpinned request ran
     since: float = 0.0
     waited_s: float = 0.0

@@ -7,8 +7,8 @@ another's whole batch.
 """
 
 from router.core.fleet import Fleet
-from router.core.reuse import goes_back
-from router.core.slots import Phase
+from router.core.reuse import goes_back, reusable_tokens
+from router.core.slots import Phase, Slot
 from router.tokens import Tokens, common_prefix, count
 from router.types import SlotId
 
@@ -45,6 +45,19 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
         return None
     most = max(round(left * limit_s / left_s) // _LEAST, 1) * _LEAST
     return held + most if left > _LAST * most else None
+
+
+def to_compute(fleet: Fleet, slot: Slot, wanted: Tokens) -> tuple[int, int]:
+    """How many of the `wanted` tokens a slot has to compute, and on top of how many."""
+    held, n = slot.resident, count(wanted)
+    there = reusable_tokens(
+        fleet.infos[slot.id.backend].memory_kind,
+        n,
+        common_prefix(held.tokens, wanted),
+        len(held),
+        checkpoints=held.checkpoints,
+    )
+    return n - there, there
 
 
 def _beside_others(fleet: Fleet, own: SlotId) -> bool:

@@ -57,7 +57,7 @@ class Scheduler:
         state = self.state
         if state.fleet.catalog.is_over or state.is_serving:
             return now
-        times = [background.wakeup(state), rests.next_end(state), turns.next_end(state, now)]
+        times = [background.wakeup(state), rests.next_end(state), turns.next_end(state)]
         if state.queue:
             times += [
                 state.queue.next_deadline(),

@@ -69,6 +69,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             slot = state.fleet.slots[step.slot]
             namespace = namespace_of(state.fleet.infos[step.slot.backend], slot.tenant)
             slot.saving = slot.resident.tokens
+            turns.save(slot, state.fleet.rates[step.slot.backend].save_s(len(slot.resident)), now)
             state.out.append(Save(job.id, step.slot, namespace, step.reason))
         case CutStep():
             if state.fleet.catalog.is_forgotten(step.snapshot):
@@ -96,10 +97,9 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
             whole = last[0] if last else step.tokens
             slot.pending, slot.sharing = whole, True
-            done = common_prefix(slot.resident.tokens, whole)
-            rates = state.fleet.rates[job.slot.backend]
-            slot.busy_until = now + rates.prefill_s(count(whole) - done, done)
-            turns.begin(slot, rates.prefill_s(count(step.now) - done, done), now)
+            slot.busy_until = now + turns.seconds_left(state.fleet, slot, PrefillStep(whole))
+            piece_s = turns.seconds_left(state.fleet, slot, PrefillStep(step.now))
+            turns.begin(job, slot, piece_s, now)
             state.others_cleared(job.slot.backend)
             state.out.append(Prefill(job.id, job.slot, step.now))
         case LookStep():
@@ -115,14 +115,10 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
 
 
 def take_turns(state: State, now: float) -> None:
-    """Let those compute their prompts whose turn it is; not what nobody wants any more."""
-    while ready := turns.next_ones(state, now):
-        for job, step in ready:
-            if not job.cancelled or is_wanted(state, job, step.tokens):
-                job.steps.appendleft(step)
-            else:
-                job.steps.clear()
-            next_step(state, job, now)
+    """Let those compute their prompts whose turn it is."""
+    for job, step in turns.take_next(state, now):
+        job.steps.appendleft(step)
+        next_step(state, job, now)
 
 
 def _meets_nobody(state: State, job: Job) -> bool:
@@ -374,7 +370,6 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         if job.doing.upto is not None:
-            slot.turn_until = 0.0
             if not job.cancelled or (job.steps and is_wanted(state, job, job.doing.tokens)):
                 job.steps.appendleft(PrefillStep(job.doing.tokens))
             else:

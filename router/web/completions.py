@@ -246,8 +246,9 @@ class Completions:
 
         def first_byte() -> None:
             exchange.first_byte = perf_counter()
-            if grant.plan.prefill_first:
-                self._engine.begun(exchange.request.id)
+            if grant.plan.prefill_first and exchange.request.streams:
+                told = partial(self._engine.begun, exchange.request.id)
+                asyncio.get_running_loop().call_soon(self._turnstile.call, told)
 
         try:
             headers, target = forward_headers(exchange.http), forward_target(exchange.http)

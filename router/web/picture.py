@@ -12,13 +12,13 @@ from router.core.jobs import (
     CutStep,
     DispatchStep,
     EraseStep,
+    InLine,
     Job,
     LookStep,
     PrefillStep,
     RestoreStep,
     SaveStep,
     Step,
-    TurnStep,
 )
 from router.core.queue import Queue
 from router.core.slots import Slot
@@ -39,13 +39,13 @@ Changes = dict[str, dict[str, Row | None]]
 _BATCH = 1000  # snapshots that are looked at before others have their turn
 _TOP = 10
 
-_DOING: dict[type[Step | TurnStep], str] = {
+_DOING: dict[type[Step | InLine], str] = {
     SaveStep: "save",
     CutStep: "cut",
     EraseStep: "erase",
     RestoreStep: "restore",
     PrefillStep: "prefill",
-    TurnStep: "waits its turn",
+    InLine: "in line",
     LookStep: "look",
     DispatchStep: "answer",
 }

@@ -71,10 +71,21 @@ def test_a_request_waits_for_a_prefill_under_way_when_that_is_cheaper() -> None:
 
 
 def test_a_request_does_not_wait_for_one_that_takes_longer_than_its_own() -> None:
-    """Computing it twice is charged at the odds that the seconds are needed elsewhere, and holds
-    up the one that is under way."""
-    assert waits(request(ids=MORE), shared_prefill(until=24.0)) == A0
-    assert waits(request(ids=MORE), shared_prefill(until=26.0)) is None
+    """Computing it twice is charged at the odds that the seconds are needed elsewhere."""
+    for until, expected in ((14.0, A0), (16.0, None)):
+        made = shared_prefill(until=until)
+        made.infos[B], made.rates[B] = backend("b"), rates()
+        made.slots.add(B, 2)
+        assert waits(request(ids=MORE), made) == expected
+
+
+def test_another_prompt_on_the_same_backend_would_be_computed_after_it() -> None:
+    made = shared_prefill(until=60.0)
+    assert waits(request(ids=MORE), made) == A0
+
+    price = chosen(request(ids=ELSE), made).price
+    assert price.wait_s == 60.0
+    assert chosen(request(ids=ELSE[:40]), made).price.wait_s == 0.0  # too short to be in line
 
 
 def test_nobody_waits_for_ever() -> None:

@@ -13,7 +13,7 @@ from router.core import effects as ef
 from router.core import events as ev
 from router.core.attach import probe_name
 from router.core.catalog import Limits
-from router.core.jobs import TurnStep
+from router.core.jobs import InLine
 from router.core.planner import plan
 from router.core.policy import PolicyName
 from router.core.queue import QueueLimits
@@ -351,11 +351,15 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_a_turn_that_nobody_has(self) -> None:
         state = self.scheduler.state
-        waiting = [job for job in state.jobs.values() if isinstance(job.doing, TurnStep)]
+        waiting = [job for job in state.jobs.values() if isinstance(job.doing, InLine)]
         assert {job.id for job in waiting} <= set(state.in_line)
         for job in waiting:
+            assert not job.cancelled
             ends = [slot.turn_until for slot in state.fleet.slots.of(job.slot.backend)]
-            assert max(ends) > self.now
+            wakeup = self.scheduler.next_wakeup(self.now)
+            assert wakeup is not None
+            assert self.now < max(ends)
+            assert wakeup <= max(ends)
 
     @invariant()
     def what_is_in_use_is_counted(self) -> None:

@@ -7,15 +7,17 @@ import pytest
 from router.core import events as ev
 from router.core.effects import Dispatch, Effect, Prefill, Reject
 from router.core.scheduler import Scheduler
-from router.core.slots import Phase
-from router.tokens import count
-from tests.core.build import A0, A1, A2, B0, backend, request, run_of, scheduler, snapshot
+from router.core.slots import Phase, Resident
+from router.tokens import count, pack
+from router.types import MemoryKind, Prompt, Reported, RequestId
+from tests.core.build import A0, A1, A2, B0, backend, rates, request, run_of, scheduler, snapshot
 from tests.core.drive import (
     NOW,
     arrive,
     begun,
     cancel,
     finish,
+    launched,
     names,
     prefill_failed,
     prefilled,
@@ -67,7 +69,7 @@ def test_nobody_waits_long_for_a_first_token() -> None:
     assert of(tick(s, 0.5)) == ["Prefill r2"]
 
 
-@pytest.mark.parametrize(("tokens", "until"), [(200, 4.0), (2000, 5.0)])
+@pytest.mark.parametrize(("tokens", "until"), [(30, 0.8), (200, 4.0), (600, 10.0), (2000, 10.0)])
 def test_nobody_waits_long_for_one_that_takes_longer_than_predicted(
     tokens: int, until: float
 ) -> None:
@@ -152,29 +154,92 @@ def test_who_leaves_while_waiting_gives_back_the_slot() -> None:
     assert of(begun(s, "r")) == []
 
 
-def test_who_leaves_while_waiting_has_it_computed_for_those_who_wait_for_it() -> None:
+def test_who_waits_for_one_that_leaves_the_line_takes_its_place() -> None:
     s = two(4)
     assert of(arrive(s, "r3", OTHER)) == []
     assert slot(s, A2).is_idle
     cancel(s, "r2")
+
+    assert set(s.state.jobs) == {"r", "r3"}
+    prefilled(s, "r")
+    assert of(begun(s, "r")) == ["Prefill r3"]
+
+
+def test_what_is_being_computed_is_not_waiting() -> None:
+    """Or who has computed half of a long prompt would go before all that come then."""
+    s = scheduler(backend("a", 3), prefill_piece_s=1.5)
+    arrive(s, "r", run_of(3000, 1))
+    s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 5)
+    s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 10)
+    s.handle(ev.Arrived(request("r2", OTHER)), NOW + 14)
+
+    assert of(s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 15)) == ["Prefill r2"]
+
+
+def test_a_pause_is_the_end_of_a_turn() -> None:
+    """Of a model that cannot go back there are no pieces."""
+    info = backend("a", 2, memory_kind=MemoryKind.HYBRID)
+    s = scheduler(info, idle_save_after_s=None)
+    prompt = Prompt(run_of(3000, 1), boundaries=(1000, 2000))
+    assert of(arrive(s, "r", prompt=prompt)) == ["Prefill r"]
+    arrive(s, "r2", OTHER)
+    assert names(prefilled(s, "r")) == ["Save"]
+
+    assert of(saved(s, snapshot("x", run_of(1000, 1)))) == ["Prefill r2"]
+
+
+def test_a_turn_that_ended_a_moment_ago_is_looked_at() -> None:
+    """Between an event and the look at when to wake up time passes."""
+    s = two()
     prefilled(s, "r")
 
-    assert of(begun(s, "r")) == ["Prefill r2"]
-    assert names(prefilled(s, "r2")) == ["Save"]
-    assert of(saved(s, snapshot("x", OTHER[: 199 * 4]), A1, "r2")) == ["Dispatch r3"]
+    assert s.next_wakeup(NOW + 0.6) == NOW + 0.6
 
 
-def test_what_nobody_wants_any_more_is_not_computed() -> None:
+def test_what_cannot_be_reused_is_computed() -> None:
+    """The last tokens differ, of which a hybrid model keeps no state."""
+    info = backend("a", 2, memory_kind=MemoryKind.HYBRID)
+    s = scheduler(info, holding={A0: run_of(890, 1), A1: run_of(890, 1)}, reuse_probability=0.0)
+    slot(s, A0).resident = slot(s, A1).resident = Resident(pack([*[1] * 880, *[5] * 10]))
+    arrive(s, "r", pack([*[1] * 880, *[6] * 30]))
+
+    assert of(arrive(s, "r2", pack([*[1] * 880, *[7] * 30]))) == []
+
+
+def test_nobody_begins_while_what_was_computed_is_saved_for_others() -> None:
     s = two(4)
-    arrive(s, "r3", OTHER)
-    cancel(s, "r2")
-    cancel(s, "r3")
-    arrive(s, "r4", run_of(200, 4))
-    prefilled(s, "r")
+    arrive(s, "r3", LONG)
+    s.state.fleet.rates[A0.backend] = rates(transfer_s=8.0)
+    before = slot(s, A0).turn_until
+    assert names(prefilled(s, "r")) == ["Save"]
 
-    assert of(begun(s, "r")) == ["Prefill r4"]
-    assert slot(s, A1).is_idle
-    assert set(s.state.jobs) == {"r", "r4"}
+    assert slot(s, A0).turn_until == before + 8.0
+
+
+def test_the_rest_of_a_prompt_is_in_its_turn_however_short_it_is() -> None:
+    s = scheduler(backend("a", 3), prefill_piece_s=1.5, coalesce_above_s=6.0)
+    arrive(s, "r", run_of(1000, 1))
+    arrive(s, "r2", run_of(700, 2))
+
+    assert of(prefilled(s, "r")) == ["Prefill r"]
+    assert of(prefilled(s, "r")) == ["Dispatch r"]
+    assert of(begun(s, "r")) == ["Prefill r2"]
+
+
+def test_who_wants_the_same_is_told_how_long_the_line_is() -> None:
+    s = two()
+
+    assert slot(s, A1).busy_until == pytest.approx(NOW + 2.99 + 1.99)
+
+
+def test_a_turn_goes_where_its_request_runs() -> None:
+    s = scheduler(backend("a", 3), idle_save_after_s=None, reuse_probability=0.0)
+    arrive(s, "r", LONG, pinnable=False)
+    prefilled(s, "r")
+    launched(s, 1)
+
+    assert slot(s, A1).turn_until == NOW + 0.5
+    assert slot(s, A0).turn_until == 0
 
 
 def test_who_waits_is_told_when_the_backend_goes_away() -> None:
