@@ -91,10 +91,11 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
     job = state.jobs.get(request)
     if job is None or job.stage is not Stage.DISPATCHED or not state.fleet.slots.holds(job.lease):
         return
+    assert job.request is not None
     open_gate(state, job)
-    job.placed = True
-    if index != job.slot.index and not job.others:
-        _follow(state, job, index)
+    job.placed = index == job.slot.index or bool(job.others) or _follow(state, job, index)
+    if not job.placed:
+        _doubt_drained(state, job, job.request)  # it is in one that was idle before we knew
     _doubt_others(state, job, now)
 
 
@@ -106,11 +107,11 @@ def _doubt_others(state: State, job: Job, now: float) -> None:
         slot.pending, slot.busy_until = slot.resident.tokens, now + _LET_GO_S[Left.ANSWERED]
 
 
-def _follow(state: State, job: Job, index: int) -> None:
-    """Move the job's lease to the slot where the server put its request."""
+def _follow(state: State, job: Job, index: int) -> bool:
+    """Move the job's lease to the slot where the server put its request, if that is to be had."""
     actual = next((s for s in state.fleet.slots.of(job.slot.backend) if s.id.index == index), None)
     if actual is None or not actual.is_idle or job.request is None:
-        return
+        return False
     leased = state.fleet.slots[job.slot]
     pending, busy_until, turn = leased.pending, leased.busy_until, leased.turn_until
     lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
@@ -121,6 +122,7 @@ def _follow(state: State, job: Job, index: int) -> None:
     job.sent_over = actual.resident
     actual.start(job.lease)
     actual.pending, actual.busy_until, actual.turn_until = pending, busy_until, turn
+    return True
 
 
 def finished(state: State, event: ev.Finished, now: float) -> None:

@@ -295,6 +295,24 @@ def test_a_slot_that_is_taken_or_unknown_cannot_be_followed_to(index: int) -> No
     assert s.state.jobs[R].lease.slot == A1
 
 
+@pytest.mark.parametrize("last", ["r", "r2"])
+def test_nothing_is_claimed_where_it_ran_in_a_slot_that_was_left(last: str) -> None:
+    """That was idle before we knew, and was the server's choice."""
+    s = scheduler(TWO, idle_save_after_s=None)
+    arrive(s, "r2", [5])  # on a/0
+    arrive(s, "r", [1], pinnable=False)
+    finish(s, "r2", Outcome.CLIENT_GONE)
+    launched(s, 0)
+    if last == "r":
+        quiet(s, "r2", 3)
+    finish(s, "r", prompt_tokens=1, generated_tokens=3)
+    if last == "r2":
+        quiet(s, "r2", 3)
+
+    assert held(s, A0) == EMPTY
+    assert slot(s, A1).resident.unsure
+
+
 def test_who_waits_for_a_request_that_is_over_before_it_is_seen_goes_on_from_it() -> None:
     """Were it told first where it ran, and then that it is over, the other slot would be taken."""
     s = astray(holding={A0: tokens(2), A1: tokens(3)})
