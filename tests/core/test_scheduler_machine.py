@@ -414,9 +414,11 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             self.cuts(self.cutting.pop(), ok=True)
         while self.probing:
             self.was_tried_out()
-        if not self.ops:
+        # A slot that somebody uses is not idle before that request has come to its end.
+        used = (isinstance(o.effect, ef.Watch) and o.server.user_of(o.slot.index) for o in self.ops)
+        op = next((op for op, waits in zip(self.ops, used, strict=True) if not waits), None)
+        if op is None:
             return
-        op = self.ops[0]
         match op.effect:
             case ef.Save():
                 self.saves(op, op.effect, ok=True)
