@@ -127,8 +127,7 @@ class Ask:
         rates = self.fleet.rates[slot.backend]
         displaced_s, loss_s, save = displaced
         prefill_s = rates.prefill_s(self.n_prompt - reused, reused)
-        above_s = self.fleet.policy.coalesce_above_s
-        in_line = above_s is not None and prefill_s >= above_s
+        in_line = self.fleet.policy.is_long(prefill_s)
         if reused < self.computing:
             twice_s = rates.prefill_s(self.computing - reused, reused)
             loss_s += self.fleet.policy.reuse_probability * twice_s

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from router.core.ask import Ask
-from router.core.candidates import cold, resident, reused_of
+from router.core.candidates import cold, resident
 from router.core.fleet import Fleet
 from router.core.plan import Plan
 from router.core.policy import PolicyName
@@ -37,7 +37,7 @@ def baseline(ask: Ask, room: list[BackendId]) -> Plan | None:
     held, wanted = slot.resident.tokens, ask.request.prompt.tokens
     foreign = slot.tenant != ask.request.tenant
     common = 0 if foreign or ask.has_no_say else common_prefix(held, wanted)
-    reused = reused_of(ask, slot, common)
+    reused = ask.fleet.reusable(slot, ask.n_prompt, common)
     chosen = resident(ask, slot, common, reused) if reused else cold(ask, slot)
     return Plan(
         chosen=replace(chosen, save_displaced=False),

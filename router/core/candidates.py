@@ -63,7 +63,7 @@ def _residents(ask: Ask, room: list[BackendId], found: Cheapest) -> _Owner | Non
             continue
         if hinted and not fleet.wants(slot, ask.request):
             continue
-        if reused := reused_of(ask, slot, common):
+        if reused := fleet.reusable(slot, ask.n_prompt, common):
             leads.append((ask.least_s(name.backend, reused), name, common, reused))
             if not slot.declined:
                 owners.append((-reused, place[name.backend], name))
@@ -79,18 +79,6 @@ def _residents(ask: Ask, room: list[BackendId], found: Cheapest) -> _Owner | Non
         return None
     size_bytes = round(len(held) * fleet.rates[info.id].bytes_per_token.value)
     return _Owner(owner, held, ask.shared[owner], size_bytes)
-
-
-def reused_of(ask: Ask, slot: Slot, common: int) -> int:
-    """Tokens that need no computing in a slot which shares `common` with the prompt."""
-    held = slot.resident
-    return reusable_tokens(
-        ask.fleet.infos[slot.id.backend].memory_kind,
-        ask.n_prompt,
-        common,
-        len(held),
-        checkpoints=held.checkpoints,
-    )
 
 
 def resident(ask: Ask, slot: Slot, common: int, reused: int) -> Candidate:

@@ -8,6 +8,7 @@ from router.core.cost import Rates
 from router.core.ghosts import Ghosts
 from router.core.holdings import Holdings
 from router.core.policy import Policy
+from router.core.reuse import reusable_tokens
 from router.core.slots import Phase, Slot, SlotTable
 from router.core.tenancy import may_tempt, namespace_of, tempts
 from router.tokens import count
@@ -152,26 +153,36 @@ class Fleet:
         """Streams that stop while a state file is written or read."""
         return self.slots.phases(backend)[Phase.RUNNING]
 
+    def prefilling(self, backend: BackendId) -> list[Slot]:
+        """Slots whose prompt the router computes first, now or soon."""
+        if not self.slots.phases(backend)[Phase.PREPARING]:
+            return []
+        slots = self.slots.of(backend)
+        return [slot for slot in slots if slot.phase is Phase.PREPARING and slot.sharing]
+
     def held_up(self, backend: BackendId) -> int:
         """Requests that a transfer or a prefill would hold up.
 
         Those whose prompt the router computes first are among them: without them a busy server
         would look idle.
         """
-        phases = self.slots.phases(backend)
-        if not phases[Phase.PREPARING]:
-            return phases[Phase.RUNNING]
-        slots = self.slots.of(backend)
-        prefilling = sum(slot.phase is Phase.PREPARING and slot.sharing for slot in slots)
-        return phases[Phase.RUNNING] + prefilling
+        return self.running(backend) + len(self.prefilling(backend))
 
     def line_s(self, backend: BackendId, now: float, but: Slot | None = None) -> float:
         """Seconds until all prompts are computed that the backend has in hand, or in line."""
-        if not self.slots.phases(backend)[Phase.PREPARING]:
-            return 0.0
-        slots = (slot for slot in self.slots.of(backend) if slot is not but)
-        ends = (s.busy_until for s in slots if s.phase is Phase.PREPARING and s.sharing)
+        ends = (slot.busy_until for slot in self.prefilling(backend) if slot is not but)
         return max(max(ends, default=now) - now, 0.0)
+
+    def reusable(self, slot: Slot, n_prompt: int, common: int) -> int:
+        """Tokens of a prompt that need no computing in a slot which shares `common` with it."""
+        held = slot.resident
+        return reusable_tokens(
+            self.infos[slot.id.backend].memory_kind,
+            n_prompt,
+            common,
+            len(held),
+            checkpoints=held.checkpoints,
+        )
 
     def reach(self, slot: Slot) -> int:
         """How many of the tokens that a slot holds could be restored from a snapshot.

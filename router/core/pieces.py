@@ -7,8 +7,7 @@ another's whole batch.
 """
 
 from router.core.fleet import Fleet
-from router.core.reuse import goes_back, reusable_tokens
-from router.core.slots import Phase, Slot
+from router.core.reuse import goes_back
 from router.tokens import Tokens, common_prefix, count
 from router.types import SlotId
 
@@ -47,22 +46,7 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
     return held + most if left > _LAST * most else None
 
 
-def to_compute(fleet: Fleet, slot: Slot, wanted: Tokens) -> tuple[int, int]:
-    """How many of the `wanted` tokens a slot has to compute, and on top of how many."""
-    held, n = slot.resident, count(wanted)
-    there = reusable_tokens(
-        fleet.infos[slot.id.backend].memory_kind,
-        n,
-        common_prefix(held.tokens, wanted),
-        len(held),
-        checkpoints=held.checkpoints,
-    )
-    return n - there, there
-
-
 def _beside_others(fleet: Fleet, own: SlotId) -> bool:
     """Others on the backend wait for their next token, or for their first."""
-    if fleet.running(own.backend):
-        return True
-    others = (slot for slot in fleet.slots.of(own.backend) if slot.id != own)
-    return any(slot.phase is Phase.PREPARING and slot.sharing for slot in others)
+    prefilling = fleet.prefilling(own.backend)
+    return fleet.running(own.backend) > 0 or any(slot.id != own for slot in prefilling)

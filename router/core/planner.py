@@ -83,8 +83,7 @@ def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
         return False  # only the last token is left, and the client's request computes that
     if not request.pinnable:
         return True
-    above_s = fleet.policy.coalesce_above_s
-    if above_s is None or chosen.price.prefill_s < above_s:
+    if not fleet.policy.is_long(chosen.price.prefill_s):
         return False
     return can_save(fleet, fleet.infos[chosen.slot.backend], len(prompt) - 1)
 

@@ -38,6 +38,10 @@ class Policy:
             PolicyName.CHEAPEST,
         )
 
+    def is_long(self, prefill_s: float) -> bool:
+        """A prompt that takes so long is computed before its request is sent, in its turn."""
+        return self.coalesce_above_s is not None and prefill_s >= self.coalesce_above_s
+
     @property
     def may_wait(self) -> bool:
         """A request may wait for a busy slot although another is free."""

@@ -97,8 +97,8 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
             whole = last[0] if last else step.tokens
             slot.pending, slot.sharing = whole, True
-            slot.busy_until = now + turns.seconds_left(state.fleet, slot, PrefillStep(whole))
-            piece_s = turns.seconds_left(state.fleet, slot, PrefillStep(step.now))
+            slot.busy_until = now + turns.seconds_left(state.fleet, slot, whole)
+            piece_s = turns.seconds_left(state.fleet, slot, step.now)
             turns.begin(job, slot, piece_s, now)
             state.others_cleared(job.slot.backend)
             state.out.append(Prefill(job.id, job.slot, step.now))

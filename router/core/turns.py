@@ -11,9 +11,9 @@ it ends by itself: `Slot.turn_until`.
 
 from router.core.fleet import Fleet
 from router.core.jobs import InLine, Job, PrefillStep
-from router.core.pieces import to_compute
 from router.core.slots import Slot
 from router.core.state import State
+from router.tokens import Tokens, common_prefix, count
 from router.types import BackendId, RequestId
 
 # A piece may take twice as long as predicted, or as long as predicted and that many seconds.
@@ -32,14 +32,13 @@ def get_in_line(state: State, job: Job, step: PrefillStep, now: float) -> bool:
     3. Nobody has the turn or waits for it: it goes on.
     """
     fleet, slot, backend = state.fleet, state.fleet.slots[job.slot], job.slot.backend
-    above_s = fleet.policy.coalesce_above_s
-    if job.called or above_s is None:
+    if job.called or fleet.policy.coalesce_above_s is None:
         return False
     slot.turn_until = 0.0
-    own_s = seconds_left(fleet, slot, step)
-    is_short, is_free = own_s < above_s, _ends(fleet, backend) <= now
-    if is_short or (is_free and backend not in _lines(state)):
-        if is_free and (not is_short or job.prefilled is not None):
+    own_s = seconds_left(fleet, slot, step.tokens)
+    is_long, is_free = fleet.policy.is_long(own_s), _ends(fleet, backend) <= now
+    if not is_long or (is_free and backend not in _lines(state)):
+        if is_free and (is_long or job.prefilled is not None):
             _call(slot, job, now)
         return False
     slot.busy_until = now + fleet.line_s(backend, now, slot) + own_s
@@ -97,9 +96,11 @@ def next_end(state: State) -> float | None:
     return min((_ends(state.fleet, backend) for backend in _lines(state)), default=None)
 
 
-def seconds_left(fleet: Fleet, slot: Slot, step: PrefillStep | InLine) -> float:
-    """What computing all of it takes on top of what the slot holds."""
-    return fleet.rates[slot.id.backend].prefill_s(*to_compute(fleet, slot, step.tokens))
+def seconds_left(fleet: Fleet, slot: Slot, tokens: Tokens) -> float:
+    """What computing these takes on top of what the slot holds of them."""
+    n, common = count(tokens), common_prefix(slot.resident.tokens, tokens)
+    there = fleet.reusable(slot, n, common)
+    return fleet.rates[slot.id.backend].prefill_s(n - there, there)
 
 
 def _call(slot: Slot, job: Job, now: float) -> None:
@@ -128,7 +129,7 @@ def _ends(fleet: Fleet, backend: BackendId) -> float:
 
 def _left_s(fleet: Fleet, job: Job) -> float:
     assert isinstance(job.doing, InLine)
-    return seconds_left(fleet, fleet.slots[job.slot], job.doing)
+    return seconds_left(fleet, fleet.slots[job.slot], job.doing.tokens)
 
 
 def _stood_s(job: Job, now: float) -> float:

@@ -176,6 +176,18 @@ def test_what_is_being_computed_is_not_waiting() -> None:
     assert of(s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 15)) == ["Prefill r2"]
 
 
+def test_who_left_stands_in_line_again_for_those_who_wait_for_the_rest() -> None:
+    s = scheduler(backend("a", 4), prefill_piece_s=1.5, reuse_probability=0.0)
+    arrive(s, "r", run_of(3000, 1))
+    arrive(s, "r2", OTHER)
+    arrive(s, "r3", run_of(3000, 1))
+    cancel(s, "r")
+
+    assert of(prefilled(s, "r")) == ["Prefill r2"]
+    assert of(prefilled(s, "r2")) == ["Dispatch r2"]
+    assert of(begun(s, "r2")) == ["Prefill r"]
+
+
 def test_a_pause_is_the_end_of_a_turn() -> None:
     """Of a model that cannot go back there are no pieces."""
     info = backend("a", 2, memory_kind=MemoryKind.HYBRID)
