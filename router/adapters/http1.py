@@ -212,15 +212,15 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.is_open = False
         self._loop = asyncio.get_running_loop()
-        self._reset("")
+        self._reset()
 
-    def _reset(self, method: str) -> None:
+    def _reset(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
         self.status = 0
         self.reason = ""
         self.headers: list[Header] = []
-        self._method = method
-        self._in_use = bool(method)
+        self._method = ""
+        self._in_use = False
         self._touched = False
         self._headed = False
         self.is_complete = False
@@ -334,9 +334,9 @@ class _Connection(asyncio.Protocol):
     ) -> Response:
         """Write a request; returns when something of the answer's body is in, or the end of it.
         Raises HttpError and TimeoutError."""
-        self._reset(method)
         if self._transport is None or not self.is_open:
             raise HttpError("the connection is closed", untouched=True)
+        self._method, self._in_use = method, True
         self._started = self._loop.create_future()
         # One write for both while that is no copy of much: one packet less to wait for.
         if body is not None and len(body) > 64 * 1024:
@@ -378,6 +378,7 @@ class _Connection(asyncio.Protocol):
         self._in_use = False
         clean = self.is_complete and not self._chunks and not self._surplus
         if clean and self._keep and self.is_open:
+            self._reset()  # not when the next request waits for it
             self._pool.keep(self)
         else:
             if self.is_complete:

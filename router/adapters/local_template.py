@@ -131,14 +131,21 @@ def _compiled(chat_template: str, bos: str, eos: str) -> Render:
     """As Hugging Face compiles chat templates, which is what their authors test with."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
+    from jinja2.runtime import LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Environment(ImmutableSandboxedEnvironment):
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            # What it comes to for `loop`, which templates ask for each message; the whole of it
+            # takes as long as the rest of the message.
+            if type(obj) is LoopContext:
+                return not attr.startswith("_")
+            return super().is_safe_attribute(obj, attr, value)
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.globals["raise_exception"] = raise_exception
     compiled = environment.from_string(chat_template)
     # Its chain of two is put together anew for each rendering, which takes as long as all of ours.

@@ -24,6 +24,14 @@ class Holdings:
     ) -> dict[SlotId, int]:
         """How many leading tokens of `tokens` each slot of a tenant shares, of any if it is None;
         those that share none are left out. Of a leased slot counts what its lease computes."""
+        self.catch_up(slots)
+        found = self._index.shares(tokens)
+        if tenant is None:
+            return dict(found)
+        return {name: common for name, common in found if slots[name].whose == tenant}
+
+    def catch_up(self, slots: SlotTable) -> None:
+        """Take in what has changed, so that the next to ask need not wait for it."""
         idle = Phase.IDLE
         for backend, bench in slots.benches():
             known = self._known.get(backend)
@@ -37,10 +45,6 @@ class Holdings:
                 if held is not tokens_of[at]:
                     self._change(slot.id, tokens_of[at], held)
                     tokens_of[at] = held
-        found = self._index.shares(tokens)
-        if tenant is None:
-            return dict(found)
-        return {name: common for name, common in found if slots[name].whose == tenant}
 
     def forget(self, backend: BackendId) -> None:
         """A backend has no slots any more."""

@@ -32,8 +32,8 @@ class Scheduler:
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Take in one fact; returns what to do about it, in order."""
-        self.look_back()
         state = self.state
+        grants.look_back(state)
         state.out = []
         rests.end(state, now)
         self._take(event, now)
@@ -50,7 +50,10 @@ class Scheduler:
     def look_back(self) -> None:
         """What can wait until what the last event granted is on its way; else the next event does
         it first."""
-        grants.look_back(self.state)
+        state = self.state
+        grants.look_back(state)
+        if not state.jobs:  # else it would be done for each step of them
+            state.fleet.holdings.catch_up(state.fleet.slots)
 
     def next_wakeup(self, now: float) -> float | None:
         """When a Tick would change something, in clock seconds. None: only an event would."""

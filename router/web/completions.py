@@ -119,12 +119,12 @@ class Completions:
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
     ) -> tuple[Request, PromptReader | None]:
         """`describe`, once there is a backend to read the prompt. Raises RouterError."""
-        if parsed.lora:  # whose prompt is not read anyway
-            return await self.describe(http, parsed, request_id)
-        await self._directory.wait_for_reader(parsed.model)
         request, reader = await self.describe(http, parsed, request_id)
-        if reader is None and self._directory.can_wait_for_reader(parsed.model):
-            return await self._read(http, parsed, request_id)  # the last was given up meanwhile
+        while reader is None and not parsed.lora:  # whose prompt is not read anyway
+            if not self._directory.can_wait_for_reader(parsed.model):
+                break
+            await self._directory.wait_for_reader(parsed.model)
+            request, reader = await self.describe(http, parsed, request_id)
         return request, reader
 
     async def describe(
@@ -132,13 +132,13 @@ class Completions:
     ) -> tuple[Request, PromptReader | None]:
         """What the scheduler has to know of a completion. Raises ModelNotFoundError."""
         model = self._directory.resolve(parsed.model)
-        whose = self._from(http)
+        whose, avoid = self._from(http), self._directory.without_kv(model)
         reader: PromptReader | None = None
         if parsed.lora:
             # Its KV is another model's (llama-server.md section 1.7).
             prompt = Prompt(unknown="a LoRA adapter for this request alone")
         else:
-            prompt, reader = await self._directory.read(parsed, model, whose["tenant"])
+            prompt, reader = await self._directory.read(parsed, model, whose["tenant"], avoid)
         request = Request(
             id=request_id,
             prompt=prompt,
@@ -151,7 +151,7 @@ class Completions:
             streams=parsed.stream,
             adapted=parsed.lora,
             slot_hint=parsed.slot_hint,
-            avoid=self._directory.without_kv(model),
+            avoid=avoid,
             **whose,
             session=session_of(http),
         )

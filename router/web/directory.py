@@ -80,17 +80,22 @@ class Directory:
         return list(chosen.values())
 
     async def read(
-        self, parsed: ParsedRequest, model: str | None, tenant: Tenant
+        self,
+        parsed: ParsedRequest,
+        model: str | None,
+        tenant: Tenant,
+        but: frozenset[BackendId],
     ) -> tuple[Prompt, PromptReader | None]:
-        """The prompt of a request, and who has read it; unknown and nobody, if nobody can.
+        """The prompt of a request, and who has read it; unknown and nobody, if nobody can. `but`
+        those that `without_kv` named.
 
         A backend that does not answer says nothing of the prompt: the next one is asked, each one
         once at most. If one is slow it is looked at, and given up if it hangs; one that is alive
         is waited for, as another would have to do the same work again.
         """
-        unknown, asked = "no backend to tokenize with", set[BackendId]()
-        while (backend := self._who_reads(model, asked)) is not None:
-            asked.add(backend)
+        unknown = "no backend to tokenize with"
+        while (backend := self._who_reads(model, but)) is not None:
+            but |= {backend}
             reader = self._readers[backend].of(tenant)
             try:
                 prompt = await reader.read(parsed, boundaries=self.wants_boundaries(model))
@@ -101,17 +106,16 @@ class Directory:
                 return prompt, reader
         return Prompt(unknown=unknown), None
 
-    def _who_reads(self, model: str | None, but: Set[BackendId] = frozenset()) -> BackendId | None:
-        """Whom to ask about prompts for a model; None while no backend can tell.
+    def _who_reads(self, model: str | None, but: Set[BackendId]) -> BackendId | None:
+        """Whom to ask about prompts for a model, but these; None while no backend can tell.
 
         The same one each time, since each remembers what it has read; one that is in doubt only
         if there is no other.
         """
-        others = self.without_kv(model) | but
         able = [
             info.id
             for info in self._engine.infos.values()
-            if info.id in self._readers and info.id not in others and info.answers_to(model)
+            if info.id in self._readers and info.id not in but and info.answers_to(model)
         ]
         return min(able, key=lambda name: self.monitors[name].client.doubted, default=None)
 
@@ -129,12 +133,11 @@ class Directory:
 
     def can_wait_for_reader(self, model: str | None) -> bool:
         """Nobody can read prompts for `model` now, and somebody may soon."""
+        if not self._reads_prompts or self._stopping:
+            return False
         # Which names there are is known only when the first backend is up: resolve it each time.
-        return (
-            self._reads_prompts
-            and not self._stopping
-            and self._who_reads(self.resolve(model)) is None
-        )
+        model = self.resolve(model)
+        return self._who_reads(model, self.without_kv(model)) is None
 
     async def wait_for_reader(self, model: str | None) -> None:
         """Return once prompts for `model` can be read; at once if they never are.

@@ -103,12 +103,12 @@ async def test_who_names_no_model_does_not_mean_one_without_kv(
     engine = cast(Engine, SimpleNamespace(infos=up))
     directory = Directory(monitors, readers, engine, reads_prompts=True)
     assert directory.without_kv(model) == avoided
-    _, reader = await directory.read(CHAT, model, NOBODY)
+    _, reader = await directory.read(CHAT, model, NOBODY, directory.without_kv(model))
     assert (reader is None) == (bool(avoided) or model == "c")
 
 
 async def asked(directory: Directory, model: str = "m") -> tuple[Prompt, Reader | None]:
-    prompt, reader = await directory.read(CHAT, model, NOBODY)
+    prompt, reader = await directory.read(CHAT, model, NOBODY, directory.without_kv(model))
     return prompt, cast(Reader | None, reader)
 
 
