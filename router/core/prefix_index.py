@@ -4,8 +4,9 @@ A lookup walks the prompt once, so its cost depends on the prompt and not on how
 are. Shared prefixes are stored once. Owns no meaning: items are opaque and hashable.
 """
 
-from collections import deque
 from collections.abc import Hashable, Iterator
+from heapq import heappop, heappush
+from itertools import islice
 from typing import Generic, TypeVar
 
 from router.frozen import dataclass
@@ -13,8 +14,8 @@ from router.tokens import WIDTH, Tokens, common_prefix
 
 Item = TypeVar("Item", bound=Hashable)
 
-# Nodes looked at below the point where the prompt leaves the tree. Every item there shares
-# exactly the same prefix, so looking at all of them could only find a smaller file.
+# Nodes looked at below the point where the prompt leaves the tree, and children of each. Every item
+# there shares exactly the same prefix, so looking at all of them could only find a smaller file.
 _BELOW = 8
 
 
@@ -88,7 +89,8 @@ class PrefixIndex(Generic[Item]):
     def match(self, tokens: Tokens, limit: int = 8) -> list[Match[Item]]:
         """Up to `limit` items that share a prefix with `tokens`, the longest share first.
 
-        At equal share the shorter item comes first: fewer bytes to move for the same gain.
+        At equal share the shorter item comes first: fewer bytes to move for the same gain. Where
+        there are more than are looked at, it may be another.
         """
         found: list[Match[Item]] = []
         path, common = self._walk(tokens)
@@ -134,9 +136,14 @@ class PrefixIndex(Generic[Item]):
 
     def prefixes(self, tokens: Tokens) -> Iterator[Match[Item]]:
         """Items that are a strict prefix of `tokens`, the shortest first."""
-        path, _ = self._walk(tokens)
+        whole = len(tokens) // WIDTH
+        return (match for match in self.beginnings(tokens) if match.length < whole)
+
+    def beginnings(self, tokens: Tokens) -> Iterator[Match[Item]]:
+        """Items that `tokens` begins with, the same tokens included; the shortest first."""
+        path, matched = self._walk(tokens)
         for node, end in path:
-            if end < len(tokens) and tokens[end - len(node.edge) : end] == node.edge:
+            if end <= matched:
                 for item in node.items:
                     yield Match(item, end // WIDTH, end // WIDTH)
 
@@ -169,18 +176,20 @@ class PrefixIndex(Generic[Item]):
     def _nearest(
         self, node: _Node[Item], end: int, skip: _Node[Item] | None
     ) -> Iterator[tuple[Item, int]]:
-        """Items at or below `node`, nearest first, with their length in bytes; bounded."""
-        frontier = deque([(node, end)])
+        """Items at or below `node`, the shortest first, with their length in bytes; bounded."""
+        frontier = [(end, 0, node)]  # the number is another for each: nodes have no order
+        seen = 1
         for _ in range(_BELOW):
             if not frontier:
                 return
-            here, length = frontier.popleft()
+            length, _, here = heappop(frontier)
             for item in here.items:
                 yield item, length
             # A root shared by everybody has thousands of children; take the first few.
-            for child, _ in zip(here.children.values(), range(_BELOW), strict=False):
+            for child in islice(here.children.values(), _BELOW):
                 if child is not skip:
-                    frontier.append((child, length + len(child.edge)))
+                    heappush(frontier, (length + len(child.edge), seen, child))
+                    seen += 1
 
     def _split(self, parent: _Node[Item], key: bytes, at: int) -> _Node[Item]:
         """Put a node `at` bytes into the child's edge and return it."""

@@ -81,6 +81,17 @@ def test_prefixes_are_all_strict_prefixes_shortest_first(held: list[Ids], prompt
     assert all(m.is_prefix and m.length == len(held[m.item]) for m in found)
 
 
+@given(sequences, ids)
+def test_beginnings_are_the_prefixes_and_the_same(held: list[Ids], prompt: Ids) -> None:
+    found = list(filled(held).beginnings(pack(prompt)))
+
+    expected = {item for item, one in enumerate(held) if one and one == prompt[: len(one)]}
+    assert {m.item for m in found} == expected
+    assert len(found) == len(expected)
+    assert [m.length for m in found] == sorted(m.length for m in found)
+    assert all(m.is_prefix and m.length == len(held[m.item]) for m in found)
+
+
 @given(sequences, ids.filter(bool))
 def test_branches_are_the_different_continuations(held: list[Ids], at: Ids) -> None:
     """A point inside an edge is no node: asked only of sequences that are in the index."""
@@ -116,6 +127,21 @@ def test_the_shorter_of_two_that_share_as_much_comes_first() -> None:
     index = filled([[1, 1, 2, 2], [1, 1, 2]])
 
     assert index.match(tokens(1, 1)) == [Match(1, 2, 3), Match(0, 2, 4)]
+
+
+def test_shorter_means_fewer_tokens_and_not_fewer_branches() -> None:
+    """Two short ones that part late, behind four long ones: those came first."""
+    base = [1] * 20
+    longer = [[*base, *[10 + n] * 500] for n in range(4)]
+    index = filled([*longer, [*base, 5, 6], [*base, 5, 7]])
+
+    found = index.match(pack([*base, 99]), limit=4)
+    assert [(m.item, m.common, m.length) for m in found] == [
+        (4, 20, 22),
+        (5, 20, 22),
+        (0, 20, 520),
+        (1, 20, 520),
+    ]
 
 
 def test_an_item_without_tokens_is_kept_but_never_matches() -> None:
