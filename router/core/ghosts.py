@@ -36,7 +36,7 @@ class Ghosts:
         if not tokens:
             return
         index = self._index.setdefault(namespace, PrefixIndex())
-        for item in [match.item for match in index.match(tokens, limit=4) if match.is_prefix]:
+        for item in [match.item for match in index.beginnings(tokens)]:
             self._forget(item)
         self._made += 1
         index.insert(tokens, self._made)

@@ -24,6 +24,19 @@ def test_the_longer_takes_the_place_of_its_beginnings() -> None:
     assert ghosts.nearest(NS, run_of(20)) == (9, False)
 
 
+def test_all_its_beginnings_go_however_many_and_nothing_else() -> None:
+    ghosts = Ghosts()
+    for n in range(9, 0, -1):
+        ghosts.add(NS, run_of(n))
+    ghosts.add(NS, tokens(1, 1, 2))
+    assert len(ghosts) == 8  # all but the two that the last began with
+    ghosts.add(NS, run_of(8))
+
+    assert len(ghosts) == 3
+    assert ghosts.nearest(NS, run_of(20)) == (9, False)
+    assert ghosts.nearest(NS, tokens(1, 1, 2)) == (3, False)
+
+
 def test_of_too_many_the_oldest_are_forgotten() -> None:
     ghosts = Ghosts(max_tokens=1000)
     for token in range(20):
