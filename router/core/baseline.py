@@ -10,6 +10,8 @@ from router.core.policy import PolicyName
 from router.tokens import common_prefix
 from router.types import BackendId, Request, SlotId
 
+_SHORT = 64  # characters; the name of a session, mostly
+
 
 def baseline(ask: Ask, room: list[BackendId]) -> Plan | None:
     """Choose by the policy's rule among the backends that have `room`. None: wait.
@@ -58,6 +60,8 @@ def _home(fleet: Fleet, request: Request) -> SlotId | None:
 
 
 def sticky_key(request: Request) -> str:
-    """What a conversation is known by: its session header, else its first 128 tokens."""
+    """What a conversation is known by: its session header, else its first 128 tokens. What is long
+    is hashed: a hundred thousand are kept."""
     known_by = request.session or request.prompt.tokens[:512].hex() or request.id
-    return f"{known_by} {request.tenant}" if request.tenant else known_by
+    key = f"{known_by} {request.tenant}" if request.tenant else known_by
+    return key if len(key) <= _SHORT else f"{hash(key):x}"
