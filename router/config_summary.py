@@ -1,9 +1,12 @@
 """What `kvferry check` says of a configuration: what would run, and what in it has no effect."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from router import tls
-from router.config import Backend, Config, ConfigError, TokenizerMode, load
+from router.config import Backend, Config, ConfigError, Problem, TokenizerMode, load
+from router.config_load import path_text, read_text, read_yaml
+from router.config_start import Lack, unset_variables, unusable_parts
 from router.config_values import NO_LIMIT, format_duration, format_size
 from router.core.policy import Policy
 
@@ -14,19 +17,29 @@ def check_text(path: Path) -> tuple[int, str]:
         config = load(path)
     except ConfigError as error:
         return 2, str(error)
-    try:
-        warned = _warned(config)
-    except tls.TlsError as error:
-        return 2, f"{path}: {error}"
-    return 0, summary(config) + warned
+    if lacks := unusable_parts(config):
+        return 2, str(_placed(lacks, path))
+    return 0, summary(config) + "".join(f" Warning: {what}." for what in _warnings(config))
 
 
-def _warned(config: Config) -> str:
-    """What is wrong with the certificate, as far as it can be used. Raises TlsError."""
-    if config.tls.certificate is None or config.tls.key is None:
-        return ""
-    problem = tls.warning(config.tls.certificate, config.tls.key)
-    return f" Warning: {problem}." if problem else ""
+def _placed(lacks: list[Lack], path: Path) -> ConfigError:
+    """With their lines. Raises ConfigError if the file has just been made another."""
+    document = read_yaml(read_text(path), str(path))
+    return ConfigError(
+        str(path),
+        [Problem(path_text(one.path), document.line(one.path), one.message) for one in lacks],
+    )
+
+
+def _warnings(config: Config) -> Iterator[str]:
+    """What can be used and is not as it should be, or not here. Blocking."""
+    if config.tls.certificate is not None and config.tls.key is not None:
+        problem = tls.warning(config.tls.certificate, config.tls.key)
+        if problem is not None:
+            yield problem
+    # The router's environment is often another than the one in which the file is checked.
+    for lack in unset_variables(config):
+        yield f"{path_text(lack.path)} {lack.message}"
 
 
 def summary(config: Config) -> str:

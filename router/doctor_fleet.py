@@ -1,12 +1,17 @@
-"""What is between the backends: who can use whose KV, and why others cannot. Pure."""
+"""What is between the backends: who can use whose KV, and why others cannot; and whether `kvferry
+serve` would start. Pure, but for what the configuration names on this machine."""
 
 import re
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from router.adapters import kv_shape
+from router.adapters.kv_files import openness
 from router.adapters.monitor import Attached
+from router.backends import place_of
 from router.config import Config, TokenizerMode
+from router.config_load import path_text
+from router.config_start import Lack, unset_variables, unusable_parts
 from router.core.policy import Policy
 from router.doctor_facts import Facts
 from router.doctor_findings import Finding, Level, file_name, restores
@@ -26,19 +31,25 @@ def of_fleet(fleet: Sequence[Facts], config: Config) -> list[Finding]:
         *_streams(fleet),
         *_folders(fleet),
         *_settings(config),
+        *_lacking(config),
     ]
 
 
 def verdict(fleet: Sequence[Facts], config: Config) -> tuple[int, str]:
     """The exit code, and the last line.
 
-    1 if a backend cannot be used, or if none can restore although the policy wants to.
+    1 if a backend cannot be used, if `kvferry serve` would not start, or if no backend can restore
+    although the policy wants to.
     """
     unusable = [facts.name for facts in fleet if facts.attached is None]
+    refused = [path_text(lack.path) for lack in _lacks(config)]
+    refused += [f"kv_dir of {facts.name}" for facts in fleet if _shut_out(facts, config)]
     able = [facts.name for facts in fleet if restores(facts)]
     moves_kv = Policy(name=config.policy.name).moves_kv
     if unusable:
         return 1, f"Not ready: {', '.join(unusable)} cannot be used; see above."
+    if refused:
+        return 1, f"Not ready: `kvferry serve` refuses {_listed(refused)}; see above."
     if not moves_kv:
         return 0, f"Ready. Policy {config.policy.name} never moves KV."
     if not able:
@@ -46,6 +57,26 @@ def verdict(fleet: Sequence[Facts], config: Config) -> tuple[int, str]:
     if len(able) < len(fleet):
         return 0, f"Ready, but only {', '.join(able)} can restore KV; see above."
     return 0, "Ready: every backend can save and restore KV."
+
+
+def _shut_out(facts: Facts, config: Config) -> bool:
+    """Its kv_dir is needed and cannot be used as it is: told with the backend."""
+    folder = facts.folder
+    if folder is None or place_of(facts.backend, config) is None:
+        return False
+    return not folder.usable or openness(folder.mode, group_access=folder.group_access) is not None
+
+
+def _lacks(config: Config) -> list[Lack]:
+    """What is missing on this machine; an API key is told with its backend."""
+    variables = [lack for lack in unset_variables(config) if lack.path[0] != "backends"]
+    return variables + unusable_parts(config)
+
+
+def _lacking(config: Config) -> Iterator[Finding]:
+    for lack in _lacks(config):
+        what = f"{path_text(lack.path)}: {lack.message}"
+        yield Finding(Level.ERROR, what, "`kvferry serve` does not start without it")
 
 
 def _duplicates(fleet: Sequence[Facts]) -> Iterator[Finding]:

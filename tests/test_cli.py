@@ -100,6 +100,24 @@ def test_check_missing_file(tmp_path: Path, capsys: Capture) -> None:
     assert "none.yaml" in capsys.readouterr().err
 
 
+def test_check_needs_what_serve_needs(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package is missed with its line. A variable may be there for the router alone."""
+    monkeypatch.delenv("KVFERRY_TEST_A", raising=False)
+    file = tmp_path / "file.yaml"
+    file.write_text(f"backends:\n  - url: {NOBODY}\n    api_key_env: KVFERRY_TEST_A\n")
+    assert run("check", str(file)) == 0
+    said = "Warning: backends[0].api_key_env names KVFERRY_TEST_A, which is not set"
+    assert said in capsys.readouterr().out
+
+    monkeypatch.setitem(sys.modules, "router.adapters.tracing", None)
+    with file.open("a") as more:
+        more.write("tracing:\n  endpoint: http://127.0.0.1:4318\n")
+    assert run("check", str(file)) == 2
+    assert f"{file}:5: tracing.endpoint: needs `pip install" in capsys.readouterr().err
+
+
 # --- serve and doctor: bad input ------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """What `kvferry doctor` makes of facts: findings with a way out, the exit code, the last line."""
 
 import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -251,6 +252,48 @@ def test_exit_code_follows_the_policy() -> None:
     assert verdict([unable], config(policy="round_robin"))[0] == 0
     code, text = verdict([facts(), facts("two", place=None)], config())
     assert (code, text) == (0, "Ready, but only one can restore KV; see above.")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750])
+def test_a_directory_that_serve_refuses(mode: int) -> None:
+    """It was told as an error, and then "Ready"."""
+    folder = replace(GOOD.folder or Folder(), mode=mode)
+    fleet = [facts(folder=folder), facts("two")]
+
+    code, text = verdict(fleet, config())
+
+    assert (code, text) == (1, "Not ready: `kvferry serve` refuses kv_dir of one; see above.")
+    # Nobody looks at it where nothing is saved.
+    assert verdict(fleet, config(policy="round_robin"))[0] == 0
+    if mode == 0o750:
+        shared = replace(folder, group_access=True)
+        assert verdict([facts(folder=shared)], config())[0] == 0
+
+
+STARTING = """
+backends: [{url: "http://127.0.0.1:8081", name: one, kv_dir: /kv, api_key_env: KVFERRY_TEST_A}]
+admin: {token_env: KVFERRY_TEST_T}
+tracing: {endpoint: "http://127.0.0.1:4318"}
+tls: {certificate: /nowhere/a.pem, key: /nowhere/a.key}
+"""
+
+
+def test_what_serve_needs_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor said "Ready" of what does not start. A backend's key is told with the backend."""
+    monkeypatch.delenv("KVFERRY_TEST_T", raising=False)
+    monkeypatch.setitem(sys.modules, "router.adapters.tracing", None)
+    wanted = parse(STARTING, "test")
+
+    found = [f for f in of_fleet([facts()], wanted) if f.level is Level.ERROR]
+
+    keys = ["admin.token_env", "tracing.endpoint", "tls.certificate"]
+    assert [f.what.partition(":")[0] for f in found] == keys
+    assert "KVFERRY_TEST_T, which is not set" in found[0].what
+    assert "kvferry[otel]" in found[1].what
+    assert "/nowhere/a.pem cannot be read" in found[2].what
+    code, text = verdict([facts()], wanted)
+    assert code == 1
+    assert "refuses admin.token_env, tracing.endpoint and tls.certificate" in text
 
 
 # --- between backends -----------------------------------------------------------------------------

@@ -256,13 +256,16 @@ async def test_files_that_cannot_be_used(files: Files, tmp_path: Path, name: str
 
     code, text = check_text(path)
     assert code == 2
-    assert text.startswith(f"{path}: {key}: ")
+    name = key.removeprefix("tls.")
+    lines = path.read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if text.strip().startswith(f"{name}:"))
+    assert text.startswith(f"{path}:{line}: {key}: ")
     assert words in text
     assert "PRIVATE" not in text
     with pytest.raises(StartError) as refused:
         async with running(NOBODY, None, yaml=files.yaml, wait_for=[]):
             pass
-    assert f"{path}: {refused.value}" == text
+    assert f"{path}:{line}: {refused.value}" == text
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
