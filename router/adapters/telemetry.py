@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from router.errors import RouterError
 from router.types import (
     BackendId,
     Caller,
@@ -171,6 +172,9 @@ class PrometheusTelemetry:
         self._tokens = {source: self._prompt_tokens.labels(source) for source in sources}
         self._missed_for = {reason: self._missed.labels(reason) for reason in Miss}
         self._outcome = {outcome: self._requests.labels(outcome) for outcome in Outcome}
+        # The first of a kind must be seen to come: `increase` of a series that begins at 1 is 0.
+        for own in _own_outcomes():
+            self._requests.labels(own)
         self._source = {source: self._sources.labels(source) for source in Source}
         self._predicted_of = {source: self._predicted.labels(source) for source in Source}
         self._ttft_of = {source: self._ttft.labels(source) for source in Source}
@@ -333,6 +337,14 @@ class _First(Collector):
     def collect(self) -> Iterable[Metric]:
         self._do()
         return ()
+
+
+def _own_outcomes() -> set[str]:
+    """Of requests that the router answers itself."""
+    kinds: list[type[RouterError]] = [RouterError]
+    for kind in kinds:  # grows meanwhile
+        kinds += kind.__subclasses__()
+    return {kind.outcome for kind in kinds}
 
 
 def _from(clients_id: str | None, caller: Caller | None) -> dict[str, str]:
