@@ -93,6 +93,9 @@ class _Backend:
         await self._client.erase(slot)
         self._slow.add("erase", perf_counter() - start)
 
+    async def overwrite(self, slot: int) -> None:
+        await self._client.overwrite(slot)
+
     async def prefill(self, slot: int, tokens: Tokens) -> Reported:
         return await self._client.prefill(slot, tokens)
 

@@ -394,8 +394,9 @@ class Engine:
     async def _watch(self, effect: ef.Watch) -> None:
         n_tokens = await self._wait_quiet(effect.request, effect.slot, effect.left)
         if effect.wipe:
-            slot, jobs = effect.slot, self._scheduler.state.jobs
-            await wipe(self._backends[slot.backend], slot.index, lambda: effect.request in jobs)
+            backend, index = self._backends[effect.slot.backend], effect.slot.index
+            jobs = self._scheduler.state.jobs
+            await wipe(backend, index, lambda: effect.request in jobs, flush=effect.flush)
             n_tokens = None
         self._turnstile.call(partial(self._feed, ev.Quiet(effect.request, n_tokens)))
 

@@ -134,10 +134,15 @@ async def _wait_quiet(
     return None
 
 
-async def wipe(backend: Backend, slot: int, concerned: Callable[[], bool]) -> None:
-    """Returns when an idle slot was wiped, or that concerns nobody any more."""
+async def wipe(
+    backend: Backend, slot: int, concerned: Callable[[], bool], *, flush: bool = False
+) -> None:
+    """Returns when an idle slot was wiped, or that concerns nobody any more. `flush`: it computes
+    something first."""
     while concerned():
         try:
+            if flush:
+                await backend.overwrite(slot)
             await backend.erase(slot)
         except BackendError as error:
             log.warning("wipe_failed", slot=slot, reason=type(error).__name__)

@@ -72,6 +72,9 @@ class World:
     async def close(self, of: Any, place: Any, name: str) -> None:
         self._do("close", name)
 
+    async def overwrite(self, slot: int) -> None:
+        self._do("overwrite", slot)
+
     async def erase(self, slot: int) -> None:
         self._do("erase", slot)
 

@@ -31,6 +31,7 @@ class Scripted:
         self.looked = 0
         self.tasks: list[int | None] = [None, None]
         self.wiped = 0
+        self.computed = 0
 
     async def slots(self) -> list[SlotStatus]:
         look = self._looks[min(self.looked, len(self._looks) - 1)]
@@ -45,6 +46,9 @@ class Scripted:
 
     async def restore(self, slot: int, name: str) -> Transfer:
         raise NotImplementedError
+
+    async def overwrite(self, slot: int) -> None:
+        self.computed += 1
 
     async def erase(self, slot: int) -> None:
         self.wiped += 1
@@ -259,6 +263,13 @@ async def test_a_wipe_is_tried_until_it_succeeds(monkeypatch: pytest.MonkeyPatch
     backend = Scripted([set()])
     await wipe(backend, 0, yes)
     assert backend.wiped == 2
+
+
+async def test_a_wipe_may_have_to_compute_something_before() -> None:
+    backend = Scripted([set()])
+    backend.wiped = 1  # the first erase fails
+    await wipe(backend, 0, yes, flush=True)
+    assert (backend.computed, backend.wiped) == (1, 2)
 
 
 async def test_a_wipe_that_concerns_nobody_any_more() -> None:

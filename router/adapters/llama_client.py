@@ -288,7 +288,12 @@ class LlamaClient:
         except BackendRefusedError as error:
             if error.backend_status != HTTPStatus.NOT_IMPLEMENTED:
                 raise
-            await self._call("POST", "/completion", wire.overwrite_body(slot), timeout_s)
+            await self.overwrite(slot)
+
+    async def overwrite(self, slot: int) -> None:
+        """Compute one token in place of what an idle slot holds."""
+        body, timeout_s = wire.overwrite_body(slot), self._timeouts.action_s
+        await self._call("POST", "/completion", body, timeout_s)
 
     async def prefill(self, slot: int, tokens: Tokens) -> Reported:
         """Compute `tokens` in an idle slot, which holds exactly them afterwards.

@@ -105,13 +105,15 @@ class Watch:
     """Find out when a slot is idle and how much it holds. Answered by Quiet.
 
     `wipe`: what it holds is of no use to anybody, and must not be taken for what it looks like:
-    empty it then.
+    empty it then. `flush`: and compute a token in it before, which ends what the server has put off
+    until its next batch.
     """
 
     request: RequestId
     slot: SlotId
     left: Left = Left.UNSEEN
     wipe: bool = False
+    flush: bool = False
 
 
 @dataclass(frozen=True, slots=True)

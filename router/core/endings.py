@@ -154,7 +154,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     _learn(state, job, event)
     if not state.fleet.slots.holds(job.lease):
         end(state, job, now)  # the backend went down meanwhile
-    elif event.outcome is Outcome.OK and not job.request.adapted:
+    elif event.outcome is Outcome.OK and not (job.request.adapted or _shares_state(state, job)):
         end(state, job, now, _left_by(state, job, event))
     else:
         _abandon(state, job, now, event)
@@ -196,7 +196,8 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     that the server placed where we have not seen it keeps all idle slots out of use.
 
     What an adapter of its own has computed looks like anybody's to the server, which would go on
-    from it for whoever begins with the same tokens (section 1.7): it is wiped.
+    from it for whoever begins with the same tokens (section 1.7): it is wiped. So is what several
+    answers may have shared, in each slot and by computing a token there.
 
     Without KV there is nothing to destroy, and which slot it is nobody knows: the server lets
     others wait by itself.
@@ -205,7 +206,9 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     if not state.fleet.generates(job.slot.backend):
         end(state, job, now, NOTHING)
         return
-    wipe, refused = job.request.adapted, event.outcome is Outcome.REFUSED
+    refused = event.outcome is Outcome.REFUSED
+    flush = _shares_state(state, job) and not refused
+    wipe = flush or job.request.adapted
     unseen = job.request.whole_backend or not (job.request.pinnable or job.placed)
     answered = event.outcome in _OVER
     left = Left.ANSWERED if answered else Left.BEGUN if event.begun and not unseen else Left.SENT
@@ -213,7 +216,7 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     own = state.fleet.slots[job.slot]
     own.drain(job.lease)
     own.busy_until = inf if wipe else now + _LET_GO_S[left]
-    state.out.append(Watch(job.id, job.slot, left, wipe))
+    state.out.append(Watch(job.id, job.slot, left, wipe, flush))
     for lease in job.others:
         slot = state.fleet.slots[lease.slot]
         slot.release(lease, slot.resident if refused else UNKNOWN, now)
@@ -226,7 +229,15 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
                 if not refused:
                     _mix(slot, job.request)
                 other = Left.ANSWERED if answered else Left.UNSEEN
-                watch(state, slot, left=other, wipe=wipe, untouched=refused)
+                watch(state, slot, left=other, wipe=wipe, flush=flush, untouched=refused)
+
+
+def _shares_state(state: State, job: Job) -> bool:
+    """Several answers to one prompt share its state, which the server copies from slot to slot with
+    the next batch that it computes, and not before: into whatever is restored there meanwhile
+    (llama-server.md section 2.1)."""
+    assert job.request is not None
+    return job.request.whole_backend and state.fleet.infos[job.slot.backend].n_stream > 1
 
 
 def _mix(slot: Slot, request: Request) -> None:
@@ -258,16 +269,17 @@ def watch(
     *,
     left: Left = Left.UNSEEN,
     wipe: bool = False,
+    flush: bool = False,
     untouched: bool = False,
 ) -> None:
     """Keep a slot out of use until it is known to be idle: somebody unknown may be using it.
-    Or until it was wiped. `untouched`: if it is as long then as it was, it is what it was."""
+    Or until it was wiped, and has computed something if it is to `flush`. `untouched`: if it is as long then as it was, it is what it was."""
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
     lease = slot.lease(name)
     job = Job(id=name, lease=lease, stage=Stage.DRAINING, untouched=untouched)
     slot.drain(job.lease)
     state.jobs[name] = job
-    state.out.append(Watch(name, slot.id, left, wipe))
+    state.out.append(Watch(name, slot.id, left, wipe, flush))
 
 
 def found_busy(state: State, event: ev.FoundBusy) -> None:

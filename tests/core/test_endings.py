@@ -221,6 +221,24 @@ def test_several_answers_of_an_adapter_leave_nothing_anywhere() -> None:
     assert [slot(s, which).resident for which in (A0, A1)] == [UNKNOWN, UNKNOWN]
 
 
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.REFUSED, GONE])
+def test_several_answers_are_over_when_each_slot_has_computed_something_else(
+    outcome: Outcome,
+) -> None:
+    """They shared a state, and the server copies that with its next batch; not if they had none."""
+    s = running(backend("a", 2, n_stream=2), whole_backend=True)
+
+    effects = [e for e in finish(s, "r", outcome, prompt_tokens=3) if isinstance(e, Watch)]
+    assert {e.slot for e in effects} == {A0, A1}
+    flushed = outcome is not Outcome.REFUSED
+    assert {(e.wipe, e.flush) for e in effects} == {(flushed, flushed)}
+
+
+def test_several_answers_in_one_stream_copy_nothing() -> None:
+    s = running(backend("a", 2, n_stream=1), whole_backend=True)
+    assert not any(isinstance(e, Watch) for e in finish(s))
+
+
 def test_a_slot_that_nobody_can_tell_about_claims_nothing() -> None:
     s = running()
     finish(s, "r", GONE)

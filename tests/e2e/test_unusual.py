@@ -144,6 +144,30 @@ async def test_beside_a_conversation(llama_server: StartServer, path: str, body:
         assert is_quiet(await fleet.until_quiet())
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2])
+async def test_a_prompt_restored_after_several_answers(
+    llama_server: StartServer, max_tokens: int
+) -> None:
+    """The server copies what several answers share to their slots with its next batch, and not
+    before: if each was over with its first token, into whatever is restored there meanwhile."""
+    reference, server = await llama_server("llama"), await llama_server("llama", slots=2)
+    one: Json = GREEDY | {"n_predict": 1, "n_probs": 5}
+    async with (
+        direct(reference) as client,
+        running([("a", server.url)], server.kv_dir) as fleet,
+    ):
+        await plain(fleet)
+        await fleet.until(saved(len(PROMPT)))
+        for turn in range(6):
+            talk = chat(30 + turn, sentences(30 + turn, 2), length=10)
+            await fleet.chat(talk, n=2, max_tokens=max_tokens)
+            prompt = PROMPT + ids(100 + turn, 40)
+            ours = await fleet.complete(prompt, n_predict=1, n_probs=5)
+            theirs = await client.post("/completion", one | {"prompt": prompt})
+            assert ours.source == "snapshot"
+            assert differs_in_earnest(ours, theirs) == ""
+
+
 async def test_an_embedding_takes_one_slot(llama_server: StartServer) -> None:
     """And nothing is forgotten of the others, however fast it is over. The server takes the one
     that was not used for longest, so the fourth would cost the conversation its own."""
