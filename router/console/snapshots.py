@@ -6,7 +6,7 @@ What fits a filter is for the router to say: values go to it as they were typed.
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -70,13 +70,21 @@ def _size(text: str) -> int | str:
 
 def snapshots(options: argparse.Namespace) -> int:
     """Run one of the three. Returns the exit code. Raises CallError."""
-    return asyncio.run(_connect(options))
+    code: int = options.action(options)
+    return code
 
 
-async def _connect(options: argparse.Namespace) -> int:
-    async with connected(options.url) as client:
-        code: int = await options.action(client, options)
-        return code
+_Ask = Callable[[RouterClient, argparse.Namespace], Awaitable[Json]]
+
+
+def _asked(ask: _Ask, options: argparse.Namespace) -> Json:
+    """The router's answer, in a loop that is over before anybody is asked something."""
+
+    async def connect() -> Json:
+        async with connected(options.url) as client:
+            return await ask(client, options)
+
+    return asyncio.run(connect())
 
 
 def _wanted(options: argparse.Namespace) -> Json:
@@ -86,7 +94,8 @@ def _wanted(options: argparse.Namespace) -> Json:
     return {name: value for name, value in given.items() if value not in (None, False)}
 
 
-async def _list(client: RouterClient, options: argparse.Namespace) -> int:
+async def _find(client: RouterClient, options: argparse.Namespace) -> Json:
+    """As many as are wanted, page by page."""
     query = {name: str(value).lower() for name, value in _wanted(options).items() if name != "id"}
     if options.namespace:
         query["namespace"] = options.namespace
@@ -99,11 +108,16 @@ async def _list(client: RouterClient, options: argparse.Namespace) -> int:
         limit = {"limit": str(min(options.limit - len(rows), _PAGE)), "sort": options.sort}
         found = await client.call("GET", PATH, query | limit | after)
         rows += found["snapshots"]
+    return found | {"snapshots": rows}
+
+
+def _list(options: argparse.Namespace) -> int:
+    found = _asked(_find, options)
     console = output()
     if options.json:
-        _print_json(console, found | {"snapshots": rows})
+        _print_json(console, found)
     else:
-        _print_table(console, rows, found)
+        _print_table(console, found["snapshots"], found)
     return 0
 
 
@@ -134,8 +148,12 @@ def _amount(sums: Json) -> str:
     return f"{number}, {size(sums['size_bytes'])}, {tokens}" if sums["count"] else number
 
 
-async def _show(client: RouterClient, options: argparse.Namespace) -> int:
-    row = await client.call("GET", f"{PATH}/{options.id}")
+async def _get(client: RouterClient, options: argparse.Namespace) -> Json:
+    return await client.call("GET", f"{PATH}/{options.id}")
+
+
+def _show(options: argparse.Namespace) -> int:
+    row = _asked(_get, options)
     console = output()
     if options.json:
         _print_json(console, row)
@@ -172,15 +190,24 @@ def _shape(row: Json) -> str:
     return "; ".join(said)
 
 
-async def _purge(client: RouterClient, options: argparse.Namespace) -> int:
+def _purge(options: argparse.Namespace) -> int:
+    """Nobody is asked inside the loop: it would wait for the thread that reads, and Ctrl-C for the
+    loop."""
     wanted = _wanted(options) | ({"all": True} if options.all else {})
-    would = await client.call("POST", f"{PATH}/purge", body=wanted | {"dry_run": True})
+
+    async def try_it(client: RouterClient, _: argparse.Namespace) -> Json:
+        return await client.call("POST", f"{PATH}/purge", body=wanted | {"dry_run": True})
+
+    async def do_it(client: RouterClient, _: argparse.Namespace) -> Json:
+        return await client.call("POST", f"{PATH}/purge", body=wanted)
+
+    would = _asked(try_it, options)
     if options.dry_run or not would["count"]:
         _report(options, would, "would be given up" if options.dry_run else "given up")
         return 0
-    if not options.yes and not await asyncio.to_thread(_agreed, would):
+    if not options.yes and not _agreed(would):
         return 1
-    _report(options, await client.call("POST", f"{PATH}/purge", body=wanted), "given up")
+    _report(options, _asked(do_it, options), "given up")
     return 0
 
 
@@ -189,9 +216,13 @@ def _agreed(would: Json) -> bool:
     if not sys.stdin.isatty():
         sys.stderr.write(f"{_amount(would)}: nobody to ask; use --yes\n")
         return False
-    sys.stderr.write(f"Give up {_amount(would)}? [y/N] ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    try:
+        sys.stderr.write(f"Give up {_amount(would)}? [y/N] ")
+        sys.stderr.flush()
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")  # else the shell's prompt comes behind the question
+        raise
 
 
 def _report(options: argparse.Namespace, sums: Json, done: str) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from io import StringIO
@@ -166,6 +168,30 @@ async def test_purge_asks(
     assert "Give up 3 snapshots, 177MiB, 477 tokens? [y/N] " in said.err
     assert ("3 snapshots, 177MiB, 477 tokens given up" in said.out) == goes
     assert (code, await count(fleet)) == ((0, N - 3) if goes else (1, N))
+
+
+async def test_ctrl_c_is_a_no_at_once(fleet: Fleet) -> None:
+    """It was heard after the next Enter."""
+    ours, theirs = os.openpty()
+    command = "import sys; from router.cli import main; sys.exit(main())"
+    argv = [sys.executable, "-c", command, "snapshots", "purge", "--all", "--url", fleet.url]
+    asked = await asyncio.create_subprocess_exec(
+        *argv, stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        assert asked.stderr is not None
+        async with asyncio.timeout(30):
+            await asked.stderr.readuntil(b"[y/N] ")
+            asked.send_signal(signal.SIGINT)
+            assert await asked.wait() == 130
+        assert await asked.stderr.read() == b"\n"
+    finally:
+        if asked.returncode is None:
+            asked.kill()
+        await asked.communicate()
+        os.close(ours)
+        os.close(theirs)
+    assert await count(fleet) == N
 
 
 async def test_nobody_to_ask_is_a_no(
