@@ -21,6 +21,8 @@ from cryptography.hazmat.primitives.serialization import (
 from router import tls
 from router.backends import StartError
 from router.config_summary import check_text
+from router.console.client import CallError, connected
+from tests.fake_llama import FakeLlama
 from tests.fleet import configuration_text, running
 
 NOBODY = [("a", "http://127.0.0.1:9")]
@@ -94,6 +96,19 @@ async def test_a_client_that_trusts_the_issuer(files: Files) -> None:
                 assert "status" in await response.json()
         with pytest.raises(ssl.SSLCertVerificationError):
             await handshake(fleet.url, ssl.create_default_context())
+
+
+async def test_what_a_command_says_that_speaks_otherwise(files: Files) -> None:
+    """An issuer that nobody knows was "Operation not permitted"."""
+    async with running(NOBODY, None, yaml=files.yaml, wait_for=[]) as fleet, FakeLlama() as plain:
+        for url, why in (
+            (fleet.url, "its certificate is not accepted: .*SSL_CERT_FILE=FILE"),
+            (fleet.url.replace("https:", "http:"), r"closed the connection; is it https://\?"),
+            (plain.url.replace("http:", "https:"), r"speaks no TLS, .*; is it http://\?"),
+        ):
+            async with connected(url) as router:
+                with pytest.raises(CallError, match=why):
+                    await router.state()
 
 
 async def test_old_versions_are_refused(files: Files) -> None:

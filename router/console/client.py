@@ -89,8 +89,30 @@ class RouterClient:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise CallError(
-                f"no router answers at {self.url}: {_reason(error, limit_s)}"
+                f"no router answers at {self.url}: {self._reason(error, limit_s)}"
             ) from error
+
+    def _reason(self, error: Exception, timeout_s: float) -> str:
+        """In a few words, and what to do where it is told: aiohttp repeats the address in its own,
+        and what OpenSSL calls an error has a number that means something else to the system."""
+        match error:
+            case TimeoutError():
+                return f"silent for {timeout_s:g} s"
+            case aiohttp.InvalidURL() | aiohttp.NonHttpUrlClientError() if "://" not in self.url:
+                return f"that is no URL, which begins with http:// or https://: {DEFAULT_URL}"
+            case aiohttp.InvalidURL() | aiohttp.NonHttpUrlClientError():
+                return f"that is no URL such as {DEFAULT_URL}"
+            case aiohttp.ClientConnectorCertificateError():
+                return _untrusted(error.certificate_error)
+            case aiohttp.ClientSSLError():
+                return "it speaks no TLS, or none that this program can; is it http://?"
+            case aiohttp.ServerDisconnectedError() | ConnectionResetError():
+                tls = "; is it https://?" if self.url.startswith("http:") else ""
+                return f"it closed the connection{tls}"
+            case OSError() if error.errno and error.errno > 0:
+                return os.strerror(error.errno)
+            case _:
+                return str(error) or type(error).__name__
 
     def _not_a_router(self) -> CallError:
         return CallError(
@@ -111,15 +133,11 @@ async def connected(url: str) -> AsyncIterator[RouterClient]:
         yield RouterClient(url, session)
 
 
-def _reason(error: Exception, timeout_s: float) -> str:
-    """In a few words: aiohttp repeats the address in its own."""
-    if isinstance(error, TimeoutError):
-        return f"silent for {timeout_s:g} s"
-    if isinstance(error, aiohttp.InvalidURL):
-        return "that is no URL"
-    if isinstance(error, OSError) and error.errno and error.errno > 0:
-        return os.strerror(error.errno)
-    return str(error) or type(error).__name__
+def _untrusted(error: Exception) -> str:
+    said = str(getattr(error, "verify_message", "") or error).rstrip(".")
+    # Of one for another name the issuer is trusted already.
+    own = " (of an issuer of your own? SSL_CERT_FILE=FILE)" * ("issuer" in said or "self" in said)
+    return f"its certificate is not accepted: {said}{own}"
 
 
 def _told(answer: Json) -> str | None:

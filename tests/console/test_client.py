@@ -79,9 +79,11 @@ async def test_the_token_goes_along(monkeypatch: pytest.MonkeyPatch, token: str 
     ("url", "why"),
     [
         ("http://127.0.0.1:9", "Connection refused"),
-        ("nonsense", "that is no URL"),
-        ("http://[::", "that is no URL"),
-        ("ftp://x", "ftp://x"),
+        ("nonsense", "begins with http:// or https://"),
+        ("localhost:8080", "begins with http:// or https://"),
+        ("127.0.0.1:8080", "begins with http:// or https://"),
+        ("http://[::", "that is no URL such as http://"),
+        ("ftp://x", "that is no URL such as http://"),
     ],
 )
 async def test_nobody_answers(url: str, why: str) -> None:
