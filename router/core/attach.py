@@ -1,17 +1,20 @@
 """What comes in from outside at the start: backends with slots in use, snapshots on disk."""
 
 from router.core import events as ev
+from router.core.catalog import Basis
 from router.core.cost import Line, Mean, Rates
 from router.core.endings import end, watch
 from router.core.jobs import Job
 from router.core.slots import UNKNOWN, Resident
 from router.core.state import State
-from router.types import NOBODY, BackendId, BackendInfo, MemoryKind, RequestId
+from router.core.tenancy import model_of
+from router.types import NOBODY, BackendId, BackendInfo, MemoryKind, RequestId, Snapshot
 
 # One to try things in, and one to see whether a start there empties the other.
 _PROBE_SLOTS = 2
 # What waiting for such a slot is priced at. On a CPU a probe takes about a second.
 _PROBE_S = 1.0
+_PRIORS = Rates()
 
 
 def backend_up(state: State, event: ev.BackendUp) -> None:
@@ -36,6 +39,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
         else:
             # Of one that never ran nothing is said, not even after a restore (section 5.1).
             slot.resident = Resident(unread=status.n_tokens or 0, unsure=status.n_tokens is None)
+    _value_anew(state, info)
 
 
 def probe_name(backend: BackendId) -> RequestId:
@@ -65,14 +69,19 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     """Know more of a backend. What its other slots hold and do stays as it is.
 
     What was learned from traffic stays, too; bytes per token can be read off a state file only.
+    How fast it is was measured beside others, which is better than nothing.
     """
     info = event.info
     job = state.jobs.get(probe_name(info.id))
     if job is None:
         return  # it went down meanwhile
     state.fleet.infos[info.id] = info
+    rates = state.fleet.rates[info.id]
     if info.bytes_per_token:
-        state.fleet.rates[info.id].bytes_per_token = Mean(info.bytes_per_token)
+        rates.bytes_per_token = Mean(info.bytes_per_token)
+    if info.prefill_s_per_token and not _is_known(rates):
+        rates.prefill = Line(info.prefill_s_per_token, rates.prefill.b)
+    _value_anew(state, info)
     for slot in state.fleet.slots.of(info.id):
         slot.saved = False  # nothing could be saved so far
     state.others_cleared(info.id)
@@ -83,8 +92,38 @@ def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:
     """Offer what the store has on disk. Of which memory kind each is, is not recorded: none is
     dropped in favour of a longer one."""
     for snapshot in event.snapshots:
-        value_s = state.value_s(snapshot)
-        state.delete(state.fleet.catalog.add(snapshot, MemoryKind.UNKNOWN, value_s))
+        value_s, basis = _value(state, snapshot)
+        state.delete(state.fleet.catalog.add(snapshot, MemoryKind.UNKNOWN, value_s, basis))
+
+
+def _value_anew(state: State, info: BackendInfo) -> None:
+    """What was on disk was valued before this backend was known: by a laptop's rates a GPU's states
+    are worth twenty times what they are, and push out all that are saved from now on."""
+    if _is_known(state.fleet.rates[info.id]):
+        state.fleet.catalog.value_anew(lambda snapshot: _value(state, snapshot))
+
+
+def _value(state: State, snapshot: Snapshot) -> tuple[float, Basis]:
+    """Seconds that computing a snapshot again would take, by the best that is known:
+
+    1. the slowest backend that it fits;
+    2. the fastest of the others: nobody may ever use it again, as after a change of the model;
+    3. a prior.
+    """
+    fleet, n_tokens = state.fleet, len(snapshot)
+    known = {name: rates for name, rates in fleet.rates.items() if _is_known(rates)}
+    model = model_of(snapshot.namespace)
+    own = [known[i.id] for i in fleet.infos.values() if i.namespace == model and i.id in known]
+    if own:
+        return max(rates.prefill_s(n_tokens) for rates in own), Basis.OWN
+    if known:
+        return min(rates.prefill_s(n_tokens) for rates in known.values()), Basis.OTHERS
+    return _PRIORS.prefill_s(n_tokens), Basis.GUESS
+
+
+def _is_known(rates: Rates) -> bool:
+    """From a probe, from traffic, or from another backend of its kind."""
+    return rates.prefill != _PRIORS.prefill
 
 
 def _rates_for(info: BackendInfo) -> Rates:

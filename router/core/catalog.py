@@ -5,7 +5,9 @@ it is named when its last user lets go.
 """
 
 import heapq
+from collections.abc import Callable
 from dataclasses import field
+from enum import IntEnum
 from math import inf
 
 from router.core.ghosts import Ghosts
@@ -20,6 +22,15 @@ UNLIMITED = -1
 # Evicted before others have their turn: one takes up to 0.1 ms, and a limit that was lowered may
 # mean ten thousand of them.
 _AT_ONCE = 32
+_VALUED_AT_ONCE = 200  # of those that are valued anew; 2 ms, and longer with many backends
+
+
+class Basis(IntEnum):
+    """By whose rates a snapshot was valued; the better come first."""
+
+    OWN = 0  # of a backend that can use it
+    OTHERS = 1  # of backends that cannot: those that could are not up
+    GUESS = 2  # nobody's: no backend is known yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +63,13 @@ class _Entry:
     snapshot: Snapshot
     kind: MemoryKind
     value_s: float  # seconds that computing it again would take
+    basis: Basis
     uses: int = 1
     references: int = 0
     used_at: float | None = None  # last, in clock seconds; None: not since it was added
     doomed: bool = False  # out of the index; named for deletion with its last reference
     kept: bool = False  # never named for deletion: the file is somebody else's concern now
+    given_up: bool = False  # it had been named for deletion, had nobody used it, and then `kept`
     priority: float = 0.0
     own: float = 1.0  # share of its tokens that no longer one holds as well
 
@@ -76,6 +89,9 @@ class Catalog:
     _index: dict[Namespace, PrefixIndex[SnapshotId]] = field(default_factory=dict)
     _heap: list[tuple[float, SnapshotId]] = field(default_factory=list)
     _age: float = 0.0
+    _doubtful: dict[SnapshotId, None] = field(default_factory=dict)  # not valued by their own
+    _anew: list[SnapshotId] = field(default_factory=list)  # of these; still to be valued anew
+    _value: Callable[[Snapshot], tuple[float, Basis]] = lambda _: (0.0, Basis.GUESS)  # how
     total_bytes: int = 0
     total_tokens: int = 0
     evicted: int = 0
@@ -96,10 +112,13 @@ class Catalog:
         """Every usable snapshot with its uses and references."""
         return [(e.snapshot, e.uses, e.references) for e in self._entries.values() if not e.doomed]
 
-    def add(self, snapshot: Snapshot, kind: MemoryKind, value_s: float) -> list[Snapshot]:
+    def add(
+        self, snapshot: Snapshot, kind: MemoryKind, value_s: float, basis: Basis = Basis.OWN
+    ) -> list[Snapshot]:
         """Take in a committed snapshot; returns the ones to delete now, perhaps itself.
 
-        1. It is there, or was withdrawn and is still being read: nothing changes.
+        1. It is there: nothing changes. It was withdrawn and is still being read: it is taken
+           back, or else leaves with its last reader.
         2. Larger than a limit by itself, or of no use to anybody: the newcomer goes, and not
            everything else before it.
         3. Equal tokens are stored once: the newcomer goes.
@@ -107,17 +126,24 @@ class Catalog:
         5. What it holds of others that end otherwise is theirs no more.
         6. The least valuable go, as with `shrink`.
         """
-        if snapshot.id in self._entries:
+        known = self._entries.get(snapshot.id)
+        if known is not None and not known.kept:
             return []
         too_large = self.limits.exceeded_by(len(snapshot), snapshot.size_bytes)
-        if too_large or not snapshot.shape.useful:
-            return [snapshot]
+        given_up = known is not None and known.given_up
+        if too_large or given_up or not snapshot.shape.useful:
+            return self._turn_away(snapshot, known)
         index = self._index.setdefault(snapshot.namespace, PrefixIndex())
         alike = index.match(snapshot.tokens, limit=4)
         if any(match.common == match.length == len(snapshot) for match in alike):
-            return [snapshot]
-        entry = _Entry(snapshot, kind, value_s)
+            return self._turn_away(snapshot, known)
+        entry = _Entry(snapshot, kind, value_s, basis)
+        if known is not None:
+            entry.uses, entry.used_at = known.uses, known.used_at
+            entry.references = known.references
         self._entries[snapshot.id] = entry
+        if basis is not Basis.OWN:
+            self._doubtful[snapshot.id] = None
         index.insert(snapshot.tokens, snapshot.id)
         self.changes += 1
         self.total_bytes += snapshot.size_bytes
@@ -134,6 +160,31 @@ class Catalog:
             part = [match for match in alike if match.common < match.length < len(snapshot)]
             self._outdate(part)
         return doomed + self.shrink()
+
+    def _turn_away(self, snapshot: Snapshot, known: _Entry | None) -> list[Snapshot]:
+        """There is to be no such snapshot. One that is being read leaves with its last reader."""
+        if known is None:
+            return [snapshot]
+        known.kept = False
+        return []
+
+    def value_anew(self, value: Callable[[Snapshot], tuple[float, Basis]]) -> None:
+        """More is known of what snapshots are worth: those that were not valued by their own are,
+        if that is better now. Little by little (`shrink`): one takes 10 µs."""
+        self._value, self._anew = value, list(self._doubtful)
+
+    def _value_some(self) -> None:
+        for snapshot in self._anew[-_VALUED_AT_ONCE:]:
+            entry = self._entries.get(snapshot)
+            if entry is None:
+                continue
+            value_s, basis = self._value(entry.snapshot)
+            if basis < entry.basis:
+                entry.value_s, entry.basis = value_s, basis
+                if basis is Basis.OWN:
+                    self._doubtful.pop(snapshot, None)
+                self._rank(entry)
+        del self._anew[-_VALUED_AT_ONCE:]
 
     def _outdate(self, shorter: list[Match[SnapshotId]]) -> None:
         """A longer one holds what these have in common with it, and can be cut to that."""
@@ -157,15 +208,22 @@ class Catalog:
 
     @property
     def is_over(self) -> bool:
-        """The limits do not hold yet: `shrink` has more to do."""
+        """`shrink` has more to do: some are to be valued anew, or the limits do not hold yet."""
+        return bool(self._anew) or self._exceeds
+
+    @property
+    def _exceeds(self) -> bool:
         return self.limits.exceeded_by(self.total_tokens, self.total_bytes)
 
     def shrink(self) -> list[Snapshot]:
         """Give up the least valuable until the limits hold, or as many as there is time for;
-        returns the ones to delete now."""
+        returns the ones to delete now. None while it is not known which those are."""
         doomed: list[Snapshot] = []
+        self._value_some()
+        if self._anew:
+            return doomed
         for _ in range(_AT_ONCE):
-            if not self.is_over:
+            if not self._exceeds:
                 break
             doomed += self._evict()
         return doomed
@@ -255,7 +313,7 @@ class Catalog:
         entry = self._entries.get(snapshot)
         if entry is None or entry.kept:
             return False
-        entry.kept = True
+        entry.kept, entry.given_up = True, entry.doomed
         self.gone.add(entry.snapshot.namespace, entry.snapshot.tokens)
         self.remove(snapshot)
         return True
@@ -270,6 +328,7 @@ class Catalog:
         if entry is None or entry.doomed:
             return []
         self._index[entry.snapshot.namespace].remove(entry.snapshot.tokens, snapshot)
+        self._doubtful.pop(snapshot, None)
         self.changes += 1
         self.total_bytes -= entry.snapshot.size_bytes
         self.total_tokens -= len(entry.snapshot)

@@ -1,16 +1,33 @@
 """What is there already when the router or a backend starts."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from router.core import events as ev
 from router.core.attach import probe_name
+from router.core.cost import Line, Rates
 from router.core.effects import Delete, Watch
 from router.core.scheduler import Scheduler
 from router.core.slots import UNKNOWN, Phase, Resident
-from router.types import BackendId, MemoryKind, RequestId, SlotId, SlotStatus
-from tests.core.build import A0, A1, A2, B0, A, B, backend, run_of, scheduler, snapshot, tokens
+from router.core.state import State
+from router.types import BackendId, MemoryKind, RequestId, SlotId, SlotStatus, Snapshot
+from tests.core.build import (
+    A0,
+    A1,
+    A2,
+    B0,
+    NS,
+    OTHER_NS,
+    A,
+    B,
+    backend,
+    run_of,
+    scheduler,
+    snapshot,
+    tokens,
+)
 from tests.core.drive import NOW, arrive, astray, finish, names, slot
 
 STRANGER = RequestId("stranger-b/0-0")
@@ -189,6 +206,105 @@ def test_without_a_backend_a_snapshot_has_some_value() -> None:
     assert s.state.value_s(snapshot("s", run_of(100))) > 0
     assert len(s.state.fleet.catalog) == 1
     assert {slot(s, x).phase for x in (A0, A1)} == {Phase.LOST}
+
+
+GPU: dict[str, Any] = {"prefill_s_per_token": 1e-4}
+
+
+def recovered(*found: Snapshot) -> Scheduler:
+    """These were on disk, and there is no backend yet."""
+    s = Scheduler(State())
+    s.handle(ev.SnapshotsFound(found), NOW)
+    assert s.next_wakeup(NOW) is None
+    return s
+
+
+def up(s: Scheduler, name: str, s_per_token: float, **more: Any) -> None:
+    """A backend comes up; the scheduler is called as often as it wants."""
+    s.handle(ev.BackendUp(backend(name, 1, prefill_s_per_token=s_per_token, **more)), NOW)
+    tick(s)
+
+
+def tick(s: Scheduler) -> None:
+    for _ in range(5):
+        if s.next_wakeup(NOW) == NOW:
+            s.handle(ev.Tick(), NOW)
+
+
+def values(s: Scheduler) -> dict[str, float]:
+    """Seconds that each snapshot is worth."""
+    return {name: entry.value_s for name, entry in s.state.fleet.catalog._entries.items()}
+
+
+def seconds(n: int, s_per_token: float = 1e-4) -> float:
+    return Rates(prefill=Line(s_per_token, Rates().prefill.b)).prefill_s(n)
+
+
+def test_what_is_on_disk_is_valued_anew_when_its_backend_is_known() -> None:
+    """By a laptop's rates it was worth twenty times as much as what was saved from then on: of a
+    full store, all new ones gave themselves up."""
+    old = snapshot("old", run_of(800))
+    s = recovered(old)
+    assert values(s)["old"] == Rates().prefill_s(800)
+    up(s, "a", 1e-4)
+
+    assert values(s)["old"] == seconds(800) == s.state.value_s(old)
+    assert s.next_wakeup(NOW) is None
+
+
+def test_a_tenants_too_and_by_the_slowest_that_it_fits() -> None:
+    s = recovered(snapshot("old", run_of(800), ns=f"{NS}@t"))
+    for name, s_per_token in (("a", 1e-4), ("b", 2e-4)):
+        s.handle(ev.BackendUp(backend(name, 1, prefill_s_per_token=s_per_token)), NOW)
+    tick(s)
+
+    assert values(s)["old"] == seconds(800, 2e-4)
+
+
+def test_where_all_were_busy_it_is_valued_when_one_was_tried_out() -> None:
+    s = recovered(snapshot("old", run_of(800)))
+    s.handle(ev.BackendUp(UNTRIED), NOW)
+    tick(s)
+    assert values(s)["old"] == Rates().prefill_s(800)
+    s.handle(ev.ProbeDue(A), NOW)
+    s.handle(ev.Probed(replace(TRIED, **GPU)), NOW)
+    tick(s)
+
+    assert values(s)["old"] == seconds(800)
+
+
+def test_what_was_learned_from_traffic_is_not_given_for_a_probe() -> None:
+    s = scheduler(UNTRIED)
+    s.state.fleet.rates[A].observe_prefill(1000, 0, 3.0)
+    learned = s.state.fleet.rates[A].prefill_s(1000)
+    s.handle(ev.ProbeDue(A), NOW)
+    s.handle(ev.Probed(replace(TRIED, **GPU)), NOW)
+
+    assert s.state.fleet.rates[A].prefill_s(1000) == learned
+
+
+def test_what_no_backend_fits_is_valued_by_the_fastest_of_the_others() -> None:
+    """After a change of the model nobody uses it any more; it stood in the way of what is."""
+    s = recovered(snapshot("old", run_of(800), ns=OTHER_NS))
+    up(s, "a", 2e-4)
+    assert values(s)["old"] == seconds(800, 2e-4)
+    s.handle(ev.SnapshotsFound((snapshot("s", run_of(900), ns=OTHER_NS),)), NOW)
+    up(s, "b", 1e-4)
+    assert values(s)["old"] == seconds(800, 2e-4)  # once is enough
+    s.handle(ev.SnapshotsFound((snapshot("s2", run_of(700, 2), ns=OTHER_NS),)), NOW)
+    assert values(s)["s2"] == seconds(700)
+    up(s, "c", 5e-4, namespace=OTHER_NS)
+
+    assert [values(s)[name] for name in ("old", "s2")] == [seconds(800, 5e-4), seconds(700, 5e-4)]
+
+
+def test_what_is_found_later_is_valued_at_once() -> None:
+    s = scheduler(backend("a", 1))
+    s.handle(ev.SnapshotsFound((snapshot("s", run_of(100)),)), NOW)
+
+    assert values(s) == {"s": s.state.fleet.rates[A].prefill_s(100)}
+    s.handle(ev.BackendUp(backend("b", 1, **GPU)), NOW)
+    assert s.next_wakeup(NOW) is None
 
 
 # -- a stranger who comes later --------------------------------------------------------------------

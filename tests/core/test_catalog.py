@@ -1,5 +1,6 @@
 """The catalog against a dictionary, and each of its rules by name."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.core.catalog import Catalog, Limits
+from router.core.catalog import Basis, Catalog, Limits
 from router.core.prefix_index import Match
 from router.tokens import count, pack
 from router.types import MemoryKind, Snapshot, SnapshotId, StateShape
@@ -53,19 +54,42 @@ def test_equal_tokens_are_stored_once() -> None:
     assert (S1 in catalog, S2 in catalog, len(catalog)) == (True, False, 1)
 
 
-def test_what_is_still_being_read_is_not_added_anew() -> None:
-    """It was withdrawn while a restore read it, and is offered again: the reader's end would have
-    been taken for that of somebody else."""
+def withdrawn(*, purged: bool = False) -> Catalog:
+    """S1 is being read, and its directory does not answer."""
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
     catalog.acquire(S1, NOW)
+    if purged:
+        catalog.remove(S1)
     catalog.forget(S1)
+    return catalog
+
+
+def test_what_is_still_being_read_is_taken_back() -> None:
+    """Its directory answers again before the restore is over, and it was lost all the same."""
+    catalog = withdrawn()
 
     assert catalog.add(snapshot("s1"), FULL, 1.0) == []
-    assert S1 not in catalog
+    assert catalog.snapshots() == [(snapshot("s1"), 2, 1)]
+    assert catalog.match(NS, tokens(1, 2, 3)) == [Match(S1, 3, 3)]
+    assert (catalog.total_bytes, catalog.total_tokens) == (3000, 3)
+    assert not catalog.is_forgotten(S1)
     assert catalog.release(S1) == []
-    assert catalog.add(snapshot("s1"), FULL, 1.0) == []
     assert S1 in catalog
+    assert catalog.remove(S1) == [snapshot("s1")]
+
+
+def test_what_is_not_wanted_back_leaves_with_its_last_reader() -> None:
+    """Its file would stay on disk, and nobody would know of it."""
+    too_large, had_again, purged = withdrawn(), withdrawn(), withdrawn(purged=True)
+    too_large.limits = Limits(max_tokens=2)
+    had_again.add(snapshot("s2"), FULL, 1.0)
+
+    for catalog in (too_large, had_again, purged):
+        assert catalog.add(snapshot("s1"), FULL, 1.0) == []
+        assert S1 not in catalog
+        assert catalog.release(S1) == [snapshot("s1")]
+    assert [len(catalog) for catalog in (too_large, had_again, purged)] == [0, 1, 0]
 
 
 def test_equal_tokens_of_another_namespace_are_something_else() -> None:
@@ -349,6 +373,79 @@ def test_it_is_known_when_a_snapshot_was_used_last() -> None:
 
     assert catalog.used_at(S1) == 5.0
     assert catalog.used_at(S2) is None
+
+
+# -- valued anew -------------------------------------------------------------------------------
+
+
+def by_length(basis: Basis) -> Callable[[Snapshot], tuple[float, Basis]]:
+    return lambda one: (1.0 * len(one), basis)
+
+
+def found(n: int, value_s: float = 100.0) -> Catalog:
+    """`n` of a token each, which were valued before anybody knew how; there is room for no more."""
+    catalog = Catalog()
+    for number in range(n):
+        one = snapshot(f"old{number:04}", tokens(number), 10)
+        catalog.add(one, FULL, value_s, Basis.GUESS)
+    catalog.limits = Limits(max_bytes=10 * n)
+    return catalog
+
+
+@pytest.mark.parametrize("guess_s", [0.01, 100.0])
+def test_what_was_valued_by_a_guess_meets_the_others_as_an_equal(guess_s: float) -> None:
+    """All new ones gave themselves up for it, or it went before any of them."""
+    catalog = found(2, guess_s)
+    catalog.value_anew(by_length(Basis.OWN))
+    catalog.shrink()
+
+    (gone,) = catalog.add(snapshot("s1", tokens(1001), 10), FULL, 3.0)
+    assert gone.id == "old0000"
+    less = snapshot("s2", tokens(1002), 10)
+    assert catalog.add(less, FULL, 0.5) == [snapshot("old0001", tokens(1), 10)]
+    assert catalog.add(snapshot("s3", tokens(1003), 10), FULL, 3.0) == [less]
+
+
+def test_they_are_valued_a_few_at_a_time_and_none_goes_before() -> None:
+    """A hundred thousand at once would hold everybody up for a second."""
+    catalog = found(500)
+    catalog.limits = Limits(max_bytes=4_900)
+    catalog.value_anew(by_length(Basis.OWN))
+    valued, gone = [], []
+    while catalog.is_over:
+        gone.append(len(catalog.shrink()))
+        valued.append(sum(one.value_s == 1.0 for one in catalog._entries.values()))
+
+    assert valued == [200, 400, 490]
+    assert gone == [0, 0, 10]
+
+
+def test_another_time_only_by_what_is_better() -> None:
+    """Else each backend that comes back would make young what nobody uses."""
+    catalog, ranked = found(1), []
+    for basis in (Basis.OTHERS, Basis.OTHERS, Basis.GUESS, Basis.OWN):
+        catalog.value_anew(by_length(basis))
+        catalog.shrink()
+        ranked.append(len(catalog._heap))
+
+    assert ranked == [2, 2, 2, 3]
+    catalog.value_anew(by_length(Basis.OWN))
+    assert not catalog.is_over
+
+
+def test_what_has_left_is_not_valued() -> None:
+    catalog = found(3)
+    first, second, third = [one for one, _, _ in catalog.snapshots()]
+    catalog.value_anew(by_length(Basis.OWN))
+    catalog.acquire(first.id, NOW)
+    for one in (first, second):
+        catalog.remove(one.id)
+    catalog.shrink()
+    assert catalog.release(first.id) == [first]
+    assert [one for one, _, _ in catalog.snapshots()] == [third]
+
+    catalog.value_anew(by_length(Basis.OWN))
+    assert not catalog.is_over
 
 
 # -- against a model ---------------------------------------------------------------------------
