@@ -9,12 +9,13 @@ from router.adapters import kv_records
 from router.adapters.kv_files import identity
 from router.adapters.kv_records import Directory, Held
 from router.adapters.kv_threads import Threads
-from router.adapters.manifest import MANIFEST
+from router.adapters.manifest import MANIFEST, Manifest
 from router.errors import KvError
 from router.tasks import Tasks
 from router.tokens import pack
 from router.types import Namespace, Place, Snapshot, SnapshotId, StateShape
 from tests.kvfiles import full
+from tests.kvstores import touch
 
 ID = SnapshotId("0" * 32)
 TOKENS = [5, 6, 7, 8]
@@ -63,3 +64,29 @@ def test_unreadable_manifest_lets_go_of_the_directory(tmp_path: Path) -> None:
             opened(tmp_path)
     (tmp_path / MANIFEST).rmdir()
     closed(opened(tmp_path))
+
+
+def test_what_has_no_record_yet_may_have_been_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record could not be written, and nobody has heard of that: it was a KeyError."""
+    raw = full(TOKENS)
+    file = tmp_path / f"kvf-{ID}.kv"
+    file.write_bytes(raw)
+    directory = opened(tmp_path)
+    snapshot = Snapshot(ID, Namespace("n"), directory.place, pack(TOKENS), len(raw), StateShape())
+    held = Held(snapshot, directory, identity(file))
+
+    def add(*_: object) -> None:
+        raise KvError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "add", add)
+        with pytest.raises(KvError, match="full"):
+            kv_records.record(held, fsync=False)
+    touch(file)
+    kv_records.check_again(held)
+
+    assert held.identity == identity(file)
+    assert not directory.manifest.entries
+    closed(directory)
