@@ -5,9 +5,8 @@ two events overlap. Effects that take time run as tasks and report back as event
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any
 
 import structlog
 
@@ -25,13 +24,13 @@ from router.core.queue import QueueLimits
 from router.core.scheduler import Scheduler
 from router.core.slots import Slot
 from router.core.tenancy import model_of
-from router.errors import BackendError
+from router.errors import BackendError, BackendRefusedError
 from router.frozen import dataclass
 from router.placing import Placing
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.tasks import Tasks
 from router.tokens import Tokens
-from router.transfers import Transfers
+from router.transfers import Transferred, Transfers
 from router.turnstile import Turnstile
 from router.types import (
     BackendId,
@@ -44,7 +43,6 @@ from router.types import (
     Request,
     RequestId,
     RequestRecord,
-    SlotId,
     SlotStatus,
     Snapshot,
     SnapshotId,
@@ -94,9 +92,8 @@ class Engine:
         """`backends` may change; `on_release` is told of each that was drained, when that is so,
         `on_over` of each request that reached a backend, when it is over, `on_left` of each whose
         client left before."""
-        self._on_over, self._on_left = on_over, on_left
+        self._on_over, self._on_left, self._on_release = on_over, on_left, on_release
         self._scheduler = scheduler
-        self._on_release = on_release
         self._backends = backends
         self._transfers = Transfers(backends, store, clock, telemetry)
         self._clock = clock
@@ -294,16 +291,14 @@ class Engine:
             self._wakeup.cancel()
             self._wakeup = None
         self._scheduler.look_back()
-        if self._closed:
-            return
         now = self._clock.now()
-        at = self._scheduler.next_wakeup(now)
+        at = None if self._closed else self._scheduler.next_wakeup(now)
         if at is not None:
             # A moment late rather than early: an early tick would find nothing to do.
             delay_s = max(at - now, 0.0) + 0.001
             self._wakeup = asyncio.get_running_loop().call_later(delay_s, self._feed, ev.Tick())
 
-    def _carry_out(self, effect: ef.Effect) -> None:  # noqa: C901 - an arm for each effect
+    def _carry_out(self, effect: ef.Effect) -> None:
         match effect:
             case ef.Dispatch():
                 self._dispatch(effect)
@@ -311,17 +306,8 @@ class Engine:
                 self._reject(effect)
             case ef.Account():
                 self._account(effect)
-            case ef.Save():
-                work = self._transfers.save(effect, self.infos.get(effect.slot.backend))
-                self._tasks.spawn(self._answer(work), name=f"save {effect.slot}")
-            case ef.Cut():
-                self._tasks.spawn(self._answer(self._transfers.cut(effect)), name="cut")
-            case ef.Restore():
-                work = self._transfers.restore(effect, self.infos.get(effect.slot.backend))
-                self._tasks.spawn(self._answer(work), name=f"restore {effect.slot}")
-            case ef.Erase():
-                work = self._transfers.erase(effect)
-                self._tasks.spawn(self._answer(work), name=f"erase {effect.slot}")
+            case ef.Save() | ef.Cut() | ef.Restore() | ef.Erase():
+                self._tasks.spawn(self._transfer(effect), name=f"transfer for {effect.request}")
             case ef.Prefill():
                 self._prefills[effect.request] = None
                 self._tasks.spawn(self._prefill(effect), name=f"prefill {effect.slot}")
@@ -361,8 +347,8 @@ class Engine:
 
     # -- effects that take time ----------------------------------------------------------------
 
-    async def _answer(self, work: Coroutine[Any, Any, ev.Event]) -> None:
-        self._feed(await work)
+    async def _transfer(self, effect: Transferred) -> None:
+        self._feed(await self._transfers.carry_out(effect, self.infos))
 
     async def _prefill(self, effect: ef.Prefill) -> None:
         event: ev.Event = ev.PrefillFailed(effect.request, "the client left")
@@ -373,16 +359,29 @@ class Engine:
         self._feed(event)
 
     async def _prefilled(self, effect: ef.Prefill) -> ev.Event:
-        backend = self._backends[effect.slot.backend]
+        backend, request = self._backends[effect.slot.backend], effect.request
         try:
-            reported = await backend.prefill(effect.slot.index, effect.tokens)
+            return ev.Prefilled(request, await backend.prefill(effect.slot.index, effect.tokens))
+        except BackendRefusedError as error:
+            return ev.PrefillFailed(request, str(error))
         except BackendError as error:
-            return ev.PrefillFailed(effect.request, str(error))
+            failure = error
         except asyncio.CancelledError:
-            # The client left: the connection is closed, and the slot free once the server knows.
-            n_tokens = await self._wait_quiet(effect.request, effect.slot, Left.SENT)
-            return ev.PrefillFailed(effect.request, "the client left", n_tokens)
-        return ev.Prefilled(effect.request, reported)
+            if self._closed:
+                raise
+            failure = BackendError("the client left")
+        # The connection is closed, and the slot free once the server knows: until then it may be at
+        # work, and nothing may be sent to it. There is nothing left to stop.
+        self._prefills.pop(request, None)
+        late = partial(self._send_elsewhere, request, failure)
+        n_tokens = await self._quiet(ef.Watch(request, effect.slot, Left.SENT), late)
+        return ev.PrefillFailed(request, str(failure), n_tokens)
+
+    def _send_elsewhere(self, request: RequestId, failure: BackendError) -> None:
+        """The slot is nobody's until it is idle; a client who is still there need not wait."""
+        if request in self._grants:
+            self._reject(ef.Reject(request, failure))
+            self._feed(ev.Cancelled(request))
 
     def _stop_prefill(self, request: RequestId) -> None:
         """One that has not begun does not begin."""
@@ -392,7 +391,7 @@ class Engine:
             self._prefills.pop(request, None)
 
     async def _watch(self, effect: ef.Watch) -> None:
-        n_tokens = await self._wait_quiet(effect.request, effect.slot, effect.left)
+        n_tokens = await self._quiet(effect)
         if effect.wipe:
             backend, index = self._backends[effect.slot.backend], effect.slot.index
             jobs = self._scheduler.state.jobs
@@ -400,9 +399,9 @@ class Engine:
             n_tokens = None
         self._turnstile.call(partial(self._feed, ev.Quiet(effect.request, n_tokens)))
 
-    async def _wait_quiet(self, request: RequestId, slot: SlotId, left: Left) -> int | None:
-        jobs, looks = self._scheduler.state.jobs, self._lookout.at(slot.backend)
-        return await wait_quiet(looks, slot.index, lambda: request in jobs, left)
+    async def _quiet(self, at: ef.Watch, late: Callable[[], None] = lambda: None) -> int | None:
+        jobs, looks = self._scheduler.state.jobs, self._lookout.at(at.slot.backend)
+        return await wait_quiet(looks, at.slot.index, lambda: at.request in jobs, at.left, late)
 
     async def _look_around(self, backend: BackendId) -> None:
         idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}

@@ -7,13 +7,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import structlog
+
 from router.core import effects as ef
 from router.core import events as ev
 from router.errors import BackendError, BackendRefusedError, KvError, KvFileError
 from router.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.types import BackendId, BackendInfo, Place, Snapshot
 
+log = structlog.get_logger(__name__)
+
 _NO_STORE = "no store"
+
+Transferred = ef.Save | ef.Cut | ef.Restore | ef.Erase
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,25 @@ class Transfers:
     telemetry: Telemetry
     # Files that a backend may still write: it was asked to, and no answer came, or not in time.
     orphans: dict[BackendId, list[tuple[Place, str]]] = field(default_factory=dict)
+
+    async def carry_out(
+        self, effect: Transferred, infos: Mapping[BackendId, BackendInfo]
+    ) -> ev.Event:
+        """Any of them. A bug in here fails the effect: unanswered, its slot would be out of use
+        for good."""
+        try:
+            match effect:
+                case ef.Save():
+                    return await self.save(effect, infos.get(effect.slot.backend))
+                case ef.Cut():
+                    return await self.cut(effect)
+                case ef.Restore():
+                    return await self.restore(effect, infos.get(effect.slot.backend))
+                case ef.Erase():
+                    return await self.erase(effect)
+        except Exception as error:
+            log.exception("transfer_failed", effect=type(effect).__name__, request=effect.request)
+            return _failed(effect, type(error).__name__)
 
     async def save(self, effect: ef.Save, info: BackendInfo | None) -> ev.Event:
         """Let the backend write a slot to a file, and make a snapshot of it."""
@@ -138,3 +163,15 @@ def _blame(error: BackendError | KvError) -> ev.Blame:
     if isinstance(error, KvFileError):
         return ev.Blame.FILE
     return ev.Blame.DISK if isinstance(error, KvError) else ev.Blame.BACKEND
+
+
+def _failed(effect: Transferred, reason: str) -> ev.Event:
+    match effect:
+        case ef.Save():
+            return ev.SaveFailed(effect.request, effect.slot, reason)
+        case ef.Cut():
+            return ev.CutFailed(effect.request, reason)
+        case ef.Restore():
+            return ev.RestoreFailed(effect.request, effect.snapshot.id, reason, ev.Blame.DISK)
+        case ef.Erase():
+            return ev.EraseFailed(effect.request, effect.slot, reason)

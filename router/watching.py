@@ -25,6 +25,8 @@ _QUIET_DELAYS_S = (0.02, 0.1, 1.2)
 _STREAM_DELAYS_S = (0.02, 0.03, 0.05, 0.1, 0.2, 1.2)
 # Without /slots: by then a server has noticed that a client left (about 1 s, section 5.6).
 _BLIND_S = 3.0
+# By then a server has noticed, or is busy with a batch that takes long, or hangs.
+_LATE_S = 10.0
 # Where a request went that the server placed. Others may wait for the answer; while nobody does, so
 # many looks are left out, and most embeddings are over by then.
 _LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
@@ -89,10 +91,14 @@ async def find_busy(looks: Looks, idle: Mapping[SlotId, int]) -> dict[SlotId, in
 
 
 async def wait_quiet(
-    looks: Looks, slot: int, concerned: Callable[[], bool], left: Left = Left.UNSEEN
+    looks: Looks,
+    slot: int,
+    concerned: Callable[[], bool],
+    left: Left = Left.UNSEEN,
+    late: Callable[[], None] = lambda: None,
 ) -> int | None:
     """Returns when a slot is idle, with the tokens it holds; None if that cannot be known, or
-    concerns nobody any more.
+    concerns nobody any more. Calls `late` once, if that takes long.
 
     Unless its answer has begun, a request may still be in the server's queue at the first look: two
     have to agree, or the first saw it at work. Of what is not known to be ours, always two.
@@ -100,9 +106,11 @@ async def wait_quiet(
     disturbed = left in (Left.SENT, Left.UNSEEN)
     looks.watchers += 1
     looks.disturbed += disturbed
+    timer = asyncio.get_running_loop().call_later(_LATE_S, late)
     try:
         return await _wait_quiet(looks, slot, concerned, left)
     finally:
+        timer.cancel()
         looks.watchers -= 1
         looks.disturbed -= disturbed
 

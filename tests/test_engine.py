@@ -8,6 +8,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -17,15 +18,16 @@ import pytest
 
 from router.adapters.clock import MonotonicClock
 from router.core import events as ev
+from router.core.cost import Line
 from router.core.effects import Effect
 from router.core.scheduler import Scheduler
 from router.engine import Engine
-from router.errors import BackendError
+from router.errors import BackendError, BackendRefusedError, BackendTimeoutError
 from router.ports import Backend, Telemetry
 from router.tokens import Tokens
 from router.turnstile import MOST, Turnstile
-from router.types import Reported, SlotStatus
-from tests.core.build import UNREAD, A, backend, request, scheduler, snapshot
+from router.types import Reported, Request, SlotStatus
+from tests.core.build import UNREAD, A, backend, request, run_of, scheduler, snapshot
 from tests.fake_llama import FakeLlama
 from tests.fake_wire import encode_state, generate
 from tests.fleet import PATIENCE_S, Answer, Fleet, Json, running
@@ -340,6 +342,148 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
     with pytest.raises(BackendError, match="went away"):
         await asked
     await engine.aclose()
+
+
+class Prefilling:
+    """A server on which a prefill breaks off at once, and goes on for as long as `busy`."""
+
+    def __init__(self, failure: BackendError | None = None) -> None:
+        self.failure, self.busy, self.looks = failure, True, 0
+
+    async def prefill(self, slot: int, _: Tokens) -> Reported:
+        if self.failure is not None:
+            raise self.failure
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def slots(self) -> list[SlotStatus]:
+        self.looks += 1
+        if self.failure is None:
+            raise BackendError("does not answer")
+        return [SlotStatus(n, self.busy and n == 0, 7000, 100_000) for n in range(2)]
+
+    def engine(self) -> Engine:
+        state = scheduler(backend("a", 2, n_ctx=100_000), prefill_piece_s=0.5)
+        state.state.fleet.rates[A].prefill = Line(0.003, 0.0)
+        clock, server, telemetry = MonotonicClock(), cast(Backend, self), cast(Telemetry, Mock())
+        return Engine(state, {A: server}, None, clock, telemetry, Turnstile(clock))
+
+    async def until_looked(self) -> None:
+        """Another look has begun."""
+        before = self.looks
+        async with asyncio.timeout(PATIENCE_S):
+            while self.looks == before:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.watching._QUIET_DELAYS_S", (0.001,))
+
+
+def long_one(name: str = "R") -> Request:
+    return request(name, run_of(20_000))
+
+
+@pytest.mark.usefixtures("quick_looks")
+@pytest.mark.parametrize("error", [BackendTimeoutError("late"), BackendError("broken")])
+async def test_nothing_is_sent_to_a_slot_where_a_prefill_that_broke_off_goes_on(
+    error: BackendError,
+) -> None:
+    """Pinned to a busy slot it could destroy an answer (llama-server.md section 0.1)."""
+    server = Prefilling(error)
+    engine = server.engine()
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(engine.submit(long_one()))
+        for _ in range(5):
+            await server.until_looked()
+        assert not asked.done()
+        server.busy = False
+    grant = asked.result()
+    assert (grant.pin, grant.lease.slot.index) == (True, 0)
+    slot = engine.scheduler.state.fleet.slots[grant.lease.slot]
+    assert len(slot.resident) == 7000  # what there is of it is kept
+    await engine.aclose()
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_a_prefill_that_was_refused_has_not_begun() -> None:
+    server = Prefilling(BackendRefusedError("no", backend_status=400))
+    engine = server.engine()
+    async with asyncio.timeout(PATIENCE_S):
+        await engine.submit(long_one())
+    assert server.looks == 0
+    await engine.aclose()
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_the_wait_for_a_prefill_that_broke_off_ends_with_its_backend() -> None:
+    server = Prefilling(BackendError("broken"))
+    engine = server.engine()
+    asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - its error is asked for
+    await server.until_looked()
+    engine.backend_down(A)
+    with pytest.raises(BackendError, match="went away"):
+        await asked
+    async with asyncio.timeout(PATIENCE_S):
+        await engine._tasks.join()
+    await engine.aclose()
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_who_leaves_while_a_prefill_that_broke_off_goes_on_keeps_no_slot() -> None:
+    server = Prefilling(BackendError("broken"))
+    engine = server.engine()
+    asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - cancelled below
+    await server.until_looked()
+    asked.cancel()
+    await asyncio.wait([asked])
+    await server.until_looked()
+    assert engine.scheduler.state.jobs
+    server.busy = False
+    async with asyncio.timeout(PATIENCE_S):
+        await engine._tasks.join()
+    assert not engine.scheduler.state.jobs
+    await engine.aclose()
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_nobody_waits_for_long_for_a_prefill_that_broke_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server may hang and say that it is well: the request is tried anew, and the slot nobody's
+    until it is idle."""
+    monkeypatch.setattr("router.watching._LATE_S", 0.01)
+    server = Prefilling(BackendTimeoutError("late"))
+    engine = server.engine()
+    with pytest.raises(BackendTimeoutError, match="late"):
+        await engine.submit(long_one())
+    (job,) = engine.scheduler.state.jobs.values()
+    assert str(job.slot) == "a/0"
+    engine.scheduler.state.fleet.slots[job.slot].busy_until = -inf  # it would have been over
+    plan = engine.plan(long_one("R.2"))
+    assert plan is not None
+    assert str(plan.chosen.slot) == "a/1"  # any but the one that hangs
+    server.busy = False
+    async with asyncio.timeout(PATIENCE_S):
+        await engine._tasks.join()
+    assert not engine.scheduler.state.jobs
+    await engine.aclose()
+
+
+async def test_closing_waits_for_no_slot() -> None:
+    """A prefill is under way on a server that does not answer: to be told to end, it looked whether
+    its slot was idle, for ever."""
+    server = Prefilling()
+    engine = server.engine()
+    asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - cancelled below
+    await asyncio.sleep(0.01)
+    assert engine._prefills
+    async with asyncio.timeout(PATIENCE_S):
+        await engine.aclose()
+    assert server.looks == 0
+    asked.cancel()
+    await asyncio.wait([asked])
 
 
 async def test_who_leaves_between_the_turnstile_and_the_grant_keeps_no_slot() -> None:

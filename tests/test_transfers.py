@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from router.core import effects as ef
 from router.core import events as ev
@@ -176,3 +177,31 @@ async def test_what_a_backend_writes_too_late_is_removed_when_it_works_again(
     assert world.said[-2:] == [("commit", "staged"), ("discard", "staged")]
     await transfers.tidy(A)
     assert world.said.count(("discard", "staged")) == 2
+
+
+@pytest.mark.parametrize(
+    ("effect", "fails", "event"),
+    [
+        (SAVE, "verify", ev.SaveFailed(R, A0, "KeyError")),
+        (CUT, "cut", ev.CutFailed(R, "KeyError")),
+        (ef.Restore(R, A0, LONG), "open", ev.RestoreFailed(R, LONG.id, "KeyError", ev.Blame.DISK)),
+        (ef.Erase(R, A0), "erase", ev.EraseFailed(R, A0, "KeyError")),
+    ],
+)
+async def test_a_bug_fails_the_effect_alone(effect: Any, fails: str, event: ev.Event) -> None:
+    """Unanswered, its slot would be out of use for good."""
+    transfers = World(**{fails: KeyError("x")}).transfers()
+    with capture_logs() as log:
+        assert await transfers.carry_out(effect, {A: backend()}) == event
+    assert [(entry["event"], entry["exc_info"]) for entry in log] == [("transfer_failed", True)]
+
+
+async def test_each_effect_is_carried_out() -> None:
+    transfers, up = World().transfers(), {A: backend()}
+    for effect, event in (
+        (SAVE, ev.Saved),
+        (CUT, ev.WasCut),
+        (ef.Restore(R, A0, LONG), ev.Restored),
+        (ef.Erase(R, A0), ev.Erased),
+    ):
+        assert isinstance(await transfers.carry_out(effect, up), event)
