@@ -8,7 +8,8 @@ import os
 from dataclasses import dataclass
 
 from router import tls
-from router.config import Config
+from router.adapters.local_tokenizer import LocalTokenizerError, load_local
+from router.config import Config, TokenizerMode
 from router.config_load import KeyPath
 
 
@@ -32,6 +33,18 @@ def unset_variables(config: Config) -> list[Lack]:
         for path, name in named
         if name is not None and not os.environ.get(name)
     ]
+
+
+def unusable_tokenizer(config: Config) -> list[Lack]:
+    """A router asks its backends instead, so it starts. Blocking, seconds: it is read."""
+    path = config.tokenizer.path
+    if config.tokenizer.mode is not TokenizerMode.LOCAL or path is None:
+        return []
+    try:
+        load_local(path)
+    except LocalTokenizerError as error:
+        return [Lack(("tokenizer", "path"), f"{path} is not used: {error}")]
+    return []
 
 
 def unusable_parts(config: Config) -> list[Lack]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from router import tls
 from router.config import Backend, Config, ConfigError, Problem, TokenizerMode, load
 from router.config_load import path_text, read_text, read_yaml
-from router.config_start import Lack, unset_variables, unusable_parts
+from router.config_start import Lack, unset_variables, unusable_parts, unusable_tokenizer
 from router.config_values import NO_LIMIT, format_duration, format_size
 from router.core.policy import Policy
 
@@ -38,7 +38,7 @@ def _warnings(config: Config) -> Iterator[str]:
         if problem is not None:
             yield problem
     # The router's environment is often another than the one in which the file is checked.
-    for lack in unset_variables(config):
+    for lack in unset_variables(config) + unusable_tokenizer(config):
         yield f"{path_text(lack.path)} {lack.message}"
 
 

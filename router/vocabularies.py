@@ -1,6 +1,7 @@
 """How prompts are read: a tokenizer for each namespace, a reader for each backend."""
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,5 +117,13 @@ class Vocabularies:
         try:
             return await asyncio.to_thread(load_local, path, tuple(specials))
         except LocalTokenizerError as error:
-            log.info("local_tokenizer_not_used", reason=str(error))
+            # Without the package `auto` is `backend`, as documented; `local` was asked for.
+            asked = self._config.mode is TokenizerMode.LOCAL
+            log.log(
+                logging.WARNING if asked else logging.INFO,
+                "local_tokenizer_not_used",
+                path=str(path),
+                reason=str(error),
+                key="tokenizer.path" if asked else "tokenizer.mode",
+            )
             return None

@@ -78,6 +78,7 @@ LAYERS: dict[str, set[str]] = {
     },
     "router.config_edge": {"router.config_load", "router.config_values"},
     "router.config_start": {
+        "router.adapters.local_tokenizer",
         "router.adapters.tracing",
         "router.config",
         "router.config_load",

@@ -111,11 +111,17 @@ def test_check_needs_what_serve_needs(
     said = "Warning: backends[0].api_key_env names KVFERRY_TEST_A, which is not set"
     assert said in capsys.readouterr().out
 
+    with file.open("a") as more:
+        more.write("tokenizer: {mode: local, path: /nowhere/x.gguf}\n")
+    assert run("check", str(file)) == 0
+    said = "Warning: tokenizer.path /nowhere/x.gguf is not used: cannot be read: No such file"
+    assert said in capsys.readouterr().out
+
     monkeypatch.setitem(sys.modules, "router.adapters.tracing", None)
     with file.open("a") as more:
         more.write("tracing:\n  endpoint: http://127.0.0.1:4318\n")
     assert run("check", str(file)) == 2
-    assert f"{file}:5: tracing.endpoint: needs `pip install" in capsys.readouterr().err
+    assert f"{file}:6: tracing.endpoint: needs `pip install" in capsys.readouterr().err
 
 
 # --- serve and doctor: bad input ------------------------------------------------------------------

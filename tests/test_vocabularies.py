@@ -1,8 +1,11 @@
 """Tokenizers by namespace: shared while somebody speaks it, forgotten with the last who does."""
 
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+import structlog
 
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
 from router.config import Tokenizer
@@ -39,6 +42,28 @@ async def test_what_nobody_speaks_is_forgotten(fake: FakeLlama) -> None:
         assert list(vocabularies._tokenizers) == list(vocabularies._speakers) == [OTHER]
         assert list(vocabularies.readers) == [B]
     await tasks.aclose()
+
+
+@pytest.mark.parametrize("missing", ["file", "package"])
+async def test_a_local_tokenizer_that_was_asked_for_is_missed_aloud(
+    fake: FakeLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """It was a line of level info that named neither the key nor the file."""
+    if missing == "package":
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+    path = tmp_path / "none.gguf"
+    wanted = Tokenizer.model_validate({"mode": "local", "path": str(path)})
+    tasks = Tasks()
+    with structlog.testing.capture_logs() as lines:
+        async with Connections() as connections:
+            a = LlamaClient(A, fake.url, connections, Timeouts())
+            await Vocabularies(wanted, tasks).prepare(a, await a.props(), ONE)
+    await tasks.aclose()
+
+    (line,) = [line for line in lines if line["event"] == "local_tokenizer_not_used"]
+    told = (line["log_level"], line["key"], line["path"])
+    assert told == ("warning", "tokenizer.path", str(path))
+    assert {"file": "No such file", "package": "pip install"}[missing] in line["reason"]
 
 
 async def test_one_in_doubt_is_asked_last(fake: FakeLlama) -> None:
