@@ -273,7 +273,8 @@ def watch(
     untouched: bool = False,
 ) -> None:
     """Keep a slot out of use until it is known to be idle: somebody unknown may be using it.
-    Or until it was wiped, and has computed something if it is to `flush`. `untouched`: if it is as long then as it was, it is what it was."""
+    Or until it was wiped, and has computed something if it is to `flush`. `untouched`: if it is as
+    long then as it was, it is what it was."""
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
     lease = slot.lease(name)
     job = Job(id=name, lease=lease, stage=Stage.DRAINING, untouched=untouched)

@@ -1,13 +1,13 @@
 """Who comes in, who waits, and who gets a slot."""
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 
 from router.core.baseline import sticky_key
+from router.core.decisions import decide
 from router.core.displacement import saving_pays
 from router.core.effects import SaveReason, StopWork
-from router.core.fleeting import is_settling
 from router.core.jobs import (
     CutStep,
     DispatchStep,
@@ -23,7 +23,7 @@ from router.core.jobs import (
 )
 from router.core.misses import look
 from router.core.plan import Plan
-from router.core.planner import plan
+from router.core.policy import PolicyName
 from router.core.queue import Waiting
 from router.core.state import State
 from router.core.steps import is_wanted, next_step
@@ -36,9 +36,12 @@ from router.errors import (
 from router.tokens import head
 from router.types import BackendId, Request, RequestId, Source
 
-# Waiting requests looked at when a slot comes free: planning one costs tens of microseconds, and
-# in a queue of thousands the first few decide.
-_LOOKED_AT = 32
+# Waiting requests looked at when something has changed: planning one costs tens of microseconds.
+# The first few in turn each time, and of the rest, who may all wait by choice, the next few; soon
+# again, until all were.
+_LOOKED_AT = 16
+_LOOK_ON_AFTER_S = 0.05
+_SERVED_AT = 32  # of each model, whether any backend could serve them
 _STICKY_KEYS = 100_000
 
 
@@ -72,6 +75,7 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
 def cancelled(state: State, request: RequestId, now: float) -> None:
     """The client left before its request was sent."""
     if state.queue.remove(request) is not None:
+        _stop_for_nobody(state)
         return
     job = state.jobs.get(request)
     if job is None or job.stage is not Stage.PREPARING:
@@ -93,6 +97,18 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
         state.out.append(StopWork(request))
 
 
+def _stop_for_nobody(state: State) -> None:
+    """Who waited has left: a prompt that was computed on for him alone is not any more."""
+    for job in list(state.jobs.values()):
+        step, slot = job.doing, state.fleet.slots
+        if not (job.cancelled and isinstance(step, PrefillStep)) or not slot[job.slot].sharing:
+            continue
+        if not is_wanted(state, job, step.tokens):
+            job.steps = deque(step for step in job.steps if isinstance(step, LookStep))
+            slot[job.slot].sharing, slot[job.slot].leaving = False, True
+            state.out.append(StopWork(job.id))
+
+
 def expire(state: State, now: float) -> None:
     """Time is up for some of those who wait."""
     limits = state.queue.limits
@@ -101,25 +117,40 @@ def expire(state: State, now: float) -> None:
         state.reject(
             waiting.request.id, DeadlineError(f"no slot came free within {limits.deadline_s:g} s")
         )
-    for waiting in _unserved(state):
-        if now - waiting.since >= limits.no_backend_s:
+    for waiting, since in _unserved(state):
+        if now - since >= limits.no_backend_s:
             state.queue.remove(waiting.request.id)
             # What it came for may have come back with a shorter context.
             nobody = NoBackendError("no backend for this model is up")
             state.reject(waiting.request.id, _too_long(state, waiting.request) or nobody)
 
 
+def note_unserved(state: State, now: float) -> None:
+    """Since when there is somebody whom no backend could serve, for each model."""
+    gone = {waiting.request.model for waiting in _nobodys(state)}
+    state.unserved = {model: state.unserved.get(model, now) for model in gone}
+
+
 def next_giving_up(state: State) -> float | None:
     """When somebody has waited long enough for a backend to come up, in clock seconds."""
-    return min(
-        (waiting.since + state.queue.limits.no_backend_s for waiting in _unserved(state)),
-        default=None,
-    )
+    limit_s = state.queue.limits.no_backend_s
+    return min((since + limit_s for _, since in _unserved(state)), default=None)
 
 
-def _unserved(state: State) -> list[Waiting]:
+def _unserved(state: State) -> list[tuple[Waiting, float]]:
+    """Those that no backend could serve, and since when; as of the last event."""
+    if not state.unserved:
+        return []
+    return [
+        (waiting, max(waiting.since, since))
+        for waiting in _nobodys(state)
+        if (since := state.unserved.get(waiting.request.model)) is not None
+    ]
+
+
+def _nobodys(state: State) -> list[Waiting]:
     """Of the first, those that no backend could serve; the rest have their turn later."""
-    return [w for w in state.queue.oldest(_LOOKED_AT) if not state.is_served(w.request)]
+    return [w for w in state.queue.oldest(_SERVED_AT) if not state.is_served(w.request)]
 
 
 def stop(state: State, *, save: bool) -> None:
@@ -145,9 +176,9 @@ def serve_queue(state: State, now: float) -> None:
        the one it will get, or it would starve. Where somebody else uses the backend, though, it
        may not get it for hours.
     4. There is no room for it: nor for others of its kind, and all of them are one to look at.
-    5. So many were looked at: if any of them was granted, the rest have their turn soon.
+    5. So many were looked at: the rest have their turn soon.
     """
-    state.is_serving = False
+    state.look_on_at = None
     if not state.fleet.slots.any_idle():
         return
     idle = {model for model in state.queue.models if state.fleet.has_idle(model)}
@@ -155,58 +186,63 @@ def serve_queue(state: State, now: float) -> None:
         return
     reserved: set[BackendId] = set()
     full: set[Hashable] = set()
-    looked_at = granted = 0
-    for waiting in state.queue.in_turn():
+
+    def asked(waiting: Waiting) -> Request | None:
+        """None: it need not be looked at."""
         request = waiting.request
         if request.model not in idle:
-            continue
+            return None
         if reserved:
             request = replace(request, avoid=request.avoid | reserved)
-        if full and state.fleet.kind(request) in full:
-            continue
-        looked_at += 1
-        if looked_at > _LOOKED_AT:
-            state.is_serving = granted > 0
-            return
-        request = _as_it_may_go(state, request)
-        decision = _decide(state, request, now, now - waiting.since)
+        return None if full and state.fleet.kind(request) in full else request
+
+    for waiting, request in _some(state, asked, now):
+        decision = decide(state, request, now, now - waiting.since)
         if decision is None and not state.fleet.room(request):
             full.add(state.fleet.kind(request))
-        if decision is not None and decision.chosen.wait_for is None:
-            _grant(state, waiting, decision, now, pinnable=request.pinnable)
-            granted += 1
+        if decision is not None and decision.plan.chosen.wait_for is None:
+            _grant(state, waiting, decision.plan, now, pinnable=decision.request.pinnable)
             if not state.fleet.slots.any_idle():
                 return
         elif decision is None and (request.whole_backend or not request.pinnable):
-            shut = [
-                backend
-                for backend in state.fleet.infos
-                if state.fleet.serves(backend, request)
-                and not state.fleet.is_open(backend, request)
-                and all(job.is_ours or job.slot.backend != backend for job in state.jobs.values())
-            ]
-            reserved.update(sorted(shut, key=state.fleet.running)[:1])
+            reserved.update(_to_reserve(state, request))
 
 
-def _as_it_may_go(state: State, request: Request) -> Request:
-    """What is better left to the server is, where that makes nobody wait; else it is pinned."""
-    if not request.left:
-        return request
-    unpinned = replace(request, pinnable=False)
-    return unpinned if state.fleet.room(unpinned) else request
+def _some(
+    state: State, asked: Callable[[Waiting], Request | None], now: float
+) -> Iterator[tuple[Waiting, Request]]:
+    """Of those who wait, some: who comes first in turn, and who was not looked at for longest."""
+    first = more = 0
+    n_waiting = len(state.queue)
+    for waiting in state.queue.in_turn():
+        if (request := asked(waiting)) is None:
+            continue
+        if first < _LOOKED_AT:
+            first += 1
+        elif request.id in state.looked_at:
+            continue
+        elif more == _LOOKED_AT:
+            granted = len(state.queue) < n_waiting
+            state.look_on_at = now if granted else now + _LOOK_ON_AFTER_S
+            return
+        else:
+            more += 1
+            state.looked_at.add(request.id)
+        yield waiting, request
+    state.looked_at.clear()
 
 
-def _decide(state: State, request: Request, now: float, waited_s: float) -> Plan | None:
-    """The best way to serve a request; while its start would empty what is worth the moment until
-    it is known, elsewhere or not yet."""
-    decision = plan(request, state.fleet, now, waited_s, losers=0)
-    if decision is None or decision.chosen.wait_for is not None:
-        return decision
-    backend = decision.chosen.slot.backend
-    if not is_settling(state.fleet, backend, now):
-        return decision
-    elsewhere = replace(request, avoid=request.avoid | {backend})
-    return plan(elsewhere, state.fleet, now, waited_s, losers=0)
+def _to_reserve(state: State, request: Request) -> list[BackendId]:
+    """Of the backends that are not open to a request but will be, the one that is so first."""
+    fleet = state.fleet
+    shut = [
+        backend
+        for backend in fleet.infos
+        if fleet.serves(backend, request)
+        and not fleet.is_open(backend, request)
+        and all(job.is_ours or job.slot.backend != backend for job in state.jobs.values())
+    ]
+    return sorted(shut, key=fleet.running)[:1]
 
 
 def look_back(state: State) -> None:
@@ -260,7 +296,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     tokens, slot.sharing = request.prompt.tokens, decision.prefill_first
     slot.pending = head(tokens, len(request.prompt) - 1) if slot.sharing else tokens
     slot.busy_until = now + (decision.ttft_s if slot.sharing else needs_s)
-    state.queue.serve(request.id, needs_s)
+    state.queue.serve(request.id, needs_s - chosen.price.wait_s)  # that is others' time
     if request.whole_backend:
         rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
         job.others = [other.lease(request.id) for other in rest]
@@ -281,9 +317,10 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         fleet.catalog.acquire(chosen.snapshot, now)
         job.using = chosen.snapshot
     fleet.granted += 1
-    fleet.sticky.setdefault(sticky_key(request), chosen.slot)
-    if len(fleet.sticky) > _STICKY_KEYS:
-        del fleet.sticky[next(iter(fleet.sticky))]
+    if fleet.policy.name is PolicyName.STICKY:
+        fleet.sticky.setdefault(sticky_key(request), chosen.slot)
+        if len(fleet.sticky) > _STICKY_KEYS:
+            del fleet.sticky[next(iter(fleet.sticky))]
     job.steps = _steps_of(state, job, request, decision)
     next_step(state, job, now)
 

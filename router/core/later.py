@@ -14,16 +14,20 @@ from router.types import Source
 
 # If a slot that was left is not idle so long after it should have been, its server has not noticed.
 _OVERDUE_S = 2.0
+# Nor is a prompt that is computed for all expected any more, so long after it should have been
+# ready: all who wait for it would then begin it anew.
+_LATE_S = 60.0
 _SOON = (Phase.PREPARING, Phase.DRAINING)
 _MAY_WAIT = (*_SOON, Phase.RUNNING)
 
 
-def starting_later(ask: Ask, n: int) -> list[Candidate]:
+def starting_later(ask: Ask, n: int, *, patient: bool = True) -> list[Candidate]:
     """Ways that begin with waiting for a busy slot which has, or is computing, the prefix.
 
     1. What it holds is being written to a file, perhaps because the slot is somebody else's now.
     2. Its prefill is under way on its own, and will be saved for all who wait.
-    3. It runs somebody's request: only where the policy allows to wait for the owner.
+    3. It runs somebody's request: only where the policy allows to wait for the owner, and only
+       while the request is `patient`. When the others are over is known well enough to be priced.
     4. Its client left, perhaps to come back at once with the same and more: it is idle soon.
 
     The `n` cheapest of the first two and of the others are among them.
@@ -31,7 +35,8 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
     if ask.has_no_say:
         return []
     fleet, shared = ask.fleet, ask.shared
-    may_wait, at_least = fleet.policy.may_wait, max(fleet.catalog.limits.min_tokens, 1)
+    may_wait = fleet.policy.may_wait and patient
+    at_least = max(fleet.catalog.limits.min_tokens, 1)
     saved, owners = Cheapest(n), Cheapest(n)
     for slot in _busy(ask):
         if (
@@ -41,7 +46,8 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
         ):
             saved.add(way)
         hoped = ask.now < slot.busy_until + _OVERDUE_S if slot.is_left else may_wait
-        if not (slot.sharing or hoped):
+        sharing = slot.sharing and ask.now < slot.busy_until + _LATE_S
+        if not (sharing or hoped):
             continue
         common = shared.get(slot.id, 0)
         if common < at_least:
@@ -53,7 +59,7 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
             continue
         wait_s = max(slot.busy_until - ask.now, 0.0)
         rest_s = rates.prefill_s(ask.n_prompt - reused, reused)
-        if slot.sharing and can_save(fleet, info, held):
+        if sharing and can_save(fleet, info, held):
             ask.computing = max(ask.computing, reused)
             if not saved.beat(wait_s + rest_s):
                 saved.add(_from_file(ask, slot, held, reused, wait_s))
@@ -69,13 +75,14 @@ def starting_later(ask: Ask, n: int) -> list[Candidate]:
 
 
 def hope_ends(fleet: Fleet, now: float) -> float | None:
-    """When the next slot that was left is not waited for any more, in clock seconds."""
+    """When the next slot that was left, or computes for all, is not waited for any more, in clock
+    seconds."""
     ends = (
-        slot.busy_until + _OVERDUE_S
+        slot.busy_until + (_OVERDUE_S if slot.is_left else _LATE_S)
         for backend, bench in fleet.slots.benches()
         if bench.phases[Phase.DRAINING] or bench.phases[Phase.PREPARING]
         for slot in fleet.slots.of(backend)
-        if slot.is_left
+        if slot.is_left or slot.sharing
     )
     return min((end for end in ends if now < end < inf), default=None)
 

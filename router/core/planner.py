@@ -33,7 +33,7 @@ def plan(
         return baseline(ask, room)
     if not room:
         return None
-    later = starting_later(ask, 1 + losers) if waited_s < fleet.policy.max_wait_s else []
+    later = starting_later(ask, 1 + losers, patient=waited_s < fleet.policy.max_wait_s)
     # Owners of a prefix compete by other rules than their price alone.
     shared = [way for way in later if way.source is Source.SNAPSHOT]
     candidates = starting_now(ask, room, 1 + losers, shared) + later

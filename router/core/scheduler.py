@@ -42,6 +42,8 @@ class Scheduler:
         if state.queue and not state.stopping:
             grants.serve_queue(state, now)
             grants.turn_away(state)
+        if state.queue or state.unserved:
+            grants.note_unserved(state, now)
         background.save_idle(state, now)
         if state.fleet.draining:
             drains.release(state, now)
@@ -58,11 +60,12 @@ class Scheduler:
     def next_wakeup(self, now: float) -> float | None:
         """When a Tick would change something, in clock seconds. None: only an event would."""
         state = self.state
-        if state.fleet.catalog.is_over or state.is_serving:
+        if state.fleet.catalog.is_over:
             return now
         times = [background.wakeup(state), rests.next_end(state), turns.next_end(state)]
         if state.queue:
             times += [
+                state.look_on_at,
                 state.queue.next_deadline(),
                 grants.patience_ends(state, now),
                 later.hope_ends(state.fleet, now),

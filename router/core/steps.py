@@ -41,7 +41,7 @@ from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
 from router.core.tenancy import model_of, namespace_of, tempts
 from router.errors import NoBackendError
-from router.tokens import EMPTY, Tokens, common_prefix, count
+from router.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.types import NOBODY, Left, MemoryKind, SlotId, Snapshot, SnapshotId, Stall
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
@@ -396,14 +396,15 @@ def is_wanted(state: State, job: Job, held: Tokens) -> bool:
     if not can_save(state.fleet, info, count(held)):
         return False
     assert job.request is not None
-    namespace = namespace_of(info, job.request.tenant)
+    namespace, catalog = namespace_of(info, job.request.tenant), state.fleet.catalog
+    # Who shares no more than a snapshot holds of it needs no other: few are looked at closer.
+    enough = max(catalog.covered(namespace, held) + 1, catalog.limits.min_tokens)
+    beginning = head(held, enough)
+    if count(beginning) < enough:
+        return False
     for waiting in state.queue:
-        if waiting.request.tenant != job.request.tenant:
-            continue
         tokens = waiting.request.prompt.tokens
-        shared = common_prefix(held, tokens)
-        if shared < max(state.fleet.catalog.limits.min_tokens, 1):
-            continue
-        if shared > state.fleet.catalog.covered(namespace, tokens):
+        shares = waiting.request.tenant == job.request.tenant and tokens.startswith(beginning)
+        if shares and common_prefix(held, tokens) > catalog.covered(namespace, tokens):
             return True
     return False

@@ -13,7 +13,7 @@ from router.core.queue import QueueLimits
 from router.core.slots import NOTHING, Phase
 from router.errors import ContextTooLongError, DeadlineError, NoBackendError, QueueFullError
 from router.tokens import head
-from router.types import Lease, Outcome, Prompt, Reported, RequestId, SlotStatus
+from router.types import Lease, MemoryKind, Outcome, Prompt, Reported, RequestId, SlotId, SlotStatus
 from tests.core.build import (
     A0,
     A1,
@@ -162,6 +162,21 @@ def test_a_backend_that_comes_up_is_filled_step_by_step() -> None:
     assert len(s.state.queue) == 0
 
 
+def test_an_idle_slot_is_found_behind_many_who_wait_by_choice() -> None:
+    s = scheduler(backend("a", 3), idle_save_after_s=None)
+    arrive(s, "first", run_of(2000))
+    for number in range(MANY):
+        arrive(s, f"sibling{number}", [*[1] * 2000, number], client=f"c{number}")
+    assert len(s.state.queue) == MANY
+    assert names(arrive(s, "other", run_of(20, 9), client="z")) == []
+    now = NOW
+    while (at := s.next_wakeup(now)) is not None and at < NOW + 1.0:
+        now = at
+        if "Dispatch" in names(s.handle(ev.Tick(), now)):
+            return
+    raise AssertionError("nobody looked")
+
+
 def test_one_whom_nobody_can_serve_is_told_so_behind_many_who_wait_their_turn() -> None:
     s = scheduler(ONE, queue=QueueLimits(no_backend_s=5.0))
     for number in range(MANY):
@@ -170,6 +185,33 @@ def test_one_whom_nobody_can_serve_is_told_so_behind_many_who_wait_their_turn() 
 
     assert grants.next_giving_up(s.state) == NOW + 5.0
     assert Reject(RequestId("lost"), ANY_ERROR) in s.handle(ev.Tick(), NOW + 5.0)
+
+
+def test_who_waited_for_a_slot_may_wait_for_a_backend_as_long_as_anybody() -> None:
+    s = scheduler(ONE, queue=QueueLimits(no_backend_s=10.0))
+    arrive(s, "first")
+    arrive(s, "waits")
+    s.handle(ev.BackendDown(A), NOW + 50.0)
+    assert s.next_wakeup(NOW + 50.0) == NOW + 60.0
+    assert s.handle(ev.Tick(), NOW + 59.0) == []
+    s.handle(ev.BackendUp(ONE), NOW + 59.5)
+    assert RequestId("waits") in s.state.jobs
+
+
+def test_others_time_is_not_charged_for() -> None:
+    s = scheduler(backend("a", 3), idle_save_after_s=None)
+    arrive(s, "big", run_of(4000), client="big")
+    arrive(s, "small", run_of(1000, 7), client="small")
+    served_s = s.state.queue._served_s
+    assert served_s["small"] < served_s["big"] / 2
+
+
+def test_what_was_computed_on_for_one_who_waited_ends_when_he_leaves() -> None:
+    s = scheduler(backend("a", 1, memory_kind=MemoryKind.HYBRID), idle_save_after_s=None)
+    assert names(arrive(s, "r", run_of(2000))) == ["Prefill"]
+    arrive(s, "r2", run_of(2001))
+    assert cancel(s, "r") == []
+    assert cancel(s, "r2") == [StopWork(R)]
 
 
 def test_a_full_queue_turns_away_only_who_cannot_be_served_at_once() -> None:
@@ -332,11 +374,17 @@ def test_a_snapshot_is_in_use_from_the_grant_on() -> None:
 
 def test_only_so_many_homes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grants, "_STICKY_KEYS", 2)
-    s = scheduler(backend("a", 3))
+    s = scheduler(backend("a", 3), policy=PolicyName.STICKY)
     for n in range(3):
         arrive(s, f"r{n}", [n], session=f"s{n}")
 
-    assert list(s.state.fleet.sticky) == ["s1", "s2"]
+    assert list(s.state.fleet.sticky.values()) == [SlotId(A, 1), SlotId(A, 2)]
+
+
+def test_homes_are_of_no_interest_to_other_policies() -> None:
+    s = scheduler(backend("a", 3))
+    arrive(s, "r", [1], session="s")
+    assert not s.state.fleet.sticky
 
 
 def test_a_request_that_failed_elsewhere_avoids_that_backend() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from router.core.baseline import sticky_key
 from router.core.fleet import Fleet
+from router.core.later import hope_ends
 from router.core.plan import Candidate, Plan
 from router.core.planner import plan
 from router.core.policy import PolicyName
@@ -88,9 +89,18 @@ def test_another_prompt_on_the_same_backend_would_be_computed_after_it() -> None
     assert chosen(request(ids=ELSE[:40]), made).price.wait_s == 0.0  # too short to be in line
 
 
-def test_nobody_waits_for_ever() -> None:
-    assert waits(request(ids=MORE), shared_prefill(), waited_s=29.0) == A0
-    assert waits(request(ids=MORE), shared_prefill(), waited_s=30.0) is None
+def test_what_is_computed_for_all_is_waited_for_however_long_it_takes() -> None:
+    """As `max_wait` is about who owns a slot: all who wait would begin it anew."""
+    assert waits(request(ids=MORE), shared_prefill(), waited_s=3000.0) == A0
+
+
+def test_nobody_waits_for_what_is_long_overdue() -> None:
+    made = shared_prefill()
+    made.slots[A0].busy_until = -59.0
+    assert waits(request(ids=MORE), made) == A0
+    made.slots[A0].busy_until = -60.0
+    assert waits(request(ids=MORE), made) is None
+    assert hope_ends(made, -1.0) == 0.0
 
 
 @pytest.mark.parametrize(

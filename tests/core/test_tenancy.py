@@ -16,7 +16,17 @@ from router.core.slots import UNKNOWN, Resident
 from router.core.tenancy import may_tempt, model_of, namespace_of, tempts, tenant_of
 from router.errors import NoBackendError
 from router.tokens import head
-from router.types import NOBODY, Miss, Namespace, Outcome, RequestId, SlotId, Source, Tenant
+from router.types import (
+    NOBODY,
+    BackendId,
+    Miss,
+    Namespace,
+    Outcome,
+    RequestId,
+    SlotId,
+    Source,
+    Tenant,
+)
 from tests.core.build import (
     A0,
     A1,
@@ -160,8 +170,9 @@ def test_no_copy_is_made_of_anothers() -> None:
 def test_nobody_waits_for_what_another_computes() -> None:
     """Two with one prompt at the same moment; the second's is the first's only if it may be."""
     for second, waits in ((X, True), (Y, False)):
-        s = apart(backend("a", 2), coalesce_above_s=0.0)
-        slot(s, A0).tenant, slot(s, A1).tenant = X, second
+        s = apart(backend("a", 3), coalesce_above_s=0.0)
+        for index, whose in enumerate((X, second, second)):
+            s.state.fleet.slots[SlotId(BackendId("a"), index)].tenant = whose
         assert names(arrive(s, ids=LONG, tenant=X)) == ["Prefill"]
         arrive(s, "r2", ids=LONG, tenant=second)
         assert slot(s, A1).is_idle is waits

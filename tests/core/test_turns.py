@@ -73,7 +73,7 @@ def test_nobody_waits_long_for_a_first_token() -> None:
 def test_nobody_waits_long_for_one_that_takes_longer_than_predicted(
     tokens: int, until: float
 ) -> None:
-    s = scheduler(backend("a", 2))
+    s = scheduler(backend("a", 3))
     arrive(s, "r", run_of(tokens + 1, 1))
     arrive(s, "r2", OTHER)
 

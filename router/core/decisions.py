@@ -1,0 +1,72 @@
+"""What is done for one of those who wait: the planner's choice, unless it is better not to make it
+now, or better to leave the slot to the server.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from router.core.fleeting import is_settling
+from router.core.plan import Plan
+from router.core.planner import plan
+from router.core.slots import Phase, Slot
+from router.core.state import State
+from router.core.turns import seconds_left
+from router.types import Request, RequestId
+
+
+class Decision(NamedTuple):
+    """A plan, and the request as it goes: perhaps without a pin."""
+
+    request: Request
+    plan: Plan
+
+
+def decide(state: State, request: Request, now: float, waited_s: float) -> Decision | None:
+    """The best way to serve a request. None: not yet.
+
+    What is better left to the server is, where that makes nobody wait; else it is pinned.
+    """
+    if request.left:
+        unpinned = replace(request, pinnable=False)
+        made = _planned(state, unpinned, now, waited_s)
+        if made is not None and made.chosen.wait_for is None:
+            return Decision(unpinned, made)
+    made = _planned(state, request, now, waited_s)
+    return None if made is None else Decision(request, made)
+
+
+def _planned(state: State, request: Request, now: float, waited_s: float) -> Plan | None:
+    """Elsewhere, or not yet, where a start would
+
+    1. empty what is worth the moment until it is known;
+    2. take the last slot only to stand in line in it: somebody else could use it.
+    """
+    fleet = state.fleet
+    while True:
+        made = plan(request, fleet, now, waited_s, losers=0)
+        if made is None or made.chosen.wait_for is not None:
+            return made
+        backend = made.chosen.slot.backend
+        if not is_settling(fleet, backend, now) and not _only_stands(state, made, now, waited_s):
+            return made
+        request = replace(request, avoid=request.avoid | {backend})
+
+
+def _only_stands(state: State, made: Plan, now: float, waited_s: float) -> bool:
+    """It would take a backend's last idle slot, and be the last to be computed there. As in line,
+    who has waited for longer counts as needing less: nobody is passed by for ever."""
+    fleet, backend, own_s = state.fleet, made.chosen.slot.backend, made.chosen.price.prefill_s
+    if not (made.prefill_first and fleet.policy.is_long(own_s)):
+        return False
+    if fleet.slots.phases(backend)[Phase.IDLE] > 1:
+        return False
+    others = fleet.prefilling(backend)
+    return bool(others) and all(
+        seconds_left(fleet, slot, slot.pending) - _age_s(state, slot, now) <= own_s - waited_s
+        for slot in others
+    )
+
+
+def _age_s(state: State, slot: Slot, now: float) -> float:
+    job = state.jobs.get(RequestId(slot.holder or ""))
+    return 0.0 if job is None else job.waited_s + now - job.since

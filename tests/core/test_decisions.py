@@ -1,0 +1,64 @@
+"""When a way to start is there and is not taken."""
+
+import pytest
+
+from router.core.decisions import decide
+from router.core.policy import PolicyName
+from router.core.scheduler import Scheduler
+from router.tokens import Tokens
+from router.types import BackendId, Outcome, Prompt, SlotId
+from tests.core.build import A, B, backend, request, run_of, scheduler
+from tests.core.drive import NOW, arrive, finish, names
+
+LONG, OTHER, SHORT = run_of(2000), run_of(2000, 7), run_of(20, 9)
+
+
+def chosen(s: Scheduler, ids: Tokens, waited_s: float = 0.0) -> BackendId | None:
+    decision = decide(s.state, request("new", ids=ids), NOW, waited_s)
+    return None if decision is None else decision.plan.chosen.slot.backend
+
+
+def test_the_last_slot_is_not_for_one_that_would_only_stand_in_line_there() -> None:
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    arrive(s, "first", LONG)
+
+    assert chosen(s, OTHER) is None
+    assert chosen(s, SHORT) == A
+    assert chosen(s, run_of(1000, 7)) == A  # needs less, and so is computed before
+    assert names(arrive(s, "short", SHORT)) == ["Dispatch"]
+
+
+def test_another_backend_may_have_it() -> None:
+    s = scheduler(backend("a", 2), backend("b", 1), idle_save_after_s=None)
+    arrive(s, "first", LONG)
+    assert chosen(s, OTHER) == B
+
+
+def test_the_last_slot_but_one_is_for_anybody() -> None:
+    s = scheduler(backend("a", 3), idle_save_after_s=None)
+    arrive(s, "first", LONG)
+    assert chosen(s, OTHER) == A
+
+
+def test_nobody_is_passed_by_for_ever() -> None:
+    """Who came before those in line has his turn before them."""
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    arrive(s, "first", LONG)
+    assert chosen(s, OTHER, waited_s=1.0) == A
+
+
+@pytest.mark.parametrize("policy", [PolicyName.STICKY, PolicyName.PREFER_IDLE])
+def test_what_is_better_left_to_the_server_is_pinned_where_it_would_wait(
+    policy: PolicyName,
+) -> None:
+    """Its home is on a backend that is not open to requests without a pin."""
+    s = scheduler(backend("a", 2), backend("b", 1), policy=policy, idle_save_after_s=None)
+    unread = Prompt(unknown="only the server reads it")
+    s.state.fleet.sticky["s"] = SlotId(A, 1)
+    arrive(s, "first", slot_hint=0, avoid=frozenset({B}))
+    finish(s, "first", Outcome.CLIENT_GONE)
+    decision = decide(s.state, request("new", prompt=unread, left=True, session="s"), NOW, 0.0)
+
+    assert decision is not None
+    expected = (A, True) if policy is PolicyName.STICKY else (B, False)
+    assert (decision.plan.chosen.slot.backend, decision.request.pinnable) == expected
