@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except (RouterError, KvError, CallError) as error:
         print(f"kvferry: {error}", file=sys.stderr)
-        return CANNOT_WORK
+        return BAD_INPUT if isinstance(error, CallError) and error.bad_input else CANNOT_WORK
     except OSError as error:
         print(f"kvferry: {error.strerror or error}", file=sys.stderr)
         return CANNOT_WORK

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from router.config import Backend, Config
+from router.config_values import format_duration, format_size
 from router.core.policy import Policy
 from router.types import BackendId
 
@@ -28,7 +29,7 @@ _SWITCHES = frozenset({"store.max_bytes", "store.max_tokens", "policy.name"})
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key; sizes in bytes, times in seconds."""
+    """One key; sizes and times as the file has them, of lists the names of what is in them."""
 
     key: str
     before: object
@@ -92,10 +93,25 @@ def _differences(old: Config, new: Config) -> Iterator[tuple[str | None, str, Ch
         key = info.alias or name
         if isinstance(before, BaseModel):
             for inner, below in type(before).model_fields.items():
-                change = Change(
-                    f"{key}.{below.alias or inner}", getattr(before, inner), getattr(after, inner)
-                )
-                if change.before != change.after:
-                    yield name, inner, change
+                was, now = getattr(before, inner), getattr(after, inner)
+                if was != now:
+                    yield name, inner, _change(f"{key}.{below.alias or inner}", inner, was, now)
         elif name != "backends" and before != after:
-            yield None, name, Change(key, before, after)
+            yield None, name, _change(key, name, before, after)
+
+
+def _change(key: str, field: str, before: object, after: object) -> Change:
+    was, now = _written(field, before), _written(field, after)
+    # A key of which only the hash is another: hashes are not repeated.
+    return Change(key, was, f"{now} (other contents)" if was == now else now)
+
+
+def _written(field: str, value: object) -> object:
+    """As a person writes it: the unit of a number stands in the name of its field."""
+    if field.endswith("_bytes") and isinstance(value, int):
+        return format_size(value)
+    if field.endswith("_s") and isinstance(value, int | float | None):
+        return format_duration(value)
+    if isinstance(value, tuple):
+        return ", ".join(str(getattr(one, "name", one)) for one in value) or "none"
+    return value

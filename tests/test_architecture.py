@@ -93,7 +93,12 @@ LAYERS: dict[str, set[str]] = {
         "router.tls",
     },
     "router.config_parts": {"router.types", "router.config", "router.core", "router.web"},
-    "router.config_changes": {"router.types", "router.config", "router.core.policy"},
+    "router.config_changes": {
+        "router.types",
+        "router.config",
+        "router.config_values",
+        "router.core.policy",
+    },
     "router.config_auth": {"router.config_load", "router.config_values", "router.keys"},
     "router.config_load": {"router.config_values"},
     "router.config_values": set(),

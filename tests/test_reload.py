@@ -132,7 +132,7 @@ async def test_limits_are_in_force_at_once(setting: Setting) -> None:
 
     assert answer.json["changed"] == [
         {"key": "queue.max_requests", "from": 1024, "to": 0},
-        {"key": "limits.max_body", "from": 64 * 1024 * 1024, "to": 1000},
+        {"key": "limits.max_body", "from": "64MiB", "to": "1kB"},
     ]
     assert (await fleet.complete("x" * 1000)).status == 413
     setting.a.decode_gate.clear()
@@ -142,6 +142,19 @@ async def test_limits_are_in_force_at_once(setting: Setting) -> None:
         assert (await fleet.complete(OTHER)).status == 503
         setting.a.decode_gate.set()
     assert (await setting.reload("queue: {max_requests: 0}")).json["changed"] != []
+
+
+async def test_keys_are_told_by_name(setting: Setting) -> None:
+    """They were `(Key(name='ada', ...),)`."""
+    key = "auth: {{keys: [{{name: ada, hash: 'sha256:{}'}}]}}"
+
+    def change(answer: Answer) -> object:
+        return {one["key"]: (one["from"], one["to"]) for one in answer.json["changed"]}
+
+    first = await setting.reload(key.format("a" * 64))
+    assert change(first) == {"auth.keys": ("none", "ada")}
+    second = await setting.reload(key.format("b" * 64))
+    assert change(second) == {"auth.keys": ("ada", "ada (other contents)")}
 
 
 async def test_times_are_in_force_for_backends_that_are_up(setting: Setting) -> None:

@@ -19,7 +19,12 @@ _OURS = "x-kvferry-request-id"  # in every error of a router
 
 
 class CallError(Exception):
-    """The router did not do what it was asked for; the message is for a person."""
+    """The router did not do what it was asked for; the message is for a person. `bad_input`: it
+    does not understand what was asked."""
+
+    def __init__(self, message: str, *, bad_input: bool = False) -> None:
+        super().__init__(message)
+        self.bad_input = bad_input
 
 
 class RouterClient:
@@ -67,7 +72,8 @@ class RouterClient:
         status, raw = await self._send(method, path, query, body, timeout_s)
         answer = _json(raw)
         if status >= 400:
-            raise CallError(_told(answer) or f"{self.url}{path} was answered with {status}")
+            told = _told(answer) or f"{self.url}{path} was answered with {status}"
+            raise CallError(told, bad_input=status == 400)
         return answer
 
     async def _send(

@@ -10,6 +10,8 @@ from router.terminal import output
 Json = dict[str, Any]
 
 _LOOK_S = 0.5
+# How long a server that is well may take to be tried out; one of a large model takes seconds.
+_ATTACH_S = 15.0
 
 
 async def drain(url: str, name: str) -> int:
@@ -46,10 +48,25 @@ def _progress(name: str, state: Json) -> str:
 
 
 async def undrain(url: str, name: str) -> int:
-    """Ask for it. Raises CallError."""
+    """Ask for it, and wait until it is up or can no longer be expected. Raises CallError."""
     async with connected(url) as client:
-        answer = await client.call("POST", f"/kvferry/backends/{name}/undrain")
-        output().print(f"{name}: in use again ({answer['state']})", soft_wrap=True)
+        await client.call("POST", f"/kvferry/backends/{name}/undrain")
+        backend: Json | None = None
+        for _ in range(round(_ATTACH_S / _LOOK_S)):
+            state = await client.state()
+            backend = next((one for one in state["backends"] if one["name"] == name), None)
+            # One that is down is being tried out, or cannot be: that takes a server seconds.
+            if backend is None or backend["state"] != "down":
+                break
+            await asyncio.sleep(_LOOK_S)
+    found = "gone" if backend is None else backend["state"]
+    if found == "up":
+        said = "in use again"
+    elif found == "down" and backend is not None:
+        said = f"not drained any more, and down: {backend['problem']}"
+    else:
+        said = f"{found}: somebody else asked for that"
+    output().print(f"{name}: {said}", soft_wrap=True)
     return 0
 
 

@@ -47,7 +47,20 @@ async def test_drain_says_how_far_it_is(a: FakeLlama, fleet: Fleet, capsys: Capt
     assert draining.result() == 0
 
     assert await undrain(fleet.url, "a") == 0
-    assert lines(capsys)[0].startswith("a: in use again")
+    assert lines(capsys) == ["a: in use again"]  # it was "(down)", whatever came of it
+
+
+async def test_undrain_of_one_that_is_down(
+    a: FakeLlama, fleet: Fleet, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.console.operate._ATTACH_S", 1.0)
+    await fleet.operate("a", "drain")
+    await fleet.until_is("a", "drained")
+    await a.go_down()
+
+    assert await undrain(fleet.url, "a") == 0
+    said = "a: not drained any more, and down: nothing listens there"
+    assert lines(capsys)[-1].startswith(said)
 
 
 async def test_somebody_keeps_it_meanwhile(a: FakeLlama, fleet: Fleet) -> None:

@@ -134,21 +134,23 @@ async def test_show_one_in_use(fleet: Fleet, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "exit_code", "why"),
     [
-        (["show", "123"], "give at least 6 digits"),
-        (["show", "999999"], "there is no snapshot '999999'"),
-        (["list", "--older-than", "5"], "older_than: needs a unit: write 5s"),
-        (["list", "--larger-than", "5 apples"], "unknown unit 'apples'"),
-        (["purge", "--yes"], "name a condition, or `all`"),
-        (["purge", "--yes", "--all", "--unused"], "name a condition, or `all`"),
-        (["purge", "--yes", "--id", "999999"], "there is no snapshot '999999'"),
+        (["show", "123"], 1, "give at least 6 digits"),
+        (["show", "999999"], 1, "there is no snapshot '999999'"),
+        (["list", "--older-than", "5"], 2, "older_than: needs a unit: write 5s"),
+        (["list", "--limit", "0"], 2, "limit: must be a whole number of at least 1"),
+        (["list", "--larger-than", "5 apples"], 2, "unknown unit 'apples'"),
+        (["purge", "--yes"], 2, "name a condition, or `all`"),
+        (["purge", "--yes", "--all", "--unused"], 2, "name a condition, or `all`"),
+        (["purge", "--yes", "--id", "999999"], 1, "there is no snapshot '999999'"),
     ],
 )
 async def test_what_the_router_refuses(
-    fleet: Fleet, capsys: Capture, arguments: list[str], why: str
+    fleet: Fleet, capsys: Capture, arguments: list[str], exit_code: int, why: str
 ) -> None:
-    assert await run(fleet, *arguments) == 1
+    """What it does not understand is bad input, as what argparse does not."""
+    assert await run(fleet, *arguments) == exit_code
 
     err = capsys.readouterr().err
     assert err.startswith("kvferry: ")
