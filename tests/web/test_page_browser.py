@@ -280,6 +280,21 @@ async def test_can_be_used_by_everybody(browser: Browser, fleet: Fleet) -> None:
         assert width <= viewport["width"]
 
 
+async def test_a_decision_on_a_small_phone(browser: Browser, fleet: Fleet) -> None:
+    """The time and the id were cut off, beside a name as long as those of flags are."""
+    served: dict[str, object] = {"id": "0123456789abcdef", "time": WHEN, "outcome": "ok"}
+    served |= {"backend": "192.168.100.200-8081", "slot": 12, "source": "snapshot", "missed": {}}
+    served |= {"prompt_tokens": 123456, "computed_tokens": 456, "reason": "snapshot is cheapest"}
+    served |= {"ttft_s": 12.5, "predicted_s": 1.5}
+    width = 360
+    async with opened(browser, fleet, viewport={"width": width, "height": 700}) as found:
+        await found.page.evaluate(ADD, [served])
+        for cell in await found.page.locator("#decisions tbody td:visible").all():
+            box = await cell.bounding_box()
+            assert box is not None
+            assert 0 <= box["x"] < box["x"] + box["width"] <= width - 24, await cell.inner_text()
+
+
 async def test_everything_can_be_reached_by_keyboard(browser: Browser, fleet: Fleet) -> None:
     await fleet.complete("x")
     async with opened(browser, fleet) as found:
