@@ -82,6 +82,7 @@ def test_round_trip(scratch: Path, written: bytes) -> None:
 
     assert [entry(n) for n in (0, 2, 4, 5)] == list(manifest.entries.values())
     assert manifest.corrupt == 0
+    assert [manifest.get(entry(n).id) for n in (1, 2)] == [None, entry(2)]
 
 
 def test_cut_at_every_byte(scratch: Path, written: bytes) -> None:

@@ -96,7 +96,7 @@ class KvStore:
                     fresh += [d for d in self._distinct() if all(d is not other for other in known)]
             checks = [self._recover(directory) for directory in fresh]
             found = [held for some in await asyncio.gather(*checks) for held in some]
-            found.sort(key=lambda held: held.directory.manifest.entries[held.snapshot.id].added_at)
+            found.sort(key=lambda held: held.snapshot.saved_at)
             for directory in fresh:
                 await directory.threads.unhurried(partial(kv_records.sweep, directory))
         except KvError:

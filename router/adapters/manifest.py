@@ -131,6 +131,11 @@ class Manifest:
         with self._lock:
             return dict(self._entries)
 
+    def get(self, snapshot: SnapshotId) -> Entry | None:
+        """One live record. Of the copy above, each would cost as much as all."""
+        with self._lock:
+            return self._entries.get(snapshot)
+
     def open(self) -> None:
         """Replay, or begin a new one. Raises KvError (also for a version of the future)."""
         with self._lock, os_errors(f"{self._directory}: cannot open the manifest"):
