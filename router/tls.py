@@ -5,6 +5,7 @@ connections which are open stay, and new ones see what is new.
 """
 
 import ssl
+import stat
 from pathlib import Path
 
 
@@ -69,7 +70,8 @@ def _has(path: Path, words: bytes) -> bool:
 
 def warning(certificate: Path, key: Path) -> str | None:
     """What a client that trusts the certificate's issuer has against it all the same: expired, not
-    yet valid, not for servers. None if nothing. Blocking. Raises TlsError.
+    yet valid, not for servers; else whether everybody can read the key. None if nothing. Blocking.
+    Raises TlsError.
 
     Found out by a handshake in memory, in which the certificate itself is all that is trusted.
     """
@@ -90,4 +92,8 @@ def warning(certificate: Path, key: Path) -> str | None:
                 continue
     except ssl.SSLCertVerificationError as error:
         return f"tls.certificate: {certificate}: {error.verify_message}"
+    mode = stat.S_IMODE(key.stat().st_mode)
+    # Its group may be meant: it is how a key is given to a service.
+    if mode & stat.S_IROTH:
+        return f"tls.key: {key} can be read by all users (mode {mode:o}): chmod o-rwx"
     return None

@@ -45,6 +45,7 @@ class Files:
         until = datetime.now(UTC) - timedelta(days=1) if expired else None
         since = datetime.now(UTC) - timedelta(days=9) if expired else None
         made = self.ca.issue_cert("127.0.0.1", not_before=since, not_after=until)
+        self.key.touch(0o600)
         self.key.write_bytes(made.private_key_pem.bytes())
         self.certificate.write_bytes(b"".join(part.bytes() for part in made.cert_chain_pems))
 
@@ -303,6 +304,15 @@ async def test_an_expired_certificate_is_used_with_a_warning(files: Files, tmp_p
         async with running(NOBODY, None, yaml=files.yaml, wait_for=[]) as fleet:
             assert fleet.url.startswith("https://")
     assert [entry["log_level"] for entry in log if "has expired" in str(entry)] == ["warning"]
+
+
+def test_a_key_that_everybody_reads_is_told(files: Files, tmp_path: Path) -> None:
+    path = tmp_path / "kvferry.yaml"
+    path.write_text(configuration_text(NOBODY, None, yaml=files.yaml))
+    for mode, warned in ((0o644, True), (0o640, False), (0o600, False)):
+        files.key.chmod(mode)
+        code, text = check_text(path)
+        assert (code, "can be read by all users (mode 644)" in text) == (0, warned)
 
 
 def test_a_good_one_has_none(files: Files, tmp_path: Path) -> None:
