@@ -29,9 +29,11 @@ from router.config_load import (
     KeyPath,
     MisfitError,
     Section,
+    misfits_of_sections,
     problems_of,
     read_text,
     read_yaml,
+    unless_wrong,
 )
 from router.config_load import Problem as Problem
 from router.config_load import path_text as path_text
@@ -240,19 +242,16 @@ class Config(Section):
     def misfits(self) -> list[tuple[KeyPath, str]]:
         """What is right one by one and wrong together, each with its path."""
         backends = dict(enumerate(self.backends))
-        misfits = _loops(self.listen, backends)
-        if self.auth.keeps_apart and self.policy.name is PolicyName.PASSTHROUGH:
-            message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
-            misfits.append((("policy", "name"), message))
-        own = self.admin.listen
-        if own is not None:
-            misfits += _loops(own, backends)
-            if own.port and (values.reaches(self.listen, own) or values.reaches(own, self.listen)):
-                message = f"is where clients connect (listen: {self.listen}): take another port"
-                misfits.append((("admin", "listen"), message))
-        return misfits
+        return _crossed(self.listen, backends, self.auth, self.policy, self.admin)
 
 
+# What is compared within a section, by its `_fits`.
+_COMPARED = {
+    "store": {"max_tokens", "min_tokens"},
+    "tokenizer": {"mode", "path"},
+    "admin": {"protect_reads", "token_env"},
+    "auth": {"keys", "tenants"},
+}
 _REQUIRED = {
     "backends": "a list with the `url` of each llama-server",
     "url": "the base URL of a llama-server, such as http://127.0.0.1:8081",
@@ -313,29 +312,55 @@ def _validate(value: object) -> tuple[Config | None, list[tuple[KeyPath, str]]]:
     # Pydantic leaves out what compares keys as soon as one of them is wrong. All problems are
     # wanted at once, so compare those that are right.
     told = {path for path, _ in found}
-    found += [misfit for misfit in _misfits_of_parts(value) if misfit[0] not in told]
+    misfits = misfits_of_sections(Config, value, told, _COMPARED, _REQUIRED)
+    misfits += _misfits_of_parts(value)
+    found += [misfit for misfit in misfits if misfit[0] not in told]
     return None, found
 
 
 def _misfits_of_parts(value: object) -> list[tuple[KeyPath, str]]:
-    if not isinstance(value, dict) or not isinstance(value.get("backends"), list):
+    if not isinstance(value, dict):
         return []
-    backends = {}
-    for i, entry in enumerate(value["backends"]):
-        known = entry if isinstance(entry, dict) else {}
-        compared = {key: known.get(key) for key in ("url", "name")}
-        try:
-            backends[i] = Backend.model_validate(compared)
-        except ValidationError:
-            continue
-    misfits: list[tuple[KeyPath, str]] = [
-        (("backends", *path), message) for path, message in _duplicates(backends)
+    entries = value.get("backends")
+    backends: dict[int, Backend] = {}
+    for i, entry in enumerate(entries if isinstance(entries, list) else []):
+        compared = {k: entry.get(k) for k in ("url", "name")} if isinstance(entry, dict) else {}
+        if (backend := unless_wrong(partial(Backend.model_validate, compared))) is not None:
+            backends[i] = backend
+    listen = value.get("listen", str(Config.model_fields["listen"].default))
+    return [
+        *((("backends", *path), message) for path, message in _duplicates(backends)),
+        *_crossed(
+            unless_wrong(partial(values.address, listen)),
+            backends,
+            unless_wrong(partial(Auth.model_validate, value.get("auth"))),
+            unless_wrong(partial(Policy.model_validate, value.get("policy"))),
+            unless_wrong(partial(Admin.model_validate, value.get("admin"))),
+        ),
     ]
-    try:
-        listen = values.address(value.get("listen", str(Config.model_fields["listen"].default)))
-    except ValueError:
+
+
+def _crossed(
+    listen: Address | None,
+    backends: dict[int, Backend],
+    auth: Auth | None,
+    policy: Policy | None,
+    admin: Admin | None,
+) -> list[tuple[KeyPath, str]]:
+    """What two sections say against each other, as far as they are right."""
+    misfits = [] if listen is None else _loops(listen, backends)
+    passes = policy is not None and policy.name is PolicyName.PASSTHROUGH
+    if passes and auth is not None and auth.keeps_apart:
+        message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
+        misfits.append((("policy", "name"), message))
+    if admin is None or (own := admin.listen) is None:
         return misfits
-    return misfits + _loops(listen, backends)
+    misfits += _loops(own, backends)
+    met = listen is not None and (values.reaches(listen, own) or values.reaches(own, listen))
+    if met and own.port:
+        message = f"is where clients connect (listen: {listen}): take another port"
+        misfits.append((("admin", "listen"), message))
+    return misfits
 
 
 def _duplicates(backends: dict[int, Backend]) -> list[tuple[KeyPath, str]]:

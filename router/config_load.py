@@ -5,10 +5,10 @@ configuration: `config.py` hands its models in.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -22,6 +22,7 @@ MAX_VALUES = 20_000
 MAX_DEPTH = 32
 
 KeyPath = tuple[str | int, ...]
+_T = TypeVar("_T")
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.<-]{1,64}")
 
 
@@ -320,6 +321,38 @@ def problems_of(
             case _:
                 found.append((path, str(cause or item["msg"])))
     return found
+
+
+def misfits_of_sections(
+    root: type[BaseModel],
+    value: object,
+    told: Set[KeyPath],
+    compared: Mapping[str, Set[str]],
+    required: Mapping[str, str],
+) -> list[tuple[KeyPath, str]]:
+    """What is wrong together within the sections of `compared`, where only keys beside those that
+    are compared are wrong by themselves. `told` is all that was found."""
+    misfits: list[tuple[KeyPath, str]] = []
+    for name, keys in compared.items():
+        model = keys_of(root)[name]
+        given = value.get(name) if isinstance(value, dict) else None
+        wrong = {path[1] for path in told if path[0:1] == (name,) and len(path) > 1}
+        if model is None or not isinstance(given, dict) or not wrong or wrong & keys:
+            continue
+        try:
+            model.model_validate({key: one for key, one in given.items() if key not in wrong})
+        except ValidationError as error:
+            found = problems_of(error, model, required)
+            misfits += [((name, *path), message) for path, message in found]
+    return misfits
+
+
+def unless_wrong(make: Callable[[], _T]) -> _T | None:
+    """None for what is wrong by itself, and told as that."""
+    try:
+        return make()
+    except ValueError:
+        return None
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:

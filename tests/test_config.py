@@ -431,6 +431,39 @@ limits: {idle_timeout: 5, idle_timeout: 6}
     ]
 
 
+def test_what_does_not_fit_is_told_beside_what_is_wrong_by_itself() -> None:
+    """As soon as another key of its section, or of the file, was wrong, it was told by the start
+    after the next."""
+    text = """\
+backends: [{url: "http://a:1"}]
+listen: 127.0.0.1:8080
+store:
+  max_tokens: 1
+  min_tokens: 2
+  fsync: maybe
+tokenizer: {mode: local, cache: much}
+policy: passthrough
+admin: {listen: "127.0.0.1:8080", protect_reads: true, token_env: null}
+auth: {keys: [{name: a, hash: 'sha256:HASH'}, {name: a, hash: 'sha256:HASH'}], share_cache: half}
+""".replace("HASH", "0" * 64)
+    assert {path for path, _, _ in problems(text)} == {
+        *("store.fsync", "store.min_tokens", "tokenizer.cache", "tokenizer.path"),
+        *("admin.protect_reads", "auth.share_cache", "auth.keys[1].name", "auth.keys[1].hash"),
+    }
+    right = text.replace("share_cache: half", "").replace("{name: a", "{name: b", 1)
+    right = right.replace("0" * 64, "1" * 64, 1).replace("protect_reads: true, ", "")
+    assert {path for path, _, _ in problems(right)} == {
+        *("store.fsync", "store.min_tokens", "tokenizer.cache", "tokenizer.path"),
+        *("policy.name", "admin.listen"),
+    }
+
+
+def test_what_is_wrong_is_compared_with_nothing() -> None:
+    """A mode that cannot be read might be the one that the path is for."""
+    text = "backends: [{url: 'http://a:1'}]\ntokenizer: {mode: locale, path: /x, cache: much}"
+    assert {path for path, _, _ in problems(text)} == {"tokenizer.mode", "tokenizer.cache"}
+
+
 def test_an_unreadable_value_is_told_once() -> None:
     assert [p[:2] for p in problems("backends: !list []")] == [("backends", 1)]
 
