@@ -5,13 +5,14 @@ now, or better to leave the slot to the server.
 from dataclasses import replace
 from typing import NamedTuple
 
-from router.core.fleeting import is_settling
-from router.core.plan import Plan
+from router.core.fleet import Fleet
+from router.core.fleeting import is_settling, let_go
+from router.core.plan import Candidate, Plan, Price
 from router.core.planner import plan
 from router.core.slots import Phase, Slot
 from router.core.state import State
 from router.core.turns import seconds_left
-from router.types import Request, RequestId
+from router.types import Request, RequestId, Source
 
 
 class Decision(NamedTuple):
@@ -32,7 +33,34 @@ def decide(state: State, request: Request, now: float, waited_s: float) -> Decis
         if made is not None and made.chosen.wait_for is None:
             return Decision(unpinned, made)
     made = _planned(state, request, now, waited_s)
-    return None if made is None else Decision(request, made)
+    if made is None:
+        return None
+    parked = _parked(state.fleet, request, made)
+    if not parked:
+        return Decision(request, made)
+    backend = made.chosen.slot.backend
+    unpinned = replace(request, pinnable=False)
+    if backend in state.fleet.room(unpinned):
+        rest_s = state.fleet.rates[backend].prefill_s(len(request.prompt) - parked, parked)
+        way = Candidate(made.chosen.slot, Source.NONE, parked, Price(prefill_s=rest_s))
+        reason = "left to the server: it has it in its own cache"
+        return Decision(unpinned, Plan(way, reason=reason, shared=made.shared))
+    return None if any(let_go(state.fleet, backend, now)) else Decision(request, made)
+
+
+def _parked(fleet: Fleet, request: Request, made: Plan) -> int:
+    """How many tokens of the prompt the chosen backend may have in a cache of its own, if that is
+    more than could be brought there. It looks there only if nobody pins the request to an empty
+    slot (llama-server.md section 0.7)."""
+    chosen, prompt = made.chosen, request.prompt
+    pinned = request.pinnable and request.slot_hint is None and chosen.wait_for is None
+    if fleet.infos[chosen.slot.backend].keeps_idle_slots or not pinned:
+        return 0
+    if made.shared is None or prompt.n_media:  # nothing is known of it, or nothing wanted
+        return 0
+    parked = min(fleet.parked_tokens(chosen.slot.backend, prompt.tokens), len(prompt) - 1)
+    enough = chosen.reused_tokens + max(fleet.catalog.limits.min_tokens, 1)
+    return parked if parked >= enough else 0
 
 
 def _planned(state: State, request: Request, now: float, waited_s: float) -> Plan | None:

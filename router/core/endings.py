@@ -11,7 +11,16 @@ from router.core.residency import after_answer, after_either, after_finish, afte
 from router.core.slots import NOTHING, UNKNOWN, Resident, Slot
 from router.core.state import State
 from router.errors import BackendError
-from router.types import NOBODY, BackendId, BackendInfo, Left, Outcome, Request, RequestId
+from router.types import (
+    NOBODY,
+    BackendId,
+    BackendInfo,
+    Left,
+    Namespace,
+    Outcome,
+    Request,
+    RequestId,
+)
 
 # Until a slot that was left is known to be idle, in seconds: what who comes back at once is told
 # that waiting for it costs.
@@ -31,6 +40,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
         for slot in state.fleet.slots.of(backend):
             state.fleet.give_up(slot)
     state.fleet.infos.pop(backend, None)
+    state.fleet.parked.drop(Namespace(backend))
     state.fleet.gated.discard(backend)
     state.fleet.slots.lose(backend)
     for job in list(state.jobs.values()):
@@ -313,6 +323,8 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
         end(state, job, now, held)
     else:
         end(state, job, now, after_quiet(job.sent_over, job.request.prompt, event.n_tokens))
+    if job.request is not None and job.request.reuse and not job.request.adapted:
+        state.fleet.park(job.slot.backend, job.request.prompt.tokens)
 
 
 def answer_read(state: State, event: ev.AnswerRead) -> None:

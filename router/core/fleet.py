@@ -11,8 +11,8 @@ from router.core.policy import Policy
 from router.core.reuse import reusable_tokens
 from router.core.slots import Phase, Slot, SlotTable
 from router.core.tenancy import may_tempt, namespace_of, tempts
-from router.tokens import count
-from router.types import BackendId, BackendInfo, Request, SlotId
+from router.tokens import Tokens, count
+from router.types import BackendId, BackendInfo, Namespace, Request, SlotId
 
 
 @dataclass(slots=True)
@@ -42,6 +42,8 @@ class Fleet:
     has_tenants: bool = False  # a slot may hold something that is somebody's
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
     displaced: Ghosts = field(default_factory=Ghosts, repr=False, compare=False)
+    # What backends that empty their idle slots have put into a cache of their own, by backend.
+    parked: Ghosts = field(default_factory=Ghosts, repr=False, compare=False)
 
     def serves(self, backend: BackendId, request: Request) -> bool:
         """The backend is fit for the request, and is to stay."""
@@ -211,6 +213,19 @@ class Fleet:
         tokens = slot.resident.tokens
         if count(tokens) > kept and count(tokens) > self.reach(slot):
             self.displaced.add(namespace_of(self.infos[slot.id.backend], slot.tenant), tokens)
+            if not slot.declined:
+                self.park(slot.id.backend, tokens)
+
+    def park(self, backend: BackendId, tokens: Tokens) -> None:
+        """A slot does not hold these any more, or never did: a backend that empties idle slots may
+        have put them into a cache of its own."""
+        if not self.infos[backend].keeps_idle_slots:
+            self.parked.add(Namespace(backend), tokens)
+
+    def parked_tokens(self, backend: BackendId, tokens: Tokens) -> int:
+        """How many leading tokens of a prompt a backend may find in its own cache. That knows no
+        tenants: where there are any, it is not asked."""
+        return 0 if self.has_tenants else self.parked.nearest(Namespace(backend), tokens)[0]
 
     def wants(self, slot: Slot, request: Request) -> bool:
         """The client's own `id_slot`, if it sent one that this backend has, is this slot's."""

@@ -56,7 +56,7 @@ def is_settling(fleet: Fleet, backend: BackendId, now: float) -> bool:
     """A slot is about to be known to be idle, and a start would empty it if it is idle already:
     waiting costs less than computing again what it holds."""
     info, rates = fleet.infos[backend], fleet.rates[backend]
-    for slot in _let_go(fleet, backend, now):
+    for slot in let_go(fleet, backend, now):
         namespace = namespace_of(info, slot.taker)
         kept = fleet.catalog.covered(namespace, slot.pending)
         loss_s = rates.prefill_s(count(slot.pending) - kept, kept)
@@ -67,11 +67,12 @@ def is_settling(fleet: Fleet, backend: BackendId, now: float) -> bool:
 
 def settled(fleet: Fleet, now: float) -> float | None:
     """When the next slot is not waited for any more, in clock seconds."""
-    slots = (slot for backend in fleet.infos for slot in _let_go(fleet, backend, now))
+    slots = (slot for backend in fleet.infos for slot in let_go(fleet, backend, now))
     return min((slot.busy_until for slot in slots), default=None)
 
 
-def _let_go(fleet: Fleet, backend: BackendId, now: float) -> Iterator[Slot]:
+def let_go(fleet: Fleet, backend: BackendId, now: float) -> Iterator[Slot]:
+    """Where a start empties idle slots: those that are about to be known to be idle."""
     if fleet.infos[backend].keeps_idle_slots or not fleet.slots.phases(backend)[Phase.DRAINING]:
         return
     for slot in fleet.slots.of(backend):

@@ -50,6 +50,12 @@ class Ghosts:
         index = self._index.get(namespace)
         return index.nearest(tokens) if index else (0, False)
 
+    def drop(self, namespace: Namespace) -> None:
+        """Nothing is known of a namespace any more."""
+        for item in [item for item, (whose, _) in self._kept.items() if whose == namespace]:
+            self._forget(item)
+        self._index.pop(namespace, None)
+
     def _forget(self, item: int) -> None:
         namespace, tokens = self._kept.pop(item)
         self._index[namespace].remove(tokens, item)

@@ -1,14 +1,17 @@
 """When a way to start is there and is not taken."""
 
+from typing import Any
+
 import pytest
 
+from router.core import events as ev
 from router.core.decisions import decide
 from router.core.policy import PolicyName
 from router.core.scheduler import Scheduler
 from router.tokens import Tokens
-from router.types import BackendId, Outcome, Prompt, SlotId
+from router.types import BackendId, BackendInfo, Outcome, Prompt, SlotId, Source
 from tests.core.build import A, B, backend, request, run_of, scheduler
-from tests.core.drive import NOW, arrive, finish, names
+from tests.core.drive import NOW, arrive, finish, launched, names
 
 LONG, OTHER, SHORT = run_of(2000), run_of(2000, 7), run_of(20, 9)
 
@@ -62,3 +65,77 @@ def test_what_is_better_left_to_the_server_is_pinned_where_it_would_wait(
     assert decision is not None
     expected = (A, True) if policy is PolicyName.STICKY else (B, False)
     assert (decision.plan.chosen.slot.backend, decision.request.pinnable) == expected
+
+
+# -- what a server that empties idle slots has in a cache of its own -------------------------------
+
+EMPTIES = backend("a", 3, keeps_idle_slots=False, place=None)
+
+
+def emptied(*infos: BackendInfo) -> Scheduler:
+    """The slot that held LONG was emptied by the start of another request."""
+    s = scheduler(*infos or (EMPTIES,), idle_save_after_s=None, coalesce_above_s=None)
+    for name, ids in (("first", LONG), ("second", run_of(30, 7))):
+        arrive(s, name, ids)
+        launched(s, 0, name)
+        finish(s, name)
+    return s
+
+
+def test_what_the_server_may_have_itself_is_left_to_it() -> None:
+    s = emptied()
+    decision = decide(s.state, request("new", ids=LONG), NOW, 0.0)
+
+    assert decision is not None
+    assert not decision.request.pinnable
+    assert not decision.plan.prefill_first
+    assert decision.plan.chosen.source is Source.NONE
+    assert decision.plan.chosen.reused_tokens == 1999
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"slot_hint": 0},
+        {"reuse": False},
+        {"whole_backend": True},
+        {"ids": run_of(200, 5)},
+    ],
+    ids=["pinned by its client", "no reuse", "several answers", "another"],
+)
+def test_what_is_not_left_to_it(more: dict[str, Any]) -> None:
+    s = emptied()
+    decision = decide(s.state, request("new", **({"ids": LONG} | more)), NOW, 0.0)
+    assert decision is not None
+    assert decision.request.pinnable
+    assert decision.plan.chosen.reused_tokens == 0
+
+
+def test_its_cache_knows_no_tenants() -> None:
+    s = emptied()
+    s.state.fleet.has_tenants = True
+    decision = decide(s.state, request("new", ids=LONG), NOW, 0.0)
+    assert decision is not None
+    assert decision.request.pinnable
+
+
+def test_its_cache_is_gone_with_the_process() -> None:
+    s = emptied()
+    s.handle(ev.BackendDown(A), NOW)
+    s.handle(ev.BackendUp(EMPTIES), NOW)
+    decision = decide(s.state, request("new", ids=LONG), NOW, 0.0)
+    assert decision is not None
+    assert decision.request.pinnable
+
+
+def test_a_slot_that_is_let_go_of_is_waited_for_and_nothing_longer() -> None:
+    """Until then it could be the server's choice."""
+    s = emptied()
+    arrive(s, "leaves", run_of(30, 5))
+    launched(s, 0, "leaves")
+    finish(s, "leaves", Outcome.CLIENT_GONE, begun=True)
+
+    assert decide(s.state, request("new", ids=LONG), NOW, 0.0) is None
+    late = decide(s.state, request("new", ids=LONG), NOW + 1.0, 1.0)
+    assert late is not None
+    assert late.request.pinnable

@@ -1,6 +1,7 @@
 """What was held once is remembered, within bounds."""
 
 from router.core.ghosts import Ghosts
+from router.types import Namespace
 from tests.core.build import NS, OTHER_NS, run_of, tokens
 
 
@@ -52,3 +53,15 @@ def test_one_that_is_too_long_leaves_nothing() -> None:
     ghosts.add(NS, run_of(100))
 
     assert len(ghosts) == 0
+
+
+def test_a_namespace_that_is_dropped() -> None:
+    ghosts = Ghosts()
+    ghosts.add(Namespace("a"), run_of(10))
+    ghosts.add(Namespace("b"), run_of(20))
+    ghosts.drop(Namespace("a"))
+
+    assert len(ghosts) == 1
+    assert ghosts.nearest(Namespace("a"), run_of(10)) == (0, False)
+    assert ghosts.nearest(Namespace("b"), run_of(10))[0] == 10
+    ghosts.drop(Namespace("c"))

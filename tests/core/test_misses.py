@@ -244,9 +244,9 @@ def test_it_may_be_told_when_the_slot_is_leased_but_not_later() -> None:
 # -- what was held once ----------------------------------------------------------------------------
 
 
-def reasons(s: Any, name: str, ids: Tokens) -> dict[Miss, int]:
+def reasons(s: Any, name: str, ids: Tokens, **more: Any) -> dict[Miss, int]:
     """Why a request computes what it does; it is granted at once."""
-    arrive(s, name, ids)
+    arrive(s, name, ids, **more)
     s.look_back()
     job = s.state.jobs[name]
     n = count(ids)
@@ -289,7 +289,19 @@ def test_what_a_server_emptied() -> None:
     serve(s, "first", SHARED)
     serve(s, "second", OTHER)
 
-    assert reasons(s, "third", PROMPT) == {Miss.DISPLACED: 200, Miss.NEW: 100}
+    assert reasons(s, "third", PROMPT, slot_hint=0) == {Miss.DISPLACED: 200, Miss.NEW: 100}
+
+
+def test_what_a_server_emptied_and_has_itself() -> None:
+    s = scheduler(
+        backend("a", 2, place=None, keeps_idle_slots=False),
+        idle_save_after_s=None,
+        coalesce_above_s=None,
+    )
+    serve(s, "first", SHARED)
+    serve(s, "second", OTHER)
+
+    assert reasons(s, "third", PROMPT) == {Miss.NEW: 100}
 
 
 def test_what_a_snapshot_holds_is_not_displaced() -> None:
