@@ -7,7 +7,7 @@ under `/kvferry/` and `/metrics`.
 import asyncio
 import contextlib
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
@@ -81,6 +81,19 @@ _TAKES_SLOTS = frozenset(
 )
 _MODELS = frozenset({"/models", "/v1/models"})
 _CONTROL = "/v1/chat/completions/control"
+# What changes nothing, although it is a POST.
+_READS = frozenset(
+    {
+        "/tokenize",
+        "/detokenize",
+        "/apply-template",
+        "/v1/chat/completions/input_tokens",
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+    }
+)
+# A server tells its models in milliseconds, however busy its slots are.
+_MODELS_WITHIN_S = 2.0
 
 
 def forbidden(method: str, path: str) -> str | None:
@@ -303,10 +316,20 @@ class App:
     async def _pass(
         self, request: web.BaseRequest, name: RequestId, raw: bytes, model: str | None
     ) -> web.StreamResponse:
-        """Send a request on as it is, to a backend that fits. Raises RouterError."""
-        client = self._directory.pick(self._directory.resolve(model))
-        async with self._sent(request, raw, client) as upstream:
-            return await self._relayed(request, name, client, upstream)
+        """Send a request on as it is, to a backend that fits; if that fails before it answers, and
+        nothing can have been changed by it, to another. Raises RouterError."""
+        clients = self._directory.fitting(self._directory.resolve(model))
+        if request.method not in ("GET", "HEAD") and request.path.rstrip("/") not in _READS:
+            del clients[1:]
+        for client in clients:
+            try:
+                async with self._sent(request, raw, client) as upstream:
+                    return await self._relayed(request, name, client, upstream)
+            except BackendError:
+                self._directory.doubt(client.id)
+                if client is clients[-1]:
+                    raise
+        raise AssertionError("unreachable")
 
     async def _control(
         self, request: web.BaseRequest, name: RequestId, raw: bytes, model: str | None
@@ -326,7 +349,8 @@ class App:
         self, request: web.BaseRequest, raw: bytes, client: LlamaClient
     ) -> AbstractAsyncContextManager[RelayedResponse]:
         headers = forward_headers(request, resumable=self._settings.passthrough)
-        return client.relay(request.method, forward_target(request), headers, raw or None)
+        target = forward_target(request)
+        return client.relay(request.method, target, headers, raw or None, yields=True)
 
     async def _relayed(
         self,
@@ -347,13 +371,26 @@ class App:
         return response
 
     async def _models(self, request: web.BaseRequest, name: RequestId) -> web.StreamResponse:
-        """The models of all backends; a fleet with one model gives its server's own answer."""
-        clients = self._directory.one_for_each_model()
-        if len(clients) < 2:
+        """The models of all backends; a fleet with one model gives its server's own answer. One of
+        which no server answers is left out. Raises RouterError."""
+        models = self._directory.for_each_model()
+        if len(models) < 2:
             return await self._pass(request, name, b"", None)
-        answers = await asyncio.gather(*(client.models_answer() for client in clients))
+        told = await asyncio.gather(*(_models_of(clients) for clients in models))
+        answers = [answer for answer in told if answer is not None]
+        if not answers:
+            raise BackendError("no backend tells its models")
         merged = json_response(merge_models(answers), headers=names(request, name))
         return open_to_browsers(request, merged)
+
+
+async def _models_of(clients: Sequence[LlamaClient]) -> bytes | None:
+    """What the first one says that answers; None if none does."""
+    for client in clients:
+        with contextlib.suppress(BackendError, TimeoutError):
+            async with asyncio.timeout(_MODELS_WITHIN_S):
+                return await client.models_answer()
+    return None
 
 
 def _expects(request: web.BaseRequest) -> bool:

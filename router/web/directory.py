@@ -45,8 +45,9 @@ class Directory:
         names = ", ".join(sorted(set().union(*known)))
         raise ModelNotFoundError(f"no backend serves the model {model!r}; there are: {names}")
 
-    def pick(self, model: str | None) -> LlamaClient:
-        """A backend for a request that takes no slot. Raises NoBackendError."""
+    def fitting(self, model: str | None) -> list[LlamaClient]:
+        """Backends for a request that takes no slot, the best first. Raises NoBackendError if there
+        is none."""
         if self._stopping:
             raise NoBackendError("the router is stopping")
         fleet = self._engine.scheduler.state.fleet
@@ -60,7 +61,7 @@ class Directory:
         if not able:
             raise NoBackendError("no backend for this request is up")
         clients = [self.monitors[info.id].client for info in able]
-        return min(clients, key=lambda client: (client.relaying, client.id))
+        return sorted(clients, key=lambda one: (one.doubted, one.relaying, one.id))
 
     def all_up(self, model: str | None) -> list[LlamaClient]:
         """Every backend for a model that may be at work, also if it takes nothing new. Raises
@@ -71,13 +72,14 @@ class Directory:
             raise NoBackendError("no backend for this request is up")
         return clients
 
-    def one_for_each_model(self) -> list[LlamaClient]:
-        """A backend for each set of model names, in the order of the configuration."""
-        chosen: dict[frozenset[str], LlamaClient] = {}
+    def for_each_model(self) -> list[list[LlamaClient]]:
+        """The backends for each set of model names that are up, those in doubt last; in the order
+        of the configuration."""
+        found: dict[frozenset[str], list[LlamaClient]] = {}
         for name, monitor in self.monitors.items():
             if name in self._engine.infos:
-                chosen.setdefault(monitor.models, monitor.client)
-        return list(chosen.values())
+                found.setdefault(monitor.models, []).append(monitor.client)
+        return [sorted(some, key=lambda client: client.doubted) for some in found.values()]
 
     async def read(
         self,
