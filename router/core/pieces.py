@@ -25,6 +25,8 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
     1. Of kinds that cannot go back, all: the server makes a checkpoint in each piece, and forgets
        an older one for it (llama-server.md section 4.2).
     2. All where each start empties the idle slots (section 0.6).
+    3. All where the slot holds a beginning of it and perhaps more, which nobody has measured: a
+       piece would cut that off. Where nothing is known of a slot, it was never used as a rule.
     """
     limit_s = fleet.policy.prefill_piece_s
     info = fleet.infos[slot.backend]
@@ -35,7 +37,7 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
     resident = fleet.slots[slot].resident
     held = common_prefix(resident.tokens, wanted)
     if held == count(resident.tokens):
-        if resident.unsure:
+        if resident.unsure and resident.tokens:
             return None
         held += resident.unread  # an answer that nobody has read yet: not to be cut off
     left = count(wanted) - held

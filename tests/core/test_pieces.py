@@ -7,7 +7,7 @@ import pytest
 from router.core.effects import Account, Effect, Prefill, Restore, Save, StopWork
 from router.core.effects import SaveReason as Why
 from router.core.scheduler import Scheduler
-from router.core.slots import Resident
+from router.core.slots import UNKNOWN, Resident
 from router.tokens import count, head
 from router.types import MemoryKind
 from tests.core.build import A1, NS, R2, backend, run_of, scheduler, snapshot
@@ -198,6 +198,28 @@ def test_an_answer_that_nobody_has_read_is_not_cut_off(unsure: bool) -> None:
     slot(s, A1).resident = Resident(head(LONG, 600), 0 if unsure else 400, unsure=unsure)
 
     assert n_asked(arrive(s, MINE, LONG)) == (1999 if unsure else 1512)
+
+
+def test_a_slot_that_was_never_used_has_nothing_to_be_cut_off() -> None:
+    s = beside()
+    slot(s, A1).resident = UNKNOWN
+
+    assert n_asked(arrive(s, MINE, LONG)) == 512
+    assert n_asked(prefilled(s, MINE)) == 1024
+
+
+def test_of_what_was_there_before_the_router_nothing_is_cut_off() -> None:
+    s = beside(reuse_probability=0.0)
+    slot(s, A1).resident = Resident(unread=400)
+
+    assert n_asked(arrive(s, MINE, LONG)) == 912
+
+
+def test_a_kind_that_cannot_go_back_has_no_pieces_on_such_a_slot_either() -> None:
+    s = beside(kind=MemoryKind.HYBRID)
+    slot(s, A1).resident = UNKNOWN
+
+    assert n_asked(arrive(s, MINE, LONG)) == 1999
 
 
 def test_a_piece_that_fails_is_the_last() -> None:
