@@ -8,6 +8,7 @@ from typing import NamedTuple
 from router.core.displacement import Displaced
 from router.core.fleet import Fleet
 from router.core.plan import Candidate, Price
+from router.core.turns import Ahead, ahead, before_s
 from router.types import (
     BackendId,
     MemoryKind,
@@ -53,6 +54,7 @@ class Ask:
     n_prompt: int = field(init=False)
     computing: int = 0
     _running: dict[BackendId, int] = field(default_factory=dict)
+    _ahead: dict[BackendId, list[Ahead]] = field(default_factory=dict)
     _shared: dict[SlotId, int] | None = None
     files: dict[tuple[MemoryKind, Namespace, bool], Files] = field(default_factory=dict)
 
@@ -83,6 +85,15 @@ class Ask:
         if n is None:
             n = self._running[backend] = self.fleet.held_up(backend)
         return n
+
+    def line_s(self, backend: BackendId, prefill_s: float) -> float:
+        """Until it is the turn of a prompt that takes so long; a short one waits for nobody."""
+        if not self.fleet.policy.is_long(prefill_s):
+            return 0.0
+        known = self._ahead.get(backend)
+        if known is None:
+            known = self._ahead[backend] = ahead(self.fleet, backend, self.now)
+        return before_s(known, prefill_s)
 
     def least_s(self, backend: BackendId, reused: int) -> float:
         """No way to start there that reuses so little costs less."""
@@ -127,7 +138,6 @@ class Ask:
         rates = self.fleet.rates[slot.backend]
         displaced_s, loss_s, save = displaced
         prefill_s = rates.prefill_s(self.n_prompt - reused, reused)
-        in_line = self.fleet.policy.is_long(prefill_s)
         if reused < self.computing:
             twice_s = rates.prefill_s(self.computing - reused, reused)
             loss_s += self.fleet.policy.reuse_probability * twice_s
@@ -137,7 +147,7 @@ class Ask:
             source=source,
             reused_tokens=reused,
             price=Price(
-                wait_s=self.fleet.line_s(slot.backend, self.now) if in_line else 0.0,
+                wait_s=self.line_s(slot.backend, prefill_s),
                 save_s=displaced_s + save_s,
                 rewrite_s=rewrite_s,
                 restore_s=restore_s,

@@ -170,11 +170,6 @@ class Fleet:
         """
         return self.running(backend) + len(self.prefilling(backend))
 
-    def line_s(self, backend: BackendId, now: float, but: Slot | None = None) -> float:
-        """Seconds until all prompts are computed that the backend has in hand, or in line."""
-        ends = (slot.busy_until for slot in self.prefilling(backend) if slot is not but)
-        return max(max(ends, default=now) - now, 0.0)
-
     def reusable(self, slot: Slot, n_prompt: int, common: int) -> int:
         """Tokens of a prompt that need no computing in a slot which shares `common` with it."""
         held = slot.resident

@@ -57,10 +57,9 @@ class PrefillStep:
 
 @dataclass(frozen=True, slots=True)
 class InLine:
-    """No step: the job waits until it may compute these tokens (`core/turns.py`), since then."""
+    """No step: the job waits until it may compute these tokens (`core/turns.py`)."""
 
     tokens: Tokens
-    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class Job:
     gated: bool = False
     cancelled: bool = False
     called: bool = False  # it was its turn, and it has not begun yet
-    stood_s: float = 0.0  # in line, before this time
+    stood_s: float = 0.0  # in line, until it was called last
     placed: bool = False  # it is known on which slot an unpinned request ran
     since: float = 0.0
     waited_s: float = 0.0

@@ -114,6 +114,10 @@ class Slot:
     sharing: bool = False  # PREPARING, and others may have `pending` when that is done
     leaving: bool = False  # PREPARING, and the client of the prefill that it is in is gone
     turn_until: float = 0.0  # no other long prompt is begun on the backend (`core/turns.py`)
+    # PREPARING: when what is computed at this moment should be, in clock seconds; 0 if nothing is.
+    piece_until: float = 0.0
+    stands_since: float | None = None  # PREPARING, and in line
+    stood_s: float = 0.0  # in line, before this time
     saved: bool = False  # the background has had its chance with this content
     # It may hold what a client asked not to cache, which is never saved. A restart of the server
     # does not show, so a slot that was lost may hold it still.
@@ -196,7 +200,8 @@ class Slot:
     def _let_go(self) -> None:
         self.holder = None
         self.pending, self.saving, self.sharing, self.leaving = EMPTY, EMPTY, False, False
-        self.turn_until = 0.0
+        self.turn_until, self.piece_until = 0.0, 0.0
+        self.stands_since, self.stood_s = None, 0.0
 
     def _check(self, lease: Lease) -> None:
         if not self.holds(lease):

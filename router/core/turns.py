@@ -7,7 +7,16 @@ that as well. One after the other, the first is ready in half the time.
 
 Who has the turn has it for a piece, while that is saved for others, and until the first token; and
 it ends by itself: `Slot.turn_until`.
+
+Whoever needs least has the next turn, less a part of the time that he has stood in line: that is
+his rank. Nobody who comes later goes before one who has stood for `needs / _PATIENCE`, so nobody
+waits for ever. All of the time would be too much: a piece brings its prompt just as far as it
+brings forward those who wait, so equals would stay equal, take turns piece by piece, and all be
+ready when the last could be.
 """
+
+from math import inf
+from typing import NamedTuple
 
 from router.core.fleet import Fleet
 from router.core.jobs import InLine, Job, PrefillStep
@@ -22,6 +31,16 @@ _LATE_S = 0.5, 5.0
 _LONGEST_S = 10.0
 # From when a prompt is computed to its first token; what takes longer is held up by something else.
 _HANDED_OVER_S = 0.5
+# A second in line counts for so much of a second to compute: a piece may take twice as long as
+# predicted before another goes on that was equal.
+_PATIENCE = 0.5
+
+
+class Ahead(NamedTuple):
+    """Something that a backend has to compute, and its place among others."""
+
+    rank_s: float
+    left_s: float
 
 
 def get_in_line(state: State, job: Job, step: PrefillStep, now: float) -> bool:
@@ -34,37 +53,39 @@ def get_in_line(state: State, job: Job, step: PrefillStep, now: float) -> bool:
     fleet, slot, backend = state.fleet, state.fleet.slots[job.slot], job.slot.backend
     if job.called or fleet.policy.coalesce_above_s is None:
         return False
-    slot.turn_until = 0.0
+    slot.turn_until, slot.piece_until = 0.0, 0.0
     own_s = seconds_left(fleet, slot, step.tokens)
     is_long, is_free = fleet.policy.is_long(own_s), _ends(fleet, backend) <= now
     if not is_long or (is_free and backend not in _lines(state)):
         if is_free and (is_long or job.prefilled is not None):
             _call(slot, job, now)
         return False
-    slot.busy_until = now + fleet.line_s(backend, now, slot) + own_s
-    job.doing = InLine(step.tokens, now)
+    job.doing, slot.stands_since = InLine(step.tokens), now
     state.in_line.append(job.id)
+    _foretell(fleet, _lines(state)[backend], now)
     return True
 
 
 def take_next(state: State, now: float) -> list[tuple[Job, PrefillStep]]:
-    """Call the next on each backend where nobody has the turn: who needs least, less what he has
-    waited here. Who came with little does not wait for much, nor he who came with much for ever."""
+    """Call the next on each backend where nobody has the turn."""
     taken: list[tuple[Job, PrefillStep]] = []
     for backend, line in _lines(state).items():
         if _ends(state.fleet, backend) > now:
             continue
-        job = min(line, key=lambda job: _left_s(state.fleet, job) - _stood_s(job, now))
+        job = _foretell(state.fleet, line, now)
         assert isinstance(job.doing, InLine)
         state.in_line.remove(job.id)
-        job.stood_s = _stood_s(job, now)
-        _call(state.fleet.slots[job.slot], job, now)
+        slot = state.fleet.slots[job.slot]
+        job.stood_s = slot.stood_s = _stood_s(slot, now)
+        slot.stands_since = None
+        _call(slot, job, now)
         taken.append((job, PrefillStep(job.doing.tokens)))
     return taken
 
 
 def begin(job: Job, slot: Slot, piece_s: float, now: float) -> None:
     """The job computes what is predicted to take `piece_s`."""
+    slot.piece_until = now + piece_s
     if job.called:
         job.called = False
         least_s, most_s = _LATE_S
@@ -94,6 +115,16 @@ def begun(state: State, request: RequestId) -> None:
 def next_end(state: State) -> float | None:
     """When the next turn ends that somebody waits for, in clock seconds; perhaps it has."""
     return min((_ends(state.fleet, backend) for backend in _lines(state)), default=None)
+
+
+def ahead(fleet: Fleet, backend: BackendId, now: float) -> list[Ahead]:
+    """All prompts that the backend has in hand, or in line."""
+    return [part for slot in fleet.prefilling(backend) for part in _of(fleet, slot, now)]
+
+
+def before_s(parts: list[Ahead], rank_s: float) -> float:
+    """Seconds until the turn of a prompt of that rank; of equals, who is there goes first."""
+    return sum(part.left_s for part in parts if part.rank_s <= rank_s)
 
 
 def seconds_left(fleet: Fleet, slot: Slot, tokens: Tokens) -> float:
@@ -127,11 +158,35 @@ def _ends(fleet: Fleet, backend: BackendId) -> float:
     return max((slot.turn_until for slot in fleet.slots.of(backend)), default=0.0)
 
 
-def _left_s(fleet: Fleet, job: Job) -> float:
-    assert isinstance(job.doing, InLine)
-    return seconds_left(fleet, fleet.slots[job.slot], job.doing.tokens)
+def _foretell(fleet: Fleet, line: list[Job], now: float) -> Job:
+    """Who of those who wait on a backend is next. For those who want the same: when each will have
+    computed his prompt, if nobody comes."""
+    places = [(_place(fleet, fleet.slots[job.slot], now), job) for job in line]
+    places.sort(key=lambda place: place[0].rank_s)
+    slots = fleet.prefilling(line[0].slot.backend)
+    others = [a for slot in slots if slot.stands_since is None for a in _of(fleet, slot, now)]
+    line_s = 0.0
+    for (rank_s, left_s), job in places:
+        line_s += left_s
+        fleet.slots[job.slot].busy_until = now + before_s(others, rank_s) + line_s
+    return places[0][1]
 
 
-def _stood_s(job: Job, now: float) -> float:
-    assert isinstance(job.doing, InLine)
-    return job.stood_s + now - job.doing.since
+def _of(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:
+    """What a slot has to compute: what it computes at this moment, before all others; the rest."""
+    if not slot.piece_until:
+        return [_place(fleet, slot, now)]
+    piece_s, rest_s = slot.piece_until - now, slot.busy_until - slot.piece_until
+    return [Ahead(-inf, max(piece_s, 0.0)), Ahead(rest_s - _PATIENCE * slot.stood_s, rest_s)]
+
+
+def _place(fleet: Fleet, slot: Slot, now: float) -> Ahead:
+    """Of a prompt of which nothing is computed at this moment."""
+    left_s = seconds_left(fleet, slot, slot.pending)
+    if slot.stands_since is None:  # a file is restored, which brings it as far as was planned
+        left_s = min(left_s, max(slot.busy_until - now, 0.0))
+    return Ahead(left_s - _PATIENCE * _stood_s(slot, now), left_s)
+
+
+def _stood_s(slot: Slot, now: float) -> float:
+    return slot.stood_s + (now - slot.stands_since if slot.stands_since is not None else 0.0)

@@ -54,7 +54,7 @@ def shared_prefill(policy: PolicyName = PolicyName.PREFER_IDLE, until: float = 2
     made = fleet(policy=policy)
     made.slots[A0].lease(R)
     made.slots[A0].pending, made.slots[A0].sharing = LONG, True
-    made.slots[A0].busy_until = until
+    made.slots[A0].busy_until = made.slots[A0].piece_until = until
     return made
 
 

@@ -6,10 +6,12 @@ import pytest
 
 from router.core import events as ev
 from router.core.effects import Dispatch, Effect, Prefill, Reject
+from router.core.planner import plan
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase, Resident
+from router.core.turns import ahead, before_s
 from router.tokens import count, pack
-from router.types import MemoryKind, Prompt, Reported, RequestId
+from router.types import MemoryKind, Outcome, Prompt, Reported, RequestId
 from tests.core.build import A0, A1, A2, B0, backend, rates, request, run_of, scheduler, snapshot
 from tests.core.drive import (
     NOW,
@@ -108,8 +110,8 @@ def test_the_shorter_goes_first_of_those_who_wait() -> None:
     assert of(begun(s, "r")) == ["Prefill r3"]
 
 
-@pytest.mark.parametrize(("tokens", "first"), [(170, "r2"), (140, "r3")])
-def test_who_has_waited_longer_than_the_difference_goes_first(tokens: int, first: str) -> None:
+@pytest.mark.parametrize(("tokens", "first"), [(180, "r2"), (170, "r3")])
+def test_who_has_waited_twice_as_long_as_the_difference_goes_first(tokens: int, first: str) -> None:
     s = two(4)
     prefilled(s, "r")
     s.handle(ev.Arrived(request("r3", run_of(tokens, 4))), NOW + 0.45)
@@ -242,6 +244,139 @@ def test_who_wants_the_same_is_told_how_long_the_line_is() -> None:
     s = two()
 
     assert slot(s, A1).busy_until == pytest.approx(NOW + 2.99 + 1.99)
+
+
+def test_who_wants_the_same_is_told_anew_when_a_piece_ends() -> None:
+    s = in_pieces(3)
+    arrive(s, "r", run_of(2001, 1))
+    arrive(s, "r2", run_of(1001, 2))
+    assert slot(s, A1).busy_until == pytest.approx(NOW + 5.12 + 10)  # it is next
+
+    arrive(s, "r3", run_of(901, 3))
+    assert slot(s, A1).busy_until == pytest.approx(NOW + 5.12 + 9 + 10)
+    prefilled(s, "r")
+    assert slot(s, A2).busy_until == pytest.approx(NOW + 9)
+    assert slot(s, A1).busy_until == pytest.approx(NOW + 9 + 10)
+    assert slot(s, A0).busy_until == pytest.approx(NOW + 9 + 10 + 14.88)
+
+
+def test_who_goes_before_another_is_charged_for_the_piece_and_no_more() -> None:
+    s = in_pieces(3)
+    arrive(s, "r", run_of(2001, 1))
+    arrive(s, "r2", run_of(1501, 2))
+
+    def charged(tokens: int, after_s: float = 0.0) -> float:
+        decision = plan(request("r3", run_of(tokens, 3)), s.state.fleet, NOW + after_s)
+        assert decision is not None
+        return decision.chosen.price.wait_s
+
+    assert charged(20) == 0  # it waits for nobody
+    assert charged(1001) == pytest.approx(5.12)
+    assert charged(1001, after_s=4.0) == pytest.approx(1.12)
+    assert charged(1001, after_s=9.0) == 0  # it takes longer than predicted
+    assert charged(1495) == pytest.approx(5.12 + 14.88)  # r needs less than that by then
+    assert charged(1502) == pytest.approx(5.12 + 14.88 + 15)
+    assert charged(1402, after_s=3.0) == pytest.approx(2.12 + 15)  # r2 has stood there for a while
+
+
+def test_one_that_has_stood_in_line_is_sooner_on_when_his_piece_ends() -> None:
+    s = in_pieces(3)
+    arrive(s, "r", run_of(601, 1))
+    arrive(s, "r2", run_of(1001, 2))
+    s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 6)
+    assert of(s.handle(ev.Begun(RequestId("r")), NOW + 6)) == ["Prefill r2"]
+
+    line = ahead(s.state.fleet, A0.backend, NOW + 6)
+    assert before_s(line, 1.8) == pytest.approx(5.12)
+    assert before_s(line, 1.9) == pytest.approx(5.12 + 4.88)  # it has stood for 6 s
+
+
+def test_one_whose_state_is_read_is_before_those_who_need_more() -> None:
+    snap = snapshot("s", run_of(900, 8))
+    s = scheduler(backend("a", 2), snapshots=[snap], idle_save_after_s=None, coalesce_above_s=0.5)
+    assert names(arrive(s, "r", run_of(1001, 8))) == ["Restore"]
+
+    (rest,) = ahead(s.state.fleet, A0.backend, NOW)
+    assert rest.left_s == pytest.approx(1.01, abs=0.01)
+    assert before_s([rest], 2.0) == rest.left_s
+    assert before_s([rest], 0.6) == 0
+
+
+# -- several, in their time ---------------------------------------------------------------------
+
+
+def in_pieces(n_slots: int) -> Scheduler:
+    """Of 512 tokens, which take 5.12 s."""
+    return scheduler(
+        backend("a", n_slots), prefill_piece_s=0.5, idle_save_after_s=None, reuse_probability=0.0
+    )
+
+
+class Played:
+    """A server that takes so many times as long as predicted, and never learns; each first token
+    is there at once. `computed`: whose piece, and when it began."""
+
+    def __init__(self, s: Scheduler, times: float = 1.0) -> None:
+        self.s, self.times, self.now = s, times, NOW
+        self.computed: list[tuple[str, float]] = []
+        self._done: list[tuple[float, ev.Event]] = []
+        self.latest_s = 0.0  # of all that were told when a prompt in line will be computed
+
+    def handle(self, event: ev.Event) -> None:
+        for effect in self.s.handle(event, self.now):
+            if isinstance(effect, Prefill):
+                n_held = count(slot(self.s, effect.slot).resident.tokens)
+                ends = self.now + self.times * 0.01 * (count(effect.tokens) - n_held)
+                self._done.append((ends, ev.Prefilled(effect.request, Reported())))
+                self.computed.append((effect.request, self.now - NOW))
+            elif isinstance(effect, Dispatch):
+                self._done.append((self.now, ev.Begun(effect.request)))
+        told = [x.busy_until for x in self.s.state.fleet.slots if x.phase is Phase.PREPARING]
+        self.latest_s = max([self.latest_s, *(at - NOW for at in told)])
+
+    def go_on(self) -> bool:
+        """The next thing happens. False: nothing is left to do."""
+        wakes = self.s.next_wakeup(self.now)
+        first = min(self._done, key=lambda done: done[0], default=None)
+        if first is not None and (wakes is None or first[0] <= wakes):
+            self._done.remove(first)
+            self.now = first[0]
+            self.handle(first[1])
+        elif wakes is not None:
+            self.now = wakes
+            self.handle(ev.Tick())
+        return bool(self._done) or wakes is not None
+
+
+@pytest.mark.parametrize("times", [0.8, 1.0, 1.1, 1.6])
+def test_prompts_that_are_alike_are_computed_one_after_the_other(times: float) -> None:
+    played = Played(in_pieces(4), times)
+    for name in ("r", "r2", "r3"):
+        played.handle(ev.Arrived(request(name, run_of(2001, ord(name[-1])))))
+    while played.go_on():
+        pass
+
+    turns = [name for name, _ in played.computed]
+    assert turns == ["r"] * 4 + ["r2"] * 4 + ["r3"] * 4
+    assert played.latest_s <= max(times, 1) * 60.1  # there is no more to do
+
+
+def test_nobody_waits_for_ever_while_short_ones_come() -> None:
+    """Each is there before the one before it is done."""
+    played = Played(in_pieces(40))
+    played.handle(ev.Arrived(request("r0", run_of(101, 99))))
+    played.handle(ev.Arrived(request("long", run_of(1001, 1))))
+    for i in range(1, 100):
+        if played.computed[-1][0] == "long":
+            break
+        played.handle(ev.Arrived(request(f"r{i}", run_of(101, 100 + i))))
+        n = len(played.computed)
+        while len(played.computed) == n:
+            assert played.go_on()
+        played.handle(ev.Finished(RequestId(f"r{i - 1}"), Outcome.OK, Reported()))
+
+    # After twice what it needs, less what a short one needs, and what was begun then.
+    assert 17 <= played.computed[-1][1] <= 20
 
 
 def test_a_turn_goes_where_its_request_runs() -> None:
