@@ -116,9 +116,13 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
 
 def take_turns(state: State, now: float) -> None:
     """Let those compute their prompts whose turn it is."""
-    for job, step in turns.take_next(state, now):
-        job.steps.appendleft(step)
-        next_step(state, job, now)
+    while called := turns.take_next(state, now):
+        for job, step in called:
+            if job.cancelled and not is_wanted(state, job, step.tokens):
+                job.steps.clear()  # those who waited for it are gone, too; and another is called
+            else:
+                job.steps.appendleft(step)
+            next_step(state, job, now)
 
 
 def _meets_nobody(state: State, job: Job) -> bool:

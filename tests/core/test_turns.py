@@ -19,6 +19,7 @@ from tests.core.drive import (
     begun,
     cancel,
     finish,
+    held,
     launched,
     names,
     prefill_failed,
@@ -188,6 +189,35 @@ def test_who_left_stands_in_line_again_for_those_who_wait_for_the_rest() -> None
     assert of(prefilled(s, "r")) == ["Prefill r2"]
     assert of(prefilled(s, "r2")) == ["Dispatch r2"]
     assert of(begun(s, "r2")) == ["Prefill r"]
+
+
+def test_what_those_have_left_who_waited_is_not_computed_for_nobody() -> None:
+    s = scheduler(backend("a", 4), prefill_piece_s=1.5, reuse_probability=0.0)
+    arrive(s, "r", run_of(3000, 1))
+    arrive(s, "r2", OTHER)
+    arrive(s, "r3", run_of(3000, 1))
+    cancel(s, "r")
+    prefilled(s, "r")
+    cancel(s, "r3")
+    prefilled(s, "r2")
+
+    assert of(begun(s, "r2")) == []
+    assert slot(s, A0).is_idle
+    assert held(s, A0) == run_of(512, 1)
+
+
+def test_another_is_called_instead_of_one_that_nobody_wants() -> None:
+    s = scheduler(backend("a", 4), prefill_piece_s=1.5, reuse_probability=0.0)
+    arrive(s, "r", run_of(1000, 1))
+    arrive(s, "r2", OTHER)
+    arrive(s, "r3", run_of(1000, 1))
+    arrive(s, "r4", run_of(2000, 4))
+    cancel(s, "r")
+    prefilled(s, "r")
+    cancel(s, "r3")
+    prefilled(s, "r2")
+
+    assert of(begun(s, "r2")) == ["Prefill r4"]
 
 
 def test_a_pause_is_the_end_of_a_turn() -> None:
