@@ -155,7 +155,12 @@ def _lines(state: State) -> dict[BackendId, list[Job]]:
 
 def _ends(fleet: Fleet, backend: BackendId) -> float:
     """When the backend's turn ends, in clock seconds; 0 if nobody has it."""
-    return max((slot.turn_until for slot in fleet.slots.of(backend)), default=0.0)
+    return max((_end(slot) for slot in fleet.slots.of(backend)), default=0.0)
+
+
+def _end(slot: Slot) -> float:
+    """Of a piece that was broken off the server computes no more than all."""
+    return min(slot.turn_until, slot.piece_until) if slot.leaving else slot.turn_until
 
 
 def _foretell(fleet: Fleet, line: list[Job], now: float) -> Job:

@@ -220,6 +220,15 @@ def test_another_is_called_instead_of_one_that_nobody_wants() -> None:
     assert of(begun(s, "r2")) == ["Prefill r4"]
 
 
+def test_a_turn_that_was_broken_off_ends_with_its_piece() -> None:
+    s = two()
+    cancel(s, "r")
+
+    assert s.next_wakeup(NOW) == pytest.approx(NOW + 2.99)
+    assert of(tick(s, 2.9)) == []
+    assert of(tick(s, 3.0)) == ["Prefill r2"]
+
+
 def test_a_pause_is_the_end_of_a_turn() -> None:
     """Of a model that cannot go back there are no pieces."""
     info = backend("a", 2, memory_kind=MemoryKind.HYBRID)
