@@ -88,10 +88,10 @@ def _only_stands(state: State, made: Plan, now: float, waited_s: float) -> bool:
         return False
     if fleet.slots.phases(backend)[Phase.IDLE] > 1:
         return False
-    others = fleet.prefilling(backend)
+    others = [(slot, seconds_left(fleet, slot, slot.pending)) for slot in fleet.prefilling(backend)]
+    others = [(slot, left_s) for slot, left_s in others if fleet.policy.is_long(left_s)]
     return bool(others) and all(
-        seconds_left(fleet, slot, slot.pending) - _age_s(state, slot, now) <= own_s - waited_s
-        for slot in others
+        left_s - _age_s(state, slot, now) <= own_s - waited_s for slot, left_s in others
     )
 
 

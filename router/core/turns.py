@@ -181,7 +181,7 @@ def _of(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:
     """What a slot has to compute: what it computes at this moment, before all others; the rest."""
     if not slot.piece_until:
         return [_place(fleet, slot, now)]
-    piece_s, rest_s = slot.piece_until - now, slot.busy_until - slot.piece_until
+    piece_s, rest_s = slot.piece_until - now, max(slot.busy_until - slot.piece_until, 0.0)
     return [Ahead(-inf, max(piece_s, 0.0)), Ahead(rest_s - _PATIENCE * slot.stood_s, rest_s)]
 
 

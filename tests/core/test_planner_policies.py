@@ -95,10 +95,9 @@ def test_what_is_computed_for_all_is_waited_for_however_long_it_takes() -> None:
 
 
 def test_nobody_waits_for_what_is_long_overdue() -> None:
-    made = shared_prefill()
-    made.slots[A0].busy_until = -59.0
+    made = shared_prefill(until=-59.0)
     assert waits(request(ids=MORE), made) == A0
-    made.slots[A0].busy_until = -60.0
+    made = shared_prefill(until=-60.0)
     assert waits(request(ids=MORE), made) is None
     assert hope_ends(made, -1.0) == 0.0
 
