@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from router.adapters.kv_files import openness
 from router.adapters.monitor import Attached
-from router.adapters.probe import NO_SWA_FULL, Padding, Probe
+from router.adapters.probe import NO_CACHE_REUSE, NO_SWA_FULL, Padding, Probe
 from router.core.reuse import can_restore
 from router.doctor_facts import Facts, Folder
 from router.types import MemoryKind
@@ -216,8 +216,10 @@ def _moved(attached: Attached) -> Iterator[Finding]:
         seen = f"restored: {longer}/{n} cached when continued, {half}"
     kind = info.memory_kind
     if found.problem:  # (1)
-        what = found.problem.removesuffix(f"; {NO_SWA_FULL}")
-        do = NO_SWA_FULL if what != found.problem else "read llama-server's log; try a newer build"
+        what, do = found.problem, "read llama-server's log; try a newer build"
+        for flag in (NO_SWA_FULL, NO_CACHE_REUSE):
+            if what.endswith(flag):
+                what, do = what.removesuffix(f"; {flag}"), flag
         what = f"{what} ({seen})" if seen else what
         yield Finding(Level.ERROR, what, do)
     elif kind is MemoryKind.SLIDING_WINDOW:  # (2)

@@ -164,6 +164,7 @@ class Request:
     reuse: bool = True  # False: `cache_prompt: false`
     streams: bool = True  # its client sees the first token when it comes
     adapted: bool = False  # a LoRA adapter for it alone: its KV is another model's
+    shifts: bool = False  # the server may shift chunks of KV for it (llama-server.md section 2.3)
     slot_hint: int | None = None
     tenant: Tenant = NOBODY  # whose prompt it is, where tenants are kept apart
     client: str | None = None  # between these the queue is fair

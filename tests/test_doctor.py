@@ -166,6 +166,18 @@ async def test_swa_full(llama_server: StartServer, tmp_path: Path, said: Said) -
     assert "-> restart it without --swa-full" in text
 
 
+async def test_a_server_that_moves_what_it_holds(
+    llama_server: StartServer, tmp_path: Path, said: Said
+) -> None:
+    server = await llama_server(extra_args=["--cache-reuse", "256"])
+
+    assert await doctor(from_flags([server.url], str(tmp_path / "kv"))) == 1
+
+    text = said()
+    assert "not to be saved" in text
+    assert "-> restart it without --cache-reuse" in text
+
+
 async def test_api_key(
     llama_server: StartServer, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:

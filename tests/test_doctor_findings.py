@@ -8,7 +8,7 @@ import pytest
 
 from router.adapters.llama_reply import ModelsInfo, Props
 from router.adapters.monitor import Attached
-from router.adapters.probe import NO_KV, SWA_FULL, Padding, Probe
+from router.adapters.probe import MOVES_CHUNKS, NO_KV, SWA_FULL, Padding, Probe
 from router.adapters.trouble import Trouble, Unusable
 from router.config import Backend, Config, from_flags, parse
 from router.doctor_facts import Facts, Folder, Saved, Words
@@ -171,6 +171,7 @@ def test_a_model_for_embeddings_has_nothing_to_save() -> None:
         ({"layout": None, "problem": "5 bytes are there"}, "5 bytes are there", "free space"),
         ({"restored_extension": 0, "problem": "it gives no cached tokens"}, "0/100", "log"),
         ({"problem": SWA_FULL, "memory_kind": MemoryKind.UNKNOWN}, "wrong answers", "--swa-full"),
+        ({"problem": MOVES_CHUNKS}, "other positions", "restart it without --cache-reuse"),
         ({"problem": "odd", "memory_kind": MemoryKind.UNKNOWN}, "odd (restored: ", "newer"),
         ({"keeps_idle_slots": False}, "idle slots", "restart it with --cache-ram 0"),
         ({"ram_cache": True}, "one tenant's prompts to another", "--cache-ram 0"),

@@ -21,6 +21,8 @@ from router.adapters.llama_wire import (
     TokenPrompt,
     UnknownPrompt,
     fingerprint,
+    fingerprint_body,
+    not_moved,
     parse_body,
     parse_request,
     pin_slot,
@@ -265,11 +267,13 @@ def test_max_new_tokens(fields: Json, expected: int | None) -> None:
 def test_fields_of_converted_bodies() -> None:
     """/v1/messages passes on next to nothing, /v1/responses everything."""
     fields = {"id_slot": 1, "n": 2, "n_predict": 7, "cache_prompt": False, "lora": [{"id": 0}]}
+    fields |= {"n_cache_reuse": 8}
     messages = parse_request(Route.MESSAGES, {"messages": [], **fields})
     responses = parse_request(Route.RESPONSES, {"input": "x", "max_output_tokens": 9, **fields})
 
     assert (messages.slot_hint, messages.pinnable, messages.max_new_tokens) == (None, False, 4096)
     assert (messages.whole_backend, messages.cache_prompt, messages.lora) == (False, True, False)
+    assert (messages.shifts, responses.shifts) == (False, True)
     assert (responses.slot_hint, responses.pinnable, responses.max_new_tokens) == (1, True, 7)
     assert (responses.whole_backend, responses.cache_prompt, responses.lora) == (True, False, True)
 
@@ -284,6 +288,12 @@ def test_fields_of_converted_bodies() -> None:
         ({"id_slot": -1}, "slot_hint", None),
         ({"id_slot": "1"}, "slot_hint", None),
         ({"id_slot": 0}, "slot_hint", 0),
+        ({}, "shifts", False),
+        ({"n_cache_reuse": 0}, "shifts", False),
+        ({"n_cache_reuse": 0.9}, "shifts", False),
+        ({"n_cache_reuse": 1.9}, "shifts", True),
+        ({"n_cache_reuse": True}, "shifts", True),
+        ({"n_cache_reuse": None}, "shifts", True),  # as the server was started
         ({"n": 1}, "whole_backend", False),
         ({"n_cmpl": 1, "n": 2}, "whole_backend", False),
         ({"n_cmpl": None, "n": 2}, "whole_backend", True),
@@ -326,6 +336,26 @@ def test_pinning_changes_no_other_byte() -> None:
     assert pin_slot(b" { } ", {}, 0) == b' {"id_slot":0 } '
     escaped = b'{"id\\u005fslot": 7, "a": "{"}'
     assert parse_body(pin_slot(escaped, parse_body(escaped), 1)) == {"id_slot": 1, "a": "{"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"prompt": "a"}, {"n_cache_reuse": 0, "prompt": "a", "id_slot": 1}),
+        ({"prompt": "a", "id_slot": 0}, {"n_cache_reuse": 0, "prompt": "a", "id_slot": 1}),
+        ({}, {"n_cache_reuse": 0, "id_slot": 1}),
+        ({"n_cache_reuse": 9}, {"n_cache_reuse": 9, "id_slot": 1}),
+        ({"n_cache_reuse": None}, {"n_cache_reuse": None, "id_slot": 1}),
+    ],
+)
+def test_a_server_moves_nothing_by_itself(asked: Json, expected: Json) -> None:
+    given = orjson.dumps(asked)
+    raw, parsed = not_moved(given, parse_request(Route.COMPLETION, parse_body(given)))
+
+    assert parse_body(pin_slot(raw, parsed.body, 1)) == expected
+    del expected["id_slot"]
+    assert parse_body(strip_slot(raw, parsed.body)) == expected
+    assert parse_body(given) == asked
 
 
 # --- Against a real server --------------------------------------------------------------------
@@ -383,6 +413,19 @@ async def test_prefill_leaves_exactly_the_tokens(llama_server: StartServer, tmp_
 
     assert status == 200
     assert tokens == await slot_tokens(server, tmp_path / "kv")
+
+
+def test_what_the_router_computes_is_never_moved_there() -> None:
+    """Unless that is what is to be found out: null is as the server was started."""
+    tokens = pack([1, 2])
+    moved = [
+        prefill_body(tokens, 0),
+        fingerprint_body(tokens, 0),
+        prefill_body(tokens, 0, exact=False),
+    ]
+
+    assert [parse_body(body)["n_cache_reuse"] for body in moved] == [0, 0, None]
+    assert all(parse_body(body)["prompt"] == [1, 2] for body in moved)
 
 
 async def test_limits_are_read_as_the_server_reads_them(llama_server: StartServer) -> None:

@@ -295,12 +295,13 @@ class LlamaClient:
         body, timeout_s = wire.overwrite_body(slot), self._timeouts.action_s
         await self._call("POST", "/completion", body, timeout_s)
 
-    async def prefill(self, slot: int, tokens: Tokens) -> Reported:
+    async def prefill(self, slot: int, tokens: Tokens, *, exact: bool = True) -> Reported:
         """Compute `tokens` in an idle slot, which holds exactly them afterwards.
 
-        Streamed with progress, so that the server notices at once if we give up.
+        Streamed with progress, so that the server notices at once if we give up. Not `exact`: as
+        the server does it by itself.
         """
-        body = wire.prefill_body(tokens, slot)
+        body = wire.prefill_body(tokens, slot, exact=exact)
         payload = await self._call("POST", "/completion", body, self._timeouts.first_byte_s)
         return reply.read_reply(wire.Route.COMPLETION, True, payload)
 

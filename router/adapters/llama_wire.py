@@ -6,6 +6,7 @@ the backend's to refuse, only a body that is no JSON object is refused here.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from hashlib import blake2b
 from typing import Any, Literal
@@ -107,6 +108,7 @@ class ParsedRequest:
     slot_hint: int | None
     whole_backend: bool
     lora: bool
+    shifts: bool  # chunks of KV may be shifted for it (llama-server.md section 2.3)
     pinnable: bool
     prompt_source: PromptSource
 
@@ -168,6 +170,7 @@ def parse_request(route: Route, body: dict[str, Any]) -> ParsedRequest:
         slot_hint=slot if slot is not None and slot >= 0 else None,
         whole_backend=batch or (_first_int(fields, "n_cmpl", "n") or 1) > 1,
         lora=fields.get("lora") not in (None, []),
+        shifts=_int32(fields.get("n_cache_reuse", 0)) != 0,  # null: the server's `--cache-reuse`
         pinnable=route is not Route.MESSAGES,
         prompt_source=source,
     )
@@ -335,6 +338,15 @@ def pin_slot(raw: bytes, body: dict[str, Any], slot: int) -> bytes:
     return with_fields(raw, body, {"id_slot": slot})
 
 
+def not_moved(raw: bytes, parsed: ParsedRequest) -> tuple[bytes, ParsedRequest]:
+    """The request that keeps the server from shifting KV by itself (llama-server.md section 2.3),
+    unless the client says something of it."""
+    if "n_cache_reuse" in parsed.body:
+        return raw, parsed
+    off = {"n_cache_reuse": 0}
+    return with_fields(raw, parsed.body, off), replace(parsed, body=parsed.body | off)
+
+
 def strip_slot(raw: bytes, body: dict[str, Any]) -> bytes:
     """`raw` without the client's own id_slot."""
     if "id_slot" not in body:
@@ -356,42 +368,30 @@ def detokenize_body(ids: list[int]) -> bytes:
     return orjson.dumps({"tokens": ids})
 
 
-def prefill_body(tokens: Tokens, slot: int) -> bytes:
+def prefill_body(tokens: Tokens, slot: int, *, exact: bool = True) -> bytes:
     """For POST /completion: compute `tokens` into a slot and generate nothing that stays.
 
     `n_predict: 0` samples one token that the slot does not keep (llama-server.md section 2.3).
-    With progress events the server notices a closed connection after the next batch (5.6).
+    With progress events the server notices a closed connection after the next batch (5.6). Not
+    `exact`: it may shift KV, if that is its own choice.
     """
-    return orjson.dumps(
-        {
-            "prompt": unpack(tokens),
-            "id_slot": slot,
-            "n_predict": 0,
-            "cache_prompt": True,
-            "stream": True,
-            "return_progress": True,
-        }
-    )
+    more = {"n_predict": 0, "stream": True, "return_progress": True}
+    return _compute(tokens, slot, more if exact else more | {"n_cache_reuse": None})
 
 
 def overwrite_body(slot: int) -> bytes:
     """For POST /completion: leave one token, which every vocabulary has, in a slot."""
-    body = {"prompt": [0], "id_slot": slot, "n_predict": 0, "cache_prompt": False}
-    return orjson.dumps(body)
+    return _compute(pack([0]), slot, {"n_predict": 0, "cache_prompt": False})
 
 
 def fingerprint_body(tokens: Tokens, slot: int) -> bytes:
     """For POST /completion: the likeliest next tokens, to tell models apart by what they do."""
-    return orjson.dumps(
-        {
-            "prompt": unpack(tokens),
-            "id_slot": slot,
-            "n_predict": 1,
-            "n_probs": 5,
-            "temperature": 0.0,
-            "cache_prompt": True,
-        }
-    )
+    return _compute(tokens, slot, {"n_predict": 1, "n_probs": 5, "temperature": 0.0})
+
+
+def _compute(tokens: Tokens, slot: int, more: dict[str, Any]) -> bytes:
+    body = {"prompt": unpack(tokens), "id_slot": slot, "cache_prompt": True, "n_cache_reuse": 0}
+    return orjson.dumps(body | more)
 
 
 Action = Literal["save", "restore"]

@@ -105,6 +105,11 @@ class Monitor:
         self._begun, self._over = 0, 0  # looks
         self._news = asyncio.Event()  # another one is over
 
+    @property
+    def saves(self) -> bool:
+        """What its slots hold may become state files."""
+        return self.attached is not None and self.attached.info.place is not None
+
     def doubt(self) -> None:
         """Somebody failed to reach the backend: look now rather than at the next turn."""
         self._sure = self.client.doubted = True

@@ -19,6 +19,7 @@ from router.adapters.probe_slots import (
     erase,
     has_ram_cache,
     keeps_idle_slots,
+    moves_chunks,
     put_aside,
     put_back,
 )
@@ -38,14 +39,22 @@ TEXT = (
 # Tokens that outgrow a window of 1,024 (gemma 3) and one of 4,096 (mistral, phi 3).
 _LONGER = (1200, 4600)
 _LONGER_S = 2.0  # what such a text may take; a server is not to be kept waiting for a hint
+# A chunk that a server which moves some will move: presets have 256. Shorter on a slow one.
+_CHUNK = 520
 
 NO_SWA_FULL = "restart it without --swa-full"
+NO_CACHE_REUSE = "restart it without --cache-reuse"
 # What a server says to every completion of a model without KV (server-context.cpp:3388).
 _NO_LOGITS = "logits computation"
 NO_KV = "its model is one for embeddings: it answers no completions, and its slots hold no KV"
 SWA_FULL = (
     "a restored state could give wrong answers, since llama-server was started with --swa-full or "
     f"remembers in a way that is not known here; {NO_SWA_FULL}"
+)
+MOVES_CHUNKS = (
+    "it moves what a slot holds to other positions (--cache-reuse, also in llama-server's own "
+    "presets for code), which is not what a prefill gives, and so is not to be saved; "
+    f"{NO_CACHE_REUSE}"
 )
 
 
@@ -191,6 +200,13 @@ class _Trial:
                 tokens, fresh = await self._outgrow_window(tokens, fresh)
         if found.problem is None and await self._verify():
             await self._restore(tokens, fresh)
+        # Of other kinds nothing can be moved, but for --swa-full.
+        if found.problem is None and found.memory_kind is MemoryKind.FULL:
+            rate = _rate(found)
+            longest = _CHUNK if rate is None else min(_CHUNK, int(_LONGER_S / 2 / rate))
+            chunk = head(join([tokens] * (_CHUNK // count(tokens) + 1)), min(longest, self._room))
+            if chunk and await moves_chunks(self._client, self._slot, chunk):
+                found.problem = MOVES_CHUNKS
 
     async def _save(self, tokens: Tokens) -> Behaviour:
         """Compute and save `tokens`; the layout of the file, and what comes after two more."""

@@ -1,5 +1,6 @@
 """The slot that a probe works in: which one, what it held, and what becomes of the others."""
 
+import secrets
 from contextlib import suppress
 
 import structlog
@@ -7,12 +8,13 @@ import structlog
 from router.adapters.llama_client import LlamaClient
 from router.errors import BackendError, BackendRefusedError, KvError
 from router.ports import SnapshotStore
-from router.tokens import Tokens, count, head, pack, unpack
+from router.tokens import Tokens, common_prefix, count, head, join, pack, unpack
 from router.types import Place, SlotStatus
 
 log = structlog.get_logger(__name__)
 
 _RAM_CACHE_TOKENS = 32  # of a prompt that could come back
+_APART = 8  # tokens that tell two prompts apart
 
 
 async def put_aside(
@@ -83,6 +85,22 @@ async def has_ram_cache(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
         await client.prefill(slot, one)
     again = await client.prefill(slot, prompt)
     return (again.cached_tokens or 0) > count(prompt) // 2
+
+
+async def moves_chunks(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
+    """Whether a prompt that leaves something out gets what comes behind it from the slot: the
+    server moves it to where it is wanted by itself (`--cache-reuse`, llama-server.md section 2.3).
+
+    Its chunks have a least length, 256 in llama-server's own presets: only up to `tokens` is seen.
+    The beginning is new each time, or a RAM cache might know the prompt from the last time.
+    """
+    some = unpack(tokens)
+    start, left_out = (pack(secrets.choice(some) for _ in range(_APART)) for _ in range(2))
+    whole, less = join([start, left_out, tokens]), join([start, tokens])
+    await erase(client, slot)
+    await client.prefill(slot, whole)
+    again = await client.prefill(slot, less, exact=False)
+    return (again.cached_tokens or 0) > common_prefix(whole, less)
 
 
 async def erase(client: LlamaClient, slot: int) -> None:

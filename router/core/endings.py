@@ -7,7 +7,7 @@ from router.core import events as ev
 from router.core.account import avoided_s
 from router.core.effects import Account, SaveReason, StopWork, Watch
 from router.core.jobs import Job, PrefillStep, SaveStep, Stage
-from router.core.residency import after_answer, after_either, after_finish, after_quiet
+from router.core.residency import after_answer, after_either, after_finish, after_quiet, is_exact
 from router.core.slots import NOTHING, UNKNOWN, Resident, Slot
 from router.core.state import State
 from router.errors import BackendError
@@ -164,7 +164,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     _learn(state, job, event)
     if not state.fleet.slots.holds(job.lease):
         end(state, job, now)  # the backend went down meanwhile
-    elif event.outcome is Outcome.OK and not (job.request.adapted or _shares_state(state, job)):
+    elif event.outcome is Outcome.OK and not _is_to_be_wiped(state, job, event):
         end(state, job, now, _left_by(state, job, event))
     else:
         _abandon(state, job, now, event)
@@ -206,8 +206,9 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     that the server placed where we have not seen it keeps all idle slots out of use.
 
     What an adapter of its own has computed looks like anybody's to the server, which would go on
-    from it for whoever begins with the same tokens (section 1.7): it is wiped. So is what several
-    answers may have shared, in each slot and by computing a token there.
+    from it for whoever begins with the same tokens (section 1.7): it is wiped. So is what the
+    server may have moved there (2.3), and what several answers may have shared, in each slot and by
+    computing a token there.
 
     Without KV there is nothing to destroy, and which slot it is nobody knows: the server lets
     others wait by itself.
@@ -218,7 +219,7 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
         return
     refused = event.outcome is Outcome.REFUSED
     flush = _shares_state(state, job) and not refused
-    wipe = flush or job.request.adapted
+    wipe = flush or job.request.adapted or (not refused and _is_to_be_wiped(state, job, event))
     unseen = job.request.whole_backend or not (job.request.pinnable or job.placed)
     answered = event.outcome in _OVER
     left = Left.ANSWERED if answered else Left.BEGUN if event.begun and not unseen else Left.SENT
@@ -242,6 +243,14 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
                 watch(state, slot, left=other, wipe=wipe, flush=flush, untouched=refused)
 
 
+def _is_to_be_wiped(state: State, job: Job, event: ev.Finished) -> bool:
+    """What the job's request has left is not, or not only, what its tokens say."""
+    assert job.request is not None
+    n_ctx = state.fleet.infos[job.slot.backend].n_ctx
+    exact = is_exact(job.request, job.sent_over, event.reported, n_ctx)
+    return job.request.adapted or not exact or _shares_state(state, job)
+
+
 def _shares_state(state: State, job: Job) -> bool:
     """Several answers to one prompt share its state, which the server copies from slot to slot with
     the next batch that it computes, and not before: into whatever is restored there meanwhile
@@ -258,8 +267,9 @@ def _mix(slot: Slot, request: Request) -> None:
 
 
 def _note_wish(slot: Slot, request: Request) -> None:
-    """A slot may hold what a request has left: if that is to be no cache, it is never saved."""
-    slot.declined = slot.declined or not request.reuse
+    """A slot may hold what a request has left: if that is to be no cache, or not what its tokens
+    say, it is never saved."""
+    slot.declined = slot.declined or not request.reuse or request.shifts
 
 
 def _doubt_drained(state: State, job: Job, request: Request) -> None:
@@ -349,8 +359,8 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         held = slot.resident if resident is None else resident
         if job.others and job.stage is not Stage.PREPARING and held is not NOTHING:
             held = UNKNOWN  # the server chose which slots it used
-        if job.request is not None and resident is not None:
-            _note_wish(slot, job.request)
+        if job.request is not None and resident is not None and not job.request.reuse:
+            slot.declined = True
         used = slot.last_used if background else now
         slot.release(lease, held, used)
         slot.saved = background

@@ -3,7 +3,7 @@
 from router.core.reuse import CHECKPOINT_BEFORE_END, MAX_CHECKPOINTS
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.tokens import Tokens, common_prefix, count, head, iterate, join
-from router.types import Prompt, Reported
+from router.types import Prompt, Reported, Request
 
 
 def after_prefill(before: Resident, tokens: Tokens, reported: Reported) -> Resident:
@@ -85,6 +85,28 @@ def after_quiet(before: Resident, prompt: Prompt, n_tokens: int | None) -> Resid
     if before.unsure or n_tokens == len(before):
         known = head(known, common_prefix(known, before.tokens))
     return Resident(known, n_tokens - count(known))
+
+
+def is_exact(request: Request, before: Resident, reported: Reported, n_ctx: int) -> bool:
+    """Whether what a request has left is what a prefill of the same tokens gives.
+
+    1. Longer than the slot: with `--context-shift` the server has dropped tokens in the middle and
+       moved the others (llama-server.md section 2.3).
+    2. Its client has not let the server move any; or that was impossible, with media.
+    3. All that the slot held is the prompt's beginning: there was nothing to move.
+    4. No more was cached than that the two have in common: nothing was moved.
+    5. Else it may have been: or the server had more of the prompt in main memory.
+    """
+    if (reported.prompt_tokens or 0) + (reported.generated_tokens or 0) > n_ctx:  # (1)
+        return False
+    prompt = request.prompt
+    if not request.shifts or prompt.n_media:  # (2)
+        return True
+    shared = common_prefix(before.tokens, prompt.tokens)
+    pinned = request.pinnable and not (request.whole_backend or prompt.unknown)
+    if pinned and not before.unsure and len(before) == shared:  # (3)
+        return True
+    return reported.cached_tokens is not None and reported.cached_tokens <= shared  # (4), (5)
 
 
 def after_either(resident: Resident, prompt: Prompt) -> Resident:

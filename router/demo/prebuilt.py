@@ -38,6 +38,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("-cram", "--cache-ram", type=int, default=8192, help="MiB; 0: off, -1: no limit")
     add("--cache-idle-slots", dest="cache_idle_slots", action="store_true", default=True)
     add("--no-cache-idle-slots", dest="cache_idle_slots", action="store_false")
+    add("--cache-reuse", type=int, default=0)
+    add("--context-shift", action="store_true")
     add("-ctxcp", "--ctx-checkpoints", type=int, default=32)
     add("--slot-save-path", type=_directory, default="")
     add("-sps", "--slot-prompt-similarity", type=float, default=0.1)
@@ -100,6 +102,8 @@ def build_params(args: argparse.Namespace) -> Any:
     params.kv_unified = auto or bool(args.kv_unified)
     params.cache_ram_mib = args.cache_ram
     params.cache_idle_slots = args.cache_idle_slots
+    params.n_cache_reuse = args.cache_reuse
+    params.ctx_shift = args.context_shift
     params.n_ctx_checkpoints = args.ctx_checkpoints
     params.slot_save_path = args.slot_save_path
     params.slot_prompt_similarity = args.slot_prompt_similarity

@@ -23,6 +23,7 @@ from router.adapters.llama_wire import (
     ParsedRequest,
     Route,
     TokenPrompt,
+    not_moved,
     parse_body,
     parse_request,
     takes_many_slots,
@@ -150,6 +151,7 @@ class Completions:
             reuse=parsed.cache_prompt,
             streams=parsed.stream,
             adapted=parsed.lora,
+            shifts=parsed.shifts,
             slot_hint=parsed.slot_hint,
             avoid=avoid,
             **whose,
@@ -239,7 +241,7 @@ class Completions:
     async def _send(self, exchange: _Exchange, grant: Grant) -> web.StreamResponse:
         """Relay one granted request; the grant is used up on return and on exception."""
         backend = grant.lease.slot.backend
-        client = self._directory.monitors[backend].client
+        monitor = self._directory.monitors[backend]
         capture = Capture()
         outcome = Outcome.BACKEND_ERROR
         upstream: RelayedResponse | None = None
@@ -254,8 +256,11 @@ class Completions:
             headers, target = forward_headers(exchange.http), forward_target(exchange.http)
             if exchange.trace is not None:
                 headers = exchange.trace.inject(headers)
-            body = granted.body(grant, exchange.raw, exchange.parsed)
-            async with client.relay(
+            raw, parsed = exchange.raw, exchange.parsed
+            if parsed is not None and monitor.saves:
+                raw, parsed = not_moved(raw, parsed)
+            body = granted.body(grant, raw, parsed)
+            async with monitor.client.relay(
                 *(exchange.http.method, target, headers, body), yields=True
             ) as upstream:
                 response, outcome = await relay(

@@ -15,7 +15,7 @@ from router.adapters import kv_shape, probe
 from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
 from router.adapters.monitor import Attached, attach
-from router.adapters.probe import SWA_FULL, Padding
+from router.adapters.probe import MOVES_CHUNKS, SWA_FULL, Padding
 from router.demo.launcher import LlamaServer
 from router.errors import BackendRefusedError, KvFileError
 from router.kvfile import rewrite
@@ -95,6 +95,22 @@ async def test_swa_full(llama_server: StartServer, connections: Connections) -> 
     assert attached.probe.problem == SWA_FULL
     assert attached.info.memory_kind is MemoryKind.UNKNOWN
     assert attached.info.place is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flags", [[], ["--kv-unified", "--cache-ram", "64"]], ids=" ".join)
+async def test_a_server_that_moves_what_it_holds(
+    llama_server: StartServer, connections: Connections, kind: str, flags: list[str]
+) -> None:
+    """As llama-server's presets for code do. Only full attention can be moved; and that a RAM
+    cache remembers the last probe changes nothing."""
+    plain = await llama_server(kind, extra_args=flags)
+    moves = await llama_server(kind, extra_args=["--cache-reuse", "256", *flags])
+    for _ in range(2):
+        for server, expected in ((plain, False), (moves, kind == "llama")):
+            found = await look(server, connections)
+            assert found.probe.problem == (MOVES_CHUNKS if expected else None)
+            assert (found.info.place is None) == expected
 
 
 def with_window(folder: Path, window: int) -> Path:
@@ -260,8 +276,8 @@ class OddClient(LlamaClient):
             raise BackendRefusedError("no", backend_status=400)
         return await super().restore(slot, name)
 
-    async def prefill(self, slot: int, tokens: Tokens) -> Reported:
-        reported = await super().prefill(slot, tokens)
+    async def prefill(self, slot: int, tokens: Tokens, *, exact: bool = True) -> Reported:
+        reported = await super().prefill(slot, tokens, exact=exact)
         odd = self._odd.restores == self._odd.nothing_cached != 0
         return Reported(prompt_s=0.1, cached_tokens=0 if odd else reported.cached_tokens)
 

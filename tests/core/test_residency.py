@@ -1,5 +1,8 @@
 """What a slot holds afterwards: certain, or not claimed."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,11 +13,12 @@ from router.core.residency import (
     after_finish,
     after_prefill,
     after_quiet,
+    is_exact,
 )
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.tokens import EMPTY, pack
-from router.types import Prompt, Reported
-from tests.core.build import prompt_of, run_of, tokens
+from router.types import Prompt, Reported, Request
+from tests.core.build import prompt_of, request, run_of, tokens
 from tests.core.test_tokens import naive_common_prefix
 
 PROMPT = prompt_of([1, 2, 3])
@@ -144,3 +148,48 @@ def test_after_either_is_right_whether_the_request_ran_here_or_not(
     assert len(claim) == naive_common_prefix(before, prompt)
     assert pack(before).startswith(claim.tokens)
     assert pack(prompt + answer).startswith(claim.tokens)
+
+
+# -- is it what its tokens say? -------------------------------------------------------------------
+
+PINNED = request(ids=[1, 2, 3, 4])
+SHIFTS = replace(PINNED, shifts=True)
+UNREAD = replace(SHIFTS, prompt=Prompt(unknown="why"))
+LONGER = Resident(tokens(1, 2, 9))
+
+
+@pytest.mark.parametrize(
+    ("asked", "before", "said", "exact"),
+    [
+        pytest.param(PINNED, LONGER, {"cached_tokens": 4}, True, id="nobody let it"),
+        pytest.param(SHIFTS, LONGER, {"cached_tokens": 2}, True, id="no more than is common"),
+        pytest.param(SHIFTS, LONGER, {"cached_tokens": 3}, False, id="more than is common"),
+        pytest.param(SHIFTS, LONGER, {}, False, id="the client left"),
+        pytest.param(SHIFTS, Resident(tokens(1, 2)), {}, True, id="nothing else was there"),
+        pytest.param(SHIFTS, NOTHING, {}, True, id="nothing was there"),
+        pytest.param(SHIFTS, Resident(tokens(1), 5), {}, False, id="nobody has read it"),
+        pytest.param(SHIFTS, UNKNOWN, {}, False, id="anything may have been there"),
+        pytest.param(UNREAD, NOTHING, {}, False, id="it may be in another slot"),
+        pytest.param(UNREAD, NOTHING, {"cached_tokens": 0}, True, id="all was computed"),
+        pytest.param(replace(SHIFTS, pinnable=False), NOTHING, {}, False, id="not pinned"),
+        pytest.param(replace(SHIFTS, whole_backend=True), NOTHING, {}, False, id="several"),
+        pytest.param(
+            replace(SHIFTS, prompt=Prompt(tokens(1, -2), n_media=1)),
+            LONGER,
+            {"cached_tokens": 300},
+            True,
+            id="a picture",
+        ),
+        pytest.param(
+            PINNED, NOTHING, {"prompt_tokens": 4, "generated_tokens": 6}, True, id="it is full"
+        ),
+        pytest.param(
+            PINNED, NOTHING, {"prompt_tokens": 4, "generated_tokens": 7}, False, id="over the end"
+        ),
+    ],
+)
+def test_what_is_left_may_not_be_what_a_prefill_gives(
+    asked: Request, before: Resident, said: dict[str, Any], exact: bool
+) -> None:
+    """Where the server was let move chunks of KV, or moved them at the end of the context."""
+    assert is_exact(asked, before, Reported(**said), n_ctx=10) is exact
