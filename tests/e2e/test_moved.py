@@ -1,0 +1,93 @@
+"""A server that moves what a slot holds to other positions, as a client or an operator wants it:
+nobody else goes on from that, there or elsewhere (docs/llama-server.md section 2.3)."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import StartServer
+from tests.e2e.conversing import differs_in_earnest, saved
+from tests.e2e.measuring import Direct, direct
+from tests.e2e.prompts import Json, ids
+from tests.fake_llama import FakeLlama
+from tests.fleet import Answer, Fleet, running
+
+WHOLE = ids(1, 900)
+LESS = [*WHOLE[:100], *WHOLE[300:]]  # as of a conversation whose old messages were dropped
+MORE = [*LESS, *ids(2, 5)]
+OTHER = ids(3, 900)
+REUSE: Json = {"n_cache_reuse": 16}
+# More than any model of the tests computes for the probe.
+LONG_CHUNKS = ("--cache-reuse", "540")
+ASKED: Json = {"n_predict": 1, "temperature": 0, "n_probs": 5}
+MOVES = pytest.param(REUSE, (), id="a request")
+SERVER_MOVES = pytest.param({}, LONG_CHUNKS, id="the server")
+SERVER_MOVES_AS_WISHED = pytest.param({"n_cache_reuse": None}, LONG_CHUNKS, id="as it likes")
+
+
+async def ask(fleet: Fleet | Direct, prompt: Sequence[int], **more: object) -> Answer:
+    answer = await fleet.post("/completion", ASKED | {"prompt": list(prompt)} | more)
+    assert answer.status == 200, answer.body
+    return answer
+
+
+async def fresh(client: Direct, prompt: Sequence[int]) -> Answer:
+    return await ask(client, prompt, cache_prompt=False)
+
+
+@pytest.mark.parametrize(("wish", "flags"), [MOVES, SERVER_MOVES, SERVER_MOVES_AS_WISHED])
+@pytest.mark.parametrize("taken", [False, True], ids=["same slot", "after others"])
+async def test_others_get_what_a_prefill_gives(
+    llama_server: StartServer, wish: Json, flags: Sequence[str], taken: bool
+) -> None:
+    reference = await llama_server("llama", slots=1)
+    server = await llama_server("llama", slots=1, extra_args=flags)
+    async with direct(reference) as client, running([("a", server.url)], server.kv_dir) as fleet:
+        await ask(fleet, WHOLE)
+        found = await ask(fleet, LESS, **wish)
+        if wish:  # its client is served as by the server alone
+            assert found.cached > 600
+        assert bool(differs_in_earnest(found, await fresh(client, LESS))) == bool(wish)
+        if taken:
+            await asyncio.sleep(0.3)  # time for a save in the background
+            await ask(fleet, OTHER)
+            await fleet.until(saved(len(OTHER)))
+        for prompt in (MORE, LESS):
+            found = await ask(fleet, prompt)
+            assert differs_in_earnest(found, await fresh(client, prompt)) == ""
+
+
+@pytest.mark.parametrize("saves", [True, False])
+async def test_a_server_without_snapshots_may_do_as_it_likes(tmp_path: Path, saves: bool) -> None:
+    kv_dir = tmp_path if saves else None
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], kv_dir) as fleet:
+        for fields in ({}, {"n": 2}, {"n_cache_reuse": 5}):
+            fake.bodies.clear()
+            await fleet.complete("x", **fields)
+            sent = [body for _, body in fake.bodies if body.get("prompt") == "x"]
+            expected = fields.get("n_cache_reuse", 0 if saves else None)
+            assert [body.get("n_cache_reuse") for body in sent] == [expected]
+
+
+async def test_turns_that_need_no_moving_are_reused(llama_server: StartServer) -> None:
+    """Of a client that always lets the server move what it holds."""
+    server = await llama_server("llama", slots=1)
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        await ask(fleet, LESS, **REUSE)
+        assert (await ask(fleet, MORE, **REUSE)).cached >= len(LESS) - 1
+        await fleet.until(saved(len(MORE)))
+
+
+async def test_an_answer_over_the_end_of_the_context(llama_server: StartServer) -> None:
+    """The server dropped half of it and moved the rest; of that no snapshot is made."""
+    server = await llama_server("llama", slots=1, ctx=1024, extra_args=("--context-shift",))
+    async with running([("a", server.url)], server.kv_dir) as fleet:
+        prompt = ids(4, 900)
+        answer = await ask(fleet, prompt, n_predict=300, ignore_eos=True)
+        assert answer.json["truncated"]
+        state = await fleet.until_quiet()
+        await asyncio.sleep(0.3)
+        assert state["slots"][0]["resident_tokens"] == 0
+        assert not (await fleet.state())["snapshots"]["items"]
