@@ -11,7 +11,7 @@ from router.core.plan import Candidate, Plan, Price
 from router.core.planner import plan
 from router.core.slots import Phase, Slot
 from router.core.state import State
-from router.core.turns import seconds_left
+from router.core.turns import rank_s, seconds_left
 from router.types import Request, RequestId, Source
 
 
@@ -91,7 +91,8 @@ def _only_stands(state: State, made: Plan, now: float, waited_s: float) -> bool:
     others = [(slot, seconds_left(fleet, slot, slot.pending)) for slot in fleet.prefilling(backend)]
     others = [(slot, left_s) for slot, left_s in others if fleet.policy.is_long(left_s)]
     return bool(others) and all(
-        left_s - _age_s(state, slot, now) <= own_s - waited_s for slot, left_s in others
+        rank_s(left_s, _age_s(state, slot, now)) <= rank_s(own_s, waited_s)
+        for slot, left_s in others
     )
 
 
