@@ -333,8 +333,9 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
         end(state, job, now, held)
     else:
         end(state, job, now, after_quiet(job.sent_over, job.request.prompt, event.n_tokens))
-    if job.request is not None and job.request.reuse and not job.request.adapted:
-        state.fleet.park(job.slot.backend, job.request.prompt.tokens)
+    request = job.request
+    if request is not None and request.reuse and not (request.adapted or request.shifts):
+        state.fleet.park(job.slot.backend, request.prompt.tokens)
 
 
 def answer_read(state: State, event: ev.AnswerRead) -> None:
