@@ -79,6 +79,7 @@ def _seconds(told: Json) -> str:
         for name, key in (
             ("waited", "waited_s"),
             ("prepared", "prepared_s"),
+            ("of that in line", "stood_s"),
             ("first token after", "ttft_s"),
             ("predicted", "predicted_s"),
             ("all", "total_s"),

@@ -296,6 +296,7 @@ class RequestRecord:
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
     missed: Mapping[Miss, int] = field(default_factory=dict)  # adds up to the computed tokens
     nearest: Nearest | None = None
+    stood_s: float = 0.0  # of `prepared_s`, while others' prompts were computed
 
 
 class Stall(StrEnum):

@@ -59,6 +59,7 @@ class Entry:
             "missed": {str(why): n for why, n in record.missed.items()} if record else {},
             "waited_s": _ms(record.waited_s) if record else None,
             "prepared_s": _ms(record.prepared_s) if record else None,
+            "stood_s": _ms(record.stood_s) if record else None,
             "ttft_s": _ms(record.ttft_s) if record else None,
             "predicted_s": _ms(record.predicted_s) if record else None,
             "total_s": _ms(record.total_s) if record else None,

@@ -23,6 +23,7 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         generated_tokens=reported.generated_tokens,
         waited_s=account.waited_s,
         prepared_s=account.prepared_s,
+        stood_s=account.stood_s,
         ttft_s=ttft_s,
         total_s=total_s,
         predicted_s=account.plan.ttft_s + account.waited_s,

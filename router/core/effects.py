@@ -158,6 +158,7 @@ class Account:
     prepared_s: float
     prefilled: Reported | None
     avoided_s: float = 0.0  # prefill that reuse made unnecessary
+    stood_s: float = 0.0  # in line, of `prepared_s`
 
 
 Effect = (

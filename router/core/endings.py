@@ -157,6 +157,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
             reported=event.reported,
             waited_s=job.waited_s,
             prepared_s=job.prepared_s,
+            stood_s=job.stood_s,
             prefilled=job.prefilled,
             avoided_s=avoided_s(state.fleet.rates[job.slot.backend], event.reported, job.prefilled),
         )

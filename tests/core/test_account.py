@@ -18,7 +18,9 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
     said = Reported(prompt_tokens=3, cached_tokens=2, generated_tokens=9)
     # At first the last token was to be reused as well.
     plan = Plan(chosen, reason="why", sight=Sight(planned=3, nearest=NEAREST))
-    account = Account(request(), A0, plan, Outcome.OK, said, 5.0, 6.0, None, avoided_s=9.0)
+    account = Account(
+        request(), A0, plan, Outcome.OK, said, 5.0, 6.0, None, avoided_s=9.0, stood_s=4.0
+    )
 
     assert record_of(account, ttft_s=7.0, total_s=8.0) == RequestRecord(
         request=R,
@@ -33,6 +35,7 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
         generated_tokens=9,
         waited_s=5.0,
         prepared_s=6.0,
+        stood_s=4.0,
         ttft_s=7.0,
         total_s=8.0,
         predicted_s=8.0,

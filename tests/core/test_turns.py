@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from router.core import events as ev
-from router.core.effects import Dispatch, Effect, Prefill, Reject
+from router.core.effects import Account, Dispatch, Effect, Prefill, Reject
 from router.core.planner import plan
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase, Resident
@@ -339,6 +339,17 @@ def test_one_whose_state_is_read_is_before_those_who_need_more() -> None:
     assert rest.left_s == pytest.approx(1.01, abs=0.01)
     assert before_s([rest], 2.0) == rest.left_s
     assert before_s([rest], 0.6) == 0
+
+
+def test_what_one_has_stood_in_line_is_told_of_him() -> None:
+    s = two()
+    s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 3)
+    s.handle(ev.Begun(RequestId("r")), NOW + 4)
+    s.handle(ev.Prefilled(RequestId("r2"), Reported()), NOW + 6)
+    done = s.handle(ev.Finished(RequestId("r2"), Outcome.OK, Reported()), NOW + 7)
+
+    (account,) = (effect for effect in done if isinstance(effect, Account))
+    assert (account.stood_s, account.prepared_s) == (4, 6)
 
 
 # -- several, in their time ---------------------------------------------------------------------

@@ -13,6 +13,7 @@ const FIELDS = [
   ["generated_tokens", whole],
   ["waited_s", seconds],
   ["prepared_s", seconds],
+  ["stood_s", seconds],
   ["ttft_s", seconds],
   ["predicted_s", seconds],
   ["total_s", seconds],
