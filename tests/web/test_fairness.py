@@ -53,14 +53,16 @@ async def test_one_client_is_served_in_order(fake: FakeLlama) -> None:
 async def test_of_two_long_prompts_one_is_done_before_the_other_begins(tmp_path: Path) -> None:
     """The server would be done with both when it is done with the second."""
     async with (
-        FakeLlama(kv_dir=tmp_path, n_slots=2) as fake,
+        FakeLlama(kv_dir=tmp_path, n_slots=3) as fake,
         running([("a", fake.url)], tmp_path) as fleet,
         asyncio.TaskGroup() as group,
     ):
         fake.prefill_gate.clear()
         for prompt in ("1" * 3500, "2" * 3500):
             group.create_task(fleet.complete(prompt, n_predict=2, stream=True))
-        await fleet.until(lambda state: {"preparing"} == {s["phase"] for s in state["slots"]})
+        await fleet.until(
+            lambda state: [s["phase"] for s in state["slots"]][:2] == ["preparing"] * 2
+        )
         fake.prefill_gate.set()
     served = [body["id_slot"] for path, body in fake.bodies if path == "/completion"]
     assert served[-4:] in ([0, 0, 1, 1], [1, 1, 0, 0])
