@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from router.core.effects import Dispatch
+from router.core.jobs import AtGate
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
 from router.ports import Backend
@@ -54,6 +55,9 @@ class Placing:
             slots = self._scheduler.state.fleet.slots.of(slot.backend)
             return {s.id.index for s in slots if s.phase in phases and s.holder != request}
 
+        def taken() -> set[int]:
+            return beside | at_work(Phase.RUNNING, Phase.DRAINING)
+
         def gated() -> bool:
             job = self._scheduler.state.jobs.get(request)
             return job is not None and job.gated
@@ -68,16 +72,21 @@ class Placing:
             self._leisurely.add(awaited)
         if self._would_be_forgotten(effect):
             self._unseen[request] = over
+        # What is prepared at this moment goes on, and nothing else begins.
+        beside = at_work(Phase.PREPARING) - self._at_gate(slot.backend)
         grant()
         try:
-            index = await find_start(
-                *(backend, slot.index, lambda: at_work(Phase.RUNNING, Phase.DRAINING)),
-                *(gated, awaited, over),
-            )
+            index = await find_start(backend, slot.index, taken, gated, awaited, over)
         finally:
             self._unseen.pop(request, None)
             self._leisurely.discard(awaited)
         return index, over.result() if over.done() else None
+
+    def _at_gate(self, backend: BackendId) -> set[int]:
+        """Slots of requests that wait until they may be sent: nothing is under way in these."""
+        jobs = self._scheduler.state.jobs.values()
+        waiting = (job.slot for job in jobs if isinstance(job.doing, AtGate))
+        return {slot.index for slot in waiting if slot.backend == backend}
 
     def _is_no_matter(self, effect: Dispatch) -> bool:
         """Where a request runs makes no difference until somebody else comes: its own tokens are

@@ -4,6 +4,7 @@ from collections import deque
 from math import inf
 
 from router.core import events as ev
+from router.core import gate
 from router.core.account import avoided_s
 from router.core.effects import Account, SaveReason, StopWork, Watch
 from router.core.jobs import Job, PrefillStep, SaveStep, Stage
@@ -42,6 +43,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
     state.fleet.infos.pop(backend, None)
     state.fleet.parked.drop(Namespace(backend))
     state.fleet.gated.discard(backend)
+    state.fleet.wayward.discard(backend)
     state.fleet.slots.lose(backend)
     for job in list(state.jobs.values()):
         if job.slot.backend != backend:
@@ -103,6 +105,7 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
         return
     assert job.request is not None
     open_gate(state, job)
+    gate.note_place(state, job, index)
     job.placed = index == job.slot.index or bool(job.others) or _follow(state, job, index)
     if not job.placed:
         _doubt_drained(state, job, job.request)  # it is in one that was idle before we knew
@@ -121,7 +124,7 @@ def _follow(state: State, job: Job, index: int) -> bool:
     """Move the job's lease to the slot where the server put its request, if that is to be had."""
     actual = next((s for s in state.fleet.slots.of(job.slot.backend) if s.id.index == index), None)
     if actual is None or not actual.is_idle or job.request is None:
-        return False
+        return gate.change_places(state, job, index)
     leased = state.fleet.slots[job.slot]
     pending, busy_until, turn = leased.pending, leased.busy_until, leased.turn_until
     lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
@@ -188,6 +191,7 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
         state.fleet.slots[job.slot].declined = False  # what it held before is gone
         return after_finish(job.request.prompt, event.reported, job.sent_over)
     _doubt_drained(state, job, job.request)
+    gate.mix(state, job)
     for slot in state.fleet.slots.of(job.slot.backend):
         if slot.is_idle:
             slot.resident = after_either(slot.resident, job.request.prompt)
@@ -236,6 +240,7 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     if unseen:
         job.doubted = True
         _doubt_drained(state, job, job.request)
+        gate.mix(state, job)
         for slot in state.fleet.slots.of(job.slot.backend):
             if slot.is_idle:
                 if not refused:

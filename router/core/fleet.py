@@ -10,6 +10,7 @@ from router.core.holdings import Holdings
 from router.core.policy import Policy
 from router.core.reuse import reusable_tokens
 from router.core.slots import Phase, Slot, SlotTable
+from router.core.steering import Expected, can_be_steered, holds_up, will_hold
 from router.core.tenancy import may_tempt, namespace_of, tempts
 from router.tokens import Tokens, count
 from router.types import BackendId, BackendInfo, Namespace, Request, SlotId
@@ -34,6 +35,9 @@ class Fleet:
     slots: SlotTable = field(default_factory=SlotTable)
     # Backends where a request without a pin is on its way to a slot that the server picks.
     gated: set[BackendId] = field(default_factory=set)
+    at_gate: dict[BackendId, list[Expected]] = field(default_factory=dict)  # see core/gate.py
+    # Backends that were seen to place a request elsewhere than where most of its prompt was.
+    wayward: set[BackendId] = field(default_factory=set)
     # Backends that get nothing new: what they have ends, what they hold is saved.
     draining: set[BackendId] = field(default_factory=set)
     rests: dict[BackendId, Rest] = field(default_factory=dict)  # see core/rests.py
@@ -60,14 +64,19 @@ class Fleet:
         A server that picks the slot itself may take any idle one, also one that is being
         prepared for somebody else: such a request has the backend's idle slots to itself until
         it is known to run (llama-server.md section 2.2). Where slots hold nothing, any will do.
+        One that can be steered needs that only when it is sent (`core/gate.py`).
         """
         if backend in self.gated:
+            return False
+        if any(holds_up(request, first) for first in self.at_gate.get(backend, ())):
             return False
         phases = self.slots.phases(backend)
         if request.whole_backend:
             return phases[Phase.IDLE] == len(self.slots.of(backend))
         if not self.needs_gate(backend, request):
             return True
+        if self.gates_late(backend, request):
+            return not self._is_anothers(backend, request)
         if not request.pinnable and phases[Phase.DRAINING]:
             return False  # the slot may be idle already, and the server's choice
         if not request.pinnable and self._will_tempt(backend, request):
@@ -105,7 +114,7 @@ class Fleet:
         return (
             *(request.model, request.avoid, request.slot_hint, request.pinnable),
             *(request.whole_backend, request.reuse, request.tenant, too_short),
-            request.id if own else None,
+            request.id if own or self.at_gate else None,
         )
 
     def free(self, backend: BackendId, request: Request) -> list[Slot]:
@@ -129,6 +138,11 @@ class Fleet:
         placed = request.whole_backend or not request.pinnable
         return info.generates and (placed or not info.keeps_idle_slots)
 
+    def gates_late(self, backend: BackendId, request: Request) -> bool:
+        """The request needs the gate when it is sent, and not while its prompt is computed."""
+        steered = self.policy.moves_kv and backend not in self.wayward
+        return steered and can_be_steered(request, self.infos[backend])
+
     def tempting(self, backend: BackendId, request: Request) -> list[Slot]:
         """Idle slots with another tenant's tokens, where the server might put a request that cannot
         be pinned. The baselines compute no prompt first."""
@@ -143,6 +157,15 @@ class Fleet:
         return any(
             slot.phase is Phase.RUNNING
             and tempts(slot, request, computed_first=self.policy.moves_kv)
+            for slot in self.slots.of(backend)
+        )
+
+    def _is_anothers(self, backend: BackendId, request: Request) -> bool:
+        """The same prompt is in preparation there for another tenant: neither could be sent."""
+        return any(
+            slot.phase is Phase.PREPARING
+            and slot.taker != request.tenant
+            and will_hold(slot.pending, request.prompt)
             for slot in self.slots.of(backend)
         )
 

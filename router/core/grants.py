@@ -9,6 +9,7 @@ from router.core.decisions import decide
 from router.core.displacement import saving_pays
 from router.core.effects import SaveReason, StopWork
 from router.core.jobs import (
+    AtGate,
     CutStep,
     DispatchStep,
     EraseStep,
@@ -90,7 +91,7 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
     else:
         slot = state.fleet.slots[job.slot]
         slot.sharing = False  # nothing will come of it
-        if isinstance(job.doing, InLine):
+        if isinstance(job.doing, InLine | AtGate):
             next_step(state, job, now)  # somebody else may have the slot, and compute it
             return
         slot.leaving = isinstance(job.doing, PrefillStep)  # what there is of it stays
@@ -240,6 +241,7 @@ def _to_reserve(state: State, request: Request) -> list[BackendId]:
         for backend in fleet.infos
         if fleet.serves(backend, request)
         and not fleet.is_open(backend, request)
+        and not fleet.gates_late(backend, request)  # it needs neither
         and all(job.is_ours or job.slot.backend != backend for job in state.jobs.values())
     ]
     return sorted(shut, key=fleet.running)[:1]
@@ -279,6 +281,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         request = replace(request, pinnable=pinnable)
     backend = chosen.slot.backend
     slot = fleet.slots[chosen.slot]
+    late = fleet.gates_late(backend, request)
     job = Job(
         id=request.id,
         lease=slot.lease(request.id),
@@ -286,7 +289,8 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         plan=decision,
         since=now,
         waited_s=now - waiting.since,
-        gated=fleet.needs_gate(backend, request),
+        gated=fleet.needs_gate(backend, request) and not late,
+        late=late,
     )
     state.jobs[job.id] = job
     state.unexplained.append(job)

@@ -63,6 +63,13 @@ class InLine:
 
 
 @dataclass(frozen=True, slots=True)
+class AtGate:
+    """No step: the job waits until its request may be sent (`core/gate.py`), since then."""
+
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class LookStep:
     """Find out whether a slot that the job holds is what it was."""
 
@@ -95,10 +102,11 @@ class Job:
     plan: Plan | None = None
     others: list[Lease] = field(default_factory=list)
     steps: deque[Step] = field(default_factory=deque)
-    doing: Step | InLine | None = None
+    doing: Step | InLine | AtGate | None = None
     using: SnapshotId | None = None  # a reference to give back
     stage: Stage = Stage.PREPARING
     gated: bool = False
+    late: bool = False  # it needs the gate when it is sent, and not before (`core/gate.py`)
     cancelled: bool = False
     called: bool = False  # it was its turn, and it has not begun yet
     stood_s: float = 0.0  # in line, until it was called last

@@ -13,6 +13,7 @@ from router.core import (
     drains,
     endings,
     fleeting,
+    gate,
     grants,
     later,
     rests,
@@ -38,10 +39,14 @@ class Scheduler:
         rests.end(state, now)
         self._take(event, now)
         steps.take_turns(state, now)
+        steps.pass_gate(state, now)
         background.save_fleeting(state, now)
         if state.queue and not state.stopping:
             grants.serve_queue(state, now)
             grants.turn_away(state)
+            # Who was turned down at once may have been in somebody's way, and left a slot.
+            if steps.pass_gate(state, now):
+                state.look_on_at = now
         if state.queue or state.unserved:
             grants.note_unserved(state, now)
         background.save_idle(state, now)
@@ -63,6 +68,7 @@ class Scheduler:
         if state.fleet.catalog.is_over:
             return now
         times = [background.wakeup(state), rests.next_end(state), turns.next_end(state)]
+        times.append(gate.next_end(state))
         if state.queue:
             times += [
                 state.look_on_at,

@@ -25,6 +25,7 @@ class State:
     late: dict[RequestId, SnapshotId] = field(default_factory=dict)
     strikes: dict[SnapshotId, int] = field(default_factory=dict)
     in_line: list[RequestId] = field(default_factory=list)  # see core/turns.py
+    at_gate: list[RequestId] = field(default_factory=list)  # see core/gate.py
     looked_at: set[RequestId] = field(default_factory=set)  # of those who wait, in this round
     look_on_at: float | None = None  # when the next of them are looked at, in clock seconds
     unserved: dict[str | None, float] = field(default_factory=dict)  # see grants.note_unserved

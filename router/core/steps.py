@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import replace
 from typing import assert_never
 
-from router.core import endings, fleeting, rests, turns
+from router.core import endings, fleeting, gate, rests, turns
 from router.core import events as ev
 from router.core.displacement import can_save
 from router.core.effects import (
@@ -39,7 +39,7 @@ from router.core.pieces import piece
 from router.core.residency import after_prefill, after_quiet
 from router.core.slots import NOTHING, UNKNOWN, Resident
 from router.core.state import State
-from router.core.tenancy import model_of, namespace_of, tempts
+from router.core.tenancy import model_of, namespace_of
 from router.errors import NoBackendError
 from router.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.types import NOBODY, Left, MemoryKind, SlotId, Snapshot, SnapshotId, Stall
@@ -55,6 +55,8 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
     """Start the job's next step, or end the job if there is none."""
     if not job.steps:
         end(state, job, now)
+        return
+    if gate.keeps_waiting(state, job, now):
         return
     ahead = job.steps[0]
     if isinstance(ahead, PrefillStep) and turns.get_in_line(state, job, ahead, now):
@@ -105,7 +107,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
         case LookStep():
             state.out.append(Watch(job.id, step.slot, Left.ANSWERED))
         case DispatchStep():
-            if _meets_nobody(state, job):
+            if gate.meets_nobody(state, job):
                 _dispatch(state, job, now)
             else:
                 _refuse(state, job)
@@ -125,23 +127,13 @@ def take_turns(state: State, now: float) -> None:
             next_step(state, job, now)
 
 
-def _meets_nobody(state: State, job: Job) -> bool:
-    """The request can be sent and reuse nothing of another tenant. If all went as planned it can;
-    but where the server picks the slot, a prefill or a restore that failed leaves the one that we
-    mean with less of the prompt than others may have: now, or when their answers end, which may
-    be before the request is there."""
-    request = job.request
-    assert request is not None
-    leased = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
-    if any(slot.tenant != request.tenant for slot in leased):
-        return False
-    generates = state.fleet.generates(job.slot.backend)
-    if request.pinnable or request.whole_backend or not generates:
-        return True
-    held, wanted = leased[0].resident.tokens, request.prompt.tokens
-    computed = common_prefix(held, wanted) >= len(request.prompt) - 1
-    slots = state.fleet.slots.of(job.slot.backend)
-    return not any(tempts(slot, request, computed_first=computed) for slot in slots)
+def pass_gate(state: State, now: float) -> bool:
+    """Let those send their requests who waited for that; whether there were any."""
+    passed = False
+    while (job := gate.next_through(state, now)) is not None:
+        next_step(state, job, now)
+        passed = True
+    return passed
 
 
 def _dispatch(state: State, job: Job, now: float) -> None:

@@ -28,7 +28,7 @@ from tests.core.build import (
     snapshot,
     tokens,
 )
-from tests.core.drive import NOW, arrive, astray, finish, names, slot
+from tests.core.drive import NOW, arrive, astray, finish, names, prefilled, slot
 
 STRANGER = RequestId("stranger-b/0-0")
 
@@ -152,8 +152,10 @@ def test_a_request_that_the_server_places_and_a_probe_keep_apart() -> None:
     """It might be put on the lent slot."""
     s = scheduler(UNTRIED)
     s.handle(ev.ProbeDue(A), NOW)
-    assert arrive(s, "r", pinnable=False) == []
-    s.handle(ev.Probed(TRIED), NOW)
+    arrive(s, "r", pinnable=False)
+    assert s.state.fleet.gated == set()
+    prefilled(s)
+    assert names(s.handle(ev.Probed(TRIED), NOW)) == ["Dispatch"]
     assert s.state.fleet.gated == {A}
     s.handle(ev.ProbeDue(A), NOW)
     assert lent(s) == []

@@ -341,7 +341,7 @@ def test_a_backend_that_somebody_else_uses_is_not_kept() -> None:
     """They may use it for hours."""
     s = scheduler(backend("a", 2))
     s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
-    assert arrive(s, "r", pinnable=False) == []
+    assert arrive(s, "r", prompt=Prompt(unknown="media"), pinnable=False) == []
 
     assert names(arrive(s, "r2", [2])) == ["Dispatch"]
 

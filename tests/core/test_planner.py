@@ -199,11 +199,12 @@ def test_a_server_that_chooses_is_kept_from_slots_in_preparation() -> None:
     """And from one that we still watch: the server may think it idle."""
     made = fleet()
     lease = made.slots[A0].lease(R)
-    assert plan(request(pinnable=False), made, 0.0) is None
+    unread = request(prompt=Prompt(unknown="media"), pinnable=False)
+    assert plan(unread, made, 0.0) is None
     assert plan(request(), made, 0.0) is not None
 
     made.slots[A0].drain(lease)
-    assert plan(request(pinnable=False), made, 0.0) is None
+    assert plan(unread, made, 0.0) is None
     assert plan(request(), made, 0.0) is not None
 
 

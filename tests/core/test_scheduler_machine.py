@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from router.core import effects as ef
 from router.core import events as ev
+from router.core import gate
 from router.core.attach import probe_name
 from router.core.catalog import Limits
-from router.core.jobs import InLine
+from router.core.jobs import AtGate, InLine
 from router.core.planner import plan
 from router.core.policy import PolicyName
 from router.core.queue import QueueLimits
@@ -360,6 +361,15 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             assert wakeup is not None
             assert self.now < max(ends)
             assert wakeup <= max(ends)
+
+    @invariant()
+    def nobody_waits_at_the_gate_for_nothing(self) -> None:
+        state = self.scheduler.state
+        waiting = [job for job in state.jobs.values() if isinstance(job.doing, AtGate)]
+        assert [job.id for job in waiting if job.id not in state.at_gate] == []
+        assert not any(gate._is_free(state, job) or job.gated or job.cancelled for job in waiting)
+        told = sum(len(expected) for expected in state.fleet.at_gate.values())
+        assert told == len(waiting)
 
     @invariant()
     def what_is_in_use_is_counted(self) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from router.core import effects as ef
 from router.core import events as ev
 from router.core.attach import probe_name
+from router.core.jobs import AtGate
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase
 from router.core.tenancy import namespace_of, tenant_of
@@ -30,7 +31,7 @@ from router.types import (
     Tenant,
 )
 from tests.core.build import backend
-from tests.core.model_server import Ids, Server
+from tests.core.model_server import Ids, Server, common
 
 ROOTS: tuple[Ids, ...] = ((), (1,) * 4, (1,) * 10, (1, 1, 1, 1, 2, 2, 2, 2))
 PROMPTS = st.builds(
@@ -61,6 +62,16 @@ class Op:
     @property
     def may_go_anywhere(self) -> bool:
         return isinstance(self.effect, ef.Dispatch) and not self.effect.pin
+
+    def may_go_to(self, slot: SlotId, prompt: Ids) -> bool:
+        """The server may put it there: it goes by the prefix where our slot has nearly all of it
+        (llama-server.md section 2.2), and nothing else relies on that."""
+        return self.may_go_anywhere and slot.index in self.places(prompt)
+
+    def places(self, prompt: Ids) -> list[int]:
+        held = self.server.slots[self.slot.index]
+        steered = self.server.info.keeps_idle_slots and common(held, prompt) >= len(prompt) - 1 > 0
+        return self.server.picks(prompt) if steered else self.server.idle()
 
 
 class World:
@@ -231,9 +242,13 @@ class World:
         if self.requests[sent.request].whole_backend:
             slots = op.server.idle()
         elif not sent.pin:
-            # Between tenants it matters that the longest prefix wins; else nothing relies on it.
-            free = op.server.picks(prompt) if tenant else op.server.idle()
+            # Between tenants it matters that the longest prefix wins.
+            free = op.server.picks(prompt) if tenant else op.places(prompt)
             slots = [data.draw(st.sampled_from(free))]
+            there = [o for o in self.ops if o.server is op.server and o.slot.index == slots[0]]
+            there = [o for o in there if o is not op and not isinstance(o.effect, ef.Watch)]
+            assert all(o.may_go_anywhere for o in there), "the slot is somebody else's"
+            self.is_nobodys(SlotId(op.server.info.id, slots[0]), sent.request)
         op.server.start(sent.request, prompt, slots, tenant)
 
     def answers_well(self, op: Op, effect: ef.Dispatch, ids: Ids, data: st.DataObject) -> None:
@@ -311,10 +326,13 @@ class World:
             assert op.server.user_of(op.slot.index) is None, "the slot is somebody else's"
             assert all(o.slot != op.slot for o in peers), "two things at once on a slot"
             astray = [o for o in peers if o.may_go_anywhere and not o.started]
+            astray = [o for o in astray if o.may_go_to(op.slot, self.prompt_of(o))]
             assert not astray, "the server may put another request there"
         if op.may_go_anywhere:
             assert op.server.idle(), "no slot to go to"
-            assert not any(isinstance(o.effect, ACTIONS) for o in peers), "may land on an action"
+            actions = [o for o in peers if isinstance(o.effect, ACTIONS)]
+            landing = [o for o in actions if op.may_go_to(o.slot, self.prompt_of(op))]
+            assert not landing, "may land on an action"
         if isinstance(effect, ef.Restore):
             assert effect.snapshot.id not in self.gone
             tenant = self.requests[effect.request].tenant
@@ -322,6 +340,17 @@ class World:
         if isinstance(effect, ef.Dispatch):
             self.fates[effect.request].append("dispatched")
         self.ops.append(op)
+
+    def prompt_of(self, op: Op) -> Ids:
+        request = self.requests[op.effect.request]
+        return () if request.whole_backend else self.true_prompt[request.id]
+
+    def is_nobodys(self, slot: SlotId, request: RequestId) -> None:
+        """Nothing of ours will be sent to a slot that the server gave away."""
+        held = self.scheduler.state.fleet.slots[slot]
+        other = self.scheduler.state.jobs.get(held.holder) if held.holder != request else None
+        if held.phase is Phase.PREPARING and other is not None:
+            assert isinstance(other.doing, AtGate), "the slot is being prepared"
 
     @staticmethod
     def slot_of(effect: Any) -> SlotId:

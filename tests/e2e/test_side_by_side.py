@@ -129,3 +129,37 @@ async def test_what_a_title_displaces_is_not_computed_again(llama_server: StartS
                 assert turn.computed <= talk.hear(turn.answer) + _FEW, turn
                 turns.append(turn)
     assert any(turn.restored_bytes for turn in turns), "nothing was displaced"
+
+
+async def test_a_message_in_preparation_does_not_shut_its_server(
+    llama_server: StartServer,
+) -> None:
+    """`/v1/messages` cannot be pinned. While a long one is computed, who comes after it with a
+    short prompt is answered before it, by the same server; and so is a short message."""
+    a = await llama_server("llama", slots=4, ctx=4 * 12_000)
+    ended: list[str] = []  # in order
+    pieces = "policy: {prefill_piece: 10ms}"  # 16 of them
+    async with running([("a", a.url)], a.kv_dir, yaml=pieces) as fleet:
+        for seed in range(4):  # what its slots hold is known
+            await fleet.complete(ids(seed, 600), id_slot=seed)
+
+        async def message(name: str, text: str) -> None:
+            said = [{"role": "user", "content": text}]
+            answer = await fleet.post("/v1/messages", {"messages": said, "max_tokens": 4})
+            assert answer.status == 200, answer.body
+            ended.append(name)
+
+        async def short(name: str, seed: int) -> None:
+            await fleet.complete(ids(seed, 60), n_predict=1)
+            ended.append(name)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(message("long", sentences(5, 230)))  # some 8,000 tokens
+            await fleet.until(
+                lambda state: any(slot["pending_tokens"] > 7_000 for slot in state["slots"])
+            )
+            for number in range(2):
+                await short(f"short {number}", 30 + number)
+            await message("message", "hello there, my friend")
+
+    assert ended == ["short 0", "short 1", "message", "long"]
