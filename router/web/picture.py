@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from router.core.catalog import Catalog
 from router.core.jobs import (
+    AtGate,
     CutStep,
     DispatchStep,
     EraseStep,
@@ -39,13 +40,14 @@ Changes = dict[str, dict[str, Row | None]]
 _BATCH = 1000  # snapshots that are looked at before others have their turn
 _TOP = 10
 
-_DOING: dict[type[Step | InLine], str] = {
+_DOING: dict[type[Step | InLine | AtGate], str] = {
     SaveStep: "save",
     CutStep: "cut",
     EraseStep: "erase",
     RestoreStep: "restore",
     PrefillStep: "prefill",
     InLine: "in line",
+    AtGate: "at the gate",
     LookStep: "look",
     DispatchStep: "answer",
 }
@@ -99,8 +101,8 @@ def backend_row(name: BackendId, directory: Directory, engine: Engine) -> Row:
 
 
 def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
-    """One slot, and what the job that holds it does with it: `doing` is a step, `in line`, or
-    `answer`, `source` and `copy_from` are the plan's, and `pending_tokens` is what the slot will
+    """One slot, and what the job that holds it does with it: `doing` is a step, `in line`,
+    `at the gate`, or `answer`, `source` and `copy_from` are the plan's, and `pending_tokens` is what the slot will
     hold when the step is over."""
     job = jobs.get(slot.holder) if slot.holder is not None else None
     chosen = job.plan.chosen if job is not None and job.plan is not None else None

@@ -348,8 +348,8 @@ class World:
     def is_nobodys(self, slot: SlotId, request: RequestId) -> None:
         """Nothing of ours will be sent to a slot that the server gave away."""
         held = self.scheduler.state.fleet.slots[slot]
-        other = self.scheduler.state.jobs.get(held.holder) if held.holder != request else None
-        if held.phase is Phase.PREPARING and other is not None:
+        other = self.scheduler.state.jobs.get(held.holder) if held.holder is not None else None
+        if held.phase is Phase.PREPARING and other is not None and other.id != request:
             assert isinstance(other.doing, AtGate), "the slot is being prepared"
 
     @staticmethod
