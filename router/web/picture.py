@@ -102,8 +102,8 @@ def backend_row(name: BackendId, directory: Directory, engine: Engine) -> Row:
 
 def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
     """One slot, and what the job that holds it does with it: `doing` is a step, `in line`,
-    `at the gate`, or `answer`, `source` and `copy_from` are the plan's, and `pending_tokens` is what the slot will
-    hold when the step is over."""
+    `at the gate`, or `answer`, `source` and `copy_from` are the plan's, and `pending_tokens` is
+    what the slot will hold when the step is over."""
     job = jobs.get(slot.holder) if slot.holder is not None else None
     chosen = job.plan.chosen if job is not None and job.plan is not None else None
     return {
