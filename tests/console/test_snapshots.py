@@ -175,7 +175,11 @@ async def test_purge_asks(
 async def test_ctrl_c_is_a_no_at_once(fleet: Fleet) -> None:
     """It was heard after the next Enter."""
     ours, theirs = os.openpty()
-    command = "import sys; from router.cli import main; sys.exit(main())"
+    # What was started in the background ignores SIGINT, and so does what it starts.
+    command = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from router.cli import main; sys.exit(main())"
+    )
     argv = [sys.executable, "-c", command, "snapshots", "purge", "--all", "--url", fleet.url]
     asked = await asyncio.create_subprocess_exec(
         *argv, stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

@@ -229,9 +229,9 @@ async def test_prefills(
     begun: list[int] = []
     plain = LlamaClient.prefill
 
-    async def noting(self: LlamaClient, slot: int, tokens: Tokens) -> Reported:
+    async def noting(self: LlamaClient, slot: int, tokens: Tokens, **more: bool) -> Reported:
         begun.append(slot)
-        return await plain(self, slot, tokens)
+        return await plain(self, slot, tokens, **more)
 
     monkeypatch.setattr(LlamaClient, "prefill", noting)
     async with scene(llama_server, reference, WATCHFUL + "policy: {coalesce_above: 1ms}") as at:

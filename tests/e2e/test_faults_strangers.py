@@ -32,9 +32,9 @@ def note_actions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     slots: list[int] = []
 
     def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
-        async def act(self: LlamaClient, slot: int, *args: object) -> object:
+        async def act(self: LlamaClient, slot: int, *args: object, **more: object) -> object:
             slots.append(slot)
-            return await plain(self, slot, *args)
+            return await plain(self, slot, *args, **more)
 
         return act
 
