@@ -181,7 +181,7 @@ def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
         return computed and tempts(slot, request, computed_first=True)
     holder = state.jobs.get(slot.holder) if slot.holder is not None else None
     if holder is None or not holder.is_ours:  # (3)
-        return computed and tempts(slot, request, computed_first=True)
+        return not computed or tempts(slot, request, computed_first=True)
     other = _waits_in(state, slot)
     if not computed:  # (4)
         return other is None

@@ -181,6 +181,7 @@ def serve_queue(state: State, now: float) -> None:
     """
     state.look_on_at = None
     if not state.fleet.slots.any_idle():
+        state.looked_at.clear()
         return
     idle = {model for model in state.queue.models if state.fleet.has_idle(model)}
     if not idle:
@@ -204,6 +205,7 @@ def serve_queue(state: State, now: float) -> None:
         if decision is not None and decision.plan.chosen.wait_for is None:
             _grant(state, waiting, decision.plan, now, pinnable=decision.request.pinnable)
             if not state.fleet.slots.any_idle():
+                state.looked_at.clear()  # what comes free next is another matter
                 return
         elif decision is None and (request.whole_backend or not request.pinnable):
             reserved.update(_to_reserve(state, request))
@@ -213,7 +215,7 @@ def _some(
     state: State, asked: Callable[[Waiting], Request | None], now: float
 ) -> Iterator[tuple[Waiting, Request]]:
     """Of those who wait, some: who comes first in turn, and who was not looked at for longest."""
-    first = more = 0
+    first = more = skipped = 0
     n_waiting = len(state.queue)
     for waiting in state.queue.in_turn():
         if (request := asked(waiting)) is None:
@@ -221,6 +223,7 @@ def _some(
         if first < _LOOKED_AT:
             first += 1
         elif request.id in state.looked_at:
+            skipped += 1
             continue
         elif more == _LOOKED_AT:
             granted = len(state.queue) < n_waiting
@@ -230,6 +233,8 @@ def _some(
             more += 1
             state.looked_at.add(request.id)
         yield waiting, request
+    if skipped and state.changed:  # since they were looked at
+        state.look_on_at = now + _LOOK_ON_AFTER_S
     state.looked_at.clear()
 
 

@@ -38,6 +38,7 @@ class Scheduler:
         state.out = []
         rests.end(state, now)
         self._take(event, now)
+        state.changed = bool(state.looked_at) and (state.changed or not isinstance(event, ev.Tick))
         steps.take_turns(state, now)
         steps.pass_gate(state, now)
         background.save_fleeting(state, now)

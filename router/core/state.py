@@ -27,6 +27,7 @@ class State:
     in_line: list[RequestId] = field(default_factory=list)  # see core/turns.py
     at_gate: list[RequestId] = field(default_factory=list)  # see core/gate.py
     looked_at: set[RequestId] = field(default_factory=set)  # of those who wait, in this round
+    changed: bool = False  # something has, since the first of them was
     look_on_at: float | None = None  # when the next of them are looked at, in clock seconds
     unserved: dict[str | None, float] = field(default_factory=dict)  # see grants.note_unserved
     stopping: bool = False

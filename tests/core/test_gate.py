@@ -8,6 +8,7 @@ import pytest
 
 from router.core import events as ev
 from router.core.effects import Dispatch, Effect, Erase, Prefill, Reject, Restore, Save
+from router.core.endings import watch
 from router.core.jobs import AtGate
 from router.core.queue import QueueLimits
 from router.core.scheduler import Scheduler
@@ -319,3 +320,12 @@ def test_a_stranger_is_not_waited_for() -> None:
     effects = s.handle(ev.FoundBusy({A1: slot(s, A1).generation}), NOW)
     assert [e.left for e in effects] == [Left.UNSEEN]  # type: ignore[union-attr]
     assert of(prefilled(s, "m")) == ["Dispatch m"]
+
+
+def test_a_stranger_is_waited_for_where_the_prefill_failed() -> None:
+    """His slot may be idle already, and the server's choice: or it is being wiped."""
+    s = fresh(2)
+    message(s)
+    watch(s.state, slot(s, A1), wipe=True)
+    assert of(prefill_failed(s, "m")) == []
+    assert waits(s)

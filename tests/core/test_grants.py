@@ -7,9 +7,19 @@ import pytest
 
 from router.core import events as ev
 from router.core import grants
-from router.core.effects import Dispatch, Prefill, Reject, Restore, Save, SaveReason, StopWork
+from router.core.effects import (
+    Dispatch,
+    Effect,
+    Prefill,
+    Reject,
+    Restore,
+    Save,
+    SaveReason,
+    StopWork,
+)
 from router.core.policy import PolicyName
 from router.core.queue import QueueLimits
+from router.core.scheduler import Scheduler
 from router.core.slots import NOTHING, Phase
 from router.errors import ContextTooLongError, DeadlineError, NoBackendError, QueueFullError
 from router.tokens import head
@@ -175,6 +185,33 @@ def test_an_idle_slot_is_found_behind_many_who_wait_by_choice() -> None:
         if "Dispatch" in names(s.handle(ev.Tick(), now)):
             return
     raise AssertionError("nobody looked")
+
+
+def test_who_was_looked_at_before_something_changed_is_looked_at_again() -> None:
+    """His slot came free between two looks."""
+    n = 40
+    s = scheduler(
+        backend("a", n + 1),
+        policy=PolicyName.PREFER_OWNER,
+        idle_save_after_s=None,
+        coalesce_above_s=None,
+        max_wait_s=1000.0,
+    )
+    for number in range(n):
+        arrive(s, f"own{number}", [number] * 300, client=f"c{number}")
+    for number in range(n):
+        arrive(s, f"next{number}", [*[number] * 300, 999], client=f"c{number}")
+    now = next_tick(s, NOW)[0]
+    out = finish(s, "own16", prompt_tokens=300)
+    while "Dispatch" not in names(out):
+        now, out = next_tick(s, now)
+        assert now < NOW + 1.0
+
+
+def next_tick(s: Scheduler, now: float) -> tuple[float, list[Effect]]:
+    at = s.next_wakeup(now)
+    assert at is not None
+    return at, s.handle(ev.Tick(), at)
 
 
 def test_one_whom_nobody_can_serve_is_told_so_behind_many_who_wait_their_turn() -> None:
