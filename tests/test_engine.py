@@ -349,8 +349,10 @@ class Prefilling:
 
     def __init__(self, failure: BackendError | None = None) -> None:
         self.failure, self.busy, self.looks = failure, True, 0
+        self.looked, self.prefills = asyncio.Event(), asyncio.Event()
 
     async def prefill(self, slot: int, _: Tokens) -> Reported:
+        self.prefills.set()
         if self.failure is not None:
             raise self.failure
         await asyncio.Event().wait()
@@ -358,6 +360,7 @@ class Prefilling:
 
     async def slots(self) -> list[SlotStatus]:
         self.looks += 1
+        self.looked.set()
         if self.failure is None:
             raise BackendError("does not answer")
         return [SlotStatus(n, self.busy and n == 0, 7000, 100_000) for n in range(2)]
@@ -370,10 +373,9 @@ class Prefilling:
 
     async def until_looked(self) -> None:
         """Another look has begun."""
-        before = self.looks
+        self.looked.clear()
         async with asyncio.timeout(PATIENCE_S):
-            while self.looks == before:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.001)
+            await self.looked.wait()
 
 
 @pytest.fixture
@@ -477,9 +479,9 @@ async def test_closing_waits_for_no_slot() -> None:
     server = Prefilling()
     engine = server.engine()
     asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - cancelled below
-    await asyncio.sleep(0.01)
-    assert engine._prefills
     async with asyncio.timeout(PATIENCE_S):
+        await server.prefills.wait()
+        assert engine._prefills
         await engine.aclose()
     assert server.looks == 0
     asked.cancel()

@@ -22,7 +22,6 @@ from router.adapters.llama_wire import (
     UnknownPrompt,
     fingerprint,
     fingerprint_body,
-    not_moved,
     parse_body,
     parse_request,
     pin_slot,
@@ -336,26 +335,6 @@ def test_pinning_changes_no_other_byte() -> None:
     assert pin_slot(b" { } ", {}, 0) == b' {"id_slot":0 } '
     escaped = b'{"id\\u005fslot": 7, "a": "{"}'
     assert parse_body(pin_slot(escaped, parse_body(escaped), 1)) == {"id_slot": 1, "a": "{"}
-
-
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ({"prompt": "a"}, {"n_cache_reuse": 0, "prompt": "a", "id_slot": 1}),
-        ({"prompt": "a", "id_slot": 0}, {"n_cache_reuse": 0, "prompt": "a", "id_slot": 1}),
-        ({}, {"n_cache_reuse": 0, "id_slot": 1}),
-        ({"n_cache_reuse": 9}, {"n_cache_reuse": 9, "id_slot": 1}),
-        ({"n_cache_reuse": None}, {"n_cache_reuse": None, "id_slot": 1}),
-    ],
-)
-def test_a_server_moves_nothing_by_itself(asked: Json, expected: Json) -> None:
-    given = orjson.dumps(asked)
-    raw, parsed = not_moved(given, parse_request(Route.COMPLETION, parse_body(given)))
-
-    assert parse_body(pin_slot(raw, parsed.body, 1)) == expected
-    del expected["id_slot"]
-    assert parse_body(strip_slot(raw, parsed.body)) == expected
-    assert parse_body(given) == asked
 
 
 # --- Against a real server --------------------------------------------------------------------

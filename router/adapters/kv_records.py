@@ -186,7 +186,7 @@ def check_again(held: Held) -> None:
             raise KvFileError(f"{held.path.name} changed after it was committed")
     with held.lock:
         held.identity = found
-        entry = held.directory.manifest.entries.get(held.snapshot.id)
+        entry = held.directory.manifest.get(held.snapshot.id)
         if entry is not None and not held.gone:  # there is none if its record cannot be written
             _refresh(held.directory, entry, found)
 

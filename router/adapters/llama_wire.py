@@ -6,7 +6,6 @@ the backend's to refuse, only a body that is no JSON object is refused here.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum
 from hashlib import blake2b
 from typing import Any, Literal
@@ -333,25 +332,22 @@ def with_fields(raw: bytes, body: dict[str, Any], fields: dict[str, Any]) -> byt
     return b"%b%b%b%b" % (raw[:start], orjson.dumps(fields)[1:-1], comma, raw[start:])
 
 
-def pin_slot(raw: bytes, body: dict[str, Any], slot: int) -> bytes:
-    """`raw` with `id_slot` set."""
-    return with_fields(raw, body, {"id_slot": slot})
+def kept_in_place(body: dict[str, Any]) -> dict[str, Any]:
+    """The field that keeps the server from shifting KV by itself (llama-server.md section 2.3).
+    None, if the client says something of it."""
+    return {} if "n_cache_reuse" in body else {"n_cache_reuse": 0}
 
 
-def not_moved(raw: bytes, parsed: ParsedRequest) -> tuple[bytes, ParsedRequest]:
-    """The request that keeps the server from shifting KV by itself (llama-server.md section 2.3),
-    unless the client says something of it."""
-    if "n_cache_reuse" in parsed.body:
-        return raw, parsed
-    off = {"n_cache_reuse": 0}
-    return with_fields(raw, parsed.body, off), replace(parsed, body=parsed.body | off)
+def pin_slot(raw: bytes, body: dict[str, Any], slot: int, **more: object) -> bytes:
+    """`raw` with `id_slot` set, and what is given besides."""
+    return with_fields(raw, body, {"id_slot": slot, **more})
 
 
-def strip_slot(raw: bytes, body: dict[str, Any]) -> bytes:
-    """`raw` without the client's own id_slot."""
+def strip_slot(raw: bytes, body: dict[str, Any], **more: object) -> bytes:
+    """`raw` without the client's own id_slot, and with what is given."""
     if "id_slot" not in body:
-        return raw
-    return orjson.dumps({key: value for key, value in body.items() if key != "id_slot"})
+        return with_fields(raw, body, more) if more else raw
+    return orjson.dumps({key: value for key, value in body.items() if key != "id_slot"} | more)
 
 
 def tokenize_body(

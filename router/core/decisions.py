@@ -11,8 +11,8 @@ from router.core.plan import Candidate, Plan, Price
 from router.core.planner import plan
 from router.core.slots import Phase, Slot
 from router.core.state import State
-from router.core.turns import rank_s, seconds_left
-from router.types import Request, RequestId, Source
+from router.core.turns import rank, seconds_left
+from router.types import Request, Source
 
 
 class Decision(NamedTuple):
@@ -91,11 +91,10 @@ def _only_stands(state: State, made: Plan, now: float, waited_s: float) -> bool:
     others = [(slot, seconds_left(fleet, slot, slot.pending)) for slot in fleet.prefilling(backend)]
     others = [(slot, left_s) for slot, left_s in others if fleet.policy.is_long(left_s)]
     return bool(others) and all(
-        rank_s(left_s, _age_s(state, slot, now)) <= rank_s(own_s, waited_s)
-        for slot, left_s in others
+        rank(left_s, _age_s(state, slot, now)) <= rank(own_s, waited_s) for slot, left_s in others
     )
 
 
 def _age_s(state: State, slot: Slot, now: float) -> float:
-    job = state.jobs.get(RequestId(slot.holder or ""))
+    job = state.holder(slot)
     return 0.0 if job is None else job.waited_s + now - job.since

@@ -224,7 +224,7 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
         return
     refused = event.outcome is Outcome.REFUSED
     flush = _shares_state(state, job) and not refused
-    wipe = flush or job.request.adapted or (not refused and _is_to_be_wiped(state, job, event))
+    wipe = job.request.adapted or (_is_to_be_wiped(state, job, event) and not refused)
     unseen = job.request.whole_backend or not (job.request.pinnable or job.placed)
     answered = event.outcome in _OVER
     left = Left.ANSWERED if answered else Left.BEGUN if event.begun and not unseen else Left.SENT

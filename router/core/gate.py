@@ -40,7 +40,7 @@ def keeps_waiting(state: State, job: Job, now: float) -> bool:
         if job.gated:
             job.gated = False
             fleet.gated.discard(backend)
-        job.doing = AtGate(now)
+        job.doing = AtGate()
         state.at_gate.append(job.id)
         _tell(state)
         return True
@@ -179,7 +179,7 @@ def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
         return False
     if slot.phase is Phase.RUNNING:  # (2)
         return computed and tempts(slot, request, computed_first=True)
-    holder = state.jobs.get(slot.holder) if slot.holder is not None else None
+    holder = state.holder(slot)
     if holder is None or not holder.is_ours:  # (3)
         return not computed or tempts(slot, request, computed_first=True)
     other = _waits_in(state, slot)
@@ -238,7 +238,7 @@ def _is_computed(state: State, job: Job) -> bool:
 
 def _waits_in(state: State, slot: Slot) -> Job | None:
     """Whose slot it is, if that is one who waits at the gate."""
-    job = state.jobs.get(slot.holder) if slot.holder is not None else None
+    job = state.holder(slot)
     waits = job is not None and isinstance(job.doing, AtGate) and job.slot == slot.id
     return job if waits else None
 

@@ -88,26 +88,29 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
     if isinstance(job.doing, PrefillStep) and is_wanted(state, job, job.doing.tokens):
         # Others wait for this very prefill: it goes on, for them.
         job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
+    elif isinstance(job.doing, InLine | AtGate):
+        state.fleet.slots[job.slot].sharing = False
+        next_step(state, job, now)  # somebody else may have the slot, and compute it
     else:
-        slot = state.fleet.slots[job.slot]
-        slot.sharing = False  # nothing will come of it
-        if isinstance(job.doing, InLine | AtGate):
-            next_step(state, job, now)  # somebody else may have the slot, and compute it
-            return
-        slot.leaving = isinstance(job.doing, PrefillStep)  # what there is of it stays
-        state.out.append(StopWork(request))
+        _break_off(state, job)
+
+
+def _break_off(state: State, job: Job) -> None:
+    """Nothing will come of what the job does; what there is of a prefill stays."""
+    slot = state.fleet.slots[job.slot]
+    slot.sharing, slot.leaving = False, isinstance(job.doing, PrefillStep)
+    state.out.append(StopWork(job.id))
 
 
 def _stop_for_nobody(state: State) -> None:
     """Who waited has left: a prompt that was computed on for him alone is not any more."""
     for job in list(state.jobs.values()):
-        step, slot = job.doing, state.fleet.slots
-        if not (job.cancelled and isinstance(step, PrefillStep)) or not slot[job.slot].sharing:
+        step = job.doing
+        if not (job.cancelled and isinstance(step, PrefillStep)):
             continue
-        if not is_wanted(state, job, step.tokens):
+        if state.fleet.slots[job.slot].sharing and not is_wanted(state, job, step.tokens):
             job.steps = deque(step for step in job.steps if isinstance(step, LookStep))
-            slot[job.slot].sharing, slot[job.slot].leaving = False, True
-            state.out.append(StopWork(job.id))
+            _break_off(state, job)
 
 
 def expire(state: State, now: float) -> None:

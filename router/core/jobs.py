@@ -64,9 +64,7 @@ class InLine:
 
 @dataclass(frozen=True, slots=True)
 class AtGate:
-    """No step: the job waits until its request may be sent (`core/gate.py`), since then."""
-
-    since: float
+    """No step: the job waits until its request may be sent (`core/gate.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,10 @@ class State:
         """Delete what the catalog gave up."""
         self.out.extend(Delete(snapshot) for snapshot in snapshots)
 
+    def holder(self, slot: Slot) -> Job | None:
+        """The job that has a slot."""
+        return None if slot.holder is None else self.jobs.get(slot.holder)
+
     def is_served(self, request: Request) -> bool:
         """Some backend that is up could serve the request, busy or not."""
         return any(self.fleet.serves(backend, request) for backend in self.fleet.infos)

@@ -26,23 +26,23 @@ def can_be_steered(request: Request, info: BackendInfo) -> bool:
     return placed and known and request.reuse and info.generates and info.keeps_idle_slots
 
 
+def will_hold(tokens: Tokens, prompt: Prompt) -> bool:
+    """All but the last token of a prompt are the beginning of what is computed or restored."""
+    return common_prefix(tokens, prompt.tokens) >= len(prompt) - 1 > 0
+
+
 def is_computed(held: Resident, prompt: Prompt) -> bool:
-    """A slot has all but the last token of a prompt, for sure."""
-    return common_prefix(held.tokens, prompt.tokens) >= len(prompt) - 1 > 0
+    """A slot has so much of a prompt, for sure."""
+    return will_hold(held.tokens, prompt)
 
 
 def may_hold(held: Resident, prompt: Prompt) -> bool:
-    """A slot may have all but the last token of a prompt; what nobody has read may be its rest."""
+    """A slot may have so much of a prompt; what nobody has read may be its rest."""
     common = common_prefix(held.tokens, prompt.tokens)
     if common >= len(prompt) - 1:
         return True
     goes_on = held.unsure or common + held.unread >= len(prompt) - 1
     return goes_on and common == count(held.tokens)
-
-
-def will_hold(tokens: Tokens, prompt: Prompt) -> bool:
-    """The same of a slot for which these tokens are computed or restored."""
-    return bool(tokens) and common_prefix(tokens, prompt.tokens) >= len(prompt) - 1
 
 
 def holds_up(request: Request, first: Expected) -> bool:

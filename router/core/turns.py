@@ -122,7 +122,7 @@ def ahead(fleet: Fleet, backend: BackendId, now: float) -> list[Ahead]:
     return [part for slot in fleet.prefilling(backend) for part in _of(fleet, slot, now)]
 
 
-def rank_s(needs_s: float, waited_s: float) -> float:
+def rank(needs_s: float, waited_s: float) -> float:
     """Who has less goes first."""
     return needs_s - _PATIENCE * waited_s
 
@@ -187,7 +187,7 @@ def _of(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:
     if not slot.piece_until:
         return [_place(fleet, slot, now)]
     piece_s, rest_s = slot.piece_until - now, max(slot.busy_until - slot.piece_until, 0.0)
-    return [Ahead(-inf, max(piece_s, 0.0)), Ahead(rank_s(rest_s, slot.stood_s), rest_s)]
+    return [Ahead(-inf, max(piece_s, 0.0)), Ahead(rank(rest_s, slot.stood_s), rest_s)]
 
 
 def _place(fleet: Fleet, slot: Slot, now: float) -> Ahead:
@@ -195,7 +195,7 @@ def _place(fleet: Fleet, slot: Slot, now: float) -> Ahead:
     left_s = seconds_left(fleet, slot, slot.pending)
     if slot.stands_since is None:  # a file is restored, which brings it as far as was planned
         left_s = min(left_s, max(slot.busy_until - now, 0.0))
-    return Ahead(rank_s(left_s, _stood_s(slot, now)), left_s)
+    return Ahead(rank(left_s, _stood_s(slot, now)), left_s)
 
 
 def _stood_s(slot: Slot, now: float) -> float:

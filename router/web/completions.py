@@ -23,7 +23,6 @@ from router.adapters.llama_wire import (
     ParsedRequest,
     Route,
     TokenPrompt,
-    not_moved,
     parse_body,
     parse_request,
     takes_many_slots,
@@ -256,10 +255,7 @@ class Completions:
             headers, target = forward_headers(exchange.http), forward_target(exchange.http)
             if exchange.trace is not None:
                 headers = exchange.trace.inject(headers)
-            raw, parsed = exchange.raw, exchange.parsed
-            if parsed is not None and monitor.saves:
-                raw, parsed = not_moved(raw, parsed)
-            body = granted.body(grant, raw, parsed)
+            body = granted.body(grant, exchange.raw, exchange.parsed, saved=monitor.saves)
             async with monitor.client.relay(
                 *(exchange.http.method, target, headers, body), yields=True
             ) as upstream:

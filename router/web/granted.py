@@ -1,20 +1,22 @@
 """What a granted request is sent with, and what its answer says of it."""
 
-from router.adapters.llama_wire import ParsedRequest, pin_slot, strip_slot, with_fields
+from router.adapters.llama_wire import ParsedRequest, kept_in_place, pin_slot, strip_slot
 from router.engine import Grant
 
 
-def body(grant: Grant, raw: bytes, parsed: ParsedRequest | None) -> bytes:
-    """The client's body, pinned to the slot that was granted. `parsed` None: as it is."""
+def body(grant: Grant, raw: bytes, parsed: ParsedRequest | None, *, saved: bool = False) -> bytes:
+    """The client's body, pinned to the slot that was granted. `parsed` None: as it is. `saved`:
+    what it leaves may become a state file."""
     if parsed is None:
         return raw
+    more = kept_in_place(parsed.body) if saved else {}
+    slot = grant.lease.slot.index
     if parsed.lora:
         # Nothing that is there was computed with its adapters, though the server may believe it.
-        pin = {"id_slot": grant.lease.slot.index if grant.pin else -1}
-        return with_fields(raw, parsed.body, pin | {"cache_prompt": False})
+        return pin_slot(raw, parsed.body, slot if grant.pin else -1, cache_prompt=False, **more)
     if grant.pin:
-        return pin_slot(raw, parsed.body, grant.lease.slot.index)
-    return strip_slot(raw, parsed.body)
+        return pin_slot(raw, parsed.body, slot, **more)
+    return strip_slot(raw, parsed.body, **more)
 
 
 def headers(grant: Grant) -> dict[str, str]:

@@ -64,6 +64,16 @@ def of(effects: list[Effect]) -> list[str]:
     return [f"{type(e).__name__} {e.request}" for e in effects if isinstance(e, kinds)]
 
 
+def at_gate() -> Scheduler:
+    """One message is sent, and another waits until that is known to run."""
+    s = fresh(2, coalesce_above_s=None)
+    message(s)
+    message(s, "m2", OTHER)
+    prefilled(s, "m")
+    prefilled(s, "m2")
+    return s
+
+
 def waits(s: Scheduler, name: str = "m") -> bool:
     job = s.state.jobs.get(RequestId(name))
     return job is not None and isinstance(job.doing, AtGate)
@@ -194,11 +204,7 @@ def test_where_the_prefill_failed_what_is_left_is_waited_for() -> None:
 
 
 def test_who_leaves_at_the_gate_gives_back_the_slot() -> None:
-    s = fresh(2, coalesce_above_s=None)
-    message(s)
-    message(s, "m2", OTHER)
-    prefilled(s, "m")
-    prefilled(s, "m2")
+    s = at_gate()
     assert cancel(s, "m2") == []
     assert slot(s, A1).is_idle
     assert slot(s, A1).resident.tokens == head(OTHER, 199)
@@ -207,11 +213,7 @@ def test_who_leaves_at_the_gate_gives_back_the_slot() -> None:
 
 
 def test_who_waits_at_the_gate_is_told_when_the_backend_goes_away() -> None:
-    s = fresh(2, coalesce_above_s=None)
-    message(s)
-    message(s, "m2", OTHER)
-    prefilled(s, "m")
-    prefilled(s, "m2")
+    s = at_gate()
     assert of(s.handle(ev.BackendDown(A), NOW)) == ["Reject m2"]
     assert s.state.fleet.at_gate == {}
     assert s.next_wakeup(NOW) is None
@@ -293,11 +295,7 @@ def test_a_server_that_does_not_go_by_prefixes_is_remembered() -> None:
 
 
 def test_what_ran_unseen_may_be_in_the_slot_of_one_who_waits() -> None:
-    s = fresh(2, coalesce_above_s=None)
-    message(s)
-    message(s, "m2", OTHER)
-    prefilled(s, "m")
-    prefilled(s, "m2")
+    s = at_gate()
     assert waits(s, "m2")
     s.state.jobs[RequestId("m")].sent_over = UNKNOWN
     effects = finish(s, "m", prompt_tokens=300, generated_tokens=1)

@@ -179,12 +179,18 @@ def test_what_is_being_computed_is_not_waiting() -> None:
     assert of(s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 15)) == ["Prefill r2"]
 
 
-def test_who_left_stands_in_line_again_for_those_who_wait_for_the_rest() -> None:
+def left_in_line() -> Scheduler:
+    """R has left, and R3 waits for its prompt; R2 is in line for another."""
     s = scheduler(backend("a", 4), prefill_piece_s=1.5, reuse_probability=0.0)
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", OTHER)
     arrive(s, "r3", run_of(3000, 1))
     cancel(s, "r")
+    return s
+
+
+def test_who_left_stands_in_line_again_for_those_who_wait_for_the_rest() -> None:
+    s = left_in_line()
 
     assert of(prefilled(s, "r")) == ["Prefill r2"]
     assert of(prefilled(s, "r2")) == ["Dispatch r2"]
@@ -192,11 +198,7 @@ def test_who_left_stands_in_line_again_for_those_who_wait_for_the_rest() -> None
 
 
 def test_what_those_have_left_who_waited_is_not_computed_for_nobody() -> None:
-    s = scheduler(backend("a", 4), prefill_piece_s=1.5, reuse_probability=0.0)
-    arrive(s, "r", run_of(3000, 1))
-    arrive(s, "r2", OTHER)
-    arrive(s, "r3", run_of(3000, 1))
-    cancel(s, "r")
+    s = left_in_line()
     prefilled(s, "r")
     cancel(s, "r3")
     prefilled(s, "r2")

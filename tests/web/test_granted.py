@@ -40,6 +40,28 @@ def test_it_goes_to_the_slot_that_was_granted(
     assert orjson.loads(granted.body(grant(pin=pin), raw, parsed)) == sent
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"prompt": "a"}, {"n_cache_reuse": 0, "prompt": "a", "id_slot": 1}),
+        ({"prompt": "a", "id_slot": 0}, {"n_cache_reuse": 0, "prompt": "a", "id_slot": 1}),
+        ({}, {"n_cache_reuse": 0, "id_slot": 1}),
+        ({"n_cache_reuse": 9}, {"n_cache_reuse": 9, "id_slot": 1}),
+        ({"n_cache_reuse": None}, {"n_cache_reuse": None, "id_slot": 1}),
+    ],
+)
+def test_a_server_moves_nothing_by_itself(
+    asked: dict[str, object], expected: dict[str, object]
+) -> None:
+    given = orjson.dumps(asked)
+    parsed = parse_request(Route.COMPLETION, parse_body(given))
+
+    assert parse_body(granted.body(grant(pin=True), given, parsed, saved=True)) == expected
+    del expected["id_slot"]
+    assert parse_body(granted.body(grant(pin=False), given, parsed, saved=True)) == expected
+    assert parse_body(given) == asked
+
+
 def test_what_was_not_read_is_sent_as_it_is() -> None:
     assert granted.body(grant(pin=True), b"\x00", None) == b"\x00"
 

@@ -33,6 +33,7 @@ class Hanging(FakeLlama):
     ) -> web.StreamResponse:
         if not self.goes_on.is_set():
             self.unanswered.append((request.method, request.raw_path))
+            await self._note()
         await self.goes_on.wait()
         return await super()._front(request, handler)
 
@@ -106,8 +107,7 @@ async def test_a_server_that_does_not_answer_in_time_is_looked_at_at_once(a: Han
         a.goes_on.clear()
         assert (await fleet.post("/tokenize", {"content": "x"})).status == 504
         async with asyncio.timeout(PATIENCE_S):
-            while ("GET", "/health") not in a.unanswered:  # noqa: ASYNC110 - nobody tells
-                await asyncio.sleep(0.01)
+            await a.until(lambda: ("GET", "/health") in a.unanswered)
 
 
 async def test_the_models_of_a_server_that_hangs_are_left_out(
