@@ -23,7 +23,6 @@ from router.core.policy import Policy
 from router.core.queue import QueueLimits
 from router.core.scheduler import Scheduler
 from router.core.slots import Slot
-from router.core.tenancy import model_of
 from router.errors import BackendError, BackendRefusedError
 from router.frozen import dataclass
 from router.placing import Placing
@@ -37,7 +36,6 @@ from router.types import (
     BackendInfo,
     Lease,
     Left,
-    Namespace,
     Outcome,
     Reported,
     Request,
@@ -178,9 +176,8 @@ class Engine:
     def borrow(self, backend: BackendId) -> set[int]:
         """Idle slots to try a backend in, nobody else's until `probed` or `backend_down`."""
         self._feed(ev.ProbeDue(backend))
-        return {
-            slot.id.index for slot in self._slots_of(backend) if slot.holder == probe_name(backend)
-        }
+        ours = probe_name(backend)
+        return {slot.id.index for slot in self._slots_of(backend) if slot.holder == ours}
 
     def look_around(self, backend: BackendId) -> None:
         """See in the background whether somebody else uses slots that are idle to us."""
@@ -226,12 +223,6 @@ class Engine:
         for start in range(0, len(snapshots), _PURGED_AT_ONCE):
             self._feed(ev.Purged(tuple(snapshots[start : start + _PURGED_AT_ONCE])))
             await asyncio.sleep(0)
-
-    def known_namespaces(self) -> set[Namespace]:
-        """All that a backend could belong to."""
-        fleet = self._scheduler.state.fleet
-        held = {model_of(snapshot.namespace) for snapshot, _, _ in fleet.catalog.snapshots()}
-        return held | {info.namespace for info in fleet.infos.values()}
 
     @property
     def infos(self) -> Mapping[BackendId, BackendInfo]:
@@ -327,7 +318,11 @@ class Engine:
         if future is None or not effect.confirm:
             self._grant(effect, future)
         else:
-            self._tasks.spawn(self._place(effect, future), name=f"place {effect.lease.slot}")
+            at_once = self._placing.may_go(effect)
+            if at_once:  # on its way before anything else is done about it
+                self._grant(effect, future)
+            grant = partial(bool) if at_once else partial(self._grant, effect, future)
+            self._tasks.spawn(self._place(effect, grant), name=f"place {effect.lease.slot}")
 
     def _grant(self, effect: ef.Dispatch, future: asyncio.Future[Grant] | None) -> None:
         if future is None or future.done():  # the client left in this very moment
@@ -411,9 +406,9 @@ class Engine:
     def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
         return tuple(self._scheduler.state.fleet.slots.of(backend))
 
-    async def _place(self, effect: ef.Dispatch, future: asyncio.Future[Grant]) -> None:
+    async def _place(self, effect: ef.Dispatch, grant: Callable[[], object]) -> None:
         """Send a request that the server may place, find out where it runs, open the gate."""
-        index, end = await self._placing.place(effect, lambda: self._grant(effect, future))
+        index, end = await self._placing.place(effect, grant)
         if end is not None:
             end(index)
         elif index is not None:

@@ -173,7 +173,7 @@ async def build(
                 store=store,
                 extra_models=backend.models,
                 watch=watch_of(config),
-                known_namespaces=engine.known_namespaces,
+                known_namespaces=engine.scheduler.state.fleet.known_namespaces,
                 on_up=up,
                 on_down=down,
                 borrow=engine.borrow,

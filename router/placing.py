@@ -26,22 +26,29 @@ class Placing:
         self._scheduler = scheduler
         self._backends = backends
         self._unseen: dict[RequestId, asyncio.Future[End]] = {}
-        self._leisurely: set[asyncio.Future[None]] = set()  # while nobody waits for the answer
+        # While nobody waits for the answer; done when somebody does, or nobody will.
+        self._leisurely: dict[RequestId, asyncio.Future[None]] = {}
 
     def keeps(self, request: RequestId, end: End) -> bool:
         """A request was answered well. True: where is not known yet; `place` returns `end`."""
         over = self._unseen.get(request)
         if over is not None:
             over.set_result(end)
+        elif request in self._leisurely:
+            self._leisurely.pop(request).set_result(None)
         return over is not None
 
     def hurry(self) -> None:
         """Somebody waits, perhaps for one of them to be found."""
         while self._leisurely:
-            self._leisurely.pop().set_result(None)
+            self._leisurely.popitem()[1].set_result(None)
+
+    def may_go(self, effect: Dispatch) -> bool:
+        """Nothing was sent before that is not over: there is nothing to wait for."""
+        return not self._at_work(effect, Phase.RUNNING)
 
     async def place(
-        self, effect: Dispatch, grant: Callable[[], None]
+        self, effect: Dispatch, grant: Callable[[], object]
     ) -> tuple[int | None, End | None]:
         """Let a request go when all before it are seen at work, and look where it runs.
 
@@ -51,36 +58,37 @@ class Placing:
         slot, request = effect.lease.slot, effect.request
         backend = self._backends[slot.backend]
 
-        def at_work(*phases: Phase) -> set[int]:
-            slots = self._scheduler.state.fleet.slots.of(slot.backend)
-            return {s.id.index for s in slots if s.phase in phases and s.holder != request}
-
         def taken() -> set[int]:
-            return beside | at_work(Phase.RUNNING, Phase.DRAINING)
+            return beside | self._at_work(effect, Phase.RUNNING, Phase.DRAINING)
 
         def gated() -> bool:
             job = self._scheduler.state.jobs.get(request)
             return job is not None and job.gated
 
-        await wait_started(backend, lambda: at_work(Phase.RUNNING), gated)
+        await wait_started(backend, lambda: self._at_work(effect, Phase.RUNNING), gated)
         loop = asyncio.get_running_loop()
         over: asyncio.Future[End] = loop.create_future()
         awaited: asyncio.Future[None] = loop.create_future()
         if len(self._scheduler.state.queue) or not self._is_no_matter(effect):
             awaited.set_result(None)
         else:
-            self._leisurely.add(awaited)
+            self._leisurely[request] = awaited
         if self._would_be_forgotten(effect):
             self._unseen[request] = over
         # What is prepared at this moment goes on, and nothing else begins.
-        beside = at_work(Phase.PREPARING) - self._at_gate(slot.backend)
+        beside = self._at_work(effect, Phase.PREPARING) - self._at_gate(slot.backend)
         grant()
         try:
             index = await find_start(backend, slot.index, taken, gated, awaited, over)
         finally:
             self._unseen.pop(request, None)
-            self._leisurely.discard(awaited)
+            self._leisurely.pop(request, None)
         return index, over.result() if over.done() else None
+
+    def _at_work(self, effect: Dispatch, *phases: Phase) -> set[int]:
+        """Slots of others, in one of these phases."""
+        slots = self._scheduler.state.fleet.slots.of(effect.lease.slot.backend)
+        return {s.id.index for s in slots if s.phase in phases and s.holder != effect.request}
 
     def _at_gate(self, backend: BackendId) -> set[int]:
         """Slots of requests that wait until they may be sent: nothing is under way in these."""

@@ -7,6 +7,7 @@ who wait for slots of the same backend share them.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -27,10 +28,10 @@ _STREAM_DELAYS_S = (0.02, 0.03, 0.05, 0.1, 0.2, 1.2)
 _BLIND_S = 3.0
 # By then a server has noticed, or is busy with a batch that takes long, or hangs.
 _LATE_S = 10.0
-# Where a request went that the server placed. Others may wait for the answer; while nobody does, so
-# many looks are left out, and most embeddings are over by then.
+# Where a request went that the server placed. Others may wait for the answer; while nobody does,
+# there is time, and most embeddings are over before the first look.
 _LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
-_SPARED = 3
+_LEISURE_S = 0.02
 # A request that was sent and is nowhere to be seen by then ended before it was looked for.
 _LAUNCHED_WITHIN = 40
 # After a wipe that failed. The slot is nobody's until one succeeds.
@@ -187,21 +188,18 @@ async def find_start(
     """The slot on which the server placed a request; None if that cannot be seen, or concerns
     nobody any more.
 
-    `taken` are those that work for others; `awaited` is done as soon as somebody waits. Of a
-    request that is `over` before it was seen at work, it is the one with the latest task: nothing
-    else was started meanwhile.
+    `taken` are those that work for others; `awaited` is done as soon as somebody waits, or nobody
+    will. Of a request that is `over` before it was seen at work, it is the one with the latest
+    task: nothing else was started meanwhile.
     """
-    looks = 0
-    while True:
-        delay_s = _LAUNCH_DELAYS_S[min(looks, len(_LAUNCH_DELAYS_S) - 1)]
-        ends = [over] if awaited.done() else [over, awaited]
+    for look in count():
+        ends, delay_s = [over, awaited], _LEISURE_S
+        if awaited.done():
+            ends, delay_s = [over], _LAUNCH_DELAYS_S[min(look, len(_LAUNCH_DELAYS_S) - 1)]
         await asyncio.wait(ends, timeout=delay_s, return_when=asyncio.FIRST_COMPLETED)
-        looks += 1
         if not concerned():
             return None
         ended = over.done()
-        if looks <= _SPARED and not ended and not awaited.done():
-            continue
         statuses = await _look(backend)
         if statuses is None:
             return None
@@ -214,6 +212,7 @@ async def find_start(
             return expected
         if others := busy - taken():
             return min(others)
+    raise AssertionError("unreachable")
 
 
 async def _busy(backend: Backend) -> set[int] | None:

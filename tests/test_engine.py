@@ -566,7 +566,7 @@ async def test_who_arrives_is_not_kept_waiting_by_one_that_nobody_looks_for(
         running([("a", fake.url)], tmp_path) as fleet,
         asyncio.TaskGroup() as group,
     ):
-        monkeypatch.setattr("router.watching._LAUNCH_DELAYS_S", (10 * PATIENCE_S,))
+        monkeypatch.setattr("router.watching._LEISURE_S", 10 * PATIENCE_S)
         fake.decode_gate.clear()
         group.create_task(fleet.post("/v1/embeddings", {"input": PROMPT}))
         await fleet.until(running_now(1))
@@ -586,7 +586,7 @@ async def test_where_it_matters_a_request_is_looked_for_at_once(
         running([("a", fake.url)], tmp_path) as fleet,
         asyncio.TaskGroup() as group,
     ):
-        monkeypatch.setattr("router.watching._SPARED", 10**9)
+        monkeypatch.setattr("router.watching._LEISURE_S", 10 * PATIENCE_S)
         body: Json = {"messages": [{"role": "user", "content": PROMPT}], "input": PROMPT}
         if path == "/v1/messages":
             await fleet.post(path, body)  # so that nothing of it has to be computed first

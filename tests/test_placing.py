@@ -1,6 +1,9 @@
 """Where the server put a request, and what is told of one that was over before it was seen."""
 
+import asyncio
 from typing import cast
+
+import pytest
 
 from router.core import events as ev
 from router.core.effects import Dispatch
@@ -9,6 +12,7 @@ from router.core.slots import Resident
 from router.placing import Placing
 from tests.core.build import A0, A1, A, R, backend, scheduler, tokens
 from tests.core.drive import NOW, arrive, slot
+from tests.fleet import PATIENCE_S
 from tests.test_watching import Scripted
 
 
@@ -68,3 +72,31 @@ async def test_a_job_that_is_gone_before_it_is_sent() -> None:
 
     placed = await Placing(s, {A: Scripted([set()])}).place(dispatch, lambda: granted.append(True))
     assert (placed, granted) == ((None, None), [True])
+
+
+async def test_where_nobody_else_is_at_work_a_request_may_go_at_once() -> None:
+    s, dispatch = sent()
+    assert Placing(s, {A: Scripted([])}).may_go(dispatch)
+
+
+async def test_one_on_its_way_goes_first() -> None:
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    arrive(s, "other", [5], slot_hint=1)
+    (dispatch,) = arrive(s, ids=[1], pinnable=False)
+    assert not Placing(s, {A: Scripted([])}).may_go(cast(Dispatch, dispatch))
+
+
+async def test_the_end_of_one_that_nobody_looked_for_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.watching._LEISURE_S", PATIENCE_S)
+    s, dispatch = sent()
+    slot(s, A1).resident = slot(s, A0).resident = Resident()
+    looks = Scripted([{1}])
+    placing = Placing(s, {A: looks})
+    placed = asyncio.ensure_future(placing.place(dispatch, bool))  # noqa: TID251 - awaited below
+    await asyncio.sleep(0)
+    s.handle(ev.BackendDown(A), NOW)
+    assert placing.keeps(R, end) is False
+    assert await placed == (None, None)
+    assert looks.looked == 0

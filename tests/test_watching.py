@@ -181,24 +181,27 @@ async def test_a_request_that_ended_unseen() -> None:
     assert await place_of(backend, 0, set, lambda: backend.looked < 3) is None
 
 
-async def test_while_nobody_waits_few_looks_are_made() -> None:
+async def test_while_nobody_waits_few_looks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short request is over before the first, which somebody else's arrival brings on."""
-    backend, asked, waits = Scripted([{0}]), 0, under_way()
+    monkeypatch.setattr("router.watching._LEISURE_S", 60.0)
+    backend, is_over, waits = Scripted([{0}]), False, under_way()
 
-    def for_two_looks() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked < 3
+    def ends() -> None:
+        nonlocal is_over
+        is_over = True
+        waits.set_result(None)
 
-    assert await place_of(backend, 0, set, for_two_looks, waits) is None
+    asyncio.get_running_loop().call_soon(ends)
+    assert await place_of(backend, 0, set, lambda: not is_over, waits) is None
     assert backend.looked == 0
+    waits = under_way()
     asyncio.get_running_loop().call_soon(waits.set_result, None)
     assert await place_of(backend, 0, set, yes, waits) == 0
     assert backend.looked == 1
 
 
 async def test_who_comes_to_wait_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.watching._LAUNCH_DELAYS_S", (60.0,))
+    monkeypatch.setattr("router.watching._LEISURE_S", 60.0)
     waits = under_way()
     asyncio.get_running_loop().call_soon(waits.set_result, None)
     assert await place_of(Scripted([{0}]), 0, set, yes, waits) == 0

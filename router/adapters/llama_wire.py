@@ -396,21 +396,3 @@ Action = Literal["save", "restore"]
 def action_body(name: str) -> bytes:
     """For POST /slots/N?action=save|restore."""
     return orjson.dumps({"filename": name})
-
-
-def takes_many_slots(raw: bytes) -> bool:
-    """An embeddings or rerank body becomes one task for each of its inputs.
-
-    What cannot be read is one: the server refuses it, or it is a form with a sound file.
-    """
-    try:
-        body = long_bodies.loads(raw)
-    except orjson.JSONDecodeError:
-        return False
-    if not isinstance(body, dict):
-        return False
-    inputs = [body.get(key) for key in ("input", "content", "documents", "texts")]
-    return any(
-        isinstance(value, list) and len(value) > 1 and not all(_is_int(item) for item in value)
-        for value in inputs
-    )

@@ -5,7 +5,7 @@ it is named when its last user lets go.
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import field
 from enum import IntEnum
 from math import inf
@@ -111,6 +111,10 @@ class Catalog:
     def snapshots(self) -> list[tuple[Snapshot, int, int]]:
         """Every usable snapshot with its uses and references."""
         return [(e.snapshot, e.uses, e.references) for e in self._entries.values() if not e.doomed]
+
+    def namespaces(self) -> Set[Namespace]:
+        """Of the usable snapshots."""
+        return self._index.keys()
 
     def add(
         self, snapshot: Snapshot, kind: MemoryKind, value_s: float, basis: Basis = Basis.OWN
@@ -327,7 +331,10 @@ class Catalog:
         entry = self._entries.get(snapshot)
         if entry is None or entry.doomed:
             return []
-        self._index[entry.snapshot.namespace].remove(entry.snapshot.tokens, snapshot)
+        index = self._index[entry.snapshot.namespace]
+        index.remove(entry.snapshot.tokens, snapshot)
+        if not index:
+            del self._index[entry.snapshot.namespace]
         self._doubtful.pop(snapshot, None)
         self.changes += 1
         self.total_bytes -= entry.snapshot.size_bytes

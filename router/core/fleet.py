@@ -11,7 +11,7 @@ from router.core.policy import Policy
 from router.core.reuse import reusable_tokens
 from router.core.slots import Phase, Slot, SlotTable
 from router.core.steering import Expected, can_be_steered, holds_up, will_hold
-from router.core.tenancy import may_tempt, namespace_of, tempts
+from router.core.tenancy import may_tempt, model_of, namespace_of, tempts
 from router.tokens import Tokens, count
 from router.types import BackendId, BackendInfo, Namespace, Request, SlotId
 
@@ -217,6 +217,11 @@ class Fleet:
         reach = self.catalog.reach(info.memory_kind, namespace_of(info, tenant), resident.tokens)
         slot.bench.reaches[slot.id.index] = resident, info, tenant, changes, reach
         return reach
+
+    def known_namespaces(self) -> set[Namespace]:
+        """All that a backend could belong to."""
+        held = {model_of(namespace) for namespace in self.catalog.namespaces()}
+        return held | {info.namespace for info in self.infos.values()}
 
     def forget(self, backend: BackendId) -> None:
         """A backend that is not up will not be again: nothing is kept of it."""

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
-import orjson
 import structlog
 from aiohttp import HttpVersion11, web
 
-from router.adapters import long_bodies
-from router.adapters.forms import is_form, text_field
+from router.adapters.forms import is_form
 from router.adapters.journal import Journal
 from router.adapters.llama_client import LlamaClient, RelayedResponse
 from router.adapters.llama_reply import knows_no_answer, merge_models
@@ -36,6 +34,7 @@ from router.ports import Telemetry
 from router.turnstile import Turnstile
 from router.types import Caller, RequestId
 from router.web.admin import Admin
+from router.web.asked import model_asked, slots_asked
 from router.web.completions import Completions
 from router.web.directory import Directory
 from router.web.guard import Guard
@@ -243,7 +242,7 @@ class App:
         if path in _MODELS and request.method == "GET":
             return await self._models(request, name)
         raw = await self._read(request)
-        model = await _model_asked(request, raw) if looks_at_it else None
+        model = await model_asked(request, raw) if looks_at_it else None
         if path == _CONTROL and request.method == "POST":
             return await self._control(request, name, raw, model)
         return await self._pass(request, name, raw, model)
@@ -255,8 +254,8 @@ class App:
         # To the server a form is an object of strings: no slot can be written into it.
         if route and not is_form(request.headers.get("Content-Type", "")):
             return await self._completions.completion(request, route, raw, name)
-        model = await _model_asked(request, raw)
-        return await self._completions.other(request, raw, name, model)
+        asked = await slots_asked(request, raw)
+        return await self._completions.other(request, raw, name, asked)
 
     async def _metrics(self, request: web.BaseRequest, _: RequestId) -> web.StreamResponse:
         return await self._admin.metrics(request)
@@ -400,19 +399,3 @@ def _expects(request: web.BaseRequest) -> bool:
     if request.headers["Expect"].lower() != "100-continue":
         raise ExpectationError("the only Expect header that is understood is 100-continue")
     return True
-
-
-async def _model_asked(request: web.BaseRequest, raw: bytes) -> str | None:
-    kind = request.headers.get("Content-Type", "")
-    return await long_bodies.read(raw, _model_of, raw, kind)
-
-
-def _model_of(raw: bytes, content_type: str) -> str | None:
-    """The `model` of a JSON body or a form, whatever else is in it."""
-    if is_form(content_type):
-        return text_field(raw, content_type, "model")
-    with contextlib.suppress(orjson.JSONDecodeError):
-        body = long_bodies.loads(raw)
-        if isinstance(body, dict) and isinstance(body.get("model"), str):
-            return str(body["model"])
-    return None

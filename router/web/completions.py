@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from aiohttp import web
 
-from router.adapters import forms, long_bodies
+from router.adapters import long_bodies
 from router.adapters.clock import wall_ns
 from router.adapters.journal import Journal
 from router.adapters.llama_client import RelayedResponse
@@ -25,7 +25,6 @@ from router.adapters.llama_wire import (
     TokenPrompt,
     parse_body,
     parse_request,
-    takes_many_slots,
 )
 from router.adapters.prompts import PromptReader, is_left
 from router.engine import Engine, Grant, Timing
@@ -43,6 +42,7 @@ from router.types import (
     Tenant,
 )
 from router.web import granted
+from router.web.asked import SlotsAsked
 from router.web.directory import Directory
 from router.web.keys import Keys
 from router.web.relay import CALLER, Capture, forward_headers, forward_target, relay
@@ -159,20 +159,17 @@ class Completions:
         return request, reader
 
     async def other(
-        self, http: web.BaseRequest, raw: bytes, request_id: RequestId, model: str | None
+        self, http: web.BaseRequest, raw: bytes, request_id: RequestId, asked: SlotsAsked
     ) -> web.StreamResponse:
         """A request that takes slots as the server likes. Raises RouterError."""
         stateless = http.path.rstrip("/").endswith(_STATELESS)
-        # A field that a form has twice is an array: several inputs, or prompts.
-        kind = http.headers.get("Content-Type", "")
-        many = forms.is_form(kind) and (stateless or forms.is_array(raw, kind, "prompt"))
-        model = self._directory.resolve(model)
+        model = self._directory.resolve(asked.model)
         request = Request(
             id=request_id,
             prompt=Prompt(unknown="not a completion"),
             model=model,
             pinnable=False,
-            whole_backend=many or await long_bodies.read(raw, takes_many_slots, raw),
+            whole_backend=asked.many or (asked.in_form and stateless),
             max_new_tokens=0,
             # Their tasks start from nothing, whatever the slot holds (server-context.cpp:3440).
             reuse=not stateless,

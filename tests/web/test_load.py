@@ -17,7 +17,7 @@ from bench.crowd import Client, connects, send
 from router.adapters.llama_wire import parse_body
 from router.adapters.long_bodies import LONG_BYTES
 from router.turnstile import MOST
-from router.web import app, completions, listener
+from router.web import asked, completions, listener
 from tests.fake_llama import FakeLlama
 from tests.fleet import PATIENCE_S, Fleet, Json, running
 from tests.web.test_faults import stopped_reading
@@ -178,7 +178,7 @@ async def test_long_bodies_are_read_off_the_loop(
         return call
 
     monkeypatch.setattr(completions, "parse_body", noted(parse_body))
-    monkeypatch.setattr(app, "_model_of", noted(app._model_of))
+    monkeypatch.setattr(asked, "_model_of", noted(asked._model_of))
     async with running([("a", fake.url)], None) as fleet:
         for size in (10, LONG_BYTES + 1):
             text = "x" * size
