@@ -368,6 +368,8 @@ class Engine:
         # The connection is closed, and the slot free once the server knows: until then it may be at
         # work, and nothing may be sent to it. There is nothing left to stop.
         self._prefills.pop(request, None)
+        self._feed(ev.PrefillBroke(request))
+        failure.backend = effect.slot.backend
         late = partial(self._send_elsewhere, request, failure)
         n_tokens = await self._quiet(ef.Watch(request, effect.slot, Left.SENT), late)
         return ev.PrefillFailed(request, str(failure), n_tokens)

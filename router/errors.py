@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from router.types import BackendId
+
 
 class RouterError(Exception):
     """Base of all. `status` is the HTTP status, `kind` the OpenAI-style `type`.
@@ -227,6 +229,7 @@ class BackendError(RouterError):
     kind = "server_error"
     outcome = "backend_error"
     retry_after_s = 1.0
+    backend: BackendId | None = None  # which, where whoever catches it cannot know
 
 
 class BackendTimeoutError(BackendError):

@@ -33,7 +33,7 @@ CORE_STDLIB = {
 LAYERS: dict[str, set[str]] = {
     "router.frozen": set(),
     "router.types": {"router.tokens", "router.frozen"},
-    "router.errors": set(),
+    "router.errors": {"router.types"},
     "router.tokens": set(),
     "router.ports": {"router.types", "router.tokens", "router.errors"},
     "router.keys": set(),

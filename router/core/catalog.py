@@ -4,14 +4,13 @@ Tells what to delete; deletes nothing itself. A snapshot in use is never among w
 it is named when its last user lets go.
 """
 
-import heapq
 from collections.abc import Callable, Set
 from dataclasses import field
 from enum import IntEnum
-from math import inf
 
 from router.core.ghosts import Ghosts
 from router.core.prefix_index import Match, PrefixIndex
+from router.core.ranks import Ranks
 from router.core.reuse import goes_back, reusable_tokens, subsumes
 from router.frozen import dataclass
 from router.tokens import Tokens, count
@@ -70,16 +69,19 @@ class _Entry:
     doomed: bool = False  # out of the index; named for deletion with its last reference
     kept: bool = False  # never named for deletion: the file is somebody else's concern now
     given_up: bool = False  # it had been named for deletion, had nobody used it, and then `kept`
-    priority: float = 0.0
     own: float = 1.0  # share of its tokens that no longer one holds as well
+
+    @property
+    def worth(self) -> float:
+        """Seconds saved by a byte of it."""
+        return self.own * self.value_s / max(self.snapshot.size_bytes, 1)
 
 
 @dataclass(slots=True)
 class Catalog:
     """All usable snapshots, by namespace and by prefix.
 
-    Eviction is GreedyDual-Size-Frequency: priority = age + uses x seconds saved / bytes, where
-    age is the priority of the last one evicted, so that old favourites fade. Seconds are saved by
+    Evicted is what saves least: seconds / bytes / time since its last use. Seconds are saved by
     what no longer one holds as well: of a conversation whose answers come back changed, as without
     their reasoning, each state leaves the one before it little.
     """
@@ -87,8 +89,7 @@ class Catalog:
     limits: Limits = field(default_factory=Limits)
     _entries: dict[SnapshotId, _Entry] = field(default_factory=dict)
     _index: dict[Namespace, PrefixIndex[SnapshotId]] = field(default_factory=dict)
-    _heap: list[tuple[float, SnapshotId]] = field(default_factory=list)
-    _age: float = 0.0
+    _ranks: Ranks[SnapshotId] = field(default_factory=Ranks)
     _doubtful: dict[SnapshotId, None] = field(default_factory=dict)  # not valued by their own
     _anew: list[SnapshotId] = field(default_factory=list)  # of these; still to be valued anew
     _value: Callable[[Snapshot], tuple[float, Basis]] = lambda _: (0.0, Basis.GUESS)  # how
@@ -152,7 +153,7 @@ class Catalog:
         self.changes += 1
         self.total_bytes += snapshot.size_bytes
         self.total_tokens += len(snapshot)
-        self._rank(entry)
+        self._ranks.use(snapshot.id, entry.worth)
         # Asked after the insertion: one branch at a prefix is then the newcomer's own.
         superfluous = [
             match.item
@@ -187,7 +188,7 @@ class Catalog:
                 entry.value_s, entry.basis = value_s, basis
                 if basis is Basis.OWN:
                     self._doubtful.pop(snapshot, None)
-                self._rank(entry)
+                self._ranks.value(snapshot, entry.worth)
         del self._anew[-_VALUED_AT_ONCE:]
 
     def _outdate(self, shorter: list[Match[SnapshotId]]) -> None:
@@ -196,8 +197,8 @@ class Catalog:
             entry = self._entries.get(match.item)
             own = 1 - match.common / match.length
             if entry is not None and not entry.doomed and own < entry.own:
-                entry.own, before = own, entry.priority
-                self._rank(entry, at_most=before)
+                entry.own = own
+                self._ranks.value(match.item, entry.worth)
 
     def _regains(self, entry: _Entry) -> bool:
         """The longer one is gone, and what it held is of worth here again."""
@@ -300,7 +301,8 @@ class Catalog:
         entry.references += 1
         entry.uses += 1
         entry.used_at = now
-        self._rank(entry)
+        if not entry.doomed:
+            self._ranks.use(snapshot, entry.worth)
         return entry.snapshot
 
     def release(self, snapshot: SnapshotId) -> list[Snapshot]:
@@ -336,6 +338,7 @@ class Catalog:
         if not index:
             del self._index[entry.snapshot.namespace]
         self._doubtful.pop(snapshot, None)
+        self._ranks.drop(snapshot)
         self.changes += 1
         self.total_bytes -= entry.snapshot.size_bytes
         self.total_tokens -= len(entry.snapshot)
@@ -345,26 +348,10 @@ class Catalog:
         del self._entries[snapshot]
         return [entry.snapshot]
 
-    def _rank(self, entry: _Entry, at_most: float = inf) -> None:
-        per_byte = entry.value_s / max(entry.snapshot.size_bytes, 1)
-        entry.priority = min(self._age + entry.uses * entry.own * per_byte, at_most)
-        heapq.heappush(self._heap, (entry.priority, entry.snapshot.id))
-        # Every use leaves a stale heap row behind; rebuild before they are most of it.
-        if len(self._heap) > 4 * len(self._entries) + 64:
-            self._heap = [(e.priority, e.snapshot.id) for e in self._entries.values()]
-            heapq.heapify(self._heap)
-
     def _evict(self) -> list[Snapshot]:
         """Give up the least valuable. There is one: the limits are exceeded."""
-        while True:
-            priority, snapshot = heapq.heappop(self._heap)
-            entry = self._entries.get(snapshot)
-            if entry is None or entry.doomed or entry.priority != priority:
-                continue  # a stale row
-            if not self._regains(entry):
-                break
-            self._rank(entry)
-        self._age = priority
+        while self._regains(entry := self._entries[self._ranks.least()]):
+            self._ranks.value(entry.snapshot.id, entry.worth)
         self.evicted += 1
         self.gone.add(entry.snapshot.namespace, entry.snapshot.tokens)
-        return self.remove(snapshot)
+        return self.remove(entry.snapshot.id)

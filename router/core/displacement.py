@@ -54,9 +54,9 @@ class Displacing:
         """Price of taking a slot's content away: `(save seconds, expected loss, save it)`.
 
         `kept` tokens stay useful where they are. All of it is weighed by the chance that the
-        content is asked for again, and by the requests that stop meanwhile: those beside the save
-        now, and as many beside the restore or the prefill then. What its client asked not to cache
-        is no loss, and never saved.
+        content is asked for again, which falls with the uses of other slots since (docs/adr/0015),
+        and by the requests that stop meanwhile: those beside the save now, and as many beside the
+        restore or the prefill then. What its client asked not to cache is no loss, and never saved.
 
         1. A snapshot holds it: then it has to be restored.
         2. Saving it now and restoring it then is cheaper than computing it again: it is saved.
@@ -66,7 +66,8 @@ class Displacing:
         n_held = len(held)
         if n_held <= kept or slot.declined or (self._apart and slot.tenant == NOBODY):
             return _NOTHING
-        rates, chance, stopped = self._rates, self._chance, self._stopped
+        rates, stopped = self._rates, self._stopped
+        chance = self._chance / (1 + self._fleet.slots.neglect(slot))
         if kept and kept >= max(held.checkpoints, default=n_held):
             # The request goes on from the end of the slot's last prompt: it is the next turn, and
             # of the answer that is left over the client has made something else.

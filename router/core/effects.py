@@ -73,7 +73,8 @@ class Erase:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute tokens in an idle slot, no answer wanted. Answered by Prefilled or PrefillFailed."""
+    """Compute tokens in an idle slot, no answer wanted. Answered by Prefilled, or PrefillFailed and
+    perhaps PrefillBroke before it."""
 
     request: RequestId
     slot: SlotId

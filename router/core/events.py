@@ -216,6 +216,13 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillBroke:
+    """It is not known to have ended: its connection broke, or was closed. PrefillFailed follows."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillFailed:
     """What the slot holds is not known, or a beginning of the prompt: so many tokens are in it."""
 
@@ -312,6 +319,7 @@ Event = (
     | Erased
     | EraseFailed
     | Prefilled
+    | PrefillBroke
     | PrefillFailed
     | Launched
     | Begun

@@ -127,6 +127,8 @@ class Scheduler:
                 steps.restore_failed(state, event, now)
             case ev.Erased() | ev.EraseFailed():
                 steps.erased(state, event, now)
+            case ev.PrefillBroke():
+                steps.prefill_broke(state, event.request)
             case ev.Prefilled() | ev.PrefillFailed():
                 steps.prefilled(state, event, now)
             case ev.Launched():

@@ -6,6 +6,7 @@ lease.
 
 from collections import deque
 from dataclasses import replace
+from math import inf
 from typing import assert_never
 
 from router.core import endings, fleeting, gate, rests, turns
@@ -42,7 +43,7 @@ from router.core.state import State
 from router.core.tenancy import model_of, namespace_of
 from router.errors import NoBackendError
 from router.tokens import EMPTY, Tokens, common_prefix, count, head
-from router.types import NOBODY, Left, MemoryKind, SlotId, Snapshot, SnapshotId, Stall
+from router.types import NOBODY, Left, MemoryKind, RequestId, SlotId, Snapshot, SnapshotId, Stall
 
 # A restore can fail for want of room in the KV cache and not because of the file, and the
 # server's answer does not tell which (llama-server.md section 1.1): once is forgiven.
@@ -344,6 +345,17 @@ def _refuse(state: State, job: Job) -> None:
     job.steps.clear()
 
 
+def prefill_broke(state: State, request: RequestId) -> None:
+    """Nothing comes of it for others; and unless its client left, nobody knows when it is over."""
+    job = state.jobs.get(request)
+    if job is not None and isinstance(job.doing, PrefillStep):
+        slot = state.fleet.slots[job.slot]
+        slot.sharing = False
+        slot.turn_until = min(slot.turn_until, slot.piece_until)
+        if not slot.leaving:
+            slot.busy_until = inf
+
+
 def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) -> None:
     """The prompt is computed; if others wait for it, it is saved for them before it is used."""
     job = state.jobs.get(event.request)
@@ -352,6 +364,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     slot = state.fleet.slots[job.slot]
     if isinstance(event, ev.PrefillFailed):
         state.others_cleared(job.slot.backend)  # it may start yet
+        slot.leaving = False
         assert job.request is not None
         slot.resident = after_quiet(slot.resident, job.request.prompt, event.n_tokens)
         # There is nothing to save; and for those who wait, nothing came of it.

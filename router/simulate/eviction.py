@@ -43,14 +43,14 @@ def compare(
     for budget_bytes in budgets:
         if budget_bytes == 0:
             continue
-        found.append(gdsf(sequence, budget_bytes, hardware, min_tokens))
+        found.append(production(sequence, budget_bytes, hardware, min_tokens))
         for name, worst in (("lru", _oldest), ("belady", _farthest)):
             cache = Cache(budget_bytes, hardware.bytes_per_token, worst, min_tokens)
             found.append(cache.play(name, sequence, served))
     return found
 
 
-def gdsf(
+def production(
     sequence: Sequence_, budget_bytes: int, hardware: Hardware, min_tokens: int = 1
 ) -> Evicted:
     """The production catalog, as it is."""
@@ -71,7 +71,7 @@ def gdsf(
             catalog.add(made, MemoryKind.FULL, hardware.prefill_of(count(held), 0))
             while catalog.is_over:
                 catalog.shrink()
-    return Evicted("gdsf", budget_bytes, asked, reused, catalog.evicted)
+    return Evicted("kvferry", budget_bytes, asked, reused, catalog.evicted)
 
 
 def served_by(sequence: Sequence_, min_tokens: int = 1) -> list[int | None]:

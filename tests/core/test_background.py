@@ -36,6 +36,18 @@ def test_one_after_the_other_on_a_backend_and_each_once() -> None:
     assert SnapshotId("s") in s.state.fleet.catalog
 
 
+def test_a_save_is_no_use_of_a_slot_and_a_request_is() -> None:
+    s = scheduler(backend("a", 2), holding={A0: LONG})
+    slots = s.state.fleet.slots
+    s.handle(ev.Tick(), NOW)
+    s.handle(ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001), NOW)
+    assert (slots.neglect(slots[A0]), slots.neglect(slots[A1])) == (0, 0)
+
+    assert names(arrive(s, "r", [9, 9, 9], slot_hint=1)) == ["Dispatch"]
+    assert "Watch" not in names(finish(s, "r", prompt_tokens=3, generated_tokens=1))
+    assert (slots.neglect(slots[A0]), slots.neglect(slots[A1])) == (0.5, 0)
+
+
 def test_what_is_not_worth_it_is_looked_at_once() -> None:
     s = scheduler(backend("a", 1), holding={A0: LONG}, snapshots=[snapshot("s", LONG)])
 

@@ -1,15 +1,17 @@
 """A prompt is computed in pieces while others run on its server."""
 
+from math import inf
 from typing import Any
 
 import pytest
 
+from router.core import events as ev
 from router.core.effects import Account, Effect, Prefill, Restore, Save, StopWork
 from router.core.effects import SaveReason as Why
 from router.core.scheduler import Scheduler
 from router.core.slots import UNKNOWN, Resident
 from router.tokens import count, head
-from router.types import MemoryKind
+from router.types import MemoryKind, RequestId
 from tests.core.build import A1, NS, R2, backend, run_of, scheduler, snapshot
 from tests.core.drive import (
     NOW,
@@ -170,6 +172,33 @@ def test_the_pieces_of_one_who_left_are_finished_for_those_who_wait() -> None:
     assert cancel(s, MINE) == []
     assert [n_asked(prefilled(s, MINE)) for _ in range(3)] == [1024, 1536, 1999]
     assert prefilled(s, MINE) == [Save(R2, A1, NS, Why.SHARED)]
+
+
+def test_nobody_waits_for_one_that_broke_off() -> None:
+    """The server may hang; who waited for the prompt has it computed where there is room."""
+    s = beside(4)
+    arrive(s, MINE, LONG)
+    arrive(s, "r3", LONG)
+    assert RequestId("r3") not in s.state.jobs
+
+    s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
+    assert RequestId("r3") in s.state.jobs
+    ends = s.next_wakeup(NOW)
+    assert ends is not None
+    assert NOW < ends <= NOW + PIECE_S  # of the piece's turn
+    assert names(s.handle(ev.Tick(), ends)) == ["Prefill"]
+    assert names(s.handle(ev.PrefillFailed(RequestId(MINE), "late"), NOW)) == ["Dispatch"]
+
+
+def test_who_left_a_prefill_is_gone_from_its_slot_soon() -> None:
+    """Unless it broke off before."""
+    s = beside(3)
+    arrive(s, MINE, LONG)
+    cancel(s, MINE)
+    s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
+    held = next(slot for slot in s.state.fleet.slots if slot.holder == MINE)
+    assert held.leaving
+    assert held.busy_until < inf
 
 
 def test_nothing_goes_on_for_one_who_left_alone() -> None:

@@ -50,7 +50,7 @@ class Op:
     def __init__(self, effect: Answerable, server: Server) -> None:
         self.effect, self.server = effect, server
         self.held: Ids = ()  # by the slot when its server died
-        self.started = self.confirmed = self.stopped = False
+        self.started = self.confirmed = self.stopped = self.broke = False
 
     def __repr__(self) -> str:
         return f"<{type(self.effect).__name__} {self.effect.request} {self.slot}>"
@@ -132,7 +132,7 @@ class World:
             case ef.Erase():
                 self.erases(op, op.effect, data.draw(st.integers(0, 4)) > 0)
             case ef.Prefill():
-                self.prefills(op, op.effect, data.draw(st.integers(0, 3)))
+                self.prefills(op, op.effect, data.draw(st.integers(0, 4)))
             case ef.Watch():
                 if op.server.user_of(op.slot.index) is None:
                     self.ops.remove(op)
@@ -198,10 +198,14 @@ class World:
             op.server.start(name, ids, [op.slot.index], self.requests[effect.request].tenant)
             op.started = True
             return
+        if how == 4 and not op.broke:
+            op.broke = True
+            self.feed(ev.PrefillBroke(effect.request))
+            return
         self.ops.remove(op)
         if op.server.alive:
             cached = op.server.runs[name].cached
-            if how and not op.stopped:
+            if how and not op.stopped and not op.broke:
                 op.server.end(name, len(ids), (0,))
                 reported = Reported(len(ids), cached, 0.01 * (len(ids) - cached))
                 self.feed(ev.Prefilled(effect.request, reported))

@@ -63,7 +63,7 @@ def test_a_longer_state_takes_the_shorter_ones_place() -> None:
     turns = [(pack([1] * n), pack([1] * (n + 1))) for n in (5, 8, 11)]
     found = compare(turns, [12], HARDWARE)
     assert {e.policy: (e.reused_tokens, e.evictions) for e in found} == {
-        "gdsf": (15, 0),
+        "kvferry": (15, 0),
         "lru": (15, 0),
         "belady": (15, 0),
     }
@@ -72,7 +72,7 @@ def test_a_longer_state_takes_the_shorter_ones_place() -> None:
 states = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("policy", ["gdsf", "lru", "belady"])
+@pytest.mark.parametrize("policy", ["kvferry", "lru", "belady"])
 @given(sequence=st.lists(states, max_size=14), budget=st.integers(1, 30))
 def test_never_more_than_an_unlimited_cache(
     policy: str, sequence: list[list[int]], budget: int

@@ -78,7 +78,7 @@ def test_evictions() -> None:
     assert {budget for _, budget in found} == {GIB // 2, UNLIMITED}
     assert found["lru", GIB // 2] == 0
     assert found["belady", GIB // 2] > 0
-    assert found["gdsf", UNLIMITED] == 9 * 1536
+    assert found["kvferry", UNLIMITED] == 9 * 1536
 
 
 def test_percentiles_by_nearest_rank() -> None:

@@ -16,7 +16,7 @@ from router.simulate.hardware import PRESETS
 from router.simulate.measure import Result
 from router.simulate.workload import WORKLOADS, Workload
 
-EVICTED = [Evicted(name, UNLIMITED, 100, 50, 0) for name in ("gdsf", "lru", "belady")]
+EVICTED = [Evicted(name, UNLIMITED, 100, 50, 0) for name in ("kvferry", "lru", "belady")]
 
 
 @pytest.fixture(scope="module")
