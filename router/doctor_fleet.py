@@ -8,6 +8,7 @@ from itertools import combinations
 from router.adapters import kv_shape
 from router.adapters.kv_files import openness
 from router.adapters.monitor import Attached
+from router.adapters.trouble import Trouble, Unusable
 from router.backends import place_of
 from router.config import Config, TokenizerMode
 from router.config_load import path_text
@@ -18,9 +19,6 @@ from router.doctor_findings import Finding, Level, file_name, restores
 from router.kvfile.blocks import AttentionBlock
 from router.kvfile.layout import Layout
 from router.types import Namespace
-
-# What older servers all answer; newer ones make up another for each process.
-_FIXED_MARKER = "<__media__>"
 
 
 def of_fleet(fleet: Sequence[Facts], config: Config) -> list[Finding]:
@@ -83,13 +81,10 @@ def _duplicates(fleet: Sequence[Facts]) -> Iterator[Finding]:
     for a, b in combinations(fleet, 2):
         if a.props is None or b.props is None:
             continue
-        marker = a.props.media_marker
-        if marker and marker == b.props.media_marker != _FIXED_MARKER:
-            yield Finding(
-                Level.WARNING,
-                f"{a.name} and {b.name} look like one and the same server (equal media_marker)",
-                "list it once; if they are two, unset LLAMA_MEDIA_MARKER for them",
-            )
+        if a.props.process and a.props.process == b.props.process:
+            what = f"{a.name} and {b.name} look like one and the same server (equal media_marker)"
+            do = f"{Unusable(Trouble.TWIN).do}; `kvferry serve` uses only one of them"
+            yield Finding(Level.WARNING, what, do)
 
 
 def _groups(fleet: Sequence[Facts]) -> list[list[Facts]]:

@@ -251,6 +251,10 @@ class RouterModeError(BackendError):
     """A llama-server that has no model of its own and starts others."""
 
 
+class TwinError(BackendError):
+    """Another backend is the same llama-server under another name."""
+
+
 class KvError(Exception):
     """KV trouble. Never reaches a client: the request becomes a cold prefill."""
 

@@ -158,6 +158,8 @@ async def build(
         stack.push_async_callback(tasks.aclose)
         vocabularies = Vocabularies(config.tokenizer, tasks)
 
+        processes: dict[str, BackendId] = {}
+
         def up(attached: Attached) -> None:
             engine.backend_up(attached.info, attached.slots)
             directory.backend_came()
@@ -180,6 +182,7 @@ async def build(
                 on_probed=lambda attached: engine.probed(attached.info),
                 prepare=vocabularies.prepare,
                 look_around=engine.look_around,
+                processes=processes,
             )
 
         def stats() -> Stats:

@@ -72,6 +72,9 @@ def _events(raw: bytes) -> Iterator[Json]:
                 yield event
 
 
+_OLD_MARKER = "<__media__>"  # what older servers all answer
+
+
 @dataclass(frozen=True, slots=True)
 class Props:
     """`GET /props` (get_res_props, server-context.cpp)."""
@@ -89,6 +92,12 @@ class Props:
     has_audio: bool
     endpoint_slots: bool
     is_sleeping: bool
+
+    @property
+    def process(self) -> str:
+        """Another one for each server process (llama-server.md section 5.2); "" where that cannot
+        be told."""
+        return "" if self.media_marker == _OLD_MARKER else self.media_marker
 
 
 @dataclass(frozen=True, slots=True)

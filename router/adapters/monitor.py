@@ -15,7 +15,13 @@ from router.adapters.llama_client import LlamaClient
 from router.adapters.llama_reply import ModelsInfo, Props
 from router.adapters.probe import Probe, probe
 from router.adapters.trouble import Trouble, unusable
-from router.errors import BackendError, BackendRefusedError, BackendTimeoutError, KvError
+from router.errors import (
+    BackendError,
+    BackendRefusedError,
+    BackendTimeoutError,
+    KvError,
+    TwinError,
+)
 from router.ports import SnapshotStore
 from router.types import BackendId, BackendInfo, Namespace, Place, SlotStatus
 
@@ -75,7 +81,9 @@ class Monitor:
         on_probed: Callable[[Attached], None],
         prepare: Callable[[LlamaClient, Props, Namespace], Awaitable[None]],
         look_around: Callable[[BackendId], None],
+        processes: dict[str, BackendId],
     ) -> None:
+        """`processes` is shared: which monitor has which server process."""
         self.client = client
         self.attached: Attached | None = None
         self.models: frozenset[str] = frozenset()  # as of the last time it was up
@@ -96,6 +104,7 @@ class Monitor:
         self._looks_since_probe = 0
         self._prepare = prepare
         self._look_around = look_around
+        self._processes = processes
         self._looks_around = 0
         self._doubt = asyncio.Event()
         self._sure = False  # a request has failed
@@ -137,6 +146,7 @@ class Monitor:
 
     def release(self) -> None:
         """The backend was drained, and `run` is cancelled."""
+        self._disclaim()
         self.attached, self.let_go, self.problem = None, True, "drained"
         self._tell()
 
@@ -180,13 +190,13 @@ class Monitor:
         await self.client.health()
         props = await self.client.props()
         self._answered = True
-        if self.attached is None:
-            await self._attach(props)
-        elif _process(props) != _process(self.attached.props):
-            # It restarted between two looks; the marker is random for each process
-            # (llama-server.md section 5.2).
+        if self.attached is not None and _process(props) != _process(self.attached.props):
+            # Between two looks; the marker is random for each process (llama-server.md section
+            # 5.2).
             log.warning("backend_down", backend=self.client.id, reason="it restarted")
             self._lose()
+        self._claim(props)
+        if self.attached is None:
             await self._attach(props)
         elif self.attached.probe.untried:
             self._looks_since_probe += 1
@@ -195,6 +205,19 @@ class Monitor:
                 await self._probe_again(props)
         if not props.is_sleeping:  # it would wake up (llama-server.md section 5.7)
             self._maybe_look_around()
+
+    def _claim(self, props: Props) -> None:
+        """Two who know nothing of each other would send requests to each other's slots, and that
+        destroys answers (llama-server.md section 0.1). Raises TwinError."""
+        if props.process:
+            holder = self._processes.setdefault(props.process, self.client.id)
+            if holder != self.client.id:
+                raise TwinError(holder)
+
+    def _disclaim(self) -> None:
+        for process, holder in list(self._processes.items()):
+            if holder == self.client.id:
+                del self._processes[process]
 
     def _maybe_look_around(self) -> None:
         self._looks_around += 1
@@ -208,12 +231,15 @@ class Monitor:
         self.problem = f"{found.reason}; {found.do}"
         if self.attached is not None and sure:
             self._lose()
+        if self.attached is None:
+            self._disclaim()
         if self.attached is None and found.trouble is not self._told:
             self._told = found.trouble
             log.warning("backend_down", backend=self.client.id, reason=found.reason, do=found.do)
 
     def _lose(self) -> None:
         self.attached = None
+        self._disclaim()
         self._on_down(self.client.id)
         self.client.give_up()
 

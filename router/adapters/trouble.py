@@ -12,6 +12,7 @@ from router.errors import (
     KvError,
     KvFileError,
     RouterModeError,
+    TwinError,
 )
 
 
@@ -28,6 +29,7 @@ class Trouble(StrEnum):
     STRANGER = "it is no llama-server"
     KVFERRY = "it is a kvferry, not a llama-server"
     ROUTER_MODE = "it runs in router mode, without a model of its own"
+    TWIN = "it is the same llama-server as another backend"
     LOST = "it failed while it was tried out"
     DISTURBED = "somebody else used its slots while they were tried out"
 
@@ -53,6 +55,7 @@ _ADVICE = {
         "start one llama-server for each model with -m MODEL -a NAME --port PORT, and list those as"
         " backends (docs/operating.md says why)"
     ),
+    Trouble.TWIN: "list it once; if they are two, unset LLAMA_MEDIA_MARKER for them",
     Trouble.LOST: "read its log; then try again",
     Trouble.DISTURBED: "try again when it is idle, and no kvferry is just starting",
 }
@@ -98,6 +101,8 @@ def trouble_of(error: BackendError) -> Trouble:
     """What a failed call tells of the server."""
     if isinstance(error, RouterModeError):
         return Trouble.ROUTER_MODE
+    if isinstance(error, TwinError):
+        return Trouble.TWIN
     if isinstance(error, BackendRefusedError):
         by_status = {401: Trouble.UNAUTHORIZED, 403: Trouble.UNAUTHORIZED, 503: Trouble.LOADING}
         return by_status.get(error.backend_status, Trouble.STRANGER)

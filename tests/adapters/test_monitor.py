@@ -30,7 +30,14 @@ async def until_seen(fake: FakeLlama, number: int) -> None:
 class Watched:
     """A monitor, and what it said in order."""
 
-    def __init__(self, fake: FakeLlama, connections: Connections, kv_dir: Path | None) -> None:
+    def __init__(
+        self,
+        fake: FakeLlama,
+        connections: Connections,
+        kv_dir: Path | None,
+        name: str = "a",
+        processes: dict[str, BackendId] | None = None,
+    ) -> None:
         place = None if kv_dir is None else Place(str(kv_dir))
         self.store = None
         if place is not None:
@@ -39,8 +46,9 @@ class Watched:
         self.up: list[Attached] = []
         self.lent: set[int] = set()
         self.changed = asyncio.Event()
+        self.processes = {} if processes is None else processes
         client = LlamaClient(
-            BackendId("a"), fake.url, connections, Timeouts(connect_s=1.0, health_s=0.3)
+            BackendId(name), fake.url, connections, Timeouts(connect_s=1.0, health_s=0.3)
         )
         self.monitor = Monitor(
             client,
@@ -55,6 +63,7 @@ class Watched:
             on_probed=self._probed,
             prepare=self._prepare,
             look_around=lambda _: None,
+            processes=self.processes,
         )
 
     def _up(self, attached: Attached) -> None:
@@ -382,3 +391,49 @@ async def test_backend_that_dies_while_it_is_tried(busy: FakeLlama, watched: Wat
     await watched.until("prepare", "up", "borrow", "down")
 
     assert watched.monitor.attached is None
+
+
+async def test_a_server_under_two_names_is_used_under_one(
+    fake: FakeLlama, watched: Watched
+) -> None:
+    """Requests of the one would be sent to slots that the other believes to be idle."""
+    await watched.until("prepare", "up")
+    async with Connections() as connections, asyncio.TaskGroup() as group:
+        twin = Watched(fake, connections, None, "b", watched.processes)
+        task = group.create_task(twin.monitor.run())
+        with capture_logs() as logs:
+            await twin.monitor.look_anew()
+        assert (twin.said, twin.monitor.attached) == ([], None)
+        assert "the same llama-server as another backend (a)" in twin.monitor.problem
+        assert "list it once" in twin.monitor.problem
+        assert [line["event"] for line in logs] == ["backend_down"]
+
+        await watched.monitor.look_anew()
+        assert watched.said == ["prepare", "up"]
+        watched.monitor.release()
+        await twin.monitor.look_anew()
+        assert twin.said == ["prepare", "up"]
+        task.cancel()
+
+
+async def test_after_a_restart_each_has_its_own(fake: FakeLlama, watched: Watched) -> None:
+    """Who sees the new process first has it, and the other gives up what it had."""
+    await watched.until("prepare", "up")
+    fake.marker = "<__media_another__>"
+    watched.processes[fake.marker] = BackendId("b")
+    await watched.monitor.look_anew()
+    assert watched.said == ["prepare", "up", "down"]
+    assert watched.processes == {fake.marker: "b"}
+
+    del watched.processes[fake.marker]
+    await watched.monitor.look_anew()
+    assert watched.said == ["prepare", "up", "down", "prepare", "up"]
+
+
+async def test_servers_that_do_not_tell_which_they_are(fake: FakeLlama, watched: Watched) -> None:
+    """Older ones all answer the same marker, and a fleet of them is a fleet."""
+    await watched.until("prepare", "up")
+    fake.marker = "<__media__>"
+    watched.processes[fake.marker] = BackendId("b")
+    await watched.monitor.look_anew()
+    assert watched.said == ["prepare", "up", "down", "prepare", "up"]
