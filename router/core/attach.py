@@ -1,20 +1,18 @@
 """What comes in from outside at the start: backends with slots in use, snapshots on disk."""
 
 from router.core import events as ev
-from router.core.catalog import Basis
 from router.core.cost import Line, Mean, Rates
 from router.core.endings import end, watch
 from router.core.jobs import Job
 from router.core.slots import UNKNOWN, Resident
 from router.core.state import State
-from router.core.tenancy import model_of
-from router.types import NOBODY, BackendId, BackendInfo, MemoryKind, RequestId, Snapshot
+from router.core.worth import is_known, worth_of
+from router.types import NOBODY, BackendId, BackendInfo, MemoryKind, RequestId
 
 # One to try things in, and one to see whether a start there empties the other.
 _PROBE_SLOTS = 2
 # What waiting for such a slot is priced at. On a CPU a probe takes about a second.
 _PROBE_S = 1.0
-_PRIORS = Rates()
 
 
 def backend_up(state: State, event: ev.BackendUp) -> None:
@@ -79,7 +77,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     rates = state.fleet.rates[info.id]
     if info.bytes_per_token:
         rates.bytes_per_token = Mean(info.bytes_per_token)
-    if info.prefill_s_per_token and not _is_known(rates):
+    if info.prefill_s_per_token and not is_known(rates):
         rates.prefill = Line(info.prefill_s_per_token, rates.prefill.b)
     _value_anew(state, info)
     for slot in state.fleet.slots.of(info.id):
@@ -92,38 +90,14 @@ def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:
     """Offer what the store has on disk. Of which memory kind each is, is not recorded: none is
     dropped in favour of a longer one."""
     for snapshot in event.snapshots:
-        value_s, basis = _value(state, snapshot)
-        state.delete(state.fleet.catalog.add(snapshot, MemoryKind.UNKNOWN, value_s, basis))
+        state.keep(snapshot, MemoryKind.UNKNOWN)
 
 
 def _value_anew(state: State, info: BackendInfo) -> None:
     """What was on disk was valued before this backend was known: by a laptop's rates a GPU's states
     are worth twenty times what they are, and push out all that are saved from now on."""
-    if _is_known(state.fleet.rates[info.id]):
-        state.fleet.catalog.value_anew(lambda snapshot: _value(state, snapshot))
-
-
-def _value(state: State, snapshot: Snapshot) -> tuple[float, Basis]:
-    """Seconds that computing a snapshot again would take, by the best that is known:
-
-    1. the slowest backend that it fits;
-    2. the fastest of the others: nobody may ever use it again, as after a change of the model;
-    3. a prior.
-    """
-    fleet, n_tokens = state.fleet, len(snapshot)
-    known = {name: rates for name, rates in fleet.rates.items() if _is_known(rates)}
-    model = model_of(snapshot.namespace)
-    own = [known[i.id] for i in fleet.infos.values() if i.namespace == model and i.id in known]
-    if own:
-        return max(rates.prefill_s(n_tokens) for rates in own), Basis.OWN
-    if known:
-        return min(rates.prefill_s(n_tokens) for rates in known.values()), Basis.OTHERS
-    return _PRIORS.prefill_s(n_tokens), Basis.GUESS
-
-
-def _is_known(rates: Rates) -> bool:
-    """From a probe, from traffic, or from another backend of its kind."""
-    return rates.prefill != _PRIORS.prefill
+    if is_known(state.fleet.rates[info.id]):
+        state.fleet.catalog.value_anew(lambda snapshot: worth_of(state.fleet, snapshot))
 
 
 def _rates_for(info: BackendInfo) -> Rates:

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass, field
 
-from router.core.cost import Rates
 from router.core.effects import Delete, Effect, Reject
 from router.core.fleet import Fleet
 from router.core.jobs import Job, RestoreStep, Stage
 from router.core.queue import Queue
 from router.core.slots import UNKNOWN, Slot
-from router.core.tenancy import model_of
+from router.core.worth import worth_of
 from router.errors import RouterError
-from router.types import BackendId, Request, RequestId, Snapshot, SnapshotId, Stall
+from router.types import BackendId, MemoryKind, Request, RequestId, Snapshot, SnapshotId, Stall
 
 
 @dataclass(slots=True)
@@ -49,6 +48,10 @@ class State:
     def delete(self, snapshots: list[Snapshot]) -> None:
         """Delete what the catalog gave up."""
         self.out.extend(Delete(snapshot) for snapshot in snapshots)
+
+    def keep(self, snapshot: Snapshot, kind: MemoryKind) -> None:
+        """There is a snapshot: offer it to the catalog."""
+        self.delete(self.fleet.catalog.add(snapshot, kind, *worth_of(self.fleet, snapshot)))
 
     def holder(self, slot: Slot) -> Job | None:
         """The job that has a slot."""
@@ -101,13 +104,3 @@ class State:
         if info is None or info.keeps_idle_slots:
             return []
         return [s for s in self.fleet.slots.of(backend) if s.is_idle and len(s.resident) > 0]
-
-    def value_s(self, snapshot: Snapshot) -> float:
-        """Seconds that computing a snapshot again would take, on the slowest backend it fits."""
-        model = model_of(snapshot.namespace)
-        times = [
-            self.fleet.rates[info.id].prefill_s(len(snapshot))
-            for info in self.fleet.infos.values()
-            if info.namespace == model
-        ]
-        return max(times, default=Rates().prefill_s(len(snapshot)))

@@ -169,7 +169,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         state.fleet.rates[info.id].observe_save(
             len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
         )
-        state.delete(state.fleet.catalog.add(snapshot, info.memory_kind, state.value_s(snapshot)))
+        state.keep(snapshot, info.memory_kind)
         if not snapshot.shape.useful:
             # Shorter than a window that the probe has not seen the end of: none so short again.
             window = max(info.window, len(snapshot))
@@ -193,8 +193,7 @@ def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
 def was_cut(state: State, event: ev.WasCut, now: float) -> None:
     """The part is a snapshot of its own from now on, and is what gets restored."""
     trunk = event.snapshot
-    kind = MemoryKind.FULL  # no other can be cut
-    state.delete(state.fleet.catalog.add(trunk, kind, state.value_s(trunk)))
+    state.keep(trunk, MemoryKind.FULL)  # no other can be cut
     job = state.jobs.get(event.request)
     if job is None:
         return
