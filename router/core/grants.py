@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from router.core.baseline import sticky_key
 from router.core.decisions import decide
@@ -23,6 +24,7 @@ from router.core.jobs import (
     Step,
 )
 from router.core.misses import look
+from router.core.overtaking import gives_way
 from router.core.plan import Plan
 from router.core.policy import PolicyName
 from router.core.queue import Waiting
@@ -181,6 +183,7 @@ def serve_queue(state: State, now: float) -> None:
        may not get it for hours.
     4. There is no room for it: nor for others of its kind, and all of them are one to look at.
     5. So many were looked at: the rest have their turn soon.
+    6. Somebody else has come for what it would displace: what is left by him it may have.
     """
     state.look_on_at = None
     if not state.fleet.slots.any_idle():
@@ -201,11 +204,16 @@ def serve_queue(state: State, now: float) -> None:
             request = replace(request, avoid=request.avoid | reserved)
         return None if full and state.fleet.kind(request) in full else request
 
-    for waiting, request in _some(state, asked, now):
+    passed: list[tuple[Waiting, Request]] = []
+    for waiting, request in chain(_some(state, asked, now), passed):
         decision = decide(state, request, now, now - waiting.since)
         if decision is None and not state.fleet.room(request):
             full.add(state.fleet.kind(request))
         if decision is not None and decision.plan.chosen.wait_for is None:
+            again = any(one is waiting for one, _ in passed)
+            if not again and gives_way(state, waiting, decision.plan):
+                passed.append((waiting, request))
+                continue
             _grant(state, waiting, decision.plan, now, pinnable=decision.request.pinnable)
             if not state.fleet.slots.any_idle():
                 state.looked_at.clear()  # what comes free next is another matter

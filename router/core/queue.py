@@ -25,12 +25,13 @@ class QueueLimits:
     no_backend_s: float = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waiting:
-    """A request and when it came, in clock seconds."""
+    """A request and when it came, in clock seconds; how often others went before it."""
 
     request: Request
     since: float
+    passed_over: int = 0
 
 
 @dataclass(slots=True)
@@ -102,6 +103,10 @@ class Queue:
         client = self._waiting[request].request.client
         self.remove(request)  # first: what is now under way is not yet had by everybody
         self._served_s[client] += seconds
+
+    def lead_s(self, one: Waiting, other: Waiting) -> float:
+        """How much more server time the client of one has had than the other's."""
+        return self._served_s[one.request.client] - self._served_s[other.request.client]
 
     def remove(self, request: RequestId) -> Waiting | None:
         """Wait no longer. None: it did not wait."""

@@ -1,0 +1,128 @@
+"""Who goes first on a slot that comes free, of those who wait."""
+
+from typing import Any
+
+import pytest
+
+from router.core.effects import Dispatch, Effect
+from router.core.scheduler import Scheduler
+from router.tokens import head, join, pack
+from router.types import Tenant
+from tests.core.build import A0, NS, backend, run_of, scheduler, snapshot
+from tests.core.drive import arrive, finish, slot
+
+TALK, OTHER = run_of(1000, 1), run_of(900, 2)
+NEXT = join([TALK, pack([7] * 50)])
+
+
+def sent(effects: list[Effect]) -> list[str]:
+    return [effect.request for effect in effects if isinstance(effect, Dispatch)]
+
+
+def talking(n_slots: int = 1, **more: Any) -> Scheduler:
+    """Of the first slot's conversation an answer is being written; nothing can be saved."""
+    info = backend("a", n_slots, place=None)
+    s = scheduler(info, coalesce_above_s=None, idle_save_after_s=None, **more)
+    assert sent(arrive(s, "talk", TALK, client="talker")) == ["talk"]
+    return s
+
+
+def over(s: Scheduler, name: str = "talk", n: int = 1000) -> list[str]:
+    """Its answer is complete; who is sent then."""
+    return sent(finish(s, name, prompt_tokens=n, cached_tokens=0, generated_tokens=1))
+
+
+def test_who_has_come_for_what_is_there() -> None:
+    s = talking()
+    arrive(s, "other", OTHER)
+    arrive(s, "next", NEXT)
+
+    assert over(s) == ["next"]
+    assert over(s, "next", 1050) == ["other"]
+
+
+def test_nobody_has() -> None:
+    s = talking()
+    arrive(s, "other", OTHER)
+    arrive(s, "third", run_of(900, 3))
+
+    assert over(s) == ["other"]
+
+
+def test_a_snapshot_has_it_as_well() -> None:
+    s = talking(snapshots=[snapshot("s", TALK)])
+    arrive(s, "other", OTHER)
+    arrive(s, "next", NEXT)
+
+    assert over(s) == ["other"]
+
+
+def test_it_is_too_little() -> None:
+    """40 tokens, 0.4 s; 60 are computed in 0.6."""
+    for n, first in ((40, "other"), (60, "next")):
+        s = talking()
+        arrive(s, "other", OTHER)
+        arrive(s, "next", join([head(TALK, n), pack([7] * 500)]))
+        assert over(s) == [first]
+
+
+def test_it_is_another_tenants() -> None:
+    s = talking()
+    arrive(s, "other", OTHER)
+    arrive(s, "next", NEXT, tenant=Tenant("t"))
+
+    assert over(s) == ["other"]
+
+
+@pytest.mark.parametrize("more", [{"reuse": False}, {"pinnable": False}, {"slot_hint": 1}])
+def test_who_cannot_have_it_keeps_nobody_waiting(more: dict[str, Any]) -> None:
+    """With `slot_hint` the other slot is meant, which is at work."""
+    s = talking(2)
+    arrive(s, "beside", run_of(500, 4), slot_hint=1)
+    arrive(s, "other", OTHER)
+    arrive(s, "next", NEXT, **more)
+
+    assert over(s) == ["other"]
+
+
+def test_a_client_who_has_had_much_more_does_not_go_first() -> None:
+    """TALK took ten seconds, and its answer some."""
+    s = talking()
+    arrive(s, "other", OTHER, client="somebody")
+    arrive(s, "next", NEXT, client="talker")
+
+    assert over(s) == ["other"]
+
+
+def test_nobody_is_passed_over_for_ever() -> None:
+    s = talking()
+    arrive(s, "other", OTHER)
+    order, last, n = [], "talk", 1000
+    for turn in range(10):
+        arrive(s, f"next{turn}", join([NEXT, pack([7] * turn)]))
+        order += over(s, last, n)
+        last, n = order[-1], 1050 + turn
+        if last == "other":
+            break
+    assert order == [*(f"next{turn}" for turn in range(8)), "other"]
+
+
+def test_of_two_slots_the_other_is_taken() -> None:
+    """It goes before nobody if there is room for both."""
+    s = talking(2)
+    arrive(s, "beside", run_of(5, 4), slot_hint=1)
+    arrive(s, "other", OTHER)
+    arrive(s, "next", NEXT)
+
+    assert over(s, "beside", 5) == ["other"]
+    assert over(s) == ["next"]
+    assert slot(s, A0).pending == NEXT
+
+
+def test_namespaces_are_told_apart() -> None:
+    """What a snapshot of another model holds is no help."""
+    s = talking(snapshots=[snapshot("s", TALK, ns=f"{NS}-else")])
+    arrive(s, "other", OTHER)
+    arrive(s, "next", NEXT)
+
+    assert over(s) == ["next"]
