@@ -81,7 +81,7 @@ def _duplicates(fleet: Sequence[Facts]) -> Iterator[Finding]:
     for a, b in combinations(fleet, 2):
         if a.props is None or b.props is None:
             continue
-        if a.props.process and a.props.process == b.props.process:
+        if a.props.process == b.props.process and not a.props.told_by_nothing:
             what = f"{a.name} and {b.name} look like one and the same server (equal media_marker)"
             do = f"{Unusable(Trouble.TWIN).do}; `kvferry serve` uses only one of them"
             yield Finding(Level.WARNING, what, do)

@@ -321,7 +321,7 @@ class Engine:
             at_once = self._placing.may_go(effect)
             if at_once:  # on its way before anything else is done about it
                 self._grant(effect, future)
-            grant = partial(bool) if at_once else partial(self._grant, effect, future)
+            grant = (lambda: None) if at_once else partial(self._grant, effect, future)
             self._tasks.spawn(self._place(effect, grant), name=f"place {effect.lease.slot}")
 
     def _grant(self, effect: ef.Dispatch, future: asyncio.Future[Grant] | None) -> None:

@@ -22,6 +22,7 @@ from router.adapters.engine_metrics import EngineCollector
 from router.adapters.journal import Journal
 from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient
+from router.adapters.llama_reply import Process
 from router.adapters.monitor import Attached, Monitor
 from router.adapters.telemetry import PrometheusTelemetry
 from router.adapters.vitals import Vitals
@@ -158,7 +159,7 @@ async def build(
         stack.push_async_callback(tasks.aclose)
         vocabularies = Vocabularies(config.tokenizer, tasks)
 
-        processes: dict[str, BackendId] = {}
+        processes: dict[Process, BackendId] = {}
 
         def up(attached: Attached) -> None:
             engine.backend_up(attached.info, attached.slots)

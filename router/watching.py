@@ -7,7 +7,6 @@ who wait for slots of the same backend share them.
 
 import asyncio
 from collections.abc import Callable, Mapping
-from itertools import count
 from math import inf
 from typing import Any
 
@@ -192,10 +191,12 @@ async def find_start(
     will. Of a request that is `over` before it was seen at work, it is the one with the latest
     task: nothing else was started meanwhile.
     """
-    for look in count():
-        ends, delay_s = [over, awaited], _LEISURE_S
-        if awaited.done():
-            ends, delay_s = [over], _LAUNCH_DELAYS_S[min(look, len(_LAUNCH_DELAYS_S) - 1)]
+    looks = 0
+    while True:
+        ends = [over] if awaited.done() else [over, awaited]
+        hurried_s = _LAUNCH_DELAYS_S[min(looks, len(_LAUNCH_DELAYS_S) - 1)]
+        delay_s = hurried_s if looks or awaited.done() else _LEISURE_S
+        looks += 1
         await asyncio.wait(ends, timeout=delay_s, return_when=asyncio.FIRST_COMPLETED)
         if not concerned():
             return None
@@ -212,7 +213,6 @@ async def find_start(
             return expected
         if others := busy - taken():
             return min(others)
-    raise AssertionError("unreachable")
 
 
 async def _busy(backend: Backend) -> set[int] | None:

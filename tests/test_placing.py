@@ -10,6 +10,7 @@ from router.core.effects import Dispatch
 from router.core.scheduler import Scheduler
 from router.core.slots import Resident
 from router.placing import Placing
+from router.types import Prompt
 from tests.core.build import A0, A1, A, R, backend, scheduler, tokens
 from tests.core.drive import NOW, arrive, slot
 from tests.fleet import PATIENCE_S
@@ -89,14 +90,15 @@ async def test_one_on_its_way_goes_first() -> None:
 async def test_the_end_of_one_that_nobody_looked_for_ends_the_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.watching._LEISURE_S", PATIENCE_S)
-    s, dispatch = sent()
-    slot(s, A1).resident = slot(s, A0).resident = Resident()
+    monkeypatch.setattr("router.watching._LEISURE_S", 10 * PATIENCE_S)
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    (dispatch,) = arrive(s, prompt=Prompt(unknown="an embedding"), pinnable=False)
     looks = Scripted([{1}])
     placing = Placing(s, {A: looks})
-    placed = asyncio.ensure_future(placing.place(dispatch, bool))  # noqa: TID251 - awaited below
-    await asyncio.sleep(0)
-    s.handle(ev.BackendDown(A), NOW)
-    assert placing.keeps(R, end) is False
-    assert await placed == (None, None)
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        placed = group.create_task(placing.place(cast(Dispatch, dispatch), bool))
+        await asyncio.sleep(0)
+        s.handle(ev.BackendDown(A), NOW)
+        assert placing.keeps(R, end) is False
+    assert placed.result() == (None, None)
     assert looks.looked == 0

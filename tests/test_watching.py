@@ -200,6 +200,21 @@ async def test_while_nobody_waits_few_looks_are_made(monkeypatch: pytest.MonkeyP
     assert backend.looked == 1
 
 
+async def test_later_looks_are_as_far_apart_as_if_somebody_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.watching._LEISURE_S", 0.0)
+    waited: list[float] = []
+
+    async def wait(_: object, *, timeout: float, **more: object) -> None:  # noqa: ASYNC109
+        waited.append(timeout)
+
+    monkeypatch.setattr("router.watching.asyncio.wait", wait)
+    backend = Scripted([set(), set(), set(), {0}])
+    assert await place_of(backend, 0, set, yes, under_way()) == 0
+    assert waited == [0.0, 0.005, 0.01, 0.02]
+
+
 async def test_who_comes_to_wait_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.watching._LEISURE_S", 60.0)
     waits = under_way()

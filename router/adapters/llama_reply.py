@@ -72,6 +72,7 @@ def _events(raw: bytes) -> Iterator[Json]:
                 yield event
 
 
+Process = tuple[str, str, str]
 _OLD_MARKER = "<__media__>"  # what older servers all answer
 
 
@@ -94,10 +95,15 @@ class Props:
     is_sleeping: bool
 
     @property
-    def process(self) -> str:
-        """Another one for each server process (llama-server.md section 5.2); "" where that cannot
-        be told."""
-        return "" if self.media_marker == _OLD_MARKER else self.media_marker
+    def process(self) -> Process:
+        """Another one after each start, unless it is `told_by_nothing` (llama-server.md section
+        5.2)."""
+        return self.media_marker, self.model_path, self.build_info
+
+    @property
+    def told_by_nothing(self) -> bool:
+        """Two servers of one model and version answer alike."""
+        return self.media_marker in ("", _OLD_MARKER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,8 +333,8 @@ def with_fields(raw: bytes, body: dict[str, Any], fields: dict[str, Any]) -> byt
 
 
 def kept_in_place(body: dict[str, Any]) -> dict[str, Any]:
-    """The field that keeps the server from shifting KV by itself (llama-server.md section 2.3).
-    None, if the client says something of it."""
+    """The field that keeps the server from shifting KV by itself (llama-server.md section 2.3), or
+    no field, if the client says something of it."""
     return {} if "n_cache_reuse" in body else {"n_cache_reuse": 0}
 
 

@@ -12,7 +12,7 @@ import structlog
 
 from router.adapters.identity import digest, namespace
 from router.adapters.llama_client import LlamaClient
-from router.adapters.llama_reply import ModelsInfo, Props
+from router.adapters.llama_reply import ModelsInfo, Process, Props
 from router.adapters.probe import Probe, probe
 from router.adapters.trouble import Trouble, unusable
 from router.errors import (
@@ -81,7 +81,7 @@ class Monitor:
         on_probed: Callable[[Attached], None],
         prepare: Callable[[LlamaClient, Props, Namespace], Awaitable[None]],
         look_around: Callable[[BackendId], None],
-        processes: dict[str, BackendId],
+        processes: dict[Process, BackendId],
     ) -> None:
         """`processes` is shared: which monitor has which server process."""
         self.client = client
@@ -190,7 +190,7 @@ class Monitor:
         await self.client.health()
         props = await self.client.props()
         self._answered = True
-        if self.attached is not None and _process(props) != _process(self.attached.props):
+        if self.attached is not None and props.process != self.attached.props.process:
             # Between two looks; the marker is random for each process (llama-server.md section
             # 5.2).
             log.warning("backend_down", backend=self.client.id, reason="it restarted")
@@ -208,8 +208,10 @@ class Monitor:
 
     def _claim(self, props: Props) -> None:
         """Two who know nothing of each other would send requests to each other's slots, and that
-        destroys answers (llama-server.md section 0.1). Raises TwinError."""
-        if props.process:
+        destroys answers (llama-server.md section 0.1). Raises TwinError. Of a server that has
+        restarted the first who sees it has it; another who had it before learns of it with his
+        next look."""
+        if not props.told_by_nothing:
             holder = self._processes.setdefault(props.process, self.client.id)
             if holder != self.client.id:
                 raise TwinError(holder)
@@ -308,10 +310,6 @@ def _log_attached(event: str, attached: Attached) -> None:
         log.warning("backend_mixes_tenants", backend=info.id, reason=MIXES_TENANTS)
     if attached.probe.note:
         log.info("backend_note", backend=info.id, note=attached.probe.note)
-
-
-def _process(props: Props) -> tuple[str, str, str]:
-    return props.media_marker, props.model_path, props.build_info
 
 
 async def attach(

@@ -29,6 +29,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     state.fleet.slots.add(info.id, info.n_slots)
     statuses = {status.index: status for status in event.slots}
     for slot in state.fleet.slots.of(info.id):
+        slot.used_no = state.fleet.uses.get(info.namespace, 0)  # as far as anybody knows
         status = statuses.get(slot.id.index)
         if status is None or not info.generates:
             continue

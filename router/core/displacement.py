@@ -67,7 +67,7 @@ class Displacing:
         if n_held <= kept or slot.declined or (self._apart and slot.tenant == NOBODY):
             return _NOTHING
         rates, stopped = self._rates, self._stopped
-        chance = self._chance / (1 + self._fleet.slots.neglect(slot))
+        chance = self._chance / (1 + self._fleet.neglect(slot))
         if kept and kept >= max(held.checkpoints, default=n_held):
             # The request goes on from the end of the slot's last prompt: it is the next turn, and
             # of the answer that is left over the client has made something else.

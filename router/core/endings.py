@@ -371,8 +371,8 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         used = slot.last_used if background else now
         slot.release(lease, held, used)
         slot.saved = background
-        if not background:
-            state.fleet.slots.note_use(slot)
+        if lease == job.lease and len(held) > 0 and job.has_used_slot:
+            state.fleet.note_use(slot)
 
 
 def open_gate(state: State, job: Job) -> None:

@@ -43,6 +43,7 @@ class Fleet:
     rests: dict[BackendId, Rest] = field(default_factory=dict)  # see core/rests.py
     sticky: dict[str, SlotId] = field(default_factory=dict)
     granted: int = 0  # how many leases so far; what round robin turns on
+    uses: dict[Namespace, int] = field(default_factory=dict)  # of slots, for each model
     has_tenants: bool = False  # a slot may hold something that is somebody's
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
     displaced: Ghosts = field(default_factory=Ghosts, repr=False, compare=False)
@@ -217,6 +218,16 @@ class Fleet:
         reach = self.catalog.reach(info.memory_kind, namespace_of(info, tenant), resident.tokens)
         slot.bench.reaches[slot.id.index] = resident, info, tenant, changes, reach
         return reach
+
+    def note_use(self, slot: Slot) -> None:
+        """What a slot holds was used just now."""
+        model = self.infos[slot.id.backend].namespace
+        slot.used_no = self.uses[model] = self.uses.get(model, 0) + 1
+
+    def neglect(self, slot: Slot) -> float:
+        """Uses of its model's slots since a slot's last, for each slot that there is."""
+        used = self.uses.get(self.infos[slot.id.backend].namespace, 0)
+        return max(used - slot.used_no, 0) / max(self.slots.n, 1)
 
     def known_namespaces(self) -> set[Namespace]:
         """All that a backend could belong to."""

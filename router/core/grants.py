@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from itertools import chain
 
+from router.core import turns
 from router.core.baseline import sticky_key
 from router.core.decisions import decide
 from router.core.displacement import saving_pays
@@ -87,7 +88,8 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
     job.cancelled = True
     # What its prefill may have emptied has to be looked at all the same.
     job.steps = deque(step for step in job.steps if isinstance(step, LookStep))
-    if isinstance(job.doing, PrefillStep) and is_wanted(state, job, job.doing.tokens):
+    step, sharing = job.doing, state.fleet.slots[job.slot].sharing
+    if isinstance(step, PrefillStep) and sharing and is_wanted(state, job, step.tokens):
         # Others wait for this very prefill: it goes on, for them.
         job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
     elif isinstance(job.doing, InLine | AtGate):
@@ -101,6 +103,8 @@ def _break_off(state: State, job: Job) -> None:
     """Nothing will come of what the job does; what there is of a prefill stays."""
     slot = state.fleet.slots[job.slot]
     slot.sharing, slot.leaving = False, isinstance(job.doing, PrefillStep)
+    if slot.leaving:
+        turns.broke_off(slot)
     state.out.append(StopWork(job.id))
 
 

@@ -137,6 +137,13 @@ class Job:
             reported = replace(reported, cached_tokens=reported.cached_tokens - before)
         self.prefilled = reported
 
+    @property
+    def has_used_slot(self) -> bool:
+        """What it leaves is of its request, which was sent, or computed in part."""
+        if self.request is None or not self.request.reuse:
+            return False
+        return self.stage is not Stage.PREPARING or self.prefilled is not None
+
     def went_cold(self, reason: str) -> None:
         """What the plan meant to reuse did not come."""
         assert self.plan is not None

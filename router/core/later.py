@@ -45,7 +45,7 @@ def starting_later(ask: Ask, n: int, *, patient: bool = True) -> list[Candidate]
             and (way := _once_saved(ask, slot, at_least))
         ):
             saved.add(way)
-        hoped = ask.now < slot.busy_until + _OVERDUE_S if slot.is_left else may_wait
+        hoped = ask.now < slot.busy_until + _OVERDUE_S < inf if slot.is_left else may_wait
         sharing = slot.sharing and ask.now < slot.busy_until + _LATE_S
         if not (sharing or hoped):
             continue

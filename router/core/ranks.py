@@ -24,7 +24,16 @@ _NOTHING = -(2**31)  # the class of what is worth nothing
 @dataclass(slots=True)
 class _Rank:
     worth: float
+    number: int  # of its class
     used: int
+
+
+@dataclass(slots=True)
+class _Class(Generic[Item]):
+    """Those of about one worth. Rows of who has left or was used since stay until they come up."""
+
+    heap: list[tuple[int, Item]] = field(default_factory=list)  # by last use
+    n: int = 0  # without the stale ones
 
 
 @dataclass(slots=True)
@@ -32,8 +41,7 @@ class Ranks(Generic[Item]):
     """Finding the least takes as long as there are classes, some ten or twenty."""
 
     _ranks: dict[Item, _Rank] = field(default_factory=dict)
-    _heaps: dict[int, list[tuple[int, Item]]] = field(default_factory=dict)  # by class; some stale
-    _rows: int = 0  # in all heaps
+    _classes: dict[int, _Class[Item]] = field(default_factory=dict)
     _now: int = 0
 
     def __len__(self) -> int:
@@ -42,27 +50,27 @@ class Ranks(Generic[Item]):
     def use(self, item: Item, worth: float) -> None:
         """It is new, or was used just now; what it is worth, in any unit."""
         self._now += 1
-        self._ranks[item] = _Rank(worth, self._now)
-        self._push(item)
+        self._put(item, worth, self._now)
 
     def value(self, item: Item, worth: float) -> None:
         """What it is worth has changed, if it is still there."""
         rank = self._ranks.get(item)
         if rank is not None and rank.worth != worth:
-            rank.worth = worth
-            self._push(item)
+            self._put(item, worth, rank.used)
 
     def drop(self, item: Item) -> None:
         """It is gone."""
-        self._ranks.pop(item, None)
+        rank = self._ranks.pop(item, None)
+        if rank is not None:
+            self._leave(rank.number)
 
     def least(self) -> Item:
         """The first to go. Raises LookupError if there is none."""
         least, lowest = None, inf
-        for number in list(self._heaps):
-            item = self._longest_ago(number)
-            if item is None:
-                continue
+        for number, one in self._classes.items():
+            while not self._is_current(number, *one.heap[0]):
+                heapq.heappop(one.heap)
+            item = one.heap[0][1]
             rank = self._ranks[item]
             here = rank.worth / (self._now - rank.used + 1)
             if least is None or here < lowest:
@@ -71,34 +79,30 @@ class Ranks(Generic[Item]):
             raise LookupError("there is none")
         return least
 
-    def _longest_ago(self, number: int) -> Item | None:
-        heap = self._heaps[number]
-        while heap:
-            used, item = heap[0]
-            rank = self._ranks.get(item)
-            if rank is not None and rank.used == used and _class(rank.worth) == number:
-                return item
-            heapq.heappop(heap)
-            self._rows -= 1
-        del self._heaps[number]
-        return None
+    def _put(self, item: Item, worth: float, used: int) -> None:
+        self.drop(item)
+        number = _class(worth)
+        self._ranks[item] = _Rank(worth, number, used)
+        one = self._classes.setdefault(number, _Class())
+        one.n += 1
+        heapq.heappush(one.heap, (used, item))
+        # Every use leaves a stale row behind. Most come up soon, and two at a time are taken off.
+        for _ in range(2):
+            if not self._is_current(number, *one.heap[0]):
+                heapq.heappop(one.heap)
+        if len(one.heap) > 3 * one.n + 64:
+            one.heap = [row for row in one.heap if self._is_current(number, *row)]
+            heapq.heapify(one.heap)
 
-    def _push(self, item: Item) -> None:
-        # Every use leaves a stale row behind; rebuild before they are most of it.
-        if self._rows > 4 * len(self._ranks) + 64:
-            self._rebuild()
-        else:
-            rank = self._ranks[item]
-            heapq.heappush(self._heaps.setdefault(_class(rank.worth), []), (rank.used, item))
-            self._rows += 1
+    def _leave(self, number: int) -> None:
+        one = self._classes[number]
+        one.n -= 1
+        if not one.n:  # its rows need not be looked at
+            del self._classes[number]
 
-    def _rebuild(self) -> None:
-        self._heaps.clear()
-        for item, rank in self._ranks.items():
-            self._heaps.setdefault(_class(rank.worth), []).append((rank.used, item))
-        for heap in self._heaps.values():
-            heapq.heapify(heap)
-        self._rows = len(self._ranks)
+    def _is_current(self, number: int, used: int, item: Item) -> bool:
+        rank = self._ranks.get(item)
+        return rank is not None and rank.used == used and rank.number == number
 
 
 def _class(worth: float) -> int:

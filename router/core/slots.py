@@ -106,7 +106,7 @@ class Slot:
     holder: RequestId | None = None
     resident: Resident = NOTHING
     last_used: float = 0.0
-    used_no: int = 0  # how many uses of all slots there had been by then
+    used_no: int = 0  # how many uses of slots of its model there had been (`Fleet.note_use`)
     busy_until: float = 0.0
     pending: Tokens = EMPTY  # what the lease in force computes
     saving: Tokens = EMPTY  # what is being written to a file at this moment
@@ -217,8 +217,7 @@ class SlotTable:
     _benches: dict[BackendId, Bench] = field(default_factory=dict, compare=False)
     _unsaved: dict[BackendId, float] = field(default_factory=dict, compare=False)
     _first: int = 0  # generation of slots that were not there before
-    _n: int = 0
-    _uses: int = 0  # of all slots so far
+    n: int = 0  # of all backends
 
     def __getitem__(self, slot: SlotId) -> Slot:
         return self._slots[slot.backend][slot.index]
@@ -238,15 +237,6 @@ class SlotTable:
     def of(self, backend: BackendId) -> list[Slot]:
         """The slots of one backend, by index."""
         return self._slots.get(backend, [])
-
-    def note_use(self, slot: Slot) -> None:
-        """A request has left something in a slot."""
-        self._uses += 1
-        slot.used_no = self._uses
-
-    def neglect(self, slot: Slot) -> float:
-        """Uses of all slots since the last of this one, for each slot that there is."""
-        return (self._uses - slot.used_no) / max(self._n, 1)
 
     def phases(self, backend: BackendId) -> Phases:
         """How many slots of one backend are in which phase; to be read only."""
@@ -282,7 +272,7 @@ class SlotTable:
         generations = [slot.generation for slot in self.of(backend)]
         generations += [self._first] * n_slots
         declined = [slot.declined for slot in self.of(backend)] + [False] * n_slots
-        self._n += n_slots - len(self.of(backend))
+        self.n += n_slots - len(self.of(backend))
         bench = self._benches[backend] = Bench()
         self._slots[backend] = [
             Slot(SlotId(backend, index), generation=number, declined=no, bench=bench)
@@ -292,7 +282,7 @@ class SlotTable:
     def remove(self, backend: BackendId) -> None:
         """A backend is gone for good, and its slots with it; its name may come again."""
         generations = [slot.generation for slot in self._slots.pop(backend, [])]
-        self._n -= len(generations)
+        self.n -= len(generations)
         self._first = max([self._first, *generations])
         self._benches.pop(backend, None)
         self._unsaved.pop(backend, None)

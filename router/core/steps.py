@@ -350,7 +350,7 @@ def prefill_broke(state: State, request: RequestId) -> None:
     if job is not None and isinstance(job.doing, PrefillStep):
         slot = state.fleet.slots[job.slot]
         slot.sharing = False
-        slot.turn_until = min(slot.turn_until, slot.piece_until)
+        turns.broke_off(slot)
         if not slot.leaving:
             slot.busy_until = inf
 

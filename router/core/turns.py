@@ -112,6 +112,11 @@ def begun(state: State, request: RequestId) -> None:
         state.fleet.slots[job.slot].turn_until = 0.0
 
 
+def broke_off(slot: Slot) -> None:
+    """Of the piece that is computed in it the server computes no more than all."""
+    slot.turn_until = min(slot.turn_until, slot.piece_until)
+
+
 def next_end(state: State) -> float | None:
     """When the next turn ends that somebody waits for, in clock seconds; perhaps it has."""
     return min((_ends(state.fleet, backend) for backend in _lines(state)), default=None)
@@ -160,12 +165,7 @@ def _lines(state: State) -> dict[BackendId, list[Job]]:
 
 def _ends(fleet: Fleet, backend: BackendId) -> float:
     """When the backend's turn ends, in clock seconds; 0 if nobody has it."""
-    return max((_end(slot) for slot in fleet.slots.of(backend)), default=0.0)
-
-
-def _end(slot: Slot) -> float:
-    """Of a piece that was broken off the server computes no more than all."""
-    return min(slot.turn_until, slot.piece_until) if slot.leaving else slot.turn_until
+    return max((slot.turn_until for slot in fleet.slots.of(backend)), default=0.0)
 
 
 def _foretell(fleet: Fleet, line: list[Job], now: float) -> Job:

@@ -220,11 +220,11 @@ class Completions:
                 backend = grant.lease.slot.backend
                 return await self._send(exchange, grant)
             except BackendError as error:
-                if attempt == _ATTEMPTS:
-                    raise
                 if error.backend is not None:  # it failed before there was a grant
                     backend = error.backend
                     self._directory.doubt(backend)
+                if attempt == _ATTEMPTS:
+                    raise
             anew = replace(exchange.request, avoid=first.avoid)
             if backend is not None and self._directory.others(backend, anew):
                 anew = replace(anew, avoid=first.avoid | {backend})

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from router.adapters.kv_store import KvStore
 from router.adapters.llama_client import Connections, LlamaClient, Timeouts
-from router.adapters.llama_reply import Props
+from router.adapters.llama_reply import Process, Props
 from router.adapters.monitor import Attached, Monitor, Watch
 from router.errors import BackendTimeoutError
 from router.types import BackendId, MemoryKind, Namespace, Place
@@ -36,7 +36,7 @@ class Watched:
         connections: Connections,
         kv_dir: Path | None,
         name: str = "a",
-        processes: dict[str, BackendId] | None = None,
+        processes: dict[Process, BackendId] | None = None,
     ) -> None:
         place = None if kv_dir is None else Place(str(kv_dir))
         self.store = None
@@ -420,12 +420,14 @@ async def test_after_a_restart_each_has_its_own(fake: FakeLlama, watched: Watche
     """Who sees the new process first has it, and the other gives up what it had."""
     await watched.until("prepare", "up")
     fake.marker = "<__media_another__>"
-    watched.processes[fake.marker] = BackendId("b")
+    ((_, path, build),) = watched.processes
+    another = (fake.marker, path, build)
+    watched.processes[another] = BackendId("b")
     await watched.monitor.look_anew()
     assert watched.said == ["prepare", "up", "down"]
-    assert watched.processes == {fake.marker: "b"}
+    assert watched.processes == {another: "b"}
 
-    del watched.processes[fake.marker]
+    del watched.processes[another]
     await watched.monitor.look_anew()
     assert watched.said == ["prepare", "up", "down", "prepare", "up"]
 
@@ -434,6 +436,19 @@ async def test_servers_that_do_not_tell_which_they_are(fake: FakeLlama, watched:
     """Older ones all answer the same marker, and a fleet of them is a fleet."""
     await watched.until("prepare", "up")
     fake.marker = "<__media__>"
-    watched.processes[fake.marker] = BackendId("b")
+    ((_, path, build),) = watched.processes
+    watched.processes[(fake.marker, path, build)] = BackendId("b")
+    await watched.monitor.look_anew()
+    assert watched.said == ["prepare", "up", "down", "prepare", "up"]
+
+
+async def test_servers_of_two_models_with_one_marker_are_two(
+    fake: FakeLlama, watched: Watched
+) -> None:
+    """Somebody has set LLAMA_MEDIA_MARKER for all of them."""
+    await watched.until("prepare", "up")
+    ((_, _, build),) = watched.processes
+    fake.marker = "<__theirs__>"
+    watched.processes[(fake.marker, "another.gguf", build)] = BackendId("b")
     await watched.monitor.look_anew()
     assert watched.said == ["prepare", "up", "down", "prepare", "up"]

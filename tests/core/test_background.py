@@ -1,14 +1,16 @@
 """Saves that nobody waits for."""
 
+from typing import Any
+
 import pytest
 
 from router.core import events as ev
 from router.core.background import wakeup
 from router.core.effects import Save, SaveReason
 from router.core.policy import PolicyName
-from router.types import RequestId, SnapshotId
-from tests.core.build import A0, A1, B0, NS, backend, run_of, scheduler, snapshot
-from tests.core.drive import NOW, arrive, finish, names, slot
+from router.types import Prompt, RequestId, SlotStatus, SnapshotId
+from tests.core.build import A0, A1, B0, NS, OTHER_NS, B, backend, run_of, scheduler, snapshot
+from tests.core.drive import NOW, arrive, cancel, finish, names, prefill_failed, slot
 
 LONG = run_of(1000)
 SAVE_1, SAVE_2 = RequestId("save-1"), RequestId("save-2")
@@ -38,14 +40,60 @@ def test_one_after_the_other_on_a_backend_and_each_once() -> None:
 
 def test_a_save_is_no_use_of_a_slot_and_a_request_is() -> None:
     s = scheduler(backend("a", 2), holding={A0: LONG})
-    slots = s.state.fleet.slots
+    fleet, slots = s.state.fleet, s.state.fleet.slots
     s.handle(ev.Tick(), NOW)
     s.handle(ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001), NOW)
-    assert (slots.neglect(slots[A0]), slots.neglect(slots[A1])) == (0, 0)
+    assert (fleet.neglect(slots[A0]), fleet.neglect(slots[A1])) == (0, 0)
 
     assert names(arrive(s, "r", [9, 9, 9], slot_hint=1)) == ["Dispatch"]
     assert "Watch" not in names(finish(s, "r", prompt_tokens=3, generated_tokens=1))
-    assert (slots.neglect(slots[A0]), slots.neglect(slots[A1])) == (0.5, 0)
+    assert (fleet.neglect(slots[A0]), fleet.neglect(slots[A1])) == (0.5, 0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"reuse": False}, {"pinnable": False, "prompt": Prompt(unknown="an embedding")}],
+    ids=["what is not cached", "an embedding"],
+)
+def test_what_leaves_nothing_to_come_back_for_is_no_use(more: dict[str, Any]) -> None:
+    """A thousand of them and no conversation would have been worth a save."""
+    s = scheduler(backend("a", 2), holding={A0: LONG}, idle_save_after_s=None)
+    for _ in range(3):
+        arrive(s, "r", [9, 9, 9], **more)
+        finish(s, "r", prompt_tokens=3, generated_tokens=1)
+    assert s.state.fleet.neglect(slot(s, A0)) == 0
+
+
+def test_nor_is_a_request_that_left_before_its_prompt_was_computed() -> None:
+    s = scheduler(backend("a", 2), holding={A0: LONG}, idle_save_after_s=None)
+    arrive(s, "r", run_of(300, 3))
+    cancel(s, "r")
+    prefill_failed(s, "r")
+    assert not s.state.jobs
+    assert s.state.fleet.neglect(slot(s, A0)) == 0
+
+
+def test_other_models_make_nobody_older() -> None:
+    s = scheduler(
+        backend("a", 1),
+        backend("b", 1, namespace=OTHER_NS, models=frozenset({"m"})),
+        holding={A0: LONG},
+        idle_save_after_s=None,
+    )
+    arrive(s, "r", [9, 9, 9], model="m")
+    finish(s, "r", prompt_tokens=3, generated_tokens=1)
+    assert s.state.fleet.neglect(slot(s, A0)) == 0
+
+
+def test_what_a_backend_that_comes_back_holds_is_not_old() -> None:
+    """Nobody knows, and only a save reads it."""
+    s = scheduler(backend("a", 1), backend("b", 1), idle_save_after_s=None)
+    for _ in range(50):
+        arrive(s, "r", [9, 9, 9], slot_hint=0)
+        finish(s, "r", prompt_tokens=3, generated_tokens=1)
+    s.handle(ev.BackendDown(B), NOW)
+    s.handle(ev.BackendUp(backend("b", 1), (SlotStatus(0, False, 5000, 10_000),)), NOW)
+    assert s.state.fleet.neglect(slot(s, B0)) == 0
 
 
 def test_what_is_not_worth_it_is_looked_at_once() -> None:

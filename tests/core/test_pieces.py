@@ -8,11 +8,12 @@ import pytest
 from router.core import events as ev
 from router.core.effects import Account, Effect, Prefill, Restore, Save, StopWork
 from router.core.effects import SaveReason as Why
+from router.core.planner import plan
 from router.core.scheduler import Scheduler
 from router.core.slots import UNKNOWN, Resident
 from router.tokens import count, head
 from router.types import MemoryKind, RequestId
-from tests.core.build import A1, NS, R2, backend, run_of, scheduler, snapshot
+from tests.core.build import A1, NS, R2, backend, request, run_of, scheduler, snapshot
 from tests.core.drive import (
     NOW,
     arrive,
@@ -199,6 +200,17 @@ def test_who_left_a_prefill_is_gone_from_its_slot_soon() -> None:
     held = next(slot for slot in s.state.fleet.slots if slot.holder == MINE)
     assert held.leaving
     assert held.busy_until < inf
+
+
+def test_nobody_waits_for_one_that_broke_off_and_was_left() -> None:
+    """When it is over nobody knows, so that it is no way to serve anybody."""
+    s = beside(3)
+    arrive(s, MINE, LONG)
+    s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
+    cancel(s, MINE)
+    made = plan(request("r3", LONG), s.state.fleet, NOW)
+    assert made is not None
+    assert all(way.price.total_s < inf for way in (made.chosen, *made.losers))
 
 
 def test_nothing_goes_on_for_one_who_left_alone() -> None:

@@ -306,11 +306,11 @@ def test_what_a_snapshot_holds_already_has_to_be_restored() -> None:
 def test_the_chance_falls_with_the_uses_of_other_slots() -> None:
     """Both slots were used since: half of it."""
     made = fleet(backend("a", 2), holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
-    made.slots.note_use(made.slots[A1])
-    made.slots.note_use(made.slots[A1])
+    made.note_use(made.slots[A1])
+    made.note_use(made.slots[A1])
 
     assert saving_pays(made, made.slots[A0]) == (0.0, 0.00025, False)
-    made.slots.note_use(made.slots[A0])
+    made.note_use(made.slots[A0])
     assert saving_pays(made, made.slots[A0]) == (0.0, 0.0005, False)
 
 
@@ -320,7 +320,7 @@ def test_who_is_gone_for_long_is_displaced_before_who_has_just_begun() -> None:
     assert chosen(request(ids=LONG), made).slot == A1
 
     for _ in range(20):
-        made.slots.note_use(made.slots[A1])
+        made.note_use(made.slots[A1])
     assert chosen(request(ids=LONG), made).slot == A0
 
 

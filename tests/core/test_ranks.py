@@ -65,7 +65,18 @@ def test_many_uses_leave_few_rows() -> None:
     made = ranks(1, 2, 3)
     for turn in range(1000):
         made.use("a", 1 + turn % 2)
-    assert sum(len(heap) for heap in made._heaps.values()) <= 4 * 3 + 65
+    assert sum(len(one.heap) for one in made._classes.values()) <= 3 * 3 + 2 * 65
+
+
+def test_who_has_left_a_class_is_not_looked_at_one_by_one() -> None:
+    """As when what was on disk is valued anew: all at once it held everybody up."""
+    made = ranks()
+    for number in range(100):
+        made.use(f"old{number}", 1.0)
+    for number in range(100):
+        made.value(f"old{number}", 100.0)
+    assert len(made._classes) == 1
+    assert made.least() == "old0"
 
 
 steps = st.tuples(

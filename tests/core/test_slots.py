@@ -132,22 +132,14 @@ def test_a_table_knows_how_many_slots_are_in_which_phase() -> None:
     assert not any(table.phases(B).values())
 
 
-def test_a_slot_is_neglected_while_others_are_used() -> None:
-    """As many uses as there are slots count as one."""
+def test_a_table_knows_how_many_slots_there_are() -> None:
     table = SlotTable()
-    table.add(A, 2)
-    table.add(B, 2)
-    table.note_use(table[A0])
-    assert table.neglect(table[A0]) == 0
-    for used in (A1, B0, A1):
-        table.note_use(table[used])
-    assert table.neglect(table[A0]) == 3 / 4
+    for backend, n, there_are in ((A, 2, 2), (B, 3, 5), (A, 4, 7), (A, 1, 4)):
+        table.add(backend, n)
+        assert table.n == there_are == len(list(table))
     table.remove(B)
-    assert table.neglect(table[A0]) == 3 / 2
-    table.add(A, 3)
-    assert table.neglect(table[A0]) == 4 / 3
-    table.note_use(table[A0])
-    assert table.neglect(table[A0]) == 0
+    table.remove(B)
+    assert table.n == 1
 
 
 def test_losing_a_backend_tells_who_was_there() -> None:
