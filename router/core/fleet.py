@@ -43,7 +43,9 @@ class Fleet:
     rests: dict[BackendId, Rest] = field(default_factory=dict)  # see core/rests.py
     sticky: dict[str, SlotId] = field(default_factory=dict)
     granted: int = 0  # how many leases so far; what round robin turns on
-    uses: dict[Namespace, int] = field(default_factory=dict)  # of slots, for each model
+    # For each model: uses of its slots, and how many slots there are.
+    uses: dict[Namespace, int] = field(default_factory=dict)
+    sizes: dict[Namespace, int] = field(default_factory=dict)
     has_tenants: bool = False  # a slot may hold something that is somebody's
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
     displaced: Ghosts = field(default_factory=Ghosts, repr=False, compare=False)
@@ -223,11 +225,13 @@ class Fleet:
         """What a slot holds was used just now."""
         model = self.infos[slot.id.backend].namespace
         slot.used_no = self.uses[model] = self.uses.get(model, 0) + 1
+        self.sizes[model] = sum(i.n_slots for i in self.infos.values() if i.namespace == model)
 
     def neglect(self, slot: Slot) -> float:
         """Uses of its model's slots since a slot's last, for each slot that there is."""
-        used = self.uses.get(self.infos[slot.id.backend].namespace, 0)
-        return max(used - slot.used_no, 0) / max(self.slots.n, 1)
+        model = self.infos[slot.id.backend].namespace
+        used, n = self.uses.get(model, 0), self.sizes.get(model, 1)
+        return max(used - slot.used_no, 0) / max(n, 1)
 
     def known_namespaces(self) -> set[Namespace]:
         """All that a backend could belong to."""

@@ -3,11 +3,10 @@
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from itertools import chain
 
 from router.core import turns
 from router.core.baseline import sticky_key
-from router.core.decisions import decide
+from router.core.decisions import Decision, decide
 from router.core.displacement import saving_pays
 from router.core.effects import SaveReason, StopWork
 from router.core.jobs import (
@@ -25,7 +24,7 @@ from router.core.jobs import (
     Step,
 )
 from router.core.misses import look
-from router.core.overtaking import gives_way
+from router.core.overtaking import heir
 from router.core.plan import Plan
 from router.core.policy import PolicyName
 from router.core.queue import Waiting
@@ -187,7 +186,8 @@ def serve_queue(state: State, now: float) -> None:
        may not get it for hours.
     4. There is no room for it: nor for others of its kind, and all of them are one to look at.
     5. So many were looked at: the rest have their turn soon.
-    6. Somebody else has come for what it would displace: what is left by him it may have.
+    6. Somebody behind it has come for what it would displace: he is granted that, and it is looked
+       at again.
     """
     state.look_on_at = None
     if not state.fleet.slots.any_idle():
@@ -208,22 +208,39 @@ def serve_queue(state: State, now: float) -> None:
             request = replace(request, avoid=request.avoid | reserved)
         return None if full and state.fleet.kind(request) in full else request
 
-    passed: list[tuple[Waiting, Request]] = []
-    for waiting, request in chain(_some(state, asked, now), passed):
+    for waiting, request in _some(state, asked, now):
+        if request.id not in state.queue:
+            continue  # it went before somebody
+        decision = _give(state, waiting, request, asked, now)
+        if not state.fleet.slots.any_idle():
+            state.looked_at.clear()  # what comes free next is another matter
+            return
+        if decision is None:
+            if not state.fleet.room(request):
+                full.add(state.fleet.kind(request))
+            if request.whole_backend or not request.pinnable:
+                reserved.update(_to_reserve(state, request))
+
+
+def _give(
+    state: State,
+    waiting: Waiting,
+    request: Request,
+    asked: Callable[[Waiting], Request | None],
+    now: float,
+) -> Decision | None:
+    """Grant a slot to those who go before it, and to itself if there is one left for it; returns
+    what is to be done with it."""
+    while True:
         decision = decide(state, request, now, now - waiting.since)
-        if decision is None and not state.fleet.room(request):
-            full.add(state.fleet.kind(request))
-        if decision is not None and decision.plan.chosen.wait_for is None:
-            again = any(one is waiting for one, _ in passed)
-            if not again and gives_way(state, waiting, decision.plan):
-                passed.append((waiting, request))
-                continue
-            _grant(state, waiting, decision.plan, now, pinnable=decision.request.pinnable)
-            if not state.fleet.slots.any_idle():
-                state.looked_at.clear()  # what comes free next is another matter
-                return
-        elif decision is None and (request.whole_backend or not request.pinnable):
-            reserved.update(_to_reserve(state, request))
+        if decision is None or decision.plan.chosen.wait_for is not None:
+            return decision
+        first = heir(state, waiting, decision.plan, asked, now)
+        who, its = first or (waiting, decision)
+        _grant(state, who, its.plan, now, pinnable=its.request.pinnable)
+        if first is None:
+            return decision
+        waiting.passed_over += 1
 
 
 def _some(

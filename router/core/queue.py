@@ -48,6 +48,9 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._waiting
+
     def __iter__(self) -> Iterator[Waiting]:
         return iter(tuple(self._waiting.values()))
 

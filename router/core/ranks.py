@@ -91,7 +91,7 @@ class Ranks(Generic[Item]):
             if not self._is_current(number, *one.heap[0]):
                 heapq.heappop(one.heap)
         if len(one.heap) > 3 * one.n + 64:
-            one.heap = [row for row in one.heap if self._is_current(number, *row)]
+            one.heap = list({row for row in one.heap if self._is_current(number, *row)})
             heapq.heapify(one.heap)
 
     def _leave(self, number: int) -> None:

@@ -217,7 +217,6 @@ class SlotTable:
     _benches: dict[BackendId, Bench] = field(default_factory=dict, compare=False)
     _unsaved: dict[BackendId, float] = field(default_factory=dict, compare=False)
     _first: int = 0  # generation of slots that were not there before
-    n: int = 0  # of all backends
 
     def __getitem__(self, slot: SlotId) -> Slot:
         return self._slots[slot.backend][slot.index]
@@ -272,7 +271,6 @@ class SlotTable:
         generations = [slot.generation for slot in self.of(backend)]
         generations += [self._first] * n_slots
         declined = [slot.declined for slot in self.of(backend)] + [False] * n_slots
-        self.n += n_slots - len(self.of(backend))
         bench = self._benches[backend] = Bench()
         self._slots[backend] = [
             Slot(SlotId(backend, index), generation=number, declined=no, bench=bench)
@@ -282,7 +280,6 @@ class SlotTable:
     def remove(self, backend: BackendId) -> None:
         """A backend is gone for good, and its slots with it; its name may come again."""
         generations = [slot.generation for slot in self._slots.pop(backend, [])]
-        self.n -= len(generations)
         self._first = max([self._first, *generations])
         self._benches.pop(backend, None)
         self._unsaved.pop(backend, None)

@@ -9,7 +9,7 @@ from router.core.scheduler import Scheduler
 from router.tokens import head, join, pack
 from router.types import Tenant
 from tests.core.build import A0, NS, backend, run_of, scheduler, snapshot
-from tests.core.drive import arrive, finish, slot
+from tests.core.drive import arrive, cancel, finish, slot
 
 TALK, OTHER = run_of(1000, 1), run_of(900, 2)
 NEXT = join([TALK, pack([7] * 50)])
@@ -74,7 +74,7 @@ def test_it_is_another_tenants() -> None:
     assert over(s) == ["other"]
 
 
-@pytest.mark.parametrize("more", [{"reuse": False}, {"pinnable": False}, {"slot_hint": 1}])
+@pytest.mark.parametrize("more", [{"reuse": False}, {"slot_hint": 1}])
 def test_who_cannot_have_it_keeps_nobody_waiting(more: dict[str, Any]) -> None:
     """With `slot_hint` the other slot is meant, which is at work."""
     s = talking(2)
@@ -83,6 +83,40 @@ def test_who_cannot_have_it_keeps_nobody_waiting(more: dict[str, Any]) -> None:
     arrive(s, "next", NEXT, **more)
 
     assert over(s) == ["other"]
+
+
+def test_a_message_that_goes_where_its_prompt_is_has_come_for_it_too() -> None:
+    s = talking(2)
+    arrive(s, "beside", run_of(500, 4), slot_hint=1)
+    arrive(s, "other", OTHER)
+    arrive(s, "next", NEXT, pinnable=False)
+    over(s)
+
+    assert slot(s, A0).holder == "next"
+
+
+def test_who_needs_all_slots_gives_none_away() -> None:
+    """They were kept idle for it."""
+    s = talking()
+    arrive(s, "batch", OTHER, whole_backend=True)
+    arrive(s, "next", NEXT)
+
+    assert over(s) == ["batch"]
+
+
+def test_nobody_else_goes_before_him_who_gives_way() -> None:
+    """Two slots come free at once: one for who has come for it, one for the first in turn."""
+    s = talking(3)
+    for number in (1, 2):
+        arrive(s, f"talk{number}", run_of(1000, 3 + number), slot_hint=number, client="talker")
+    arrive(s, "batch", run_of(5, 6), whole_backend=True, client="batch")
+    arrive(s, "other", OTHER, client="poor")
+    arrive(s, "next", NEXT, client="mid")
+    arrive(s, "rich", run_of(900, 7), client="talker")
+    assert over(s) == over(s, "talk1") == []
+
+    assert sent(cancel(s, "batch")) == ["next", "other"]
+    assert [(w.request.id, w.passed_over) for w in s.state.queue] == [("rich", 0)]
 
 
 def test_a_client_who_has_had_much_more_does_not_go_first() -> None:
@@ -105,6 +139,18 @@ def test_nobody_is_passed_over_for_ever() -> None:
         if last == "other":
             break
     assert order == [*(f"next{turn}" for turn in range(8)), "other"]
+
+
+def test_who_went_before_nobody_was_not_passed_over() -> None:
+    s = talking(2)
+    arrive(s, "beside", run_of(500, 4), slot_hint=1)
+    arrive(s, "other", OTHER)
+    arrive(s, "next", NEXT)
+    assert [waiting.passed_over for waiting in s.state.queue] == [0, 0]
+    arrive(s, "third", join([NEXT, pack([8])]))
+
+    assert over(s) == ["next"]
+    assert [waiting.passed_over for waiting in s.state.queue] == [1, 0]
 
 
 def test_of_two_slots_the_other_is_taken() -> None:

@@ -79,6 +79,13 @@ def test_who_has_left_a_class_is_not_looked_at_one_by_one() -> None:
     assert made.least() == "old0"
 
 
+def test_a_worth_that_goes_to_and_fro_leaves_few_rows() -> None:
+    made = ranks(1, 1, 1)
+    for turn in range(1000):
+        made.value("a", 1 + turn % 2)
+    assert sum(len(one.heap) for one in made._classes.values()) <= 2 * (3 * 3 + 65)
+
+
 steps = st.tuples(
     st.sampled_from(["use", "value", "drop"]),
     st.sampled_from(ITEMS),

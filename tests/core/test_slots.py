@@ -132,16 +132,6 @@ def test_a_table_knows_how_many_slots_are_in_which_phase() -> None:
     assert not any(table.phases(B).values())
 
 
-def test_a_table_knows_how_many_slots_there_are() -> None:
-    table = SlotTable()
-    for backend, n, there_are in ((A, 2, 2), (B, 3, 5), (A, 4, 7), (A, 1, 4)):
-        table.add(backend, n)
-        assert table.n == there_are == len(list(table))
-    table.remove(B)
-    table.remove(B)
-    assert table.n == 1
-
-
 def test_losing_a_backend_tells_who_was_there() -> None:
     table = SlotTable()
     table.add(A, 2)

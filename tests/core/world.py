@@ -211,6 +211,10 @@ class World:
                 self.feed(ev.Prefilled(effect.request, reported))
                 return
             op.server.end(name, how, ())
+            if op.broke:  # that is seen when it is over, and how far it came
+                n = len(op.server.slots[op.slot.index])
+                self.feed(ev.PrefillFailed(effect.request, "no", n))
+                return
         self.feed(ev.PrefillFailed(effect.request, "no"))
 
     def relays(self, op: Op, effect: ef.Dispatch, data: st.DataObject) -> None:
@@ -334,6 +338,13 @@ class World:
             assert not astray, "the server may put another request there"
         if op.may_go_anywhere:
             assert op.server.idle(), "no slot to go to"
+            # Where nobody knows what a slot holds, a prefill is taken to be there first: it was
+            # sent before.
+            slots = self.scheduler.state.fleet.slots
+            first = [
+                isinstance(o.effect, ef.Prefill) and slots[o.slot].resident.unsure for o in peers
+            ]
+            peers = [o for o, is_first in zip(peers, first, strict=True) if not is_first]
             actions = [o for o in peers if isinstance(o.effect, ACTIONS)]
             landing = [o for o in actions if op.may_go_to(o.slot, self.prompt_of(op))]
             assert not landing, "may land on an action"
