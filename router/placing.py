@@ -34,8 +34,8 @@ class Placing:
         over = self._unseen.get(request)
         if over is not None:
             over.set_result(end)
-        elif request in self._leisurely:
-            self._leisurely.pop(request).set_result(None)
+        elif awaited := self._leisurely.pop(request, None):
+            awaited.set_result(None)
         return over is not None
 
     def hurry(self) -> None:

@@ -205,7 +205,7 @@ def _native_prompt(body: dict[str, Any]) -> tuple[PromptSource, bool]:
     if "prompt" not in body:
         return UnknownPrompt("there is no prompt"), False
     prompt = body["prompt"]
-    if isinstance(prompt, list) and not any(_is_int(part) for part in prompt):
+    if isinstance(prompt, list) and not any(is_int(part) for part in prompt):
         if not prompt:
             return UnknownPrompt("the prompt is an empty array"), False
         if len(prompt) > 1:
@@ -219,9 +219,9 @@ def _single_prompt(prompt: object) -> PromptSource:
     if isinstance(prompt, str):
         return TextPrompt(prompt)
     if isinstance(prompt, list):
-        if all(_is_int(part) for part in prompt):
+        if all(is_int(part) for part in prompt):
             return _token_prompt(prompt)
-        if any(_is_int(part) for part in prompt) and any(isinstance(part, str) for part in prompt):
+        if any(is_int(part) for part in prompt) and any(isinstance(part, str) for part in prompt):
             return _mixed_prompt(prompt)
     if isinstance(prompt, dict) and "prompt_string" in prompt:
         if "multimodal_data" in prompt:
@@ -236,9 +236,9 @@ def _single_prompt(prompt: object) -> PromptSource:
 
 def _mixed_prompt(parts: list[Any]) -> PromptSource:
     """`tokenize_mixed` (server-common.cpp)."""
-    if not all(isinstance(part, str) or _is_int(part) for part in parts):
+    if not all(isinstance(part, str) or is_int(part) for part in parts):
         return UnknownPrompt("the prompt holds neither strings nor token ids only")
-    ids = [part for part in parts if _is_int(part)]
+    ids = [part for part in parts if is_int(part)]
     if len(ids) == len(parts):
         return _token_prompt(parts)
     checked = _token_prompt(ids)
@@ -255,7 +255,7 @@ def _token_prompt(ids: list[int]) -> PromptSource:
         return UnknownPrompt("the prompt holds a token id that is not an int32")
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
     """`is_number_integer()`; in Python a bool would be one too."""
     return type(value) is int
 

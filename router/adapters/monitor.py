@@ -191,8 +191,6 @@ class Monitor:
         props = await self.client.props()
         self._answered = True
         if self.attached is not None and props.process != self.attached.props.process:
-            # Between two looks; the marker is random for each process (llama-server.md section
-            # 5.2).
             log.warning("backend_down", backend=self.client.id, reason="it restarted")
             self._lose()
         self._claim(props)
@@ -231,10 +229,10 @@ class Monitor:
         """A look has. What is wrong is logged once, and again when it is something else."""
         found = unusable(error, answered=self._answered)
         self.problem = f"{found.reason}; {found.do}"
-        if self.attached is not None and sure:
-            self._lose()
         if self.attached is None:
             self._disclaim()
+        elif sure:
+            self._lose()
         if self.attached is None and found.trouble is not self._told:
             self._told = found.trouble
             log.warning("backend_down", backend=self.client.id, reason=found.reason, do=found.do)

@@ -72,7 +72,7 @@ class _Entry:
     own: float = 1.0  # share of its tokens that no longer one holds as well
 
     @property
-    def worth(self) -> float:
+    def density(self) -> float:
         """Seconds saved by a byte of it."""
         return self.own * self.value_s / max(self.snapshot.size_bytes, 1)
 
@@ -153,7 +153,7 @@ class Catalog:
         self.changes += 1
         self.total_bytes += snapshot.size_bytes
         self.total_tokens += len(snapshot)
-        self._ranks.use(snapshot.id, entry.worth)
+        self._ranks.use(snapshot.id, entry.density)
         # Asked after the insertion: one branch at a prefix is then the newcomer's own.
         superfluous = [
             match.item
@@ -188,7 +188,7 @@ class Catalog:
                 entry.value_s, entry.basis = value_s, basis
                 if basis is Basis.OWN:
                     self._doubtful.pop(snapshot, None)
-                self._ranks.value(snapshot, entry.worth)
+                self._ranks.value(snapshot, entry.density)
         del self._anew[-_VALUED_AT_ONCE:]
 
     def _outdate(self, shorter: list[Match[SnapshotId]]) -> None:
@@ -198,7 +198,7 @@ class Catalog:
             own = 1 - match.common / match.length
             if entry is not None and not entry.doomed and own < entry.own:
                 entry.own = own
-                self._ranks.value(match.item, entry.worth)
+                self._ranks.value(match.item, entry.density)
 
     def _regains(self, entry: _Entry) -> bool:
         """The longer one is gone, and what it held is of worth here again."""
@@ -302,7 +302,7 @@ class Catalog:
         entry.uses += 1
         entry.used_at = now
         if not entry.doomed:
-            self._ranks.use(snapshot, entry.worth)
+            self._ranks.use(snapshot, entry.density)
         return entry.snapshot
 
     def release(self, snapshot: SnapshotId) -> list[Snapshot]:
@@ -351,7 +351,7 @@ class Catalog:
     def _evict(self) -> list[Snapshot]:
         """Give up the least valuable. There is one: the limits are exceeded."""
         while self._regains(entry := self._entries[self._ranks.least()]):
-            self._ranks.value(entry.snapshot.id, entry.worth)
+            self._ranks.value(entry.snapshot.id, entry.density)
         self.evicted += 1
         self.gone.add(entry.snapshot.namespace, entry.snapshot.tokens)
         return self.remove(entry.snapshot.id)

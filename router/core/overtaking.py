@@ -45,7 +45,7 @@ def heir(
 def _who_came(state: State, waiting: Waiting, made: Plan) -> list[Waiting]:
     fleet, chosen, request = state.fleet, made.chosen, waiting.request
     slot, backend = fleet.slots[chosen.slot], chosen.slot.backend
-    held = slot.resident.tokens
+    held, saved = slot.resident.tokens, fleet.reach(slot)
     if (
         waiting.passed_over >= _AT_MOST
         or len(state.queue) < 2
@@ -53,11 +53,11 @@ def _who_came(state: State, waiting: Waiting, made: Plan) -> list[Waiting]:
         or request.whole_backend  # an idle backend was waited for
         or request.slot_hint is not None
         or not fleet.policy.moves_kv
-        or count(held) <= fleet.reach(slot)
+        or count(held) <= saved
     ):
         return []
     # What nobody loses: a snapshot has it, or the request itself goes on from it.
-    kept = max(fleet.reach(slot), chosen.reused_tokens * (chosen.source is Source.RESIDENT))
+    kept = max(saved, chosen.reused_tokens * (chosen.source is Source.RESIDENT))
     came = []
     for other in islice(state.queue.in_turn(), _AMONG):
         its = other.request

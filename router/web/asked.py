@@ -6,6 +6,7 @@ import orjson
 from aiohttp import web
 
 from router.adapters import forms, long_bodies
+from router.adapters.llama_wire import is_int
 from router.frozen import dataclass
 
 _INPUTS = ("input", "content", "documents", "texts")
@@ -43,7 +44,7 @@ def _slots_of(raw: bytes, content_type: str) -> SlotsAsked:
     if forms.is_form(content_type):
         # A field that a form has twice is an array: several inputs, or prompts.
         many = forms.is_array(raw, content_type, "prompt")
-        return SlotsAsked(forms.text_field(raw, content_type, "model"), many, in_form=True)
+        return SlotsAsked(_model_of(raw, content_type), many, in_form=True)
     body = _json_object(raw)
     return SlotsAsked(
         _model_in(body), any(_is_many(body.get(key)) for key in _INPUTS), in_form=False
@@ -65,4 +66,4 @@ def _model_in(body: dict[str, Any]) -> str | None:
 
 def _is_many(value: object) -> bool:
     """An array of anything but the ids of one prompt."""
-    return isinstance(value, list) and len(value) > 1 and not all(type(id_) is int for id_ in value)
+    return isinstance(value, list) and len(value) > 1 and not all(map(is_int, value))
