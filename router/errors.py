@@ -214,7 +214,7 @@ class TooManyViewersError(RouterError):
 
 
 class DeadlineError(RouterError):
-    """The request waited in the queue for longer than `queue.deadline`."""
+    """The request waited for a slot, or for its turn, for longer than `queue.deadline`."""
 
     status = 504
     kind = "timeout_error"

@@ -115,6 +115,15 @@ class Journal:
         """One entry; None if it is too old, or never was."""
         return self._entries.get(request)
 
+    def find(self, beginning: str) -> list[Entry]:
+        """Those whose id begins so, the newest first. The attempts of one request are one: its
+        last."""
+        found: dict[str, Entry] = {}
+        for name, entry in reversed(self._entries.items()):
+            if name.startswith(beginning):
+                found.setdefault(name.partition(".")[0], entry)
+        return list(found.values())
+
     def _add(self, entry: Entry) -> None:
         self._entries[entry.id] = entry
         if len(self._entries) > self.limit:

@@ -85,6 +85,13 @@ class Scheduler:
     def _take(self, event: ev.Event, now: float) -> None:  # noqa: C901 - an arm for each event
         state = self.state
         match event:
+            # Each arm costs a look at the kind: those of every request come first.
+            case ev.Arrived():
+                grants.arrived(state, event.request, now)
+            case ev.Finished():
+                endings.finished(state, event, now)
+            case ev.AnswerRead():
+                endings.answer_read(state, event)
             case ev.BackendUp():
                 endings.lose_backend(state, event.info.id, now)
                 attach.backend_up(state, event)
@@ -109,8 +116,6 @@ class Scheduler:
             case ev.Purged():
                 for snapshot in event.snapshots:
                     state.delete(state.fleet.catalog.remove(snapshot))
-            case ev.Arrived():
-                grants.arrived(state, event.request, now)
             case ev.Cancelled():
                 grants.cancelled(state, event.request, now)
             case ev.Saved():
@@ -135,10 +140,6 @@ class Scheduler:
                 endings.launched(state, event.request, event.index, now)
             case ev.Begun():
                 turns.begun(state, event.request)
-            case ev.Finished():
-                endings.finished(state, event, now)
-            case ev.AnswerRead():
-                endings.answer_read(state, event)
             case ev.Quiet():
                 steps.quiet(state, event, now)
             case ev.FoundBusy():

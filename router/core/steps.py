@@ -118,7 +118,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
 
 
 def take_turns(state: State, now: float) -> None:
-    """Let those compute their prompts whose turn it is."""
+    """Let those compute their prompts whose turn it is; who has waited for too long goes."""
     while called := turns.take_next(state, now):
         for job, step in called:
             if job.cancelled and not is_wanted(state, job, step.tokens):
@@ -126,6 +126,8 @@ def take_turns(state: State, now: float) -> None:
             else:
                 job.steps.appendleft(step)
             next_step(state, job, now)
+    for job in turns.give_up(state, now):
+        end(state, job, now)
 
 
 def pass_gate(state: State, now: float) -> bool:

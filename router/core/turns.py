@@ -22,6 +22,7 @@ from router.core.fleet import Fleet
 from router.core.jobs import InLine, Job, PrefillStep
 from router.core.slots import Slot
 from router.core.state import State
+from router.errors import DeadlineError
 from router.tokens import Tokens, common_prefix, count
 from router.types import BackendId, RequestId
 
@@ -117,9 +118,21 @@ def broke_off(slot: Slot) -> None:
     slot.turn_until = min(slot.turn_until, slot.piece_until)
 
 
+def give_up(state: State, now: float) -> list[Job]:
+    """Tell those who have waited for too long, and let them stand in line no more."""
+    late = [job for ends, job in _deadlines(state) if ends <= now]
+    for job in late:
+        state.in_line.remove(job.id)
+        limit_s = state.queue.limits.deadline_s
+        state.reject(job.id, DeadlineError(f"its prompt had no turn within {limit_s:g} s"))
+    return late
+
+
 def next_end(state: State) -> float | None:
-    """When the next turn ends that somebody waits for, in clock seconds; perhaps it has."""
-    return min((_ends(state.fleet, backend) for backend in _lines(state)), default=None)
+    """When the next turn ends that somebody waits for, or his patience, in clock seconds; perhaps
+    it has."""
+    turns = [_ends(state.fleet, backend) for backend in _lines(state)]
+    return min([*turns, *(ends for ends, _ in _deadlines(state))], default=None)
 
 
 def ahead(fleet: Fleet, backend: BackendId, now: float) -> list[Ahead]:
@@ -161,6 +174,20 @@ def _lines(state: State) -> dict[BackendId, list[Job]]:
     for job in waiting:
         lines.setdefault(job.slot.backend, []).append(job)
     return lines
+
+
+def _deadlines(state: State) -> list[tuple[float, Job]]:
+    """Until when each of those who stand in line may, in clock seconds: what counts is the time in
+    the queue and in line, not that in which its prompt was computed."""
+    limit_s = state.queue.limits.deadline_s
+    if limit_s is None:
+        return []
+    jobs = [job for line in _lines(state).values() for job in line]
+    slots = [state.fleet.slots[job.slot] for job in jobs]
+    return [
+        ((slot.stands_since or 0.0) - slot.stood_s - job.waited_s + limit_s, job)
+        for slot, job in zip(slots, jobs, strict=True)
+    ]
 
 
 def _ends(fleet: Fleet, backend: BackendId) -> float:

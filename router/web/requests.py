@@ -25,6 +25,7 @@ Json = dict[str, Any]
 PATH = "/kvferry/requests"
 
 _LIMIT = 100
+_NAMED = 3  # of those that a short id could mean
 _FILTERS = ("outcome", "source", "backend")
 
 
@@ -48,8 +49,16 @@ class Requests:
         return json_response({"requests": list(islice(found, int(limit)))})
 
     async def one(self, _: web.BaseRequest, name: RequestId, wanted: str) -> web.Response:
-        """All that is known of one; 404 if it is not known."""
+        """All that is known of one, by its id or the beginning of it; 404 if it is not known."""
         entry = self._journal.get(RequestId(wanted))
+        alike = [] if entry is not None else self._journal.find(wanted)
+        if len(alike) > 1:
+            first = ", ".join(one.id for one in alike[:_NAMED])
+            problem = BadRequestError(
+                f"{len(alike)} requests begin with {wanted!r}: {first}; send more of the id"
+            )
+            return error_response(problem, name)
+        entry = alike[0] if alike else entry
         if entry is None:
             problem = NotFoundError(
                 f"no request {wanted!r} is known: it is not over, or it was too long ago"

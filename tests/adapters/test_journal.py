@@ -55,6 +55,13 @@ def journal_of(*names: str, limit: int = 3) -> Journal:
     return made
 
 
+def test_by_the_beginning_of_an_id_attempts_are_one_request() -> None:
+    made = journal_of("abc", "abc.2", "abd")
+    assert [entry.id for entry in made.find("ab")] == ["abd", "abc.2"]
+    assert [entry.id for entry in made.find("abc")] == ["abc.2"]
+    assert made.find("b") == []
+
+
 def test_the_newest_come_first_and_the_oldest_go() -> None:
     made = journal_of("a", "b", "c", "d")
 

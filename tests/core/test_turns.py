@@ -6,10 +6,13 @@ import pytest
 
 from router.core import events as ev
 from router.core.effects import Account, Dispatch, Effect, Prefill, Reject
+from router.core.jobs import InLine
 from router.core.planner import plan
+from router.core.queue import QueueLimits
 from router.core.scheduler import Scheduler
 from router.core.slots import Phase, Resident
 from router.core.turns import ahead, before_s
+from router.errors import DeadlineError
 from router.tokens import count, pack
 from router.types import MemoryKind, Outcome, Prompt, Reported, RequestId
 from tests.core.build import A0, A1, A2, B0, backend, rates, request, run_of, scheduler, snapshot
@@ -83,6 +86,55 @@ def test_nobody_waits_long_for_one_that_takes_longer_than_predicted(
     assert s.next_wakeup(NOW) == NOW + until
     assert of(tick(s, until - 0.1)) == []
     assert of(tick(s, until)) == ["Prefill r2"]
+
+
+def test_nobody_stands_in_line_for_ever() -> None:
+    """`queue.deadline` ended the wait for a slot alone: who had one got no answer for as long as
+    others' prompts were computed."""
+    s = two(queue=QueueLimits(deadline_s=3.0))
+    assert s.next_wakeup(NOW) == NOW + 3
+    assert tick(s, 2.9) == []
+    (reject,) = tick(s, 3.0)
+    assert isinstance(reject, Reject)
+    assert (reject.request, type(reject.error)) == ("r2", DeadlineError)
+    assert slot(s, A1).is_idle
+    assert s.state.in_line == []
+    assert s.next_wakeup(NOW + 3) is None
+    assert of(prefilled(s, "r")) == ["Dispatch r"]
+
+
+def test_the_wait_for_a_slot_counts_in_line_as_well() -> None:
+    limits = QueueLimits(deadline_s=3.0)
+    s = scheduler(backend("a", 2), queue=limits, idle_save_after_s=None, reuse_probability=0.0)
+    arrive(s, "r", LONG)
+    arrive(s, "s", SHORT)
+    arrive(s, "r2", OTHER)
+    s.handle(ev.Finished(RequestId("s"), Outcome.OK, Reported()), NOW + 2)
+    assert isinstance(s.state.jobs[RequestId("r2")].doing, InLine)
+    assert s.next_wakeup(NOW + 2) == NOW + 3
+    assert names(tick(s, 3.0)) == ["Reject"]
+
+
+def test_what_was_computed_was_no_wait() -> None:
+    s = scheduler(backend("a", 3), prefill_piece_s=0.5, queue=QueueLimits(deadline_s=20.0))
+    arrive(s, "r", run_of(3000, 1))
+    arrive(s, "r2", OTHER)
+    s.handle(ev.Prefilled(RequestId("r"), Reported(512, 0, prompt_s=15.0)), NOW + 15)
+    assert isinstance(s.state.jobs[RequestId("r")].doing, InLine)
+    assert tick(s, 20.0) == []  # r2 has waited for 15 s, and computes; r for 5
+    assert of(tick(s, 25.0)) == ["Prefill r"]
+
+
+def test_who_stands_in_line_again_has_stood_before() -> None:
+    s = scheduler(backend("a", 3), prefill_piece_s=0.5, queue=QueueLimits(deadline_s=18.0))
+    arrive(s, "r", run_of(3000, 1))
+    arrive(s, "r2", run_of(6000, 2))
+    assert of(tick(s, 10.0)) == ["Prefill r2"]  # the other's piece takes too long
+    said = Reported(512, 0, prompt_s=10.0)
+    s.handle(ev.Prefilled(RequestId("r"), said), NOW + 12)
+    assert of(s.handle(ev.Prefilled(RequestId("r2"), said), NOW + 13)) == ["Prefill r"]
+    assert tick(s, 20.9) == []
+    assert names(tick(s, 21.0)) == ["Reject"]
 
 
 def test_what_takes_no_time_waits_for_nobody() -> None:

@@ -1,6 +1,7 @@
 """GET /kvferry/requests: what was decided, for those who ask afterwards."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -88,6 +89,22 @@ async def test_one_that_nobody_knows(fleet: Fleet) -> None:
     assert (answer.status, answer.json["error"]["code"]) == (404, 404)
     assert "'nobody'" in answer.json["error"]["message"]
     assert (await fleet.get("/kvferry/requests")).json == {"requests": []}
+
+
+async def test_the_beginning_of_an_id_will_do(fleet: Fleet) -> None:
+    name = name_of(await fleet.post("/completion", []))
+    assert (await fleet.get(f"/kvferry/requests/{name[:5]}")).json["id"] == name
+    assert (await fleet.get(f"/kvferry/requests/{name[1:]}")).status == 404
+
+
+async def test_the_beginning_of_several_ids_will_not(fleet: Fleet) -> None:
+    names = [name_of(await fleet.post("/completion", [])) for _ in range(17)]
+    digit, n = Counter(name[0] for name in names).most_common(1)[0]  # of sixteen
+    answer = await fleet.get(f"/kvferry/requests/{digit}")
+
+    assert answer.status == 400
+    told = answer.json["error"]["message"]
+    assert told.startswith(f"{n} requests begin with '{digit}': {digit}")
 
 
 async def test_no_text_unless_it_is_allowed(fake: FakeLlama, tmp_path: Path) -> None:
