@@ -18,6 +18,7 @@ from tests.fake_wire import generate
 from tests.fleet import Answer, Fleet, Json, running
 
 PROMPT = "p" * 300
+LONG = "l" * 3500  # more than policy.coalesce_above: computed by the router first
 STREAM: Json = {"stream": True}
 IMPATIENT = "limits: {first_byte_timeout: 300ms, idle_timeout: 300ms}"
 
@@ -134,6 +135,25 @@ async def test_hangs_before_the_first_byte(two: Two, fields: Json) -> None:
         answer = await fleet.complete(PROMPT, **fields)
 
         assert_good(answer, PROMPT, "b")
+        await fleet.until_quiet()
+
+
+@pytest.mark.fault(
+    "only completions hang, /health is well",
+    "while the router has the prompt computed, past `first_byte_timeout`",
+    client="the right answer",
+)
+@pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
+async def test_hangs_while_the_router_has_the_prompt_computed(two: Two, fields: Json) -> None:
+    """The router gives up its prefill, finds the slot idle, and sends what the client wants."""
+    async with running(two.backends, two.kv_dir, yaml=IMPATIENT) as fleet:
+        two.a.faults.hang = True
+        answer = await fleet.complete(LONG, **fields)
+
+        assert_good(answer, LONG, "b")
+        asked = [body.get("prompt", "") for path, body in two.a.bodies if path == "/completion"]
+        assert [len(prompt) for prompt in asked if len(prompt) > 3000] == [3499, 3500]
+        two.a.faults.hang = False
         await fleet.until_quiet()
 
 
