@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_doctor)
 
     command = commands.add_parser("explain", help="why a request was served as it was")
-    command.add_argument("id", metavar="ID", help="x-kvferry-request-id of its response")
+    command.add_argument(
+        "id", metavar="ID", help="x-kvferry-request-id of its response, or how it begins"
+    )
     command.add_argument(
         "--url", default="http://127.0.0.1:8080", help="of the router; default %(default)s"
     )

@@ -356,6 +356,7 @@ def answer_read(state: State, event: ev.AnswerRead) -> None:
 def end(state: State, job: Job, now: float, resident: Resident | None = None) -> None:
     """Give back all that the job holds. `resident` None: what the slot was believed to hold."""
     state.jobs.pop(job.id, None)
+    state.changed = state.changed or bool(state.looked_at)  # a slot comes free, perhaps on a Tick
     open_gate(state, job)
     state.let_go(job)
     for lease in (job.lease, *job.others):

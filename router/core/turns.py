@@ -178,11 +178,12 @@ def _lines(state: State) -> dict[BackendId, list[Job]]:
 
 def _deadlines(state: State) -> list[tuple[float, Job]]:
     """Until when each of those who stand in line may, in clock seconds: what counts is the time in
-    the queue and in line, not that in which its prompt was computed."""
+    the queue and in line, not that in which its prompt was computed. Who stands there for others,
+    its own client gone, is dropped at its turn if nobody wants that any more."""
     limit_s = state.queue.limits.deadline_s
     if limit_s is None:
         return []
-    jobs = [job for line in _lines(state).values() for job in line]
+    jobs = [job for line in _lines(state).values() for job in line if not job.cancelled]
     slots = [state.fleet.slots[job.slot] for job in jobs]
     return [
         ((slot.stands_since or 0.0) - slot.stood_s - job.waited_s + limit_s, job)

@@ -103,6 +103,15 @@ def test_nobody_stands_in_line_for_ever() -> None:
     assert of(prefilled(s, "r")) == ["Dispatch r"]
 
 
+def test_a_slot_that_comes_free_by_the_clock_is_shown_to_all_who_wait() -> None:
+    s = two(queue=QueueLimits(deadline_s=3.0))
+    s.state.looked_at.add(RequestId("another"))  # it waits, and was looked at a moment ago
+    tick(s, 2.9)
+    assert not s.state.changed
+    assert names(tick(s, 3.0)) == ["Reject"]
+    assert s.state.changed
+
+
 def test_the_wait_for_a_slot_counts_in_line_as_well() -> None:
     limits = QueueLimits(deadline_s=3.0)
     s = scheduler(backend("a", 2), queue=limits, idle_save_after_s=None, reuse_probability=0.0)
@@ -135,6 +144,22 @@ def test_who_stands_in_line_again_has_stood_before() -> None:
     assert of(s.handle(ev.Prefilled(RequestId("r2"), said), NOW + 13)) == ["Prefill r"]
     assert tick(s, 20.9) == []
     assert names(tick(s, 21.0)) == ["Reject"]
+
+
+def test_who_has_left_and_stands_there_for_others_is_told_nothing() -> None:
+    s = scheduler(backend("a", 3), prefill_piece_s=0.5, queue=QueueLimits(deadline_s=18.0))
+    arrive(s, "r", run_of(3000, 1))
+    arrive(s, "r2", run_of(6000, 2))
+    assert of(tick(s, 10.0)) == ["Prefill r2"]  # the other's piece takes too long
+    said = Reported(512, 0, prompt_s=10.0)
+    s.handle(ev.Prefilled(RequestId("r"), said), NOW + 12)
+    s.handle(ev.Arrived(request("r3", run_of(6000, 2))), NOW + 12)
+    s.handle(ev.Cancelled(RequestId("r2")), NOW + 12.5)
+    s.handle(ev.Prefilled(RequestId("r2"), said), NOW + 13)
+    job = s.state.jobs[RequestId("r2")]
+    assert (job.cancelled, type(job.doing)) == (True, InLine)
+    assert names(tick(s, 21.0)) == []
+    assert s.state.jobs[RequestId("r2")] is job
 
 
 def test_what_takes_no_time_waits_for_nobody() -> None:
