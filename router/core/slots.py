@@ -94,18 +94,6 @@ class Bench:
 
 _NO_BENCH = Bench()  # of a backend that is not there
 
-# Of a slot, what is so while nobody holds it.
-_OF_A_LEASE = {
-    "pending": EMPTY,
-    "saving": EMPTY,
-    "sharing": False,
-    "leaving": False,
-    "turn_until": 0.0,
-    "piece_until": 0.0,
-    "stands_since": None,
-    "stood_s": 0.0,
-}
-
 
 @dataclass(slots=True)
 class Slot:
@@ -211,9 +199,10 @@ class Slot:
         self.resident, self.tenant = NOTHING, NOBODY
 
     def _let_go(self) -> None:
-        for name, value in _OF_A_LEASE.items():
-            object.__setattr__(self, name, value)  # `changes` rises with the holder
         self.holder = None
+        self.pending, self.saving, self.sharing, self.leaving = EMPTY, EMPTY, False, False
+        self.turn_until, self.piece_until = 0.0, 0.0
+        self.stands_since, self.stood_s = None, 0.0
 
     def _check(self, lease: Lease) -> None:
         if not self.holds(lease):

@@ -181,14 +181,15 @@ def _deadlines(state: State) -> list[tuple[float, Job]]:
     the queue and in line, not that in which its prompt was computed. Who stands there for others,
     its own client gone, is dropped at its turn if nobody wants that any more."""
     limit_s = state.queue.limits.deadline_s
-    if limit_s is None:
+    if limit_s is None or not state.in_line:
         return []
     jobs = [job for line in _lines(state).values() for job in line if not job.cancelled]
-    slots = [state.fleet.slots[job.slot] for job in jobs]
-    return [
-        ((slot.stands_since or 0.0) - slot.stood_s - job.waited_s + limit_s, job)
-        for slot, job in zip(slots, jobs, strict=True)
-    ]
+    return [(_waited_from(state.fleet.slots[job.slot], job) + limit_s, job) for job in jobs]
+
+
+def _waited_from(slot: Slot, job: Job) -> float:
+    """Since when it has waited, if it had done so in one piece; in clock seconds."""
+    return (slot.stands_since or 0.0) - slot.stood_s - job.waited_s
 
 
 def _ends(fleet: Fleet, backend: BackendId) -> float:

@@ -50,21 +50,21 @@ class Requests:
 
     async def one(self, _: web.BaseRequest, name: RequestId, wanted: str) -> web.Response:
         """All that is known of one, by its id or the beginning of it; 404 if it is not known."""
-        entry = self._journal.get(RequestId(wanted))
-        alike = [] if entry is not None else self._journal.find(wanted)
+        exact = self._journal.get(RequestId(wanted))
+        alike = self._journal.find(wanted) if exact is None else [exact]
         if len(alike) > 1:
             first = ", ".join(one.id for one in alike[:_NAMED])
             problem = BadRequestError(
                 f"{len(alike)} requests begin with {wanted!r}: {first}; send more of the id"
             )
             return error_response(problem, name)
-        entry = alike[0] if alike else entry
-        if entry is None:
+        if not alike:
             problem = NotFoundError(
                 f"no request {wanted!r} is known: it is not over, or it was too long ago"
                 f" ({self._journal.limit} are kept, diagnostics.requests)"
             )
             return error_response(problem, name)
+        (entry,) = alike
         plan, record = entry.plan, entry.record
         shown = entry.as_json() | {
             "plan": plan_json(plan) if plan is not None else None,

@@ -134,28 +134,31 @@ def test_what_was_computed_was_no_wait() -> None:
     assert of(tick(s, 25.0)) == ["Prefill r"]
 
 
-def test_who_stands_in_line_again_has_stood_before() -> None:
+PIECE = Reported(512, 0, prompt_s=10.0)
+
+
+def stood_ten_seconds() -> Scheduler:
+    """12 s later: R2 has the turn, for which it stood 10 s; R, whose piece is over, is next."""
     s = scheduler(backend("a", 3), prefill_piece_s=0.5, queue=QueueLimits(deadline_s=18.0))
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", run_of(6000, 2))
     assert of(tick(s, 10.0)) == ["Prefill r2"]  # the other's piece takes too long
-    said = Reported(512, 0, prompt_s=10.0)
-    s.handle(ev.Prefilled(RequestId("r"), said), NOW + 12)
-    assert of(s.handle(ev.Prefilled(RequestId("r2"), said), NOW + 13)) == ["Prefill r"]
+    s.handle(ev.Prefilled(RequestId("r"), PIECE), NOW + 12)
+    return s
+
+
+def test_who_stands_in_line_again_has_stood_before() -> None:
+    s = stood_ten_seconds()
+    assert of(s.handle(ev.Prefilled(RequestId("r2"), PIECE), NOW + 13)) == ["Prefill r"]
     assert tick(s, 20.9) == []
     assert names(tick(s, 21.0)) == ["Reject"]
 
 
 def test_who_has_left_and_stands_there_for_others_is_told_nothing() -> None:
-    s = scheduler(backend("a", 3), prefill_piece_s=0.5, queue=QueueLimits(deadline_s=18.0))
-    arrive(s, "r", run_of(3000, 1))
-    arrive(s, "r2", run_of(6000, 2))
-    assert of(tick(s, 10.0)) == ["Prefill r2"]  # the other's piece takes too long
-    said = Reported(512, 0, prompt_s=10.0)
-    s.handle(ev.Prefilled(RequestId("r"), said), NOW + 12)
+    s = stood_ten_seconds()
     s.handle(ev.Arrived(request("r3", run_of(6000, 2))), NOW + 12)
     s.handle(ev.Cancelled(RequestId("r2")), NOW + 12.5)
-    s.handle(ev.Prefilled(RequestId("r2"), said), NOW + 13)
+    s.handle(ev.Prefilled(RequestId("r2"), PIECE), NOW + 13)
     job = s.state.jobs[RequestId("r2")]
     assert (job.cancelled, type(job.doing)) == (True, InLine)
     assert names(tick(s, 21.0)) == []
