@@ -21,8 +21,8 @@ from bench import rig
 from bench.client import Client, Json, WrongAnswerError
 from bench.conversation import Conversation, words, words_for
 from bench.report import Report, arguments_of, median, percentile, run_bench
-from router.demo.launcher import LlamaServer
-from tests.models import KINDS, tiny_model
+from router.tools.demo.launcher import LlamaServer
+from tests.support.models.tiny_models import KINDS, tiny_model
 
 COLUMNS = (
     *("model", "contender", "turns", "prompt tokens", "computed", "x round robin"),

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 
 from bench.client import Client, Json
-from tests.models import SENTENCES
+from tests.support.models.tiny_models import SENTENCES
 
 _WORDS = sorted(set(re.findall(r"[a-z]+", SENTENCES)))
 _TURN_TOKENS = 400  # of each of the earlier turns

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from tests.fake_wire import generate
+from tests.support.servers.fake_wire import generate
 
 PATIENCE_S = 150.0
 _READ = 64 * 1024

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 
-from tests.fake_llama import FakeLlama
+from tests.support.servers.fake_llama import FakeLlama
 
 
 async def serve(options: argparse.Namespace) -> None:

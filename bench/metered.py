@@ -15,10 +15,10 @@ from time import process_time, thread_time
 from types import coroutine
 from typing import Any
 
-from router.adapters.telemetry import PrometheusTelemetry
-from router.cli import main
-from router.web.admin import Admin
-from router.web.live import Live
+from router.telemetry.metrics import PrometheusTelemetry
+from router.tools.cli import main
+from router.web.admin.live import Live
+from router.web.admin.status import Admin
 
 
 class Meter:

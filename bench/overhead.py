@@ -19,7 +19,7 @@ from bench.client import Client, Json, stream_all
 from bench.conversation import Conversation, words
 from bench.planning import slot_bytes, snapshot_bytes
 from bench.report import Report, arguments_of, median, run_bench
-from router.tokens import WIDTH
+from router.base.tokens import WIDTH
 
 COLUMNS = (
     *("case", "contender", "requests/s", "n", "CPU ms/request", "x baseline"),

@@ -1,7 +1,7 @@
 """`python -m bench.planning`: the price of a decision, by how many snapshots there are.
 
-In one process, without I/O: `router.core.planner.plan` over two backends of four slots each, and
-what the catalog costs in time and memory.
+In one process, without I/O: `router.core.planning.planner.plan` over two backends of four slots
+each, and what the catalog costs in time and memory.
 """
 
 import argparse
@@ -17,13 +17,8 @@ from pathlib import Path
 from time import perf_counter
 
 from bench.report import Report, arguments_of, median, percentile, run_bench
-from router.core.catalog import Catalog, Limits
-from router.core.cost import Rates
-from router.core.fleet import Fleet
-from router.core.planner import plan
-from router.core.slots import Resident
-from router.tokens import WIDTH, Tokens, head
-from router.types import (
+from router.base.tokens import WIDTH, Tokens, head
+from router.base.types import (
     BackendId,
     BackendInfo,
     MemoryKind,
@@ -36,6 +31,12 @@ from router.types import (
     SnapshotId,
     Source,
 )
+from router.core.fleet.catalog import Catalog
+from router.core.fleet.fleet import Fleet
+from router.core.model.rates import Rates
+from router.core.model.slots import Resident
+from router.core.model.snapshot_limits import SnapshotLimits
+from router.core.planning.planner import plan
 
 COLUMNS = ("snapshots", "what", "n", "p50 µs", "p99 µs", "x fewest", "index bytes each")
 SPACE, PLACE = Namespace("n"), Place("/kv")
@@ -163,7 +164,7 @@ def make_fleet(snapshots: Sequence[Snapshot], tokens: int) -> Fleet:
         fleet.slots.add(name, 4)
         for slot in fleet.slots.of(name)[1:]:
             slot.resident = Resident(make_tokens(random_, tokens))
-    fleet.catalog = Catalog(Limits(max_bytes=len(snapshots) * tokens * BYTES_PER_TOKEN))
+    fleet.catalog = Catalog(SnapshotLimits(max_bytes=len(snapshots) * tokens * BYTES_PER_TOKEN))
     return fleet
 
 

@@ -19,14 +19,14 @@ from bench.fleet.contenders import KVFERRY, Contender, Shape, running
 from bench.fleet.counters import Counts, counts, settle
 from bench.fleet.drive import Driver, Sample
 from bench.report import Report, arguments_of, median, percentile, run_bench
-from router.core.catalog import UNLIMITED
-from router.core.policy import Policy, PolicyName
-from router.simulate.experiment import Experiment
-from router.simulate.fleet import Setup
-from router.simulate.hardware import PRESETS, Hardware
-from router.simulate.measure import Result
-from router.simulate.trace import Line, Trace, TraceError, read_trace
-from tests.models import tiny_model
+from router.core.model.policy import Policy, PolicyName
+from router.core.model.snapshot_limits import UNLIMITED
+from router.tools.simulate.experiment import Experiment
+from router.tools.simulate.fleet import Setup
+from router.tools.simulate.hardware import PRESETS, Hardware
+from router.tools.simulate.measure import Result
+from router.tools.simulate.trace import Line, Trace, TraceError, read_trace
+from tests.support.models.tiny_models import tiny_model
 
 COLUMNS = ("what", "real", "predicted", "error %")
 _MARGIN = 512  # of a slot, in tokens

@@ -22,19 +22,9 @@ from bench import rig
 from bench.client import Client
 from bench.conversation import words, words_for
 from bench.report import Report, arguments_of, median, percentile, run_bench
-from router.adapters.clock import MonotonicClock
-from router.adapters.kv_store import KvStore
-from router.adapters.llama_client import Connections, LlamaClient, Timeouts
-from router.core.catalog import Catalog, Limits
-from router.core.fleet import Fleet
-from router.core.policy import Policy
-from router.core.queue import Queue, QueueLimits
-from router.core.scheduler import Scheduler
-from router.core.state import State
-from router.engine import Engine, Timing
-from router.tokens import Tokens, count, join, pack
-from router.turnstile import Turnstile
-from router.types import (
+from router.base.clock import MonotonicClock
+from router.base.tokens import Tokens, count, join, pack
+from router.base.types import (
     BackendId,
     BackendInfo,
     Caller,
@@ -53,6 +43,17 @@ from router.types import (
     Source,
     Transfer,
 )
+from router.core.execution.state import State
+from router.core.fleet.catalog import Catalog
+from router.core.fleet.fleet import Fleet
+from router.core.model.policy import Policy
+from router.core.model.request_queue import Queue, QueueLimits
+from router.core.model.snapshot_limits import SnapshotLimits
+from router.core.scheduler import Scheduler
+from router.engine.engine import Engine, Timing
+from router.engine.loop_throttle import Turnstile
+from router.llama.client import Connections, LlamaClient, Timeouts
+from router.store.store import KvStore
 
 COLUMNS = ("part", "n", "p50 ms", "p99 ms", "x server")
 BACKEND, SPACE = BackendId("a"), Namespace("n")
@@ -175,7 +176,7 @@ async def measure(options: argparse.Namespace) -> Report:
         stack.push_async_callback(store.aclose)
         # Always worth it: what is measured is a restore, not whether one would be chosen.
         policy = Policy(idle_save_after_s=None, coalesce_above_s=None, reuse_probability=1.0)
-        fleet = Fleet(policy, Catalog(Limits()))
+        fleet = Fleet(policy, Catalog(SnapshotLimits()))
         scheduler = Scheduler(State(fleet=fleet, queue=Queue(QueueLimits())))
         backends = {BACKEND: _Backend(client, slow)}
         telemetry = _Silent()

@@ -16,10 +16,10 @@ from pathlib import Path
 from time import perf_counter
 
 from bench.report import Report, arguments_of, median, run_bench
-from router.adapters import kv_files
-from router.kvfile.head import read_head
-from router.kvfile.layout import read_layout
-from router.kvfile.rewrite import Rewrite, cut, pad, restream
+from router.store import files
+from router.store.format.head import read_head
+from router.store.format.layout import read_layout
+from router.store.format.rewrite import Rewrite, cut, pad, restream
 
 COLUMNS = ("V", "change", "MiB", "pieces", "n", "p50 ms", "cp p50 ms", "x cp")
 _LAYERS = 32
@@ -110,13 +110,13 @@ def _turns(change: _Change, home: Path, rounds: int) -> tuple[list[float], list[
     def ours() -> float:
         if change.in_place:
             _copy(change.source, target)
-        expected = kv_files.identity(change.source)
+        expected = files.identity(change.source)
         start = perf_counter()
         rewrite = plan(target if change.in_place else change.source, change.name)
         if change.in_place:
-            done = kv_files.rewrite_tail(target, rewrite)
+            done = files.rewrite_tail(target, rewrite)
         else:
-            done = kv_files.write_rewritten(change.source, target, expected, rewrite)
+            done = files.write_rewritten(change.source, target, expected, rewrite)
         seconds = perf_counter() - start
         assert done.size_bytes == change.rewrite.size_bytes
         return seconds

@@ -17,8 +17,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.demo.launcher import LlamaServer, free_port
-from tests.models import tiny_model
+from router.tools.demo.launcher import LlamaServer, free_port
+from tests.support.models.tiny_models import tiny_model
 
 START_TIMEOUT_S = 60.0
 SGLANG_PACKAGE = "sglang-router==0.3.2"

@@ -12,10 +12,10 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from router import main as router_main
-from router.adapters.vitals import Vitals
-from router.cli import main as cli
-from router.ports import Clock
+from router.assembly import router as router_main
+from router.base.ports import Clock
+from router.telemetry.process_metrics import Vitals
+from router.tools.cli import main as cli
 
 EVERY_S = 0.005
 NAME = "bench_longest_turn_seconds"

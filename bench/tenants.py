@@ -20,7 +20,7 @@ from bench import rig
 from bench.client import Client, Json
 from bench.conversation import words, words_for
 from bench.report import Report, arguments_of, median, percentile, run_bench
-from router.keys import hash_text, new_key
+from router.base.api_keys import hash_text, new_key
 
 COLUMNS = ("share_cache", "route", "n", "new p50 ms", "theirs p50 ms", "ratio", "p95 ratio", "p")
 ROUTES = ("/completion", "/v1/chat/completions", "/v1/messages")

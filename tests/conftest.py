@@ -9,8 +9,8 @@ from typing import Protocol
 import pytest
 from hypothesis import settings
 
-from router.demo.launcher import LlamaServer, find_server
-from tests.models import tiny_model
+from router.tools.demo.launcher import LlamaServer, find_server
+from tests.support.models.tiny_models import tiny_model
 
 # How long an example takes says more about what else the machine does than about us.
 settings.register_profile("kvferry", deadline=None)
@@ -37,7 +37,7 @@ def server_argv() -> list[str]:
     `find_server` decides.
     """
     flavour = os.environ.get("KVFERRY_TEST_FLAVOUR", "")
-    prebuilt = [sys.executable, "-m", "router.demo.prebuilt"]
+    prebuilt = [sys.executable, "-m", "router.tools.demo.prebuilt"]
     if flavour == "prebuilt":
         return prebuilt
     argv = find_server()

@@ -10,11 +10,11 @@ printed instead: it would not be the whole.
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
+
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- table: python -m tests.reliability -->", "<!-- end of the table -->"
 HEAD = """| what happens | when | passed | what the client saw | tried in |

@@ -22,9 +22,9 @@ from bench.fleet import plots, traces, workload
 from bench.fleet.contenders import URL, Shape
 from bench.fleet.measure import COLUMNS, PARTS, Load, Run, brief, medians, run, write_samples
 from bench.report import Report, add_output, arguments_of, save
-from router.demo.launcher import LlamaServer
-from router.simulate.trace import TraceError
-from tests.models import tiny_model
+from router.tools.demo.launcher import LlamaServer
+from router.tools.simulate.trace import TraceError
+from tests.support.models.tiny_models import tiny_model
 
 _WIDTH = 170  # of the table, wherever it is printed
 _SAMPLE = 1_000  # tokens whose words are counted

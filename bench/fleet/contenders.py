@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from bench import rig
 from bench.fleet.counters import Fleet, settle
 from bench.rig import Proxy
-from router.config import Policy, PolicyName
-from router.config_load import ConfigError, read_yaml
-from router.demo.launcher import LlamaServer
+from router.config.loader import ConfigError, read_yaml
+from router.config.schema import Policy, PolicyName
+from router.tools.demo.launcher import LlamaServer
 
 KVFERRY, NGINX, SGLANG, URL = "kvferry", "nginx", "sglang", "url"
 POLICIES = "policies"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from bench.client import Client
 from bench.fleet.workload import Ask, Step, Workload
-from router.simulate.trace import BLOCK_TOKENS, Line, read_trace
-from tests.models import SENTENCES
+from router.tools.simulate.trace import BLOCK_TOKENS, Line, read_trace
+from tests.support.models.tiny_models import SENTENCES
 
 _WORDS = sorted(set(re.findall(r"[a-z]+", SENTENCES)))
 _ENOUGH = 16  # words: with 8 to a block there are 4 thousand million blocks

@@ -7,22 +7,20 @@ of fact is dealt with in `grants`, `steps`, `endings`, `drains` or `background`.
 
 from typing import assert_never
 
-from router.core import (
-    attach,
-    background,
-    drains,
-    endings,
-    fleeting,
-    gate,
-    grants,
-    later,
-    rests,
-    steps,
-    turns,
+from router.core.admission import admission, backend_attach, backend_drain
+from router.core.execution import (
+    completion,
+    idle_saves,
+    job_steps,
+    placement_gate,
+    prefill_queue,
+    volatile_slots,
+    write_backoff,
 )
-from router.core import events as ev
-from router.core.effects import Effect
-from router.core.state import State
+from router.core.execution.state import State
+from router.core.model import events as ev
+from router.core.model.effects import Effect
+from router.core.planning import wait_candidates
 
 
 class Scheduler:
@@ -34,32 +32,32 @@ class Scheduler:
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Take in one fact; returns what to do about it, in order."""
         state = self.state
-        grants.look_back(state)
+        admission.look_back(state)
         state.out = []
-        rests.end(state, now)
+        write_backoff.end(state, now)
         self._take(event, now)
         state.changed = bool(state.looked_at) and (state.changed or not isinstance(event, ev.Tick))
-        steps.take_turns(state, now)
-        steps.pass_gate(state, now)
-        background.save_fleeting(state, now)
+        job_steps.take_turns(state, now)
+        job_steps.pass_gate(state, now)
+        idle_saves.save_fleeting(state, now)
         if state.queue and not state.stopping:
-            grants.serve_queue(state, now)
-            grants.turn_away(state)
+            admission.serve_queue(state, now)
+            admission.turn_away(state)
             # Who was turned down at once may have been in somebody's way, and left a slot.
-            if steps.pass_gate(state, now):
+            if job_steps.pass_gate(state, now):
                 state.look_on_at = now
         if state.queue or state.unserved:
-            grants.note_unserved(state, now)
-        background.save_idle(state, now)
+            admission.note_unserved(state, now)
+        idle_saves.save_idle(state, now)
         if state.fleet.draining:
-            drains.release(state, now)
+            backend_drain.release(state, now)
         return state.out
 
     def look_back(self) -> None:
         """What can wait until what the last event granted is on its way; else the next event does
         it first."""
         state = self.state
-        grants.look_back(state)
+        admission.look_back(state)
         if not state.jobs:  # else it would be done for each step of them
             state.fleet.holdings.catch_up(state.fleet.slots)
 
@@ -68,16 +66,20 @@ class Scheduler:
         state = self.state
         if state.fleet.catalog.is_over:
             return now
-        times = [background.wakeup(state), rests.next_end(state), turns.next_end(state)]
-        times.append(gate.next_end(state))
+        times = [
+            idle_saves.wakeup(state),
+            write_backoff.next_end(state),
+            prefill_queue.next_end(state),
+        ]
+        times.append(placement_gate.next_end(state))
         if state.queue:
             times += [
                 state.look_on_at,
                 state.queue.next_deadline(),
-                grants.patience_ends(state, now),
-                later.hope_ends(state.fleet, now),
-                fleeting.settled(state.fleet, now),
-                grants.next_giving_up(state),
+                admission.patience_ends(state, now),
+                wait_candidates.hope_ends(state.fleet, now),
+                volatile_slots.settled(state.fleet, now),
+                admission.next_giving_up(state),
             ]
         known = [time for time in times if time is not None]
         return max(min(known), now) if known else None
@@ -87,67 +89,67 @@ class Scheduler:
         match event:
             # Each arm costs a look at the kind: those of every request come first.
             case ev.Arrived():
-                grants.arrived(state, event.request, now)
+                admission.arrived(state, event.request, now)
             case ev.Finished():
-                endings.finished(state, event, now)
+                completion.finished(state, event, now)
             case ev.AnswerRead():
-                endings.answer_read(state, event)
+                completion.answer_read(state, event)
             case ev.BackendUp():
-                endings.lose_backend(state, event.info.id, now)
-                attach.backend_up(state, event)
+                completion.lose_backend(state, event.info.id, now)
+                backend_attach.backend_up(state, event)
             case ev.BackendDown():
-                endings.lose_backend(state, event.backend, now)
+                completion.lose_backend(state, event.backend, now)
             case ev.Draining():
-                drains.begin(state, event.backend)
+                backend_drain.begin(state, event.backend)
             case ev.Undrained():
                 state.fleet.draining.discard(event.backend)
             case ev.Removed():
                 state.fleet.forget(event.backend)
             case ev.Configured():
-                drains.configured(state, event)
+                backend_drain.configured(state, event)
             case ev.ProbeDue():
-                attach.probe_due(state, event, now)
+                backend_attach.probe_due(state, event, now)
             case ev.Probed():
-                attach.probed(state, event, now)
+                backend_attach.probed(state, event, now)
             case ev.SnapshotsFound():
-                attach.snapshots_found(state, event)
+                backend_attach.snapshots_found(state, event)
             case ev.SnapshotLost():
                 state.fleet.catalog.forget(event.snapshot)
             case ev.Purged():
                 for snapshot in event.snapshots:
                     state.delete(state.fleet.catalog.remove(snapshot))
             case ev.Cancelled():
-                grants.cancelled(state, event.request, now)
+                admission.cancelled(state, event.request, now)
             case ev.Saved():
-                steps.saved(state, event, now)
+                job_steps.saved(state, event, now)
             case ev.SaveFailed():
-                steps.save_failed(state, event, now)
+                job_steps.save_failed(state, event, now)
             case ev.WasCut():
-                steps.was_cut(state, event, now)
+                job_steps.was_cut(state, event, now)
             case ev.CutFailed():
-                steps.cut_failed(state, event, now)
+                job_steps.cut_failed(state, event, now)
             case ev.Restored():
-                steps.restored(state, event, now)
+                job_steps.restored(state, event, now)
             case ev.RestoreFailed():
-                steps.restore_failed(state, event, now)
+                job_steps.restore_failed(state, event, now)
             case ev.Erased() | ev.EraseFailed():
-                steps.erased(state, event, now)
+                job_steps.erased(state, event, now)
             case ev.PrefillBroke():
-                steps.prefill_broke(state, event.request)
+                job_steps.prefill_broke(state, event.request)
             case ev.Prefilled() | ev.PrefillFailed():
-                steps.prefilled(state, event, now)
+                job_steps.prefilled(state, event, now)
             case ev.Launched():
-                endings.launched(state, event.request, event.index, now)
+                completion.launched(state, event.request, event.index, now)
             case ev.Begun():
-                turns.begun(state, event.request)
+                prefill_queue.begun(state, event.request)
             case ev.Quiet():
-                steps.quiet(state, event, now)
+                job_steps.quiet(state, event, now)
             case ev.FoundBusy():
-                endings.found_busy(state, event)
+                completion.found_busy(state, event)
             case ev.Tick():
-                grants.expire(state, now)
+                admission.expire(state, now)
                 state.delete(state.fleet.catalog.shrink())
             case ev.Stopping():
-                grants.stop(state, save=event.save)
+                admission.stop(state, save=event.save)
             case _:  # pragma: no cover - mypy sees to it
                 assert_never(event)

@@ -14,13 +14,7 @@ from functools import partial
 import structlog
 from aiohttp import HttpVersion11, web
 
-from router.adapters.forms import is_form
-from router.adapters.journal import Journal
-from router.adapters.llama_client import LlamaClient, RelayedResponse
-from router.adapters.llama_reply import knows_no_answer, merge_models
-from router.adapters.llama_wire import Route as Completion
-from router.adapters.llama_wire import route_of
-from router.errors import (
+from router.base.errors import (
     BackendError,
     BadRequestError,
     BodyTooLargeError,
@@ -30,22 +24,30 @@ from router.errors import (
     FramingError,
     RouterError,
 )
-from router.ports import Telemetry
-from router.turnstile import Turnstile
-from router.types import Caller, RequestId
-from router.web.admin import Admin
-from router.web.asked import model_asked, slots_asked
-from router.web.completions import Completions
-from router.web.directory import Directory
-from router.web.guard import Guard
-from router.web.keys import Keys
-from router.web.listener import Listener
-from router.web.live import Live
-from router.web.operations import BACKENDS, Operations
-from router.web.own import HEALTH, METRICS, OwnRoutes, Route, Side, is_own
-from router.web.page import PREFIX, File, to_page
-from router.web.relay import CALLER, STARTED, Capture, forward_headers, forward_target, relay
-from router.web.replies import (
+from router.base.ports import Telemetry
+from router.base.types import Caller, RequestId
+from router.engine.loop_throttle import Turnstile
+from router.llama.client import LlamaClient, RelayedResponse
+from router.llama.multipart import is_form
+from router.llama.replies import knows_no_answer, merge_models
+from router.llama.wire import Route as Completion
+from router.llama.wire import route_of
+from router.telemetry.decision_log import Journal
+from router.web.admin.actions import BACKENDS, Operations
+from router.web.admin.guard import Guard
+from router.web.admin.live import Live
+from router.web.admin.page import PREFIX, File, to_page
+from router.web.admin.requests import PATH as REQUESTS
+from router.web.admin.requests import Requests
+from router.web.admin.routes import HEALTH, METRICS, OwnRoutes, Route, Side, is_own
+from router.web.admin.snapshots import PATH as SNAPSHOTS
+from router.web.admin.snapshots import Snapshots
+from router.web.admin.status import Admin
+from router.web.api.backend_selection import Directory
+from router.web.api.client_keys import Keys
+from router.web.api.completions import Completions
+from router.web.api.slot_demand import model_asked, slots_asked
+from router.web.server.error_responses import (
     clients_id,
     error_response,
     json_response,
@@ -53,12 +55,17 @@ from router.web.replies import (
     open_to_browsers,
     request_id,
 )
-from router.web.requests import PATH as REQUESTS
-from router.web.requests import Requests
-from router.web.settings import Settings
-from router.web.snapshots import PATH as SNAPSHOTS
-from router.web.snapshots import Snapshots
-from router.web.strict import check_head
+from router.web.server.framing_checks import check_head
+from router.web.server.listener import Listener
+from router.web.server.relay import (
+    CALLER,
+    STARTED,
+    Capture,
+    forward_headers,
+    forward_target,
+    relay,
+)
+from router.web.server.settings import Settings
 
 log = structlog.get_logger(__name__)
 

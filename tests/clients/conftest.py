@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.register_assert_rewrite("tests.clients.pair")
+pytest.register_assert_rewrite("tests.support.clients.pair")
 
-from tests.clients.pair import KEY, KEY_VARIABLE, Pair, serving  # noqa: E402 - rewritten first
+from tests.support.clients.pair import KEY, KEY_VARIABLE, Pair, serving  # noqa: E402 - rewritten first
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

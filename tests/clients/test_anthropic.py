@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.clients.pair import HI, LOOK, MODEL, Pair
-from tests.fleet import Json
+from tests.support.clients.pair import HI, LOOK, MODEL, Pair
+from tests.support.servers.router_fleet import Json
 
 anthropic = pytest.importorskip("anthropic", reason="make test-clients")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.pair import Pair
 from tests.clients.table import PAGE
+from tests.support.clients.pair import Pair
 
 ADDRESS = "http://127.0.0.1:8080"
 # Fenced blocks that are run; what else is fenced is text, settings of programs we cannot run.

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.pair import EMBEDDER, LOOK, MODEL, TOOL, Pair
+from tests.support.clients.pair import EMBEDDER, LOOK, MODEL, TOOL, Pair
 
 langchain = pytest.importorskip("langchain_openai", reason="make test-clients")
 

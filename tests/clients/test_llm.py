@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.pair import LOOK, MODEL, Pair
+from tests.support.clients.pair import LOOK, MODEL, Pair
 
 pytest.importorskip("llm", reason="make test-clients")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.clients.pair import EMBEDDER, HI, KEY, LOCKED, LOOK, MODEL, TOOL, Pair
-from tests.fleet import Json
+from tests.support.clients.pair import EMBEDDER, HI, KEY, LOCKED, LOOK, MODEL, TOOL, Pair
+from tests.support.servers.router_fleet import Json
 
 openai = pytest.importorskip("openai", reason="make test-clients")
 pydantic = pytest.importorskip("pydantic")

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.clients.pair import HI, MODEL, Pair
-from tests.e2e.measuring import common
-from tests.e2e.prompts import ids, sentences
-from tests.fleet import Json
+from tests.support.clients.pair import HI, MODEL, Pair
+from tests.support.conversations.measuring import common
+from tests.support.conversations.prompts import ids, sentences
+from tests.support.servers.router_fleet import Json
 
 pydantic_ai = pytest.importorskip("pydantic_ai", reason="make test-clients")
 openai_models = pytest.importorskip("pydantic_ai.models.openai")

@@ -2,12 +2,12 @@
 
 import pytest
 
-from router.core import events as ev
-from router.core.policy import PolicyName
-from router.core.queue import QueueLimits
-from router.types import Outcome, Reported, RequestId, SnapshotId
-from tests.core.build import A0, A, R, backend, run_of, scheduler, snapshot, tokens
-from tests.core.drive import NOW, arrive, finish, held, names
+from router.base.types import Outcome, Reported, RequestId, SnapshotId
+from router.core.model import events as ev
+from router.core.model.policy import PolicyName
+from router.core.model.request_queue import QueueLimits
+from tests.support.scheduler.build import A0, A, R, backend, run_of, scheduler, snapshot, tokens
+from tests.support.scheduler.drive import NOW, arrive, finish, held, names
 
 NOBODY = RequestId("nobody")
 LATE: list[ev.Event] = [

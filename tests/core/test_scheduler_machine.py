@@ -9,19 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.core import effects as ef
-from router.core import events as ev
-from router.core import gate
-from router.core.attach import probe_name
-from router.core.catalog import Limits
-from router.core.jobs import AtGate, InLine
-from router.core.planner import plan
-from router.core.policy import PolicyName
-from router.core.queue import QueueLimits
-from router.core.slots import Phase
-from router.core.tenancy import namespace_of
-from router.tokens import pack, unpack
-from router.types import (
+from router.base.tokens import pack, unpack
+from router.base.types import (
     NOBODY,
     BackendId,
     MemoryKind,
@@ -33,9 +22,20 @@ from router.types import (
     SlotStatus,
     Tenant,
 )
-from tests.core.build import NS, A, B, backend, rates, request, scheduler
-from tests.core.model_server import Ids, Server
-from tests.core.world import ANSWERS, PROMPTS, World
+from router.core.admission.backend_attach import probe_name
+from router.core.execution import placement_gate
+from router.core.model import effects as ef
+from router.core.model import events as ev
+from router.core.model.jobs import AtGate, InLine
+from router.core.model.policy import PolicyName
+from router.core.model.request_queue import QueueLimits
+from router.core.model.slots import Phase
+from router.core.model.snapshot_limits import SnapshotLimits
+from router.core.model.tenancy import namespace_of
+from router.core.planning.planner import plan
+from tests.support.scheduler.build import NS, A, B, backend, rates, request, scheduler
+from tests.support.scheduler.model_server import Ids, Server
+from tests.support.scheduler.world import ANSWERS, PROMPTS, World
 
 _CANNOT_GO_BACK = (MemoryKind.HYBRID, MemoryKind.SLIDING_WINDOW)
 
@@ -77,7 +77,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     ) -> None:
         self.tenants = (Tenant("x"), Tenant("y")) if apart else (NOBODY,)
         # Prompts are short here.
-        self.small = mock.patch("router.core.pieces._LEAST", 2)
+        self.small = mock.patch("router.core.planning.prefill_chunks._LEAST", 2)
         self.small.start()
         infos = [
             backend("a", sizes[0], memory_kind=kind, n_ctx=100, cuts=True),
@@ -91,7 +91,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             max_wait_s=2.0,
             idle_save_after_s=idle_save,
             keeps_apart=apart,
-            limits=Limits(max_tokens=max_tokens),
+            limits=SnapshotLimits(max_tokens=max_tokens),
             queue=QueueLimits(max_requests=room, deadline_s=20.0, no_backend_s=5.0),
         )
         self.populate(made, infos)
@@ -241,7 +241,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             return
         state = self.scheduler.state
         limits, queue = (
-            Limits(max_tokens=max_tokens),
+            SnapshotLimits(max_tokens=max_tokens),
             replace(state.queue.limits, max_requests=room),
         )
         self.feed(ev.Configured(replace(state.fleet.policy, name=policy), limits, queue))
@@ -367,7 +367,9 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         state = self.scheduler.state
         waiting = [job for job in state.jobs.values() if isinstance(job.doing, AtGate)]
         assert [job.id for job in waiting if job.id not in state.at_gate] == []
-        assert not any(gate._is_free(state, job) or job.gated or job.cancelled for job in waiting)
+        assert not any(
+            placement_gate._is_free(state, job) or job.gated or job.cancelled for job in waiting
+        )
         told = sum(len(expected) for expected in state.fleet.at_gate.values())
         assert told == len(waiting)
 

@@ -7,10 +7,10 @@ the state that was saved just before the answer.
 from contextlib import nullcontext
 
 from tests.conftest import StartServer
-from tests.e2e.measuring import CHAT, Measured, measured, occupied
-from tests.e2e.prompts import Json, chat, ids, sentences
-from tests.e2e.turns import named
-from tests.fleet import Fleet, running
+from tests.support.conversations.measuring import CHAT, Measured, measured, occupied
+from tests.support.conversations.prompts import Json, chat, ids, sentences
+from tests.support.conversations.turns import named
+from tests.support.servers.router_fleet import Fleet, running
 
 TURNS = 12
 SYSTEM = 57  # sentences of about 35 tokens

@@ -8,11 +8,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.demo.launcher import LlamaServer
+from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
-from tests.e2e.conversing import all_but_one, saved
-from tests.e2e.measuring import CHAT, direct, other_first_token, other_words
-from tests.e2e.media import (
+from tests.support.conversations.conversing import all_but_one, saved
+from tests.support.conversations.measuring import CHAT, direct, other_first_token, other_words
+from tests.support.conversations.media import (
     SHORT,
     about,
     ask,
@@ -28,11 +28,11 @@ from tests.e2e.media import (
     sighted,
     words,
 )
-from tests.e2e.prompts import Json, sentences
-from tests.e2e.turns import SAVES_S, named
-from tests.fleet import running
-from tests.mmproj import silent_mp3, sound
-from tests.pair import Pair, client, difference
+from tests.support.conversations.prompts import Json, sentences
+from tests.support.conversations.turns import SAVES_S, named
+from tests.support.models.mmproj import silent_mp3, sound
+from tests.support.parity.pair import Pair, client, difference
+from tests.support.servers.router_fleet import running
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 N_FRAMES = 25  # of a sound, and so many positions

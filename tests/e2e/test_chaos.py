@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from router.adapters.clock import MonotonicClock
+from router.base.clock import MonotonicClock
 from tests.conftest import StartServer
-from tests.e2e.chaos import Chaos, Member
-from tests.e2e.elsewhere import Outside
-from tests.e2e.measuring import direct
+from tests.support.conversations.measuring import direct
+from tests.support.faults.chaos import Chaos, Member
+from tests.support.servers.router_process import Outside
 
 BUDGET_S = float(os.environ.get("KVFERRY_CHAOS_S", "40"))
 SEED = int(os.environ.get("KVFERRY_CHAOS_SEED", random.SystemRandom().randrange(10**6)))

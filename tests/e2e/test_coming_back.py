@@ -7,10 +7,10 @@ from contextlib import suppress
 
 import pytest
 
-from router.tasks import spawn
+from router.base.tasks import spawn
 from tests.conftest import StartServer
-from tests.e2e.prompts import ids
-from tests.fleet import Answer, Fleet, Json, running
+from tests.support.conversations.prompts import ids
+from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
 N = 2500
 

@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.prompts import Json
-from tests.fleet import Fleet, running
-from tests.pair import Pair, client, difference
+from tests.support.conversations.prompts import Json
+from tests.support.parity.pair import Pair, client, difference
+from tests.support.servers.router_fleet import Fleet, running
 
 PATH = "/v1/chat/completions/control"
 POLICIES = ("prefer_idle_slot_with_global_restore", "passthrough")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from router.adapters.llama_client import LlamaClient
-from router.types import Transfer
+from router.base.types import Transfer
+from router.llama.client import LlamaClient
 from tests.conftest import StartServer
-from tests.e2e.consistent import assert_consistent, assert_undisturbed
-from tests.e2e.conversing import saved
-from tests.e2e.prompts import ids
-from tests.fleet import Fleet, running
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.prompts import ids
+from tests.support.faults.consistency import assert_consistent, assert_undisturbed
+from tests.support.servers.router_fleet import Fleet, running
 
 LONG = 700  # 735 kB
 YAML = "store: {save_when_idle_for: 20ms}"

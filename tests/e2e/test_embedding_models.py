@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from router.demo.launcher import LlamaServer
+from router.tools.demo.launcher import LlamaServer
 from tests.conftest import START_TIMEOUT_S, StartServer
-from tests.e2e.measuring import direct
-from tests.e2e.prompts import chat
-from tests.encoder import tiny_encoder
-from tests.fleet import Answer, Json, is_quiet, running
+from tests.support.conversations.measuring import direct
+from tests.support.conversations.prompts import chat
+from tests.support.models.encoder import tiny_encoder
+from tests.support.servers.router_fleet import Answer, Json, is_quiet, running
 
 TEXTS = ("a ferry", "a boat", "the northern pier")
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from router.cli import main
+from router.tools.cli import main
 from tests.conftest import StartServer
-from tests.e2e.conversing import saved
-from tests.e2e.prompts import Json, chat, ids
-from tests.fleet import PATIENCE_S, Answer, Fleet, running
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.prompts import Json, chat, ids
+from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, running
 
 _POLL_S = 0.01
 

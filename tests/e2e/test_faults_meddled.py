@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.adapters.llama_client import LlamaClient
-from router.demo.launcher import LlamaServer
-from router.keys import hash_text
-from router.tokens import Tokens
-from router.types import Reported
-from tests import spoilt
+from router.base.api_keys import hash_text
+from router.base.tokens import Tokens
+from router.base.types import Reported
+from router.llama.client import LlamaClient
+from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
-from tests.e2e.breaking import (
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.prompts import ids
+from tests.support.faults import corrupted_replies
+from tests.support.faults.breaking import (
     BROKEN_OFF,
     RIGHT,
     Reference,
@@ -30,11 +32,9 @@ from tests.e2e.breaking import (
     stop_at,
     told,
 )
-from tests.e2e.consistent import assert_consistent, assert_undisturbed
-from tests.e2e.conversing import saved
-from tests.e2e.prompts import ids
-from tests.fleet import Answer, Fleet, Json, running
-from tests.meddler import Meddler
+from tests.support.faults.consistency import assert_consistent, assert_undisturbed
+from tests.support.faults.fault_proxy import Meddler
+from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
 Seen = Callable[[str, object], None]
 
@@ -55,12 +55,12 @@ auth:
 """
 ALICE, BOB = ({"Authorization": f"Bearer kvf_{name}"} for name in ("alice", "bob"))
 # What becomes of an answer that the router needs, and whether anything of it can be used.
-WAYS: dict[str, tuple[spoilt.Spoiling, bool]] = {
-    "comes byte by byte": (spoilt.dripping, True),
-    "is garbage instead of HTTP": (spoilt.no_http, False),
-    "ends behind its head": (spoilt.head_alone, False),
-    "has garbage for a body": (spoilt.nonsense_inside, False),
-    "ends in the middle of its body": (spoilt.half_body, False),
+WAYS: dict[str, tuple[corrupted_replies.Spoiling, bool]] = {
+    "comes byte by byte": (corrupted_replies.dripping, True),
+    "is garbage instead of HTTP": (corrupted_replies.no_http, False),
+    "ends behind its head": (corrupted_replies.head_alone, False),
+    "has garbage for a body": (corrupted_replies.nonsense_inside, False),
+    "ends in the middle of its body": (corrupted_replies.half_body, False),
 }
 
 
@@ -129,7 +129,9 @@ async def scene(
         yield Scene(server, meddler, fleet, reference)
 
 
-def case(what: str, how: spoilt.Spoiling, sees: str, *, stream: bool, once: bool = True) -> object:
+def case(
+    what: str, how: corrupted_replies.Spoiling, sees: str, *, stream: bool, once: bool = True
+) -> object:
     when = "a stream" if stream else "an answer as a whole"
     name = f"{what}-{'stream' if stream else 'whole'}".replace(" ", "_")
     mark = pytest.mark.fault(f"a real server {what}", when)
@@ -139,28 +141,41 @@ def case(what: str, how: spoilt.Spoiling, sees: str, *, stream: bool, once: bool
 @pytest.mark.parametrize(
     ("how", "stream", "once", "sees"),
     [
-        case("answers byte by byte", spoilt.dripping, RIGHT, stream=True),
-        case("answers byte by byte", spoilt.dripping, RIGHT, stream=False),
-        case("sends garbage once", spoilt.no_http, RIGHT, stream=True),
-        case("sends garbage once", spoilt.no_http, RIGHT, stream=False),
-        case("sends nothing but garbage", spoilt.no_http, REFUSED, stream=False, once=False),
-        case("closes behind the head, once", spoilt.head_alone, RIGHT, stream=True),
-        case("closes behind the head, once", spoilt.head_alone, RIGHT, stream=False),
-        case("closes in the middle of an event", spoilt.half_event(), BROKEN_OFF, stream=True),
+        case("answers byte by byte", corrupted_replies.dripping, RIGHT, stream=True),
+        case("answers byte by byte", corrupted_replies.dripping, RIGHT, stream=False),
+        case("sends garbage once", corrupted_replies.no_http, RIGHT, stream=True),
+        case("sends garbage once", corrupted_replies.no_http, RIGHT, stream=False),
         case(
-            "sends garbage in the middle of an event",
-            spoilt.half_event(then=spoilt.NONSENSE),
+            "sends nothing but garbage",
+            corrupted_replies.no_http,
+            REFUSED,
+            stream=False,
+            once=False,
+        ),
+        case("closes behind the head, once", corrupted_replies.head_alone, RIGHT, stream=True),
+        case("closes behind the head, once", corrupted_replies.head_alone, RIGHT, stream=False),
+        case(
+            "closes in the middle of an event",
+            corrupted_replies.half_event(),
             BROKEN_OFF,
             stream=True,
         ),
-        case("closes in the middle of a body", spoilt.half_body, BROKEN_OFF, stream=False),
+        case(
+            "sends garbage in the middle of an event",
+            corrupted_replies.half_event(then=corrupted_replies.NONSENSE),
+            BROKEN_OFF,
+            stream=True,
+        ),
+        case(
+            "closes in the middle of a body", corrupted_replies.half_body, BROKEN_OFF, stream=False
+        ),
     ],
 )
 async def test_completions(
     llama_server: StartServer,
     reference: Reference,
     record_property: Seen,
-    how: spoilt.Spoiling,
+    how: corrupted_replies.Spoiling,
     stream: bool,
     once: bool,
     sees: str,
@@ -180,7 +195,7 @@ async def test_completions(
 async def test_garbage_for_the_client(llama_server: StartServer, reference: Reference) -> None:
     """It is not the router's to read, and nothing is believed of the slot for it."""
     async with scene(llama_server, reference) as at:
-        at.meddler.spoil("POST /completion", spoilt.nonsense_inside, once=True)
+        at.meddler.spoil("POST /completion", corrupted_replies.nonsense_inside, once=True)
         body = {"prompt": PROMPT, "n_predict": 8}
         async with at.fleet.session.post(at.fleet.url + "/completion", json=body) as response:
             raw = await response.read()
@@ -191,7 +206,7 @@ async def test_garbage_for_the_client(llama_server: StartServer, reference: Refe
 @pytest.mark.fault("a real server takes its time with every answer", "all the time", client=RIGHT)
 async def test_everything_is_late(llama_server: StartServer, reference: Reference) -> None:
     async with scene(llama_server, reference) as at:
-        at.meddler.spoil("HTTP/1.1", spoilt.late(0.1))
+        at.meddler.spoil("HTTP/1.1", corrupted_replies.late(0.1))
         await at.right(PROMPT, *fillers(SLOTS, LONG))
         await at.fleet.until(saved(LONG - 1, 1 + SLOTS))
         await at.leave_a_stream()
@@ -211,10 +226,10 @@ async def test_everything_is_late(llama_server: StartServer, reference: Referenc
             ],
         )
         for what, how, fast in (
-            ("answers byte by byte", spoilt.dripping, False),
-            ("sends garbage once", spoilt.no_http, False),
-            ("closes behind the head, once", spoilt.head_alone, False),
-            ("closes in the middle of an event", spoilt.half_event(0), True),
+            ("answers byte by byte", corrupted_replies.dripping, False),
+            ("sends garbage once", corrupted_replies.no_http, False),
+            ("closes behind the head, once", corrupted_replies.head_alone, False),
+            ("closes in the middle of an event", corrupted_replies.half_event(0), True),
         )
     ],
 )
@@ -223,7 +238,7 @@ async def test_prefills(
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Seen,
-    how: spoilt.Spoiling,
+    how: corrupted_replies.Spoiling,
 ) -> None:
     """Each of them computes it then."""
     begun: list[int] = []
@@ -251,7 +266,7 @@ async def test_saves(
     llama_server: StartServer,
     reference: Reference,
     record_property: Seen,
-    how: spoilt.Spoiling,
+    how: corrupted_replies.Spoiling,
     comes: bool,
 ) -> None:
     """The file is there; of what is not known to be whole there is no snapshot."""
@@ -276,7 +291,7 @@ async def test_a_save_that_is_done_although_its_connection_broke(
     """What it writes after all belongs to nobody, and goes."""
     async with scene(llama_server, reference) as at:
         stopped = stop_at(monkeypatch, "save", {"a": at.server})
-        at.meddler.spoil("action=save", spoilt.nothing)
+        at.meddler.spoil("action=save", corrupted_replies.nothing)
         await at.right(PROMPT)
         await stopped.hit.wait()
         await at.fleet.until_quiet()  # so the save is given up
@@ -290,7 +305,7 @@ async def test_restores(
     llama_server: StartServer,
     reference: Reference,
     record_property: Seen,
-    how: spoilt.Spoiling,
+    how: corrupted_replies.Spoiling,
     comes: bool,
 ) -> None:
     """The slot holds it; what is not known to be there is computed."""
@@ -312,11 +327,13 @@ async def test_erasures(
     llama_server: StartServer,
     reference: Reference,
     record_property: Seen,
-    how: spoilt.Spoiling,
+    how: corrupted_replies.Spoiling,
     comes: bool,
 ) -> None:
     """Nobody gets a slot that may still hold another tenant's words."""
-    done = comes or how is spoilt.nonsense_inside  # its status says so, and that is enough
+    done = (
+        comes or how is corrupted_replies.nonsense_inside
+    )  # its status says so, and that is enough
     async with scene(llama_server, reference, YAML + KEYS) as at:
         at.fleet.session.headers.update(ALICE)
         for slot in range(SLOTS):
@@ -342,7 +359,7 @@ async def test_looks(
     llama_server: StartServer,
     reference: Reference,
     record_property: Seen,
-    how: spoilt.Spoiling,
+    how: corrupted_replies.Spoiling,
     comes: bool,
 ) -> None:
     """A slot whose client has left is nobody's until it is known to be idle."""
@@ -367,7 +384,7 @@ async def test_every_answer(
     llama_server: StartServer,
     reference: Reference,
     record_property: Seen,
-    how: spoilt.Spoiling,
+    how: corrupted_replies.Spoiling,
     comes: bool,
 ) -> None:
     """It is given up until it is itself again; who comes meanwhile waits."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from router.demo.launcher import free_port
+from router.tools.demo.launcher import free_port
 from tests.conftest import StartServer
-from tests.e2e.breaking import BROKEN_OFF, RIGHT, Reference, seen, told, until_at_work
-from tests.e2e.consistent import assert_consistent
-from tests.e2e.conversing import kept_busy, saved
-from tests.e2e.prompts import ids
-from tests.fleet import running
+from tests.support.conversations.conversing import kept_busy, saved
+from tests.support.conversations.prompts import ids
+from tests.support.faults.breaking import BROKEN_OFF, RIGHT, Reference, seen, told, until_at_work
+from tests.support.faults.consistency import assert_consistent
+from tests.support.servers.router_fleet import running
 
 Seen = Callable[[str, object], None]
 LONG, PREFILL = 1000, 2500

@@ -9,9 +9,11 @@ from typing import TypeVar
 
 import pytest
 
-from router.demo.launcher import LlamaServer
+from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
-from tests.e2e.breaking import (
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.prompts import ids
+from tests.support.faults.breaking import (
     BROKEN_OFF,
     RIGHT,
     Action,
@@ -24,10 +26,8 @@ from tests.e2e.breaking import (
     told,
     until_at_work,
 )
-from tests.e2e.consistent import assert_consistent
-from tests.e2e.conversing import saved
-from tests.e2e.prompts import ids
-from tests.fleet import Answer, Fleet, Json, running
+from tests.support.faults.consistency import assert_consistent
+from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
 Seen = Callable[[str, object], None]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.demo.launcher import LlamaServer
+from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
-from tests.e2e.breaking import BROKEN_OFF, until_at_work
-from tests.e2e.prompts import Json, ids
-from tests.fleet import Answer, configuration_text, read_answer
-from tests.test_cli import Process, serving
+from tests.support.conversations.prompts import Json, ids
+from tests.support.faults.breaking import BROKEN_OFF, until_at_work
+from tests.support.servers.router_fleet import Answer, configuration_text, read_answer
+from tests.tools.test_cli import Process, serving
 
 Seen = Callable[[str, object], None]
 LONG = 1500

@@ -12,14 +12,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.adapters.llama_client import LlamaClient
-from router.demo.launcher import LlamaServer
+from router.llama.client import LlamaClient
+from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
-from tests.e2e.breaking import RIGHT, Reference, look, told, until_at_work
-from tests.e2e.consistent import TOLD, assert_consistent
-from tests.e2e.conversing import differs_in_earnest, saved
-from tests.e2e.prompts import Json, ids
-from tests.fleet import Answer, Fleet, read_answer, running
+from tests.support.conversations.conversing import differs_in_earnest, saved
+from tests.support.conversations.prompts import Json, ids
+from tests.support.faults.breaking import RIGHT, Reference, look, told, until_at_work
+from tests.support.faults.consistency import TOLD, assert_consistent
+from tests.support.servers.router_fleet import Answer, Fleet, read_answer, running
 
 Seen = Callable[[str, object], None]
 LONG = 1500

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import all_but_one, probabilities
-from tests.e2e.prompts import ids
-from tests.fleet import Answer, running
+from tests.support.conversations.conversing import all_but_one, probabilities
+from tests.support.conversations.prompts import ids
+from tests.support.servers.router_fleet import Answer, running
 
 GREEDY: dict[str, Any] = {"n_predict": 64, "n_probs": 5}
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.consistent import assert_consistent, assert_undisturbed
-from tests.e2e.conversing import saved
-from tests.e2e.prompts import ids
-from tests.fleet import Fleet, running
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.prompts import ids
+from tests.support.faults.consistency import assert_consistent, assert_undisturbed
+from tests.support.servers.router_fleet import Fleet, running
 
 LONG, CHANCE = 700, 10
 NOBODY = 65534

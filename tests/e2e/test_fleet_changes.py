@@ -10,10 +10,16 @@ from pathlib import Path
 import aiohttp
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import all_but_one
-from tests.e2e.prompts import ids
-from tests.fleet import Answer, Fleet, configuration_text, read_answer, running
-from tests.test_cli import serving
+from tests.support.conversations.conversing import all_but_one
+from tests.support.conversations.prompts import ids
+from tests.support.servers.router_fleet import (
+    Answer,
+    Fleet,
+    configuration_text,
+    read_answer,
+    running,
+)
+from tests.tools.test_cli import serving
 
 LONG = 2400
 # Only what is drained is saved.

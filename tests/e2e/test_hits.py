@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import (
+from tests.support.conversations.conversing import (
     all_but_one,
     differs_in_earnest,
     kept_busy,
@@ -14,8 +14,8 @@ from tests.e2e.conversing import (
     reuse,
     saved,
 )
-from tests.e2e.prompts import chat, ids, sentences
-from tests.fleet import running
+from tests.support.conversations.prompts import chat, ids, sentences
+from tests.support.servers.router_fleet import running
 
 LONG = 2400
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
-from router.adapters import kv_threads, probe
-from router.demo.launcher import LlamaServer
+from router.llama.attach import probe
+from router.store import io_pool
+from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
-from tests.e2e.consistent import assert_consistent, assert_undisturbed
-from tests.e2e.conversing import saved
-from tests.e2e.prompts import ids
 from tests.e2e.test_disks import disk_of, mounted, unmount
-from tests.fleet import PATIENCE_S, Fleet, running
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.prompts import ids
+from tests.support.faults.consistency import assert_consistent, assert_undisturbed
+from tests.support.servers.router_fleet import PATIENCE_S, Fleet, running
 
 __all__ = ["mounted"]  # a fixture
 
@@ -117,7 +118,7 @@ async def test_hangs(
     two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """Who wants something out of it waits once; then nobody is offered it, until it answers."""
-    monkeypatch.setattr(kv_threads, "QUICK_S", 0.5)
+    monkeypatch.setattr(io_pool, "QUICK_S", 0.5)
     async with running(two.backends, two.homes, yaml=YAML) as fleet:
         await two.fill(fleet)
         await fleet.complete(LEFT, model="a")
@@ -144,7 +145,7 @@ async def test_hangs_at_the_start_of_a_server(
     two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """It is used without snapshots, and tried anew after it was drained."""
-    for module in (kv_threads, probe):
+    for module in (io_pool, probe):
         monkeypatch.setattr(module, "QUICK_S", 0.5)
     async with running(two.backends, two.homes, yaml=YAML) as fleet:
         await two.fill(fleet)
@@ -173,8 +174,8 @@ async def test_hangs_at_the_end(
     two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """It stops all the same; what was recorded is there the next time."""
-    monkeypatch.setattr(kv_threads, "QUICK_S", 0.5)
-    monkeypatch.setattr(kv_threads, "BULK_S", 0.5)
+    monkeypatch.setattr(io_pool, "QUICK_S", 0.5)
+    monkeypatch.setattr(io_pool, "BULK_S", 0.5)
     with ExitStack() as until_stopped:
         async with running(two.backends, two.homes, yaml=YAML) as fleet:
             await two.fill(fleet)

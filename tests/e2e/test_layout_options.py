@@ -5,15 +5,29 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.config import from_flags
-from router.demo.launcher import LlamaServer
-from router.doctor import doctor
+from router.config.schema import from_flags
+from router.tools.demo.launcher import LlamaServer
+from router.tools.doctor.command import doctor
 from tests.conftest import StartServer
-from tests.e2e.conversing import saved
-from tests.e2e.measuring import CHAT, GREEDY, direct, measured, other_first_token, other_words
-from tests.e2e.prompts import ids
-from tests.e2e.turns import SAVES_S, Reference, ask_all, first_turn, named, tiny_talk
-from tests.fleet import running
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.measuring import (
+    CHAT,
+    GREEDY,
+    direct,
+    measured,
+    other_first_token,
+    other_words,
+)
+from tests.support.conversations.prompts import ids
+from tests.support.conversations.turns import (
+    SAVES_S,
+    Reference,
+    ask_all,
+    first_turn,
+    named,
+    tiny_talk,
+)
+from tests.support.servers.router_fleet import running
 
 QUANTISED = ("-ctk", "q8_0", "-ctv", "q8_0", "-fa", "on")
 TRANSPOSED = ("-fa", "off")  # V is stored by column
@@ -144,7 +158,7 @@ async def _never_mix(
 async def test_with_a_draft_model(llama_server: StartServer, server_argv: list[str]) -> None:
     """A draft's context is not in state files (docs/llama-server.md section 0.10): slots are
     emptied before a restore, or the next request would fail and end all others."""
-    if "router.demo.prebuilt" in server_argv:
+    if "router.tools.demo.prebuilt" in server_argv:
         pytest.skip("the prebuilt server takes no draft model; KVFERRY_TEST_FLAVOUR=binary")
     plain = await llama_server("llama", slots=1)
     draft = ["-md", str(plain.model), "--spec-type", "draft-simple", "-a", "a"]

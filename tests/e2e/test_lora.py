@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import differs_in_earnest, saved
-from tests.e2e.measuring import Direct, direct
-from tests.e2e.prompts import Json, chat, ids, sentences
-from tests.fake_llama import FakeLlama
-from tests.fleet import Answer, Fleet, is_quiet, running
-from tests.lora import tiny_lora
+from tests.support.conversations.conversing import differs_in_earnest, saved
+from tests.support.conversations.measuring import Direct, direct
+from tests.support.conversations.prompts import Json, chat, ids, sentences
+from tests.support.models.lora import tiny_lora
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Answer, Fleet, is_quiet, running
 
 # Applied to everybody; `--lora-init-without-apply` changes nothing for the server's requests.
 FLAGS = ("--lora", str(tiny_lora()))

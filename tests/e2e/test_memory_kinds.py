@@ -10,12 +10,19 @@ from dataclasses import dataclass
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import saved
-from tests.e2e.measuring import direct
-from tests.e2e.prompts import Json
-from tests.e2e.turns import SAVES_S, Reference, ask_all, first_turn, named, tiny_talk
-from tests.fleet import running
-from tests.models import KINDS
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.measuring import direct
+from tests.support.conversations.prompts import Json
+from tests.support.conversations.turns import (
+    SAVES_S,
+    Reference,
+    ask_all,
+    first_turn,
+    named,
+    tiny_talk,
+)
+from tests.support.models.tiny_models import KINDS
+from tests.support.servers.router_fleet import running
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import random
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import all_but_one, reuse, saved
-from tests.e2e.measuring import measured
-from tests.e2e.prompts import Json, chat, ids, sentences
-from tests.fleet import Answer, Fleet, running
+from tests.support.conversations.conversing import all_but_one, reuse, saved
+from tests.support.conversations.measuring import measured
+from tests.support.conversations.prompts import Json, chat, ids, sentences
+from tests.support.servers.router_fleet import Answer, Fleet, running
 
 
 async def _converse(fleet: Fleet, seed: int, turns: int) -> list[Answer]:

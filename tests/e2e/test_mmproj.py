@@ -7,9 +7,15 @@ from dataclasses import replace
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import all_but_one, saved
-from tests.e2e.measuring import CHAT, direct, measured, other_first_token, other_words
-from tests.e2e.media import (
+from tests.support.conversations.conversing import all_but_one, saved
+from tests.support.conversations.measuring import (
+    CHAT,
+    direct,
+    measured,
+    other_first_token,
+    other_words,
+)
+from tests.support.conversations.media import (
     SHORT,
     ask,
     check,
@@ -21,10 +27,17 @@ from tests.e2e.media import (
     promised,
     sighted,
 )
-from tests.e2e.prompts import Json, chat, ids, sentences
-from tests.e2e.turns import SAVES_S, Reference, ask_all, first_turn, named, tiny_talk
-from tests.fleet import running
-from tests.mmproj import N_POSITIONS
+from tests.support.conversations.prompts import Json, chat, ids, sentences
+from tests.support.conversations.turns import (
+    SAVES_S,
+    Reference,
+    ask_all,
+    first_turn,
+    named,
+    tiny_talk,
+)
+from tests.support.models.mmproj import N_POSITIONS
+from tests.support.servers.router_fleet import running
 
 
 async def test_pictures_are_told_apart(llama_server: StartServer) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import differs_in_earnest, saved
-from tests.e2e.measuring import Direct, direct
-from tests.e2e.prompts import Json, ids
-from tests.fake_llama import FakeLlama
-from tests.fleet import Answer, Fleet, running
+from tests.support.conversations.conversing import differs_in_earnest, saved
+from tests.support.conversations.measuring import Direct, direct
+from tests.support.conversations.prompts import Json, ids
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Answer, Fleet, running
 
 WHOLE = ids(1, 900)
 LESS = [*WHOLE[:100], *WHOLE[300:]]  # as of a conversation whose old messages were dropped

@@ -1,8 +1,8 @@
 """What a client gets through the router is what llama-server says, for every field of every route.
 
 Hundreds of requests, each to the same real server directly and through the router: status, headers
-and every byte but names, times, slots and counts of cached tokens (`tests/pair.py`). What is sent
-stands in `tests/parity_corpus.py`; what differs all the same in `docs/parity.md`, and below.
+and every byte but names, times, slots and counts of cached tokens (`tests/support/parity/pair.py`).
+What is sent stands in `tests/support/parity/corpus.py`; what differs in `docs/parity.md` and below.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -11,11 +11,20 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from router.adapters.llama_wire import route_of
-from tests.e2e.paired import CTX, DEFAULT, POLICIES, paired
-from tests.fleet import Json
-from tests.pair import Pair, Seen, difference
-from tests.parity_corpus import BASES, BODIES, CHATTING, FORMS, NO_OBJECT, ODD, OUTPUT, SAMPLING
+from router.llama.wire import route_of
+from tests.support.parity.corpus import (
+    BASES,
+    BODIES,
+    CHATTING,
+    FORMS,
+    NO_OBJECT,
+    ODD,
+    OUTPUT,
+    SAMPLING,
+)
+from tests.support.parity.pair import Pair, Seen, difference
+from tests.support.parity.policies import CTX, DEFAULT, POLICIES, paired
+from tests.support.servers.router_fleet import Json
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

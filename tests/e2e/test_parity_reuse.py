@@ -1,7 +1,7 @@
 """What is said on a state that came back from a file is what a slot says that held it all along.
 
-The corpus of `tests/parity_corpus.py` once more: a conversation begins, others take its slot, and
-each request that shares its system prompt is asked through the router, which restores that; and of
+The corpus of `tests/support/parity/corpus.py` once more: a conversation begins, others take its
+slot, and each request that shares its system prompt is asked through the router, which restores that; and of
 a server of its own, where the slot has computed the same in the same pieces, or the sums differ
 (docs/llama-server.md, "Comparing answers"). Compared are status, headers and bytes, as in
 `test_parity.py`.
@@ -16,14 +16,14 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from router.demo.launcher import LlamaServer
-from tests.e2e.conversing import saved
-from tests.e2e.measuring import Direct, direct
-from tests.e2e.prompts import Json, ids, sentences
-from tests.fleet import Fleet, running
-from tests.models import KINDS, tiny_model
-from tests.pair import Pair, Seen, client, difference
-from tests.parity_corpus import CHATTING, OUTPUT, SAMPLING
+from router.tools.demo.launcher import LlamaServer
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.measuring import Direct, direct
+from tests.support.conversations.prompts import Json, ids, sentences
+from tests.support.models.tiny_models import KINDS, tiny_model
+from tests.support.parity.corpus import CHATTING, OUTPUT, SAMPLING
+from tests.support.parity.pair import Pair, Seen, client, difference
+from tests.support.servers.router_fleet import Fleet, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,9 +12,9 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from tests.e2e.paired import DEFAULT, POLICIES, paired
-from tests.pair import NOT_COMPARED, Pair, Seen, difference
-from tests.parity_corpus import BASES
+from tests.support.parity.corpus import BASES
+from tests.support.parity.pair import NOT_COMPARED, Pair, Seen, difference
+from tests.support.parity.policies import DEFAULT, POLICIES, paired
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

@@ -1,11 +1,11 @@
 """A long prompt beside a stream, on a real server: in pieces, and each token once."""
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import differs_in_earnest, kept_busy
-from tests.e2e.prompts import ids
-from tests.fleet import running
-from tests.meddler import Meddler
-from tests.spoilt import untouched
+from tests.support.conversations.conversing import differs_in_earnest, kept_busy
+from tests.support.conversations.prompts import ids
+from tests.support.faults.corrupted_replies import untouched
+from tests.support.faults.fault_proxy import Meddler
+from tests.support.servers.router_fleet import running
 
 YAML = "policy: {coalesce_above: 1ms, prefill_piece: 1ms}"
 ASKED = "POST /completion"

@@ -4,9 +4,9 @@ correctly, and never worse than without kvferry."""
 import aiohttp
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import reuse
-from tests.e2e.prompts import Json, chat, ids, sentences
-from tests.fleet import Answer, Fleet, read_answer, running
+from tests.support.conversations.conversing import reuse
+from tests.support.conversations.prompts import Json, chat, ids, sentences
+from tests.support.servers.router_fleet import Answer, Fleet, read_answer, running
 
 
 def conversation(seed: int, turns: int) -> list[list[Json]]:

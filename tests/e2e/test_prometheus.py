@@ -4,10 +4,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.conftest import StartServer
-from tests.e2e.prompts import chat, ids, sentences
-from tests.fleet import Fleet, running
-from tests.prometheus import program, prometheus
-from tests.test_dashboards import PANELS, alerts, queries, rules
+from tests.repository.test_dashboards import PANELS, alerts, queries, rules
+from tests.support.conversations.prompts import chat, ids, sentences
+from tests.support.servers.prometheus import program, prometheus
+from tests.support.servers.router_fleet import Fleet, running
 
 # What Grafana puts in for its variables: the whole test, and every backend.
 VARIABLES = {"$__rate_interval": "1m", "$__range": "1m", "$backend": ".*"}

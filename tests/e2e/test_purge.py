@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from router.adapters.llama_client import LlamaClient
-from router.types import Transfer
+from router.base.types import Transfer
+from router.llama.client import LlamaClient
 from tests.conftest import StartServer
-from tests.e2e.conversing import all_but_one, saved
-from tests.e2e.prompts import ids
-from tests.fleet import Fleet, running
+from tests.support.conversations.conversing import all_but_one, saved
+from tests.support.conversations.prompts import ids
+from tests.support.servers.router_fleet import Fleet, running
 
 LONG = 2400
 # Nothing is saved behind the test's back, and no prompt is computed before it is sent.

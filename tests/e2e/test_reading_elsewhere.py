@@ -6,11 +6,11 @@ import signal
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.breaking import send
-from tests.e2e.conversing import saved
-from tests.e2e.prompts import Json, sentences
 from tests.e2e.test_explained import explained
-from tests.fleet import running
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.prompts import Json, sentences
+from tests.support.faults.breaking import send
+from tests.support.servers.router_fleet import running
 
 # Nobody looks by himself, and a call to a server that hangs does not end by itself.
 YAML = """

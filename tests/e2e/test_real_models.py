@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from router.demo.conversation import HARBOUR
-from router.demo.launcher import LlamaServer
-from router.demo.model import ModelFetchError, small_model
-from tests.e2e.conversing import saved
-from tests.e2e.measuring import direct
-from tests.e2e.prompts import Json, ids
-from tests.e2e.real_models import gemma_270m
-from tests.e2e.turns import SAVES_S, Reference, Talk, ask_all, first_turn
-from tests.fleet import running
+from router.tools.demo.conversation import HARBOUR
+from router.tools.demo.launcher import LlamaServer
+from router.tools.demo.model import ModelFetchError, small_model
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.measuring import direct
+from tests.support.conversations.prompts import Json, ids
+from tests.support.conversations.turns import SAVES_S, Reference, Talk, ask_all, first_turn
+from tests.support.models.real_models import gemma_270m
+from tests.support.servers.router_fleet import running
 
 CTX = 4096  # of each slot
 # With quantised weights one token alone is computed otherwise than many at once: SmolLM2's first

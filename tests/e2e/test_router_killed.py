@@ -12,16 +12,16 @@ from typing import cast
 import aiohttp
 import pytest
 
-from router.main import Router
+from router.assembly.router import Router
 from tests.conftest import StartServer
-from tests.e2e.consistent import assert_consistent, assert_undisturbed
-from tests.e2e.conversing import saved
-from tests.e2e.elsewhere import Elsewhere
-from tests.e2e.killed_router import HANGS, POINTS
-from tests.e2e.prompts import ids
-from tests.e2e.turns import named
-from tests.fleet import Fleet, configuration_text, running
-from tests.test_cli import Process, starting
+from tests.support.conversations.conversing import saved
+from tests.support.conversations.prompts import ids
+from tests.support.conversations.turns import named
+from tests.support.faults.consistency import assert_consistent, assert_undisturbed
+from tests.support.faults.killed_router import HANGS, POINTS
+from tests.support.servers.router_fleet import Fleet, configuration_text, running
+from tests.support.servers.router_process import Elsewhere
+from tests.tools.test_cli import Process, starting
 
 LONG = 1500
 KEPT, OTHER, THIRD = ids(1, LONG), ids(2, LONG), ids(3, LONG)
@@ -46,7 +46,7 @@ async def doomed(scene: Scene, point: str, tmp_path: Path) -> AsyncIterator[tupl
     """A router that ends at `point`, once `scene.armed` is there."""
     path = tmp_path / "kvferry.yaml"
     path.write_text(configuration_text(scene.backends, scene.places, yaml=scene.yaml))
-    program = (sys.executable, "-m", "tests.e2e.killed_router", point, str(scene.armed))
+    program = (sys.executable, "-m", "tests.support.faults.killed_router", point, str(scene.armed))
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with (
         starting(*program, "serve", "--config", str(path)) as process,

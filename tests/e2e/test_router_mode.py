@@ -10,13 +10,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.config import from_flags
-from router.demo.launcher import LlamaServer
-from router.doctor import doctor
+from router.config.schema import from_flags
+from router.tools.demo.launcher import LlamaServer
+from router.tools.doctor.command import doctor
 from tests.conftest import START_TIMEOUT_S
-from tests.e2e.prompts import Json, chat
-from tests.fleet import running
-from tests.models import tiny_model
+from tests.support.conversations.prompts import Json, chat
+from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.router_fleet import running
 
 ADVICE = "start one llama-server for each model"
 
@@ -42,7 +42,7 @@ class Parent(LlamaServer):
 
 @pytest.fixture
 async def parent(server_argv: list[str], tmp_path: Path) -> AsyncIterator[Parent]:
-    if "router.demo.prebuilt" in server_argv:
+    if "router.tools.demo.prebuilt" in server_argv:
         pytest.skip("the prebuilt server always has a model; KVFERRY_TEST_FLAVOUR=binary")
     models = tmp_path / "models"
     models.mkdir()

@@ -4,10 +4,10 @@ conversations. Who waits for whom, and who computes what again, in tokens and in
 import asyncio
 
 from tests.conftest import StartServer
-from tests.e2e.measuring import CHAT, Measured, measured
-from tests.e2e.prompts import Json, chat, ids, sentences
-from tests.e2e.turns import named
-from tests.fleet import Answer, Fleet, running
+from tests.support.conversations.measuring import CHAT, Measured, measured
+from tests.support.conversations.prompts import Json, chat, ids, sentences
+from tests.support.conversations.turns import named
+from tests.support.servers.router_fleet import Answer, Fleet, running
 
 _LONG = 2_000  # tokens
 _LANES = 12  # requests of the client with long prompts at any time, on four slots

@@ -6,9 +6,9 @@ from itertools import count
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import runs_on, saved
-from tests.e2e.prompts import Json, chat, ids, sentences
-from tests.fleet import Answer, Fleet, running
+from tests.support.conversations.conversing import runs_on, saved
+from tests.support.conversations.prompts import Json, chat, ids, sentences
+from tests.support.servers.router_fleet import Answer, Fleet, running
 
 PARTS = ("resident", "snapshot", "computed")
 TALKS, TURNS = 3, 3

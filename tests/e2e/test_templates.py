@@ -10,14 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapters.test_boundaries import CALL, KINDS, RESULT, WEATHER, Kind, said
 from tests.conftest import StartServer
-from tests.e2e.measuring import CHAT, Direct, common, direct, generated_ids, measured
-from tests.e2e.prompts import sentences
 from tests.e2e.test_explained import explained
-from tests.fleet import Json, running
+from tests.prompts.test_boundaries import CALL, KINDS, RESULT, WEATHER, Kind, said
+from tests.support.conversations.measuring import (
+    CHAT,
+    Direct,
+    common,
+    direct,
+    generated_ids,
+    measured,
+)
+from tests.support.conversations.prompts import sentences
+from tests.support.paths import TEMPLATES
+from tests.support.servers.router_fleet import Json, running
 
-TEMPLATES = Path(__file__).parent.parent / "templates"
 OFTEN = {"Qwen-Qwen3-0.6B"}
 ASKS: Json = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 1}
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from router.adapters.llama_client import LlamaClient
-from router.demo.launcher import LlamaServer
-from router.errors import BackendRefusedError
-from router.keys import hash_text
+from router.base.api_keys import hash_text
+from router.base.errors import BackendRefusedError
+from router.llama.client import LlamaClient
+from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
-from tests.e2e.conversing import all_but_one, saved
-from tests.e2e.prompts import chat, ids
-from tests.fleet import Answer, Fleet, Json, running
+from tests.support.conversations.conversing import all_but_one, saved
+from tests.support.conversations.prompts import chat, ids
+from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
 LONG = 600
 SLOW = pytest.mark.slow

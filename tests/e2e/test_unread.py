@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import runs_on
-from tests.e2e.measuring import Direct, direct
-from tests.e2e.prompts import Json, sentences
-from tests.fleet import Answer, Fleet, running
+from tests.support.conversations.conversing import runs_on
+from tests.support.conversations.measuring import Direct, direct
+from tests.support.conversations.prompts import Json, sentences
+from tests.support.servers.router_fleet import Answer, Fleet, running
 
 UNREAD = "tokenizer: {mode: 'off'}"
 N = 12

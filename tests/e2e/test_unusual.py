@@ -8,10 +8,10 @@ import orjson
 import pytest
 
 from tests.conftest import StartServer
-from tests.e2e.conversing import all_but_one, differs_in_earnest, saved
-from tests.e2e.measuring import Direct, direct
-from tests.e2e.prompts import Json, chat, ids, sentences
-from tests.fleet import Answer, Fleet, is_quiet, running
+from tests.support.conversations.conversing import all_but_one, differs_in_earnest, saved
+from tests.support.conversations.measuring import Direct, direct
+from tests.support.conversations.prompts import Json, chat, ids, sentences
+from tests.support.servers.router_fleet import Answer, Fleet, is_quiet, running
 
 # Chat, embeddings and, with `rank`, reranking: one server does all of it.
 EMBEDS = ("--embeddings", "--pooling", "mean")

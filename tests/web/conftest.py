@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from tests.blocking import blocking_calls_fail as blocking_calls_fail
-from tests.fleet import Fleet, running
-from tests.recorder import QUIET, Recorder, recording
+from tests.support.blocking import blocking_calls_fail as blocking_calls_fail
+from tests.support.servers.recorder import QUIET, Recorder, recording
+from tests.support.servers.router_fleet import Fleet, running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -1,1 +1,0 @@
-"""Everything that touches the outside world: llama-server, the disk, time, telemetry."""

@@ -1,0 +1,192 @@
+"""Backends that come, go and change while the router runs: making one, draining it, ending it.
+
+The engine decides when a backend is drained; here its monitor and its client are made and ended.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from router.base.errors import ConflictError, RouterError
+from router.base.tasks import Tasks, spawn
+from router.base.types import BackendId, Place
+from router.config.schema import Backend, Config
+from router.core.model.policy import Policy
+from router.engine.engine import Engine
+from router.llama.attach.monitor import Monitor, Watch
+from router.llama.client import Connections, LlamaClient, Timeouts
+
+log = structlog.get_logger(__name__)
+
+
+class StartError(RouterError):
+    """The router cannot work as it is configured; the message names the key and the way out."""
+
+
+def timeouts_of(config: Config) -> Timeouts:
+    """The client's limits, from the configuration."""
+    return Timeouts(
+        connect_s=config.limits.connect_timeout_s,
+        control_s=config.limits.control_timeout_s,
+        action_s=config.limits.action_timeout_s,
+        first_byte_s=config.limits.first_byte_timeout_s,
+        health_s=config.health.timeout_s,
+    )
+
+
+def watch_of(config: Config) -> Watch:
+    """How backends are watched, from the configuration."""
+    health = config.health
+    return Watch(health.interval_s, health.failures, config.probe.enabled, config.auth.keeps_apart)
+
+
+def client_of(backend: Backend, connections: Connections, timeouts: Timeouts) -> LlamaClient:
+    """Raises StartError if the environment lacks the key that the configuration names."""
+    return LlamaClient(backend.name, backend.url, connections, timeouts, key_of(backend))
+
+
+def key_of(backend: Backend) -> str | None:
+    """The API key of a backend. Raises StartError if it is not where the configuration says."""
+    return secret_of(f"backends: {backend.name}: api_key_env", backend.api_key_env)
+
+
+def secret_of(key: str, variable: str | None) -> str | None:
+    """What the environment variable that `key` names holds. Raises StartError."""
+    if variable is None:
+        return None
+    secret = os.environ.get(variable)
+    if not secret:
+        raise StartError(f"{key} names {variable}, which is not set in the environment")
+    return secret
+
+
+def place_of(backend: Backend, config: Config) -> Place | None:
+    """Where the backend's state files are; None if nothing is ever saved."""
+    moves_kv = Policy(name=config.policy.name).moves_kv
+    if backend.kv_dir is None or not config.store.enabled or not moves_kv:
+        return None
+    return Place(str(backend.kv_dir))
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A backend as it was configured when it was made. A released one is not watched any more."""
+
+    backend: Backend
+    monitor: Monitor
+    watching: asyncio.Task[None]
+
+    @property
+    def name(self) -> BackendId:
+        return self.backend.name
+
+
+class Backends:
+    """The backends that there are, made to follow those that are configured.
+
+    One that is not configured any more, or otherwise, is drained first; what was configured in
+    its place, or for its server under another name, comes when it is gone.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        clients: dict[BackendId, LlamaClient],
+        make: Callable[[Backend, Config], Monitor],
+    ) -> None:
+        """`clients` is what the engine reaches them by; `make` makes a monitor for one."""
+        self.monitors: dict[BackendId, Monitor] = {}
+        self._engine = engine
+        self._clients = clients
+        self._make = make
+        self._config: Config
+        self._members: dict[BackendId, _Member] = {}
+        self._leaving: set[BackendId] = set()  # not wanted as they are, and not gone yet
+        self._tasks = Tasks()
+
+    def configure(self, config: Config) -> None:
+        """Have these backends, watched like this."""
+        self._config = config
+        for monitor in self.monitors.values():
+            monitor.watch = watch_of(config)
+            monitor.client.limit(timeouts_of(config))
+        self._settle()
+
+    def drain(self, name: BackendId) -> None:
+        """Nothing new for a backend; then let go of it, until `undrain`. Raises KeyError."""
+        if not self._members[name].monitor.let_go:
+            log.info("draining", backend=name)
+            self._engine.drain(name)
+
+    def undrain(self, name: BackendId) -> None:
+        """Use a backend again. Raises KeyError, and ConflictError if it is not to stay."""
+        member = self._members[name]
+        if name in self._leaving:
+            raise ConflictError(f"{name} is not in the configuration any more, or otherwise")
+        log.info("undrained", backend=name)
+        if member.monitor.let_go:
+            self._start(member.backend)
+        else:
+            self._engine.undrain(name)
+
+    def released(self, name: BackendId) -> None:
+        """The engine has let go of a backend. Never blocks; it is not heard of any more."""
+        member = self._members[name]
+        member.watching.cancel()
+        member.monitor.release()
+        self._tasks.spawn(self._end(member), name=f"end {name}")
+
+    async def aclose(self) -> None:
+        """Watch nobody any more."""
+        await self._tasks.aclose()
+        watching = [member.watching for member in self._members.values()]
+        for task in watching:
+            task.cancel()
+        if watching:
+            await asyncio.wait(watching)
+
+    def _start(self, backend: Backend) -> None:
+        monitor = self._make(backend, self._config)
+        watching = spawn(monitor.run(), name=f"monitor {backend.name}")
+        self._members[backend.name] = _Member(backend, monitor, watching)
+        self.monitors[backend.name] = monitor
+        self._clients[backend.name] = monitor.client
+
+    def _settle(self) -> None:
+        """One step from what there is to what is wanted; each end of a drain is followed by
+        another."""
+        for member in tuple(self._members.values()):
+            name = member.name
+            if member.backend in self._config.backends:
+                if name in self._leaving:  # wanted again in time
+                    self._leaving.discard(name)
+                    self.undrain(name)
+            elif name not in self._leaving:
+                self._leaving.add(name)
+                if member.monitor.let_go:
+                    self._tasks.spawn(self._end(member), name=f"end {name}")
+                else:
+                    self.drain(name)
+        for backend in self._config.backends:
+            # Two for one server would take the same slots.
+            if not any(
+                member.name == backend.name or member.backend.url == backend.url
+                for member in self._members.values()
+            ):
+                self._start(backend)
+
+    async def _end(self, member: _Member) -> None:
+        """When the last answer is over, say so; and forget it, if it is not to come back."""
+        await member.monitor.client.until_quiet()
+        name = member.name
+        if self._members.get(name) is not member:
+            return  # it was undrained meanwhile
+        log.info("drained", backend=name)
+        if name in self._leaving:
+            self._leaving.discard(name)
+            del self._members[name], self.monitors[name], self._clients[name]
+            self._engine.removed(name)
+            self._settle()

@@ -1,0 +1,62 @@
+"""What each part of the router takes of a configuration."""
+
+from router.base.types import Caller
+from router.config.schema import Config
+from router.core.model.policy import Policy, PolicyName
+from router.core.model.request_queue import QueueLimits
+from router.core.model.snapshot_limits import SnapshotLimits
+from router.web.api.client_keys import Known
+from router.web.server.settings import Settings
+
+
+def policy_of(config: Config) -> Policy:
+    """How to decide."""
+    return Policy(
+        name=config.policy.name,
+        max_wait_s=config.policy.max_wait_s,
+        coalesce_above_s=config.policy.coalesce_above_s,
+        prefill_piece_s=config.policy.prefill_piece_s,
+        reuse_probability=config.policy.reuse_probability,
+        idle_save_after_s=config.store.save_when_idle_for_s,
+        keeps_apart=config.auth.keeps_apart,
+    )
+
+
+def limits_of(config: Config) -> SnapshotLimits:
+    """How much to keep."""
+    return SnapshotLimits(config.store.max_bytes, config.store.max_tokens, config.store.min_tokens)
+
+
+def queue_limits_of(config: Config) -> QueueLimits:
+    """Who may wait, and for how long."""
+    return QueueLimits(
+        config.queue.max_requests, config.queue.deadline_s, config.queue.no_backend_wait_s
+    )
+
+
+def take_settings(settings: Settings, config: Config) -> None:
+    """Put in force what the web layer reads with every request."""
+    limits = config.limits
+    settings.connections = limits.connections
+    settings.connections_per_client = limits.connections_per_client
+    settings.max_request_line_bytes = limits.max_request_line_bytes
+    settings.max_header_bytes = limits.max_header_bytes
+    settings.max_headers = limits.max_headers
+    settings.header_timeout_s = limits.header_timeout_s
+    settings.keep_alive_timeout_s = limits.keep_alive_timeout_s
+    settings.max_body_bytes = limits.max_body_bytes
+    settings.body_timeout_s = limits.body_timeout_s
+    settings.idle_timeout_s = limits.idle_timeout_s
+    settings.send_timeout_s = limits.send_timeout_s
+    settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
+
+
+def known_of(config: Config) -> Known:
+    """Who may come in, and as whom."""
+    auth = config.auth
+    limits = [(tenant.name, tenant.max_requests) for tenant in auth.tenants]
+    return Known(
+        callers={key.hash: Caller(key.name, key.tenant) for key in auth.keys},
+        max_requests={name: limit for name, limit in limits if limit is not None},
+        keeps_apart=auth.keeps_apart,
+    )

@@ -1,0 +1,110 @@
+"""The configuration file, read again while the router runs: all of it, or nothing."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import structlog
+
+from router.assembly.backends import StartError
+from router.base.errors import ConflictError, InvalidConfigError, KvError, RouterError
+from router.base.ports import Spawn
+from router.config.diff import Change, Changes, compare
+from router.config.schema import Config, ConfigError, Problem, load, path_text
+
+log = structlog.get_logger(__name__)
+
+
+class Reload:
+    """Holds the configuration that is in force. Call it to read the file again."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        config: Config,
+        take: Callable[[Config], Awaitable[None]],
+        spawn: Spawn,
+    ) -> None:
+        """`path` None: there is no file. `take` puts a configuration in force, or raises
+        StartError or KvError and has changed nothing."""
+        self.config = config
+        self._path = path
+        self._take = take
+        self._turn = asyncio.Lock()
+        self._spawn = spawn
+
+    async def __call__(self) -> dict[str, object]:
+        """What changed, for JSON. Raises InvalidConfigError, ConflictError; nothing changed then.
+
+        One line in the log either way. Goes on if whoever asked does not wait for it: half of it
+        must not be left.
+        """
+        done: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
+        self._spawn(self._to_its_end(done), name="reload")
+        return await asyncio.shield(done)
+
+    async def _to_its_end(self, done: asyncio.Future[dict[str, object]]) -> None:
+        try:
+            done.set_result(await self._told())
+        except BaseException as error:
+            done.set_exception(error)
+            done.exception()  # nobody may be waiting any more: nothing to log
+            if not isinstance(error, RouterError):
+                raise
+
+    async def _told(self) -> dict[str, object]:
+        async with self._turn:
+            try:
+                changes = await self._reload()
+            except (ConflictError, InvalidConfigError) as error:
+                log.error("reload_failed", reason=str(error))
+                raise
+        told = _told(changes)
+        log.info("reloaded", **told)
+        return told
+
+    async def _reload(self) -> Changes:
+        if self._path is None:
+            raise ConflictError("kvferry was started without --config: there is no file to read")
+        try:
+            changes = compare(self.config, await asyncio.to_thread(load, self._path))
+            if misfits := changes.config.misfits():
+                left = ", ".join(change.key for change in changes.needs_restart)
+                raise ConfigError(
+                    str(self._path),
+                    [
+                        Problem(path_text(path), None, f"{message} (needs a restart: {left})")
+                        for path, message in misfits
+                    ],
+                )
+            await self._take(changes.config)
+        except ConfigError as error:
+            raise InvalidConfigError(str(error), [_problem(p) for p in error.problems]) from error
+        except (StartError, KvError) as error:
+            raise InvalidConfigError(str(error)) from error
+        self.config = changes.config
+        return changes
+
+
+def _problem(problem: Problem) -> dict[str, object]:
+    return {"key": problem.path, "line": problem.line, "message": problem.message}
+
+
+def _told(changes: Changes) -> dict[str, object]:
+    return {
+        "changed": [_change(change) for change in changes.taken],
+        "backends": {
+            "added": changes.added,
+            "removed": changes.removed,
+            "changed": changes.replaced,
+        },
+        "needs_restart": [_change(change) for change in changes.needs_restart],
+    }
+
+
+def _change(change: Change) -> dict[str, object]:
+    return {"key": change.key, "from": _plain(change.before), "to": _plain(change.after)}
+
+
+def _plain(value: object) -> object:
+    return value if value is None or isinstance(value, bool | int | float) else str(value)

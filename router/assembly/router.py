@@ -1,0 +1,410 @@
+"""Builds everything, once, from a configuration; the only module that knows all the others."""
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from router import __version__
+from router.assembly.backends import (
+    Backends,
+    StartError,
+    client_of,
+    key_of,
+    place_of,
+    secret_of,
+    timeouts_of,
+    watch_of,
+)
+from router.assembly.part_settings import (
+    known_of,
+    limits_of,
+    policy_of,
+    queue_limits_of,
+    take_settings,
+)
+from router.assembly.reload import Reload
+from router.assembly.tokenizer_registry import Vocabularies
+from router.base.clock import MonotonicClock, wall_now
+from router.base.errors import RouterError
+from router.base.ports import Tracing
+from router.base.tasks import Tasks, spawn
+from router.base.types import BackendId, Outcome, Request, Standing, Stats
+from router.config.schema import Address, Backend, Config, Tls, TokenizerMode
+from router.core.execution.state import State
+from router.core.scheduler import Scheduler
+from router.engine.engine import Engine
+from router.engine.loop_throttle import Turnstile
+from router.llama.attach.monitor import Attached, Monitor
+from router.llama.client import Connections, LlamaClient
+from router.llama.replies import Process
+from router.store.store import KvStore
+from router.telemetry.backend_metrics import BackendMetrics
+from router.telemetry.decision_log import Journal
+from router.telemetry.engine_collector import EngineCollector
+from router.telemetry.logs import set_level
+from router.telemetry.metrics import PrometheusTelemetry
+from router.telemetry.process_metrics import Vitals
+from router.web.admin.actions import Operations
+from router.web.admin.guard import Guard
+from router.web.admin.live import Live, Subject
+from router.web.admin.page import load_page
+from router.web.admin.requests import Requests
+from router.web.admin.routes import Side
+from router.web.admin.snapshots import Snapshots
+from router.web.admin.state_json import picture_of, survey
+from router.web.admin.status import Admin
+from router.web.api.backend_selection import Directory
+from router.web.api.client_keys import Keys
+from router.web.api.completions import Completions
+from router.web.app import App
+from router.web.server import tls
+from router.web.server.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+# How long answers that are under way may go on when everything else has stopped.
+_CLOSE_S = 1.0
+
+
+@dataclass(slots=True)
+class Router:
+    """A running router, without its listening sockets. `admin_url` is where its own routes are;
+    None while nobody listens, or where clients connect."""
+
+    app: App
+    engine: Engine
+    directory: Directory
+    live: Live
+    reload: Reload
+    store: KvStore
+    tls: ssl.SSLContext | None
+    admin_url: str | None = None
+
+    @property
+    def config(self) -> Config:
+        """What is in force now."""
+        return self.reload.config
+
+    async def stop(self) -> None:
+        """Let running requests end and save what is worth it, within `shutdown_grace`."""
+        grace_s = self.config.shutdown_grace_s
+        self.directory.stop()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.engine.stop(save=self.config.store.save_on_shutdown)
+                await self.directory.until_quiet()
+        except TimeoutError:
+            log.warning("stopped_with_requests_running", grace_s=grace_s)
+
+
+@asynccontextmanager
+async def build(
+    config: Config,
+    registry: CollectorRegistry | None = None,
+    path: Path | None = None,
+    tracing: Tracing | None = None,
+) -> AsyncIterator[Router]:
+    """A router that watches its backends; what was started is stopped on exit.
+
+    `path` is where the configuration was read, and will be again. `tracing`: instead of what is
+    configured.
+
+    Raises StartError, or KvError if a kv_dir cannot be used.
+    """
+    registry = registry or CollectorRegistry()
+    clock = MonotonicClock()
+    turnstile = Turnstile(clock)
+    telemetry = PrometheusTelemetry(registry, [backend.name for backend in config.backends])
+    guard = Guard(secret_of("admin: token_env", config.admin.token_env))
+    context = tls.server_context() if config.tls.certificate is not None else None
+    journal = Journal(config.diagnostics.requests, wall_now)
+    async with AsyncExitStack() as stack:
+        if tracing is None and config.tracing.endpoint is not None:
+            tracing = await _exporting(config.tracing.endpoint, stack)
+        connections = await stack.enter_async_context(Connections())
+        engine: Engine
+        backends: Backends
+        store = KvStore(
+            (),
+            on_lost=lambda snapshot, _: engine.snapshot_lost(snapshot.id),
+            on_found=lambda found: engine.snapshots_found(found),  # noqa: PLW0108 - made below
+            wall_now=wall_now,
+            fsync=config.store.fsync,
+            group_access=config.store.group_access,
+        )
+        stack.push_async_callback(store.aclose)
+        clients: dict[BackendId, LlamaClient] = {}
+
+        def released(backend: BackendId) -> None:
+            backends.released(backend)
+            vocabularies.leave(backend)
+
+        engine = Engine(
+            Scheduler(State()),
+            clients,
+            store,
+            clock,
+            telemetry,
+            turnstile,
+            on_release=released,
+            on_over=journal.over,
+            on_left=partial(_left, telemetry, journal),
+        )
+        stack.push_async_callback(engine.aclose)
+        tasks = Tasks()
+        stack.push_async_callback(tasks.aclose)
+        vocabularies = Vocabularies(config.tokenizer, tasks)
+
+        processes: dict[Process, BackendId] = {}
+
+        def up(attached: Attached) -> None:
+            engine.backend_up(attached.info, attached.slots)
+            directory.backend_came()
+
+        def down(backend: BackendId) -> None:
+            engine.backend_down(backend)
+            vocabularies.leave(backend)
+
+        def monitor(backend: Backend, config: Config) -> Monitor:
+            return Monitor(
+                client_of(backend, connections, timeouts_of(config)),
+                place=place_of(backend, config),
+                store=store,
+                extra_models=backend.models,
+                watch=watch_of(config),
+                known_namespaces=engine.scheduler.state.fleet.known_namespaces,
+                on_up=up,
+                on_down=down,
+                borrow=engine.borrow,
+                on_probed=lambda attached: engine.probed(attached.info),
+                prepare=vocabularies.prepare,
+                look_around=engine.look_around,
+                processes=processes,
+            )
+
+        def stats() -> Stats:
+            known, leaving = engine.stats(), (Standing.DRAINING, Standing.DRAINED)
+            return replace(
+                known,
+                queue_depth=known.queue_depth + directory.waiting,
+                backends=tuple(
+                    replace(one, drained=directory.standing(one.backend) in leaving)
+                    for one in known.backends
+                ),
+            )
+
+        backends = Backends(engine, clients, monitor)
+        stack.push_async_callback(backends.aclose)
+        directory = Directory(
+            backends.monitors,
+            vocabularies.readers,
+            engine,
+            reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
+        )
+        settings = Settings()
+        keys = Keys(telemetry)
+
+        async def take(wanted: Config) -> None:
+            """Put a configuration in force. All that can go wrong comes first."""
+            for backend in wanted.backends:
+                key_of(backend)
+            places = [place_of(backend, wanted) for backend in wanted.backends]
+            if context is not None:
+                await asyncio.to_thread(_show_certificate, context, wanted.tls)
+            found = await store.add([place for place in places if place is not None])
+            engine.configure(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted))
+            take_settings(settings, wanted)
+            keys.known = known_of(wanted)
+            has_keys = bool(wanted.auth.keys)
+            guard.protects_reads = wanted.admin.protects_reads(has_keys=has_keys)
+            set_level(wanted.logging.level)
+            await engine.snapshots_found(found)
+            backends.configure(wanted)
+
+        await take(config)
+        reload = Reload(path, config, take, tasks.spawn)
+        registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))
+        catalog = engine.scheduler.state.fleet.catalog
+        subject = Subject(
+            picture=lambda: picture_of(engine, directory, clock.now()),
+            n_snapshots=lambda: len(catalog),
+            survey=lambda: survey(catalog),
+            decisions=journal.recent,
+        )
+        live = Live(subject, tasks.spawn, wall_now, guard.may_look)
+        completions = Completions(
+            *(engine, directory, journal, tasks.spawn, settings, keys, turnstile), tracing
+        )
+        app = App(
+            keys=keys,
+            completions=completions,
+            guard=guard,
+            live=live,
+            page=await asyncio.to_thread(load_page),
+            admin=Admin(
+                engine,
+                directory,
+                completions,
+                registry,
+                BackendMetrics(clients, registry),
+                clock.now,
+            ),
+            snapshots=Snapshots(engine, guard, clock.now, wall_now),
+            requests=Requests(journal, directory, show_content=config.diagnostics.show_content),
+            journal=journal,
+            operations=Operations(guard, directory, backends, reload),
+            directory=directory,
+            telemetry=telemetry,
+            settings=settings,
+            turnstile=turnstile,
+        )
+        vitals = Vitals(registry, clock, lambda: store.places, __version__)
+        tasks.spawn(vitals.watch_loop(), name="event loop lag")
+        tasks.spawn(vitals.watch_disks(), name="room on disk")
+        stack.callback(turnstile.open)
+        yield Router(app, engine, directory, live, reload, store, context)
+
+
+def _show_certificate(context: ssl.SSLContext, files: Tls) -> None:
+    """Blocking. Raises StartError."""
+    assert files.certificate is not None and files.key is not None  # noqa: PT018 - for mypy
+    try:
+        problem = tls.load(context, files.certificate, files.key)
+    except tls.TlsError as error:
+        raise StartError(str(error)) from error
+    if problem is not None:
+        log.warning("certificate", problem=problem)
+
+
+async def _exporting(endpoint: str, stack: AsyncExitStack) -> Tracing:
+    """Raises StartError if the SDK is not there: it is an extra."""
+    try:
+        from router.telemetry.tracing import exporting
+    except ModuleNotFoundError as error:
+        raise StartError("tracing: endpoint needs `pip install 'kvferry[otel]'`") from error
+    made = await asyncio.to_thread(exporting, endpoint)  # it looks around on this machine
+    stack.push_async_callback(made.aclose)
+    return made
+
+
+@asynccontextmanager
+async def listening(router: Router) -> AsyncIterator[str]:
+    """Serve on the configured addresses; yields the clients' URL. Raises StartError if one cannot
+    be had."""
+    config = router.config
+    own = config.admin.listen
+    async with AsyncExitStack() as stack:
+        if own is not None:
+            address = _address(router, own, Side.OPERATORS, "admin: listen")
+            router.admin_url = await stack.enter_async_context(address)
+        side = Side.ALL if own is None else Side.CLIENTS
+        address = _address(router, config.listen, side, "listen (--listen)")
+        url = await stack.enter_async_context(address)
+        # Last in, first out: an open page must not hold up the end.
+        stack.callback(router.live.stop)
+        yield url
+
+
+@asynccontextmanager
+async def _address(router: Router, address: Address, side: Side, key: str) -> AsyncIterator[str]:
+    listener = router.app.listener(side)
+    handshake_s = router.config.limits.header_timeout_s
+    try:
+        server = await asyncio.get_running_loop().create_server(
+            listener,
+            address.host,
+            address.port,
+            backlog=1024,
+            ssl=router.tls,
+            ssl_handshake_timeout=None if router.tls is None else handshake_s,
+        )
+    except OSError as error:
+        raise StartError(f"{key}: {error.strerror or error}; choose another HOST:PORT") from error
+    try:
+        host, port = server.sockets[0].getsockname()[:2]
+        scheme = "http" if router.tls is None else "https"
+        yield f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    finally:
+        server.close()
+        try:
+            listener.turnstile.open()  # else who waits there for a turn would be closed as idle
+        finally:
+            listener.pre_shutdown()
+            await listener.shutdown(_CLOSE_S)
+
+
+async def serve(config: Config, path: Path | None = None) -> None:
+    """Run until SIGINT or SIGTERM; a second signal ends it at once. SIGHUP reads `path` again, or
+    ends it where there is none."""
+    stopping = asyncio.Event()
+
+    def stop() -> None:
+        if stopping.is_set():
+            os._exit(130)
+        stopping.set()
+
+    _allow_descriptors()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    asked = asyncio.Event()
+    # Before anything that takes long: unhandled it would end the process. Without a file it means
+    # that the terminal was closed.
+    loop.add_signal_handler(signal.SIGHUP, stop if path is None else asked.set)
+    async with build(config, path=path) as router, listening(router) as url:
+        rereading = spawn(_reread(router, asked), name="reload")
+        _calm_garbage_collector()
+        own = {} if router.admin_url is None else {"admin_url": router.admin_url}
+        log.info(
+            "listening", url=url, **own, policy=config.policy.name, backends=len(config.backends)
+        )
+        await stopping.wait()
+        log.info("stopping", grace_s=router.config.shutdown_grace_s)
+        rereading.cancel()
+        await router.stop()
+    if router.store.works:
+        log.warning("stopped_with_a_hanging_kv_dir")
+        os._exit(0)  # the interpreter would wait for the thread
+
+
+async def _reread(router: Router, asked: asyncio.Event) -> None:
+    while True:
+        await asked.wait()
+        asked.clear()
+        with suppress(RouterError):  # its log line says why
+            await router.reload()
+
+
+def _left(telemetry: PrometheusTelemetry, journal: Journal, request: Request) -> None:
+    """It waited, or its prompt was being computed: it is told of like one that was answered."""
+    outcome, why = Outcome.CLIENT_GONE, "the client left before its request was sent"
+    telemetry.rejected(request.id, outcome, why, request.clients_id, request.caller)
+    journal.rejected(request.id, outcome, why, request.caller)
+
+
+def _allow_descriptors() -> None:
+    """As many as the system allows: each client takes two, and 1,024 are a usual default."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system may have a lower limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _calm_garbage_collector() -> None:
+    """What is there by now stays; and a request makes more objects than Python's default of 700,
+    so that each would pay for collections that find nothing. Seen in a loop over the router's own
+    steps; in `bench.latency` the difference is within the noise. A collection stops everybody: one
+    of 50,000 objects took 20 to 40 ms of CPU."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 100, 100)

@@ -1,0 +1,129 @@
+"""How prompts are read: a tokenizer for each namespace, a reader for each backend."""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from router.base.errors import BackendError, BackendRefusedError
+from router.base.tasks import Tasks
+from router.base.types import BackendId, Namespace
+from router.config.schema import Tokenizer, TokenizerMode
+from router.llama.client import LlamaClient
+from router.llama.replies import Props
+from router.prompts.chat_template import prove
+from router.prompts.local_tokenizer import Encoder, LocalTokenizerError, load_local
+from router.prompts.reader import PromptReader, Vocabulary
+from router.prompts.special_tokens import discover_specials
+from router.prompts.tokenizer import SegmentTokenizer
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Speakers:
+    """The backends of one namespace that are up. What one of them says holds for all."""
+
+    clients: dict[BackendId, LlamaClient] = field(default_factory=dict)
+
+    async def tokenize(
+        self, content: str | list[str | int], *, add_special: bool, parse_special: bool
+    ) -> list[int]:
+        """Ask one of them; the next, if it is gone and nobody knows yet. One in doubt comes last.
+        Raises BackendError."""
+        failed = BackendError("no backend to tokenize with")
+        for client in sorted(self.clients.values(), key=lambda one: one.doubted):
+            try:
+                return await client.tokenize(
+                    content, add_special=add_special, parse_special=parse_special
+                )
+            except BackendRefusedError:
+                raise
+            except BackendError as error:
+                failed = error
+        raise failed
+
+
+class Vocabularies:
+    """A tokenizer for each backend, shared by those of the same namespace."""
+
+    def __init__(self, config: Tokenizer, tasks: Tasks) -> None:
+        self._config = config
+        self._tasks = tasks
+        self._speakers: dict[Namespace, _Speakers] = {}
+        self._tokenizers: dict[Namespace, tuple[BackendId, SegmentTokenizer]] = {}
+        self.readers: dict[BackendId, PromptReader] = {}
+
+    def leave(self, backend: BackendId) -> None:
+        """A backend is not up any more: others are asked in its place. What nobody speaks any more
+        is forgotten; who speaks it next is asked anew."""
+        self.readers.pop(backend, None)
+        for namespace, speakers in tuple(self._speakers.items()):
+            speakers.clients.pop(backend, None)
+            if not speakers.clients:
+                del self._speakers[namespace]
+                self._tokenizers.pop(namespace, None)
+
+    async def prepare(self, client: LlamaClient, props: Props, namespace: Namespace) -> None:
+        """Learn how a backend tokenizes. Raises BackendError."""
+        if self._config.mode is TokenizerMode.OFF:
+            return
+        speakers = self._speakers.setdefault(namespace, _Speakers())
+        speakers.clients[client.id] = client
+        try:
+            self.readers[client.id] = await self._reader(client, props, namespace, speakers)
+        except BackendError:
+            self.leave(client.id)
+            raise
+
+    async def _reader(
+        self, client: LlamaClient, props: Props, namespace: Namespace, speakers: _Speakers
+    ) -> PromptReader:
+        owner, tokenizer = self._tokenizers.get(namespace, (None, None))
+        if tokenizer is None or owner == client.id:
+            specials = await discover_specials(
+                props.chat_template, props.bos_token, props.eos_token, client.tokenize
+            )
+            tokenizer = SegmentTokenizer(
+                speakers.tokenize,
+                specials,
+                spawn=self._tasks.spawn,
+                cache_bytes=self._config.cache_bytes,
+            )
+            if reason := await tokenizer.self_check(await self._local(props, specials)):
+                log.info("tokenizer_whole_texts", backend=client.id, reason=reason)
+            self._tokenizers[namespace] = (client.id, tokenizer)
+        template = None
+        if self._config.mode is not TokenizerMode.BACKEND:
+            template = await prove(
+                props.chat_template, props.bos_token, props.eos_token, client.apply_template
+            )
+        return PromptReader(Vocabulary(client, tokenizer, props.media_marker, template))
+
+    async def _local(self, props: Props, specials: dict[str, int]) -> Encoder | None:
+        """The local tokenizer: the one that is configured, or the model's own file if it is here.
+
+        None with a line in the log; the backend is asked then.
+        """
+        path = self._config.path
+        if self._config.mode is TokenizerMode.AUTO:
+            path = Path(props.model_path)
+            if not await asyncio.to_thread(path.is_file):
+                return None
+        if path is None:
+            return None
+        try:
+            return await asyncio.to_thread(load_local, path, tuple(specials))
+        except LocalTokenizerError as error:
+            # Without the package `auto` is `backend`, as documented; `local` was asked for.
+            asked = self._config.mode is TokenizerMode.LOCAL
+            log.log(
+                logging.WARNING if asked else logging.INFO,
+                "local_tokenizer_not_used",
+                path=str(path),
+                reason=str(error),
+                key="tokenizer.path" if asked else "tokenizer.mode",
+            )
+            return None

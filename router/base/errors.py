@@ -1,0 +1,267 @@
+"""Every error that a client can be told about: one class, one status, one metric label."""
+
+from collections.abc import Mapping, Sequence
+
+from router.base.types import BackendId
+
+
+class RouterError(Exception):
+    """Base of all. `status` is the HTTP status, `kind` the OpenAI-style `type`.
+
+    The message goes to the client: it never holds a backend URL, a file path or prompt text.
+    """
+
+    status = 500
+    kind = "server_error"
+    outcome = "internal_error"
+    retry_after_s: float | None = None
+
+
+class BadRequestError(RouterError):
+    """The request itself is wrong; sending it again will not help."""
+
+    status = 400
+    kind = "invalid_request_error"
+    outcome = "bad_request"
+
+
+class NotFoundError(BadRequestError):
+    """The router has nothing by that name."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class UnauthorizedError(RouterError):
+    """No key, or not a good one; in llama-server's own words."""
+
+    status = 401
+    kind = "authentication_error"
+    outcome = "unauthorized"
+
+
+class TenantBusyError(RouterError):
+    """`max_requests` of the tenant are running or waiting."""
+
+    status = 429
+    kind = "rate_limit_error"
+    outcome = "tenant_busy"
+    retry_after_s = 1.0
+
+
+class FramingError(BadRequestError):
+    """Where the request ends is in doubt: its connection is closed after the answer."""
+
+
+class UnknownMethodError(FramingError):
+    """A method of which nobody here knows what follows its headers."""
+
+    status = 405
+
+
+class MethodError(BadRequestError):
+    """The router has it, but not for this method. `allowed` are those that it is for."""
+
+    status = 405
+
+    def __init__(self, message: str, allowed: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.allowed = tuple(allowed)
+
+
+class NeedsTokenError(RouterError):
+    """A look at what only operators may see. A browser asks for the token."""
+
+    status = 401
+    kind = "authentication_error"
+    outcome = "forbidden"
+
+
+class ForbiddenError(RouterError):
+    """A route that only the router may use on a backend, or an operator on the router."""
+
+    status = 403
+    kind = "permission_error"
+    outcome = "forbidden"
+
+
+class ModelNotFoundError(RouterError):
+    """No backend serves the model that the request names."""
+
+    status = 404
+    kind = "model_not_found"
+    outcome = "model_not_found"
+
+
+class BodyTooLargeError(RouterError):
+    """The body is over `limits.max_body`."""
+
+    status = 413
+    kind = "invalid_request_error"
+    outcome = "body_too_large"
+
+
+class HeaderTooLargeError(RouterError):
+    """A header is over `limits.max_header`, or there are more than `limits.max_headers`."""
+
+    status = 431
+    kind = "invalid_request_error"
+    outcome = "header_too_large"
+
+
+class TargetTooLongError(HeaderTooLargeError):
+    """The request line is over `limits.max_request_line`."""
+
+    status = 414
+
+
+class TooManyConnectionsError(RouterError):
+    """`limits.connections` or `limits.connections_per_client` are open."""
+
+    status = 503
+    kind = "unavailable_error"
+    outcome = "too_many_connections"
+    retry_after_s = 1.0
+
+
+class ClientTooSlowError(RouterError):
+    """The client did not send its headers within `limits.header_timeout`, or its body within
+    `limits.body_timeout`."""
+
+    status = 408
+    kind = "invalid_request_error"
+    outcome = "client_too_slow"
+
+
+class UnsupportedMediaTypeError(RouterError):
+    """A body that must be declared as JSON, and is not."""
+
+    status = 415
+    kind = "invalid_request_error"
+    outcome = "bad_request"
+
+
+class ExpectationError(RouterError):
+    """The client wants to hear something before it sends its body that no server says."""
+
+    status = 417
+    kind = "invalid_request_error"
+    outcome = "bad_request"
+
+
+class ContextTooLongError(RouterError):
+    """The prompt fits into no backend; the wording and fields are llama-server's own."""
+
+    status = 400
+    kind = "exceed_context_size_error"
+    outcome = "context_too_long"
+
+    def __init__(self, n_prompt_tokens: int, n_ctx: int) -> None:
+        super().__init__(
+            f"request ({n_prompt_tokens} tokens) exceeds the available context size "
+            f"({n_ctx} tokens), try increasing it"
+        )
+        self.n_prompt_tokens = n_prompt_tokens
+        self.n_ctx = n_ctx
+
+
+class InvalidConfigError(RouterError):
+    """A configuration that cannot be used. `problems`: key, line and message of each, if it is the
+    file that is wrong. For an operator: the message names files and keys."""
+
+    status = 422
+    kind = "invalid_config_error"
+    outcome = "bad_request"
+
+    def __init__(self, message: str, problems: Sequence[Mapping[str, object]] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class ConflictError(RouterError):
+    """It cannot be done as things are; the message says why."""
+
+    status = 409
+    kind = "conflict_error"
+    outcome = "bad_request"
+
+
+class QueueFullError(RouterError):
+    """`queue.max_requests` are waiting already."""
+
+    status = 503
+    kind = "unavailable_error"
+    outcome = "queue_full"
+    retry_after_s = 1.0
+
+
+class NoBackendError(RouterError):
+    """No backend that could serve the request is up."""
+
+    status = 503
+    kind = "unavailable_error"
+    outcome = "no_backend"
+    retry_after_s = 2.0
+
+
+class TooManyViewersError(RouterError):
+    """As many as may watch the live page do."""
+
+    status = 503
+    kind = "unavailable_error"
+    outcome = "too_many_viewers"
+    retry_after_s = 10.0
+
+
+class DeadlineError(RouterError):
+    """The request waited for a slot, or for its turn, for longer than `queue.deadline`."""
+
+    status = 504
+    kind = "timeout_error"
+    outcome = "deadline"
+    retry_after_s = 5.0
+
+
+class BackendError(RouterError):
+    """The backend failed before the first byte, and no other could take over."""
+
+    status = 502
+    kind = "server_error"
+    outcome = "backend_error"
+    retry_after_s = 1.0
+    backend: BackendId | None = None  # which, where whoever catches it cannot know
+
+
+class BackendTimeoutError(BackendError):
+    """The backend did not answer in time."""
+
+    status = 504
+    kind = "timeout_error"
+
+
+class BackendRefusedError(BackendError):
+    """The backend answered a control call with an error status."""
+
+    def __init__(self, message: str, *, backend_status: int) -> None:
+        super().__init__(message)
+        self.backend_status = backend_status
+
+
+class RouterModeError(BackendError):
+    """A llama-server that has no model of its own and starts others."""
+
+
+class TwinError(BackendError):
+    """Another backend is the same llama-server under another name."""
+
+
+class KvError(Exception):
+    """KV trouble. Never reaches a client: the request becomes a cold prefill."""
+
+
+class KvFileError(KvError):
+    """A state file that is not what it should be; the message says in which way."""
+
+
+class StaleLeaseError(RuntimeError):
+    """A lease was used after its slot had gone on to another: a bug here, never in a client."""

@@ -1,0 +1,100 @@
+"""What is done for one of those who wait: the planner's choice, unless it is better not to make it
+now, or better to leave the slot to the server.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from router.base.types import Request, Source
+from router.core.execution.state import State
+from router.core.execution.volatile_slots import is_settling, let_go
+from router.core.fleet.fleet import Fleet
+from router.core.model.plan import Candidate, Plan, Price
+from router.core.model.slots import Phase, Slot
+from router.core.planning.planner import plan
+from router.core.planning.prefill_wait import rank, seconds_left
+
+
+class Decision(NamedTuple):
+    """A plan, and the request as it goes: perhaps without a pin."""
+
+    request: Request
+    plan: Plan
+
+
+def decide(state: State, request: Request, now: float, waited_s: float) -> Decision | None:
+    """The best way to serve a request. None: not yet.
+
+    What is better left to the server is, where that makes nobody wait; else it is pinned.
+    """
+    if request.left:
+        unpinned = replace(request, pinnable=False)
+        made = _planned(state, unpinned, now, waited_s)
+        if made is not None and made.chosen.wait_for is None:
+            return Decision(unpinned, made)
+    made = _planned(state, request, now, waited_s)
+    if made is None:
+        return None
+    parked = _parked(state.fleet, request, made)
+    if not parked:
+        return Decision(request, made)
+    backend = made.chosen.slot.backend
+    unpinned = replace(request, pinnable=False)
+    if backend in state.fleet.room(unpinned):
+        rest_s = state.fleet.rates[backend].prefill_s(len(request.prompt) - parked, parked)
+        way = Candidate(made.chosen.slot, Source.NONE, parked, Price(prefill_s=rest_s))
+        reason = "left to the server: it has it in its own cache"
+        return Decision(unpinned, Plan(way, reason=reason, shared=made.shared))
+    return None if any(let_go(state.fleet, backend, now)) else Decision(request, made)
+
+
+def _parked(fleet: Fleet, request: Request, made: Plan) -> int:
+    """How many tokens of the prompt the chosen backend may have in a cache of its own, if that is
+    more than could be brought there. It looks there only if nobody pins the request to an empty
+    slot (llama-server.md section 0.7)."""
+    chosen, prompt = made.chosen, request.prompt
+    pinned = request.pinnable and request.slot_hint is None and chosen.wait_for is None
+    if fleet.infos[chosen.slot.backend].keeps_idle_slots or not pinned:
+        return 0
+    if made.shared is None or prompt.n_media:  # nothing is known of it, or nothing wanted
+        return 0
+    parked = min(fleet.parked_tokens(chosen.slot.backend, prompt.tokens), len(prompt) - 1)
+    enough = chosen.reused_tokens + max(fleet.catalog.limits.min_tokens, 1)
+    return parked if parked >= enough else 0
+
+
+def _planned(state: State, request: Request, now: float, waited_s: float) -> Plan | None:
+    """Elsewhere, or not yet, where a start would
+
+    1. empty what is worth the moment until it is known;
+    2. take the last slot only to stand in line in it: somebody else could use it.
+    """
+    fleet = state.fleet
+    while True:
+        made = plan(request, fleet, now, waited_s, losers=0)
+        if made is None or made.chosen.wait_for is not None:
+            return made
+        backend = made.chosen.slot.backend
+        if not is_settling(fleet, backend, now) and not _only_stands(state, made, now, waited_s):
+            return made
+        request = replace(request, avoid=request.avoid | {backend})
+
+
+def _only_stands(state: State, made: Plan, now: float, waited_s: float) -> bool:
+    """It would take a backend's last idle slot, and be the last to be computed there. As in line,
+    who has waited for longer counts as needing less: nobody is passed by for ever."""
+    fleet, backend, own_s = state.fleet, made.chosen.slot.backend, made.chosen.price.prefill_s
+    if not (made.prefill_first and fleet.policy.is_long(own_s)):
+        return False
+    if fleet.slots.phases(backend)[Phase.IDLE] > 1:
+        return False
+    others = [(slot, seconds_left(fleet, slot, slot.pending)) for slot in fleet.prefilling(backend)]
+    others = [(slot, left_s) for slot, left_s in others if fleet.policy.is_long(left_s)]
+    return bool(others) and all(
+        rank(left_s, _age_s(state, slot, now)) <= rank(own_s, waited_s) for slot, left_s in others
+    )
+
+
+def _age_s(state: State, slot: Slot, now: float) -> float:
+    job = state.holder(slot)
+    return 0.0 if job is None else job.waited_s + now - job.since

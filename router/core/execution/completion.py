@@ -1,0 +1,422 @@
+"""How jobs end: well, badly, or with the backend under them. Every lease goes back here."""
+
+from collections import deque
+from math import inf
+
+from router.base.errors import BackendError
+from router.base.types import (
+    NOBODY,
+    BackendId,
+    BackendInfo,
+    Left,
+    Namespace,
+    Outcome,
+    Request,
+    RequestId,
+)
+from router.core.execution import placement_gate
+from router.core.execution.state import State
+from router.core.model import events as ev
+from router.core.model.effects import Account, SaveReason, StopWork, Watch
+from router.core.model.jobs import Job, PrefillStep, SaveStep, Stage
+from router.core.model.resident_updates import (
+    after_answer,
+    after_either,
+    after_finish,
+    after_quiet,
+    is_exact,
+)
+from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot
+from router.core.reporting.request_records import avoided_s
+
+# Until a slot that was left is known to be idle, in seconds: what who comes back at once is told
+# that waiting for it costs.
+_LET_GO_S = {Left.ANSWERED: 0.01, Left.BEGUN: 0.03, Left.SENT: 1.5}
+# The probes of servers that are alike differ by so much: each computes a hundred tokens or two.
+_PROBES_DIFFER = 2.0
+_OVER = (Outcome.OK, Outcome.REFUSED)  # such a request will not start any more
+
+
+def lose_backend(state: State, backend: BackendId, now: float) -> None:
+    """A backend's slots are gone; its jobs end wherever they were.
+
+    What reached no client is told to the web layer, which may try elsewhere. What is running
+    ends by itself: the connection breaks.
+    """
+    if backend in state.fleet.infos:
+        for slot in state.fleet.slots.of(backend):
+            state.fleet.give_up(slot)
+    state.fleet.infos.pop(backend, None)
+    state.fleet.parked.drop(Namespace(backend))
+    state.fleet.gated.discard(backend)
+    state.fleet.wayward.discard(backend)
+    state.fleet.slots.lose(backend)
+    for job in list(state.jobs.values()):
+        if job.slot.backend != backend:
+            _lose_source(job, backend)
+            continue
+        if job.request is not None and job.stage is Stage.PREPARING and not job.cancelled:
+            state.reject(job.id, BackendError("the backend went away"))
+        if job.request is not None and job.stage is not Stage.PREPARING:
+            for slot in _may_be_on(state, job):
+                _note_wish(slot, job.request)
+        if job.stage is Stage.DISPATCHED:
+            # Finished is still to come, and with it the account. Its gate went with the backend;
+            # the one that is closed then may be somebody else's.
+            job.gated = False
+            continue
+        _leave_to_itself(state, job, backend, now)
+
+
+def _may_be_on(state: State, job: Job) -> list[Slot]:
+    """The slots of its backend that a job's request, which was sent, may have used."""
+    assert job.request is not None
+    slots = state.fleet.slots.of(job.slot.backend)
+    known = job.placed or (job.request.pinnable and not job.request.whole_backend)
+    return [slot for slot in slots if not known or slot.id == job.slot]
+
+
+def _leave_to_itself(state: State, job: Job, backend: BackendId, now: float) -> None:
+    """End a job whose backend is gone. A save elsewhere that is under way for it keeps its slot."""
+    step, saving = job.doing, None
+    if isinstance(step, PrefillStep):
+        state.out.append(StopWork(job.id))  # if it hangs, it would go on for nobody
+    if isinstance(step, SaveStep) and step.slot.backend != backend:
+        saving = job.lease_of(step.slot)
+    job.others = [lease for lease in job.others if lease != saving]
+    end(state, job, now)
+    if saving is not None:
+        step = SaveStep(saving.slot, SaveReason.IDLE)
+        state.jobs[job.id] = Job(id=job.id, lease=saving, doing=step, since=now)
+
+
+def _lose_source(job: Job, backend: BackendId) -> None:
+    """If a copy's source is gone, the request goes on cold; a save under way will say so."""
+    kept = [lease for lease in job.others if lease.slot.backend != backend]
+    if kept == job.others:
+        return
+    job.others = kept
+    job.steps = deque(
+        step
+        for step in job.steps
+        if not (isinstance(step, SaveStep) and step.slot.backend == backend)
+    )
+    job.went_cold("the source of the copy went away")
+
+
+def launched(state: State, request: RequestId, index: int, now: float) -> None:
+    """A request without a pin runs: let others near the backend again, and see where it went."""
+    job = state.jobs.get(request)
+    if job is None or job.stage is not Stage.DISPATCHED or not state.fleet.slots.holds(job.lease):
+        return
+    assert job.request is not None
+    open_gate(state, job)
+    placement_gate.note_place(state, job, index)
+    job.placed = index == job.slot.index or bool(job.others) or _follow(state, job, index)
+    if not job.placed:
+        _doubt_drained(state, job, job.request)  # it is in one that was idle before we knew
+    _doubt_others(state, job, now)
+
+
+def _doubt_others(state: State, job: Job, now: float) -> None:
+    """The job's request has started. A slot that came free since it was sent was emptied, or came
+    free after the start and is what it was: a look will tell."""
+    for slot in state.fleeting(job.slot.backend):
+        watch(state, slot, left=Left.ANSWERED, untouched=True)
+        slot.pending, slot.busy_until = slot.resident.tokens, now + _LET_GO_S[Left.ANSWERED]
+
+
+def _follow(state: State, job: Job, index: int) -> bool:
+    """Move the job's lease to the slot where the server put its request, if that is to be had."""
+    actual = next((s for s in state.fleet.slots.of(job.slot.backend) if s.id.index == index), None)
+    if actual is None or not actual.is_idle or job.request is None:
+        return placement_gate.change_places(state, job, index)
+    leased = state.fleet.slots[job.slot]
+    pending, busy_until, turn = leased.pending, leased.busy_until, leased.turn_until
+    lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
+    leased.release(job.lease, leased.resident if lasts else UNKNOWN, leased.last_used)
+    leased.generation += 1  # the answer will be read under this lease, and is not here
+    job.lease = actual.lease(job.id)
+    actual.tenant = actual.taker = job.request.tenant
+    job.sent_over = actual.resident
+    actual.start(job.lease)
+    actual.pending, actual.busy_until, actual.turn_until = pending, busy_until, turn
+    return True
+
+
+def finished(state: State, event: ev.Finished, now: float) -> None:
+    """The response is over: learn from it, and give the slot back or find out about it."""
+    job = state.jobs.get(event.request)
+    if job is None or job.request is None or job.plan is None or job.stage is not Stage.DISPATCHED:
+        return
+    if event.index is not None:
+        launched(state, event.request, event.index, now)
+    if job.gated:  # it was over before we saw it
+        if job.request.pinnable and event.outcome in _OVER:
+            _doubt_others(state, job, now)
+        else:
+            state.others_cleared(job.slot.backend)  # it may start yet, and in any of them
+    open_gate(state, job)
+    state.out.append(
+        Account(
+            request=job.request,
+            slot=job.slot,
+            plan=job.plan,
+            outcome=event.outcome,
+            reported=event.reported,
+            waited_s=job.waited_s,
+            prepared_s=job.prepared_s,
+            stood_s=job.stood_s,
+            prefilled=job.prefilled,
+            avoided_s=avoided_s(state.fleet.rates[job.slot.backend], event.reported, job.prefilled),
+        )
+    )
+    _learn(state, job, event)
+    if not state.fleet.slots.holds(job.lease):
+        end(state, job, now)  # the backend went down meanwhile
+    elif event.outcome is Outcome.OK and not _is_to_be_wiped(state, job, event):
+        end(state, job, now, _left_by(state, job, event))
+    else:
+        _abandon(state, job, now, event)
+
+
+def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
+    """What the job's slot holds after a complete answer.
+
+    1. Nothing, where no slot ever holds anything.
+    2. The server used several slots as it liked: nothing is known.
+    3. The server placed it, gone before we saw where: it may have been any idle slot.
+    4. Prompt and answer.
+    """
+    assert job.request is not None
+    if not state.fleet.generates(job.slot.backend):
+        return NOTHING
+    if job.request.whole_backend:
+        return UNKNOWN
+    if job.request.pinnable or job.placed:
+        state.fleet.slots[job.slot].declined = False  # what it held before is gone
+        return after_finish(job.request.prompt, event.reported, job.sent_over)
+    _doubt_drained(state, job, job.request)
+    placement_gate.mix(state, job)
+    for slot in state.fleet.slots.of(job.slot.backend):
+        if slot.is_idle:
+            slot.resident = after_either(slot.resident, job.request.prompt)
+            _mix(slot, job.request)
+    # Where a start empties the idle slots, it emptied ours if it was elsewhere.
+    lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
+    return after_either(job.sent_over if lasts else UNKNOWN, job.request.prompt)
+
+
+def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
+    """Hold the slot until the backend has let go of it, and every slot that it may be using.
+
+    After a complete answer the first look decides. After a refusal most slots hold what they held,
+    whoever's it is: whoever sends nonsense shall not empty what others have.
+
+    A request pinned to a busy slot can destroy an answer (llama-server.md section 0.1), so one
+    that the server placed where we have not seen it keeps all idle slots out of use.
+
+    What an adapter of its own has computed looks like anybody's to the server, which would go on
+    from it for whoever begins with the same tokens (section 1.7): it is wiped. So is what the
+    server may have moved there (2.3), and what several answers may have shared, in each slot and by
+    computing a token there.
+
+    Without KV there is nothing to destroy, and which slot it is nobody knows: the server lets
+    others wait by itself.
+    """
+    assert job.request is not None
+    if not state.fleet.generates(job.slot.backend):
+        end(state, job, now, NOTHING)
+        return
+    refused = event.outcome is Outcome.REFUSED
+    flush = _shares_state(state, job) and not refused
+    wipe = job.request.adapted or (_is_to_be_wiped(state, job, event) and not refused)
+    unseen = job.request.whole_backend or not (job.request.pinnable or job.placed)
+    answered = event.outcome in _OVER
+    left = Left.ANSWERED if answered else Left.BEGUN if event.begun and not unseen else Left.SENT
+    job.stage = Stage.DRAINING
+    own = state.fleet.slots[job.slot]
+    own.drain(job.lease)
+    own.busy_until = inf if wipe else now + _LET_GO_S[left]
+    state.out.append(Watch(job.id, job.slot, left, wipe, flush))
+    for lease in job.others:
+        slot = state.fleet.slots[lease.slot]
+        slot.release(lease, slot.resident if refused else UNKNOWN, now)
+    job.others.clear()
+    if unseen:
+        job.doubted = True
+        _doubt_drained(state, job, job.request)
+        placement_gate.mix(state, job)
+        for slot in state.fleet.slots.of(job.slot.backend):
+            if slot.is_idle:
+                if not refused:
+                    _mix(slot, job.request)
+                other = Left.ANSWERED if answered else Left.UNSEEN
+                watch(state, slot, left=other, wipe=wipe, flush=flush, untouched=refused)
+
+
+def _is_to_be_wiped(state: State, job: Job, event: ev.Finished) -> bool:
+    """What the job's request has left is not, or not only, what its tokens say."""
+    assert job.request is not None
+    n_ctx = state.fleet.infos[job.slot.backend].n_ctx
+    exact = is_exact(job.request, job.sent_over, event.reported, n_ctx)
+    return job.request.adapted or not exact or _shares_state(state, job)
+
+
+def _shares_state(state: State, job: Job) -> bool:
+    """Several answers to one prompt share its state, which the server copies from slot to slot with
+    the next batch that it computes, and not before: into whatever is restored there meanwhile
+    (llama-server.md section 2.1)."""
+    assert job.request is not None
+    return job.request.whole_backend and state.fleet.infos[job.slot.backend].n_stream > 1
+
+
+def _mix(slot: Slot, request: Request) -> None:
+    """A slot holds what it held, or a request's tokens: if those are two tenants', nobody's."""
+    if slot.tenant != request.tenant:
+        slot.tenant = NOBODY
+    _note_wish(slot, request)
+
+
+def _note_wish(slot: Slot, request: Request) -> None:
+    """A slot may hold what a request has left: if that is to be no cache, or not what its tokens
+    say, it is never saved."""
+    slot.declined = slot.declined or not request.reuse or request.shifts
+
+
+def _doubt_drained(state: State, job: Job, request: Request) -> None:
+    """A slot that we still watched may have been idle, and the server's choice for the job: nothing
+    will be known of what it holds, so nobody waits for it."""
+    for other in state.jobs.values():
+        if other.slot.backend == job.slot.backend and other.stage is Stage.DRAINING:
+            other.doubted = True
+            slot = state.fleet.slots[other.slot]
+            slot.busy_until = inf
+            _note_wish(slot, request)
+
+
+def watch(
+    state: State,
+    slot: Slot,
+    *,
+    left: Left = Left.UNSEEN,
+    wipe: bool = False,
+    flush: bool = False,
+    untouched: bool = False,
+) -> None:
+    """Keep a slot out of use until it is known to be idle: somebody unknown may be using it.
+    Or until it was wiped, and has computed something if it is to `flush`. `untouched`: if it is as
+    long then as it was, it is what it was."""
+    name = RequestId(f"stranger-{slot.id}-{slot.generation}")
+    lease = slot.lease(name)
+    job = Job(id=name, lease=lease, stage=Stage.DRAINING, untouched=untouched)
+    slot.drain(job.lease)
+    state.jobs[name] = job
+    state.out.append(Watch(name, slot.id, left, wipe, flush))
+
+
+def found_busy(state: State, event: ev.FoundBusy) -> None:
+    """Leave alone what a stranger uses. While a request is on its way to a slot of the server's
+    choice, it may be that one; without KV, any of ours may be in any slot."""
+    for slot_id, generation in event.slots.items():
+        slot = next((s for s in state.fleet.slots.of(slot_id.backend) if s.id == slot_id), None)
+        if slot is None or slot_id.backend in state.fleet.gated:
+            continue
+        if not state.fleet.generates(slot_id.backend):
+            continue
+        if slot.is_idle and slot.generation == generation:
+            state.fleet.give_up(slot)
+            watch(state, slot)
+
+
+def quiet(state: State, event: ev.Quiet, now: float) -> None:
+    """A slot that was left in the middle is idle at last."""
+    job = state.jobs.get(event.request)
+    if job is None:
+        return
+    slot = state.fleet.slots[job.slot]
+    if job.untouched and not job.doubted and event.n_tokens == len(slot.resident):
+        end(state, job, now)
+    elif job.request is None or job.doubted:
+        if job.untouched:
+            state.fleet.give_up(slot)
+        held = UNKNOWN if event.n_tokens is None else Resident(unread=event.n_tokens)
+        slot.tenant = NOBODY  # somebody else may have used it
+        end(state, job, now, held)
+    else:
+        end(state, job, now, after_quiet(job.sent_over, job.request.prompt, event.n_tokens))
+    request = job.request
+    if request is not None and request.reuse and not (request.adapted or request.shifts):
+        state.fleet.park(job.slot.backend, request.prompt.tokens)
+
+
+def answer_read(state: State, event: ev.AnswerRead) -> None:
+    """The ids of an answer are known now; of use if nobody has taken the slot since."""
+    slots = state.fleet.slots.of(event.slot.backend)
+    if event.slot.index < len(slots):
+        slot = slots[event.slot.index]
+        if slot.is_idle and slot.generation == event.generation:
+            slot.resident = after_answer(slot.resident, event.prompt, event.answer)
+
+
+def end(state: State, job: Job, now: float, resident: Resident | None = None) -> None:
+    """Give back all that the job holds. `resident` None: what the slot was believed to hold."""
+    state.jobs.pop(job.id, None)
+    state.changed = state.changed or bool(state.looked_at)  # a slot comes free, perhaps on a Tick
+    open_gate(state, job)
+    state.let_go(job)
+    for lease in (job.lease, *job.others):
+        if not state.fleet.slots.holds(lease):
+            continue  # lost with its backend
+        slot = state.fleet.slots[lease.slot]
+        background = job.request is None and job.stage is Stage.PREPARING
+        held = slot.resident if resident is None else resident
+        if job.others and job.stage is not Stage.PREPARING and held is not NOTHING:
+            held = UNKNOWN  # the server chose which slots it used
+        if job.request is not None and resident is not None and not job.request.reuse:
+            slot.declined = True
+        used = slot.last_used if background else now
+        slot.release(lease, held, used)
+        slot.saved = background
+        if lease == job.lease and len(held) > 0 and job.has_used_slot:
+            state.fleet.note_use(slot)
+
+
+def open_gate(state: State, job: Job) -> None:
+    """Nothing stands in the way of others on the job's backend any more."""
+    if job.gated:
+        job.gated = False
+        state.fleet.gated.discard(job.slot.backend)
+
+
+def _learn(state: State, job: Job, event: ev.Finished) -> None:
+    """Compare what was predicted with what was measured."""
+    rates = state.fleet.rates[job.slot.backend]
+    reported = event.reported
+    rates.observe_prompt(reported)
+    if reported.generated_tokens and reported.generated_s:
+        rates.observe_generation(reported.generated_tokens, reported.generated_s)
+    if rates.prefill.n:
+        _teach(state, job.slot.backend)
+
+
+def _teach(state: State, backend: BackendId) -> None:
+    """Backends that have computed nothing yet cost what those of their kind do.
+
+    All that is known of them is a short probe, beside whatever ran then. One that came out slow
+    would stay unused for as long as another is idle, whose states are displaced meanwhile.
+    """
+    fleet = state.fleet
+    known = fleet.infos.get(backend)
+    if known is None:
+        return
+    for info in fleet.infos.values():
+        rates = fleet.rates[info.id]
+        if not rates.prefill.n and info.namespace == known.namespace and _alike(info, known):
+            rates.take_after(fleet.rates[backend])
+
+
+def _alike(one: BackendInfo, other: BackendInfo) -> bool:
+    """As far as their probes tell, two backends are equally fast."""
+    fast, slow = sorted((one.prefill_s_per_token or 0.0, other.prefill_s_per_token or 0.0))
+    return not fast or slow <= _PROBES_DIFFER * fast

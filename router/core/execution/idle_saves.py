@@ -1,0 +1,76 @@
+"""Saving what idle slots hold while nobody is kept waiting by it."""
+
+from router.base.types import BackendId, RequestId
+from router.core.execution.job_steps import next_step
+from router.core.execution.state import State
+from router.core.model.effects import SaveReason
+from router.core.model.jobs import Job, SaveStep
+from router.core.model.slots import Phase, Slot
+from router.core.planning.displacement import first_to_save
+
+
+def save_fleeting(state: State, now: float) -> None:
+    """Where the next start empties the idle slots, save what they hold before it comes.
+
+    At once or never, so also while others are running; the price counts their stall
+    (llama-server.md section 0.6). Who is about to start something does it himself: see `fleeting`.
+    """
+    if state.gives_up_content:
+        return
+    for backend, info in state.fleet.infos.items():
+        if not info.keeps_idle_slots and not _is_preparing(state, backend):
+            _save_first(state, backend, now)
+
+
+def save_idle(state: State, now: float) -> None:
+    """Save slots whose content is worth it, one a backend at a time.
+
+    1. Idle for long enough on a backend where nothing runs: costs nobody anything.
+    2. The router is stopping, or the backend is to be let go of: all that is worth it.
+    """
+    if state.gives_up_content:
+        return
+    unsaved = state.fleet.slots.unsaved()
+    if not unsaved:
+        return
+    for backend in state.fleet.infos:
+        if backend not in unsaved:
+            continue
+        leaves = state.stopping or backend in state.fleet.draining
+        after_s = 0.0 if leaves else state.fleet.policy.idle_save_after_s
+        if after_s is None or now - unsaved[backend] < after_s:
+            continue
+        if backend not in state.fleet.gated:
+            _save_first(state, backend, now, after_s)
+
+
+def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0.0) -> None:
+    """Save the first slot that is due and worth it; the next one when that is done."""
+    slot = first_to_save(state.fleet, backend, now, after_s)
+    if slot is not None:
+        _save(state, slot, now)
+
+
+def wakeup(state: State) -> float | None:
+    """When the next slot has been idle for long enough, in clock seconds."""
+    after_s = state.fleet.policy.idle_save_after_s
+    if after_s is None or state.stopping or not state.fleet.policy.moves_kv:
+        return None
+    unsaved, gated = state.fleet.slots.unsaved(), state.fleet.gated
+    times = [since + after_s for backend, since in unsaved.items() if backend not in gated]
+    return min(times, default=None)
+
+
+def _is_preparing(state: State, backend: BackendId) -> bool:
+    """Something is about to start; a save in between would hold it up."""
+    preparing = state.fleet.slots.phases(backend)[Phase.PREPARING]
+    return preparing > 0 or backend in state.fleet.gated
+
+
+def _save(state: State, slot: Slot, now: float) -> None:
+    state.saves += 1
+    name = RequestId(f"save-{state.saves}")
+    job = Job(id=name, lease=slot.lease(name), since=now)
+    job.steps.append(SaveStep(slot.id, SaveReason.IDLE))
+    state.jobs[job.id] = job
+    next_step(state, job, now)

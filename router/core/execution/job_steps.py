@@ -1,0 +1,438 @@
+"""What happens between a grant and the client's request: one step after the other.
+
+A step that fails never fails the request: what is left of the plan is a cold prefill on the same
+lease.
+"""
+
+from collections import deque
+from dataclasses import replace
+from math import inf
+from typing import assert_never
+
+from router.base.errors import NoBackendError
+from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
+from router.base.types import (
+    NOBODY,
+    Left,
+    MemoryKind,
+    RequestId,
+    SlotId,
+    Snapshot,
+    SnapshotId,
+    Stall,
+)
+from router.core.execution import (
+    completion,
+    placement_gate,
+    prefill_queue,
+    volatile_slots,
+    write_backoff,
+)
+from router.core.execution.completion import end
+from router.core.execution.state import State
+from router.core.model import events as ev
+from router.core.model.effects import (
+    Cut,
+    Dispatch,
+    Erase,
+    Prefill,
+    Quarantine,
+    Restore,
+    Save,
+    SaveReason,
+    Watch,
+)
+from router.core.model.events import Blame
+from router.core.model.jobs import (
+    CutStep,
+    DispatchStep,
+    EraseStep,
+    Job,
+    LookStep,
+    PrefillStep,
+    RestoreStep,
+    SaveStep,
+    Stage,
+)
+from router.core.model.resident_updates import after_prefill, after_quiet
+from router.core.model.slots import NOTHING, UNKNOWN, Resident
+from router.core.model.tenancy import model_of, namespace_of
+from router.core.planning.displacement import can_save
+from router.core.planning.prefill_chunks import piece
+from router.core.planning.prefill_wait import seconds_left
+
+# A restore can fail for want of room in the KV cache and not because of the file, and the
+# server's answer does not tell which (llama-server.md section 1.1): once is forgiven.
+_STRIKES = 2
+# Saves of slots that the request has no other use for.
+_FOR_THE_SAVE = (SaveReason.COPY, SaveReason.IDLE)
+
+
+def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an arm for each step
+    """Start the job's next step, or end the job if there is none."""
+    if not job.steps:
+        end(state, job, now)
+        return
+    if placement_gate.keeps_waiting(state, job, now):
+        return
+    ahead = job.steps[0]
+    if isinstance(ahead, PrefillStep) and prefill_queue.get_in_line(state, job, ahead, now):
+        job.steps.popleft()
+        return
+    if isinstance(ahead, PrefillStep | DispatchStep):
+        volatile_slots.save_before_start(state, job, now)
+    job.doing = step = job.steps.popleft()
+    match step:
+        case SaveStep():
+            # Who wants this very content can wait the moment that it takes.
+            slot = state.fleet.slots[step.slot]
+            namespace = namespace_of(state.fleet.infos[step.slot.backend], slot.tenant)
+            slot.saving = slot.resident.tokens
+            prefill_queue.save(
+                slot, state.fleet.rates[step.slot.backend].save_s(len(slot.resident)), now
+            )
+            state.out.append(Save(job.id, step.slot, namespace, step.reason))
+        case CutStep():
+            if state.fleet.catalog.is_forgotten(step.snapshot):
+                next_step(state, job, now)  # the restore deals with it
+            else:
+                state.out.append(Cut(job.id, state.fleet.catalog[step.snapshot], step.n_tokens))
+        case EraseStep():
+            state.out.append(Erase(job.id, step.slot))
+        case RestoreStep(snapshot=None):
+            next_step(state, job, now)  # the copy came to nothing
+        case RestoreStep(snapshot=snapshot):
+            assert snapshot is not None
+            if state.fleet.catalog.is_forgotten(snapshot):
+                state.restore_over(job.id)
+                job.went_cold("the snapshot turned out to be unusable")
+                next_step(state, job, now)
+                return
+            held = state.fleet.slots[job.slot].resident
+            erase = len(held) > 0 or held.unsure
+            state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot], erase))
+        case PrefillStep():
+            slot = state.fleet.slots[job.slot]
+            job.doing = step = PrefillStep(step.tokens, piece(state.fleet, job.slot, step.tokens))
+            # Others may as well wait for the last of several.
+            last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
+            whole = last[0] if last else step.tokens
+            slot.pending, slot.sharing = whole, True
+            slot.busy_until = now + seconds_left(state.fleet, slot, whole)
+            piece_s = seconds_left(state.fleet, slot, step.now)
+            prefill_queue.begin(job, slot, piece_s, now)
+            state.others_cleared(job.slot.backend)
+            state.out.append(Prefill(job.id, job.slot, step.now))
+        case LookStep():
+            state.out.append(Watch(job.id, step.slot, Left.ANSWERED))
+        case DispatchStep():
+            if placement_gate.meets_nobody(state, job):
+                _dispatch(state, job, now)
+            else:
+                _refuse(state, job)
+                next_step(state, job, now)
+        case _:  # pragma: no cover - mypy sees to it
+            assert_never(step)
+
+
+def take_turns(state: State, now: float) -> None:
+    """Let those compute their prompts whose turn it is; who has waited for too long goes."""
+    while called := prefill_queue.take_next(state, now):
+        for job, step in called:
+            if job.cancelled and not is_wanted(state, job, step.tokens):
+                job.steps.clear()  # those who waited for it are gone, too; and another is called
+            else:
+                job.steps.appendleft(step)
+            next_step(state, job, now)
+    for job in prefill_queue.give_up(state, now):
+        end(state, job, now)
+
+
+def pass_gate(state: State, now: float) -> bool:
+    """Let those send their requests who waited for that; whether there were any."""
+    passed = False
+    while (job := placement_gate.next_through(state, now)) is not None:
+        next_step(state, job, now)
+        passed = True
+    return passed
+
+
+def _dispatch(state: State, job: Job, now: float) -> None:
+    assert job.request is not None
+    assert job.plan is not None
+    slot = state.fleet.slots[job.slot]
+    for lease in (job.lease, *job.others):
+        state.fleet.slots[lease.slot].start(lease)
+    slot.pending, slot.sharing = job.request.prompt.tokens, False
+    slot.busy_until = now + state.fleet.rates[job.slot.backend].generation_s(
+        job.request.max_new_tokens
+    )
+    prefill_queue.hand_over(slot, now, streams=job.request.streams)
+    job.stage = Stage.DISPATCHED
+    job.prepared_s = now - job.since
+    job.sent_over = slot.resident
+    state.others_cleared(job.slot.backend)
+    pin = job.request.pinnable and not job.request.whole_backend
+    state.out.append(Dispatch(job.id, job.lease, job.plan, pin, job.gated, job.waited_s))
+
+
+def saved(state: State, event: ev.Saved, now: float) -> None:
+    """A snapshot is there; what it holds is the truth about the slot."""
+    snapshot = event.snapshot
+    info = state.fleet.infos.get(event.slot.backend)
+    if info is None or info.namespace != model_of(snapshot.namespace):
+        # The backend went while the file was on its way: nothing vouches for it.
+        state.delete([snapshot])
+    else:
+        write_backoff.went_well(state, info.id)
+        state.stalled(info.id, Stall.SAVE, event.seconds)
+        state.fleet.rates[info.id].observe_save(
+            len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
+        )
+        state.keep(snapshot, info.memory_kind)
+        if not snapshot.shape.useful:
+            # Shorter than a window that the probe has not seen the end of: none so short again.
+            window = max(info.window, len(snapshot))
+            state.fleet.infos[info.id] = replace(info, window=window)
+    if job := state.jobs.get(event.request):
+        if job.lease_of(event.slot) is not None:
+            slot = state.fleet.slots[event.slot]
+            slot.resident = Resident(snapshot.tokens, 0, slot.resident.checkpoints)
+        _save_over(state, job, event.slot, snapshot, now)
+        next_step(state, job, now)
+
+
+def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
+    """No snapshot; the slot is as it was."""
+    write_backoff.went_wrong(state, event.slot.backend, now)
+    if job := state.jobs.get(event.request):
+        _save_over(state, job, event.slot, None, now)
+        next_step(state, job, now)
+
+
+def was_cut(state: State, event: ev.WasCut, now: float) -> None:
+    """The part is a snapshot of its own from now on, and is what gets restored."""
+    trunk = event.snapshot
+    state.keep(trunk, MemoryKind.FULL)  # no other can be cut
+    job = state.jobs.get(event.request)
+    if job is None:
+        return
+    state.fleet.rates[job.slot.backend].rewrite.observe(1.0, trunk.size_bytes, event.seconds)
+    if job.steps:
+        usable = _find(state, trunk)
+        if usable is None:
+            _restore_the_whole(state, job, "the limits leave no room for the part")
+        else:
+            state.restore_over(job.id)  # of the long one, which nobody will read
+            state.fleet.catalog.acquire(usable, now)
+            job.using = usable
+            job.steps[0] = RestoreStep(usable)
+    next_step(state, job, now)
+
+
+def cut_failed(state: State, event: ev.CutFailed, now: float) -> None:
+    """The whole gets restored instead, if the slot can hold it."""
+    if job := state.jobs.get(event.request):
+        write_backoff.went_wrong(state, job.slot.backend, now)
+        if job.steps:
+            _restore_the_whole(state, job, f"cutting failed: {event.reason}")
+        next_step(state, job, now)
+
+
+def _restore_the_whole(state: State, job: Job, reason: str) -> None:
+    """Go on to the restore as it is, or cold if the slot is too short for it."""
+    assert job.using is not None
+    if len(state.fleet.catalog[job.using]) > state.fleet.infos[job.slot.backend].n_ctx:
+        state.restore_over(job.id)
+        job.went_cold(reason)
+        job.steps.popleft()
+
+
+def _save_over(
+    state: State, job: Job, saved: SlotId, snapshot: Snapshot | None, now: float
+) -> None:
+    """What was held for the save alone is given back at once; a copy goes on with what was
+    saved."""
+    lease = job.lease_of(saved)  # None: it was lost with its backend
+    if lease is not None:
+        state.fleet.slots[saved].saving = EMPTY
+    if not (isinstance(job.doing, SaveStep) and job.doing.reason in _FOR_THE_SAVE):
+        return
+    if lease in job.others:
+        source = state.fleet.slots[lease.slot]
+        job.others.remove(lease)
+        source.release(lease, source.resident, source.last_used)
+        source.saved = True
+    if job.doing.reason is not SaveReason.COPY:
+        return
+    if job.steps and isinstance(job.steps[0], RestoreStep):
+        usable = _find(state, snapshot) if snapshot is not None else None
+        job.steps[0] = RestoreStep(usable)
+        if usable is None:
+            job.went_cold("the copy failed")
+        else:
+            state.fleet.catalog.acquire(usable, now)
+            job.using = usable
+
+
+def _find(state: State, snapshot: Snapshot) -> SnapshotId | None:
+    """The catalog's snapshot with these tokens: this one, or the equal that was there before."""
+    for match in state.fleet.catalog.match(snapshot.namespace, snapshot.tokens, limit=4):
+        if match.common == match.length == len(snapshot):
+            return match.item
+    return None
+
+
+def restored(state: State, event: ev.Restored, now: float) -> None:
+    """The slot holds the snapshot."""
+    state.strikes.pop(event.snapshot, None)
+    job = state.jobs.get(event.request)
+    if job is None:
+        state.restore_over(event.request)
+        return
+    snapshot = state.fleet.catalog[event.snapshot]
+    state.stalled(job.slot.backend, Stall.RESTORE, event.seconds)
+    rates = state.fleet.rates[job.slot.backend]
+    rates.restore.observe(1.0, snapshot.size_bytes, event.seconds)
+    if event.rewrite_s:
+        rates.rewrite.observe(1.0, snapshot.size_bytes, event.rewrite_s)
+    slot = state.fleet.slots[job.slot]
+    whole = Resident(snapshot.tokens, 0, snapshot.shape.checkpoints)
+    slot.resident = whole if event.n_tokens == len(snapshot) else UNKNOWN
+    slot.declined = False
+    state.restore_over(event.request)
+    next_step(state, job, now)
+
+
+def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
+    """The slot is empty, the snapshot under suspicion, and the request goes on cold.
+
+    1. The file is to blame: nobody gets it again.
+    2. It is not, but could not be made ready for this backend: a full disk, say.
+    3. The backend refused it, or died of it (llama-server.md section 0.3): not a second time.
+    """
+    job = state.jobs.get(event.request)
+    if event.blame is Blame.DISK:
+        if job is not None:
+            write_backoff.went_wrong(state, job.slot.backend, now)
+    else:
+        strikes = state.strikes.pop(event.snapshot, 0) + 1
+        if event.blame is Blame.FILE or strikes >= _STRIKES:
+            snapshot = state.fleet.catalog[event.snapshot]
+            if state.fleet.catalog.forget(event.snapshot):
+                state.out.append(Quarantine(snapshot, event.reason))
+        else:
+            state.strikes[event.snapshot] = strikes
+    state.restore_over(event.request)
+    if job is not None:
+        state.fleet.slots[job.slot].resident = NOTHING
+        job.went_cold(f"restore failed: {event.reason}")
+        next_step(state, job, now)
+
+
+def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
+    """A slot is the tenant's now whose request holds it. One that was only to be out of the
+    server's way is given back at once.
+
+    If that failed, the request ends here: what its tenant must not meet may still be there.
+    """
+    job = state.jobs.get(event.request)
+    if job is None:
+        return
+    assert job.request is not None
+    failed, lease = isinstance(event, ev.EraseFailed), job.lease_of(event.slot)
+    if lease is not None:
+        slot = state.fleet.slots[event.slot]
+        own = event.slot == job.slot
+        if not own:  # of its own slot it is noted already
+            state.fleet.give_up(slot)
+        slot.resident = UNKNOWN if failed else NOTHING
+        slot.declined = slot.declined and failed
+        slot.tenant = NOBODY if failed else job.request.tenant
+        if not own and not job.request.whole_backend:
+            job.others.remove(lease)
+            slot.release(lease, slot.resident, slot.last_used)
+    if failed:
+        _refuse(state, job)
+    next_step(state, job, now)
+
+
+def _refuse(state: State, job: Job) -> None:
+    """Do not send the request: its client gets 503, and nothing more is done for it."""
+    if not job.cancelled:
+        state.reject(job.id, NoBackendError("no slot could be emptied for it; try again"))
+    job.steps.clear()
+
+
+def prefill_broke(state: State, request: RequestId) -> None:
+    """Nothing comes of it for others; and unless its client left, nobody knows when it is over."""
+    job = state.jobs.get(request)
+    if job is not None and isinstance(job.doing, PrefillStep):
+        slot = state.fleet.slots[job.slot]
+        slot.sharing = False
+        prefill_queue.broke_off(slot)
+        if not slot.leaving:
+            slot.busy_until = inf
+
+
+def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) -> None:
+    """The prompt is computed; if others wait for it, it is saved for them before it is used."""
+    job = state.jobs.get(event.request)
+    if job is None or not isinstance(job.doing, PrefillStep):
+        return
+    slot = state.fleet.slots[job.slot]
+    if isinstance(event, ev.PrefillFailed):
+        state.others_cleared(job.slot.backend)  # it may start yet
+        slot.leaving = False
+        assert job.request is not None
+        slot.resident = after_quiet(slot.resident, job.request.prompt, event.n_tokens)
+        # There is nothing to save; and for those who wait, nothing came of it.
+        job.steps = deque(step for step in job.steps if isinstance(step, DispatchStep))
+        if job.cancelled:
+            job.steps.clear()
+    else:
+        job.note_prefill(event.reported)
+        state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
+        slot.resident = after_prefill(slot.resident, job.doing.now, event.reported)
+        slot.declined = False
+        state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
+        saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
+        if job.doing.upto is not None:
+            if not job.cancelled or (job.steps and is_wanted(state, job, job.doing.tokens)):
+                job.steps.appendleft(PrefillStep(job.doing.tokens))
+            else:
+                job.steps.clear()  # those who waited for it are gone, too
+        elif not job.cancelled and not saved_anyway and is_wanted(state, job, job.doing.tokens):
+            job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
+        volatile_slots.look_before_start(state, job)
+    next_step(state, job, now)
+
+
+def quiet(state: State, event: ev.Quiet, now: float) -> None:
+    """A slot is idle, of a request that is over or of a job that waits to know."""
+    job = state.jobs.get(event.request)
+    if job is not None and isinstance(job.doing, LookStep):
+        volatile_slots.looked(state, job, job.doing, event)
+        next_step(state, job, now)
+    else:
+        completion.quiet(state, event, now)
+
+
+def is_wanted(state: State, job: Job, held: Tokens) -> bool:
+    """Somebody who waits shares more with `held` than with any snapshot, and enough."""
+    info = state.fleet.infos[job.slot.backend]
+    if not can_save(state.fleet, info, count(held)):
+        return False
+    assert job.request is not None
+    namespace, catalog = namespace_of(info, job.request.tenant), state.fleet.catalog
+    # Who shares no more than a snapshot holds of it needs no other: few are looked at closer.
+    enough = max(catalog.covered(namespace, held) + 1, catalog.limits.min_tokens)
+    beginning = head(held, enough)
+    if count(beginning) < enough:
+        return False
+    for waiting in state.queue:
+        tokens = waiting.request.prompt.tokens
+        shares = waiting.request.tenant == job.request.tenant and tokens.startswith(beginning)
+        if shares and common_prefix(held, tokens) > catalog.covered(namespace, tokens):
+            return True
+    return False

@@ -1,0 +1,62 @@
+"""What was held once and is not any more, so that a miss can be told from a prompt nobody had.
+
+Bounded, and gone with the process: it explains, and decides nothing.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from router.base.tokens import Tokens, count
+from router.base.types import Namespace
+from router.core.fleet.prefix_index import PrefixIndex
+
+# Together, at four bytes a token, and about as much again in the index: 16 MB.
+_MAX_TOKENS = 2 * 1024 * 1024
+_ITEM_TOKENS = 64  # what a sequence takes beside its tokens, in tokens
+
+
+@dataclass(slots=True)
+class Ghosts:
+    """Token sequences by namespace; of too many the oldest are forgotten.
+
+    A lookup walks a prompt once, however many sequences there are.
+    """
+
+    max_tokens: int = _MAX_TOKENS
+    _index: dict[Namespace, PrefixIndex[int]] = field(default_factory=dict)
+    _kept: OrderedDict[int, tuple[Namespace, Tokens]] = field(default_factory=OrderedDict)
+    _total: int = 0
+    _made: int = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, namespace: Namespace, tokens: Tokens) -> None:
+        """This was held. What is a beginning of it, or the same, is forgotten for it."""
+        if not tokens:
+            return
+        index = self._index.setdefault(namespace, PrefixIndex())
+        for item in [match.item for match in index.beginnings(tokens)]:
+            self._forget(item)
+        self._made += 1
+        index.insert(tokens, self._made)
+        self._kept[self._made] = namespace, tokens
+        self._total += count(tokens) + _ITEM_TOKENS
+        while self._total > self.max_tokens:
+            self._forget(next(iter(self._kept)))
+
+    def nearest(self, namespace: Namespace, tokens: Tokens) -> tuple[int, bool]:
+        """How many leading tokens of `tokens` were held once, and whether more after them."""
+        index = self._index.get(namespace)
+        return index.nearest(tokens) if index else (0, False)
+
+    def drop(self, namespace: Namespace) -> None:
+        """Nothing is known of a namespace any more."""
+        for item in [item for item, (whose, _) in self._kept.items() if whose == namespace]:
+            self._forget(item)
+        self._index.pop(namespace, None)
+
+    def _forget(self, item: int) -> None:
+        namespace, tokens = self._kept.pop(item)
+        self._index[namespace].remove(tokens, item)
+        self._total -= count(tokens) + _ITEM_TOKENS

@@ -1,0 +1,220 @@
+"""A radix tree over token sequences: which items share how much with a prompt.
+
+A lookup walks the prompt once, so its cost depends on the prompt and not on how many items there
+are. Shared prefixes are stored once. Owns no meaning: items are opaque and hashable.
+"""
+
+from collections.abc import Hashable, Iterator
+from heapq import heappop, heappush
+from itertools import islice
+from typing import Generic, TypeVar
+
+from router.base.frozen import dataclass
+from router.base.tokens import WIDTH, Tokens, common_prefix
+
+Item = TypeVar("Item", bound=Hashable)
+
+# Nodes looked at below the point where the prompt leaves the tree, and children of each. Every item
+# there shares exactly the same prefix, so looking at all of them could only find a smaller file.
+_BELOW = 8
+
+
+class _Node(Generic[Item]):
+    __slots__ = ("children", "edge", "items")
+
+    def __init__(self, edge: bytes) -> None:
+        self.edge = edge
+        self.children: dict[bytes, _Node[Item]] = {}
+        self.items: list[Item] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Match(Generic[Item]):
+    """`common` tokens of the prompt are the first `common` of the item's `length` tokens."""
+
+    item: Item
+    common: int
+    length: int
+
+    @property
+    def is_prefix(self) -> bool:
+        """The whole item is a prefix of the prompt."""
+        return self.common == self.length
+
+
+class PrefixIndex(Generic[Item]):
+    """Items by token sequence. The same item may be inserted once only."""
+
+    def __init__(self) -> None:
+        self._root: _Node[Item] = _Node(b"")
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def insert(self, tokens: Tokens, item: Item) -> None:
+        """Add an item, which may share its tokens with others."""
+        node, at = self._root, 0
+        while at < len(tokens):
+            key = tokens[at : at + WIDTH]
+            child = node.children.get(key)
+            if child is None:
+                child = _Node(tokens[at:])
+                node.children[key] = child
+                node, at = child, len(tokens)
+                break
+            common = _common_bytes(child.edge, tokens, at)
+            if common < len(child.edge):
+                child = self._split(node, key, common)
+            node, at = child, at + common
+        node.items.append(item)
+        self._size += 1
+
+    def remove(self, tokens: Tokens, item: Item) -> None:
+        """Take an item out. Raises KeyError if it is not there."""
+        path = [self._root]
+        at = 0
+        while at < len(tokens):
+            child = path[-1].children.get(tokens[at : at + WIDTH])
+            if child is None or _common_bytes(child.edge, tokens, at) < len(child.edge):
+                raise KeyError(item)
+            path.append(child)
+            at += len(child.edge)
+        if item not in path[-1].items:
+            raise KeyError(item)
+        path[-1].items.remove(item)
+        self._size -= 1
+        self._tidy(path)
+
+    def match(self, tokens: Tokens, limit: int = 8) -> list[Match[Item]]:
+        """Up to `limit` items that share a prefix with `tokens`, the longest share first.
+
+        At equal share the shorter item comes first: fewer bytes to move for the same gain. Where
+        there are more than are looked at, it may be another.
+        """
+        found: list[Match[Item]] = []
+        path, common = self._walk(tokens)
+        depth = common
+        below: _Node[Item] | None = None  # already covered by a deeper step
+        for node, end in reversed(path):
+            shared = min(depth, end) // WIDTH
+            depth = min(depth, end)
+            for item, length in self._nearest(node, end, skip=below):
+                found.append(Match(item, shared, length // WIDTH))
+                if len(found) == limit:
+                    return found
+            below = node
+            depth = end - len(node.edge)
+        return found
+
+    def shares(self, tokens: Tokens) -> Iterator[tuple[Item, int]]:
+        """Every item that shares a prefix with `tokens`, and how many tokens; in any order."""
+        path, common = self._walk(tokens)
+        covered: _Node[Item] | None = None  # by a deeper step
+        for node, end in reversed(path):
+            shared = min(common, end) // WIDTH
+            below = [node]
+            while below:
+                here = below.pop()
+                for item in here.items:
+                    yield item, shared
+                below += [child for child in here.children.values() if child is not covered]
+            covered = node
+
+    def longest(self, tokens: Tokens) -> int:
+        """How many leading tokens some item shares with `tokens`."""
+        return self._walk(tokens)[1] // WIDTH
+
+    def nearest(self, tokens: Tokens) -> tuple[int, bool]:
+        """How many leading tokens some item shares with `tokens`, and whether one of those that
+        share so many goes on after them."""
+        path, at = self._walk(tokens)
+        if not path:
+            return 0, False
+        node, end = path[-1]
+        return at // WIDTH, at < end or bool(node.children)
+
+    def prefixes(self, tokens: Tokens) -> Iterator[Match[Item]]:
+        """Items that are a strict prefix of `tokens`, the shortest first."""
+        whole = len(tokens) // WIDTH
+        return (match for match in self.beginnings(tokens) if match.length < whole)
+
+    def beginnings(self, tokens: Tokens) -> Iterator[Match[Item]]:
+        """Items that `tokens` begins with, the same tokens included; the shortest first."""
+        path, matched = self._walk(tokens)
+        for node, end in path:
+            if end <= matched:
+                for item in node.items:
+                    yield Match(item, end // WIDTH, end // WIDTH)
+
+    def branches_at(self, tokens: Tokens) -> int:
+        """Into how many different continuations the tree splits right after `tokens`."""
+        path, common = self._walk(tokens)
+        if common < len(tokens) or not path or path[-1][1] != len(tokens):
+            return 0
+        return len(path[-1][0].children)
+
+    def _walk(self, tokens: Tokens) -> tuple[list[tuple[_Node[Item], int]], int]:
+        """Nodes along `tokens` with the byte position where each ends, and the bytes matched.
+
+        The last node may be matched in part only.
+        """
+        path: list[tuple[_Node[Item], int]] = []
+        node, at = self._root, 0
+        while at < len(tokens):
+            child = node.children.get(tokens[at : at + WIDTH])
+            if child is None:
+                break
+            common = _common_bytes(child.edge, tokens, at)
+            path.append((child, at + len(child.edge)))
+            at += common
+            if common < len(child.edge):
+                break
+            node = child
+        return path, at
+
+    def _nearest(
+        self, node: _Node[Item], end: int, skip: _Node[Item] | None
+    ) -> Iterator[tuple[Item, int]]:
+        """Items at or below `node`, the shortest first, with their length in bytes; bounded."""
+        frontier = [(end, 0, node)]  # the number is another for each: nodes have no order
+        seen = 1
+        for _ in range(_BELOW):
+            if not frontier:
+                return
+            length, _, here = heappop(frontier)
+            for item in here.items:
+                yield item, length
+            # A root shared by everybody has thousands of children; take the first few.
+            for child in islice(here.children.values(), _BELOW):
+                if child is not skip:
+                    heappush(frontier, (length + len(child.edge), seen, child))
+                    seen += 1
+
+    def _split(self, parent: _Node[Item], key: bytes, at: int) -> _Node[Item]:
+        """Put a node `at` bytes into the child's edge and return it."""
+        child = parent.children[key]
+        upper: _Node[Item] = _Node(child.edge[:at])
+        child.edge = child.edge[at:]
+        upper.children[child.edge[:WIDTH]] = child
+        parent.children[key] = upper
+        return upper
+
+    def _tidy(self, path: list[_Node[Item]]) -> None:
+        """Drop nodes that lead nowhere and join a node with its only child."""
+        while len(path) > 1 and not path[-1].items and not path[-1].children:
+            gone = path.pop()
+            del path[-1].children[gone.edge[:WIDTH]]
+        node = path[-1]
+        if len(path) > 1 and not node.items and len(node.children) == 1:
+            (child,) = node.children.values()
+            child.edge = node.edge + child.edge
+            path[-2].children[child.edge[:WIDTH]] = child
+
+
+def _common_bytes(edge: bytes, tokens: bytes, at: int) -> int:
+    """Bytes of `edge` that `tokens` repeats from `at` on, in whole tokens."""
+    part = tokens[at : at + len(edge)]
+    if part == edge:
+        return len(edge)
+    return common_prefix(Tokens(edge), Tokens(part)) * WIDTH

@@ -1,0 +1,74 @@
+"""Which slots hold, or are computing, something that a prompt begins with."""
+
+from dataclasses import dataclass
+
+from router.base.tokens import EMPTY, Tokens
+from router.base.types import BackendId, SlotId, Tenant
+from router.core.fleet.prefix_index import PrefixIndex
+from router.core.model.slots import Bench, Phase, SlotTable
+
+
+class Holdings:
+    """An index over the slots of a table, so that a prompt is compared with all of them at once.
+
+    It follows the table: asked, it takes in what has changed since it was asked before. Changes
+    are few, and telling that there was none takes a look at each backend.
+    """
+
+    def __init__(self) -> None:
+        self._index: PrefixIndex[SlotId] = PrefixIndex()
+        self._known: dict[BackendId, _Known] = {}
+
+    def shared(
+        self, slots: SlotTable, tokens: Tokens, tenant: Tenant | None = None
+    ) -> dict[SlotId, int]:
+        """How many leading tokens of `tokens` each slot of a tenant shares, of any if it is None;
+        those that share none are left out. Of a leased slot counts what its lease computes."""
+        self.catch_up(slots)
+        found = self._index.shares(tokens)
+        if tenant is None:
+            return dict(found)
+        return {name: common for name, common in found if slots[name].whose == tenant}
+
+    def catch_up(self, slots: SlotTable) -> None:
+        """Take in what has changed, so that the next to ask need not wait for it."""
+        idle = Phase.IDLE
+        for backend, bench in slots.benches():
+            known = self._known.get(backend)
+            if known is None or known.bench is not bench:
+                known = self._anew(backend, bench, len(slots.of(backend)))
+            elif known.changes == bench.changes:
+                continue
+            known.changes, tokens_of = bench.changes, known.tokens
+            for at, slot in enumerate(slots.of(backend)):
+                held = slot.resident.tokens if slot.phase is idle else slot.pending
+                if held is not tokens_of[at]:
+                    self._change(slot.id, tokens_of[at], held)
+                    tokens_of[at] = held
+
+    def forget(self, backend: BackendId) -> None:
+        """A backend has no slots any more."""
+        known = self._known.pop(backend, None)
+        for index, before in enumerate(known.tokens if known else ()):
+            self._change(SlotId(backend, index), before, EMPTY)
+
+    def _anew(self, backend: BackendId, bench: Bench, n_slots: int) -> "_Known":
+        """A backend is new, or came back."""
+        self.forget(backend)
+        known = self._known[backend] = _Known(bench, -1, [EMPTY] * n_slots)
+        return known
+
+    def _change(self, slot: SlotId, before: Tokens, held: Tokens) -> None:
+        if before:
+            self._index.remove(before, slot)
+        if held:
+            self._index.insert(held, slot)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the index has of each slot of a backend, and how often those had changed by then."""
+
+    bench: Bench
+    changes: int
+    tokens: list[Tokens]

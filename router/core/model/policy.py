@@ -1,0 +1,48 @@
+"""Named presets over one planner: what a request may use, and whether it may wait."""
+
+from enum import StrEnum
+
+from router.base.frozen import dataclass
+
+
+class PolicyName(StrEnum):
+    """What the YAML calls them."""
+
+    PREFER_IDLE = "prefer_idle_slot_with_global_restore"
+    PREFER_OWNER = "prefer_owning_slot_with_wait"
+    CHEAPEST = "cheapest"
+    STICKY = "sticky"
+    ROUND_ROBIN = "round_robin"
+    LEAST_BUSY = "least_busy"
+    PASSTHROUGH = "passthrough"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A preset with its knobs. Times in seconds."""
+
+    name: PolicyName = PolicyName.PREFER_IDLE
+    max_wait_s: float = 30.0
+    coalesce_above_s: float | None = 0.25  # None: off
+    prefill_piece_s: float | None = 0.5  # None: off
+    reuse_probability: float = 0.5
+    idle_save_after_s: float | None = 0.5  # None: off
+    keeps_apart: bool = False  # tenants: what is nobody's is of use to nobody
+
+    @property
+    def moves_kv(self) -> bool:
+        """Saves and restores state files; the others are baselines for comparison."""
+        return self.name in (
+            PolicyName.PREFER_IDLE,
+            PolicyName.PREFER_OWNER,
+            PolicyName.CHEAPEST,
+        )
+
+    def is_long(self, prefill_s: float) -> bool:
+        """A prompt that takes so long is computed before its request is sent, in its turn."""
+        return self.coalesce_above_s is not None and prefill_s >= self.coalesce_above_s
+
+    @property
+    def may_wait(self) -> bool:
+        """A request may wait for a busy slot although another is free."""
+        return self.name in (PolicyName.PREFER_OWNER, PolicyName.CHEAPEST)

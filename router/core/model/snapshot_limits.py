@@ -1,0 +1,30 @@
+"""How much all snapshots together may take."""
+
+from router.base.frozen import dataclass
+
+UNLIMITED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotLimits:
+    """`-1` is no limit, `0` is off. Bytes and tokens are limits of their own."""
+
+    max_bytes: int = UNLIMITED
+    max_tokens: int = UNLIMITED
+    min_tokens: int = 1
+
+    def admits(self, tokens: int, size_bytes: float) -> bool:
+        """A snapshot of this size could be kept at all."""
+        return (
+            tokens >= self.min_tokens
+            and self.max_bytes != 0
+            and self.max_tokens != 0
+            and (self.max_bytes == UNLIMITED or size_bytes <= self.max_bytes)
+            and (self.max_tokens == UNLIMITED or tokens <= self.max_tokens)
+        )
+
+    def exceeded_by(self, tokens: int, size_bytes: int) -> bool:
+        """These totals are over a limit."""
+        return (self.max_bytes != UNLIMITED and size_bytes > self.max_bytes) or (
+            self.max_tokens != UNLIMITED and tokens > self.max_tokens
+        )

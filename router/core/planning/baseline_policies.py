@@ -1,0 +1,67 @@
+"""The policies that never move KV, for comparison. What a slot happens to hold still counts."""
+
+from dataclasses import replace
+
+from router.base.tokens import common_prefix
+from router.base.types import BackendId, Request, SlotId
+from router.core.fleet.fleet import Fleet
+from router.core.model.plan import Plan
+from router.core.model.policy import PolicyName
+from router.core.planning.pricing import Ask
+from router.core.planning.start_candidates import cold, resident
+
+_SHORT = 64  # characters; the name of a session, mostly
+
+
+def baseline(ask: Ask, room: list[BackendId]) -> Plan | None:
+    """Choose by the policy's rule among the backends that have `room`. None: wait.
+
+    1. `sticky`: the slot of the first time, however long it takes; else the least busy. A home
+       that is gone, or that a `slot_hint` rules out, is none.
+    2. `round_robin`: the next slot in turn.
+    3. `least_busy`: the backend with the fewest running, then the slot idle for longest.
+    """
+    fleet = ask.fleet
+    free = [slot for backend in room for slot in fleet.free(backend, ask.request)]
+    if fleet.policy.name is PolicyName.STICKY:
+        home = _home(fleet, ask.request)
+        if home is not None:
+            free = [slot for slot in free if slot.id == home]
+    if not free:
+        return None
+    if fleet.policy.name is PolicyName.ROUND_ROBIN:
+        everyone = [slot.id for slot in fleet.slots]
+        turn = fleet.granted % len(everyone)
+        in_turn = everyone[turn:] + everyone[:turn]
+        slot = min(free, key=lambda s: in_turn.index(s.id))
+    else:
+        slot = min(free, key=lambda s: (ask.running(s.id.backend), s.last_used, s.id))
+    held, wanted = slot.resident.tokens, ask.request.prompt.tokens
+    foreign = slot.tenant != ask.request.tenant
+    common = 0 if foreign or ask.has_no_say else common_prefix(held, wanted)
+    reused = ask.fleet.reusable(slot, ask.n_prompt, common)
+    chosen = resident(ask, slot, common, reused) if reused else cold(ask, slot)
+    return Plan(
+        chosen=replace(chosen, save_displaced=False),
+        reason=fleet.policy.name,
+        shared=None if ask.has_no_say else ask.shared,
+    )
+
+
+def _home(fleet: Fleet, request: Request) -> SlotId | None:
+    """Where the conversation was first, if that still serves it."""
+    home = fleet.sticky.get(sticky_key(request))
+    if home is None or not fleet.serves(home.backend, request):
+        return None
+    slots = fleet.slots.of(home.backend)
+    if home.index >= len(slots) or not fleet.wants(slots[home.index], request):
+        return None
+    return home
+
+
+def sticky_key(request: Request) -> str:
+    """What a conversation is known by: its session header, else its first 128 tokens. What is long
+    is hashed: a hundred thousand are kept."""
+    known_by = request.session or request.prompt.tokens[:512].hex() or request.id
+    key = f"{known_by} {request.tenant}" if request.tenant else known_by
+    return key if len(key) <= _SHORT else f"{hash(key):x}"

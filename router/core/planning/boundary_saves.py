@@ -1,0 +1,57 @@
+"""Where a prefill stops for a moment so that what it has computed so far becomes a snapshot.
+
+For memory kinds whose states can only be extended: a snapshot is of use to a prompt only if all
+of it is a prefix of that prompt, so there must be one wherever prompts part. Nothing is computed
+twice for it; what it costs is the saves.
+"""
+
+from router.base.tokens import common_prefix, head
+from router.base.types import BackendInfo, Request
+from router.core.fleet.fleet import Fleet
+from router.core.model.memory_kinds import can_restore, goes_back
+from router.core.model.plan import Candidate
+from router.core.model.tenancy import namespace_of
+from router.core.planning.displacement import can_save
+
+
+def pauses(fleet: Fleet, request: Request, chosen: Candidate) -> tuple[tuple[int, ...], float]:
+    """Lengths to stop at, ascending, and the seconds of their saves.
+
+    A place is worth it if what a snapshot there saves those who will ask for it costs more than
+    the save, weighed by the chance that they do:
+
+    1. the boundaries of the messages, or where there are none the last token but one;
+    2. where the prompt leaves what a snapshot or a slot holds: somebody has parted there before.
+    """
+    info, prompt = fleet.infos[chosen.slot.backend], request.prompt
+    kind = info.memory_kind
+    if goes_back(kind) or not can_restore(kind) or prompt.n_media or request.whole_backend:
+        return (), 0.0
+    rates, catalog = fleet.rates[info.id], fleet.catalog
+    chance, running = fleet.policy.reuse_probability, fleet.running(info.id)
+    # Besides the save: one more request before it, and one more check of a file after it.
+    handling_s = 2 * rates.handling_s.value
+    namespace = namespace_of(info, request.tenant)
+    places = {*(prompt.boundaries or (len(prompt) - 1,)), _branch(fleet, info, request)}
+    found: list[int] = []
+    cost_s = 0.0
+    for place in sorted(places):
+        if not chosen.reused_tokens < place < len(prompt) or not can_save(fleet, info, place):
+            continue
+        there = catalog.reach(kind, namespace, head(prompt.tokens, place))
+        there = max([there, *found])
+        size_bytes = round(place * rates.bytes_per_token.value)
+        save_s = rates.save_s(place)
+        gain_s = rates.prefill_s(place - there, there) - rates.restore_s(size_bytes)
+        if save_s * (1 + running) + handling_s < chance * gain_s:
+            found.append(place)
+            cost_s += save_s + handling_s
+    return tuple(found), cost_s
+
+
+def _branch(fleet: Fleet, info: BackendInfo, request: Request) -> int:
+    """How far the prompt runs along with anything that is known, and its tenant's."""
+    tokens, tenant = request.prompt.tokens, request.tenant
+    slots = [slot for slot in fleet.slots.of(info.id) if slot.tenant == tenant]
+    shared = [common_prefix(slot.resident.tokens, tokens) for slot in slots]
+    return max([fleet.catalog.covered(namespace_of(info, tenant), tokens), *shared])

@@ -1,0 +1,109 @@
+"""What it costs to take a slot's content away, and whether to save it first."""
+
+from collections.abc import Iterable
+
+from router.base.types import NOBODY, BackendId, BackendInfo
+from router.core.fleet.fleet import Fleet
+from router.core.model.memory_kinds import can_restore
+from router.core.model.slots import Slot
+
+
+def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
+    """A state of `tokens` on this backend can become a snapshot that is of use.
+
+    One that is shorter than its sliding window cannot be extended (llama-server.md section 4.3).
+    """
+    size_bytes = tokens * fleet.rates[info.id].bytes_per_token.value
+    return (
+        fleet.policy.moves_kv
+        and info.place is not None
+        and fleet.may_write(info.id)
+        and can_restore(info.memory_kind)
+        and tokens > info.window
+        and fleet.catalog.limits.admits(tokens, size_bytes)
+    )
+
+
+def keeps_snapshots(fleet: Fleet, backend: BackendId) -> bool:
+    """What this backend's slots hold can be saved and restored with effect."""
+    info = fleet.infos.get(backend)
+    if info is None:
+        return False
+    return can_save(fleet, info, max(fleet.catalog.limits.min_tokens, info.window + 1))
+
+
+# Save seconds, expected loss in seconds, and whether to save.
+Displaced = tuple[float, float, bool]
+_NOTHING: Displaced = (0.0, 0.0, False)
+
+
+class Displacing:
+    """What taking content away costs on one backend at this moment; for many slots at once."""
+
+    __slots__ = ("_apart", "_chance", "_fleet", "_info", "_rates", "_stopped")
+
+    def __init__(self, fleet: Fleet, backend: BackendId) -> None:
+        self._fleet = fleet
+        self._info = fleet.infos[backend]
+        self._rates = fleet.rates[backend]
+        self._chance = fleet.policy.reuse_probability
+        self._apart = fleet.policy.keeps_apart
+        self._stopped = 1 + fleet.running(backend)
+
+    def price(self, slot: Slot, kept: int = 0) -> Displaced:
+        """Price of taking a slot's content away: `(save seconds, expected loss, save it)`.
+
+        `kept` tokens stay useful where they are. All of it is weighed by the chance that the
+        content is asked for again, which falls with the uses of other slots since (docs/adr/0015),
+        and by the requests that stop meanwhile: those beside the save now, and as many beside the
+        restore or the prefill then. What its client asked not to cache is no loss, and never saved.
+
+        1. A snapshot holds it: then it has to be restored.
+        2. Saving it now and restoring it then is cheaper than computing it again: it is saved.
+        3. Else what no snapshot holds is computed again.
+        """
+        held = slot.resident
+        n_held = len(held)
+        if n_held <= kept or slot.declined or (self._apart and slot.tenant == NOBODY):
+            return _NOTHING
+        rates, stopped = self._rates, self._stopped
+        chance = self._chance / (1 + self._fleet.neglect(slot))
+        if kept and kept >= max(held.checkpoints, default=n_held):
+            # The request goes on from the end of the slot's last prompt: it is the next turn, and
+            # of the answer that is left over the client has made something else.
+            chance *= 1 - kept / n_held
+        size_bytes = round(n_held * rates.bytes_per_token.value)
+        back_s = chance * stopped * rates.restore_s(size_bytes)
+        missing = n_held - max(self._fleet.reach(slot), kept)
+        if missing <= 0:
+            return 0.0, back_s, False
+        loss_s = chance * stopped * rates.prefill_s(missing, n_held - missing)
+        save_s = rates.save_s(n_held)
+        if save_s * stopped + back_s < loss_s and can_save(self._fleet, self._info, n_held):
+            return save_s, back_s, True
+        return 0.0, loss_s, False
+
+    def cheapest(self, slots: Iterable[Slot]) -> tuple[Displaced, Slot]:
+        """Whose content is the least loss; of equals the slot that was idle for longest. Raises
+        ValueError if there are no slots."""
+        ways = ((self.price(slot), slot) for slot in slots)
+        return min(ways, key=lambda way: (way[0][0] + way[0][1], way[1].last_used, way[1].id))
+
+
+def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> Displaced:
+    """`Displacing.price` of one slot."""
+    return Displacing(fleet, slot.id.backend).price(slot, kept)
+
+
+def first_to_save(
+    fleet: Fleet, backend: BackendId, now: float, after_s: float = 0.0
+) -> Slot | None:
+    """The first slot of a backend that was idle for so long, was not saved and is worth it. What
+    is not worth it is looked at once."""
+    for slot in fleet.slots.of(backend):
+        if not slot.is_unsaved or now - slot.last_used < after_s:
+            continue
+        if saving_pays(fleet, slot)[2]:
+            return slot
+        slot.saved = True
+    return None

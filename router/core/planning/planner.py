@@ -1,0 +1,98 @@
+"""Where a request runs and what it starts from: every way priced in seconds, the cheapest wins.
+
+Pure: the same fleet, request and time always give the same plan. `POST /kvferry/plan` calls the
+same function as production.
+"""
+
+from router.base.types import Request, Source
+from router.core.fleet.fleet import Fleet
+from router.core.model.plan import Candidate, Plan
+from router.core.model.policy import PolicyName
+from router.core.planning.baseline_policies import baseline
+from router.core.planning.boundary_saves import pauses
+from router.core.planning.displacement import can_save
+from router.core.planning.pricing import Ask
+from router.core.planning.start_candidates import starting_now
+from router.core.planning.wait_candidates import starting_later
+
+_LOSERS = 12  # for an explanation
+
+
+def plan(
+    request: Request, fleet: Fleet, now: float, waited_s: float = 0.0, losers: int = _LOSERS
+) -> Plan | None:
+    """The best thing to do with a request now. None: nothing can be done but wait.
+
+    The best so many `losers` come along for sure, and of the others those that were priced on the
+    way; none of them decides anything, and in a large fleet they take longer than the decision.
+    A plan whose `chosen.wait_for` is set means: another slot is free, but waiting is cheaper.
+    """
+    ask = Ask(request, fleet, now)
+    room = fleet.room(request)
+    if not fleet.policy.moves_kv:
+        return baseline(ask, room)
+    if not room:
+        return None
+    later = starting_later(ask, 1 + losers, patient=waited_s < fleet.policy.max_wait_s)
+    # Owners of a prefix compete by other rules than their price alone.
+    shared = [way for way in later if way.source is Source.SNAPSHOT]
+    candidates = starting_now(ask, room, 1 + losers, shared) + later
+    candidates.sort(key=Candidate.order)
+    chosen = candidates[0]
+    if fleet.policy.name is PolicyName.PREFER_OWNER:
+        chosen = _owner_first(candidates)
+    starts = chosen.wait_for is None and not ask.has_no_say
+    stops, stops_s = pauses(fleet, request, chosen) if starts else ((), 0.0)
+    return Plan(
+        chosen=chosen,
+        losers=tuple(way for way in candidates if way is not chosen)[: max(losers, _LOSERS)],
+        reason=_reason(request, chosen),
+        prefill_first=_prefill_first(request, chosen, fleet),
+        pauses=stops,
+        pauses_s=stops_s,
+        shared=ask.shared if starts else None,
+    )
+
+
+def _owner_first(candidates: list[Candidate]) -> Candidate:
+    """The busy slot that holds the prefix, where waiting for it costs the request no more than
+    the cheapest other way costs it and the streams that this would stop.
+
+    Unlike by price alone, what would be displaced does not count: the owner is preferred.
+    """
+    owners = [way for way in candidates if way.wait_for and way.source is Source.RESIDENT]
+    others = [way for way in candidates if way not in owners]
+    if not owners or not others:
+        return candidates[0]
+    owner, other = owners[0], others[0]
+    now_s = other.price.ttft_s - other.price.save_s + other.price.stall_s
+    return owner if owner.price.ttft_s <= now_s else other
+
+
+def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
+    """Compute the prompt with a request of our own before the client's.
+
+    1. The server would pick the slot: afterwards the slot we mean has by far the longest common
+       prefix, and so is the one it picks (llama-server.md section 2.2).
+    2. It takes long: others with the same prefix can then share it.
+    """
+    prompt = request.prompt
+    if prompt.unknown or prompt.n_media or not request.reuse or request.whole_backend:
+        return False
+    if len(prompt) - chosen.reused_tokens < 2:
+        return False  # only the last token is left, and the client's request computes that
+    if not request.pinnable:
+        return True
+    if not fleet.policy.is_long(chosen.price.prefill_s):
+        return False
+    return can_save(fleet, fleet.infos[chosen.slot.backend], len(prompt) - 1)
+
+
+def _reason(request: Request, chosen: Candidate) -> str:
+    if request.prompt.unknown:
+        return f"tokens unknown: {request.prompt.unknown}"
+    if not request.reuse:
+        return "the client asked for no reuse"
+    if chosen.wait_for is not None:
+        return f"waiting for {chosen.wait_for} is cheaper"
+    return f"{chosen.source} is cheapest at {chosen.price.total_s:.3f}s"

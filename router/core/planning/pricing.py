@@ -1,0 +1,182 @@
+"""A request put to a fleet: what pricing it takes, and the cheapest ways found so far."""
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from router.base.types import (
+    BackendId,
+    MemoryKind,
+    Namespace,
+    Request,
+    SlotId,
+    Snapshot,
+    Source,
+)
+from router.core.fleet.fleet import Fleet
+from router.core.model.plan import Candidate, Price
+from router.core.planning.displacement import Displaced
+from router.core.planning.prefill_wait import Ahead, ahead, before_s
+
+# Prices this near to each other may be equal but for rounding.
+_EQUAL_S = 1e-8
+
+
+class File(NamedTuple):
+    """A state file that could be restored: a snapshot, or so many tokens `cut` out of it."""
+
+    snapshot: Snapshot
+    reused: int
+    length: int
+    size_bytes: int
+    cut: int | None
+
+
+class Files(NamedTuple):
+    """What a kind of backend could restore, and the best that any of it could do."""
+
+    files: list[File]
+    most_reused: int
+    least_bytes: int
+
+
+@dataclass(slots=True)
+class Ask:
+    """A request put to a fleet at one moment; what many candidates need is worked out once.
+
+    `computing`: how much of the prompt a busy slot is computing, to share it.
+    """
+
+    request: Request
+    fleet: Fleet
+    now: float
+    n_prompt: int = field(init=False)
+    computing: int = 0
+    _running: dict[BackendId, int] = field(default_factory=dict)
+    _ahead: dict[BackendId, list[Ahead]] = field(default_factory=dict)
+    _shared: dict[SlotId, int] | None = None
+    files: dict[tuple[MemoryKind, Namespace, bool], Files] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.n_prompt = len(self.request.prompt)
+
+    @property
+    def has_no_say(self) -> bool:
+        """What the server will reuse is not known, or not for the router to choose."""
+        request = self.request
+        return bool(request.whole_backend or request.prompt.unknown or not request.reuse)
+
+    @property
+    def shared(self) -> dict[SlotId, int]:
+        """How many tokens of the prompt a slot holds, or will hold after its lease."""
+        if self._shared is None:
+            fleet = self.fleet
+            request = self.request
+            # Else all is nobody's, and each slot need not be asked.
+            matters = request.tenant or fleet.has_tenants
+            whose = request.tenant if matters else None
+            self._shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, whose)
+        return self._shared
+
+    def running(self, backend: BackendId) -> int:
+        """Requests on a backend that a transfer or a prefill would hold up."""
+        n = self._running.get(backend)
+        if n is None:
+            n = self._running[backend] = self.fleet.held_up(backend)
+        return n
+
+    def line_s(self, backend: BackendId, prefill_s: float) -> float:
+        """Until it is the turn of a prompt that takes so long; a short one waits for nobody."""
+        if not self.fleet.policy.is_long(prefill_s):
+            return 0.0
+        known = self._ahead.get(backend)
+        if known is None:
+            known = self._ahead[backend] = ahead(self.fleet, backend, self.now)
+        return before_s(known, prefill_s)
+
+    def least_s(self, backend: BackendId, reused: int) -> float:
+        """No way to start there that reuses so little costs less."""
+        seconds = self.fleet.rates[backend].prefill_s(self.n_prompt - reused, reused)
+        return seconds * (1 + self.running(backend))
+
+    def least_of_s(self, backend: BackendId, files: Files) -> float:
+        """No way to start there costs less that reuses nothing, or one of `files`."""
+        rates, reused = self.fleet.rates[backend], files.most_reused
+        seconds = rates.prefill_s(self.n_prompt)
+        if reused:
+            restore_s = rates.restore_s(files.least_bytes)
+            seconds = min(seconds, rates.prefill_s(self.n_prompt - reused, reused) + restore_s)
+        return seconds * (1 + self.running(backend))
+
+    def candidate(
+        self,
+        slot: SlotId,
+        source: Source,
+        displaced: Displaced,
+        *,
+        reused: int = 0,
+        save_s: float = 0.0,
+        rewrite_s: float = 0.0,
+        restore_s: float = 0.0,
+        stall_s: float = 0.0,
+        n_saves: int = 0,
+        file: File | None = None,
+        copy_from: SlotId | None = None,
+    ) -> Candidate:
+        """A way to start now, with all it costs this request and the others.
+
+        `displaced` is what `saving_pays` said; `save_s`, `stall_s` and the handling of `n_saves`
+        come on top. Streams on the
+        same backend stop for a transfer, and all but stop for a prefill: they get one token for
+        each of its batches.
+
+        Computing what another slot is computing at this moment is a loss. The request itself may
+        not lose by it, on an idle server; everybody else loses those seconds of that server, if
+        they need it.
+        """
+        rates = self.fleet.rates[slot.backend]
+        displaced_s, loss_s, save = displaced
+        prefill_s = rates.prefill_s(self.n_prompt - reused, reused)
+        if reused < self.computing:
+            twice_s = rates.prefill_s(self.computing - reused, reused)
+            loss_s += self.fleet.policy.reuse_probability * twice_s
+        stopped_s = displaced_s + restore_s + prefill_s
+        return Candidate(
+            slot=slot,
+            source=source,
+            reused_tokens=reused,
+            price=Price(
+                wait_s=self.line_s(slot.backend, prefill_s),
+                save_s=displaced_s + save_s,
+                rewrite_s=rewrite_s,
+                restore_s=restore_s,
+                handling_s=(n_saves + save) * rates.handling_s.value,
+                prefill_s=prefill_s,
+                stall_s=stopped_s * self.running(slot.backend) + stall_s,
+                loss_s=loss_s,
+            ),
+            snapshot=file.snapshot.id if file else None,
+            cut=file.cut if file else None,
+            copy_from=copy_from,
+            save_displaced=save,
+        )
+
+
+class Cheapest:
+    """Ways to start, besides others that are `known`; the `n` cheapest of all are sure to be
+    among them."""
+
+    def __init__(self, n: int, known: Iterable[Candidate] = ()) -> None:
+        self.ways: list[Candidate] = []
+        self._n = n
+        self._totals_s = sorted(way.price.total_s for way in known)
+
+    def add(self, way: Candidate) -> None:
+        """One more."""
+        self.ways.append(way)
+        insort(self._totals_s, way.price.total_s)
+
+    def beat(self, least_s: float) -> bool:
+        """What costs `least_s` or more need not be priced."""
+        return len(self._totals_s) >= self._n and self._totals_s[self._n - 1] < least_s - _EQUAL_S

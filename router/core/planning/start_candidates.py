@@ -1,0 +1,221 @@
+"""Every way to start a request at once, priced in seconds. Which one is taken is the planner's
+business."""
+
+from typing import NamedTuple
+
+from router.base.types import BackendId, BackendInfo, SlotId, Source, StateShape
+from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
+from router.core.model.plan import Candidate
+from router.core.model.slots import Phase, Resident, Slot
+from router.core.model.tenancy import namespace_of
+from router.core.planning.displacement import Displaced, Displacing, can_save, saving_pays
+from router.core.planning.pricing import Ask, Cheapest, File, Files
+
+# Snapshots that are priced for each backend: those that share most, of these the shortest. One
+# that shares less could only win by being much smaller.
+_SNAPSHOTS = 4
+_NO_FILES = Files([], 0, 0)
+
+
+class _Owner(NamedTuple):
+    """The idle slot that holds most of the prompt; elsewhere a copy of it can be had."""
+
+    slot: SlotId
+    held: Resident
+    common: int
+    size_bytes: int
+
+
+def starting_now(
+    ask: Ask, room: list[BackendId], n: int, known: list[Candidate]
+) -> list[Candidate]:
+    """Ways to start at once on a backend that has room: resident, snapshot, copy, cold.
+
+    Of these and those `known`, the `n` cheapest are among them. Of a large fleet few slots are
+    good for the request: those that cannot be, by the tokens that they share and by what is
+    running beside them, are not looked at any closer.
+    """
+    if ask.has_no_say:
+        return [_placed(ask, backend) for backend in room]
+    found = Cheapest(n, known)
+    owner = _residents(ask, room, found)
+    leads: list[tuple[float, BackendId]] = []
+    for backend in room:
+        files = _files(ask, ask.fleet.infos[backend], owner)
+        leads.append((ask.least_of_s(backend, files), backend))
+    for least_s, backend in sorted(leads):
+        if found.beat(least_s):
+            break
+        _elsewhere(ask, backend, owner, found, least_s)
+    return found.ways
+
+
+def _residents(ask: Ask, room: list[BackendId], found: Cheapest) -> _Owner | None:
+    """Go on from what idle slots hold. Returns the slot that holds most of the prompt, if a copy
+    of that can be had."""
+    fleet, place = ask.fleet, {backend: at for at, backend in enumerate(room)}
+    leads: list[tuple[float, SlotId, int, int]] = []
+    owners: list[tuple[int, int, SlotId]] = []
+    hinted = ask.request.slot_hint is not None
+    for name, common in ask.shared.items():
+        slot = fleet.slots[name]
+        if slot.phase is not Phase.IDLE or name.backend not in place:
+            continue
+        if hinted and not fleet.wants(slot, ask.request):
+            continue
+        if reused := fleet.reusable(slot, ask.n_prompt, common):
+            leads.append((ask.least_s(name.backend, reused), name, common, reused))
+            if not slot.declined:
+                owners.append((-reused, place[name.backend], name))
+    for least_s, name, common, reused in sorted(leads):
+        if found.beat(least_s):
+            break
+        found.add(resident(ask, fleet.slots[name], common, reused))
+    if not owners:
+        return None
+    owner = min(owners)[2]
+    info, held = fleet.infos[owner.backend], fleet.slots[owner].resident
+    if not can_save(fleet, info, len(held)):
+        return None
+    size_bytes = round(len(held) * fleet.rates[info.id].bytes_per_token.value)
+    return _Owner(owner, held, ask.shared[owner], size_bytes)
+
+
+def resident(ask: Ask, slot: Slot, common: int, reused: int) -> Candidate:
+    """Go on from what an idle slot holds."""
+    displaced = saving_pays(ask.fleet, slot, kept=common)
+    return ask.candidate(slot.id, Source.RESIDENT, displaced, reused=reused)
+
+
+def cold(ask: Ask, slot: Slot) -> Candidate:
+    """Start from nothing."""
+    return _from_nothing(ask, slot, saving_pays(ask.fleet, slot))
+
+
+def _placed(ask: Ask, backend: BackendId) -> Candidate:
+    """Where the router has no say: the free slot of a backend that costs least to take. Of several
+    the one that was not used for longest, which a server that picks itself takes as well."""
+    displaced, target = _target(ask, backend)
+    return _from_nothing(ask, target, displaced)
+
+
+def _from_nothing(ask: Ask, slot: Slot, displaced: Displaced) -> Candidate:
+    source = Source.NONE if ask.has_no_say else Source.COLD
+    return ask.candidate(slot.id, source, displaced)
+
+
+def _target(ask: Ask, backend: BackendId) -> tuple[Displaced, Slot]:
+    return Displacing(ask.fleet, backend).cheapest(ask.fleet.free(backend, ask.request))
+
+
+def _elsewhere(
+    ask: Ask, backend: BackendId, owner: _Owner | None, found: Cheapest, least_s: float
+) -> None:
+    """Start in a slot of one backend without what it holds: cold, from a file or from a copy.
+
+    The target decides nothing but what is displaced. `least_s`: what any of it costs without that.
+    """
+    fleet = ask.fleet
+    displaced, target = _target(ask, backend)
+    save_s, loss_s, _ = displaced
+    if found.beat(least_s + save_s * (1 + ask.running(backend)) + loss_s):
+        return
+    info = fleet.infos[backend]
+    found.add(ask.candidate(target.id, Source.COLD, displaced))
+    for file in _files(ask, info, owner).files:
+        # Else it "does not fit in the slot context" (llama-server.md section 1.1).
+        if file.length <= info.n_ctx and (fleet.may_write(backend) or _is_there(info, file)):
+            found.add(_restore(ask, target, displaced, info, file))
+    if owner is not None and owner.slot.backend != backend:
+        way = _copy(ask, target, displaced, info, owner)
+        if way is not None:
+            found.add(way)
+
+
+def _files(ask: Ask, info: BackendInfo, owner: _Owner | None) -> Files:
+    """Each useful snapshot: the whole, or what the prompt shares with it."""
+    if info.place is None or not can_restore(info.memory_kind):
+        return _NO_FILES
+    key = info.memory_kind, info.namespace, info.cuts
+    if key not in ask.files:
+        found = _find_files(ask, info)
+        reused, sizes = [file.reused for file in found], [file.size_bytes for file in found]
+        if owner is not None:
+            reused.append(owner.common)
+            sizes.append(owner.size_bytes)
+        ask.files[key] = Files(found, max(reused, default=0), min(sizes, default=0))
+    return ask.files[key]
+
+
+def _find_files(ask: Ask, info: BackendInfo) -> list[File]:
+    catalog, prompt = ask.fleet.catalog, ask.request.prompt
+    namespace = namespace_of(info, ask.request.tenant)
+    useful = catalog.useful(info.memory_kind, namespace, prompt.tokens, ask.n_prompt, _SNAPSHOTS)
+    found: list[File] = []
+    for match, reused in useful:
+        if reused < catalog.limits.min_tokens:
+            continue  # not worth a file, and so not worth reading one
+        snapshot = catalog[match.item]
+        found.append(File(snapshot, reused, match.length, snapshot.size_bytes, None))
+        divisible = info.cuts and goes_back(info.memory_kind) and not snapshot.shape.media
+        if divisible and match.common < match.length:
+            share = match.common * snapshot.size_bytes // match.length
+            if catalog.limits.admits(match.common, share):
+                found.append(File(snapshot, reused, match.common, share, match.common))
+    return found
+
+
+def _is_there(info: BackendInfo, file: File) -> bool:
+    """The backend can read it as it lies there: no file has to be made for it."""
+    snapshot = file.snapshot
+    rewritten = file.cut is not None or snapshot.shape.needs_restream(info.n_stream)
+    return snapshot.place == info.place and not rewritten
+
+
+def _restore(
+    ask: Ask, target: Slot, displaced: Displaced, info: BackendInfo, file: File
+) -> Candidate:
+    """Restore a file into a slot, rewritten if need be."""
+    rates = ask.fleet.rates[info.id]
+    n_rewrites = (file.cut is not None) + file.snapshot.shape.needs_restream(info.n_stream)
+    return ask.candidate(
+        target.id,
+        Source.SNAPSHOT,
+        displaced,
+        reused=file.reused,
+        rewrite_s=n_rewrites * rates.rewrite_s(file.size_bytes),
+        restore_s=rates.restore_s(file.size_bytes),
+        file=file,
+    )
+
+
+def _copy(
+    ask: Ask,
+    target: Slot,
+    displaced: Displaced,
+    here: BackendInfo,
+    owner: _Owner,
+) -> Candidate | None:
+    """Save what the idle slot of `owner` holds, and restore it into a slot elsewhere."""
+    fleet, n_held = ask.fleet, len(owner.held)
+    there = fleet.infos[owner.slot.backend]
+    reused = reusable_tokens(here.memory_kind, ask.n_prompt, owner.common, n_held)
+    fits = here.place is not None and can_restore(here.memory_kind) and here.n_ctx >= n_held
+    if not (reused and fits and there.namespace == here.namespace):
+        return None
+    rates = fleet.rates[here.id]
+    save_s = fleet.rates[there.id].save_s(n_held)
+    rewritten = StateShape(there.n_stream).needs_restream(here.n_stream)
+    rewrite_s = fleet.rates[there.id].rewrite_s(owner.size_bytes)
+    return ask.candidate(
+        target.id,
+        Source.COPY,
+        displaced,
+        reused=reused,
+        save_s=save_s,
+        rewrite_s=rewritten * rewrite_s,
+        restore_s=rates.restore_s(owner.size_bytes),
+        stall_s=save_s * ask.running(there.id),
+        n_saves=1,
+        copy_from=owner.slot,
+    )

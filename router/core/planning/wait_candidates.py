@@ -1,0 +1,129 @@
+"""Ways to serve a request that begin with waiting for a busy slot, priced in seconds."""
+
+from collections.abc import Iterator
+from math import inf
+
+from router.base.tokens import common_prefix, count
+from router.base.types import Source
+from router.core.fleet.fleet import Fleet
+from router.core.model.memory_kinds import reusable_tokens
+from router.core.model.plan import Candidate, Price
+from router.core.model.slots import Phase, Slot
+from router.core.planning.displacement import can_save
+from router.core.planning.pricing import Ask, Cheapest
+
+# If a slot that was left is not idle so long after it should have been, its server has not noticed.
+_OVERDUE_S = 2.0
+# Nor is a prompt that is computed for all expected any more, so long after it should have been
+# ready: all who wait for it would then begin it anew.
+_LATE_S = 60.0
+_SOON = (Phase.PREPARING, Phase.DRAINING)
+_MAY_WAIT = (*_SOON, Phase.RUNNING)
+
+
+def starting_later(ask: Ask, n: int, *, patient: bool = True) -> list[Candidate]:
+    """Ways that begin with waiting for a busy slot which has, or is computing, the prefix.
+
+    1. What it holds is being written to a file, perhaps because the slot is somebody else's now.
+    2. Its prefill is under way on its own, and will be saved for all who wait.
+    3. It runs somebody's request: only where the policy allows to wait for the owner, and only
+       while the request is `patient`. When the others are over is known well enough to be priced.
+    4. Its client left, perhaps to come back at once with the same and more: it is idle soon.
+
+    The `n` cheapest of the first two and of the others are among them.
+    """
+    if ask.has_no_say:
+        return []
+    fleet, shared = ask.fleet, ask.shared
+    may_wait = fleet.policy.may_wait and patient
+    at_least = max(fleet.catalog.limits.min_tokens, 1)
+    saved, owners = Cheapest(n), Cheapest(n)
+    for slot in _busy(ask):
+        if (
+            slot.saving
+            and slot.tenant == ask.request.tenant
+            and (way := _once_saved(ask, slot, at_least))
+        ):
+            saved.add(way)
+        hoped = ask.now < slot.busy_until + _OVERDUE_S < inf if slot.is_left else may_wait
+        sharing = slot.sharing and ask.now < slot.busy_until + _LATE_S
+        if not (sharing or hoped):
+            continue
+        common = shared.get(slot.id, 0)
+        if common < at_least:
+            continue  # nobody will save so little for others
+        info, rates = fleet.infos[slot.id.backend], fleet.rates[slot.id.backend]
+        held = count(slot.pending)
+        reused = reusable_tokens(info.memory_kind, ask.n_prompt, common, held)
+        if reused < at_least:
+            continue
+        wait_s = max(slot.busy_until - ask.now, 0.0)
+        rest_s = rates.prefill_s(ask.n_prompt - reused, reused)
+        if sharing and can_save(fleet, info, held):
+            ask.computing = max(ask.computing, reused)
+            if not saved.beat(wait_s + rest_s):
+                saved.add(_from_file(ask, slot, held, reused, wait_s))
+        elif (
+            hoped
+            # A prefill that was broken off is over before it would have been.
+            and (slot.leaving or wait_s <= fleet.policy.max_wait_s)
+            and _is_to_be_had(ask, slot)
+        ):
+            price = Price(wait_s=wait_s, prefill_s=rest_s)
+            owners.add(Candidate(slot.id, Source.RESIDENT, reused, price, wait_for=slot.id))
+    return saved.ways + owners.ways
+
+
+def hope_ends(fleet: Fleet, now: float) -> float | None:
+    """When the next slot that was left, or computes for all, is not waited for any more, in clock
+    seconds."""
+    ends = (
+        slot.busy_until + (_OVERDUE_S if slot.is_left else _LATE_S)
+        for backend, bench in fleet.slots.benches()
+        if bench.phases[Phase.DRAINING] or bench.phases[Phase.PREPARING]
+        for slot in fleet.slots.of(backend)
+        if slot.is_left or slot.sharing
+    )
+    return min((end for end in ends if now < end < inf), default=None)
+
+
+def _busy(ask: Ask) -> Iterator[Slot]:
+    """Slots that could be waited for; on a backend that is to be let go of, for their files."""
+    fleet = ask.fleet
+    wanted = _MAY_WAIT if fleet.policy.may_wait else _SOON
+    for backend, bench in fleet.slots.benches():
+        phases = bench.phases
+        if not any(phases[phase] for phase in wanted):
+            continue
+        if fleet.fits(backend, ask.request):
+            for slot in fleet.slots.of(backend):
+                if slot.phase in wanted:
+                    yield slot
+
+
+def _is_to_be_had(ask: Ask, slot: Slot) -> bool:
+    """The request may have the slot itself, when it is idle."""
+    fleet, request = ask.fleet, ask.request
+    return fleet.serves(slot.id.backend, request) and fleet.wants(slot, request)
+
+
+def _once_saved(ask: Ask, slot: Slot, at_least: int) -> Candidate | None:
+    """What a slot holds is being saved. Until then nobody can have it: if the slot is another's
+    already, this is the only place where it still is."""
+    info, held = ask.fleet.infos[slot.id.backend], len(slot.resident)
+    common = common_prefix(slot.saving, ask.request.prompt.tokens)
+    reused = reusable_tokens(info.memory_kind, ask.n_prompt, common, held)
+    if reused < at_least or not can_save(ask.fleet, info, held):
+        return None
+    ask.computing = max(ask.computing, reused)
+    return _from_file(ask, slot, held, reused, 0.0)
+
+
+def _from_file(ask: Ask, slot: Slot, held: int, reused: int, wait_s: float) -> Candidate:
+    """Wait, until it is saved as well, and restore it."""
+    rates = ask.fleet.rates[slot.id.backend]
+    back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
+    rest_s = rates.prefill_s(ask.n_prompt - reused, reused)
+    handling_s = rates.handling_s.value
+    price = Price(wait_s=wait_s, restore_s=back_s, handling_s=handling_s, prefill_s=rest_s)
+    return Candidate(slot.id, Source.SNAPSHOT, reused, price, wait_for=slot.id)

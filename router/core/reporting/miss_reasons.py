@@ -1,0 +1,205 @@
+"""Why prompt tokens were computed: what was known of a prompt when it got its slot, and what that
+makes of each token that was computed for it.
+
+Reuse is always a beginning of the prompt, and so is what anything shares with it: up to here an
+idle slot held it, up to there a snapshot did. `Sight` has these lengths, and `missed` cuts the
+computed tokens at them.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from router.base.tokens import EMPTY, WIDTH, Tokens, count
+from router.base.types import (
+    BackendInfo,
+    MemoryKind,
+    Miss,
+    Nearest,
+    Request,
+    SlotId,
+    SnapshotId,
+)
+from router.core.fleet.catalog import Catalog
+from router.core.fleet.fleet import Fleet
+from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
+from router.core.model.plan import Plan, Sight
+from router.core.model.tenancy import namespace_of
+
+_AROUND = 10  # tokens on either side of the place where two sequences part
+
+
+def look(request: Request, made: Plan, fleet: Fleet) -> Sight | None:
+    """What was known of a prompt when `made` was made; None where the router has no say.
+
+    Nothing may have changed since but that its slot is leased. Only what belongs to the namespace
+    of the chosen backend counts, and to the request's tenant.
+    """
+    if made.shared is None:
+        return None
+    chosen, tokens = made.chosen, request.prompt.tokens
+    info = fleet.infos[chosen.slot.backend]
+    most = _Most()
+    usable, waiting = _in_slots(fleet, made.shared, chosen.slot, info, len(request.prompt), most)
+    if fleet.policy.moves_kv and can_restore(info.memory_kind):
+        usable = max(usable, _in_snapshots(fleet.catalog, request, info, most))
+    namespace = namespace_of(info, request.tenant)
+    evicted = fleet.catalog.gone.nearest(namespace, tokens)
+    displaced = fleet.displaced.nearest(namespace, tokens)
+    return Sight(
+        planned=chosen.reused_tokens,
+        usable=usable,
+        waiting=waiting,
+        held=most.common,
+        evicted=evicted[0],
+        displaced=displaced[0],
+        parts=max((most.common, most.parts), evicted, displaced)[1],
+        worth=max(fleet.catalog.limits.min_tokens, 1),
+        nearest=most.nearest(tokens),
+    )
+
+
+@dataclass(slots=True)
+class _Most:
+    """Of what is held, that which shares most with a prompt; of equals one that goes on."""
+
+    common: int = 0
+    parts: bool = False
+    tokens: Tokens = EMPTY
+    slot: SlotId | None = None
+    snapshot: SnapshotId | None = None
+
+    def see(
+        self,
+        common: int,
+        tokens: Tokens,
+        *,
+        slot: SlotId | None = None,
+        snapshot: SnapshotId | None = None,
+    ) -> None:
+        """Something shares `common` of its tokens with the prompt."""
+        parts = count(tokens) > common
+        if common and (common, parts) > (self.common, self.parts):
+            self.common, self.parts, self.tokens = common, parts, tokens
+            self.slot, self.snapshot = slot, snapshot
+
+    def nearest(self, prompt: Tokens) -> Nearest | None:
+        if not self.common:
+            return None
+        at = self.common
+        return Nearest(
+            slot=self.slot,
+            snapshot=self.snapshot,
+            common=at,
+            length=count(self.tokens),
+            before=_part(prompt, max(at - _AROUND, 0), at),
+            ours=_part(prompt, at, at + _AROUND),
+            theirs=_part(self.tokens, at, at + _AROUND),
+        )
+
+
+def _part(tokens: Tokens, start: int, end: int) -> Tokens:
+    return Tokens(tokens[start * WIDTH : end * WIDTH])
+
+
+def _in_slots(
+    fleet: Fleet,
+    shared: Mapping[SlotId, int],
+    taken: SlotId,
+    info: BackendInfo,
+    n_prompt: int,
+    most: _Most,
+) -> tuple[int, int]:
+    """Tokens that an idle slot could spare the prompt, and those that a busy one could. `taken`
+    was idle before. A backend that is released in this very moment is nobody's any more."""
+    usable = waiting = 0
+    for name, common in shared.items():
+        if common < usable or (common == usable and most.parts):
+            continue  # it would change nothing
+        there = fleet.infos.get(name.backend)
+        if there is None or there.namespace != info.namespace:
+            continue
+        slot = fleet.slots[name]
+        if slot.is_idle or name == taken:
+            held = slot.resident
+            most.see(common, held.tokens, slot=name)
+            reused = reusable_tokens(
+                info.memory_kind, n_prompt, common, len(held), checkpoints=held.checkpoints
+            )
+            usable = max(usable, reused)
+        else:
+            # The source of a copy computes nothing: it is what it holds that is shared.
+            tokens = slot.pending or slot.resident.tokens
+            most.see(common, tokens, slot=name)
+            # Of a kind that nobody knows it is no fault: nobody was there to try.
+            known = info.memory_kind is not MemoryKind.UNKNOWN
+            kind = info.memory_kind if known else MemoryKind.FULL
+            reused = reusable_tokens(kind, n_prompt, common, count(tokens))
+            waiting = max(waiting, reused)
+    return usable, waiting
+
+
+def _in_snapshots(catalog: Catalog, request: Request, info: BackendInfo, most: _Most) -> int:
+    """Tokens that a snapshot could spare the prompt."""
+    tokens, n_prompt = request.prompt.tokens, len(request.prompt)
+    namespace = namespace_of(info, request.tenant)
+    common, parts = catalog.nearest(namespace, tokens)
+    if (common, parts) > (most.common, most.parts):
+        for match in catalog.match(namespace, tokens, limit=2):
+            most.see(match.common, catalog[match.item].tokens, snapshot=match.item)
+    if goes_back(info.memory_kind):
+        return reusable_tokens(info.memory_kind, n_prompt, common, common)
+    useful = catalog.useful(info.memory_kind, namespace, tokens, n_prompt)
+    return max((reused for _, reused in useful), default=0)
+
+
+def missed(
+    request: Request,
+    sight: Sight | None,
+    prompt_tokens: int,
+    computed_tokens: int,
+    *,
+    failed: bool = False,
+) -> dict[Miss, int]:
+    """The computed tokens by reason; they add up to `computed_tokens`, and none is 0.
+
+    Both numbers are the backend's, `computed_tokens` at most `prompt_tokens`. `failed`: a restore,
+    a cut or a copy that was planned came to nothing. A token has the first of these that it can:
+
+    1. the plan meant to reuse it: `failed` or `mispredicted`;
+    2. an idle slot or a snapshot could have spared it: `price`;
+    3. a busy slot could have: `busy`;
+    4. something shares it, but cannot be used up to there: `kind`;
+    5. it was held once: `evicted`, `displaced`;
+    6. nobody had it. Where nothing of what is known went on otherwise: `new`. Where something did:
+       `diverged`, or `cold` if what it shares is not worth a snapshot.
+
+    The last token of a prompt is computed whatever is held: it is `new` where nobody planned it.
+    """
+    if sight is None:
+        reason = Miss.UNKNOWN if request.prompt.unknown else Miss.DECLINED
+        return {reason: computed_tokens} if computed_tokens else {}
+    found: dict[Miss, int] = {}
+    at = prompt_tokens - computed_tokens
+    for reason, end in _ends(sight, prompt_tokens, failed=failed):
+        if end > at:
+            found[reason] = found.get(reason, 0) + end - at
+            at = end
+    return found
+
+
+def _ends(sight: Sight, n: int, *, failed: bool) -> Iterator[tuple[Miss, int]]:
+    """The reasons in their order, each with the length up to which it holds; the last with all."""
+    yield (Miss.FAILED if failed else Miss.MISPREDICTED), min(sight.planned, n)
+    for reason, end in (
+        (Miss.PRICE, sight.usable),
+        (Miss.BUSY, sight.waiting),
+        (Miss.KIND, sight.held),
+        (Miss.EVICTED, sight.evicted),
+        (Miss.DISPLACED, sight.displaced),
+    ):
+        yield reason, min(end, n - 1)
+    known = max(sight.held, sight.evicted, sight.displaced)
+    if known >= n - 1 or (known and not sight.parts):
+        yield Miss.NEW, n
+    else:
+        yield (Miss.DIVERGED if known >= sight.worth else Miss.COLD), n

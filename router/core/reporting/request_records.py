@@ -1,0 +1,68 @@
+"""One finished request as a record: what was planned, what was reported, and what it took."""
+
+from router.base.types import Miss, Reported, RequestRecord
+from router.core.model.effects import Account
+from router.core.model.rates import Rates
+from router.core.reporting.miss_reasons import missed
+
+
+def record_of(account: Account, ttft_s: float | None, total_s: float) -> RequestRecord:
+    """The record for log and metrics; the times are the web layer's, in seconds."""
+    reported, chosen, sight = account.reported, account.plan.chosen, account.plan.sight
+    computed = computed_tokens(reported, account.prefilled)
+    return RequestRecord(
+        request=account.request.id,
+        slot=account.slot,
+        source=chosen.source,
+        reason=account.plan.reason,
+        outcome=account.outcome,
+        planned_tokens=chosen.reused_tokens,
+        prompt_tokens=reported.prompt_tokens,
+        cached_tokens=reported.cached_tokens,
+        computed_tokens=computed,
+        generated_tokens=reported.generated_tokens,
+        waited_s=account.waited_s,
+        prepared_s=account.prepared_s,
+        stood_s=account.stood_s,
+        ttft_s=ttft_s,
+        total_s=total_s,
+        predicted_s=account.plan.ttft_s + account.waited_s,
+        clients_id=account.request.clients_id,
+        caller=account.request.caller,
+        avoided_s=account.avoided_s,
+        missed=_missed(account, computed),
+        nearest=sight.nearest if sight is not None else None,
+    )
+
+
+def avoided_s(rates: Rates, reported: Reported, prefilled: Reported | None) -> float:
+    """Seconds that the reused tokens would have taken to compute, as `rates` know by now.
+
+    They are the first of the prompt, so it is what a prefill of them alone would take.
+    """
+    computed = computed_tokens(reported, prefilled)
+    if reported.prompt_tokens is None or computed is None:
+        return 0.0
+    return rates.prefill_s(reported.prompt_tokens - computed)
+
+
+def _missed(account: Account, computed: int | None) -> dict[Miss, int]:
+    """By reason; nothing where the backend did not say what it computed."""
+    n_prompt, sight = account.reported.prompt_tokens, account.plan.sight
+    if n_prompt is None or computed is None:
+        return {}
+    # What was planned at first; a plan that came to nothing says so by reusing less.
+    failed = sight is not None and account.plan.chosen.reused_tokens < sight.planned
+    return missed(account.request, sight, n_prompt, computed, failed=failed)
+
+
+def computed_tokens(reported: Reported, prefilled: Reported | None) -> int | None:
+    """Prompt tokens computed for a request, by itself and by the router's own prefill before it.
+
+    At most the prompt: the two may share a token that had to be evaluated again.
+    """
+    computed = reported.computed_tokens
+    if reported.prompt_tokens is None or computed is None:
+        return None
+    before = prefilled.computed_tokens if prefilled is not None else None
+    return min(computed + (before or 0), reported.prompt_tokens)

@@ -1,0 +1,37 @@
+"""What the scheduler's state is like now, in numbers."""
+
+from collections.abc import Iterable
+from math import inf
+
+from router.base.types import BackendId, BackendStats, Stats
+from router.core.execution.state import State
+from router.core.model.slots import Phase
+from router.core.model.snapshot_limits import UNLIMITED
+
+
+def stats_of(state: State, backends: Iterable[BackendId]) -> Stats:
+    """`backends` are all that there are, whether in use or not."""
+    catalog = state.fleet.catalog
+    limits = catalog.limits
+    return Stats(
+        backends=tuple(_backend(state, backend) for backend in backends),
+        queue_depth=len(state.queue),
+        snapshots=len(catalog),
+        snapshot_bytes=catalog.total_bytes,
+        snapshot_tokens=catalog.total_tokens,
+        evicted=catalog.evicted,
+        snapshot_bytes_limit=inf if limits.max_bytes == UNLIMITED else limits.max_bytes,
+        snapshot_tokens_limit=inf if limits.max_tokens == UNLIMITED else limits.max_tokens,
+    )
+
+
+def _backend(state: State, backend: BackendId) -> BackendStats:
+    slots, rates = state.fleet.slots.of(backend), state.fleet.rates.get(backend)
+    return BackendStats(
+        backend,
+        backend in state.fleet.infos,
+        {phase: sum(slot.phase is phase for slot in slots) for phase in Phase},
+        resident_tokens=sum(len(slot.resident) for slot in slots),
+        speeds=rates.speeds if rates else None,
+        stalled_s=state.stalled_s.get(backend, {}),
+    )

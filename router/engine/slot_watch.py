@@ -1,0 +1,231 @@
+"""Looks at a backend's slots: is one idle again, has a request started, and where.
+
+Each look is a `GET /slots`, which a backend answers between two batches. More than one a second
+for long hides leaving clients from it (llama-server.md section 5.6), so looks are few, and those
+who wait for slots of the same backend share them.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from math import inf
+from typing import Any
+
+import structlog
+
+from router.base.errors import BackendError, BackendRefusedError
+from router.base.ports import Backend
+from router.base.types import BackendId, Left, SlotId, SlotStatus
+
+log = structlog.get_logger(__name__)
+
+# After a client left. The first two see a server that was about to finish anyway; the rest stay
+# under one a second, or the server would not notice that nobody reads a plain answer.
+_QUIET_DELAYS_S = (0.02, 0.1, 1.2)
+# After a stream was left, which the server ends by itself whether anybody looks or not.
+_STREAM_DELAYS_S = (0.02, 0.03, 0.05, 0.1, 0.2, 1.2)
+# Without /slots: by then a server has noticed that a client left (about 1 s, section 5.6).
+_BLIND_S = 3.0
+# By then a server has noticed, or is busy with a batch that takes long, or hangs.
+_LATE_S = 10.0
+# Where a request went that the server placed. Others may wait for the answer; while nobody does,
+# there is time, and most embeddings are over before the first look.
+_LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
+_LEISURE_S = 0.02
+# A request that was sent and is nowhere to be seen by then ended before it was looked for.
+_LAUNCHED_WITHIN = 40
+# After a wipe that failed. The slot is nobody's until one succeeds.
+_WIPE_AGAIN_S = 1.0
+
+
+class Looks:
+    """Those that are shared, at one backend. One event loop."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.watchers = 0  # who wait for a slot to be idle
+        self.disturbed = 0  # of these, for requests that a server forgets only if it has its peace
+        self.backend = backend
+        self._lock = asyncio.Lock()
+        self._at = -inf  # loop time
+        self._seen: list[SlotStatus] = []
+
+    async def after(self, delay_s: float) -> list[SlotStatus]:
+        """What is seen in so many seconds, or was by somebody else since this was asked. Raises
+        BackendError."""
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        async with self._lock:
+            if self._at < asked:
+                began = loop.time()
+                self._seen = await self.backend.slots()
+                self._at = began
+            return self._seen
+
+
+class Lookout:
+    """Looks at all backends, which may come and go."""
+
+    def __init__(self, backends: Mapping[BackendId, Backend]) -> None:
+        self._backends = backends
+        self._looks: dict[BackendId, Looks] = {}
+
+    def at(self, name: BackendId) -> Looks:
+        """Those at one backend. Raises KeyError."""
+        known, backend = self._looks.get(name), self._backends[name]
+        if known is None or known.backend is not backend:
+            known = self._looks[name] = Looks(backend)
+        return known
+
+
+async def find_busy(looks: Looks, idle: Mapping[SlotId, int]) -> dict[SlotId, int]:
+    """Those of `idle`, all of one backend, that are at work. Nobody looks while others wait for
+    the server to come to rest, and none is found if it does not answer."""
+    if not idle or looks.watchers:
+        return {}
+    try:
+        busy = {status.index for status in await looks.after(0.0) if status.is_processing}
+    except BackendError:
+        return {}
+    return {slot: generation for slot, generation in idle.items() if slot.index in busy}
+
+
+async def wait_quiet(
+    looks: Looks,
+    slot: int,
+    concerned: Callable[[], bool],
+    left: Left = Left.UNSEEN,
+    late: Callable[[], None] = lambda: None,
+) -> int | None:
+    """Returns when a slot is idle, with the tokens it holds; None if that cannot be known, or
+    concerns nobody any more. Calls `late` once, if that takes long.
+
+    Unless its answer has begun, a request may still be in the server's queue at the first look: two
+    have to agree, or the first saw it at work. Of what is not known to be ours, always two.
+    """
+    disturbed = left in (Left.SENT, Left.UNSEEN)
+    looks.watchers += 1
+    looks.disturbed += disturbed
+    timer = asyncio.get_running_loop().call_later(_LATE_S, late)
+    try:
+        return await _wait_quiet(looks, slot, concerned, left)
+    finally:
+        timer.cancel()
+        looks.watchers -= 1
+        looks.disturbed -= disturbed
+
+
+async def _wait_quiet(
+    looks: Looks, slot: int, concerned: Callable[[], bool], left: Left
+) -> int | None:
+    delays = _STREAM_DELAYS_S if left is Left.BEGUN else _QUIET_DELAYS_S
+    idle_seen, n = int(left in (Left.BEGUN, Left.ANSWERED)), 0
+    while concerned():
+        # Quick ones of many who leave one after the other would never let the server come to rest.
+        alone = looks.watchers == 1 or not looks.disturbed
+        step = min(n, len(delays) - 1) if alone else -1
+        delay_s = 0.0 if left is Left.ANSWERED and not n else delays[step]
+        n += 1
+        try:
+            statuses = await looks.after(delay_s)
+        except BackendRefusedError:  # started with --no-slots
+            await asyncio.sleep(_BLIND_S)
+            return None
+        except BackendError:
+            continue  # the monitor will say that it is down, and it concerns nobody then
+        status = next((s for s in statuses if s.index == slot), None)
+        if status is None:
+            return None
+        idle_seen = int(left is not Left.UNSEEN) if status.is_processing else idle_seen + 1
+        if idle_seen == 2:
+            return status.n_tokens or 0
+    return None
+
+
+async def wipe(
+    backend: Backend, slot: int, concerned: Callable[[], bool], *, flush: bool = False
+) -> None:
+    """Returns when an idle slot was wiped, or that concerns nobody any more. `flush`: it computes
+    something first."""
+    while concerned():
+        try:
+            if flush:
+                await backend.overwrite(slot)
+            await backend.erase(slot)
+        except BackendError as error:
+            log.warning("wipe_failed", slot=slot, reason=type(error).__name__)
+            await asyncio.sleep(_WIPE_AGAIN_S)
+        else:
+            return
+
+
+async def wait_started(
+    backend: Backend, sent: Callable[[], set[int]], concerned: Callable[[], bool]
+) -> None:
+    """Returns when all slots in `sent` are seen at work.
+
+    A pinned request on its way could else find its slot taken by one that the server places, and
+    with a RAM cache that destroys an answer (llama-server.md section 0.1).
+    """
+    for look in range(_LAUNCHED_WITHIN):
+        if not sent() or not concerned():
+            return
+        busy = await _busy(backend)
+        if busy is None or sent() <= busy:
+            return
+        await asyncio.sleep(_LAUNCH_DELAYS_S[min(look, len(_LAUNCH_DELAYS_S) - 1)])
+
+
+async def find_start(
+    backend: Backend,
+    expected: int,
+    taken: Callable[[], set[int]],
+    concerned: Callable[[], bool],
+    awaited: "asyncio.Future[None]",
+    over: "asyncio.Future[Any]",
+) -> int | None:
+    """The slot on which the server placed a request; None if that cannot be seen, or concerns
+    nobody any more.
+
+    `taken` are those that work for others; `awaited` is done as soon as somebody waits, or nobody
+    will. Of a request that is `over` before it was seen at work, it is the one with the latest
+    task: nothing else was started meanwhile.
+    """
+    looks = 0
+    while True:
+        ends = [over] if awaited.done() else [over, awaited]
+        hurried_s = _LAUNCH_DELAYS_S[min(looks, len(_LAUNCH_DELAYS_S) - 1)]
+        delay_s = hurried_s if looks or awaited.done() else _LEISURE_S
+        looks += 1
+        await asyncio.wait(ends, timeout=delay_s, return_when=asyncio.FIRST_COMPLETED)
+        if not concerned():
+            return None
+        ended = over.done()
+        statuses = await _look(backend)
+        if statuses is None:
+            return None
+        if ended:
+            idle = [s for s in statuses if not s.is_processing and s.index not in taken()]
+            tasks = {s.id_task: s.index for s in idle if s.id_task is not None}
+            return tasks[max(tasks)] if tasks else None
+        busy = {status.index for status in statuses if status.is_processing}
+        if expected in busy:
+            return expected
+        if others := busy - taken():
+            return min(others)
+
+
+async def _busy(backend: Backend) -> set[int] | None:
+    """The slots at work. None: started with --no-slots."""
+    statuses = await _look(backend)
+    return None if statuses is None else {s.index for s in statuses if s.is_processing}
+
+
+async def _look(backend: Backend) -> list[SlotStatus] | None:
+    """All slots; none while the backend does not answer. None: started with --no-slots."""
+    try:
+        return await backend.slots()
+    except BackendRefusedError:
+        return None
+    except BackendError:
+        return []

@@ -1,0 +1,406 @@
+"""HTTP to one llama-server: control calls, and the connections that clients' requests travel on.
+
+Raises BackendError and its kin, and nothing of aiohttp's. Knows no slots' owners: whether an
+action may be sent is the engine's to know.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from router.base.errors import BackendError, BackendRefusedError, BackendTimeoutError
+from router.base.tokens import Tokens
+from router.base.types import BackendId, Reported, SlotStatus, Transfer
+from router.llama import json_offload
+from router.llama import replies as reply
+from router.llama import wire as wire
+from router.llama.http1 import Header, Pool, Response, Target
+
+# llama-server's are 3 KB.
+_MAX_METRICS_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """All in seconds."""
+
+    connect_s: float = 5.0
+    control_s: float = 10.0
+    action_s: float = 120.0
+    first_byte_s: float = 3600.0
+    health_s: float = 2.0
+
+
+class Connections:
+    """The connections that all backends share. `async with`."""
+
+    def __init__(self) -> None:
+        self._pools: dict[Target, Pool] = {}
+
+    async def __aenter__(self) -> "Connections":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for pool in self._pools.values():
+            await pool.aclose()
+
+    def pool(self, url: str, connect_timeout_s: float) -> Pool:
+        """The one pool to this host and port."""
+        target = Target.of(url)
+        if target not in self._pools:
+            self._pools[target] = Pool(target, connect_timeout_s)
+        return self._pools[target]
+
+
+class _OurErrors:
+    """A class and no generator, as `_Relaying`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, TimeoutError):
+            raise BackendTimeoutError("the backend did not answer in time") from error
+        if isinstance(error, OSError):
+            raise BackendError("the backend cannot be reached") from error
+
+
+_OUR_ERRORS = _OurErrors()
+
+
+class RelayedResponse:
+    """A backend's response on its way to a client; its headers and first bytes are in."""
+
+    def __init__(self, response: Response) -> None:
+        self.status = response.status
+        self.reason = response.reason
+        self.headers = response.headers
+        self._response = response
+        self._body: bytes | None = None
+
+    def header(self, name: str) -> str | None:
+        """The first value of a header; `name` in lower case."""
+        wanted = name.encode()
+        for found, value in self.headers:
+            if found.lower() == wanted:
+                return value.decode("latin-1")
+        return None
+
+    @property
+    def is_complete(self) -> bool:
+        """All of it has come: `read` waits for nothing."""
+        return self._response.is_complete
+
+    def __aiter__(self) -> "RelayedResponse":
+        return self
+
+    async def __anext__(self) -> bytes:
+        """The next bytes. Raises BackendError if the backend breaks off."""
+        try:
+            return await self._response.__anext__()
+        except OSError as error:
+            raise BackendError("the backend broke off") from error
+
+    async def read(self) -> bytes:
+        """The whole body, again and again. Raises BackendError."""
+        if self._body is None:
+            try:
+                self._body = await self._response.read()
+            except OSError as error:
+                raise BackendError("the backend broke off") from error
+        return self._body
+
+
+async def _read(response: Response, max_bytes: int | None) -> bytes:
+    """The whole body; None: however long. Raises BackendError if it is longer."""
+    if max_bytes is None:
+        return await response.read()
+    chunks = []
+    async for chunk in response:
+        chunks.append(chunk)
+        max_bytes -= len(chunk)
+        if max_bytes < 0:
+            raise BackendError("the answer is too long")
+    return b"".join(chunks)
+
+
+class LlamaClient:
+    """ports.Backend over HTTP, and what else is asked of a llama-server."""
+
+    def __init__(
+        self,
+        backend: BackendId,
+        url: str,
+        connections: Connections,
+        timeouts: Timeouts,
+        api_key: str | None = None,
+    ) -> None:
+        self.id = backend
+        self.url = url
+        self.relaying = 0  # clients' requests that are with the server now
+        self.doubted = False  # somebody failed to reach it, and nobody has since
+        self._unanswered: set[_Relaying] = set()  # those that would go elsewhere, if it hangs
+        self._asking: set[asyncio.Timeout] = set()  # control calls that likewise would
+        self._given_up = False  # and it has answered nothing since
+        self._suspect: Callable[[], None] = lambda: None
+        self._quiet: asyncio.Event | None = None  # those who wait until there are none
+        self._pool = connections.pool(url, timeouts.connect_s)
+        self._timeouts = timeouts
+        self._authorization = (b"Authorization", f"Bearer {api_key}".encode()) if api_key else None
+
+    def limit(self, timeouts: Timeouts) -> None:
+        """Other limits, for what begins from now on."""
+        self._timeouts = timeouts
+        self._pool.connect_timeout_s = timeouts.connect_s
+
+    def tell_suspicions(self, told: Callable[[], None]) -> None:
+        """Call `told` when the server has not told of texts or ids for as long as a look waits for
+        a sign of life, or cannot be reached for it."""
+        self._suspect = told
+
+    def tell_hang_ups(self, told: Callable[[], None]) -> None:
+        """Call `told` when the server closes an idle connection sooner than it does by itself, as
+        when its process ends. Between two looks a connection is kept for about as long."""
+        self._pool.on_hang_up = told
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float,
+        max_bytes: int | None = None,
+        *,
+        yields: bool = False,
+    ) -> bytes:
+        """One control call, to the end of its answer. Raises BackendError and its kin.
+
+        `yields`: `give_up` concerns it. Not what changes slots or files, of which the router must
+        know how it ended.
+        """
+        if yields and self._given_up:
+            raise BackendError("the backend went away")
+        headers = [(b"Content-Type", b"application/json")] if body is not None else []
+        if self._authorization:
+            headers.append(self._authorization)
+        with _OUR_ERRORS:
+            async with asyncio.timeout(timeout_s) as limit:
+                if yields:
+                    self._asking.add(limit)
+                try:
+                    response = await self._pool.request(method, path, headers, body, timeout_s)
+                    try:
+                        payload = await _read(response, max_bytes)
+                    finally:
+                        response.close()
+                finally:
+                    self._asking.discard(limit)
+        self._given_up = False
+        if response.status >= HTTPStatus.BAD_REQUEST:
+            message = reply.error_message_from(payload) or f"HTTP {response.status}"
+            raise BackendRefusedError(message, backend_status=response.status)
+        return payload
+
+    async def health(self) -> None:
+        """Returns if the server is up and its model loaded; else raises BackendError."""
+        await self._call("GET", "/health", None, self._timeouts.health_s)
+
+    async def props(self) -> reply.Props:
+        """`GET /props`."""
+        return reply.props_from(await self._call("GET", "/props", None, self._timeouts.control_s))
+
+    async def models(self) -> reply.ModelsInfo:
+        """`GET /v1/models`."""
+        return reply.models_from(await self.models_answer())
+
+    async def models_answer(self) -> bytes:
+        """`GET /v1/models`, as it is."""
+        return await self._call("GET", "/v1/models", None, self._timeouts.control_s)
+
+    async def lora_adapters(self) -> bytes:
+        """`GET /lora-adapters`, as it is: it only has to be equal on both sides."""
+        return await self._call("GET", "/lora-adapters", None, self._timeouts.control_s)
+
+    async def metrics(self) -> bytes:
+        """`GET /metrics`, as it is; refused by a server without `--metrics`."""
+        timeout_s = self._timeouts.health_s
+        return await self._call("GET", "/metrics", None, timeout_s, _MAX_METRICS_BYTES)
+
+    async def slots(self) -> list[SlotStatus]:
+        """`GET /slots`. More than one a second hides leaving clients from the server
+        (llama-server.md section 5.6): do not poll it."""
+        return reply.slots_from(await self._call("GET", "/slots", None, self._timeouts.control_s))
+
+    async def tokenize(
+        self, content: str | list[str | int], *, add_special: bool, parse_special: bool
+    ) -> list[int]:
+        """`POST /tokenize`: the ids, as the engine sees them."""
+        body = wire.tokenize_body(content, add_special=add_special, parse_special=parse_special)
+        payload = await self._ask("/tokenize", body)
+        return await json_offload.read(payload, reply.ids_from, payload)
+
+    async def detokenize(self, ids: list[int]) -> str:
+        """`POST /detokenize`: the text of some ids, special tokens included."""
+        body = wire.detokenize_body(ids)
+        payload = await self._ask("/detokenize", body)
+        return reply.text_from(payload)
+
+    async def apply_template(self, body: bytes) -> str:
+        """`POST /apply-template`: a chat body as the text that gets tokenized."""
+        return reply.prompt_from(await self._ask("/apply-template", body))
+
+    async def _ask(self, path: str, body: bytes) -> bytes:
+        """About texts and ids, which any server of the model could tell."""
+        slow = asyncio.get_running_loop().call_later(self._timeouts.health_s, self._suspect)
+        try:
+            return await self._call("POST", path, body, self._timeouts.control_s, yields=True)
+        except BackendRefusedError:
+            raise
+        except BackendError:
+            self._suspect()
+            raise
+        finally:
+            slow.cancel()
+
+    async def save(self, slot: int, name: str) -> Transfer:
+        """Save an idle slot under a flat name in the server's `--slot-save-path`."""
+        return await self._transfer("save", slot, name)
+
+    async def restore(self, slot: int, name: str) -> Transfer:
+        """Restore into an idle slot. A failure leaves it empty (llama-server.md section 0.5)."""
+        return await self._transfer("restore", slot, name)
+
+    async def _transfer(self, action: wire.Action, slot: int, name: str) -> Transfer:
+        path = f"/slots/{slot}?action={action}"
+        payload = await self._call("POST", path, wire.action_body(name), self._timeouts.action_s)
+        return reply.transfer_from(payload, action)
+
+    async def erase(self, slot: int) -> None:
+        """Empty an idle slot, but for a token that is nobody's.
+
+        A server without `--slot-save-path` erases nothing (llama-server.md section 1.1); there a
+        prompt of one token that reuses nothing takes the place of what the slot held.
+        """
+        path, timeout_s = f"/slots/{slot}?action=erase", self._timeouts.action_s
+        try:
+            await self._call("POST", path, b"{}", timeout_s)
+        except BackendRefusedError as error:
+            if error.backend_status != HTTPStatus.NOT_IMPLEMENTED:
+                raise
+            await self.overwrite(slot)
+
+    async def overwrite(self, slot: int) -> None:
+        """Compute one token in place of what an idle slot holds."""
+        body, timeout_s = wire.overwrite_body(slot), self._timeouts.action_s
+        await self._call("POST", "/completion", body, timeout_s)
+
+    async def prefill(self, slot: int, tokens: Tokens, *, exact: bool = True) -> Reported:
+        """Compute `tokens` in an idle slot, which holds exactly them afterwards.
+
+        Streamed with progress, so that the server notices at once if we give up. Not `exact`: as
+        the server does it by itself.
+        """
+        body = wire.prefill_body(tokens, slot, exact=exact)
+        payload = await self._call("POST", "/completion", body, self._timeouts.first_byte_s)
+        return reply.read_reply(wire.Route.COMPLETION, True, payload)
+
+    async def fingerprint(self, slot: int, tokens: Tokens) -> list[tuple[int, float]]:
+        """The likeliest next tokens after `tokens` with their log probabilities, best first."""
+        body = wire.fingerprint_body(tokens, slot)
+        payload = await self._call("POST", "/completion", body, self._timeouts.action_s)
+        return reply.top_logprobs_from(payload)
+
+    def relay(
+        self,
+        method: str,
+        path: str,
+        headers: Sequence[Header],
+        body: bytes | None,
+        *,
+        yields: bool = False,
+    ) -> "_Relaying":
+        """A client's request. `async with` gives the response, its headers and first bytes in.
+
+        `path` is raw, query included. Entering raises BackendError; the connection is closed on
+        exit unless the response was read to its end. `yields`: `give_up` concerns it.
+        """
+        if self._authorization:
+            kept = [header for header in headers if header[0].lower() != b"authorization"]
+            headers = [*kept, self._authorization]
+        asked = self._pool.request(method, path, headers, body, self._timeouts.first_byte_s)
+        return _Relaying(self, asked, self._unanswered if yields else set())
+
+    def give_up(self) -> None:
+        """The server does not answer: nor will it what it was asked and has not begun to answer.
+        Raises BackendError in those who wait for it and said that they would yield, and in who
+        comes with such a call before it has answered anything else."""
+        self._given_up = True
+        for relaying in tuple(self._unanswered):
+            relaying.give_up()
+        while self._asking:
+            limit = self._asking.pop()
+            if not limit.expired():
+                limit.reschedule(0.0)
+
+    def relayed(self) -> None:
+        """One of `relaying` is over."""
+        self.relaying -= 1
+        if self._quiet is not None and not self.relaying:
+            self._quiet.set()
+            self._quiet = None
+
+    async def until_quiet(self) -> None:
+        """Wait until no client's request is with the server."""
+        while self.relaying:
+            if self._quiet is None:
+                self._quiet = asyncio.Event()
+            await self._quiet.wait()
+
+
+class _Relaying:
+    """A class and no generator: every request of a client goes through it."""
+
+    def __init__(
+        self,
+        client: LlamaClient,
+        asked: Coroutine[Any, Any, Response],
+        unanswered: "set[_Relaying]",
+    ) -> None:
+        self._client = client
+        self._asked = asked
+        self._unanswered = unanswered
+        self._task: asyncio.Task[Any] | None = None
+        self._given_up = False
+        self._response: Response | None = None
+
+    def give_up(self) -> None:
+        """Wait no longer for the first byte."""
+        if self._task is not None and not self._given_up:
+            self._given_up = True
+            self._task.cancel()
+
+    async def __aenter__(self) -> RelayedResponse:
+        self._client.relaying += 1
+        self._task = asyncio.current_task()
+        self._unanswered.add(self)
+        try:
+            with _OUR_ERRORS:
+                self._response = await self._asked
+        except BaseException as error:
+            self._client.relayed()
+            if isinstance(error, asyncio.CancelledError) and self._is_ours():
+                raise BackendError("the backend went away") from error
+            raise
+        finally:
+            self._unanswered.discard(self)
+        return RelayedResponse(self._response)
+
+    def _is_ours(self) -> bool:
+        """Nobody but `give_up` has cancelled it; the client may have left in the same moment."""
+        return self._given_up and self._task is not None and self._task.uncancel() == 0
+
+    async def __aexit__(self, *_: object) -> None:
+        self._client.relayed()
+        if self._response is not None:
+            self._response.close()

@@ -1,0 +1,411 @@
+"""HTTP/1.1 to a backend: connections that are kept for a moment, and responses as they come.
+
+Lean on purpose (docs/adr/0006): parsing is httptools', what is here is the pool and the flow of
+bytes. Knows nothing of llama-server but how long it keeps connections.
+"""
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from router.base.tasks import Tasks
+
+# llama-server closes idle connections after about 5 s without saying so
+# (llama-server.md, "Connections").
+KEEP_IDLE_S = 2.0
+# Bytes of a response that may wait for their reader before the backend is made to wait.
+_HIGH_WATER = 256 * 1024
+
+Header = tuple[bytes, bytes]
+"""As it is on the wire; names in any case."""
+
+
+class HttpError(OSError):
+    """The connection broke, or what came is not HTTP. `untouched`: no byte of an answer came."""
+
+    def __init__(self, message: str, *, untouched: bool = False) -> None:
+        super().__init__(message)
+        self.untouched = untouched
+
+
+class Response:
+    """A response whose headers and first bytes are in; iterate for the body, `close` in any
+    case."""
+
+    def __init__(self, connection: "_Connection") -> None:
+        self._connection = connection
+        self.status = connection.status
+        self.reason = connection.reason
+        self.headers: list[Header] = connection.headers
+
+    @property
+    def is_complete(self) -> bool:
+        """All of it has come: nothing will be waited for."""
+        return self._connection.is_complete
+
+    def __aiter__(self) -> "Response":
+        return self
+
+    async def __anext__(self) -> bytes:
+        """The next bytes, as many as there are. Raises HttpError if the backend breaks off."""
+        chunk = await self._connection.read()
+        if not chunk:
+            raise StopAsyncIteration
+        return chunk
+
+    async def read(self) -> bytes:
+        """The whole body. Raises HttpError."""
+        chunks: list[bytes] = []
+        while chunk := await self._connection.read():
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def close(self) -> None:
+        """Give the connection back if the response was read to its end, else break it off."""
+        self._connection.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where connections go."""
+
+    host: str
+    port: int
+    tls: bool
+
+    @classmethod
+    def of(cls, url: str) -> "Target":
+        """From a base URL."""
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls)
+
+
+class Pool:
+    """Connections to one backend. One event loop."""
+
+    def __init__(self, target: Target, connect_timeout_s: float) -> None:
+        self._target = target
+        self.connect_timeout_s = connect_timeout_s  # may be changed
+        # Whom to tell when the other side closes a connection that it would have kept.
+        self.on_hang_up: Callable[[], None] = lambda: None
+        self._tls = ssl.create_default_context() if target.tls else None
+        host = f"[{target.host}]" if ":" in target.host else target.host
+        self._host = f"{host}:{target.port}".encode()
+        self._idle: deque[tuple[float, _Connection]] = deque()
+        self._open: set[_Connection] = set()
+        self._tasks = Tasks()
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        headers: Iterable[Header],
+        body: bytes | None,
+        timeout_s: float,
+    ) -> Response:
+        """Send, and wait for the headers of the answer and the first of its body, which a client
+        gets together (docs/adr/0005). Raises HttpError, OSError, TimeoutError.
+
+        A kept connection may have been closed by the other side meanwhile; if so, nothing was
+        worked on, and the request goes out once more on a fresh one. `timeout_s` is for the
+        answer; connecting has its own.
+        """
+        head = self._head(method, path, headers, body)
+        kept = self._kept()
+        if kept is not None:
+            try:
+                return await kept.send(method, head, body, timeout_s)
+            except HttpError as error:
+                if not error.untouched:
+                    raise
+                self.on_hang_up()
+        fresh = await self._connect()
+        return await fresh.send(method, head, body, timeout_s)
+
+    async def aclose(self) -> None:
+        """Close every connection, whoever uses it."""
+        self._closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        await self._tasks.aclose()
+        for connection in tuple(self._open):
+            connection.abort()
+        self._idle.clear()
+
+    def keep(self, connection: "_Connection") -> None:
+        """A connection is free. It is closed if nobody takes it within KEEP_IDLE_S."""
+        loop = asyncio.get_running_loop()
+        self._idle.append((loop.time(), connection))
+        if self._sweep is None:
+            self._sweep = loop.call_later(KEEP_IDLE_S, self._close_stale)
+
+    def replace(self) -> None:
+        """A connection is used up, as after every stream: have another ready for the next.
+
+        Connecting is half of what a short request costs on its way to the backend.
+        """
+        if not self._idle and not self._closed:
+            self._tasks.spawn(self._spare(), name="spare connection")
+
+    async def _spare(self) -> None:
+        with suppress(OSError):  # also TimeoutError; the next request will see for itself
+            self.keep(await self._connect())
+
+    def forget(self, connection: "_Connection") -> None:
+        """A connection is closed."""
+        self._open.discard(connection)
+
+    def _close_stale(self) -> None:
+        loop = asyncio.get_running_loop()
+        limit = loop.time() - KEEP_IDLE_S
+        while self._idle and self._idle[0][0] <= limit:
+            self._idle.popleft()[1].abort()
+        self._sweep = None
+        if self._idle:
+            self._sweep = loop.call_at(self._idle[0][0] + KEEP_IDLE_S, self._close_stale)
+
+    def _kept(self) -> "_Connection | None":
+        """The one used last: it has the longest to live."""
+        while self._idle:
+            _, connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def _connect(self) -> "_Connection":
+        async with asyncio.timeout(self.connect_timeout_s):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                lambda: _Connection(self), self._target.host, self._target.port, ssl=self._tls
+            )
+        self._open.add(connection)
+        return connection
+
+    def _head(self, method: str, path: str, headers: Iterable[Header], body: bytes | None) -> bytes:
+        target = path.encode("utf-8", "surrogateescape")
+        lines = [b"%b %b HTTP/1.1" % (method.encode(), target), b"Host: " + self._host]
+        lines += [b"%b: %b" % header for header in headers]
+        if body is not None or method in ("POST", "PUT", "PATCH"):
+            lines.append(b"Content-Length: %d" % len(body or b""))
+        head = b"\r\n".join(lines)
+        # aiohttp has refused control characters in what clients send; the rest is our own.
+        if not head.count(b"\r") == head.count(b"\n") == len(lines) - 1:
+            raise HttpError("a header holds a line break")
+        return head + b"\r\n\r\n"
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, one request at a time; the callbacks of httptools' parser are here too."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self.is_open = False
+        self._loop = asyncio.get_running_loop()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.parser = httptools.HttpResponseParser(self)
+        self.status = 0
+        self.reason = ""
+        self.headers: list[Header] = []
+        self._method = ""
+        self._in_use = False
+        self._touched = False
+        self._headed = False
+        self.is_complete = False
+        self._keep = False
+        self._surplus = False
+        self._error: OSError | None = None
+        self._chunks: list[bytes] = []
+        self._buffered = 0
+        self._paused = False
+        self._started: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        self._touched = True
+        if self.is_complete or not self._in_use:
+            self.abort()  # nobody asked: it would be taken for the answer to the next request
+            return
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:  # also what is raised below
+            self._fail(HttpError(f"the answer is not HTTP: {error}"))
+            self.abort()
+        if self._buffered > _HIGH_WATER and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.is_open and not self._in_use:  # idle, and not closed by us
+            self._pool.on_hang_up()
+        self.is_open = False
+        self._pool.forget(self)
+        if not self._headed or self._is_framed():
+            self._fail(HttpError("the connection broke", untouched=not self._touched))
+        else:
+            self._end()  # a body that ends with its connection
+
+    def _is_framed(self) -> bool:
+        """The answer says where it ends, and has not got there."""
+        if self.is_complete:
+            return False
+        names = {name.lower() for name, _ in self.headers}
+        return not self._headed or bool(names & {b"content-length", b"transfer-encoding"})
+
+    # -- httptools -----------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self.is_complete:  # more than was asked for, in one packet with what was
+            self._surplus = True
+
+    def on_status(self, status: bytes) -> None:
+        if not self.is_complete:
+            self.reason += status.decode("latin-1")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._headed:  # else a trailer, which nobody here sends or wants
+            self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self.is_complete:
+            return
+        self.status = self._status()
+        if self.status < 200:
+            return  # 100 Continue and the like; the answer is still to come
+        # What httptools leaves to its user: it would read a body to the end of the connection.
+        encodings = [v for name, v in self.headers if name.lower() == b"transfer-encoding"]
+        if encodings and [one.strip().lower() for one in encodings] != [b"chunked"]:
+            raise HttpError("the only Transfer-Encoding is chunked")
+        self._headed = True
+        self._keep = self.parser.should_keep_alive() and self._method != "HEAD"
+        if self._method == "HEAD":
+            self._end()
+
+    def on_chunk_header(self) -> None:
+        # llama-server closes after every chunked answer (llama-server.md, "Connections").
+        self._keep = False
+
+    def _status(self) -> int:
+        """Raises HttpError for one that there is not."""
+        status: int = self.parser.get_status_code()
+        if not 100 <= status < 600 or status == HTTPStatus.SWITCHING_PROTOCOLS:
+            raise HttpError(f"there is no status {status}")
+        return status
+
+    def on_body(self, body: bytes) -> None:
+        if self.is_complete:  # of an answer that was not asked for, or to a HEAD
+            self._surplus = True
+            return
+        self._chunks.append(body)
+        self._buffered += len(body)
+        self._wake()
+
+    def on_message_complete(self) -> None:
+        if self.is_complete:
+            return
+        if self.status < 200:
+            self.headers.clear()
+            self.reason = ""
+            return
+        self._end()
+
+    # -- for the pool and the response ---------------------------------------------------------
+
+    async def send(
+        self, method: str, head: bytes, body: bytes | None, timeout_s: float
+    ) -> Response:
+        """Write a request; returns when something of the answer's body is in, or the end of it.
+        Raises HttpError and TimeoutError."""
+        if self._transport is None or not self.is_open:
+            raise HttpError("the connection is closed", untouched=True)
+        self._method, self._in_use = method, True
+        self._started = self._loop.create_future()
+        # One write for both while that is no copy of much: one packet less to wait for.
+        if body is not None and len(body) > 64 * 1024:
+            self._transport.write(head)
+            self._transport.write(body)
+        else:
+            self._transport.write(head + (body or b""))
+        timer = self._loop.call_later(timeout_s, self._fail, TimeoutError())
+        try:
+            await self._started
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            timer.cancel()
+        return Response(self)
+
+    async def read(self) -> bytes:
+        """What has come since the last time; b"" at the end. Raises HttpError."""
+        while not self._chunks:
+            if self._error is not None:
+                raise self._error
+            if self.is_complete:
+                return b""
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    def finish(self) -> None:
+        """The response is not needed any more."""
+        if not self._in_use:
+            return
+        self._in_use = False
+        clean = self.is_complete and not self._chunks and not self._surplus
+        if clean and self._keep and self.is_open:
+            self._reset()  # not when the next request waits for it
+            self._pool.keep(self)
+        else:
+            if self.is_complete:
+                self._pool.replace()
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once; llama-server stops working on what nobody reads."""
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _fail(self, error: OSError) -> None:
+        if self.is_complete:
+            return
+        self._error = error
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(error)
+            self._started.exception()  # seen, also if nobody waits any more
+        self._wake()
+
+    def _end(self) -> None:
+        self.is_complete = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._started is not None and not self._started.done():
+            self._started.set_result(None)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

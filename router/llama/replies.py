@@ -1,0 +1,305 @@
+"""What llama-server answers, as far as the router looks at it.
+
+`read_reply` is for completions: it never raises, because by then the client has its answer and
+all that is lost is knowledge. The `*_from` functions are for control calls and raise
+BackendError, because without those answers the router cannot go on.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import orjson
+
+from router.base.errors import BackendError, RouterModeError
+from router.base.tokens import Tokens, pack
+from router.base.types import Reported, SlotStatus, Transfer
+from router.llama import json_offload
+from router.llama.reply_parsers import READERS, Json, Reading, as_dict
+from router.llama.wire import Route
+
+IDENTITY = (None, "", "identity")
+T = TypeVar("T")
+
+
+def read_reply(
+    route: Route,
+    stream: bool,
+    chunks: list[bytes] | bytes,
+    content_encoding: str | None = None,
+    *,
+    complete: bool = True,
+) -> Reported:
+    """What a completion's response bytes say (llama-server.md section 2.4). Never raises.
+
+    `complete=False`: bytes are missing in the middle, so no ids and no text, only totals.
+    `text` is what the client saw: a stop word, an end-of-turn token and whatever the chat parser
+    removed are not in it. It may therefore be shorter than `generated_tokens`, never made up.
+    """
+    if content_encoding not in IDENTITY:
+        return Reported()
+    raw = chunks if isinstance(chunks, bytes) else b"".join(chunks)
+    # an error before the first token is a plain object although a stream was asked for: no event
+    events = _events(raw) if stream else [_loads(raw)]
+    reading = Reading()
+    for event in events:
+        if not isinstance(event, dict):
+            # an array: several native results, each with totals of its own
+            return Reported()
+        READERS[route](reading, event)
+    return reading.report(complete=complete)
+
+
+def _loads(raw: bytes) -> Any:
+    try:
+        return json_offload.loads(raw)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _events(raw: bytes) -> Iterator[Json]:
+    """The JSON objects of a server-sent event stream; comments, [DONE] and fragments left out."""
+    data: list[bytes] = []
+    for line in (*raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n"), b""):
+        if line:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                data.append(value.removeprefix(b" "))
+        elif data:
+            event = _loads(b"\n".join(data))
+            data = []
+            if isinstance(event, dict):
+                yield event
+
+
+Process = tuple[str, str, str]
+_OLD_MARKER = "<__media__>"  # what older servers all answer
+
+
+@dataclass(frozen=True, slots=True)
+class Props:
+    """`GET /props` (get_res_props, server-context.cpp)."""
+
+    total_slots: int
+    n_ctx: int  # tokens one slot can hold
+    model_path: str
+    model_alias: str
+    chat_template: str
+    media_marker: str
+    build_info: str
+    bos_token: str
+    eos_token: str
+    has_vision: bool
+    has_audio: bool
+    endpoint_slots: bool
+    is_sleeping: bool
+
+    @property
+    def process(self) -> Process:
+        """Another one after each start, unless it is `told_by_nothing` (llama-server.md section
+        5.2)."""
+        return self.media_marker, self.model_path, self.build_info
+
+    @property
+    def told_by_nothing(self) -> bool:
+        """Two servers of one model and version answer alike."""
+        return self.media_marker in ("", _OLD_MARKER)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsInfo:
+    """`GET /v1/models` (get_res_model_info, server-context.cpp), of the first model."""
+
+    names: frozenset[str]  # id and aliases, of all models
+    n_vocab: int
+    n_ctx_train: int
+    n_embd: int
+    n_params: int
+    size: int
+    ftype: str
+    vocab_type: int
+    architecture: str  # modalities, as in "text+image->text"
+
+
+class _Answer:
+    """One answer to a control call; what is missing or of another type is a BackendError."""
+
+    def __init__(self, payload: object, call: str) -> None:
+        self._call = call
+        self.value: Any = _loads(payload) if isinstance(payload, bytes) else payload
+
+    def malformed(self, what: str) -> BackendError:
+        return BackendError(f"the backend's answer to {self._call} is malformed: {what}")
+
+    def get(self, path: str, kind: type[T], default: T | None = None) -> T:
+        """The value at a path such as "data/0/id"; `default` where it is missing or null."""
+        found = self.value
+        for step in path.split("/"):
+            if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+                found = found[int(step)]
+            else:
+                found = found.get(step) if isinstance(found, dict) else None
+        if found is None and default is not None:
+            return default
+        if kind is float and type(found) is int:
+            found = float(found)
+        if type(found) is not kind:
+            raise self.malformed(f"{path} is not {_KINDS[kind]}")
+        return found
+
+    def items(self, path: str | None = None) -> list["_Answer"]:
+        """The elements of the array at `path`, or of the answer itself."""
+        found = self.value if path is None else self.get(path, list)
+        if not isinstance(found, list):
+            raise self.malformed("it is not an array")
+        return [_Answer(item, self._call) for item in found]
+
+
+_KINDS: dict[type, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "a boolean",
+    list: "an array",
+}
+
+
+def props_from(payload: object) -> Props:
+    """The answer to GET /props, as bytes or parsed. Raises BackendError."""
+    answer = _Answer(payload, "GET /props")
+    if answer.get("role", str, "") == "router":
+        raise RouterModeError("GET /props: its role is router")
+    return Props(
+        total_slots=answer.get("total_slots", int),
+        n_ctx=answer.get("default_generation_settings/n_ctx", int),
+        model_path=answer.get("model_path", str),
+        model_alias=answer.get("model_alias", str, ""),
+        chat_template=answer.get("chat_template", str, ""),
+        media_marker=answer.get("media_marker", str, ""),
+        build_info=answer.get("build_info", str, ""),
+        bos_token=answer.get("bos_token", str, ""),
+        eos_token=answer.get("eos_token", str, ""),
+        has_vision=answer.get("modalities/vision", bool, False),
+        has_audio=answer.get("modalities/audio", bool, False),
+        endpoint_slots=answer.get("endpoint_slots", bool, False),
+        is_sleeping=answer.get("is_sleeping", bool, False),
+    )
+
+
+def models_from(payload: object) -> ModelsInfo:
+    """The answer to GET /v1/models, as bytes or parsed. Raises BackendError.
+
+    One in router mode lists models that are not loaded, without `meta`; it is not one backend.
+    """
+    answer = _Answer(payload, "GET /v1/models")
+    names: set[str] = set()
+    for model in answer.items("data"):
+        names.add(model.get("id", str))
+        names.update(alias for alias in model.get("aliases", list, []) if isinstance(alias, str))
+    sides = [
+        "+".join(map(str, answer.get(f"data/0/architecture/{side}_modalities", list, ["text"])))
+        for side in ("input", "output")
+    ]
+    return ModelsInfo(
+        names=frozenset(names),
+        n_vocab=answer.get("data/0/meta/n_vocab", int),
+        n_ctx_train=answer.get("data/0/meta/n_ctx_train", int),
+        n_embd=answer.get("data/0/meta/n_embd", int),
+        n_params=answer.get("data/0/meta/n_params", int),
+        size=answer.get("data/0/meta/size", int),
+        ftype=answer.get("data/0/meta/ftype", str, ""),
+        vocab_type=answer.get("data/0/meta/vocab_type", int),
+        architecture="->".join(sides),
+    )
+
+
+def slots_from(payload: object) -> list[SlotStatus]:
+    """The answer to GET /slots, as bytes or parsed. Raises BackendError."""
+    statuses: list[SlotStatus] = []
+    for slot in _Answer(payload, "GET /slots").items():
+        # missing on a slot that never ran a task (llama-server.md section 5.1)
+        n_tokens, task = slot.get("n_prompt_tokens", int, -1), slot.get("id_task", int, -1)
+        statuses.append(
+            SlotStatus(
+                index=slot.get("id", int),
+                is_processing=slot.get("is_processing", bool),
+                n_tokens=n_tokens if n_tokens >= 0 else None,
+                n_ctx=slot.get("n_ctx", int),
+                id_task=task if task >= 0 else None,
+                adapted=bool(slot.get("params/lora", list, [])),
+            )
+        )
+    return statuses
+
+
+def transfer_from(payload: object, action: Literal["save", "restore"]) -> Transfer:
+    """The answer to a slot save or restore, as bytes or parsed. Raises BackendError."""
+    answer = _Answer(payload, f"a slot {action}")
+    tokens, size = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
+    return Transfer(
+        n_tokens=answer.get(tokens, int),
+        size_bytes=answer.get(size, int),
+        seconds=answer.get(f"timings/{action}_ms", float) / 1000,
+    )
+
+
+def tokens_from(payload: object) -> Tokens:
+    """The answer to POST /tokenize, as bytes or parsed. Raises BackendError."""
+    return _ids_of(payload)[1]
+
+
+def ids_from(payload: bytes) -> list[int]:
+    """The answer to POST /tokenize as ids. Raises BackendError."""
+    return _ids_of(payload)[0]
+
+
+def _ids_of(payload: object) -> tuple[list[int], Tokens]:
+    answer = _Answer(payload, "POST /tokenize")
+    ids = answer.get("tokens", list)
+    try:
+        return ids, pack(ids)
+    except (TypeError, OverflowError) as error:
+        raise answer.malformed("tokens holds something that is no token id") from error
+
+
+def text_from(payload: object) -> str:
+    """The answer to POST /detokenize, as bytes or parsed. Raises BackendError."""
+    return _Answer(payload, "POST /detokenize").get("content", str)
+
+
+def prompt_from(payload: object) -> str:
+    """The answer to POST /apply-template, as bytes or parsed. Raises BackendError."""
+    return _Answer(payload, "POST /apply-template").get("prompt", str)
+
+
+def knows_no_answer(payload: bytes) -> bool:
+    """Whether a control's answer says that nothing of that id is being written (server-context.cpp,
+    SERVER_TASK_TYPE_CONTROL)."""
+    return as_dict(_loads(payload)).get("message") == "no active completion for this id"
+
+
+def error_message_from(payload: bytes) -> str:
+    """The message of an error answer, or "" (format_error_response, server-common.cpp)."""
+    message = as_dict(as_dict(_loads(payload)).get("error")).get("message")
+    return message if isinstance(message, str) else ""
+
+
+def top_logprobs_from(payload: object) -> list[tuple[int, float]]:
+    """Ids and log probabilities for the first generated token of a native answer with `n_probs`.
+
+    Raises BackendError.
+    """
+    answer = _Answer(payload, "POST /completion with n_probs")
+    top = answer.items("completion_probabilities/0/top_logprobs")
+    return [(entry.get("id", int), entry.get("logprob", float)) for entry in top]
+
+
+def merge_models(payloads: list[bytes]) -> Json:
+    """One answer to GET /v1/models out of several: their lists one after the other."""
+    answers = [as_dict(_loads(payload)) for payload in payloads]
+    merged: Json = {"object": "list"}
+    for key in ("models", "data"):
+        merged[key] = [
+            model for answer in answers for model in answer.get(key, []) if isinstance(model, dict)
+        ]
+    return merged

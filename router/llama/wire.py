@@ -1,0 +1,398 @@
+"""Requests to llama-server: what the router has to know of them, and the bytes it sends on.
+
+Pure functions. A body is parsed to learn its prompt and a few fields and then sent on as it
+came, so that the backend answers what it would have answered without a router: wrong fields are
+the backend's to refuse, only a body that is no JSON object is refused here.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from hashlib import blake2b
+from typing import Any, Literal
+
+import orjson
+
+from router.base.errors import BadRequestError
+from router.base.frozen import dataclass
+from router.base.tokens import Tokens, pack, pieces, unpack
+from router.llama import json_offload
+from router.llama.anthropic import anthropic_to_chat
+from router.llama.responses import responses_to_chat
+
+INT32_MAX = 2**31 - 1
+UTF8_BOM = b"\xef\xbb\xbf"
+TINY_PAYLOAD = "base64,AA=="  # one zero byte: decoded by /apply-template, looked at by nobody
+
+
+class Route(Enum):
+    """The completion routes, by request and response shape."""
+
+    COMPLETION = "completion"
+    OAI_COMPLETION = "oai_completion"
+    CHAT = "chat"
+    MESSAGES = "messages"
+    RESPONSES = "responses"
+    INFILL = "infill"
+
+
+# as server.cpp registers them, lines 270 to 281
+ROUTES: dict[str, Route] = {
+    "/completion": Route.COMPLETION,
+    "/completions": Route.COMPLETION,
+    "/v1/completions": Route.OAI_COMPLETION,
+    "/chat/completions": Route.CHAT,
+    "/v1/chat/completions": Route.CHAT,
+    "/v1/messages": Route.MESSAGES,
+    "/responses": Route.RESPONSES,
+    "/v1/responses": Route.RESPONSES,
+    "/infill": Route.INFILL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A token array; the server takes it as it is and adds no BOS."""
+
+    tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text, tokenized with add_special=true and parse_special=true."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrompt:
+    """Strings and ids; only a first string gets add_special. `content` of /tokenize as it is."""
+
+    parts: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat body for POST /apply-template; its answer is then a TextPrompt.
+
+    Every media part keeps its place, with a payload of one byte: the template renders the same
+    media marker, and no image is sent or downloaded twice. `media` are the fingerprints of the
+    true payloads, in the order of the markers.
+    """
+
+    body: dict[str, Any]
+    media: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownPrompt:
+    """The router cannot know the tokens, for this reason."""
+
+    reason: str
+    legal: bool = False  # the server may know them; else it will refuse the request
+
+
+PromptSource = TokenPrompt | TextPrompt | MixedPrompt | ChatPrompt | UnknownPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """One completion request, as llama-server would read it."""
+
+    route: Route
+    body: dict[str, Any]
+    model: str | None
+    stream: bool
+    max_new_tokens: int | None  # None: as many as the backend's own limit allows
+    cache_prompt: bool
+    slot_hint: int | None
+    whole_backend: bool
+    lora: bool
+    shifts: bool  # chunks of KV may be shifted for it (llama-server.md section 2.3)
+    pinnable: bool
+    prompt_source: PromptSource
+
+
+def route_of(path: str) -> Route | None:
+    """The completion route of a URL path, or None."""
+    return ROUTES.get(path)
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """The body as an object. Raises BadRequestError for anything that is not one."""
+    try:
+        # the server's parser skips a byte order mark, orjson does not
+        body = json_offload.loads(raw.removeprefix(UTF8_BOM))
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the request body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequestError(f"the request body must be a JSON object, not {_json_type(body)}")
+    return body
+
+
+def _json_type(value: object) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def parse_request(route: Route, body: dict[str, Any]) -> ParsedRequest:
+    """Everything the router wants to know of a request. Never raises, never changes `body`."""
+    batch = False
+    # What `eval_llama_cmpl_schema` reads: the converted body where there is one. That of
+    # /v1/messages holds neither id_slot nor n, cache_prompt or lora (llama-server.md section 2.1).
+    fields = body
+    source: PromptSource
+    match route:
+        case Route.COMPLETION | Route.OAI_COMPLETION:
+            source, batch = _native_prompt(body)
+        case Route.INFILL:
+            legal = "input_prefix" in body and "input_suffix" in body
+            source = UnknownPrompt("infill prompts are built by the server", legal)
+        case Route.CHAT:
+            source = _chat_prompt(body)
+        case Route.MESSAGES | Route.RESPONSES:
+            convert = anthropic_to_chat if route is Route.MESSAGES else responses_to_chat
+            try:
+                fields = convert(body)
+            except ValueError as error:
+                fields = {}
+                source = UnknownPrompt(f"the server will refuse this body: {error}")
+            else:
+                source = _chat_prompt(fields)
+    model, slot = body.get("model"), _int32(fields.get("id_slot"))
+    return ParsedRequest(
+        route=route,
+        body=body,
+        model=model if isinstance(model, str) else None,
+        stream=body.get("stream") is True,
+        max_new_tokens=_max_new_tokens(fields),
+        cache_prompt=fields.get("cache_prompt") is not False,
+        slot_hint=slot if slot is not None and slot >= 0 else None,
+        whole_backend=batch or (_first_int(fields, "n_cmpl", "n") or 1) > 1,
+        lora=fields.get("lora") not in (None, []),
+        shifts=_int32(fields.get("n_cache_reuse", 0)) != 0,  # null: the server's `--cache-reuse`
+        pinnable=route is not Route.MESSAGES,
+        prompt_source=source,
+    )
+
+
+def _max_new_tokens(fields: dict[str, Any]) -> int | None:
+    """`n_predict` and its aliases in the order of server-schema.cpp; -1 is no limit."""
+    limit = _first_int(fields, "n_predict", "max_completion_tokens", "max_tokens")
+    return limit if limit is not None and limit >= 0 else None
+
+
+def _first_int(fields: dict[str, Any], *names: str) -> int | None:
+    """`field_num::eval` (server-schema.cpp): the first name whose value is not null."""
+    for name in names:
+        if fields.get(name) is not None:
+            return _int32(fields[name])
+    return None
+
+
+def _int32(value: object) -> int | None:
+    """`json::get<int>()`: floats are cut and booleans count; None for what it would refuse."""
+    if not isinstance(value, int | float):
+        return None
+    number = int(value)
+    return number if -INT32_MAX <= number <= INT32_MAX else None
+
+
+def _native_prompt(body: dict[str, Any]) -> tuple[PromptSource, bool]:
+    """`tokenize_input_prompts` (server-common.cpp): a prompt, and whether it is a batch.
+
+    An array without any number is a batch; a batch of one is that one prompt.
+    """
+    if "prompt" not in body:
+        return UnknownPrompt("there is no prompt"), False
+    prompt = body["prompt"]
+    if isinstance(prompt, list) and not any(is_int(part) for part in prompt):
+        if not prompt:
+            return UnknownPrompt("the prompt is an empty array"), False
+        if len(prompt) > 1:
+            return UnknownPrompt(f"a batch of {len(prompt)} prompts"), True
+        prompt = prompt[0]
+    return _single_prompt(prompt), False
+
+
+def _single_prompt(prompt: object) -> PromptSource:
+    """`tokenize_input_subprompt` (server-common.cpp)."""
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    if isinstance(prompt, list):
+        if all(is_int(part) for part in prompt):
+            return _token_prompt(prompt)
+        if any(is_int(part) for part in prompt) and any(isinstance(part, str) for part in prompt):
+            return _mixed_prompt(prompt)
+    if isinstance(prompt, dict) and "prompt_string" in prompt:
+        if "multimodal_data" in prompt:
+            return UnknownPrompt("multimodal_data is tokenized by the server", legal=True)
+        text = prompt["prompt_string"]  # read by tokenize_mixed: an array of any mixture will do
+        if isinstance(text, str):
+            return TextPrompt(text)
+        if isinstance(text, list):
+            return _mixed_prompt(text)
+    return UnknownPrompt("the prompt is of no type that the server takes")
+
+
+def _mixed_prompt(parts: list[Any]) -> PromptSource:
+    """`tokenize_mixed` (server-common.cpp)."""
+    if not all(isinstance(part, str) or is_int(part) for part in parts):
+        return UnknownPrompt("the prompt holds neither strings nor token ids only")
+    ids = [part for part in parts if is_int(part)]
+    if len(ids) == len(parts):
+        return _token_prompt(parts)
+    checked = _token_prompt(ids)
+    return checked if isinstance(checked, UnknownPrompt) else MixedPrompt(tuple(parts))
+
+
+def _token_prompt(ids: list[int]) -> PromptSource:
+    """Negative ids are refused by the server, and mean media in `types.Prompt`."""
+    if any(min(piece) < 0 for piece in pieces(ids)):
+        return UnknownPrompt("the prompt holds a negative token id")
+    try:
+        return TokenPrompt(pack(ids))
+    except OverflowError:
+        return UnknownPrompt("the prompt holds a token id that is not an int32")
+
+
+def is_int(value: object) -> bool:
+    """`is_number_integer()`; in Python a bool would be one too."""
+    return type(value) is int
+
+
+def _chat_prompt(body: dict[str, Any]) -> PromptSource:
+    """The body for /apply-template, with the media payloads taken out."""
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return UnknownPrompt("'messages' must be an array")
+    media: list[str] = []
+    light = [_without_payloads(message, media) for message in messages]
+    return ChatPrompt({**body, "messages": light} if media else body, tuple(media))
+
+
+def _without_payloads(message: object, media: list[str]) -> object:
+    """The message with tiny payloads; the fingerprints of the true ones go into `media`."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": [_tiny_part(part, media) for part in message["content"]]}
+
+
+def _tiny_part(part: object, media: list[str]) -> object:
+    """`oaicompat_content_load_media` (server-common.cpp): which parts are media, and where.
+
+    A part without a payload stays as it is: the server refuses it here and there alike.
+    """
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        return part
+    holder = part.get(kind)
+    match kind:
+        case "image_url":
+            payload = _payload(holder, "url")
+            tiny = {"url": f"data:image/png;{TINY_PAYLOAD}"}
+        case "input_audio":
+            payload = _payload(holder, "data", "url")
+            tiny = {"data": f"data:audio/wav;{TINY_PAYLOAD}"}
+        case "input_video" | "video_url":
+            payload = _payload(holder, "data", "url")
+            tiny = {"data": f"data:video/mp4;{TINY_PAYLOAD}"}
+        case _:
+            return part
+    if not payload:
+        return part
+    media.append(fingerprint(payload))
+    return {**part, kind: tiny}
+
+
+def _payload(holder: object, *keys: str) -> str:
+    """The first of `keys` that is a string, as nested `json_value` calls find it."""
+    if isinstance(holder, dict):
+        for key in keys:
+            if isinstance(holder.get(key), str):
+                return str(holder[key])
+    return ""
+
+
+def fingerprint(payload: str) -> str:
+    """Of a data URL's data, or of a URL itself: what is behind it may change, unseen by us.
+
+    That is safe: the server compares the content's own hash before it reuses anything.
+    """
+    data = payload.partition(",")[2] if payload.startswith("data:") else payload
+    return blake2b(data.encode(), digest_size=16).hexdigest()
+
+
+def with_fields(raw: bytes, body: dict[str, Any], fields: dict[str, Any]) -> bytes:
+    """`raw` with these fields set. Untouched otherwise, unless the client sent one of them."""
+    if fields.keys() & body.keys():
+        return orjson.dumps({**body, **fields})
+    # the first brace opens the object: only a byte order mark and white space come before it
+    start = raw.index(b"{") + 1
+    comma = b"," if body else b""
+    return b"%b%b%b%b" % (raw[:start], orjson.dumps(fields)[1:-1], comma, raw[start:])
+
+
+def kept_in_place(body: dict[str, Any]) -> dict[str, Any]:
+    """The field that keeps the server from shifting KV by itself (llama-server.md section 2.3), or
+    no field, if the client says something of it."""
+    return {} if "n_cache_reuse" in body else {"n_cache_reuse": 0}
+
+
+def pin_slot(raw: bytes, body: dict[str, Any], slot: int, **more: object) -> bytes:
+    """`raw` with `id_slot` set, and what is given besides."""
+    return with_fields(raw, body, {"id_slot": slot, **more})
+
+
+def strip_slot(raw: bytes, body: dict[str, Any], **more: object) -> bytes:
+    """`raw` without the client's own id_slot, and with what is given."""
+    if "id_slot" not in body:
+        return with_fields(raw, body, more) if more else raw
+    return orjson.dumps({key: value for key, value in body.items() if key != "id_slot"} | more)
+
+
+def tokenize_body(
+    content: str | Sequence[str | int], *, add_special: bool, parse_special: bool = True
+) -> bytes:
+    """For POST /tokenize."""
+    return orjson.dumps(
+        {"content": content, "add_special": add_special, "parse_special": parse_special}
+    )
+
+
+def detokenize_body(ids: list[int]) -> bytes:
+    """For POST /detokenize."""
+    return orjson.dumps({"tokens": ids})
+
+
+def prefill_body(tokens: Tokens, slot: int, *, exact: bool = True) -> bytes:
+    """For POST /completion: compute `tokens` into a slot and generate nothing that stays.
+
+    `n_predict: 0` samples one token that the slot does not keep (llama-server.md section 2.3).
+    With progress events the server notices a closed connection after the next batch (5.6). Not
+    `exact`: it may shift KV, if that is its own choice.
+    """
+    more = {"n_predict": 0, "stream": True, "return_progress": True}
+    return _compute(tokens, slot, more if exact else more | {"n_cache_reuse": None})
+
+
+def overwrite_body(slot: int) -> bytes:
+    """For POST /completion: leave one token, which every vocabulary has, in a slot."""
+    return _compute(pack([0]), slot, {"n_predict": 0, "cache_prompt": False})
+
+
+def fingerprint_body(tokens: Tokens, slot: int) -> bytes:
+    """For POST /completion: the likeliest next tokens, to tell models apart by what they do."""
+    return _compute(tokens, slot, {"n_predict": 1, "n_probs": 5, "temperature": 0.0})
+
+
+def _compute(tokens: Tokens, slot: int, more: dict[str, Any]) -> bytes:
+    body = {"prompt": unpack(tokens), "id_slot": slot, "cache_prompt": True, "n_cache_reuse": 0}
+    return orjson.dumps(body | more)
+
+
+Action = Literal["save", "restore"]
+
+
+def action_body(name: str) -> bytes:
+    """For POST /slots/N?action=save|restore."""
+    return orjson.dumps({"filename": name})

@@ -1,0 +1,296 @@
+"""Where a chat prompt can be cut so that other prompts still agree with it up to there.
+
+Knows no template: it renders conversations that may come next and looks how far their tokens are
+those of the prompt. Rendering is an argument; what cannot be rendered gives no boundary.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from itertools import takewhile
+from typing import Any
+
+import orjson
+import structlog
+
+from router.base.errors import BackendError
+from router.base.tokens import WIDTH, Tokens, common_prefix, count, unpack
+from router.base.types import NOBODY, Tenant
+from router.prompts.chat_template import SEEN_BY_TEMPLATES
+from router.prompts.tokenizer import SegmentTokenizer
+
+log = structlog.get_logger(__name__)
+
+Json = dict[str, Any]
+Render = Callable[[Json, bool], Awaitable[str]]
+"""A chat body as text, with the generation prompt or without. Raises BackendError."""
+
+NEAR = 16  # tokens; a special token so near is worth the few that are read again
+# Without one: the tokens next to plain text may merge with it (":" and a newline, two newlines).
+# An estimate. Where more of them do, the boundary fits no other prompt and nothing else happens.
+UNSURE = 4
+_OPENINGS = 32  # kept system prompts, at four bytes a token
+
+_SYSTEM = ("system", "developer")
+_ASKING = ("user", "tool")
+_ID = "call00001"  # of nine letters and digits: some templates (Mistral's) take no other
+
+
+Change = Callable[[list[Json]], list[Json]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Some messages of a chat; their tokens from `start` on are the last ones of the prompt.
+
+    What is found there is found in the prompt too, `shift` tokens further. So most of a long
+    chat is not looked at: a backend takes 20 ms to render one of 15,000 tokens.
+    """
+
+    messages: list[Json]
+    tokens: Tokens
+    start: int = 0
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Compares other conversations with one prompt: with a part of it, else with the whole."""
+
+    tokens: Callable[..., Awaitable[Tokens | None]]
+    whole: _Frame
+    marks: frozenset[int]
+    first: list[Json]
+    opening: Tokens | None  # the tokens of `first`
+
+    async def end(self, frame: _Frame) -> int | None:
+        """Where the generation prompt begins, which may be empty; None if that is not known."""
+        bare = await self.tokens(frame.messages, generation_prompt=False)
+        if bare is None:
+            return None
+        at = common_prefix(frame.tokens, bare)
+        return at + frame.shift if at >= frame.start else await self.end(self.whole)
+
+    async def agreed(self, frame: _Frame, change: Change, end: int) -> int:
+        """How far the prompt agrees with its changed self, `end` at most; 0 if not known."""
+        messages = change(frame.messages)
+        other = self.opening if messages == self.first else await self.tokens(messages)
+        if other is None:
+            return 0
+        at = settle(frame.tokens, other, self.marks, end - frame.shift)
+        return at + frame.shift if at >= frame.start else await self.agreed(self.whole, change, end)
+
+
+class BoundaryFinder:
+    """For a tenant's prompts of one vocabulary. One event loop."""
+
+    def __init__(
+        self, render: Render, tokenizer: SegmentTokenizer, tenant: Tenant = NOBODY
+    ) -> None:
+        self._render = render
+        self._tokenizer = tokenizer
+        self._tenant = tenant
+        self._openings: OrderedDict[bytes, Tokens] = OrderedDict()
+        self._named: frozenset[str] = frozenset()
+        self._marks: frozenset[int] = frozenset()
+
+    async def find(self, body: Json, prompt: Tokens) -> tuple[int, ...]:
+        """The boundaries of a chat without media whose tokens are `prompt`; raises nothing.
+
+        Four conversations are compared with the prompt:
+
+        1. the same system prompt and tools, another first message;
+        2. the same up to the last message of a user or a tool, which is another;
+        3. this one, answered, with a new message of the user;
+        4. this one, answered by a tool call, with its result (where there are tools).
+
+        3 and 4 end before the generation prompt, whatever the answer is. Mostly that is one
+        boundary, and good for a repetition of the same prompt too. Not so where a template takes
+        something back when the user speaks again (the reasoning between tool calls, a system
+        prompt that stands before the last message): then each has its own. An answer that the
+        client has begun (a last message of the assistant) counts as part of the answer.
+        """
+        asked = body["messages"]
+        if not all(isinstance(message, dict) for message in asked):
+            return ()
+        while asked and asked[-1].get("role") == "assistant":
+            asked = asked[:-1]
+        if not asked:
+            return ()
+        try:
+            marks = await self._special_ids()
+        except BackendError:
+            return ()
+        # A begun answer stands at the end of the prompt, where no part of the question has it.
+        short, long = _last_parts(asked) if asked is body["messages"] else (asked, asked)
+        whole = _Frame(asked, prompt)
+        first = _other_first(asked)
+        parts = [short] if long is short else [short, long]
+        opening, frames = await asyncio.gather(
+            self._opening(body, first),
+            asyncio.gather(*(self._frame(body, whole, part) for part in parts)),
+        )
+        near, far = frames[0], frames[-1]
+        search = _Search(partial(self._tokens, body), whole, marks, first, opening)
+        seen = await search.end(near)
+        end = count(prompt) if seen is None else seen
+        user, *tool = _next_turns(body, asked)
+        last, *going_on = await asyncio.gather(
+            search.agreed(near, _other_last, count(prompt)),
+            search.agreed(far, partial(_followed_by, user), end),
+            *(search.agreed(near, partial(_followed_by, turn), end) for turn in tool),
+        )
+        again = 0 if seen is None else settle(prompt, prompt, marks, end)
+        if again - max(going_on) > NEAR:
+            going_on.append(again)
+        system = settle(prompt, opening, marks, count(prompt)) if opening else 0
+        return tuple(sorted({at for at in (system, last, *going_on) if 0 < at < count(prompt)}))
+
+    async def _frame(self, body: Json, whole: _Frame, messages: list[Json]) -> _Frame:
+        """Of some of the messages; `whole`, if these cannot be rendered."""
+        if len(messages) == len(whole.messages):
+            return whole
+        tokens = await self._tokens(body, messages)
+        if tokens is None:
+            return whole
+        ends = [Tokens(text[::-1]) for text in (tokens, whole.tokens[-len(tokens) :])]
+        shift = count(whole.tokens) - count(tokens)
+        return _Frame(messages, tokens, count(tokens) - common_prefix(*ends), shift)
+
+    async def _opening(self, body: Json, messages: list[Json]) -> Tokens | None:
+        """What begins with the same system prompt: the same for each prompt that has it."""
+        fields = [(name, body[name]) for name in sorted(SEEN_BY_TEMPLATES & body.keys())]
+        # The ids change if the tokenizer loses a part because it was wrong.
+        how = (self._tokenizer.segmenting, self._tokenizer.uses_local)
+        key = blake2b(orjson.dumps([how, fields, messages]), digest_size=16).digest()
+        tokens = self._openings.get(key)
+        if tokens is None:
+            tokens = await self._tokens(body, messages)
+            if tokens is None:
+                return None
+            self._openings[key] = tokens
+        self._openings.move_to_end(key)
+        while len(self._openings) > _OPENINGS:
+            self._openings.popitem(last=False)
+        return tokens
+
+    async def _tokens(
+        self, body: Json, messages: list[Json], *, generation_prompt: bool = True
+    ) -> Tokens | None:
+        chat = {**body, "messages": messages}
+        # Of the client's own last message; these conversations have another end.
+        chat.pop("continue_final_message", None)
+        chat.pop("add_generation_prompt", None)
+        try:
+            text = await self._render(chat, generation_prompt)
+            return await self._tokenizer.tokenize(text, add_special=True, tenant=self._tenant)
+        except BackendError as error:
+            log.debug("boundary_not_found", reason=str(error))
+            return None
+
+    async def _special_ids(self) -> frozenset[int]:
+        """The ids that texts are cut at. Raises BackendError."""
+        names = self._tokenizer.specials
+        if names != self._named:
+            ids = unpack(await self._tokenizer.tokenize("".join(sorted(names)), add_special=False))
+            self._named, self._marks = names, frozenset(ids if len(ids) == len(names) else ())
+        return self._marks
+
+
+def settle(prompt: Tokens, other: Tokens, marks: frozenset[int], end: int) -> int:
+    """The last position up to which `prompt` agrees with all that is like `other`, `end` at most.
+
+    That is before a special token: text before it is tokenized alike whatever comes behind. The
+    first token that differs is one only if it is special in both; else one of the two is text
+    that another conversation has otherwise.
+    """
+    agreed = common_prefix(prompt, other)
+    top = max(min(agreed, end), 0)
+    low = max(top - NEAR, 0)
+    ours = unpack(Tokens(prompt[low * WIDTH : (top + 1) * WIDTH]))
+    theirs = unpack(Tokens(other[low * WIDTH : (top + 1) * WIDTH]))
+    pairs = list(zip(ours, theirs, strict=False))
+    for i in range(len(pairs) - 1, -1, -1):
+        if marks.issuperset(pairs[i]):
+            return low + i
+    return max(top - UNSURE, 0)
+
+
+def _other_first(messages: list[Json]) -> list[Json]:
+    """The leading system messages and a first message that is another."""
+    leading = list(takewhile(lambda message: message.get("role") in _SYSTEM, messages))
+    rest = messages[len(leading) :]
+    first = rest[0] if rest and rest[0].get("role") == "user" else {"role": "user", "content": ""}
+    return [*leading, other_message(first)]
+
+
+def _other_last(messages: list[Json]) -> list[Json]:
+    """Up to the last message of a user or a tool, which is another; all, if there is none."""
+    for at in range(len(messages) - 1, -1, -1):
+        if messages[at].get("role") in _ASKING:
+            return [*messages[:at], other_message(messages[at])]
+    return messages
+
+
+def _followed_by(turn: list[Json], messages: list[Json]) -> list[Json]:
+    return [*messages, *turn]
+
+
+def _last_parts(messages: list[Json]) -> tuple[list[Json], list[Json]]:
+    """The end of a chat after its system prompt, from the last message of the user on: without
+    the tool calls that came in between, and with them.
+
+    What is before that message is the same in the next turn. What is between is not where a
+    template drops the reasoning there once the user speaks again.
+    """
+    roles = [message.get("role") for message in messages]
+    leading = list(takewhile(lambda message: message.get("role") in _SYSTEM, messages))
+    if "user" not in roles:
+        return messages, messages
+    user = len(roles) - 1 - roles[::-1].index("user")
+    long = [*leading, *messages[user:]]
+    if "assistant" not in roles[user:]:
+        return long, long
+    call = len(roles) - 1 - roles[::-1].index("assistant")
+    return [*leading, messages[user], *messages[call:]], long
+
+
+def other_message(message: Json) -> Json:
+    """The same message with a text that differs in its first character, trimmed or not."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    text = "".join(text for text in texts if isinstance(text, str))
+    firsts = (text[:1], text.lstrip()[:1])
+    letter = next(letter for letter in "ZQX" if letter not in firsts)
+    shaped = [{"type": "text", "text": letter}] if isinstance(content, list) else letter
+    return {**message, "content": shaped}
+
+
+def _next_turns(body: Json, asked: list[Json]) -> list[list[Json]]:
+    """How the conversation may go on; where generation prompts end is not seen from these."""
+    turns: list[list[Json]] = [
+        [{"role": "assistant", "content": "Z"}, {"role": "user", "content": "Z"}]
+    ]
+    tools = body.get("tools")
+    if tools or any(message.get("role") == "tool" for message in asked):
+        function = {"name": _first_name(tools), "arguments": "{}"}
+        call = {"id": _ID, "type": "function", "function": function}
+        turns.append(
+            [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": _ID, "content": "Z"},
+            ]
+        )
+    return turns
+
+
+def _first_name(tools: object) -> str:
+    """The name of the first tool."""
+    tool = tools[0] if isinstance(tools, list) and tools else None
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else "tool"

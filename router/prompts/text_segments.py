@@ -1,0 +1,83 @@
+"""A text cut at special tokens, and ids cut at the same places."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+
+from router.base.frozen import dataclass
+from router.base.tokens import WIDTH, Tokens, pack
+from router.base.types import NOBODY, Tenant
+
+SHORT_KEY = 64  # characters; a text that is no longer than that is its own key
+BRIDGE = 256  # characters; re-tokenizing so many known ones is cheaper than one more call
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    key: str | bytes
+    text: str
+    special: int | None  # None: the part before the first special
+
+
+def key_of(text: str, tenant: Tenant = NOBODY) -> str | bytes:
+    """What a text is remembered by. Each tenant has keys of its own: how soon a text becomes
+    tokens would else tell who has sent it before."""
+    if len(text) <= SHORT_KEY and not tenant:
+        return text
+    told = text.encode("utf-8", "surrogatepass")
+    return blake2b(told, digest_size=16, key=tenant.encode()).digest()
+
+
+class Cutter:
+    def __init__(self, specials: Mapping[str, int]) -> None:
+        self._ids = dict(specials)
+        self.marks = frozenset(specials.values())
+        longest_first = sorted(specials, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def cut(self, text: str, tenant: Tenant = NOBODY) -> list[Segment]:
+        """All of `text` in order; no segment is empty."""
+        segments: list[Segment] = []
+        start, special = 0, None
+        for mark in self._pattern.finditer(text):
+            if (at := mark.start()) > start:
+                segments.append(_segment(text[start:at], special, tenant))
+            start, special = at, self._ids[mark.group()]
+        if text:
+            segments.append(_segment(text[start:], special, tenant))
+        return segments
+
+    def split(self, ids: Sequence[int], run: Sequence[Segment]) -> list[Tokens] | None:
+        """The ids of each segment of `run`, or None if they do not fall into these segments."""
+        starts = [i for i, token in enumerate(ids) if token in self.marks]
+        if [ids[i] for i in starts] != [s.special for s in run if s.special is not None]:
+            return None
+        if run[0].special is None:
+            starts.insert(0, 0)
+        elif starts[0] != 0:
+            return None
+        packed = pack(ids)
+        ends = [*starts[1:], len(ids)]
+        return [Tokens(packed[a * WIDTH : b * WIDTH]) for a, b in zip(starts, ends, strict=True)]
+
+
+def _segment(text: str, special: int | None, tenant: Tenant) -> Segment:
+    return Segment(key_of(text, tenant), text, special)
+
+
+def runs(segments: Sequence[Segment], missing: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of `segments` that hold all `missing` ones, each range worth one call.
+
+    Between two missing messages there is nearly always a known "end of turn": a short known gap
+    is tokenized again rather than splitting the call in two.
+    """
+    start = stop = -1
+    for index in missing:
+        if start >= 0 and sum(len(s.text) for s in segments[stop:index]) > BRIDGE:
+            yield start, stop
+            start = -1
+        if start < 0:
+            start = index
+        stop = index + 1
+    if start >= 0:
+        yield start, stop

@@ -1,0 +1,385 @@
+"""Text to the ids that one backend will see, without asking it for the same text twice.
+
+Owns the cut at special tokens, the cache of the pieces and the proof that cutting is harmless for
+the model at hand. Knows nothing of HTTP, messages or slots: `POST /tokenize` is an argument.
+
+Why a cut is possible: llama.cpp splits a text at special tokens first and tokenizes each fragment
+by itself; all that a fragment knows of its surroundings is that a special token or the start of
+the text precedes it (`tokenizer_st_partition`, `tokenize` in src/llama-vocab.cpp, b11434). So
+"special token + text up to the next one" gives the same ids anywhere, and the messages of a
+conversation are tokenized once. The exception: a token that strips white space to its left.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+
+import structlog
+
+from router.base.errors import BackendError
+from router.base.ports import Spawn
+from router.base.tokens import EMPTY, Tokens, join, pack
+from router.base.types import NOBODY, Tenant
+from router.prompts.local_tokenizer import Encoder, LocalTokenizer, probes_alone, probes_together
+from router.prompts.special_tokens import (
+    Framing,
+    TokenizeCall,
+    learn_framing,
+    overlapping,
+    tokenize_all,
+    without,
+)
+from router.prompts.text_segments import Cutter, Segment, key_of, runs
+
+DEFAULT_CACHE_BYTES = 64 << 20
+LONG_TEXT = 256 * 1024  # characters; cutting and hashing so much chat text takes 1 ms
+LONG_IDS = 64 * 1024  # ids; finding the specials among them and packing takes 5 ms
+ENTRY_BYTES = (
+    256  # what a cache entry costs beyond its ids, rounded up (measured: 157 and a short key)
+)
+MAX_SEGMENTS = 16 * 1024  # a text with more is tokenized whole: the loop over them is not free
+FULL_RECHECKS = 4  # unexplained disagreements that are looked into; then only the 8th, 16th, ...
+
+_log = structlog.get_logger(__name__)
+
+Key = str | bytes | tuple[bool, str | bytes]
+_Future = asyncio.Future[Tokens | None]  # None: could not be told apart
+_Work = Callable[[], Awaitable[Mapping[Key, Tokens]]]
+
+
+class _Cache:
+    """Least recently used ids, bounded in bytes. Holds short texts and digests, no prompts."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._entries: OrderedDict[Key, Tokens] = OrderedDict()
+        self.size_bytes = 0
+
+    def get(self, key: Key) -> Tokens | None:
+        tokens = self._entries.get(key)
+        if tokens is not None:
+            self._entries.move_to_end(key)
+        return tokens
+
+    def put(self, key: Key, tokens: Tokens) -> None:
+        cost = len(tokens) + ENTRY_BYTES
+        if key in self._entries or cost > self._limit:
+            return
+        self._entries[key] = tokens
+        self.size_bytes += cost
+        while self.size_bytes > self._limit:
+            _, old = self._entries.popitem(last=False)
+            self.size_bytes -= len(old) + ENTRY_BYTES
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self.size_bytes = 0
+
+
+async def _survives_cut(call: TokenizeCall, cutter: Cutter, probes: Sequence[str]) -> list[bool]:
+    """For each probe: are its ids those of its segments, each tokenized by itself?"""
+    cuts = [[segment.text for segment in cutter.cut(probe)] for probe in probes]
+    texts = list(dict.fromkeys([*probes, *(text for cut in cuts for text in cut)]))
+    ids = dict(zip(texts, await tokenize_all(call, texts), strict=True))
+    return [
+        ids[probe] == [token for text in cut for token in ids[text]]
+        for probe, cut in zip(probes, cuts, strict=True)
+    ]
+
+
+class SegmentTokenizer:
+    """`ports.Tokenizer` for one backend. One event loop; raises BackendError only.
+
+    Exact from the first call: until `self_check` has proved the cut (and the local tokenizer, if
+    one is given), every text is one full call. `specials` maps strings to ids.
+    """
+
+    def __init__(
+        self,
+        call: TokenizeCall,
+        specials: Mapping[str, int],
+        *,
+        spawn: Spawn,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        self._call = call
+        self._found = dict(specials)
+        self._spawn = spawn
+        self._cache = _Cache(cache_bytes)
+        self._pending: dict[Key, asyncio.Future[Tokens | None]] = {}
+        self._cutter: Cutter | None = None  # None: whole texts
+        self._framing: Framing | None = None
+        self._local: Encoder | None = None
+        self._epoch = 0  # rises when a part is dropped: what was computed before is void
+        self._unexplained = 0
+        self.specials: frozenset[str] = frozenset()  # those that texts are cut at
+        self.n_agreed = 0
+        self.n_disagreed = 0
+
+    @property
+    def segmenting(self) -> bool:
+        return self._cutter is not None
+
+    @property
+    def uses_local(self) -> bool:
+        return self._local is not None
+
+    @property
+    def cache_size_bytes(self) -> int:
+        return self._cache.size_bytes
+
+    async def self_check(self, local: Encoder | None = None) -> str | None:
+        """Prove the cut, then `local`, against full calls, and use what holds. Call at attach.
+
+        Returns None, or why texts are not cut. Specials that fail by themselves are given up.
+        """
+        reason = await self._prove_cut()
+        if local is not None and self._framing is not None:
+            if await self._local_agrees(local):
+                self._local = local
+            else:
+                _log.warning("local_tokenizer_refused", reason="differs from the backend's ids")
+        if reason is not None:
+            _log.warning("tokenizer_not_segmenting", reason=reason)
+        return reason
+
+    async def _prove_cut(self) -> str | None:
+        self._framing = await learn_framing(self._call)
+        if self._framing is None:
+            return "what add_special adds cannot be told from the text"
+        specials = without(self._found, overlapping(self._found))
+        probes = [(name, probe) for name in specials for probe in probes_alone(name)]
+        bad: set[str] = set()
+        for name in specials:
+            mine = [probe for owner, probe in probes if owner == name]
+            cutter = Cutter({name: specials[name]})
+            if not all(await _survives_cut(self._call, cutter, mine)):
+                bad.add(name)
+        specials = without(specials, bad)
+        if not specials:
+            return "no special token that texts could be cut at"
+        cutter = Cutter(specials)
+        texts = probes_together(list(specials))
+        for text, ok in zip(texts, await _survives_cut(self._call, cutter, texts), strict=True):
+            if not ok:
+                return f"probe of {len(text)} characters: segments and full call differ"
+        for text, ids in zip(texts, await tokenize_all(self._call, texts), strict=True):
+            for add_special in (False, True):
+                direct = await self._direct(text, add_special)
+                if self._framed([pack(ids)], add_special) != direct:
+                    return f"probe of {len(text)} characters: what add_special adds differs"
+        self._cutter, self.specials = cutter, frozenset(specials)
+        return None
+
+    async def _local_agrees(self, local: Encoder) -> bool:
+        for text in probes_together(list(self._found)):
+            pieces = self._cutter.cut(text) if self._cutter else []
+            whole = pack(await local.encode(text))
+            parts = [pack(await local.encode(piece.text)) for piece in pieces] or [whole]
+            direct = await self._direct(text, add_special=True)
+            if not self._framed([whole], True) == self._framed(parts, True) == direct:
+                return False
+        return True
+
+    async def tokenize(self, text: str, *, add_special: bool, tenant: Tenant = NOBODY) -> Tokens:
+        """The ids of `text`, specials parsed. `add_special` adds what the model wants around it.
+        What is remembered of it is the tenant's own.
+
+        A caller that is cancelled stops waiting and nothing else: the work goes on for whoever
+        asks next. Raises BackendError; a failure is not remembered.
+        """
+        while True:
+            epoch = self._epoch
+            tokens = await self._tokenize(text, add_special, tenant)
+            if epoch == self._epoch:
+                return tokens
+
+    async def _tokenize(self, text: str, add_special: bool, tenant: Tenant) -> Tokens:
+        cutter, long = self._cutter, len(text) > LONG_TEXT
+        if cutter is not None:
+            if long:
+                segments = await asyncio.to_thread(cutter.cut, text, tenant)
+            else:
+                segments = cutter.cut(text, tenant)
+            if len(segments) <= MAX_SEGMENTS:
+                parts = await self._parts(cutter, segments)
+                if parts is not None:
+                    return self._framed(parts, add_special)
+                # An answer that does not fall into its segments is not to be remembered.
+                return await self._direct(text, add_special)
+        name = partial(key_of, text, tenant)
+        key = (add_special, await asyncio.to_thread(name) if long else name())
+        known = self._known(key)
+        if known is None:
+            known = self._pending[key] = asyncio.get_running_loop().create_future()
+            work = partial(self._whole, key, text, add_special)
+            self._spawn(self._fill({key: known}, work), name="tokenize")
+        tokens = await _value(known)
+        return EMPTY if tokens is None else tokens
+
+    async def _parts(self, cutter: Cutter, segments: Sequence[Segment]) -> list[Tokens] | None:
+        known = [self._known(segment.key) for segment in segments]
+        ready = [part for part in known if isinstance(part, bytes)]
+        if len(ready) == len(known):
+            return ready
+        missing: dict[Key, int] = {}
+        for index, part in enumerate(known):
+            if part is None:
+                missing.setdefault(segments[index].key, index)
+        found: dict[Key, Tokens | _Future] = {}
+        for start, stop in runs(segments, list(missing.values())):
+            run = segments[start:stop]
+            text = "".join(segment.text for segment in run)
+            local = self._local
+            if isinstance(local, LocalTokenizer) and local.is_inline(len(text)):
+                # Nothing is waited for, so nobody can leave or ask for the same meanwhile.
+                pieces = self._split(cutter, local.encode_now(text), run)
+                if pieces is None:
+                    return None
+                for segment, piece in zip(run, pieces, strict=True):
+                    found[segment.key] = piece
+                    self._cache.put(segment.key, piece)
+                continue
+            owned: dict[Key, _Future] = {}
+            for segment in run:
+                if missing.get(segment.key, -1) >= start and segment.key not in owned:
+                    owned[segment.key] = asyncio.get_running_loop().create_future()
+            found.update(owned)
+            self._pending.update(owned)
+            self._spawn(self._fill(owned, partial(self._run, cutter, run, text)), name="tokenize")
+        ready = []
+        for segment, part in zip(segments, known, strict=True):
+            tokens = await _value(found[segment.key] if part is None else part)
+            if tokens is None:
+                return None
+            ready.append(tokens)
+        return ready
+
+    def _known(self, key: Key) -> Tokens | _Future | None:
+        tokens = self._cache.get(key)
+        return self._pending.get(key) if tokens is None else tokens
+
+    async def _fill(self, owned: Mapping[Key, _Future], work: _Work) -> None:
+        """Do `work` and hand its results to all who wait. A task of its own, so that whoever
+        caused it may leave; on every path each future of `owned` is done at the end."""
+        epoch = self._epoch
+        failure = BackendError("tokenizing was stopped")
+        try:
+            values = await work()
+            for key, future in owned.items():
+                tokens = values.get(key)
+                if tokens is not None and epoch == self._epoch:
+                    self._cache.put(key, tokens)
+                future.set_result(tokens)
+        except BackendError as error:
+            failure = error
+        finally:
+            for key, future in owned.items():
+                if self._pending.get(key) is future:
+                    del self._pending[key]
+                if not future.done():
+                    future.set_exception(failure)
+                    future.exception()  # all who waited may have left: nothing to log
+
+    async def _run(self, cutter: Cutter, run: Sequence[Segment], text: str) -> Mapping[Key, Tokens]:
+        """The ids of each segment, by one call; nothing if they cannot be told apart."""
+        if self._local is not None:
+            ids = await self._local.encode(text)
+        else:
+            ids = await self._call(text, add_special=False, parse_special=True)
+        if len(ids) > LONG_IDS:
+            pieces = await asyncio.to_thread(self._split, cutter, ids, run)
+        else:
+            pieces = self._split(cutter, ids, run)
+        if pieces is None:
+            return {}
+        return {segment.key: piece for segment, piece in zip(run, pieces, strict=True)}
+
+    def _split(
+        self, cutter: Cutter, ids: Sequence[int], run: Sequence[Segment]
+    ) -> list[Tokens] | None:
+        pieces = cutter.split(ids, run)
+        if pieces is None:
+            _log.warning("tokenizer_answer_not_split", n_segments=len(run), n_tokens=len(ids))
+        return pieces
+
+    async def _whole(self, key: Key, text: str, add_special: bool) -> Mapping[Key, Tokens]:
+        if self._local is not None:
+            ids = await _packed(await self._local.encode(text))
+            return {key: self._framed([ids], add_special)}
+        return {key: await self._direct(text, add_special)}
+
+    async def _direct(self, text: str, add_special: bool) -> Tokens:
+        return await _packed(await self._call(text, add_special=add_special, parse_special=True))
+
+    def _framed(self, parts: Sequence[Tokens], add_special: bool) -> Tokens:
+        if not add_special or self._framing is None:
+            return join(parts)
+        head, tail = self._framing
+        return join([head, *parts, tail])
+
+    def report(self, expected: int, reported: int) -> bool:
+        """Count how many prompt tokens the engine reported against ours. False: they differ;
+        call `disagreed` with the text, once it is nobody's turn to wait for it."""
+        if expected == reported:
+            self.n_agreed += 1
+            return True
+        self.n_disagreed += 1
+        return False
+
+    async def disagreed(
+        self, text: str, *, add_special: bool, tenant: Tenant = NOBODY
+    ) -> str | None:
+        """Compare `text` with a full call and drop, for good, what made it differ.
+
+        Returns what was dropped and why; None if the ids were right, so that the reason is
+        elsewhere (a template that changed, media). Such cases are looked into less and less.
+        """
+        n = self._unexplained
+        if n >= FULL_RECHECKS and n & (n + 1):
+            self._unexplained += 1
+            return None
+        direct = await self._direct(text, add_special)
+        reason = None
+        while not await self._gives(direct, text, add_special, tenant):
+            if self._local is not None:
+                self._local, reason = None, "local tokenizer dropped: its ids are not the backend's"
+            elif self._cutter is not None:
+                self._cutter, self.specials = None, frozenset()
+                reason = "segmenting dropped: the segments' ids are not those of the full text"
+            else:
+                reason = "cache dropped: the backend tokenizes this text otherwise than before"
+                self._void()
+                break
+            self._void()
+        if reason is None:
+            self._unexplained += 1
+        else:
+            _log.warning("tokenizer_dropped", reason=reason, n_disagreed=self.n_disagreed)
+        return reason
+
+    async def _gives(self, direct: Tokens, text: str, add_special: bool, tenant: Tenant) -> bool:
+        if await self.tokenize(text, add_special=add_special, tenant=tenant) != direct:
+            return False
+        if self._cutter is None or self._local is not None:
+            return True
+        # The bad piece may have left the cache meanwhile: look at each one by itself as well.
+        pieces = [segment.text for segment in self._cutter.cut(text)]
+        parts = [pack(ids) for ids in await tokenize_all(self._call, pieces)]
+        return self._framed(parts, add_special) == direct
+
+    def _void(self) -> None:
+        """Forget all ids; who waits for some tokenizes again."""
+        self._epoch += 1
+        self._cache.clear()
+        self._pending.clear()
+
+
+async def _value(part: Tokens | _Future) -> Tokens | None:
+    # Shielded: the future belongs to all who wait for it.
+    return await asyncio.shield(part) if isinstance(part, asyncio.Future) else part
+
+
+async def _packed(ids: list[int]) -> Tokens:
+    return pack(ids) if len(ids) <= LONG_IDS else await asyncio.to_thread(pack, ids)

@@ -1,0 +1,237 @@
+"""What `kv_store.py` does to files, one blocking step each: names, identity, checksum, copies.
+
+Knows paths, not snapshots. Every function may raise OSError (the store maps it) or KvFileError.
+Nothing here follows a symbolic link or opens a pipe: the directory is written by another process.
+"""
+
+import os
+import re
+import secrets
+import shlex
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+import xxhash
+
+from router.base.errors import KvError, KvFileError
+from router.store import copies
+from router.store.format.rewrite import Rewrite
+
+log = structlog.get_logger(__name__)
+
+# Flat names of safe characters: llama-server takes no others (docs/llama-server.md section 1.1).
+STAGING = re.compile(r"kvf-([0-9a-f]{32})\.part")
+FINAL = re.compile(r"kvf-([0-9a-f]{32})\.kv")
+QUARANTINED = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
+KEEP_QUARANTINED = 4
+
+_CHUNK = 4 << 20  # bytes; xxh3 does about 10 GB/s, so the chunk only has to amortise the call
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Tells without reading that a file is still the one that was looked at."""
+
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+
+
+def staging_name() -> str:
+    """A fresh name; 128 random bits, so that no two routers ever meet."""
+    return f"kvf-{secrets.token_hex(16)}.part"
+
+
+def final_name(number: str) -> str:
+    """What the file of a snapshot is called, by its id."""
+    return f"kvf-{number}.kv"
+
+
+def identity(path: Path) -> Identity:
+    """Of a regular file. Raises KvFileError for anything else."""
+    return _identity(path.lstat(), path)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open for reading. Raises KvFileError for what is no regular file."""
+    # Without O_NONBLOCK the open of a pipe waits for a writer.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    _identity(path.lstat(), path)  # first: opening a socket or a symlink gives a stranger error
+    file = open(os.open(path, flags), "rb")  # noqa: SIM115 - the caller's
+    try:
+        _identity(os.fstat(file.fileno()), path)
+    except KvFileError:
+        file.close()
+        raise
+    return file
+
+
+def identity_of(file: BinaryIO) -> Identity:
+    """Of an open file."""
+    return _identity(os.fstat(file.fileno()), Path(str(file.name)))
+
+
+def _identity(status: os.stat_result, path: Path) -> Identity:
+    if not stat.S_ISREG(status.st_mode):
+        raise KvFileError(f"{path.name} is not a regular file")
+    return Identity(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def checksum(file: BinaryIO) -> str:
+    """xxh3_128 of the whole, in hex."""
+    digest = xxhash.xxh3_128()
+    file.seek(0)
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def link(source: Path, target: Path) -> bool:
+    """Make `target` another name of `source`; False where that cannot be done."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or `fs.protected_hardlinks`
+        return False
+    return True
+
+
+def copy(source: Path, target: Path, expected: Identity) -> None:
+    """Copy the bytes; `target` is gone again if that fails.
+
+    Owner and mode come along as far as allowed: the backend that reads it may be another user.
+    """
+    size = expected.size_bytes
+    write_rewritten(source, target, expected, Rewrite(size, (), size))
+
+
+def write_rewritten(source: Path, target: Path, expected: Identity, rewrite: Rewrite) -> Identity:
+    """Write what `source` becomes to the new file `target`; it is gone again if that fails.
+
+    Owner and mode as `copy`. Raises KvFileError if `source` is no longer what was looked at.
+    """
+    with open_regular(source) as reader:
+        if identity_of(reader) != expected:
+            raise KvFileError(f"{source.name} was replaced")
+        status = os.fstat(reader.fileno())
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        writer = os.open(target, flags, 0o600)
+        try:
+            copies.write(reader.fileno(), writer, rewrite)
+            with suppress(PermissionError):
+                os.fchmod(writer, stat.S_IMODE(status.st_mode))
+                os.fchown(writer, status.st_uid, status.st_gid)
+            return _identity(os.fstat(writer), target)
+        except (OSError, KvFileError):
+            with suppress(OSError):
+                os.unlink(target)
+            raise
+        finally:
+            os.close(writer)
+
+
+def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
+    """Make `path` what it becomes, in place: only what lies behind `rewrite.start` is written.
+
+    For staged files that nobody else reads yet. The file is worthless if this fails midway.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    _identity(path.lstat(), path)
+    file = os.open(path, flags)
+    try:
+        _identity(os.fstat(file), path)
+        copies.shift(file, rewrite)
+        return _identity(os.fstat(file), path)
+    finally:
+        os.close(file)
+
+
+def quarantine(path: Path) -> None:
+    """Set a file aside for the operator; only the newest few are kept."""
+    with suppress(FileNotFoundError):
+        path.rename(path.with_name(path.name + ".quarantined"))
+    prune_quarantined(path.parent)
+
+
+def prune_quarantined(directory: Path) -> None:
+    """Keep KEEP_QUARANTINED files. By ctime: a rename sets that, and not mtime.
+
+    Never raises: another thread may be at it, and what cannot be removed (a directory that
+    somebody put in a file's place) stays.
+    """
+    found: list[tuple[int, Path]] = []
+    with suppress(OSError):
+        for path in directory.iterdir():
+            if QUARANTINED.fullmatch(path.name):
+                with suppress(OSError):
+                    found.append((path.lstat().st_ctime_ns, path))
+    for _, path in sorted(found, reverse=True)[KEEP_QUARANTINED:]:
+        with suppress(OSError):
+            path.unlink()
+
+
+def sweep(directory: Path, known: frozenset[str]) -> int:
+    """Remove files of ours that no record names; returns how many. Others stay alone, and what
+    cannot be removed."""
+    removed = 0
+    for path in directory.iterdir():
+        if path.name in known or not (STAGING.fullmatch(path.name) or FINAL.fullmatch(path.name)):
+            continue
+        with suppress(OSError):
+            path.unlink()
+            removed += 1
+    prune_quarantined(directory)
+    return removed
+
+
+def file_mode(*, group_access: bool) -> int:
+    """Of a state file, whatever the umask of the backend that wrote it."""
+    return 0o660 if group_access else 0o600
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Unless the file is another user's: the directory alone keeps others out then."""
+    with open_regular(path) as file, suppress(PermissionError):
+        os.fchmod(file.fileno(), mode)
+
+
+def openness(mode: int, *, group_access: bool) -> tuple[str, str] | None:
+    """To whom a directory of this mode is open that it must not be open to, and the mode to give
+    it; None if all is well."""
+    right = "770" if group_access else "700"
+    if mode & stat.S_IRWXO:
+        return "all users", right
+    return ("its group", right) if mode & stat.S_IRWXG and not group_access else None
+
+
+def prepare_directory(directory: Path, *, group_access: bool = False) -> None:
+    """Create it, for the owner only, if missing; prove that files can be made in it.
+
+    Raises KvError if others can look into it: state files are transcripts; and if there is nothing
+    to create it in: the path is a mistake then, or a file system is not mounted.
+    """
+    try:
+        directory.mkdir(mode=0o770 if group_access else 0o700, exist_ok=True)
+    except FileNotFoundError as error:
+        raise KvError(
+            f"{directory} cannot be used for state files: there is no {directory.parent}; correct"
+            " kv_dir (--kv-dir), or mount or make that first"
+        ) from error
+    mode = stat.S_IMODE(directory.stat().st_mode)
+    if found := openness(mode, group_access=group_access):
+        whom, right = found
+        way_out = f"chmod {right} {shlex.quote(str(directory))}"
+        if whom == "its group":
+            way_out += ", or store.group_access: true if llama-server is another user of it"
+        raise KvError(
+            f"{directory} is open to {whom} (mode {mode:o}), and state files are transcripts of"
+            f" conversations: {way_out}"
+        )
+    probe = directory / staging_name()
+    os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    probe.unlink()

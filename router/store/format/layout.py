@@ -1,0 +1,416 @@
+"""The memory state of a slot state file: which blocks it has and where their sections lie.
+
+Owns the second part of the format in `docs/llama-server.md` section 1.4. Tensor data is skipped
+with a seek, so a file of gigabytes costs a few kilobytes of reading, and the offsets of all
+sections are kept for those who rewrite files. Read from llama.cpp b11434: `llama-kv-cache.cpp`,
+`llama-memory-recurrent.cpp` (`state_write`) and the classes that put these two together.
+
+The format does not say which memory it is, whether its cells carry an extension, nor which
+layers have a V. All combinations are tried, and only one may end at the end of the file.
+"""
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import BinaryIO
+
+import xxhash
+
+from router.base.errors import KvFileError
+from router.base.types import MemoryKind
+from router.store.format.blocks import (
+    CELL_BYTES,
+    EXT_BYTES,
+    AttentionBlock,
+    Block,
+    Checkpoint,
+    RecurrentBlock,
+    Section,
+    Stream,
+)
+from router.store.format.head import MAX_TOKENS, Head
+
+MAX_STREAMS = 256  # LLAMA_MAX_SEQ
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
+MAX_ROW = 1 << 32  # bytes of one layer in one cell; only there to keep the sums sane
+MAX_ATTENTION_BLOCKS = 2  # base and SWA (or MLA and indexer); no class writes more in b11434
+
+APPENDIX_MAGIC = 0x504B4353  # "SCKP"
+APPENDIX_VERSION = 1
+MAX_CHECKPOINTS = 4096  # `--ctx-checkpoints` is 32 by default
+STATE_MAGIC = 0xAF143CD8  # `io_magic` in llama-context.cpp: before each state kept in memory
+
+# ggml type -> (elements, bytes) of its smallest unit: the types that `-ctk`/`-ctv` take, which
+# include F32 and F16 that recurrent states use. Another type is refused rather than guessed.
+TYPES: dict[int, tuple[int, int]] = {
+    0: (1, 4),  # f32
+    1: (1, 2),  # f16
+    2: (32, 18),  # q4_0
+    3: (32, 20),  # q4_1
+    6: (32, 22),  # q5_0
+    7: (32, 24),  # q5_1
+    8: (32, 34),  # q8_0
+    20: (32, 18),  # iq4_nl
+    30: (1, 2),  # bf16
+}
+
+_RECURRENT_CELL_BYTES = 8  # pos, n_seq_id
+_APPENDIX = struct.Struct("<III")  # magic, version, count
+_CHECKPOINT = struct.Struct("<qii")  # n_tokens, pos_min, pos_max
+_STATE = struct.Struct("<II")  # magic, kept on the device
+_CELLS_AT_ONCE = 1 << 14
+_U32 = struct.Struct("<I")
+_DATA = struct.Struct("<IIII")  # v_trans, n_layer, n_rot_k, n_rot_v
+_RECURRENT = struct.Struct("<II")  # s_trans, n_layer
+_U64 = struct.Struct("<Q")
+_ROW = struct.Struct("<iQ")  # type, row bytes
+_ROW_TRANSPOSED = struct.Struct("<iII")  # type, element bytes, elements in a row
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The blocks from the end of the head on, and the checkpoints behind them."""
+
+    blocks: tuple[Block, ...]
+    checkpoints: tuple[Checkpoint, ...] = ()
+
+    @property
+    def attention(self) -> tuple[AttentionBlock, ...]:
+        return tuple(block for block in self.blocks if isinstance(block, AttentionBlock))
+
+    @property
+    def recurrent(self) -> RecurrentBlock | None:
+        last = self.blocks[-1]
+        return last if isinstance(last, RecurrentBlock) else None
+
+    @property
+    def n_stream(self) -> int:
+        """Streams of the attention blocks; 0 if there are none."""
+        return max((len(block.streams) for block in self.attention), default=0)
+
+    @property
+    def memory_kind(self) -> MemoryKind:
+        """As far as shapes tell: two attention blocks may also be a sparse-attention indexer."""
+        if self.recurrent is not None:
+            return MemoryKind.HYBRID if self.attention else MemoryKind.RECURRENT
+        return MemoryKind.SLIDING_WINDOW if len(self.attention) > 1 else MemoryKind.FULL
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that one more token adds to a long state: id, and a cell of the first block."""
+        return 4.0 + (self.attention[0].bytes_per_cell if self.attention else 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """A slot without tokens was saved: the file tells nothing of its server."""
+        return all(block.cell_count == 0 for block in self.blocks)
+
+    def fingerprint(self) -> str:
+        """Equal for two files that one server accepts, if their streams are made to agree.
+
+        Raises KvFileError for an empty state. Not checked by llama-server and so not in here:
+        weights, RoPE settings, LoRA (docs/llama-server.md section 1.5).
+        """
+        if self.is_empty:
+            raise KvFileError("an empty state tells nothing of its server")
+        text = "; ".join(block.describe() for block in self.blocks)
+        return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def read_layout(file: BinaryIO, head: Head, size: int) -> Layout:
+    """Walk the memory state of `file`, which has `size` bytes.
+
+    Raises KvFileError unless exactly one reading of it ends at the end of the file.
+    """
+    found, reasons = list[Layout](), list[str]()
+    for ext in (False, True):
+        walk = _Walk(file, size, ext)
+        for blocks in walk.blocks(head.end, ()):
+            layout = Layout(blocks, walk.appendix(blocks[-1].end) or ())
+            # Without cells, with and without extension read the same.
+            if layout not in found and not (ext and layout.is_empty):
+                found.append(layout)
+        reasons += walk.reasons
+    if len(found) == 1:
+        return _with_states(found[0], file)
+    if found:
+        raise KvFileError("the memory state can be read in more than one way")
+    raise KvFileError(f"the memory state cannot be read: {'; '.join(dict.fromkeys(reasons))}")
+
+
+def check_agreement(head: Head, layout: Layout) -> None:
+    """Tokens and memory must end at the same position, with a cell for each in between.
+
+    llama-server aborts if they do not (docs/llama-server.md section 4.4), also on a checkpoint.
+    With an extension, positions are M-RoPE's and run slower than tokens: only "some or none" is
+    compared then. Raises KvFileError.
+    """
+    if layout.is_empty != (head.n_tokens == 0):
+        raise KvFileError(f"{head.n_tokens} tokens, but {layout.blocks[0].cell_count} cells")
+    exact = not head.media_starts and not any(b.ext for b in layout.attention)
+    _check_end(layout.blocks, head.n_tokens, exact)
+    if exact and any(block.pos_min > 0 for block in layout.attention[:1]):
+        raise KvFileError(f"the first position is {layout.attention[0].pos_min}")
+    for checkpoint in layout.checkpoints:
+        if not 0 < checkpoint.n_tokens <= head.n_tokens:
+            raise KvFileError(f"a checkpoint lies behind the {head.n_tokens} tokens")
+        _check_end((*checkpoint.state, checkpoint), checkpoint.n_tokens, exact)
+
+
+def _check_end(blocks: Iterable[Block | Checkpoint], n: int, exact: bool) -> None:
+    for block in blocks:
+        if block.pos_max != n - 1 if exact else block.pos_max >= n:
+            raise KvFileError(f"{n} tokens, but the last position is {block.pos_max}")
+        if exact and isinstance(block, AttentionBlock) and block.cell_count:
+            room = block.pos_max - block.pos_min + 1
+            if block.cell_count != room:
+                raise KvFileError(f"{block.cell_count} cells for {room} positions")
+
+
+def _with_states(layout: Layout, file: BinaryIO) -> Layout:
+    """Read what the checkpoints hold. Raises KvFileError unless it is of the layout's shapes."""
+    last = layout.recurrent
+    # Recurrent states, and of attention only a window (`LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY`).
+    parts: Sequence[Block] = (
+        (*layout.attention[1:], last) if last is not None else layout.attention[-1:]
+    )
+    ext = any(block.ext for block in layout.attention)
+    states = [_Walk(file, c.end, ext).state(c, parts) for c in layout.checkpoints]
+    return replace(layout, checkpoints=tuple(states))
+
+
+class _Walk:
+    """One attempt, with the cell extension or without. Yields every reading that adds up."""
+
+    def __init__(self, file: BinaryIO, size: int, ext: bool) -> None:
+        self._file = file
+        self._size = size
+        self._ext = ext
+        self.reasons: list[str] = []
+
+    def blocks(self, at: int, before: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:
+        """All ways to read on from `at` to the end of the file."""
+        if before and self.appendix(at) is not None:
+            yield before
+            return
+        if len(before) < MAX_ATTENTION_BLOCKS:
+            for has_v in (True, False):
+                try:
+                    block = self._attention(at, has_v)
+                except KvFileError as error:
+                    self.reasons.append(str(error))
+                else:
+                    yield from self.blocks(block.end, (*before, block))
+                    if not any(stream.v for stream in block.streams):
+                        break  # empty: with and without V are the same
+        try:
+            yield (*before, self._recurrent(at))
+        except KvFileError as error:
+            self.reasons.append(str(error))
+
+    def appendix(self, at: int) -> tuple[Checkpoint, ...] | None:
+        """The checkpoints from `at` to the end of the file; none if it ends at `at`.
+
+        None if there is something else. b11434 writes no appendix and b11549 does, for slots
+        that have checkpoints: `SCKP`, version, count, and of each n_tokens, positions and three
+        byte strings (target, draft, speculative state); read from files of that build.
+        """
+        if at == self._size:
+            return ()
+        try:
+            magic, version, n = self._unpack(_APPENDIX, at, "checkpoint appendix")
+            if magic != APPENDIX_MAGIC or version != APPENDIX_VERSION or n > MAX_CHECKPOINTS:
+                return None
+            at += _APPENDIX.size
+            found: list[Checkpoint] = []
+            for _ in range(n):
+                offset = at
+                n_tokens, low, high = self._unpack(_CHECKPOINT, at, "checkpoint")
+                at += _CHECKPOINT.size
+                for _ in range(3):
+                    at += _U64.size + self._unpack(_U64, at, "checkpoint data size")[0]
+                state = offset + _CHECKPOINT.size
+                found.append(Checkpoint(n_tokens, low, high, offset, at, state))
+        except KvFileError:
+            return None
+        return tuple(found) if at == self._size else None
+
+    def state(self, checkpoint: Checkpoint, parts: Sequence[Block]) -> Checkpoint:
+        """With the state of the target model, which has to have the shapes of `parts`."""
+        at = checkpoint.state_offset
+        (size,) = self._unpack(_U64, at, "state size")
+        at += _U64.size
+        self._size = at + size
+        magic, _ = self._unpack(_STATE, at, "state header")
+        at += _STATE.size
+        found: list[Block] = []
+        for part in parts:
+            block: Block = (
+                self._recurrent(at)
+                if isinstance(part, RecurrentBlock)
+                else self._attention(at, any(stream.v for stream in part.streams))
+            )
+            if block.describe() != part.describe():
+                raise KvFileError(f"the checkpoint at byte {checkpoint.offset} has other shapes")
+            found.append(block)
+            at = block.end
+        if magic != STATE_MAGIC or at != self._size:
+            raise KvFileError(f"the checkpoint at byte {checkpoint.offset} cannot be read")
+        return replace(checkpoint, state=tuple(found))
+
+    def _attention(self, at: int, has_v: bool) -> AttentionBlock:
+        (n_stream,) = self._unpack(_U32, at, "stream count")
+        if not 1 <= n_stream <= MAX_STREAMS:
+            raise KvFileError(f"{n_stream} streams at byte {at}")
+        offset, at = at, at + _U32.size
+        streams: list[Stream] = []
+        header: tuple[int, ...] = ()
+        for _ in range(n_stream):
+            stream, its_header = self._stream(at, has_v)
+            if stream.cell_count and header:
+                raise KvFileError(f"two streams of the block at byte {offset} have cells")
+            streams.append(stream)
+            at = stream.end
+            header = its_header or header
+        v_trans, n_layer, n_rot_k, n_rot_v = header or (0, 0, 0, 0)
+        return AttentionBlock(
+            offset, at, tuple(streams), self._ext, bool(v_trans), n_layer, n_rot_k, n_rot_v
+        )
+
+    def _stream(self, at: int, has_v: bool) -> tuple[Stream, tuple[int, ...]]:
+        (n_cells,) = self._unpack(_U32, at, "cell count")
+        if n_cells == 0:
+            return Stream(at, 0, -1, -1, (), (), at + _U32.size), ()
+        offset, at = at, at + _U32.size
+        words = (CELL_BYTES + (EXT_BYTES if self._ext else 0)) // 4
+        low, high = self._cells(at, n_cells, words, n_seq_id=1)
+        at += n_cells * words * 4
+        v_trans, n_layer, n_rot_k, n_rot_v = self._unpack(_DATA, at, "data header")
+        if v_trans > 1 or not 1 <= n_layer <= MAX_LAYERS:
+            raise KvFileError(f"no data header at byte {at}: v_trans {v_trans}, layers {n_layer}")
+        at += _DATA.size
+        k, at = self._rows(at, n_layer, n_cells)
+        v: tuple[Section, ...] = ()
+        if has_v:
+            v, at = (
+                self._transposed(at, n_layer, n_cells)
+                if v_trans
+                else self._rows(at, n_layer, n_cells)
+            )
+        return Stream(offset, n_cells, low, high, k, v, at), (v_trans, n_layer, n_rot_k, n_rot_v)
+
+    def _recurrent(self, at: int) -> RecurrentBlock:
+        """Always the last block, so its sections go on to the end of the memory state.
+
+        Which layers have a state is not in the file. All R sections are of one shape and so are
+        all S, and there are as many of one as of the other.
+        """
+        (n_cells,) = self._unpack(_U32, at, "cell count")
+        if n_cells > 1:
+            raise KvFileError(f"{n_cells} recurrent cells at byte {at}, and a sequence has one")
+        offset, at = at, at + _U32.size
+        low_high = self._cells(at, n_cells, _RECURRENT_CELL_BYTES // 4, n_seq_id=0)
+        at += n_cells * _RECURRENT_CELL_BYTES
+        s_trans, n_layer = self._unpack(_RECURRENT, at, "recurrent header")
+        if s_trans or not 1 <= n_layer <= MAX_LAYERS:
+            raise KvFileError(f"no recurrent header at byte {at}: {s_trans}, layers {n_layer}")
+        at += _RECURRENT.size
+        states: list[Section] = []
+        ple: list[Section] = []
+        while self.appendix(at) is None:
+            (low_word,) = self._unpack(_U32, at, "type")
+            if low_word not in TYPES and states:  # a PLE history follows its R without a type
+                (row,) = self._unpack(_U64, at, "row size")
+                section = Section(states[-1].type_id, row, at + _U64.size)
+                ple.append(section)
+            else:
+                type_id, row = self._unpack(_ROW, at, "row header")
+                section = Section(type_id, row, at + _ROW.size)
+                states.append(section)
+            at = self._skip(section, n_cells)
+            if len(states) > 2 * n_layer or len(ple) > n_layer:
+                raise KvFileError(f"more sections than {n_layer} layers can have")
+        half = len(states) // 2
+        r, s = tuple(states[:half]), tuple(states[half:])
+        if len(r) != len(s) or any(len(_shapes(x)) != 1 for x in (r, s)) or len(_shapes(ple)) > 1:
+            raise KvFileError(f"{len(states)} recurrent sections are no R and S of some layers")
+        return RecurrentBlock(offset, at, n_cells, low_high[1], n_layer, r, s, tuple(ple))
+
+    def _cells(self, at: int, n: int, words: int, n_seq_id: int) -> tuple[int, int]:
+        """Smallest and largest position of `n` cells; (-1, -1) if there are none."""
+        if n > MAX_TOKENS or at + n * words * 4 > self._size:
+            raise KvFileError(f"{n} cells at byte {at} do not fit into the file")
+        low, high = (1 << 31) - 1, -1
+        self._file.seek(at)
+        while n > 0:
+            now = min(n, _CELLS_AT_ONCE)
+            cells = array("i")
+            cells.frombytes(_exactly(self._file, now * words * 4, "cells"))
+            if sys.byteorder == "big":  # pragma: no cover - no such machine here
+                cells.byteswap()
+            counts = cells[1::words]
+            if counts.count(n_seq_id) != now:
+                raise KvFileError(f"a cell before byte {self._file.tell()} is in no one sequence")
+            positions = cells[::words]
+            lowest, highest = min(positions), max(positions)
+            low, high = min(low, lowest), max(high, highest)
+            if low < 0:
+                raise KvFileError(f"a cell before byte {self._file.tell()} has position {low}")
+            n -= now
+        return (low, high) if high >= 0 else (-1, -1)
+
+    def _rows(self, at: int, n_layer: int, n_cells: int) -> tuple[tuple[Section, ...], int]:
+        sections: list[Section] = []
+        for _ in range(n_layer):
+            type_id, row = self._unpack(_ROW, at, "row header")
+            section = Section(type_id, row, at + _ROW.size)
+            if not row:
+                raise KvFileError(f"a row at byte {at} is empty")
+            at = self._skip(section, n_cells)
+            sections.append(section)
+        return tuple(sections), at
+
+    def _transposed(self, at: int, n_layer: int, n_cells: int) -> tuple[tuple[Section, ...], int]:
+        sections: list[Section] = []
+        for _ in range(n_layer):
+            type_id, element, n = self._unpack(_ROW_TRANSPOSED, at, "transposed header")
+            # The bytes of one unit; for a quantised type a unit is more than one element, but
+            # llama.cpp takes no quantised V without flash attention.
+            if element != TYPES.get(type_id, (0, 0))[1] or not n:
+                raise KvFileError(f"no transposed V at byte {at}: type {type_id}, {element} bytes")
+            section = Section(type_id, element * n, at + _ROW_TRANSPOSED.size, element)
+            at = self._skip(section, n_cells)
+            sections.append(section)
+        return tuple(sections), at
+
+    def _skip(self, section: Section, n_cells: int) -> int:
+        """Where the data of `section` ends. Raises KvFileError if it cannot be what it says."""
+        if section.type_id not in TYPES:
+            raise KvFileError(f"unknown tensor type {section.type_id} before {section.offset}")
+        unit = TYPES[section.type_id][1]
+        if section.row_bytes > MAX_ROW or section.row_bytes % unit:
+            raise KvFileError(f"rows of {section.row_bytes} bytes before byte {section.offset}")
+        end = section.offset + n_cells * section.row_bytes
+        if end > self._size:
+            raise KvFileError(f"data at byte {section.offset} ends at {end}, behind the file's end")
+        return end
+
+    def _unpack(self, what: struct.Struct, at: int, name: str) -> tuple[int, ...]:
+        if at + what.size > self._size:
+            raise KvFileError(f"the file ends inside the {name} at byte {at}")
+        self._file.seek(at)
+        values: tuple[int, ...] = what.unpack(_exactly(self._file, what.size, name))
+        return values
+
+
+def _exactly(file: BinaryIO, n: int, name: str) -> bytes:
+    raw = file.read(n)
+    if len(raw) != n:
+        raise KvFileError(f"the file ends inside the {name}")
+    return raw
+
+
+def _shapes(sections: Iterable[Section]) -> set[tuple[int, int]]:
+    return {(section.type_id, section.row_bytes) for section in sections}

@@ -1,0 +1,209 @@
+"""The threads in which one directory is worked on, and how long anybody waits for them.
+
+A file system can hang, a network's above all: a call then returns after minutes or never, and no
+thread in it can be ended. What waits for such a directory is told no, at once from the second
+time on, until the call that hangs has returned. A call that only waits for a thread does not hang.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import structlog
+
+from router.base.errors import KvError, KvFileError
+from router.base.ports import Spawn
+from router.store.manifest import os_errors
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+# Seconds. A stat takes microseconds, a rename while a journal is written some seconds.
+QUICK_S = 10.0
+# A copy or a checksum of tens of gigabytes; as long as a server may take for a save.
+BULK_S = 120.0
+
+
+class _Call(Generic[T]):
+    """A function in a thread. Its effect is undone if nobody wants it when it returns."""
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        function: Callable[[], T],
+        undo: Callable[[T], object] | None,
+        on_begun: Callable[["_Call[Any]"], None],
+    ) -> None:
+        """`on_begun` is called in the loop when a thread has begun with it."""
+        self._loop = asyncio.get_running_loop()
+        self._function = function
+        self._undo = undo
+        self._on_begun = on_begun
+        self._returned = self._abandoned = False
+        self._lock = threading.Lock()  # of these two
+        self.late: asyncio.Future[Any] = self._loop.create_future()
+        self.job = pool.submit(self._run)
+        self.future: asyncio.Future[Any] = asyncio.wrap_future(self.job)
+
+    def _run(self) -> T:
+        self._loop.call_soon_threadsafe(self._on_begun, self)
+        result = self._function()
+        with self._lock:
+            self._returned = True
+            unwanted = self._abandoned
+        if unwanted and self._undo is not None:
+            self._undo(result)
+        return result
+
+    def abandon(self) -> bool:
+        """Nobody wants the effect. True if it came already, and the thread will not undo it."""
+        with self._lock:
+            self._abandoned = True
+            return self._returned
+
+    async def ended(self) -> None:
+        """Wait until it has returned, or was cancelled before it began."""
+        await asyncio.wait([self.future])
+
+
+class Threads:
+    """Small pools: a stat does not queue behind the checksum of ten gigabytes, nor what a request
+    waits for behind what nobody waits for."""
+
+    def __init__(self, place: str, on_change: Callable[[], None], spawn: Spawn) -> None:
+        """`on_change` is called in the loop when `hangs` has become another."""
+        self.place = place
+        self._on_change = on_change
+        self._spawn = spawn
+        self._quick = ThreadPoolExecutor(2, "kv-quick")  # stat, rename, head
+        self._bulk = ThreadPoolExecutor(2, "kv-bulk")  # checksum, copy
+        self._unhurried = ThreadPoolExecutor(2, "kv-unhurried")  # fsync, checksum, delete
+        self._limited: set[_Call[Any]] = set()
+        self._stuck: set[_Call[Any]] = set()
+        self._n_working = 0
+
+    @property
+    def hangs(self) -> bool:
+        """Somebody gave up waiting for a call that has not returned yet."""
+        return bool(self._stuck)
+
+    @property
+    def works(self) -> bool:
+        """A call has not returned, whether anybody waits for it or not."""
+        return self._n_working > 0
+
+    async def quick(
+        self,
+        function: Callable[[], T],
+        undo: Callable[[T], object] | None = None,
+        *,
+        blame_file: bool = False,
+    ) -> T:
+        """Do what only looks, or renames. Raises KvError; with `blame_file`, an OSError means that
+        the file is not what it should be: KvFileError.
+
+        If nobody waits to its end, `undo` is called in a thread with what it returned: a thread
+        cannot be cancelled, and the file that it makes would belong to nobody.
+        """
+        return await self._do(self._quick, function, QUICK_S, undo, blame_file=blame_file)
+
+    async def bulk(
+        self,
+        function: Callable[[], T],
+        undo: Callable[[T], object] | None = None,
+        *,
+        blame_file: bool = False,
+    ) -> T:
+        """As `quick`, for what reads or writes as much as a file has."""
+        return await self._do(self._bulk, function, BULK_S, undo, blame_file=blame_file)
+
+    async def unhurried(self, function: Callable[[], T]) -> T:
+        """What no request waits for: it takes as long as it takes. Where the directory hangs, it
+        is done when that answers."""
+        return await self._do(self._unhurried, function, None, None)
+
+    async def _do(
+        self,
+        pool: ThreadPoolExecutor,
+        function: Callable[[], T],
+        limit_s: float | None,
+        undo: Callable[[T], object] | None,
+        *,
+        blame_file: bool = False,
+    ) -> T:
+        with os_errors("kv store", KvFileError if blame_file else KvError):
+            call = self._begin(pool, function, limit_s, undo)
+            try:
+                return await self._result(call)
+            except BaseException:
+                if undo is not None:
+                    self._abandon(call, undo)
+                raise
+
+    def _begin(
+        self,
+        pool: ThreadPoolExecutor,
+        function: Callable[[], T],
+        limit_s: float | None,
+        undo: Callable[[T], object] | None = None,
+    ) -> _Call[T]:
+        if limit_s is not None and self.hangs:
+            raise KvError(f"{self.place} does not answer")
+        call = _Call(pool, function, undo, partial(self._begun, limit_s))
+        if limit_s is not None:
+            self._limited.add(call)
+        self._n_working += 1
+        call.future.add_done_callback(lambda _: self._ended(call))
+        return call
+
+    async def _result(self, call: _Call[T]) -> T:
+        """Wait for what was begun, and cancel nothing if cancelled. It goes on if it takes longer
+        than anybody waits."""
+        await asyncio.wait([call.future, call.late], return_when=asyncio.FIRST_COMPLETED)
+        if not call.future.done() or call.future.cancelled():
+            raise KvError(f"{self.place} does not answer")
+        result: T = call.future.result()
+        return result
+
+    def _abandon(self, call: _Call[T], undo: Callable[[T], object]) -> None:
+        unwanted: _Call[Any] = call
+        if call.abandon():
+            unwanted = self._begin(self._unhurried, lambda: undo(call.job.result()), None)
+        if not unwanted.future.done():
+            self._spawn(unwanted.ended(), name="kv_undo")
+
+    def close(self) -> None:
+        """Take nothing more. What is under way goes on."""
+        for pool in (self._quick, self._bulk, self._unhurried):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _begun(self, limit_s: float | None, call: _Call[Any]) -> None:
+        """The clock runs whether somebody waits or not: others wait for the thread."""
+        if limit_s is not None and not call.future.done():
+            clock = asyncio.get_running_loop().call_later(limit_s, self._give_up, call)
+            call.future.add_done_callback(lambda _: clock.cancel())
+
+    def _give_up(self, call: _Call[Any]) -> None:
+        hung_before = self.hangs
+        self._stuck.add(call)
+        call.late.set_result(None)
+        if not hung_before:
+            for other in self._limited:
+                other.job.cancel()  # if no thread has begun with it
+            log.error("kv_dir_hangs", kv_dir=self.place)
+            self._on_change()
+
+    def _ended(self, call: _Call[Any]) -> None:
+        self._n_working -= 1
+        self._limited.discard(call)
+        if not call.future.cancelled():
+            call.future.exception()  # perhaps nobody else asks for it any more
+        if call in self._stuck:
+            self._stuck.discard(call)
+            if not self.hangs:
+                log.warning("kv_dir_answers_again", kv_dir=self.place)
+                self._on_change()

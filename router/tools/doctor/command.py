@@ -1,0 +1,71 @@
+"""`kvferry doctor`: look at every backend, try out what kvferry does with it, say what to change.
+
+Facts (`doctor_facts.py`) become findings (`doctor_findings.py`, `doctor_fleet.py`) and are
+printed here. May run beside a router that uses the same servers and directories.
+"""
+
+import textwrap
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from router.base.types import Namespace
+from router.config.schema import Config
+from router.llama.client import Connections
+from router.tools.doctor.facts import Facts, gather
+from router.tools.doctor.findings import Finding, Level, of_backend
+from router.tools.doctor.fleet import of_fleet, verdict
+from router.tools.terminal import Progress, no_log_lines, output
+
+_STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "red"}
+
+_INDENT = 10  # columns of the level
+
+
+async def doctor(config: Config) -> int:
+    """Print what is right and wrong. Returns 0 if kvferry can do its work, else 1."""
+    fleet = await examine(config)
+    console = output()
+    for facts in fleet:
+        _print(console, f"{facts.name}  {facts.backend.url}", of_backend(facts))
+    if together := of_fleet(fleet, config):
+        _print(console, "together", together)
+    code, text = verdict(fleet, config)
+    console.print(Text(text, style="bold green" if code == 0 else "bold red"))
+    return code
+
+
+async def examine(config: Config) -> list[Facts]:
+    """The facts about each backend, one backend after the other: measured side by side, servers
+    on one machine would slow each other down."""
+    fleet: list[Facts] = []
+    known: set[Namespace] = set()
+    with no_log_lines(), Progress() as progress:
+        async with Connections() as connections:
+            for backend in config.backends:
+                progress(f"trying {backend.name} ({backend.url})")
+                facts = await gather(backend, config, connections, known)
+                fleet.append(facts)
+                if facts.attached is not None and not facts.untried:
+                    known.add(facts.attached.info.namespace)
+    return fleet
+
+
+def _print(console: Console, title: str, findings: Sequence[Finding]) -> None:
+    """Wrapped by hand: rich would break flags at their hyphens and fill lines up with spaces."""
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    width = max(console.width - _INDENT, 40)
+    for finding in findings:
+        lines = _wrapped(finding.what, width)
+        if finding.do:
+            lines += _wrapped(f"-> {finding.do}", width)
+        level = Text(f"  {finding.level:<{_INDENT - 2}}", style=_STYLES[finding.level])
+        console.print(level.append(lines[0], style="default"), soft_wrap=True)
+        for line in lines[1:]:
+            console.print(Text(" " * _INDENT + line), soft_wrap=True)
+    console.print()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

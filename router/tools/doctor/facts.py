@@ -1,0 +1,293 @@
+"""What `kvferry doctor` finds out about one backend, by asking and by trying.
+
+Gathers and judges nothing: `doctor_findings.py` does that. What a slot held is put back, and what
+was written is removed.
+"""
+
+import asyncio
+import os
+import stat
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+
+from router.assembly.backends import StartError, client_of, timeouts_of
+from router.base.errors import BackendError, BackendRefusedError, KvError
+from router.base.ports import SnapshotStore
+from router.base.tasks import Tasks
+from router.base.types import Namespace, Place, SlotStatus, StagedFile
+from router.config.schema import Backend, Config, TokenizerMode
+from router.llama.attach.diagnosis import Trouble, Unusable, unusable
+from router.llama.attach.monitor import Attached, attach
+from router.llama.client import Connections, LlamaClient
+from router.llama.replies import Props
+from router.prompts.local_tokenizer import Encoder, LocalTokenizerError, load_local
+from router.prompts.special_tokens import discover_specials
+from router.prompts.tokenizer import SegmentTokenizer
+from router.store import files, shapes
+from router.store.manifest import os_errors
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A kv_dir as this process sees it."""
+
+    is_folder: bool = False
+    mode: int = 0
+    uid: int = -1
+    usable: bool = False  # files can be found, made and removed here
+    identity: tuple[int, int] = (-1, -1)  # device, inode
+    group_access: bool = False  # the configuration lets its group in
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A state file that a backend wrote."""
+
+    mode: int
+    uid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How texts become tokens."""
+
+    n_specials: int
+    why_whole: str | None  # texts are not cut at special tokens
+    local: bool | None  # the local tokenizer agrees; None: there is none
+    local_problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One backend. None and "": not known, because something before it went wrong."""
+
+    backend: Backend
+    unusable: Unusable | None = None
+    folder: Folder | None = None  # of kv_dir; None: none is configured
+    props: Props | None = None
+    speculative: bool = False
+    actions: bool = True  # False: started without --slot-save-path
+    attached: Attached | None = None
+    lora: bytes = b""
+    saved: Saved | None = None
+    unseen: str = ""  # a file that it saved and that is not in kv_dir
+    untried: str = ""  # why nothing was computed, saved or restored
+    words: Words | None = None
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+
+class DirectoryProbeStore:
+    """The part of ports.SnapshotStore that a probe uses, for one directory.
+
+    No lock, no manifest: a router may be running on the same directory.
+    """
+
+    def __init__(self) -> None:
+        self.saved: Saved | None = None  # the last file that was seen
+        self.unseen = ""  # the last one that should have been there and was not
+
+    def staging_name(self) -> str:
+        """A name that a router which starts later would sweep away, should this process die."""
+        return files.staging_name()
+
+    async def verify(self, place: Place, name: str, size_bytes: int) -> StagedFile:
+        """Check what a backend wrote, and pad it, as the true store does. Raises KvError."""
+        with os_errors(name):
+            found = await asyncio.to_thread(_verify, Path(place) / name, size_bytes)
+        return StagedFile(place, name, found.head.tokens, found.identity.size_bytes, found.shape)
+
+    async def discard(self, place: Place, name: str) -> None:
+        """Remove what a backend wrote; it need not exist. Raises KvError."""
+        with os_errors(name):
+            await asyncio.to_thread(self._discard, Path(place) / name)
+
+    def _discard(self, path: Path) -> None:
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            self.unseen = path.name
+            return
+        self.saved = Saved(stat.S_IMODE(status.st_mode), status.st_uid)
+        path.unlink(missing_ok=True)
+
+
+def _verify(path: Path, size_bytes: int) -> shapes.Inspected:
+    return shapes.pad(path, shapes.inspect(path, size_bytes))
+
+
+async def gather(
+    backend: Backend, config: Config, connections: Connections, known: set[Namespace]
+) -> Facts:
+    """Everything about one backend; raises nothing for what is wrong with it."""
+    facts = Facts(backend)
+    if backend.kv_dir is not None:
+        folder = await asyncio.to_thread(look_at, Path(backend.kv_dir))
+        folder = replace(folder, group_access=config.store.group_access)
+        facts = replace(facts, folder=folder)
+    try:
+        client = client_of(backend, connections, timeouts_of(config))
+    except StartError as error:
+        return replace(facts, unusable=Unusable(Trouble.NO_KEY, str(error)))
+    try:
+        facts = await _ask(client, facts)
+        if facts.unusable is None:
+            facts = await _try_out(client, facts, known, tenants=config.auth.keeps_apart)
+    except (BackendError, KvError) as error:
+        return replace(facts, unusable=unusable(error, answered=facts.props is not None))
+    if facts.attached is not None and config.tokenizer.mode is not TokenizerMode.OFF:
+        facts = replace(facts, words=await _words(client, facts.attached.props, config))
+    return facts
+
+
+def look_at(path: Path) -> Folder:
+    """Blocking."""
+    try:
+        status = path.stat()
+        is_folder = stat.S_ISDIR(status.st_mode)
+    except OSError:
+        return Folder()
+    return Folder(
+        is_folder=is_folder,
+        mode=stat.S_IMODE(status.st_mode),
+        uid=status.st_uid,
+        usable=is_folder and os.access(path, os.R_OK | os.W_OK | os.X_OK),
+        identity=(status.st_dev, status.st_ino),
+    )
+
+
+async def _ask(client: LlamaClient, facts: Facts) -> Facts:
+    """What needs no slot. Raises BackendError."""
+    await client.health()
+    props = await client.props()
+    await client.models()
+    status, payload = await _raw(client, "GET", "/slots")
+    if status == 403 and b"kvferry" in payload:
+        return replace(facts, unusable=Unusable(Trouble.KVFERRY))
+    slots = _json(payload)
+    # An unknown action is refused after the missing --slot-save-path and before it does anything.
+    status, _ = await _raw(client, "POST", "/slots/0?action=none", b"{}")
+    return replace(
+        facts,
+        props=props,
+        speculative=isinstance(slots, list)
+        and any(isinstance(slot, dict) and slot.get("speculative") is True for slot in slots),
+        actions=status != 501,
+        lora=await _lora(client),
+    )
+
+
+async def _try_out(
+    client: LlamaClient, facts: Facts, known: set[Namespace], *, tenants: bool
+) -> Facts:
+    """Attach to it as `serve` would. Raises BackendError."""
+    props, folder = facts.props, facts.folder
+    assert props is not None
+    place = None
+    if folder is not None and folder.usable and facts.actions:
+        place = Place(str(facts.backend.kv_dir))
+    store = DirectoryProbeStore()
+    untried = await _why_untried(client, props, store, place)
+    attached = await attach(
+        client,
+        props,
+        place=place,
+        # probe() uses those three methods and no other.
+        store=cast(SnapshotStore, store),
+        extra_models=facts.backend.models,
+        with_probe=not untried,
+        tenants=tenants,
+        known=known,
+    )
+    # A save that was refused leaves no file either: that is not a file unseen.
+    unseen = store.unseen if attached.probe.can_save or untried else ""
+    return replace(facts, attached=attached, saved=store.saved, unseen=unseen, untried=untried)
+
+
+async def _why_untried(
+    client: LlamaClient, props: Props, store: DirectoryProbeStore, place: Place | None
+) -> str:
+    """Why a probe would destroy something; "" if it would not."""
+    if not props.endpoint_slots:
+        return "it does not tell what its slots hold"
+    idle = [slot for slot in await client.slots() if not slot.is_processing]
+    if not idle:
+        return "every slot is busy"
+    if any(not slot.n_tokens for slot in idle):
+        return ""
+    used = min(idle, key=lambda slot: slot.n_tokens or 0)  # the one that probe() will take
+    if place is not None and await _can_put_back(client, store, place, used):
+        return ""
+    return "every slot holds something that could not be put back"
+
+
+async def _can_put_back(
+    client: LlamaClient, store: DirectoryProbeStore, place: Place, slot: SlotStatus
+) -> bool:
+    name = store.staging_name()
+    try:
+        saved = await client.save(slot.index, name)
+    except BackendError:
+        return False
+    try:
+        await store.verify(place, name, saved.size_bytes)
+    except KvError:
+        return False
+    finally:
+        await store.discard(place, name)
+    return True
+
+
+async def _words(client: LlamaClient, props: Props, config: Config) -> Words | None:
+    tasks = Tasks()
+    try:
+        specials = await discover_specials(
+            props.chat_template, props.bos_token, props.eos_token, client.tokenize
+        )
+        local, problem = await _local(config, tuple(specials))
+        tokenizer = SegmentTokenizer(client.tokenize, specials, spawn=tasks.spawn)
+        why_whole = await tokenizer.self_check(local)
+    except BackendError:
+        return None
+    finally:
+        await tasks.aclose()
+    agrees = None if config.tokenizer.path is None else tokenizer.uses_local
+    return Words(len(tokenizer.specials), why_whole, agrees, problem)
+
+
+async def _local(config: Config, specials: tuple[str, ...]) -> tuple[Encoder | None, str]:
+    path = config.tokenizer.path
+    if path is None:
+        return None, ""
+    try:
+        return await asyncio.to_thread(load_local, Path(path), specials), ""
+    except LocalTokenizerError as error:
+        return None, str(error)
+
+
+async def _lora(client: LlamaClient) -> bytes:
+    try:
+        return await client.lora_adapters()
+    except BackendRefusedError:
+        return b""
+
+
+async def _raw(
+    client: LlamaClient, method: str, path: str, body: bytes | None = None
+) -> tuple[int, bytes]:
+    """A call whose refusal is the answer. Raises BackendError."""
+    headers = [(b"Content-Type", b"application/json")] if body is not None else []
+    async with client.relay(method, path, headers, body) as response:
+        return response.status, await response.read()
+
+
+def _json(payload: bytes) -> Any:
+    try:
+        return orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        return None

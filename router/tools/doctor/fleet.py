@@ -1,0 +1,230 @@
+"""What is between the backends: who can use whose KV, and why others cannot; and whether `kvferry
+serve` would start. Pure, but for what the configuration names on this machine."""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from router.assembly.backends import place_of
+from router.base.types import Namespace
+from router.config.loader import path_text
+from router.config.schema import Config, TokenizerMode
+from router.core.model.policy import Policy
+from router.llama.attach.diagnosis import Trouble, Unusable
+from router.llama.attach.monitor import Attached
+from router.store import shapes
+from router.store.files import openness
+from router.store.format.blocks import AttentionBlock
+from router.store.format.layout import Layout
+from router.tools.doctor.environment import Lack, unset_variables, unusable_parts
+from router.tools.doctor.facts import Facts
+from router.tools.doctor.findings import Finding, Level, file_name, restores
+
+
+def of_fleet(fleet: Sequence[Facts], config: Config) -> list[Finding]:
+    """Everything that shows only when the backends are seen together, and in the settings."""
+    return [
+        *_duplicates(fleet),
+        *_exchange(fleet),
+        *_streams(fleet),
+        *_folders(fleet),
+        *_settings(config),
+        *_lacking(config),
+    ]
+
+
+def verdict(fleet: Sequence[Facts], config: Config) -> tuple[int, str]:
+    """The exit code, and the last line.
+
+    1 if a backend cannot be used, if `kvferry serve` would not start, or if no backend can restore
+    although the policy wants to.
+    """
+    unusable = [facts.name for facts in fleet if facts.attached is None]
+    refused = [path_text(lack.path) for lack in _lacks(config)]
+    refused += [f"kv_dir of {facts.name}" for facts in fleet if _shut_out(facts, config)]
+    able = [facts.name for facts in fleet if restores(facts)]
+    moves_kv = Policy(name=config.policy.name).moves_kv
+    if unusable:
+        return 1, f"Not ready: {', '.join(unusable)} cannot be used; see above."
+    if refused:
+        return 1, f"Not ready: `kvferry serve` refuses {_listed(refused)}; see above."
+    if not moves_kv:
+        return 0, f"Ready. Policy {config.policy.name} never moves KV."
+    if not able:
+        return 1, "Not ready: no backend can restore KV; see above."
+    if len(able) < len(fleet):
+        return 0, f"Ready, but only {', '.join(able)} can restore KV; see above."
+    return 0, "Ready: every backend can save and restore KV."
+
+
+def _shut_out(facts: Facts, config: Config) -> bool:
+    """Its kv_dir is needed and cannot be used as it is: told with the backend."""
+    folder = facts.folder
+    if folder is None or place_of(facts.backend, config) is None:
+        return False
+    return not folder.usable or openness(folder.mode, group_access=folder.group_access) is not None
+
+
+def _lacks(config: Config) -> list[Lack]:
+    """What is missing on this machine; an API key is told with its backend."""
+    variables = [lack for lack in unset_variables(config) if lack.path[0] != "backends"]
+    return variables + unusable_parts(config)
+
+
+def _lacking(config: Config) -> Iterator[Finding]:
+    for lack in _lacks(config):
+        what = f"{path_text(lack.path)}: {lack.message}"
+        yield Finding(Level.ERROR, what, "`kvferry serve` does not start without it")
+
+
+def _duplicates(fleet: Sequence[Facts]) -> Iterator[Finding]:
+    for a, b in combinations(fleet, 2):
+        if a.props is None or b.props is None:
+            continue
+        if a.props.process == b.props.process and not a.props.told_by_nothing:
+            what = f"{a.name} and {b.name} look like one and the same server (equal media_marker)"
+            do = f"{Unusable(Trouble.TWIN).do}; `kvferry serve` uses only one of them"
+            yield Finding(Level.WARNING, what, do)
+
+
+def _groups(fleet: Sequence[Facts]) -> list[list[Facts]]:
+    groups: dict[Namespace, list[Facts]] = {}
+    for facts in fleet:
+        if facts.attached is not None and not facts.untried:
+            groups.setdefault(facts.attached.info.namespace, []).append(facts)
+    return sorted(groups.values(), key=len, reverse=True)
+
+
+def _exchange(fleet: Sequence[Facts]) -> Iterator[Finding]:
+    groups = _groups(fleet)
+    for group in groups:
+        names = [facts.name for facts in group if restores(facts)]
+        if len(names) > 1:
+            yield Finding(Level.OK, f"{_listed(names)} can use each other's KV")
+    # Each group against the largest: all pairs of five servers would be ten paragraphs.
+    for other in groups[1:]:
+        for level, what, do in differences(groups[0][0], other[0]):
+            ours, theirs = ([facts.name for facts in group] for group in (groups[0], other))
+            yield Finding(
+                level, f"{_listed(theirs)} cannot use the KV of {_listed(ours)}: {what}", do
+            )
+
+
+def differences(a: Facts, b: Facts) -> list[tuple[Level, str, str]]:
+    """Why `a` and `b` are in different namespaces, and what would make them one.
+
+    Looked for in this order, since the later ones follow from the earlier: (1) another model;
+    (2) other adapters; (3) state files that cannot be compared; (4) other state files; (5) all
+    that shows is that the model behaves differently.
+    """
+    assert a.attached is not None
+    assert b.attached is not None
+    if reason := _models(a.attached, b.attached):  # (1)
+        do = "nothing, if that is meant; else start both with the same -m FILE"
+        return [(Level.NOTE, reason, do)]
+    if a.lora != b.lora:  # (2)
+        do = "nothing, if that is meant; else start both with the same --lora"
+        return [(Level.NOTE, "they have different LoRA adapters", do)]
+    ours, theirs = a.attached.probe.layout, b.attached.probe.layout
+    if ours is None or theirs is None:  # (3)
+        name = a.name if ours is None else b.name
+        return [(Level.WARNING, f"no state file of {name} could be read", "see there")]
+    if found := list(_layouts(ours, theirs)):  # (4)
+        return [(Level.WARNING, what, do) for what, do in found]
+    what = "their models have one name and size, but predict different tokens"  # (5)
+    do = "start both with the same file and the same --rope-*, --yarn-* and --control-vector flags"
+    return [(Level.WARNING, what, do)]
+
+
+def _models(a: Attached, b: Attached) -> str:
+    ours, theirs = file_name(a.props.model_path), file_name(b.props.model_path)
+    if ours != theirs:
+        return f"different model files ({ours}, {theirs})"
+    facts = [(m.n_vocab, m.n_embd, m.n_params, m.size, m.ftype) for m in (a.models, b.models)]
+    return "" if facts[0] == facts[1] else f"different models, although both are called {ours}"
+
+
+def _layouts(a: Layout, b: Layout) -> Iterator[tuple[str, str]]:
+    ours, theirs = _first(a), _first(b)
+    if ours is None or theirs is None:
+        if a.fingerprint() != b.fingerprint():
+            yield "their recurrent states differ", "start both with the same flags"
+        return
+    for index, letter in enumerate("kv"):
+        types = [shapes.cache_types(layout)[index] for layout in (a, b)]
+        if types[0] != types[1]:
+            flag = f"-ct{letter}"
+            yield (
+                f"their {letter.upper()} caches have different types ({', '.join(types)})",
+                f"start both with the same {flag}",
+            )
+    if ours.v_trans != theirs.v_trans:
+        yield "flash attention is on for one of them only", "start both with -fa on (or off)"
+    if a.fingerprint() != b.fingerprint() and ours.describe() == theirs.describe():
+        yield "their state files are laid out differently", "start both with the same flags"
+
+
+def _first(layout: Layout) -> AttentionBlock | None:
+    return next((block for block in layout.attention if block.cell_count), None)
+
+
+def _streams(fleet: Sequence[Facts]) -> Iterator[Finding]:
+    """Whether a state has to be rewritten on its way from one server to another."""
+    for group in _groups(fleet):
+        by_number: dict[int, list[str]] = {}
+        for facts in group:
+            if facts.attached is not None and restores(facts):
+                by_number.setdefault(facts.attached.info.n_stream, []).append(facts.name)
+        if len(by_number) > 1:
+            files = [f"{n} ({_listed(names)})" for n, names in sorted(by_number.items())]
+            yield Finding(
+                Level.NOTE,
+                "states are rewritten on their way between servers whose files have different "
+                f"numbers of streams: {', '.join(files)}",
+                "the same -np and --kv-unified or --no-kv-unified everywhere needs no rewriting",
+            )
+
+
+def _folders(fleet: Sequence[Facts]) -> Iterator[Finding]:
+    """Whether a state has to travel from one directory to another."""
+    for group in _groups(fleet):
+        folders = {
+            facts.folder.identity: str(facts.backend.kv_dir)
+            for facts in group
+            if facts.folder is not None and restores(facts)
+        }
+        if len(folders) < 2:
+            continue
+        copied = len({device for device, _ in folders}) > 1
+        how, do = "linked", ""
+        if copied:
+            how, do = "copied", "one --slot-save-path for all servers needs no copies"
+        what = f"states are {how} between {_listed(list(folders.values()))}"
+        yield Finding(Level.NOTE, what, do)
+
+
+def _settings(config: Config) -> Iterator[Finding]:
+    if not Policy(name=config.policy.name).moves_kv:
+        return
+    if not config.store.enabled:
+        yield Finding(
+            Level.WARNING, "the store is off: nothing is saved", "store.max_bytes: 32GiB, or -1"
+        )
+    if not config.probe.enabled:
+        yield Finding(
+            Level.WARNING,
+            "probe.enabled: false: `kvferry serve` will not know what its backends can do, and "
+            "restores nothing",
+            "remove it, or set probe.enabled: true",
+        )
+    if config.tokenizer.mode is TokenizerMode.OFF:
+        yield Finding(
+            Level.WARNING,
+            "tokenizer.mode: off: no prompt is known, so nothing can be reused",
+            "remove it, or set tokenizer.mode: backend",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return re.sub(r", ([^,]*)$", r" and \1", ", ".join(names))

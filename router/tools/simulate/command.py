@@ -1,0 +1,306 @@
+"""`kvferry simulate`: its options, and what it does with them."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+from router.base.types import MemoryKind
+from router.config.values import (
+    count_or_no_limit,
+    duration,
+    duration_or_none,
+    duration_or_off,
+    format_size,
+    ratio,
+    size,
+    size_or_no_limit,
+)
+from router.core.model.policy import Policy, PolicyName
+from router.core.model.request_queue import QueueLimits
+from router.tools.simulate import report
+from router.tools.simulate.experiment import Experiment
+from router.tools.simulate.fleet import Setup
+from router.tools.simulate.hardware import PRESETS, Hardware
+from router.tools.simulate.measure import Result
+from router.tools.simulate.requests import Source
+from router.tools.simulate.trace import BLOCK_TOKENS, Trace, TraceError, read_trace
+from router.tools.simulate.workload import WORKLOADS, Workload
+from router.tools.terminal import Progress, output
+
+OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
+GIB = 1024**3
+
+# `passthrough` asks the scheduler nothing, so there is nothing to simulate.
+_POLICIES = {
+    spelling: name
+    for name in PolicyName
+    if name is not PolicyName.PASSTHROUGH
+    for spelling in (str(name), name.name.lower())
+}
+_DEFAULT = Policy()
+_AS_CONFIGURED = "as in the configuration"
+_TRACE_ONLY = ("limit", "scale", "speed", "repeat")
+_WORKLOAD_ONLY = ("requests", "conversations")
+_REPORT_EVERY_S = 10.0  # where each report is a line of its own
+
+T = TypeVar("T")
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """The options of `kvferry simulate`. docs/simulate.md explains them."""
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument("--trace", type=Path, metavar="FILE", help="JSONL in Mooncake's format")
+    what.add_argument("--workload", choices=sorted(WORKLOADS), help="made-up clients, closed loop")
+    add = command.add_argument
+    whole = partial(_whole, least=1)
+    add("--limit", type=whole, metavar="N", help="trace: the first N requests")
+    add("--scale", type=whole, metavar="N", help="trace: one token stands for N; faster")
+    add("--speed", type=_above_zero, metavar="X", help="trace: X times as many requests a second")
+    add("--repeat", type=whole, metavar="N", help="trace: N times, with other prompts each time")
+    add("--requests", type=whole, metavar="N", help="workload: in all; default 2000")
+    add("--conversations", type=whole, metavar="N", help="workload: at a time; default 2 a slot")
+    add("--seed", type=partial(_whole, least=0), default=0, metavar="N", help="workload")
+    add("--servers", type=whole, default=4, metavar="N", help="default 4")
+    add("--slots", type=whole, default=4, metavar="N", help="of each server; default 4")
+    add("--ctx", type=whole, default=32_768, metavar="N", help="tokens a slot holds; 32768")
+    kinds = [kind for kind in MemoryKind if kind is not MemoryKind.UNKNOWN]
+    add("--memory", choices=kinds, default="full", help="memory kind of the model")
+    add("--rates", choices=sorted(PRESETS), default="gpu-8b", help="what a server costs")
+    add("--prefill", type=_above_zero, metavar="N", help="instead: prompt tokens a second")
+    add("--decode", type=_above_zero, metavar="N", help="instead: tokens a second of one stream")
+    add("--bytes-per-token", type=_of(size), metavar="SIZE", help="instead: of a state file")
+    add("--save-rate", type=_of(size), metavar="SIZE", help="instead: bytes saved in a second")
+    add("--restore-rate", type=_of(size), metavar="SIZE", help="instead: restored in a second")
+    add(
+        *("--policy", "--policies"),
+        action="append",
+        choices=sorted(_POLICIES),
+        metavar="NAME",
+        help=f"repeatable; default all: {', '.join(p.name.lower() for p in _all_policies())}",
+    )
+    add(
+        "--budget",
+        type=_of(size_or_no_limit),
+        action="append",
+        metavar="SIZE",
+        help="for snapshots, such as 16GiB; 0 is none, -1 no limit; repeatable; default 32GiB",
+    )
+    # As in the configuration file: same spelling, same default.
+    values: tuple[tuple[str, Callable[[object], float | None], float | None], ...] = (
+        ("--max-wait", duration, _DEFAULT.max_wait_s),
+        ("--coalesce-above", duration_or_off, _DEFAULT.coalesce_above_s),
+        ("--prefill-piece", duration_or_off, _DEFAULT.prefill_piece_s),
+        ("--reuse-probability", _ratio, _DEFAULT.reuse_probability),
+        ("--save-when-idle-for", duration_or_off, _DEFAULT.idle_save_after_s),
+    )
+    for flag, parse, default in values:
+        add(flag, type=_of(parse), default=default, metavar="VALUE", help=_AS_CONFIGURED)
+    add(
+        "--min-tokens", type=partial(_whole, least=0), default=128, metavar="N", help=_AS_CONFIGURED
+    )
+    add(
+        "--max-requests",
+        type=_of(count_or_no_limit),
+        default=1024,
+        metavar="N",
+        help=_AS_CONFIGURED,
+    )
+    add(
+        "--deadline", type=_of(duration_or_none), default=600.0, metavar="TIME", help=_AS_CONFIGURED
+    )
+    add("--evictions", action="store_true", help="compare with LRU and Belady")
+    add("--explain", action="store_true", help="say where tokens were that were computed again")
+    add("--output", type=Path, metavar="DIR", help="write simulate.json and a plot there")
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Run everything, print it, write it. Returns the exit code."""
+    if problem := _misfit(options):
+        return _refuse(problem)
+    try:
+        experiment = _experiment(options)
+    except TraceError as error:
+        return _refuse(f"--trace: {error}")
+    except OSError as error:
+        return _refuse(f"--trace: {options.trace}: {error.strerror}")
+    if options.output is not None:
+        try:
+            options.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return _refuse(f"--output: {options.output}: {error.strerror}")
+    results: list[Result] = []
+    with Progress() as progress:
+        for setup in experiment.runs():
+            results.append(experiment.run(setup, _Teller(progress, setup, experiment)))
+        if experiment.evictions:
+            progress("comparing ways to evict")
+        evicted = experiment.compare_evictions() if experiment.evictions else []
+    console = output()
+    report.show(console, results, evicted)
+    if options.output is not None:
+        file = options.output / "simulate.json"
+        file.write_bytes(report.as_json(_settings(options), results, evicted))
+        plots = report.plot(results, evicted, options.output / "simulate")
+        console.print(f"\nWritten: {', '.join(str(f) for f in [file, *plots])}", soft_wrap=True)
+        if not plots:
+            console.print("No plot: matplotlib is not installed (pip install 'kvferry[plot]').")
+    return OK
+
+
+class _Teller:
+    """Says how far a run is: often on a terminal, seldom where each time is a line."""
+
+    def __init__(self, progress: Progress, setup: Setup, experiment: Experiment) -> None:
+        self._progress = progress
+        budget = f", budget {format_size(setup.budget_bytes)}" if setup.policy.moves_kv else ""
+        self._what = f"{setup.policy.name.name.lower()}{budget}"
+        self._total = experiment.source().total
+        self._told = perf_counter()
+        progress(f"{self._what}: {self._total:,} requests")
+
+    def __call__(self, arrived: int) -> None:
+        now = perf_counter()
+        if sys.stderr.isatty() or now - self._told > _REPORT_EVERY_S:
+            self._told = now
+            self._progress(f"{self._what}: {arrived:,} of {self._total:,} requests")
+
+
+def _misfit(options: argparse.Namespace) -> str | None:
+    """Options that do not go together, in words."""
+    wrong, other = (_WORKLOAD_ONLY, "trace") if options.trace else (_TRACE_ONLY, "workload")
+    for name in wrong:
+        if getattr(options, name) is not None:
+            return f"--{name}: not together with --{other}"
+    scale = options.scale or 1
+    if scale > BLOCK_TOKENS:
+        return f"--scale: at most {BLOCK_TOKENS}, the tokens of a block, not {scale}"
+    if options.workload is not None:
+        habits = WORKLOADS[options.workload]
+        longest = habits.system[1] + habits.question[1] + habits.answer[1]
+        if options.ctx <= longest:
+            return f"--ctx: {options.workload} needs more than {longest}, not {options.ctx}"
+    if options.output is not None and options.output.exists() and not options.output.is_dir():
+        return f"--output: {options.output} is not a directory"
+    return None
+
+
+def _experiment(options: argparse.Namespace) -> Experiment:
+    """Raises OSError or TraceError."""
+    scale = options.scale or 1
+    policy = Policy(
+        max_wait_s=options.max_wait,
+        coalesce_above_s=options.coalesce_above,
+        prefill_piece_s=options.prefill_piece,
+        reuse_probability=options.reuse_probability,
+        idle_save_after_s=options.save_when_idle_for,
+    )
+    setup = Setup(
+        hardware=_hardware(options),
+        servers=options.servers,
+        slots=options.slots,
+        n_ctx=options.ctx,
+        memory_kind=MemoryKind(options.memory),
+        policy=policy,
+        min_tokens=options.min_tokens,
+        queue=QueueLimits(
+            sys.maxsize if options.max_requests == -1 else options.max_requests, options.deadline
+        ),
+        scale=scale,
+    )
+    policies = tuple(dict.fromkeys(_POLICIES[name] for name in options.policy or ()))
+    return Experiment(
+        setup,
+        _source(options),
+        policies or _all_policies(),
+        tuple(dict.fromkeys(options.budget or (32 * GIB,))),
+        explain=options.explain,
+        evictions=options.evictions,
+    )
+
+
+def _source(options: argparse.Namespace) -> Callable[[], Source]:
+    if options.trace is not None:
+        lines = read_trace(options.trace, options.limit)
+        return partial(Trace, lines, options.scale or 1, options.speed or 1.0, options.repeat or 1)
+    return partial(
+        Workload,
+        WORKLOADS[options.workload],
+        options.requests or 2000,
+        options.conversations or 2 * options.servers * options.slots,
+        options.ctx,
+        options.seed,
+    )
+
+
+def _hardware(options: argparse.Namespace) -> Hardware:
+    hardware = PRESETS[options.rates]
+    given = {
+        "prefill_s": 1 / options.prefill if options.prefill else None,
+        "decode_s": 1 / options.decode if options.decode else None,
+        "bytes_per_token": options.bytes_per_token,
+        "save_bytes_per_s": options.save_rate,
+        "restore_bytes_per_s": options.restore_rate,
+    }
+    return replace(hardware, **{key: value for key, value in given.items() if value is not None})
+
+
+def _all_policies() -> tuple[PolicyName, ...]:
+    return tuple(name for name in PolicyName if name is not PolicyName.PASSTHROUGH)
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, as it goes into the JSON."""
+    return {
+        key: os.fspath(value) if isinstance(value, Path) else value
+        for key, value in vars(options).items()
+        if key != "run"
+    }
+
+
+def _refuse(problem: str) -> int:
+    sys.stderr.write(f"kvferry simulate: {problem}\n")
+    return BAD_INPUT
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text.replace("_", ""))
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least {least}, not {text!r}"
+        )
+    return value
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return value
+
+
+def _ratio(value: object) -> float:
+    return ratio(float(value) if isinstance(value, str) else value)
+
+
+def _of(parse: Callable[[object], T]) -> Callable[[str], T]:
+    """A value as the configuration file spells it, as the type of an option."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(int(text) if text.removeprefix("-").isdigit() else text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert

@@ -1,0 +1,111 @@
+"""One run for each policy and budget over the same workload, and the results as data."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from router.core.model.policy import PolicyName
+from router.core.model.snapshot_limits import UNLIMITED
+from router.tools.simulate.eviction import Evicted, compare
+from router.tools.simulate.fleet import Setup
+from router.tools.simulate.losses import Losses
+from router.tools.simulate.measure import Result, percentiles
+from router.tools.simulate.requests import Source
+from router.tools.simulate.simulator import Simulator
+
+Told = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """`source` makes a fresh workload for each run."""
+
+    setup: Setup
+    source: Callable[[], Source]
+    policies: tuple[PolicyName, ...]
+    budgets: tuple[int, ...]
+    explain: bool = False
+    evictions: bool = False
+
+    def runs(self) -> Iterator[Setup]:
+        """What is run, in order. A policy that never moves KV is run once: it has no budget."""
+        for name in self.policies:
+            policy = replace(self.setup.policy, name=name)
+            for budget_bytes in self.budgets if policy.moves_kv else (0,):
+                yield replace(self.setup, policy=policy, budget_bytes=budget_bytes)
+
+    def run(self, setup: Setup, told: Told = lambda _: None) -> Result:
+        """One run; `told` hears now and then how many requests have arrived."""
+        return _run(setup, self.source(), explain=self.explain, told=told)
+
+    def compare_evictions(self) -> list[Evicted]:
+        """The same requests with other ways to evict; tokens are the workload's own."""
+        sim = Simulator(
+            self.setup.scheduler_of(), self.setup.servers_of(), self.source(), keep_sequence=True
+        )
+        sequence = sim.run().sequence
+        scale = self.setup.scale
+        budgets = sorted({budget for budget in self.budgets if budget not in (0, UNLIMITED)})
+        found = compare(
+            sequence,
+            [*budgets, UNLIMITED],
+            self.setup.hardware.scaled(scale),
+            max(self.setup.min_tokens // scale, 1),
+        )
+        return [
+            replace(e, prompt_tokens=e.prompt_tokens * scale, reused_tokens=e.reused_tokens * scale)
+            for e in found
+        ]
+
+
+def _run(setup: Setup, source: Source, *, explain: bool, told: Told) -> Result:
+    start, scale = perf_counter(), setup.scale
+    losses = Losses() if explain else None
+    simulator = Simulator(
+        setup.scheduler_of(), setup.servers_of(), source, losses=losses, progress=told
+    )
+    meter = simulator.run()
+    catalog = simulator.scheduler.state.fleet.catalog
+    servers = simulator.servers.values()
+    reused = meter.reused_tokens
+    on_servers = sum(server.computed_tokens for server in servers)
+    return Result(
+        policy=setup.policy.name.name.lower(),
+        budget_bytes=setup.budget_bytes,
+        requests=meter.arrived,
+        answered=meter.answered,
+        left=meter.left,
+        rejected=_named(meter.rejected),
+        plans=_named(meter.plans),
+        prompt_tokens=meter.prompt_tokens * scale,
+        oracle_tokens=meter.oracle_tokens * scale,
+        resident_tokens=reused["resident"] * scale,
+        snapshot_tokens=reused["snapshot"] * scale,
+        copy_tokens=reused["copy"] * scale,
+        computed_tokens=meter.computed_tokens * scale,
+        wasted_tokens=(on_servers - meter.computed_tokens) * scale,
+        generated_tokens=meter.generated_tokens * scale,
+        ttft_s=percentiles(meter.ttft_s),
+        waited_s=percentiles(meter.waited_s),
+        stall_transfer_s=sum(server.stall_transfer_s for server in servers),
+        stall_prefill_s=sum(server.stall_prefill_s for server in servers),
+        saves=_named(meter.saves),
+        restores=meter.restores,
+        cuts=meter.cuts,
+        saved_bytes=meter.saved_bytes,
+        restored_bytes=meter.restored_bytes,
+        cut_bytes=meter.cut_bytes,
+        evictions=catalog.evicted,
+        snapshots=len(catalog),
+        snapshot_bytes=catalog.total_bytes,
+        peak_bytes=meter.peak_bytes,
+        losses=_named(losses.tokens, scale) if losses else {},
+        displaced=_named(losses.displaced, scale) if losses else {},
+        simulated_s=simulator.now,
+        wall_s=perf_counter() - start,
+    )
+
+
+def _named(counts: Mapping[str, int], scale: int = 1) -> dict[str, int]:
+    """Plain strings, in alphabetical order."""
+    return {str(name): n * scale for name, n in sorted(counts.items())}

@@ -1,0 +1,63 @@
+"""A simulated fleet for one run: servers, and the production scheduler told its policy."""
+
+from dataclasses import dataclass, field
+
+from router.base.types import BackendId, BackendInfo, MemoryKind, Namespace
+from router.core.execution.state import State
+from router.core.fleet.catalog import Catalog
+from router.core.fleet.fleet import Fleet
+from router.core.model.policy import Policy
+from router.core.model.request_queue import Queue, QueueLimits
+from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
+from router.core.scheduler import Scheduler
+from router.tools.simulate.hardware import Hardware
+from router.tools.simulate.server import Server
+from router.tools.simulate.simulator import PLACE
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a run is made of. Tokens are the workload's own; `scale` of them become one."""
+
+    hardware: Hardware
+    servers: int = 4
+    slots: int = 4
+    n_ctx: int = 32_768
+    memory_kind: MemoryKind = MemoryKind.FULL
+    policy: Policy = field(default_factory=Policy)
+    budget_bytes: int = UNLIMITED
+    min_tokens: int = 128
+    queue: QueueLimits = field(default_factory=QueueLimits)
+    scale: int = 1
+
+    def servers_of(self) -> list[Server]:
+        """Empty servers."""
+        hardware = self.hardware.scaled(self.scale)
+        width = len(str(self.servers))
+        return [
+            Server(
+                BackendInfo(
+                    id=BackendId(f"server-{number:0{width}}"),
+                    n_slots=self.slots,
+                    n_ctx=max(self.n_ctx // self.scale, 2),
+                    namespace=Namespace("simulated"),
+                    # As in production: without a store or a policy that moves KV there is no place.
+                    place=PLACE if self.budget_bytes and self.policy.moves_kv else None,
+                    memory_kind=self.memory_kind,
+                    cuts=self.memory_kind is MemoryKind.FULL,
+                    bytes_per_token=hardware.bytes_per_token,
+                    # What the probe would find out; the rest is learned from traffic.
+                    prefill_s_per_token=hardware.prefill_s,
+                ),
+                hardware,
+            )
+            for number in range(1, self.servers + 1)
+        ]
+
+    def scheduler_of(self) -> Scheduler:
+        """The production scheduler, knowing nobody yet."""
+        limits = SnapshotLimits(
+            max_bytes=self.budget_bytes, min_tokens=max(self.min_tokens // self.scale, 1)
+        )
+        fleet = Fleet(policy=self.policy, catalog=Catalog(limits))
+        return Scheduler(State(fleet=fleet, queue=Queue(self.queue)))

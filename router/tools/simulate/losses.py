@@ -1,0 +1,83 @@
+"""Where the tokens were that an unlimited cache would have reused, and that were computed again.
+
+Looks at the scheduler's state when a request is granted, before anything was moved for it.
+"""
+
+from collections import Counter
+
+from router.base.tokens import common_prefix
+from router.base.types import RequestId, RequestRecord, SlotId, Source
+from router.core.execution.state import State
+from router.core.fleet.prefix_index import PrefixIndex
+from router.core.model import effects as ef
+from router.core.model.plan import Candidate
+from router.core.model.slots import Phase
+
+# In this order: a token that is in several places counts for the first.
+PLACES = (
+    "an idle slot, and another way was cheaper",
+    "a snapshot, and another way was cheaper",
+    "a busy slot",
+    "a snapshot that was given up",
+    "a slot that was not saved",
+)
+
+
+class Losses:
+    """Tokens by the place where they were when the request that wanted them was granted."""
+
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
+        self.displaced: Counter[str] = Counter()  # tokens taken out of slots, by what became of it
+        self._known: dict[RequestId, tuple[int, ...]] = {}
+        self._ever: PrefixIndex[str] = PrefixIndex()  # all files there ever were
+        self._files: set[str] = set()
+
+    def saw(self, effect: ef.Effect, state: State) -> None:
+        """Something is done for a request: note where its tokens are, the first time."""
+        if isinstance(effect, ef.Account | ef.Reject | ef.Delete | ef.Quarantine | ef.Release):
+            if isinstance(effect, ef.Delete):
+                self._ever.insert(effect.snapshot.tokens, effect.snapshot.id)
+            return
+        job = state.jobs.get(effect.request)
+        if job is None or job.request is None or job.plan is None or job.id in self._known:
+            return
+        fleet, prompt = state.fleet, job.request.prompt.tokens
+        own = job.plan.chosen.slot
+        idle = busy = 0
+        for slot in fleet.slots:
+            common = common_prefix(slot.resident.tokens, prompt)
+            if slot.id == own or slot.phase is Phase.IDLE or _is_source(job.plan.chosen, slot.id):
+                idle = max(idle, common)
+            else:
+                busy = max(busy, common, common_prefix(slot.pending, prompt))
+        info = fleet.infos[own.backend]
+        kept = fleet.catalog.covered(info.namespace, prompt)
+        self._known[job.id] = (idle, kept, busy, self._ever.longest(prompt))
+        self._note_displaced(job.plan.chosen, state)
+
+    def _note_displaced(self, chosen: Candidate, state: State) -> None:
+        """What becomes of the content of the slot that the request gets."""
+        slot = state.fleet.slots[chosen.slot]
+        kept = 0 if chosen.source is not Source.RESIDENT else chosen.reused_tokens
+        info = state.fleet.infos[chosen.slot.backend]
+        covered = state.fleet.catalog.covered(info.namespace, slot.resident.tokens)
+        lost = len(slot.resident) - max(kept, covered)
+        if lost > 0:
+            running = state.fleet.running(info.id)
+            how = "saved" if chosen.save_displaced else "not saved"
+            self.displaced[f"{how}, {running} streams running"] += lost
+
+    def finished(self, record: RequestRecord, oracle: int) -> None:
+        """A request was answered that could have reused `oracle` tokens."""
+        known = self._known.pop(record.request, ())
+        have = (record.prompt_tokens or 0) - (record.computed_tokens or 0)
+        for place, there in zip(PLACES, (*known, oracle), strict=False):
+            reach = min(there, oracle)
+            if reach > have:
+                self.tokens[place] += reach - have
+                have = reach
+
+
+def _is_source(chosen: Candidate, slot: SlotId) -> bool:
+    return chosen.copy_from == slot

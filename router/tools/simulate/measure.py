@@ -1,0 +1,118 @@
+"""What is counted while a simulation runs, and what comes of it."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from router.base.tokens import Tokens
+from router.base.types import RequestRecord, Source
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(slots=True)
+class Meter:
+    """Raw counts of one run; seconds, tokens, bytes."""
+
+    arrived: int = 0
+    answered: int = 0
+    left: int = 0  # clients that closed the connection
+    rejected: Counter[str] = field(default_factory=Counter)  # by error
+    plans: Counter[str] = field(default_factory=Counter)  # dispatched requests by source
+    prompt_tokens: int = 0
+    oracle_tokens: int = 0
+    reused_tokens: Counter[str] = field(default_factory=Counter)  # by source
+    computed_tokens: int = 0
+    planned_tokens: int = 0
+    generated_tokens: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
+    saves: Counter[str] = field(default_factory=Counter)  # by reason
+    restores: int = 0
+    cuts: int = 0
+    saved_bytes: int = 0
+    restored_bytes: int = 0
+    cut_bytes: int = 0
+    peak_bytes: int = 0
+    sequence: list[tuple[Tokens, Tokens]] = field(default_factory=list)  # prompt, with its answer
+
+    def finished(self, record: RequestRecord) -> None:
+        """A request was answered."""
+        self.answered += 1
+        prompt, computed = record.prompt_tokens, record.computed_tokens
+        assert prompt is not None
+        assert computed is not None
+        self.plans[record.source] += 1
+        self.prompt_tokens += prompt
+        self.computed_tokens += computed
+        reused = prompt - computed
+        # Cold may find something in its slot all the same, such as a common first token.
+        source = Source.RESIDENT if record.source is Source.COLD else record.source
+        self.reused_tokens[source] += reused
+        self.planned_tokens += record.planned_tokens
+        self.generated_tokens += record.generated_tokens or 0
+        self.waited_s.append(record.waited_s)
+        if record.ttft_s is not None:
+            self.ttft_s.append(record.ttft_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One row: a policy with a budget. Tokens are the workload's own, whatever the scale."""
+
+    policy: str
+    budget_bytes: int
+    requests: int
+    answered: int
+    left: int
+    rejected: dict[str, int]
+    plans: dict[str, int]
+    prompt_tokens: int
+    oracle_tokens: int
+    resident_tokens: int
+    snapshot_tokens: int
+    copy_tokens: int
+    computed_tokens: int
+    wasted_tokens: int  # computed for clients that left
+    generated_tokens: int
+    ttft_s: dict[str, float]
+    waited_s: dict[str, float]
+    stall_transfer_s: float
+    stall_prefill_s: float
+    saves: dict[str, int]
+    restores: int
+    cuts: int
+    saved_bytes: int
+    restored_bytes: int
+    cut_bytes: int
+    evictions: int
+    snapshots: int
+    snapshot_bytes: int
+    peak_bytes: int
+    losses: dict[str, int]  # tokens, by where they were; with `--explain`
+    displaced: dict[str, int]  # tokens, by what became of them; with `--explain`
+    simulated_s: float
+    wall_s: float
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.resident_tokens + self.snapshot_tokens + self.copy_tokens
+
+    @property
+    def reused_share(self) -> float:
+        """Of all prompt tokens, those that were not computed."""
+        return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def oracle_share(self) -> float:
+        """The same, had everything that was ever computed been at hand."""
+        return self.oracle_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """`mean`, `p50`, `p90`, `p99` by nearest rank; zeros where there is nothing."""
+    ordered = sorted(values)
+    n = len(ordered)
+    found = {"mean": sum(ordered) / n if n else 0.0}
+    for p in PERCENTILES:
+        found[f"p{p}"] = ordered[max(-(-n * p // 100), 1) - 1] if n else 0.0
+    return found

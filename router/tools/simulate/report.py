@@ -1,0 +1,226 @@
+"""Results for people and for programs: tables, a plot of reuse against budget, JSON."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from router.config.values import NO_LIMIT, format_size
+from router.tools.simulate.eviction import Evicted
+from router.tools.simulate.measure import Result
+
+GIB = 1024**3
+_WIDTH = 120  # of the tables in a file
+_BAR = 50  # characters for 100 %
+_UNBUDGETED = ("sticky", "round_robin", "least_busy")
+
+
+def show(console: Console, results: Sequence[Result], evicted: Sequence[Evicted] = ()) -> None:
+    """All that was found out."""
+    if not console.is_terminal:
+        console.width = _WIDTH
+    console.print(_tokens_table(results))
+    console.print(_seconds_table(results))
+    console.print(_bytes_table(results))
+    for result in results:
+        if result.losses:
+            console.print(_loss_table(result))
+    if evicted:
+        console.print(_eviction_table(evicted))
+    if len({result.budget_bytes for result in results if not _plain(result)}) > 1:
+        console.print(Text(bars(results)), soft_wrap=True)
+    for result in results:
+        if result.rejected:
+            why = ", ".join(f"{n:,} x {error}" for error, n in sorted(result.rejected.items()))
+            console.print(Text(f"{result.policy}, {_budget(result)}: refused {why}"))
+
+
+def as_json(
+    settings: dict[str, Any], results: Sequence[Result], evicted: Sequence[Evicted]
+) -> bytes:
+    """Everything, with the shares worked out. Seconds, tokens, bytes; a budget of -1 is none."""
+    rows = [
+        asdict(r)
+        | {
+            "reused_tokens": r.reused_tokens,
+            "reused_share": r.reused_share,
+            "oracle_share": r.oracle_share,
+        }
+        for r in results
+    ]
+    found = [asdict(e) | {"reused_share": e.reused_share} for e in evicted]
+    document = {"settings": settings, "results": rows, "evictions": found}
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2)
+
+
+def bars(results: Sequence[Result]) -> str:
+    """Reuse against budget as text."""
+    lines = ["reused tokens, of all prompt tokens; | is the limit of an unlimited cache"]
+    for result in results:
+        n, limit = round(result.reused_share * _BAR), round(result.oracle_share * _BAR)
+        bar = ("#" * n).ljust(_BAR)
+        bar = bar[:limit] + "|" + bar[limit:]
+        lines.append(
+            f"{result.policy:<12} {_budget(result):>9} {bar} {100 * result.reused_share:.1f} %"
+        )
+    return "\n".join(lines)
+
+
+def plot(results: Sequence[Result], evicted: Sequence[Evicted], stem: Path) -> list[Path]:
+    """Reuse against budget as PNG and SVG; nothing where matplotlib is not installed."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return []
+    mpl.use("Agg")
+    # The same results are the same files: ids are not random, and nothing says when it was.
+    mpl.rcParams["svg.hashsalt"] = "kvferry"
+    mpl.rcParams["svg.fonttype"] = "none"  # words are words
+    from matplotlib import pyplot
+
+    budgets = sorted({r.budget_bytes for r in results if not _plain(r)}, key=_order)
+    places = {budget: place for place, budget in enumerate(budgets)}
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for policy in dict.fromkeys(r.policy for r in results):
+        rows = [r for r in results if r.policy == policy]
+        if _plain(rows[0]):
+            axes.axhline(100 * rows[0].reused_share, linestyle=":", label=policy, color="gray")
+            continue
+        points = sorted((places[r.budget_bytes], 100 * r.reused_share) for r in rows)
+        axes.plot(*zip(*points, strict=True), marker="o", label=policy)
+    for policy in dict.fromkeys(e.policy for e in evicted):
+        points = sorted(
+            (places[e.budget_bytes], 100 * e.reused_share)
+            for e in evicted
+            if e.policy == policy and e.budget_bytes in places
+        )
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="x", linestyle="--", label=f"{policy}*")
+    limit = max(r.oracle_share for r in results)
+    axes.axhline(100 * limit, color="black", label="unlimited cache")
+    axes.set_xticks(range(len(budgets)), [format_size(b) for b in budgets])
+    axes.set_xlabel("snapshot budget" + ("   (*: snapshots only, no slots)" if evicted else ""))
+    axes.set_ylabel("reused, % of prompt tokens")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    files = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    for file in files:
+        dated = {"Date": None} if file.suffix == ".svg" else None
+        figure.savefig(file, bbox_inches="tight", dpi=120, metadata=dated)
+    pyplot.close(figure)
+    return files
+
+
+def _plain(result: Result) -> bool:
+    """A policy that never moves KV has no budget."""
+    return result.policy in _UNBUDGETED
+
+
+def _order(budget_bytes: int) -> float:
+    return float("inf") if budget_bytes == NO_LIMIT else budget_bytes
+
+
+def _budget(result: Result) -> str:
+    return "-" if _plain(result) else format_size(result.budget_bytes)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=None, title_justify="left", pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    return table
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "-"
+
+
+def _tokens_table(results: Sequence[Result]) -> Table:
+    table = _table(
+        "Prompt tokens, %",
+        *("policy", "budget", "reused", "of limit", "resident", "snapshot", "copy", "computed"),
+    )
+    for r in results:
+        parts = (r.resident_tokens, r.snapshot_tokens, r.copy_tokens, r.computed_tokens)
+        table.add_row(
+            r.policy,
+            _budget(r),
+            _percent(r.reused_tokens, r.prompt_tokens),
+            _percent(r.reused_tokens, r.oracle_tokens),
+            *(_percent(part, r.prompt_tokens) for part in parts),
+        )
+    if results:
+        share = _percent(results[0].oracle_tokens, results[0].prompt_tokens)
+        table.caption = f"limit: an unlimited cache of everything ever computed, {share} %"
+        table.caption_justify = "left"
+    return table
+
+
+def _seconds_table(results: Sequence[Result]) -> Table:
+    table = _table(
+        "Seconds",
+        *("policy", "budget", "TTFT p50", "p90", "p99", "wait p50", "p90", "p99", "stall"),
+        *("answered", "refused"),
+    )
+    for r in results:
+        times = [r.ttft_s["p50"], r.ttft_s["p90"], r.ttft_s["p99"]]
+        times += [r.waited_s["p50"], r.waited_s["p90"], r.waited_s["p99"]]
+        table.add_row(
+            r.policy,
+            _budget(r),
+            *(f"{t:.2f}" for t in times),
+            f"{r.stall_transfer_s + r.stall_prefill_s:,.0f}",
+            f"{r.answered:,}",
+            f"{sum(r.rejected.values()):,}",
+        )
+    return table
+
+
+def _bytes_table(results: Sequence[Result]) -> Table:
+    table = _table(
+        "State files, GiB",
+        *("policy", "budget", "saves", "restores", "cuts", "saved", "restored", "kept at most"),
+        *("evicted", "stall s"),
+    )
+    for r in results:
+        table.add_row(
+            r.policy,
+            _budget(r),
+            f"{sum(r.saves.values()):,}",
+            f"{r.restores:,}",
+            f"{r.cuts:,}",
+            f"{r.saved_bytes / GIB:,.1f}",
+            f"{r.restored_bytes / GIB:,.1f}",
+            f"{r.peak_bytes / GIB:,.1f}",
+            f"{r.evictions:,}",
+            f"{r.stall_transfer_s:,.1f}",
+        )
+    return table
+
+
+def _loss_table(result: Result) -> Table:
+    table = _table(
+        f"{result.policy}, {_budget(result)}: tokens computed again that had been in …",
+        *("place", "% of prompt tokens"),
+    )
+    for place, tokens in sorted(result.losses.items(), key=lambda item: -item[1]):
+        table.add_row(place, _percent(tokens, result.prompt_tokens))
+    for how, tokens in sorted(result.displaced.items(), key=lambda item: -item[1])[:4]:
+        table.add_row(f"displaced: {how}", _percent(tokens, result.prompt_tokens))
+    return table
+
+
+def _eviction_table(evicted: Sequence[Evicted]) -> Table:
+    names = list(dict.fromkeys(e.policy for e in evicted))
+    table = _table("Eviction, snapshots only: reused, % of prompt tokens", "budget", *names)
+    for budget_bytes in dict.fromkeys(e.budget_bytes for e in evicted):
+        row = {e.policy: e for e in evicted if e.budget_bytes == budget_bytes}
+        shares = [_percent(row[n].reused_tokens, row[n].prompt_tokens) for n in names]
+        table.add_row(format_size(budget_bytes), *shares)
+    return table

@@ -1,0 +1,127 @@
+"""Requests out of a trace in the format of Mooncake (kvcache-ai/Mooncake, FAST25-release/traces).
+
+Each line has `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one for
+each block of 512 input tokens. Equal ids in equal positions mean an equal prefix; so a block's
+tokens are made from its id alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from router.base.tokens import Tokens, head, join, pack
+from router.base.types import Prompt, RequestId
+from router.tools.simulate.requests import Ask
+
+BLOCK_TOKENS = 512
+# Answers have ids of their own, which no prompt repeats: a trace does not tell them.
+_FIRST_ANSWER_ID = 1 << 30
+_LAST_ID = (1 << 31) - 1
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read; the message names file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request of a trace. Milliseconds, tokens."""
+
+    at_ms: float
+    input_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[Line]:
+    """The first `limit` requests in the order of their time. Raises OSError or TraceError."""
+    lines: list[Line] = []
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if limit is not None and len(lines) == limit:
+                break
+            if text.strip():
+                lines.append(_line(text, f"{path}: line {number}"))
+    if not lines:
+        raise TraceError(f"{path}: no requests in it")
+    return sorted(lines, key=lambda line: line.at_ms)
+
+
+def _line(text: bytes, where: str) -> Line:
+    try:
+        found = orjson.loads(text)
+        line = Line(
+            float(found["timestamp"]),
+            int(found["input_length"]),
+            int(found["output_length"]),
+            tuple(int(block) for block in found["hash_ids"]),
+        )
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"{where}: not a request with timestamp, input_length, output_length and hash_ids"
+            f" ({type(error).__name__}: {error})"
+        ) from error
+    if line.input_tokens < 1 or line.input_tokens > BLOCK_TOKENS * len(line.blocks):
+        raise TraceError(
+            f"{where}: input_length {line.input_tokens} does not fit {len(line.blocks)} hash_ids"
+            f" of {BLOCK_TOKENS} tokens"
+        )
+    return line
+
+
+@dataclass(slots=True)
+class Trace:
+    """A trace as a workload. `scale` 8: one token stands for 8 of the trace. `speed` 2: requests
+    come in half the time. `repeat` 2: all of it once more after its end, with other prompts."""
+
+    lines: list[Line]
+    scale: int = 1
+    speed: float = 1.0
+    repeat: int = 1
+    _block: int = field(init=False)  # tokens that a block has here
+    _ids: int = field(init=False)  # block ids of the trace
+
+    def __post_init__(self) -> None:
+        self._block = max(BLOCK_TOKENS // self.scale, 1)
+        self._ids = 1 + max(max(line.blocks) for line in self.lines)
+        if self._ids * self.repeat * self._block >= _FIRST_ANSWER_ID:
+            raise TraceError(
+                f"{self._ids} blocks, {self.repeat} times, are more than there are token ids; with"
+                " a larger scale they fit"
+            )
+
+    @property
+    def total(self) -> int:
+        return len(self.lines) * self.repeat
+
+    def arrivals(self) -> Iterator[Ask]:
+        """One after the other, made when it is its turn."""
+        next_id, number = _FIRST_ANSWER_ID, 0
+        first_ms = self.lines[0].at_ms
+        span_ms = self.lines[-1].at_ms - first_ms
+        for turn in range(self.repeat):
+            for line in self.lines:
+                n_answer = max(line.output_tokens // self.scale, 1)
+                if next_id + n_answer > _LAST_ID:
+                    next_id = _FIRST_ANSWER_ID
+                at_ms = line.at_ms - first_ms + turn * span_ms
+                yield Ask(
+                    RequestId(f"r{number}"),
+                    at_ms / 1000 / self.speed,
+                    Prompt(self.prompt(line, turn)),
+                    pack(range(next_id, next_id + n_answer)),
+                )
+                next_id += n_answer
+                number += 1
+
+    def prompt(self, line: Line, turn: int = 0) -> Tokens:
+        """The tokens of a request; the same ids for the same blocks."""
+        size, first = self._block, turn * self._ids
+        blocks = (pack(range((first + b) * size, (first + b + 1) * size)) for b in line.blocks)
+        return head(join(blocks), max(line.input_tokens // self.scale, 1))
+
+    def then(self, ask: Ask, now: float, *, answered: bool) -> list[Ask]:
+        """A trace goes on whatever becomes of its requests."""
+        return []

@@ -1,0 +1,210 @@
+"""`GET /kvferry/events`: the live page's server-sent events.
+
+The engine is looked at once a second while somebody watches, and not at all otherwise. All viewers
+read the same few messages: each gets a whole picture first and then what changed. One that is too
+slow for that misses some and gets another whole picture, so nothing piles up for it.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import orjson
+from aiohttp import web
+
+from router.base.errors import TooManyViewersError
+from router.base.ports import Spawn
+from router.base.types import RequestId
+from router.telemetry.decision_log import Entry
+from router.web.admin.state_json import Picture, Row, changes
+from router.web.server.error_responses import OWN_HEADERS, REQUEST_ID
+
+LOOK_EVERY_S = 1.0
+MAX_VIEWERS = 32
+DECISIONS = 100  # in a whole picture, and in a change: of more, the newest
+HISTORY = 500  # decisions in a whole picture, the older ones as points of the charts only
+POINT = ("time", "ttft_s", "source", "prompt_tokens", "computed_tokens")
+_KEPT = 10  # messages: ten seconds, so that a short pause of a viewer costs no whole picture
+_HEARTBEAT_S = 15.0  # a comment, so that nobody in between takes silence for an end
+_PATIENCE_S = 30.0  # for a viewer that takes nothing
+_SURVEY_EVERY_S = 5.0
+_SURVEYED_PER_S = 2000  # snapshots; of more, the survey is made less often
+_RETRY_MS = 2000
+
+_HEADERS = OWN_HEADERS | {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",  # nginx would keep events back
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What there is to look at."""
+
+    picture: Callable[[], Picture]
+    n_snapshots: Callable[[], int]
+    survey: Callable[[], Awaitable[Row]]
+    decisions: Callable[[int], list[Entry]]  # the last so many, the newest first
+
+
+class Live:
+    """See the module. `stop` ends all streams; nobody can watch from then on."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        spawn: Spawn,
+        wall_now: Callable[[], float],
+        may_look: Callable[[web.BaseRequest], bool],
+    ) -> None:
+        self._subject = subject
+        self._spawn = spawn
+        self._wall_now = wall_now
+        self._may_look = may_look
+        self._viewers = 0
+        self._looking = False
+        self._stopping = False
+        self._picture: Picture = {}
+        self._survey: Row = {"sizes": [], "top": []}
+        self._survey_due = 0.0
+        self._told: dict[int, Entry] = {}  # the newest decisions, by identity
+        self._id = 0  # of the newest message
+        self._messages: deque[bytes] = deque(maxlen=_KEPT)
+        # The picture as of a message, and when it was made.
+        self._whole: tuple[int, float, bytes] | None = None
+        self._news = asyncio.Event()
+
+    def stop(self) -> None:
+        """The router stops, and an open page is no reason to wait."""
+        self._stopping = True
+        self._tell()
+
+    async def events(self, request: web.BaseRequest, name: RequestId) -> web.StreamResponse:
+        """The stream, until the viewer leaves, may not look any more, or the router
+        stops. Raises TooManyViewersError."""
+        response = web.StreamResponse(headers=_HEADERS | {REQUEST_ID: name})
+        if request.method == "HEAD":
+            await response.prepare(request)
+            return response
+        if self._viewers >= MAX_VIEWERS:
+            raise TooManyViewersError(f"{MAX_VIEWERS} others watch already; try again later")
+        self._viewers += 1
+        try:
+            await response.prepare(request)
+            await self._show(response, partial(self._may_look, request))
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            self._viewers -= 1
+        return response
+
+    async def _show(self, response: web.StreamResponse, may_look: Callable[[], bool]) -> None:
+        """Raises TimeoutError if the viewer takes nothing, ConnectionError if it is gone."""
+        if not self._looking:
+            self._look()
+            self._looking = True
+            self._spawn(self.keep_looking(), name="live page")
+        seen: int | None = None  # of the messages; what a browser saw of another stream is no use
+        while self._looking and not self._stopping and may_look():
+            news = self._news
+            if seen is None:
+                data, seen = b"retry: %d\n\n" % _RETRY_MS + self._whole_picture(), self._id
+            elif seen != self._id:
+                data, seen = self._since(seen), self._id
+            else:
+                data = b": \n\n"
+            async with asyncio.timeout(_PATIENCE_S):
+                await response.write(data)
+            if seen == self._id:
+                await _wait(news, _HEARTBEAT_S)
+
+    def _since(self, seen: int) -> bytes:
+        """The messages after `seen`; a whole picture if they are no longer all there."""
+        missed = self._id - seen
+        if missed <= len(self._messages):
+            return b"".join(self._messages[i] for i in range(-missed, 0))
+        return self._whole_picture()
+
+    def _whole_picture(self) -> bytes:
+        """As of the newest message; made once for all who come."""
+        now = self._wall_now()
+        # It tells the time, so it does not keep, even where nothing happens.
+        if self._whole is None or self._whole[0] != self._id or now - self._whole[1] > 1:
+            self._whole = (self._id, now, _message(self._id, "picture", self._in_full()))
+        return self._whole[2]
+
+    def _in_full(self) -> dict[str, object]:
+        recent = self._subject.decisions(HISTORY)
+        # Those since the last look will be told as a change.
+        entries = [entry.as_json() for entry in itertools.dropwhile(self._is_new, recent)]
+        return {
+            "time": self._wall_now(),
+            **self._picture,
+            "decisions": entries[:DECISIONS],
+            "history": [[row[name] for name in POINT] for row in entries[DECISIONS:]],
+        }
+
+    async def keep_looking(self) -> None:
+        """Look again and again, until nobody watches any more."""
+        try:
+            while self._viewers and not self._stopping:
+                await self._survey_if_due()
+                await asyncio.sleep(LOOK_EVERY_S)
+                self._look()
+        finally:
+            self._looking = False
+            self._tell()  # whoever is left, after a bug: a page that stands still looks alive
+
+    async def _survey_if_due(self) -> None:
+        """As often as its costs allow: they grow with the number of snapshots."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._survey_due:
+            pause_s = max(_SURVEY_EVERY_S, self._subject.n_snapshots() / _SURVEYED_PER_S)
+            self._survey_due = now + pause_s
+            self._survey = await self._subject.survey()
+
+    def _look(self) -> None:
+        """Find out what is new; tell it, if there is something."""
+        picture = self._subject.picture()
+        picture["fleet"]["snapshots"] = self._survey
+        told: dict[str, object] = {**changes(self._picture, picture)}
+        if decisions := self._new_decisions():
+            told["decisions"] = decisions
+        self._picture = picture
+        if told:
+            self._id += 1
+            self._messages.append(_message(self._id, "change", told))
+            self._tell()
+
+    def _new_decisions(self) -> list[Row]:
+        """The newest first; at most `DECISIONS`."""
+        recent = self._subject.decisions(DECISIONS)
+        new = [entry.as_json() for entry in itertools.takewhile(self._is_new, recent)]
+        # Not only the newest: it is no longer there if its request was sent once more.
+        self._told = {id(entry): entry for entry in recent}
+        return new
+
+    def _is_new(self, entry: Entry) -> bool:
+        return id(entry) not in self._told
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+def _message(number: int, event: str, data: dict[str, object]) -> bytes:
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (number, event.encode(), orjson.dumps(data))
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

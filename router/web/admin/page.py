@@ -1,0 +1,73 @@
+"""The live page's files, from memory: `router/web/admin/static/`, plain HTML, CSS and JavaScript.
+
+The page takes everything from its own server: the policy below lets a browser load nothing else
+and run no script that stands in the page, whatever a request managed to get shown.
+"""
+
+from dataclasses import dataclass
+from importlib.resources import files
+
+from aiohttp import web
+from xxhash import xxh3_128_hexdigest
+
+from router.base.types import RequestId
+from router.web.server.error_responses import OWN_HEADERS
+
+PREFIX = "/kvferry/"
+
+_TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+}
+_HEADERS = OWN_HEADERS | {
+    # Kept, and asked for at each visit: a new version of the router has a new page at once.
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file as it is sent."""
+
+    content: bytes
+    content_type: str
+    etag: str
+
+    def answer(self, request: web.BaseRequest) -> web.Response:
+        """The file, or 304 if the browser has it."""
+        headers = _HEADERS | {"ETag": self.etag}
+        known = request.headers.get("If-None-Match", "")
+        if known == "*" or self.etag in (
+            tag.strip().removeprefix("W/") for tag in known.split(",")
+        ):
+            return web.Response(status=304, headers=headers)
+        return web.Response(
+            body=self.content, headers=headers, content_type=self.content_type, charset="utf-8"
+        )
+
+
+async def to_page(_request: web.BaseRequest, _name: RequestId) -> web.StreamResponse:
+    """From `/kvferry` to the page. Relative: somebody in front of the router may have put a path
+    before it."""
+    return web.Response(status=308, headers=OWN_HEADERS | {"Location": PREFIX.lstrip("/")})
+
+
+def load_page() -> dict[str, File]:
+    """All files by the path that they are served at. Blocking: call it in a thread."""
+    found = {}
+    for path in files("router.web.admin").joinpath("static").iterdir():
+        content_type = _TYPES.get(path.name.rpartition(".")[2])
+        if content_type is None:
+            continue
+        content = path.read_bytes()
+        name = "" if path.name == "index.html" else path.name
+        found[PREFIX + name] = File(content, content_type, f'"{xxh3_128_hexdigest(content)}"')
+    return found

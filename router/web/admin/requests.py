@@ -1,0 +1,121 @@
+"""Decisions that are over: what was planned and reported, and why the rest was computed.
+
+Kept by the journal; what takes a backend to find out is found out when somebody asks.
+"""
+
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+from aiohttp import web
+
+from router.base.errors import BackendError, BadRequestError, NotFoundError
+from router.base.tokens import Tokens, unpack
+from router.base.types import BackendId, Nearest, RequestId
+from router.prompts.divergence import Part
+from router.prompts.reader import without_prompt
+from router.telemetry.decision_log import Journal
+from router.web.admin.plan_json import plan_json
+from router.web.api.backend_selection import Directory
+from router.web.server.error_responses import error_response, json_response
+
+Json = dict[str, Any]
+
+PATH = "/kvferry/requests"
+
+_LIMIT = 100
+_NAMED = 3  # of those that a short id could mean
+_FILTERS = ("outcome", "source", "backend")
+
+
+class Requests:
+    """`show_content`: the operator allows pieces of prompts to be shown as text."""
+
+    def __init__(self, journal: Journal, directory: Directory, *, show_content: bool) -> None:
+        self._journal = journal
+        self._directory = directory
+        self._show_content = show_content
+
+    async def recent(self, request: web.BaseRequest, name: RequestId) -> web.Response:
+        """The newest first: at most `?limit=`, with the given `outcome`, `source` and `backend`."""
+        limit = request.query.get("limit", str(_LIMIT))
+        if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
+            problem = BadRequestError(f"limit: {limit!r} is not a number of requests")
+            return error_response(problem, name)
+        wanted = {key: value for key in _FILTERS if (value := request.query.get(key))}
+        told = (entry.as_json() for entry in self._journal.recent(self._journal.limit))
+        found = (one for one in told if wanted.items() <= one.items())
+        return json_response({"requests": list(islice(found, int(limit)))})
+
+    async def one(self, _: web.BaseRequest, name: RequestId, wanted: str) -> web.Response:
+        """All that is known of one, by its id or the beginning of it; 404 if it is not known."""
+        exact = self._journal.get(RequestId(wanted))
+        alike = self._journal.find(wanted) if exact is None else [exact]
+        if len(alike) > 1:
+            first = ", ".join(one.id for one in alike[:_NAMED])
+            problem = BadRequestError(
+                f"{len(alike)} requests begin with {wanted!r}: {first}; send more of the id"
+            )
+            return error_response(problem, name)
+        if not alike:
+            problem = NotFoundError(
+                f"no request {wanted!r} is known: it is not over, or it was too long ago"
+                f" ({self._journal.limit} are kept, diagnostics.requests)"
+            )
+            return error_response(problem, name)
+        (entry,) = alike
+        plan, record = entry.plan, entry.record
+        shown = entry.as_json() | {
+            "plan": plan_json(plan) if plan is not None else None,
+            "nearest": None,
+        }
+        if record is not None and record.nearest is not None:
+            shown["nearest"] = await self._nearest(record.slot.backend, record.nearest, entry.chat)
+        return json_response(shown)
+
+    async def _nearest(
+        self, backend: BackendId, nearest: Nearest, chat: Json | None
+    ) -> dict[str, object]:
+        slot = nearest.slot
+        part, unknown = await self._part(backend, nearest, chat)
+        return {
+            "slot": {"backend": slot.backend, "index": slot.index} if slot else None,
+            "snapshot": nearest.snapshot,
+            "common_tokens": nearest.common,
+            "held_tokens": nearest.length,
+            "parts": nearest.parts,
+            "part": asdict(part) if part else None,
+            "part_unknown": unknown,
+            "before": await self._shown(backend, nearest.before),
+            "prompt": await self._shown(backend, nearest.ours),
+            "held": await self._shown(backend, nearest.theirs),
+        }
+
+    async def _part(
+        self, backend: BackendId, nearest: Nearest, chat: Json | None
+    ) -> tuple[Part | None, str | None]:
+        """The part of the chat where the two part; or why that cannot be told."""
+        if not nearest.parts:
+            return None, None
+        if chat is None:
+            return None, "it is no chat, has media in it, or was too long ago"
+        reader = self._directory.reader_of(backend)
+        if reader is None:
+            return None, "nobody can render the chat"
+        try:
+            part = await reader.part(chat, nearest)
+        except BackendError as error:
+            return None, f"the backend does not render the chat: {without_prompt(error)}"
+        return part, None if part else "the chat is rendered otherwise by now"
+
+    async def _shown(self, backend: BackendId, tokens: Tokens) -> dict[str, object]:
+        """The ids; and their text, if it may be shown and can be had."""
+        ids = unpack(tokens)
+        text = None
+        monitor = self._directory.monitors.get(backend)  # a reload may have removed it
+        wanted = self._show_content and all(token >= 0 for token in ids)  # others stand for media
+        if monitor is not None and wanted:
+            with suppress(BackendError):
+                text = await monitor.client.detokenize(ids)
+        return {"ids": ids, "text": text}

@@ -1,0 +1,295 @@
+"""Snapshots for an operator: list them, look at one, give some up.
+
+Answers are bounded, whatever there is, and hold no text. What is given up is decided here and
+carried out by the engine, like everything that changes core state.
+"""
+
+import asyncio
+import heapq
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import partial
+from itertools import islice
+from typing import Annotated, Any, Self, TypeVar
+
+import structlog
+from aiohttp import web
+from pydantic import BeforeValidator, Field, ValidationError
+
+from router.base.errors import BadRequestError, NotFoundError, UnsupportedMediaTypeError
+from router.base.tokens import head, unpack
+from router.base.types import RequestId, Snapshot, SnapshotId
+from router.config import values as values
+from router.config.loader import Section, path_text, problems_of
+from router.engine.engine import Engine
+from router.llama.wire import parse_body
+from router.store.files import final_name
+from router.web.admin.guard import Guard
+from router.web.admin.state_json import snapshot_row
+from router.web.server.error_responses import json_response
+
+log = structlog.get_logger(__name__)
+
+PATH = "/kvferry/snapshots"
+MOST_AT_ONCE = 1000
+# Enough to tell a template or a system prompt by, and not what somebody said.
+_SHOWN_IDS = 8
+_BATCH = 250  # about a millisecond
+# So much of an id names a snapshot, if no other begins with it.
+_LEAST_OF_AN_ID = 6
+
+
+class Order(StrEnum):
+    """What comes first in a list."""
+
+    NEWEST = "newest"
+    OLDEST = "oldest"
+    LARGEST = "largest"
+    LONGEST = "longest"
+    LEAST_USED = "least_used"
+
+
+class Filter(Section):
+    """Which snapshots; all conditions that are given must hold.
+
+    `namespace` is how it begins, or with a tenant (`NAME@TENANT`) all of it.
+    """
+
+    namespace: Annotated[str, BeforeValidator(values.text)] = ""
+    older_than_s: Annotated[float | None, values.optional(values.duration)] = Field(
+        default=None, alias="older_than"
+    )
+    min_tokens: values.Count = 0
+    larger_than_bytes: Annotated[int | None, values.optional(values.size)] = Field(
+        default=None, alias="larger_than"
+    )
+    unused: values.Flag = False
+    id: Annotated[tuple[values.Text, ...], BeforeValidator(values.entries)] = ()
+
+    @property
+    def takes_all(self) -> bool:
+        """No condition is given, or none that anything fails: null, 0, false, an empty list."""
+        conditions = Filter.model_fields.items()
+        return all(getattr(self, name) == field.default for name, field in conditions)
+
+
+class Listing(Filter):
+    """A page of a list. `after` is the `next` of the page before."""
+
+    sort: Annotated[Order, BeforeValidator(partial(values.choice, kind=Order))] = Order.NEWEST
+    limit: values.PositiveCount = 100
+    after: Annotated[str | None, values.optional(values.text)] = None
+
+
+class Purge(Filter):
+    """What to give up. `all`, if no condition is meant."""
+
+    all: values.Flag = False
+    dry_run: values.Flag = False
+
+
+_F = TypeVar("_F", bound=Filter)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A snapshot now. `uses` counts its save; `idle_s`: since its last restore, None if none."""
+
+    snapshot: Snapshot
+    uses: int
+    in_use: int
+    age_s: float
+    idle_s: float | None
+
+    def fits(self, wanted: Filter, ids: frozenset[SnapshotId]) -> bool:
+        """All conditions hold. `ids` are those of the filter, in full."""
+        snapshot = self.snapshot
+        return (
+            (not ids or snapshot.id in ids)
+            and _in_namespace(snapshot.namespace, wanted.namespace)
+            and (wanted.older_than_s is None or self.age_s > wanted.older_than_s)
+            and len(snapshot) >= wanted.min_tokens
+            and (wanted.larger_than_bytes is None or snapshot.size_bytes > wanted.larger_than_bytes)
+            and not (wanted.unused and self.uses > 1)
+        )
+
+    def row(self) -> dict[str, object]:
+        """For JSON."""
+        snapshot = self.snapshot
+        return snapshot_row(snapshot, self.uses, self.in_use) | {
+            "media": snapshot.shape.media,
+            "age_s": round(self.age_s, 1),
+            "idle_s": None if self.idle_s is None else round(self.idle_s, 1),
+            "place": snapshot.place,
+            "file": final_name(snapshot.id),
+        }
+
+
+@dataclass(slots=True)
+class Sums:
+    """How much some snapshots are together; `in_use`: how many of them are."""
+
+    count: int = 0
+    tokens: int = 0
+    size_bytes: int = 0
+    in_use: int = 0
+
+    def add(self, items: Sequence[Item]) -> Self:
+        """These too."""
+        self.count += len(items)
+        self.tokens += sum(len(item.snapshot) for item in items)
+        self.size_bytes += sum(item.snapshot.size_bytes for item in items)
+        self.in_use += sum(item.in_use > 0 for item in items)
+        return self
+
+
+_RANKS: dict[Order, Callable[[Item], float]] = {
+    Order.NEWEST: lambda item: -item.snapshot.saved_at,
+    Order.OLDEST: lambda item: item.snapshot.saved_at,
+    Order.LARGEST: lambda item: -item.snapshot.size_bytes,
+    Order.LONGEST: lambda item: -len(item.snapshot),
+    Order.LEAST_USED: lambda item: item.uses,
+}
+
+
+class Snapshots:
+    """The routes under PATH. `now` is the engine's clock, `wall_now` seconds since the epoch."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        guard: Guard,
+        now: Callable[[], float],
+        wall_now: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._guard = guard
+        self._now = now
+        self._wall_now = wall_now
+
+    async def all(self, request: web.BaseRequest, _: RequestId) -> web.Response:
+        """A page of those that fit the query, and how much all of them are together."""
+        query = _parsed(Listing, _of_query(request.query))
+        rank = _RANKS[query.sort]
+
+        def place(item: Item) -> tuple[float, str]:
+            return rank(item), item.snapshot.id
+
+        after = _read_cursor(query.after) if query.after else None
+        limit = min(query.limit, MOST_AT_ONCE)
+        sums, page, n_rest = Sums(), list[Item](), 0
+        async for found in self._fitting(query):
+            sums.add(found)
+            rest = found if after is None else [item for item in found if place(item) > after]
+            page = heapq.nsmallest(limit, page + rest, key=place)
+            n_rest += len(rest)
+        cursor = "{}:{}".format(*place(page[-1])) if n_rest > len(page) else None
+        return json_response(
+            asdict(sums) | {"snapshots": [item.row() for item in page], "next": cursor}
+        )
+
+    async def one(self, request: web.BaseRequest, _: RequestId, number: str) -> web.Response:
+        """GET: everything that is known of one. DELETE: give it up. Raises NotFoundError."""
+        (wanted,) = self._named([number])
+        item = next(item for item in self._items() if item.snapshot.id == wanted)
+        if request.method == "DELETE":
+            self._guard.check(request)
+            sums = asdict(Sums().add([item]))
+            log.info("purged", by=request.remote, **sums)
+            await self._engine.purge([wanted])
+            return json_response(sums)
+        prefix = unpack(head(item.snapshot.tokens, _SHOWN_IDS))
+        return json_response(item.row() | {"prefix_ids": prefix})
+
+    async def purge(self, request: web.BaseRequest, raw: bytes) -> web.Response:
+        """Give up all that fit the body; what is in use goes when its last user is done.
+
+        Raises ForbiddenError, BadRequestError. JSON must be declared: no form can do that.
+        """
+        self._guard.check(request)
+        if request.content_type != "application/json":
+            raise UnsupportedMediaTypeError("the body must be application/json")
+        wanted = _parsed(Purge, parse_body(raw))
+        if wanted.all != wanted.takes_all:
+            raise BadRequestError("name a condition, or `all` and none")
+        sums, doomed = Sums(), list[SnapshotId]()
+        async for found in self._fitting(wanted):
+            sums.add(found)
+            doomed += [item.snapshot.id for item in found]
+        if not wanted.dry_run:
+            log.info("purged", by=request.remote, **asdict(sums))
+            await self._engine.purge(doomed)
+        return json_response(asdict(sums) | {"dry_run": wanted.dry_run})
+
+    def _items(self) -> Iterator[Item]:
+        catalog = self._engine.scheduler.state.fleet.catalog
+        now, wall_now = self._now(), self._wall_now()
+        for snapshot, uses, references in catalog.snapshots():
+            used_at = catalog.used_at(snapshot.id)
+            age_s = max(wall_now - snapshot.saved_at, 0.0)  # a clock may have been set back
+            idle_s = None if used_at is None else now - used_at
+            yield Item(snapshot, uses, references, age_s, idle_s)
+
+    async def _fitting(self, wanted: Filter) -> AsyncIterator[list[Item]]:
+        """Those that fit, a batch after the other: everybody else gets a turn in between."""
+        ids = frozenset(self._named(wanted.id))
+        items = self._items()
+        while batch := list(islice(items, _BATCH)):
+            yield [item for item in batch if item.fits(wanted, ids)]
+            await asyncio.sleep(0)
+
+    def _named(self, numbers: Sequence[str]) -> list[SnapshotId]:
+        """The snapshots whose ids are, or alone begin with, these. Raises NotFoundError."""
+        catalog = self._engine.scheduler.state.fleet.catalog
+        known = sorted(s.id for s, _, _ in catalog.snapshots()) if numbers else []
+        named = []
+        for number in numbers:
+            if len(number) < _LEAST_OF_AN_ID:
+                raise NotFoundError(f"give at least {_LEAST_OF_AN_ID} digits of an id")
+            at = bisect_left(known, number)
+            found = [one for one in known[at : at + 2] if one.startswith(number)]
+            if not found:
+                raise NotFoundError(f"there is no snapshot {number!r}")
+            if len(found) > 1 and found[0] != number:
+                raise NotFoundError(f"more than one snapshot begins with {number!r}")
+            named.append(found[0])
+        return named
+
+
+def _in_namespace(namespace: str, wanted: str) -> bool:
+    """One tenant's name may begin with another's."""
+    return namespace == wanted if "@" in wanted else namespace.startswith(wanted)
+
+
+def _of_query(query: Mapping[str, str]) -> dict[str, object]:
+    """A query as JSON would have it: what looks like a number or a switch is one."""
+    made: dict[str, object] = {}
+    for key, text in query.items():
+        if key == "id":
+            made["id"] = text.split(",")
+        elif key not in ("namespace", "after") and text.isascii() and text.isdigit():
+            made[key] = int(text[:20])
+        elif key == "unused" and text in ("true", "false"):
+            made[key] = text == "true"
+        else:
+            made[key] = text
+    return made
+
+
+def _parsed(kind: type[_F], value: dict[str, Any]) -> _F:
+    """Raises BadRequestError with every problem."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        problems = problems_of(error, kind, {})
+    raise BadRequestError("; ".join(f"{path_text(path)}: {text}" for path, text in problems))
+
+
+def _read_cursor(text: str) -> tuple[float, str]:
+    rank, _, number = text.partition(":")
+    try:
+        return float(rank), number
+    except ValueError:
+        raise BadRequestError("after: must be the `next` of a page before") from None

@@ -1,0 +1,137 @@
+"""What operators ask for: state, health, metrics, and what would be done with a request."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from time import perf_counter
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
+from prometheus_client.registry import Collector
+
+from router.base.errors import BadRequestError
+from router.base.types import RequestId, Standing, Tenant
+from router.engine.engine import Engine
+from router.llama import json_offload
+from router.llama.wire import parse_body, parse_request, route_of
+from router.telemetry.backend_metrics import BackendMetrics
+from router.web.admin.plan_json import plan_json
+from router.web.admin.state_json import backend_row, slot_row, snapshot_row, store_row
+from router.web.api.backend_selection import Directory
+from router.web.api.completions import Completions
+from router.web.server.error_responses import OWN_HEADERS, error_response, json_response
+
+# Of a scrape, in one turn of the loop.
+_LONG_S = 0.002
+
+
+class _One(Collector):
+    """For `generate_latest`: the text of one metric."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> list[Metric]:
+        return [self._metric]
+
+
+class Admin:
+    """Read-only views."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        directory: Directory,
+        completions: Completions,
+        registry: CollectorRegistry,
+        backend_metrics: BackendMetrics,
+        now: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._directory = directory
+        self._completions = completions
+        self._registry = registry
+        self._backend_metrics = backend_metrics
+        self._now = now
+
+    async def metrics(self, request: web.BaseRequest) -> web.Response:
+        """Prometheus text; with `?backends=1` every backend's own metrics too."""
+        body, began = b"", perf_counter()
+        for metric in self._registry.collect():
+            body += generate_latest(_One(metric))
+            if perf_counter() - began > _LONG_S:  # all of them take many milliseconds
+                await asyncio.sleep(0)
+                began = perf_counter()
+        if request.query.get("backends") == "1":
+            body += await self._backend_metrics.text()
+        return web.Response(body=body, headers=OWN_HEADERS | {"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def health(self, *, brief: bool) -> web.Response:
+        """200 once a backend can be used, else 503; with what is wrong with each, unless brief."""
+        standing = {name: self._directory.standing(name) for name in self._directory.monitors}
+        usable = Standing.UP in standing.values()
+        told: dict[str, object] = {"status": "ok" if usable else "no backend"}
+        if not brief:
+            told["backends"] = {
+                name: self._directory.monitors[name].problem if what is Standing.DOWN else what
+                for name, what in standing.items()
+            }
+        return json_response(told, status=200 if usable else 503)
+
+    async def state(self, _: web.BaseRequest) -> web.Response:
+        """Backends, slots, snapshots and queue as the scheduler sees them."""
+        state = self._engine.scheduler.state
+        fleet, now = state.fleet, self._now()
+        return json_response(
+            {
+                "policy": fleet.policy.name,
+                "backends": [
+                    backend_row(name, self._directory, self._engine)
+                    for name in self._directory.monitors
+                ],
+                "slots": [
+                    {
+                        **slot_row(slot, state.jobs),
+                        "idle_s": round(now - slot.last_used, 3) if slot.last_used else None,
+                    }
+                    for slot in fleet.slots
+                ],
+                "snapshots": {
+                    **store_row(fleet.catalog),
+                    "items": [snapshot_row(*one) for one in fleet.catalog.snapshots()[:1000]],
+                },
+                "waiting_for_backend": self._directory.waiting,
+                "queue": [
+                    {
+                        "request": waiting.request.id,
+                        "waited_s": round(now - waiting.since, 3),
+                        "prompt_tokens": len(waiting.request.prompt),
+                    }
+                    for waiting in state.queue
+                ],
+            }
+        )
+
+    async def plan(self, request: web.BaseRequest, raw: bytes, name: RequestId) -> web.Response:
+        """A dry run: candidates, prices, choice. `?path=` names the route, chat by default;
+        `?tenant=` whose it would be, where tenants are kept apart."""
+        path = request.query.get("path", "/v1/chat/completions")
+        route = route_of(path)
+        if route is None:
+            return error_response(
+                BadRequestError(f"path: {path!r} is not a completion route"), name
+            )
+        body = await json_offload.read(raw, parse_body, raw)
+        parsed = await json_offload.read(raw, parse_request, route, body)
+        described, _ = await self._completions.describe(request, parsed, name)
+        if tenant := request.query.get("tenant"):
+            described = replace(described, tenant=Tenant(tenant))
+        made = self._engine.plan(described)
+        return json_response(
+            {
+                "prompt_tokens": None if described.prompt.unknown else len(described.prompt),
+                "unknown": described.prompt.unknown,
+                "plan": plan_json(made) if made else None,
+                "reason": made.reason if made else "no slot is free: the request would wait",
+            }
+        )

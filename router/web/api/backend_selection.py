@@ -1,0 +1,218 @@
+"""Which backends there are for a request: by model, by what is up, by what is busy."""
+
+import asyncio
+from collections.abc import Mapping, Set
+
+from router.base.errors import (
+    BackendError,
+    ModelNotFoundError,
+    NoBackendError,
+    QueueFullError,
+)
+from router.base.types import BackendId, MemoryKind, Prompt, Request, Standing, Tenant
+from router.engine.engine import Engine
+from router.llama.attach.monitor import Monitor
+from router.llama.client import LlamaClient
+from router.llama.wire import ParsedRequest
+from router.prompts.reader import PromptReader
+
+
+class Directory:
+    """A view on the monitors and the engine; owns only the line of those it lets wait."""
+
+    def __init__(
+        self,
+        monitors: Mapping[BackendId, Monitor],
+        readers: Mapping[BackendId, PromptReader],
+        engine: Engine,
+        *,
+        reads_prompts: bool,
+    ) -> None:
+        self.monitors = monitors
+        self.waiting = 0  # requests whose prompt nobody can read yet
+        self._readers = readers
+        self._engine = engine
+        self._reads_prompts = reads_prompts
+        self._stopping = False
+        self._news = asyncio.Event()
+
+    def resolve(self, model: str | None) -> str | None:
+        """The model to route by. Raises ModelNotFoundError.
+
+        llama-server ignores the field, so where all backends answer to the same names any name
+        will do; where they differ, a wrong name is an error.
+        """
+        known = [monitor.models for monitor in self.monitors.values() if monitor.models]
+        if model is None or not known or any(model in names for names in known):
+            return model
+        if all(names == known[0] for names in known):
+            return None
+        names = ", ".join(sorted(set().union(*known)))
+        raise ModelNotFoundError(f"no backend serves the model {model!r}; there are: {names}")
+
+    def fitting(self, model: str | None) -> list[LlamaClient]:
+        """Backends for a request that takes no slot, the best first. Raises NoBackendError if there
+        is none."""
+        if self._stopping:
+            raise NoBackendError("the router is stopping")
+        fleet = self._engine.scheduler.state.fleet
+        able = [
+            info
+            for info in fleet.infos.values()
+            if info.answers_to(model) and info.id not in fleet.draining
+        ]
+        others = self.without_kv(model)
+        able = [info for info in able if info.id not in others]
+        if not able:
+            raise NoBackendError("no backend for this request is up")
+        clients = [self.monitors[info.id].client for info in able]
+        return sorted(clients, key=lambda one: (one.doubted, one.relaying, one.id))
+
+    def all_up(self, model: str | None) -> list[LlamaClient]:
+        """Every backend for a model that may be at work, also if it takes nothing new. Raises
+        NoBackendError if there is none."""
+        infos = self._engine.infos.values()
+        clients = [self.monitors[info.id].client for info in infos if info.answers_to(model)]
+        if not clients:
+            raise NoBackendError("no backend for this request is up")
+        return clients
+
+    def for_each_model(self) -> list[list[LlamaClient]]:
+        """The backends for each set of model names that are up, those in doubt last; in the order
+        of the configuration."""
+        found: dict[frozenset[str], list[LlamaClient]] = {}
+        for name, monitor in self.monitors.items():
+            if name in self._engine.infos:
+                found.setdefault(monitor.models, []).append(monitor.client)
+        return [sorted(some, key=lambda client: client.doubted) for some in found.values()]
+
+    async def read(
+        self,
+        parsed: ParsedRequest,
+        model: str | None,
+        tenant: Tenant,
+        but: frozenset[BackendId],
+    ) -> tuple[Prompt, PromptReader | None]:
+        """The prompt of a request, and who has read it; unknown and nobody, if nobody can. `but`
+        those that `without_kv` named.
+
+        A backend that does not answer says nothing of the prompt: the next one is asked, each one
+        once at most. If one is slow it is looked at, and given up if it hangs; one that is alive
+        is waited for, as another would have to do the same work again.
+        """
+        unknown = "no backend to tokenize with"
+        while (backend := self._who_reads(model, but)) is not None:
+            but |= {backend}
+            reader = self._readers[backend].of(tenant)
+            try:
+                prompt = await reader.read(parsed, boundaries=self.wants_boundaries(model))
+            except BackendError as error:
+                self.doubt(backend)
+                unknown = f"no backend that could render and tokenize it answers: {error}"
+            else:
+                return prompt, reader
+        return Prompt(unknown=unknown), None
+
+    def _who_reads(self, model: str | None, but: Set[BackendId]) -> BackendId | None:
+        """Whom to ask about prompts for a model, but these; None while no backend can tell.
+
+        The same one each time, since each remembers what it has read; one that is in doubt only
+        if there is no other.
+        """
+        able = [
+            info.id
+            for info in self._engine.infos.values()
+            if info.id in self._readers and info.id not in but and info.answers_to(model)
+        ]
+        return min(able, key=lambda name: self.monitors[name].client.doubted, default=None)
+
+    def reader_of(self, backend: BackendId) -> PromptReader | None:
+        """How prompts for one backend are read; None if nobody has found out."""
+        return self._readers.get(backend)
+
+    def wants_boundaries(self, model: str | None) -> bool:
+        """Whether a request for `model` may meet states that can only be extended, and saved."""
+        return any(
+            info.memory_kind not in (MemoryKind.FULL, MemoryKind.UNKNOWN) and info.place is not None
+            for info in self._engine.infos.values()
+            if info.answers_to(model)
+        )
+
+    def can_wait_for_reader(self, model: str | None) -> bool:
+        """Nobody can read prompts for `model` now, and somebody may soon."""
+        if not self._reads_prompts or self._stopping:
+            return False
+        # Which names there are is known only when the first backend is up: resolve it each time.
+        model = self.resolve(model)
+        return self._who_reads(model, self.without_kv(model)) is None
+
+    async def wait_for_reader(self, model: str | None) -> None:
+        """Return once prompts for `model` can be read; at once if they never are.
+
+        A request that came in unread would be served without the snapshots that it could use.
+        Raises NoBackendError after `queue.no_backend_wait`, and QueueFullError.
+        """
+        limits = self._engine.scheduler.state.queue.limits
+        if not self.can_wait_for_reader(model):
+            return
+        if self.waiting >= limits.max_requests:
+            raise QueueFullError("too many requests are waiting; try again later")
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(limits.no_backend_s):
+                while self.can_wait_for_reader(model):
+                    await self._news.wait()
+        except TimeoutError:
+            raise NoBackendError("no backend for this model is up") from None
+        finally:
+            self.waiting -= 1
+
+    def backend_came(self) -> None:
+        """A backend is up: those who wait look again."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def stop(self) -> None:
+        """Nobody waits any more; the engine tells them no. Nobody new, where no slot is taken."""
+        self._stopping = True
+        self._news.set()
+
+    async def until_quiet(self) -> None:
+        """Wait for the ends of all answers, also of those that the engine knows nothing of."""
+        for monitor in tuple(self.monitors.values()):
+            await monitor.client.until_quiet()
+
+    def standing(self, backend: BackendId) -> Standing:
+        """What a backend is to the router now. Raises KeyError.
+
+        One that was released still counts as draining while answers are on their way that took no
+        slot, as with policy `passthrough`.
+        """
+        monitor = self.monitors[backend]
+        if backend in self._engine.draining or (monitor.let_go and monitor.client.relaying):
+            return Standing.DRAINING
+        if monitor.let_go:
+            return Standing.DRAINED
+        return Standing.UP if monitor.attached else Standing.DOWN
+
+    def doubt(self, backend: BackendId) -> None:
+        """A request to this backend failed."""
+        if backend in self.monitors:
+            self.monitors[backend].doubt()
+
+    async def look_anew(self, backend: BackendId) -> None:
+        """Find out whether this backend is still there."""
+        if backend in self.monitors:
+            await self.monitors[backend].look_anew()
+
+    def without_kv(self, model: str | None) -> frozenset[BackendId]:
+        """Backends that cannot complete a prompt, unless all for `model` are such, whether they
+        are up or not: a client that names no model does not mean them."""
+        able = [m for m in self.monitors.values() if model is None or model in m.models]
+        cannot = frozenset(monitor.client.id for monitor in able if not monitor.generates)
+        return cannot if len(cannot) < len(able) else frozenset()
+
+    def others(self, backend: BackendId, request: Request) -> bool:
+        """Whether any backend but this one could serve a request."""
+        fleet = self._engine.scheduler.state.fleet
+        return any(fleet.serves(other, request) for other in fleet.infos if other != backend)

@@ -1,0 +1,402 @@
+"""A completion from its body to its last byte: parse, tokenize, wait for a slot, relay.
+
+Also for other requests that take a slot of the server's choice (embeddings and the like). What a
+slot is and which one it will be is the engine's business.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import TypedDict
+
+from aiohttp import web
+
+from router.base.clock import wall_ns
+from router.base.errors import BackendError, BadRequestError, RouterError
+from router.base.ports import Attempt, Spawn, Trace, Tracing
+from router.base.types import (
+    BackendId,
+    Caller,
+    Outcome,
+    Prompt,
+    Reported,
+    Request,
+    RequestId,
+    Tenant,
+)
+from router.engine.engine import Engine, Grant, Timing
+from router.engine.loop_throttle import Turnstile
+from router.llama import json_offload
+from router.llama.client import RelayedResponse
+from router.llama.replies import read_reply
+from router.llama.wire import (
+    ChatPrompt,
+    ParsedRequest,
+    Route,
+    TokenPrompt,
+    parse_body,
+    parse_request,
+)
+from router.prompts.reader import PromptReader, is_left
+from router.telemetry.decision_log import Journal
+from router.web.api import upstream_request
+from router.web.api.backend_selection import Directory
+from router.web.api.client_keys import Keys
+from router.web.api.slot_demand import SlotsAsked
+from router.web.server.error_responses import clients_id, names, sender_of, session_of
+from router.web.server.relay import CALLER, Capture, forward_headers, forward_target, relay
+from router.web.server.settings import Settings
+
+# Times a request is sent anew because its backend failed before the first byte.
+_ATTEMPTS = 3
+# A stream up to this size is read in place, at about 1 µs for 100 bytes; of more the two ends, and
+# the rest in a thread. A plain answer is one object, of which an end says nothing: 4 ms at most.
+_INLINE_BYTES = 32 * 1024
+_STATELESS = ("/embedding", "/embeddings", "/rerank", "/reranking")
+
+
+class _From(TypedDict):
+    """Whose request it is."""
+
+    tenant: Tenant
+    client: str | None
+    clients_id: str | None
+    caller: Caller | None
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One client request on its way."""
+
+    http: web.BaseRequest
+    raw: bytes
+    request: Request
+    route: Route | None
+    parsed: ParsedRequest | None
+    reader: PromptReader | None
+    arrived: float
+    first_byte: float | None = None
+    asked: float = 0.0  # for a slot; like `arrived`
+    granted: float = 0.0
+    trace: Trace | None = None
+
+
+class Completions:
+    """Handles every request that takes a slot."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        directory: Directory,
+        journal: Journal,
+        spawn: Spawn,
+        settings: Settings,
+        keys: Keys,
+        turnstile: Turnstile,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._keys = keys
+        self._turnstile = turnstile
+        self._engine = engine
+        self._journal = journal
+        self._directory = directory
+        self._spawn = spawn
+        self._settings = settings
+        self._tracing = tracing
+
+    async def completion(
+        self, http: web.BaseRequest, route: Route, raw: bytes, request_id: RequestId
+    ) -> web.StreamResponse:
+        """One of the completion routes. Raises RouterError."""
+        arrived = perf_counter()
+        parsed = await json_offload.read(raw, parse_completion, http, route, raw)
+        request, reader = await self._read(http, parsed, request_id)
+        return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
+
+    async def _read(
+        self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
+    ) -> tuple[Request, PromptReader | None]:
+        """`describe`, once there is a backend to read the prompt. Raises RouterError."""
+        request, reader = await self.describe(http, parsed, request_id)
+        while reader is None and not parsed.lora:  # whose prompt is not read anyway
+            if not self._directory.can_wait_for_reader(parsed.model):
+                break
+            await self._directory.wait_for_reader(parsed.model)
+            request, reader = await self.describe(http, parsed, request_id)
+        return request, reader
+
+    async def describe(
+        self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
+    ) -> tuple[Request, PromptReader | None]:
+        """What the scheduler has to know of a completion. Raises ModelNotFoundError."""
+        model = self._directory.resolve(parsed.model)
+        whose, avoid = self._from(http), self._directory.without_kv(model)
+        reader: PromptReader | None = None
+        if parsed.lora:
+            # Its KV is another model's (llama-server.md section 1.7).
+            prompt = Prompt(unknown="a LoRA adapter for this request alone")
+        else:
+            prompt, reader = await self._directory.read(parsed, model, whose["tenant"], avoid)
+        request = Request(
+            id=request_id,
+            prompt=prompt,
+            model=model,
+            max_new_tokens=parsed.max_new_tokens,
+            pinnable=parsed.pinnable,
+            left=parsed.pinnable and is_left(parsed, reader, whose["tenant"]),
+            whole_backend=parsed.whole_backend,
+            reuse=parsed.cache_prompt,
+            streams=parsed.stream,
+            adapted=parsed.lora,
+            shifts=parsed.shifts,
+            slot_hint=parsed.slot_hint,
+            avoid=avoid,
+            **whose,
+            session=session_of(http),
+        )
+        return request, reader
+
+    async def other(
+        self, http: web.BaseRequest, raw: bytes, request_id: RequestId, asked: SlotsAsked
+    ) -> web.StreamResponse:
+        """A request that takes slots as the server likes. Raises RouterError."""
+        stateless = http.path.rstrip("/").endswith(_STATELESS)
+        model = self._directory.resolve(asked.model)
+        request = Request(
+            id=request_id,
+            prompt=Prompt(unknown="not a completion"),
+            model=model,
+            pinnable=False,
+            whole_backend=asked.many or (asked.in_form and stateless),
+            max_new_tokens=0,
+            # Their tasks start from nothing, whatever the slot holds (server-context.cpp:3440).
+            reuse=not stateless,
+            avoid=frozenset() if stateless else self._directory.without_kv(model),
+            **self._from(http),
+        )
+        arrived = perf_counter()
+        return await self._serve(_Exchange(http, raw, request, None, None, None, arrived))
+
+    def _from(self, http: web.BaseRequest) -> _From:
+        caller = http.get(CALLER)
+        return {
+            "tenant": self._keys.tenant(caller),
+            "client": sender_of(http) if caller is None else f"tenant {caller.tenant}",
+            "clients_id": clients_id(http),
+            "caller": caller,
+        }
+
+    async def _serve(self, exchange: _Exchange) -> web.StreamResponse:
+        if self._tracing is None:
+            return await self._serve_untraced(exchange)
+        http, arrived = exchange.http, exchange.arrived
+        ns = wall_ns() - round((perf_counter() - arrived) * 1e9)
+        request = exchange.request
+        trace = self._tracing.begin(http.path, http.headers, request.id, request.model, ns)
+        exchange.trace, error = trace, None
+        try:
+            return await self._serve_untraced(exchange)
+        except RouterError as told:
+            error = told.outcome
+            raise
+        finally:
+            trace.end(perf_counter() - arrived, error)
+
+    async def _serve_untraced(self, exchange: _Exchange) -> web.StreamResponse:
+        """Wait for a slot and send; elsewhere if the backend fails before the first byte.
+
+        With nowhere else to go it is the same backend again, if it is there or comes back within
+        `queue.no_backend_wait`: like anybody else who comes while it is down.
+        """
+        first = exchange.request
+        for attempt in range(1, _ATTEMPTS + 1):
+            backend: BackendId | None = None
+            try:
+                exchange.asked = perf_counter()
+                grant = await self._engine.submit(exchange.request)
+                exchange.granted = perf_counter()
+                backend = grant.lease.slot.backend
+                return await self._send(exchange, grant)
+            except BackendError as error:
+                if error.backend is not None:  # it failed before there was a grant
+                    backend = error.backend
+                    self._directory.doubt(backend)
+                if attempt == _ATTEMPTS:
+                    raise
+            anew = replace(exchange.request, avoid=first.avoid)
+            if backend is not None and self._directory.others(backend, anew):
+                anew = replace(anew, avoid=first.avoid | {backend})
+            elif backend is not None:
+                await self._directory.look_anew(backend)  # rather than ask three times in a row
+            if exchange.reader is None and exchange.parsed is not None:  # nobody could read it
+                read, exchange.reader = await self._read(exchange.http, exchange.parsed, first.id)
+                anew = replace(read, avoid=anew.avoid)
+            # A new id: late news of the first attempt must not be taken for the second's.
+            exchange.request = replace(anew, id=RequestId(f"{first.id}.{attempt + 1}"))
+        raise AssertionError("unreachable")
+
+    async def _send(self, exchange: _Exchange, grant: Grant) -> web.StreamResponse:
+        """Relay one granted request; the grant is used up on return and on exception."""
+        backend = grant.lease.slot.backend
+        monitor = self._directory.monitors[backend]
+        capture = Capture()
+        outcome = Outcome.BACKEND_ERROR
+        upstream: RelayedResponse | None = None
+
+        def first_byte() -> None:
+            exchange.first_byte = perf_counter()
+            if grant.plan.prefill_first and exchange.request.streams:
+                told = partial(self._engine.begun, exchange.request.id)
+                asyncio.get_running_loop().call_soon(self._turnstile.call, told)
+
+        try:
+            headers, target = forward_headers(exchange.http), forward_target(exchange.http)
+            if exchange.trace is not None:
+                headers = exchange.trace.inject(headers)
+            body = upstream_request.body(grant, exchange.raw, exchange.parsed, saved=monitor.saves)
+            async with monitor.client.relay(
+                *(exchange.http.method, target, headers, body), yields=True
+            ) as upstream:
+                response, outcome = await relay(
+                    exchange.http,
+                    upstream,
+                    names(exchange.http, exchange.request.id) | upstream_request.headers(grant),
+                    self._settings,
+                    capture,
+                    first_byte,
+                    self._turnstile,
+                )
+                return response
+        except asyncio.CancelledError:
+            outcome = Outcome.CLIENT_GONE
+            raise
+        finally:
+            if outcome is Outcome.BACKEND_ERROR:
+                self._directory.doubt(backend)
+            ok = outcome is Outcome.OK and upstream is not None and upstream.status == 200
+            finish = partial(
+                self._finish,
+                *(exchange, grant, outcome, capture),
+                readable=upstream if ok else None,
+                ended=perf_counter(),
+            )
+            if exchange.trace is not None:
+                finish()
+            elif outcome in (Outcome.OK, Outcome.REFUSED):
+                # uvloop sends what was written when this turn is over: the books can wait for the
+                # next one, which comes before anything else that the client may send.
+                asyncio.get_running_loop().call_soon(self._turnstile.call, finish)
+            else:
+                self._turnstile.call(finish)
+
+    def _finish(
+        self,
+        exchange: _Exchange,
+        grant: Grant,
+        outcome: Outcome,
+        capture: Capture,
+        *,
+        readable: RelayedResponse | None,
+        ended: float,
+    ) -> None:
+        """Report the end, without awaiting anything: a cancellation cannot skip it."""
+        reported, whole = Reported(), True
+        if readable is not None and exchange.route is not None and exchange.parsed is not None:
+            one_object = capture.complete and not exchange.parsed.stream
+            whole = one_object or capture.size_bytes <= _INLINE_BYTES
+            reported = read_reply(
+                exchange.route,
+                exchange.parsed.stream,
+                capture.chunks if whole else capture.ends(_INLINE_BYTES // 2),
+                readable.header("content-encoding"),
+                complete=whole,
+            )
+        total_s = ended - exchange.arrived
+        ttft_s = None
+        if exchange.first_byte is not None:
+            ttft_s = exchange.first_byte - exchange.arrived
+            if exchange.parsed is not None and not exchange.parsed.stream:
+                # All of it came at once; the first token was ready when generation began.
+                ttft_s = max(ttft_s - (reported.generated_s or 0.0), 0.0)
+        if exchange.trace is not None:
+            exchange.trace.attempt(_attempt(exchange, grant, outcome, reported, ended))
+        timing = Timing(ttft_s, total_s)
+        rest = None if whole else capture
+        then = partial(self._over, exchange, grant, outcome, reported, rest)
+        self._engine.finish(exchange.request.id, outcome, reported, timing, then)
+
+    def _over(
+        self,
+        exchange: _Exchange,
+        grant: Grant,
+        outcome: Outcome,
+        reported: Reported,
+        capture: Capture | None,
+    ) -> None:
+        source = exchange.parsed.prompt_source if exchange.parsed is not None else None
+        if isinstance(source, ChatPrompt) and not source.media:
+            self._journal.keep_chat(exchange.request.id, source.body, len(exchange.raw))
+        if outcome is Outcome.OK and exchange.reader is not None:
+            self._spawn(
+                self._learn(exchange, grant, reported, capture),
+                name=f"learn {exchange.request.id}",
+            )
+
+    async def _learn(
+        self, exchange: _Exchange, grant: Grant, reported: Reported, capture: Capture | None
+    ) -> None:
+        """Read the answer's ids, and see whether the tokenizer is still right."""
+        prompt, parsed, reader = exchange.request.prompt, exchange.parsed, exchange.reader
+        if prompt.unknown or prompt.n_media or parsed is None or reader is None:
+            return
+        if reported.prompt_tokens is not None and not parsed.whole_backend:
+            await reader.compare(parsed, len(prompt), reported.prompt_tokens)
+        if capture is not None and capture.complete:
+            reported = await asyncio.to_thread(
+                read_reply, parsed.route, parsed.stream, capture.chunks
+            )
+        answer = reported.generated
+        if answer is None and reported.text:
+            with contextlib.suppress(BackendError):  # it may have gone; a save reads them as well
+                answer = await reader.answer(reported.text)
+        if answer:
+            self._engine.answer_read(grant.lease, prompt.tokens, answer)
+
+
+def _attempt(
+    exchange: _Exchange, grant: Grant, outcome: Outcome, reported: Reported, ended: float
+) -> Attempt:
+    """What a trace tells of it. Of an answer that came at once, the first byte is the last."""
+    arrived, first, chosen = exchange.arrived, exchange.first_byte, grant.plan.chosen
+    return Attempt(
+        slot=grant.lease.slot,
+        source=chosen.source,
+        planned_tokens=chosen.reused_tokens,
+        asked_s=exchange.asked - arrived,
+        waited_s=grant.waited_s,
+        granted_s=exchange.granted - arrived,
+        first_byte_s=None if first is None else first - arrived,
+        ended_s=ended - arrived,
+        outcome=outcome,
+        reported=reported,
+    )
+
+
+def parse_completion(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedRequest:
+    """Raises BadRequestError; where the content type explains it, it is named.
+
+    Any content type will do for JSON: llama-server does not look at it either.
+    """
+    try:
+        parsed = parse_request(route, parse_body(raw))
+    except BadRequestError as error:
+        if http.content_type in ("application/json", "application/octet-stream", "text/plain"):
+            raise
+        raise BadRequestError(
+            f"{error}; the content type is {http.content_type}, send application/json"
+        ) from error
+    if isinstance(parsed.prompt_source, TokenPrompt):
+        json_offload.forget_ids(parsed.body)
+    return parsed

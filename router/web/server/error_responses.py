@@ -1,0 +1,102 @@
+"""What the router says in its own name: errors in the OpenAI shape, with what to do about them."""
+
+import re
+import secrets
+
+import orjson
+from aiohttp import web
+
+from router.base.errors import (
+    ContextTooLongError,
+    InvalidConfigError,
+    MethodError,
+    NeedsTokenError,
+    RouterError,
+)
+from router.base.types import RequestId
+
+REQUEST_ID = "x-kvferry-request-id"
+# What clients call a request themselves: told back, and written into the log.
+CLIENTS_ID = "x-request-id"
+_ID = re.compile(r"[!-~]{1,128}")
+_ORIGIN = re.compile(r"[!-~]{1,512}")
+# Not the name and version of the HTTP library, which would be there otherwise.
+OWN_HEADERS = {"Server": "kvferry"}
+
+
+def request_id() -> RequestId:
+    """A name for a request that just came."""
+    return RequestId(secrets.token_hex(8))
+
+
+def clients_id(request: web.BaseRequest) -> str | None:
+    """The client's own name for a request, if it is fit for a log line."""
+    found = request.headers.get(CLIENTS_ID)
+    return found if found is not None and _ID.fullmatch(found) else None
+
+
+def names(request: web.BaseRequest, name: RequestId) -> dict[str, str]:
+    """What a request is called, for its answer: by the router, and by its client."""
+    return _names(name, clients_id(request))
+
+
+def _names(ours: RequestId, theirs: str | None) -> dict[str, str]:
+    return {REQUEST_ID: ours} if theirs is None else {REQUEST_ID: ours, CLIENTS_ID: theirs}
+
+
+def error_response(
+    error: RouterError, request: RequestId, clients_id: str | None = None
+) -> web.Response:
+    """The same fields as llama-server's own errors."""
+    fields: dict[str, object] = {
+        "code": error.status,
+        "message": str(error),
+        "type": error.kind,
+    }
+    if isinstance(error, ContextTooLongError):
+        fields |= {"n_prompt_tokens": error.n_prompt_tokens, "n_ctx": error.n_ctx}
+    if isinstance(error, InvalidConfigError):
+        fields["problems"] = error.problems
+    headers = _names(request, clients_id)
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = f"{error.retry_after_s:.0f}"
+    if isinstance(error, MethodError):
+        headers["Allow"] = ", ".join(error.allowed)
+    if isinstance(error, NeedsTokenError):
+        headers["WWW-Authenticate"] = 'Basic realm="kvferry", charset="UTF-8"'
+    return json_response({"error": fields}, status=error.status, headers=headers)
+
+
+def json_response(
+    value: object, *, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    """JSON, compact."""
+    return web.Response(
+        body=orjson.dumps(value),
+        status=status,
+        headers=OWN_HEADERS | (headers or {}),
+        content_type="application/json",
+        charset="utf-8",
+    )
+
+
+def open_to_browsers(request: web.BaseRequest, response: web.Response) -> web.Response:
+    """Let the page that asked read the answer, as llama-server does with all of its own."""
+    origin = request.headers.get("Origin")
+    if origin is not None and _ORIGIN.fullmatch(origin):
+        response.headers["Access-Control-Allow-Origin"] = origin
+    return response
+
+
+def session_of(http: web.BaseRequest) -> str | None:
+    """The conversation that a client says it is in."""
+    for name in ("x-session-id", "session-id", "x-session-affinity", "x-litellm-session-id"):
+        if value := http.headers.get(name):
+            return value[:256]
+    return None
+
+
+def sender_of(http: web.BaseRequest) -> str | None:
+    """Between whom the queue is fair: keys, or without one addresses. No key is kept as it is."""
+    key = http.headers.get("authorization") or http.headers.get("x-api-key")
+    return http.remote if key is None else f"key {hash(key):x}"

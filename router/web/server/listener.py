@@ -1,0 +1,324 @@
+"""A listening address: who may connect, how many, and how long the head of a request may take.
+
+aiohttp reads the requests; this counts connections, sets its limits, and says in the router's own
+shape what was wrong with bytes that are no request. Knows no routes.
+"""
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import cast
+
+import structlog
+from aiohttp import web
+from aiohttp.http import RawRequestMessage
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+
+from router.base.errors import (
+    ClientTooSlowError,
+    FramingError,
+    HeaderTooLargeError,
+    RouterError,
+    TargetTooLongError,
+    TooManyConnectionsError,
+)
+from router.base.types import RequestId
+from router.engine.loop_throttle import Turnstile
+from router.web.server.error_responses import error_response, request_id
+from router.web.server.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+NO_LIMIT = -1
+
+_NEW_LINE, _END = b"\r\n", b"\r\n\r\n"
+
+OnRefused = Callable[[RequestId, RouterError], None]
+
+
+class Listener(web.Server):
+    """Makes a protocol for each connection to one address; needs a running loop.
+
+    `settings` may change: what is changed counts for connections that come after.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        settings: Settings,
+        on_refused: OnRefused,
+        turnstile: Turnstile,
+    ) -> None:
+        """`on_refused` is told of what got an error and never reached `handler`."""
+        # Without cancellation the slot of a client that left during a long prefill stays taken.
+        super().__init__(handler, handler_cancellation=True)
+        self.settings = settings
+        self.on_refused = on_refused
+        self.turnstile = turnstile
+        self._open: Counter[str] = Counter()
+        self._n_open = 0
+
+    def __call__(self) -> web.RequestHandler:
+        settings = self.settings
+        return _Connection(
+            self,
+            loop=asyncio.get_running_loop(),
+            access_log=None,
+            max_line_size=settings.max_request_line_bytes,
+            max_field_size=settings.max_header_bytes,
+            max_headers=settings.max_headers,
+            keepalive_timeout=settings.keep_alive_timeout_s,
+        )
+
+    def admit(self, client: str) -> None:
+        """Count a connection of `client` until `leave`. Raises TooManyConnectionsError."""
+        whole, each = self.settings.connections, self.settings.connections_per_client
+        if whole != NO_LIMIT and self._n_open >= whole:
+            raise TooManyConnectionsError(f"{whole} connections are open (limits.connections)")
+        if each != NO_LIMIT and self._open[client] >= each:
+            raise TooManyConnectionsError(
+                f"{each} connections of this address are open (limits.connections_per_client)"
+            )
+        self._n_open += 1
+        self._open[client] += 1
+
+    def leave(self, client: str) -> None:
+        """A connection that was admitted is closed."""
+        self._n_open -= 1
+        self._open[client] -= 1
+        if not self._open[client]:
+            del self._open[client]
+
+
+class _Connection(web.RequestHandler):
+    """One connection. The head of a request may take `limits.header_timeout` from its first byte,
+    or from the end of the answer that it came before, less the time that it was we who did not
+    look; before that the connection is idle, and `limits.keep_alive_timeout` is aiohttp's to keep.
+    """
+
+    __slots__ = (
+        "_answered",
+        "_begun",
+        "_body",
+        "_body_left",
+        "_client",
+        "_head_left_s",
+        "_head_timer",
+        "_held",
+        "_listener",
+    )
+
+    def __init__(self, listener: Listener, **options: object) -> None:
+        super().__init__(listener, **options)  # type: ignore[arg-type]
+        self._listener = listener
+        self._client: str | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_left_s: float | None = None  # of a head that had begun when it was held
+        self._held = False  # at the turnstile; nothing more is read meanwhile
+        self._answered = 0  # of `_request_count`
+        self._begun = False  # a head, of which the end has not come
+        self._body: StreamReader = EMPTY_PAYLOAD  # of the last request
+        self._body_left = 0  # bytes of it that have not come, or more than that
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        client = client_of(transport.get_extra_info("peername"))
+        try:
+            self._listener.admit(client)
+        except TooManyConnectionsError as error:
+            self.transport = cast(asyncio.Transport, transport)
+            self._refuse(error)
+            return
+        self._client = client
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._head_is_in()
+        if self._client is not None:
+            self._listener.leave(self._client)
+            self._client = None
+        super().connection_lost(exc)
+        self._body = EMPTY_PAYLOAD  # which knew of us
+
+    def data_received(self, data: bytes) -> None:
+        if not data or self._messages or self._current_request is not None:
+            self._receive(data)  # more of what has begun
+            return
+        if not self._listener.turnstile.call(partial(self._begin, data)):
+            self._held = True
+            self._stop_head_timer()  # goes on with what is left
+            self._pause_transport_reading()
+
+    def _process_keepalive(self) -> None:
+        """For aiohttp: the connection was idle for long. Not if it is we who did not look."""
+        if self._held:
+            timeout_s = self._listener.settings.keep_alive_timeout_s
+            self._keepalive_handle = self._loop.call_later(timeout_s, self._process_keepalive)
+        else:
+            super()._process_keepalive()
+
+    def _begin(self, data: bytes) -> None:
+        if self.transport is None:  # lost while it waited
+            return
+        if self._held:
+            self._held = False
+            self._resume_transport_reading()
+        self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
+        before = self._request_count
+        super().data_received(data)
+        if self._request_count != before:
+            self._head_is_in()
+        self._follow(data, self._request_count - before)
+        self._wait_for_head()
+
+    def _follow(self, data: bytes, n_new: int) -> None:
+        """Keep whether a head has begun. aiohttp's parser does not tell, so it is looked for behind
+        the last request that it found. Not seen is one behind a body that is chunked and came
+        in pieces, or that was sent together with other requests: it counts as idle until more of
+        it comes.
+        """
+        behind = data[self._body_left :]
+        left = self._body_left - len(data)
+        if n_new:
+            message, self._body = self._messages[-1]
+            left = sys.maxsize
+            if length := _length(message):
+                behind = behind.lstrip(_NEW_LINE).partition(_END)[2] if n_new == 1 else b""
+                left = length - len(behind)
+                behind = behind[length:]
+        if self._upgraded or not self._body.is_eof():
+            self._begun, self._body_left = False, 0 if self._upgraded else max(left, 0)
+            return
+        # A whole head in it would be a request, and empty lines before one are nothing.
+        begins = bool(behind.rpartition(_END)[2].lstrip(_NEW_LINE))
+        self._begun, self._body_left = begins or (self._begun and not n_new), 0
+
+    def _wait_for_head(self) -> None:
+        """Not long for the rest of one, if nothing else is to be done meanwhile."""
+        idle = self._answered == self._request_count and not self._held
+        if idle and self._begun and self._head_timer is None:
+            limit_s = self._listener.settings.header_timeout_s
+            left_s = limit_s if self._head_left_s is None else self._head_left_s
+            self._head_timer = self._loop.call_later(left_s, self._head_is_late, limit_s)
+
+    def _head_is_in(self) -> None:
+        self._stop_head_timer()
+        self._head_left_s = None
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_left_s = max(self._head_timer.when() - self._loop.time(), 0.0)
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self, limit_s: float) -> None:
+        self._head_timer = None
+        if self._waiter is None:  # it is being closed
+            return
+        told = f"the headers did not arrive within {limit_s:g} s (limits.header_timeout)"
+        self._refuse(ClientTooSlowError(told))
+
+    def _refuse(self, error: RouterError) -> None:
+        """Say why, and close: nothing was asked that could be answered."""
+        name = request_id()
+        self._listener.on_refused(name, error)
+        response = error_response(error, name)
+        head = [f"HTTP/1.1 {response.status} {response.reason}"]
+        head += [f"{name}: {value}" for name, value in response.headers.items()]
+        body = cast(bytes, response.body)
+        head += [f"Content-Length: {len(body)}", "Connection: close"]
+        if self.transport is not None:
+            self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
+        self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """For aiohttp: the answer to bytes that are no request. Nothing of them is repeated."""
+        if status < 500:
+            error = self._wrong_with(exc)
+        else:
+            log.error("request_failed", exc_info=exc)
+            error = RouterError("an error inside the router")
+        if request.writer.output_size > 0:
+            raise ConnectionError("half an answer is on its way already")
+        name = request_id()
+        self._listener.on_refused(name, error)
+        response = error_response(error, name)
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: object, **options: object) -> None:
+        """For aiohttp: something ended a connection. Not worth a traceback is the rest of a body
+        that cannot be read, behind the answer to what could be read of the request."""
+        if not isinstance(options.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **options)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """For aiohttp: send what a handler has made. True: the client is gone."""
+        sent = await self._finish(request, resp, start_time)
+        self._answered += 1
+        self._wait_for_head()
+        return sent
+
+    async def _finish(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """An own answer goes out as a whole here, within `limits.send_timeout`; of a backend's
+        nothing is left."""
+        if resp.prepared:
+            return await super().finish_response(request, resp, start_time)
+        try:
+            async with asyncio.timeout(self._listener.settings.send_timeout_s):
+                return await super().finish_response(request, resp, start_time)
+        except TimeoutError:
+            if self.transport is not None:
+                self.transport.abort()
+            return resp, True
+
+    def _wrong_with(self, exc: BaseException | None) -> RouterError:
+        settings = self._listener.settings
+        if isinstance(exc, LineTooLong):
+            # aiohttp says how much was allowed, and not of what.
+            limit = exc.args[1]
+            if limit == settings.max_request_line_bytes != settings.max_header_bytes:
+                return TargetTooLongError(
+                    f"the request line is longer than {limit} bytes (limits.max_request_line)"
+                )
+            return HeaderTooLargeError(f"a header is larger than {limit} bytes (limits.max_header)")
+        if "Too many headers" in str(exc):
+            return HeaderTooLargeError(
+                f"there are more than {settings.max_headers} headers (limits.max_headers)"
+            )
+        return FramingError("this is not HTTP/1.1 as it should be")
+
+
+def _length(message: object) -> int:
+    """What the head of a request says of its body; 0 of one that is sent in chunks. Zeros in front
+    are allowed, and there may be more than `int` takes."""
+    if isinstance(message, RawRequestMessage):
+        return int(message.headers.get("Content-Length", "").lstrip("0") or 0)
+    return 0
+
+
+def client_of(peername: object) -> str:
+    """Whose connection it is. One client has a whole /64 of IPv6 to itself."""
+    host = peername[0] if isinstance(peername, tuple) and peername else ""
+    try:
+        address: IPv4Address | IPv6Address = ip_address(str(host).partition("%")[0])
+    except ValueError:
+        return str(host)
+    if isinstance(address, IPv6Address):
+        return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))
+    return str(address)

@@ -1,0 +1,85 @@
+"""Tokenizers by namespace: shared while somebody speaks it, forgotten with the last who does."""
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from router.assembly.tokenizer_registry import Vocabularies
+from router.base.tasks import Tasks
+from router.base.types import BackendId, Namespace
+from router.config.schema import Tokenizer
+from router.llama.client import Connections, LlamaClient, Timeouts
+from tests.support.servers.fake_llama import FakeLlama
+
+A, B = BackendId("a"), BackendId("b")
+ONE, OTHER = Namespace("one"), Namespace("other")
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeLlama]:
+    async with FakeLlama() as server:
+        yield server
+
+
+async def test_what_nobody_speaks_is_forgotten(fake: FakeLlama) -> None:
+    """Else a server that is restarted with another model each day fills the memory."""
+    tasks = Tasks()
+    vocabularies = Vocabularies(Tokenizer(), tasks)
+    async with Connections() as connections:
+        a, b = (LlamaClient(name, fake.url, connections, Timeouts()) for name in (A, B))
+        props = await a.props()
+        await vocabularies.prepare(a, props, ONE)
+        first = vocabularies._tokenizers[ONE]
+        await vocabularies.prepare(b, props, ONE)
+        vocabularies.leave(A)
+        assert vocabularies._tokenizers == {ONE: first}
+
+        vocabularies.leave(B)
+        await vocabularies.prepare(b, props, OTHER)
+        assert list(vocabularies._tokenizers) == list(vocabularies._speakers) == [OTHER]
+        assert list(vocabularies.readers) == [B]
+    await tasks.aclose()
+
+
+@pytest.mark.parametrize("missing", ["file", "package"])
+async def test_a_local_tokenizer_that_was_asked_for_is_missed_aloud(
+    fake: FakeLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """It was a line of level info that named neither the key nor the file."""
+    if missing == "package":
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+    path = tmp_path / "none.gguf"
+    wanted = Tokenizer.model_validate({"mode": "local", "path": str(path)})
+    tasks = Tasks()
+    with structlog.testing.capture_logs() as lines:
+        async with Connections() as connections:
+            a = LlamaClient(A, fake.url, connections, Timeouts())
+            await Vocabularies(wanted, tasks).prepare(a, await a.props(), ONE)
+    await tasks.aclose()
+
+    (line,) = [line for line in lines if line["event"] == "local_tokenizer_not_used"]
+    told = (line["log_level"], line["key"], line["path"])
+    assert told == ("warning", "tokenizer.path", str(path))
+    assert {"file": "No such file", "package": "pip install"}[missing] in line["reason"]
+
+
+async def test_one_in_doubt_is_asked_last(fake: FakeLlama) -> None:
+    """It may hang, and the next says the same."""
+    tasks = Tasks()
+    vocabularies = Vocabularies(Tokenizer(), tasks)
+    async with Connections() as connections, FakeLlama() as other:
+        a, b = (
+            LlamaClient(name, server.url, connections, Timeouts())
+            for name, server in ((A, fake), (B, other))
+        )
+        for client in (a, b):
+            await vocabularies.prepare(client, await client.props(), ONE)
+        asked = [len(server.seen) for server in (fake, other)]
+        a.doubted = True
+        await vocabularies._speakers[ONE].tokenize("x", add_special=False, parse_special=False)
+
+        assert [len(server.seen) for server in (fake, other)] == [asked[0], asked[1] + 1]
+    await tasks.aclose()

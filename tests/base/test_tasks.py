@@ -1,0 +1,110 @@
+"""`router.tasks`."""
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from router.base import tasks
+from router.base.tasks import Tasks, spawn
+
+
+@pytest.fixture
+def log() -> Iterator[list[dict[str, object]]]:
+    with capture_logs() as entries:
+        yield entries  # type: ignore[misc]
+
+
+async def fail() -> None:
+    raise ValueError("no")
+
+
+async def test_reference_is_kept_until_done() -> None:
+    """The loop alone would let the garbage collector take a task that waits."""
+    started, go, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        started.set()
+        await go.wait()
+        done.set()
+
+    task = spawn(work(), name="w")
+    await started.wait()
+    assert task in tasks._running
+    gc.collect()
+    go.set()
+    await task
+    assert done.is_set()
+    assert task not in tasks._running
+
+
+async def test_name() -> None:
+    async def work() -> None:
+        assert getattr(asyncio.current_task(), "get_name", str)() == "w"
+
+    await spawn(work(), name="w")
+
+
+async def test_exception_is_logged_with_traceback(log: list[dict[str, object]]) -> None:
+    await spawn(fail(), name="w")
+
+    (entry,) = log
+    assert (entry["event"], entry["task"], entry["exc_info"]) == ("task_failed", "w", True)
+
+
+async def test_cancellation_is_silent(log: list[dict[str, object]]) -> None:
+    started = asyncio.Event()
+
+    async def work() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    task = spawn(work(), name="w")
+    await started.wait()
+    task.cancel()
+    await task
+    assert log == []
+
+
+async def test_cancelled_before_the_first_step() -> None:
+    """Without `close` the coroutine would warn that it was never awaited."""
+    task = spawn(fail(), name="w")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gc.collect()
+
+
+async def test_owner_ends_its_tasks() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("x")
+
+    owner = Tasks()
+    owner.spawn(work(), name="a")
+    owner.spawn(work(), name="b")
+    await asyncio.sleep(0)
+    assert len(owner) == 2
+    await owner.aclose()
+    assert ended == ["x", "x"]
+    assert len(owner) == 0
+
+
+async def test_join_waits_for_grandchildren() -> None:
+    owner = Tasks()
+    seen: list[int] = []
+
+    async def work(depth: int) -> None:
+        seen.append(depth)
+        if depth:
+            owner.spawn(work(depth - 1), name="w")
+
+    owner.spawn(work(3), name="w")
+    await owner.join()
+    assert seen == [3, 2, 1, 0]

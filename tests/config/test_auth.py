@@ -1,0 +1,53 @@
+"""The section `auth`: what it may say, and what is told of what it may not."""
+
+import pytest
+
+from router.base.api_keys import hash_text
+from router.config.schema import ConfigError, parse
+from router.tools.doctor.check import summary
+
+GOOD, ALSO = "kvf_good", "kvf_also"
+
+
+def auth(*keys: tuple[str, str, str], limits: str = "", share: str = "none") -> str:
+    """YAML for keys `(name, key, tenant)`."""
+    listed = ", ".join(
+        f"{{name: {name}, tenant: {tenant}, hash: '{hash_text(key)}'}}"
+        for name, key, tenant in keys
+    )
+    return f"auth: {{share_cache: {share}, keys: [{listed}], tenants: [{limits}]}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "said"),
+    [
+        (auth(("a", GOOD, "x"), ("a", ALSO, "x")), "auth.keys[1].name", "'a' is listed twice"),
+        (auth(("a", GOOD, "x"), ("b", GOOD, "x")), "auth.keys[1].hash", "the same key"),
+        (auth(("a", GOOD, "x"), limits="{name: y}"), "auth.tenants[0].name", "of no key"),
+        (auth(("a", GOOD, "x"), share="some"), "auth.share_cache", "none, all"),
+        ("auth: {keys: [{hash: 'sha256:00'}]}", "auth.keys[0].name", "is required"),
+        (f"auth: {{keys: [{{name: a, hash: {GOOD}}}]}}", "auth.keys[0].hash", "never the key"),
+        (auth(("a", GOOD, "x")) + "\npolicy: passthrough", "policy.name", "share_cache: all"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(text: str, path: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"backends: [{{url: 'http://a:1'}}]\n{text}", "test")
+    found = {problem.path: problem.message for problem in caught.value.problems}
+    assert said in found[path]
+    assert GOOD not in str(caught.value)
+
+
+@pytest.mark.parametrize(("share", "said"), [("none", "not reused for"), ("all", "is reused for")])
+def test_the_summary_counts_keys_and_tenants(share: str, said: str) -> None:
+    keys = auth(("a", GOOD, "x"), ("b", ALSO, "x"), share=share)
+    told = summary(parse(f"backends: [{{url: 'http://a:1'}}]\n{keys}", "test"))
+    assert "2 keys of 1 tenant let clients in" in told
+    assert said in told
+
+
+def test_a_key_without_a_tenant_is_one_of_its_own() -> None:
+    keys = f"auth: {{keys: [{{name: a, hash: '{hash_text(GOOD)}'}}]}}"
+    config = parse(f"backends: [{{url: 'http://a:1'}}]\n{keys}", "test")
+    assert config.auth.keys[0].tenant == "a"
+    assert hash_text(GOOD)[7:] not in str(config), "it is not written into a log by accident"

@@ -1,0 +1,552 @@
+"""Who is let in, who waits, who is told no, and who gets a slot."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.base.errors import (
+    ContextTooLongError,
+    DeadlineError,
+    NoBackendError,
+    QueueFullError,
+)
+from router.base.tokens import head
+from router.base.types import (
+    Lease,
+    MemoryKind,
+    Outcome,
+    Prompt,
+    Reported,
+    RequestId,
+    SlotId,
+    SlotStatus,
+)
+from router.core.admission import admission
+from router.core.model import events as ev
+from router.core.model.effects import (
+    Dispatch,
+    Effect,
+    Prefill,
+    Reject,
+    Restore,
+    Save,
+    SaveReason,
+    StopWork,
+)
+from router.core.model.policy import PolicyName
+from router.core.model.request_queue import QueueLimits
+from router.core.model.slots import NOTHING, Phase
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    A2,
+    B0,
+    NS,
+    R2,
+    R3,
+    UNREAD,
+    A,
+    B,
+    R,
+    backend,
+    request,
+    run_of,
+    scheduler,
+    snapshot,
+)
+from tests.support.scheduler.drive import NOW, arrive, cancel, finish, launched, names, slot
+
+ONE = backend("a", 1)
+LONG = run_of(1000)
+
+
+def rejected(effects: object) -> type[Exception]:
+    assert isinstance(effects, list)
+    (reject,) = effects
+    assert isinstance(reject, Reject)
+    return type(reject.error)
+
+
+# -- arriving ------------------------------------------------------------------------------------
+
+
+def test_a_request_goes_at_once_where_a_slot_is_free() -> None:
+    s = scheduler(ONE)
+    (dispatch,) = arrive(s)
+
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.lease == Lease(A0, 1, R)
+    assert dispatch.waited_s == 0.0
+    assert slot(s, A0).phase is Phase.RUNNING
+    assert s.state.fleet.granted == 1
+
+
+def test_what_fits_nowhere_is_refused_with_the_longest_context() -> None:
+    s = scheduler(backend("a", n_ctx=10), backend("b", n_ctx=20))
+    (reject,) = arrive(s, ids=run_of(20))
+
+    assert isinstance(reject, Reject)
+    assert isinstance(reject.error, ContextTooLongError)
+    assert (reject.error.n_prompt_tokens, reject.error.n_ctx) == (20, 20)
+
+
+def test_what_fits_into_another_model_only_waits_for_its_own() -> None:
+    s = scheduler(backend("a", n_ctx=10))
+
+    assert arrive(s, ids=run_of(20), model="other") == []
+    assert len(s.state.queue) == 1
+
+
+def test_what_waits_for_a_backend_that_came_back_too_small_is_told_so() -> None:
+    s = scheduler(backend("a", 1, n_ctx=2000), queue=QueueLimits(no_backend_s=10.0))
+    arrive(s, "r")
+    arrive(s, "r2", ids=LONG)
+    s.handle(ev.BackendUp(backend("a", 1, n_ctx=100)), NOW)
+
+    assert rejected(s.handle(ev.Tick(), NOW + 10)) is ContextTooLongError
+
+
+def test_with_all_slots_taken_a_request_waits_and_is_served_in_turn() -> None:
+    s = scheduler(ONE)
+    arrive(s, "r")
+    assert arrive(s, "r2") == []
+    assert arrive(s, "r3") == []
+
+    effects = s.handle(ev.Finished(R, Outcome.OK, Reported()), NOW + 5)
+    dispatch = effects[-1]
+    assert isinstance(dispatch, Dispatch)
+    assert (dispatch.request, dispatch.waited_s) == (R2, 5.0)
+
+
+def test_a_client_with_many_prompts_waits_for_itself() -> None:
+    """Of five prompts at once, four are served after that of another client, who came last."""
+    s = scheduler(ONE)
+    for number in range(5):
+        arrive(s, f"a{number}", client="a")
+    arrive(s, "b", client="b")
+
+    s.handle(ev.Finished(RequestId("a0"), Outcome.OK, Reported()), NOW + 5)
+    assert list(s.state.jobs) == ["b"]
+
+
+MANY = 3 * admission._LOOKED_AT
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine"),
+    [
+        ({"model": "m"}, {"model": "other"}),
+        ({"slot_hint": 0}, {}),
+        ({"whole_backend": True, "model": "m"}, {"model": "other"}),
+    ],
+    ids=["another model", "another slot", "all slots"],
+)
+def test_many_who_have_no_room_do_not_stand_before_one_who_has(
+    theirs: dict[str, Any], mine: dict[str, Any]
+) -> None:
+    """All of one client, so that it is nobody's turn before the oldest of them."""
+    s = scheduler(backend("a", 2), backend("b", 1, models=frozenset({"other"})))
+    arrive(s, "running", slot_hint=0, model="m")
+    for number in range(MANY):
+        arrive(s, f"r{number}", **({"model": "m", "slot_hint": 0} | theirs))
+
+    assert names(arrive(s, "mine", **({"model": "m"} | mine))) == ["Dispatch"]
+    assert len(s.state.queue) == MANY
+
+
+def test_long_prompts_that_wait_for_a_large_slot_do_not_stand_before_a_short_one() -> None:
+    s = scheduler(backend("a", 1, n_ctx=10_000), backend("b", 1, n_ctx=100))
+    for number in range(MANY):
+        arrive(s, f"r{number}", LONG)
+
+    assert names(arrive(s, "short")) == ["Dispatch"]
+
+
+def test_those_without_a_prompt_do_not_stand_before_others_where_there_are_tenants() -> None:
+    s = scheduler(backend("a", 2), backend("b", 1, models=frozenset({"other"})))
+    arrive(s, "theirs", model="m", tenant="x")
+    for number in range(MANY):
+        arrive(s, f"r{number}", model="m", tenant="x", **UNREAD)
+
+    arrive(s, "mine", model="other", tenant="x")
+    assert "mine" in s.state.jobs
+
+
+def test_a_backend_that_comes_up_is_filled_step_by_step() -> None:
+    s = scheduler()
+    for number in range(MANY):
+        arrive(s, f"r{number}")
+    s.handle(ev.BackendUp(backend("a", MANY)), NOW)
+    assert len(s.state.queue) > 0
+    while s.next_wakeup(NOW) == NOW:
+        s.handle(ev.Tick(), NOW)
+
+    assert len(s.state.queue) == 0
+
+
+def test_an_idle_slot_is_found_behind_many_who_wait_by_choice() -> None:
+    s = scheduler(backend("a", 3), idle_save_after_s=None)
+    arrive(s, "first", run_of(2000))
+    for number in range(MANY):
+        arrive(s, f"sibling{number}", [*[1] * 2000, number], client=f"c{number}")
+    assert len(s.state.queue) == MANY
+    assert names(arrive(s, "other", run_of(20, 9), client="z")) == []
+    now = NOW
+    while (at := s.next_wakeup(now)) is not None and at < NOW + 1.0:
+        now = at
+        if "Dispatch" in names(s.handle(ev.Tick(), now)):
+            return
+    raise AssertionError("nobody looked")
+
+
+def test_who_was_looked_at_before_something_changed_is_looked_at_again() -> None:
+    """His slot came free between two looks."""
+    n = 40
+    s = scheduler(
+        backend("a", n + 1),
+        policy=PolicyName.PREFER_OWNER,
+        idle_save_after_s=None,
+        coalesce_above_s=None,
+        max_wait_s=1000.0,
+    )
+    for number in range(n):
+        arrive(s, f"own{number}", [number] * 300, client=f"c{number}")
+    for number in range(n):
+        arrive(s, f"next{number}", [*[number] * 300, 999], client=f"c{number}")
+    now = next_tick(s, NOW)[0]
+    out = finish(s, "own16", prompt_tokens=300)
+    while "Dispatch" not in names(out):
+        now, out = next_tick(s, now)
+        assert now < NOW + 1.0
+
+
+def next_tick(s: Scheduler, now: float) -> tuple[float, list[Effect]]:
+    at = s.next_wakeup(now)
+    assert at is not None
+    return at, s.handle(ev.Tick(), at)
+
+
+def test_one_whom_nobody_can_serve_is_told_so_behind_many_who_wait_their_turn() -> None:
+    s = scheduler(ONE, queue=QueueLimits(no_backend_s=5.0))
+    for number in range(MANY):
+        arrive(s, f"r{number}", model="m")
+    arrive(s, "lost", model="other")
+
+    assert admission.next_giving_up(s.state) == NOW + 5.0
+    assert Reject(RequestId("lost"), ANY_ERROR) in s.handle(ev.Tick(), NOW + 5.0)
+
+
+def test_who_waited_for_a_slot_may_wait_for_a_backend_as_long_as_anybody() -> None:
+    s = scheduler(ONE, queue=QueueLimits(no_backend_s=10.0))
+    arrive(s, "first")
+    arrive(s, "waits")
+    s.handle(ev.BackendDown(A), NOW + 50.0)
+    assert s.next_wakeup(NOW + 50.0) == NOW + 60.0
+    assert s.handle(ev.Tick(), NOW + 59.0) == []
+    s.handle(ev.BackendUp(ONE), NOW + 59.5)
+    assert RequestId("waits") in s.state.jobs
+
+
+def test_others_time_is_not_charged_for() -> None:
+    s = scheduler(backend("a", 3), idle_save_after_s=None)
+    arrive(s, "big", run_of(4000), client="big")
+    arrive(s, "small", run_of(1000, 7), client="small")
+    served_s = s.state.queue._served_s
+    assert served_s["small"] < served_s["big"] / 2
+
+
+def test_what_was_computed_on_for_one_who_waited_ends_when_he_leaves() -> None:
+    s = scheduler(backend("a", 1, memory_kind=MemoryKind.HYBRID), idle_save_after_s=None)
+    assert names(arrive(s, "r", run_of(2000))) == ["Prefill"]
+    arrive(s, "r2", run_of(2001))
+    assert cancel(s, "r") == []
+    assert cancel(s, "r2") == [StopWork(R)]
+
+
+def test_a_full_queue_turns_away_only_who_cannot_be_served_at_once() -> None:
+    s = scheduler(ONE, queue=QueueLimits(max_requests=0))
+
+    assert names(arrive(s, "r")) == ["Dispatch"]
+    assert rejected(arrive(s, "r2")) is QueueFullError
+
+
+def test_a_router_that_stops_lets_nobody_in() -> None:
+    s = scheduler(ONE)
+    arrive(s, "r")
+    arrive(s, "r2")
+
+    assert rejected(s.handle(ev.Stopping(save=False), NOW)) is NoBackendError
+    assert rejected(arrive(s, "r3")) is NoBackendError
+    assert s.state.jobs.keys() == {R}
+
+
+# -- leaving -------------------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_while_waiting_costs_nothing() -> None:
+    s = scheduler(ONE)
+    arrive(s, "r")
+    arrive(s, "r2")
+
+    assert cancel(s, "r2") == []
+    assert names(finish(s)) == ["Account"]
+
+
+def test_a_client_that_leaves_in_a_preparation_stops_it() -> None:
+    s = scheduler(ONE)
+    assert names(arrive(s, ids=LONG)) == ["Prefill"]
+
+    assert cancel(s) == [StopWork(R)]
+    assert slot(s, A0).phase is Phase.PREPARING  # until the step is over
+
+
+def test_a_client_cannot_leave_twice_or_after_its_request_was_sent() -> None:
+    s = scheduler(ONE)
+    arrive(s)
+
+    assert cancel(s) == []
+    assert cancel(s, "never seen") == []
+    assert s.state.jobs.keys() == {R}
+
+
+def test_a_prefill_that_others_wait_for_goes_on() -> None:
+    s = scheduler(ONE)
+    assert arrive(s, "r", LONG) == [Prefill(R, A0, head(LONG, 999))]
+    arrive(s, "r2", LONG)
+
+    assert cancel(s, "r") == []
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+def test_whoever_is_overdue_is_told() -> None:
+    s = scheduler(ONE, queue=QueueLimits(deadline_s=5.0))
+    arrive(s, "r")
+    arrive(s, "r2")
+
+    assert s.handle(ev.Tick(), NOW + 4.9) == []
+    assert rejected(s.handle(ev.Tick(), NOW + 5.0)) is DeadlineError
+
+
+def test_nobody_waits_long_for_a_backend_that_is_not_there() -> None:
+    s = scheduler(ONE, queue=QueueLimits(no_backend_s=5.0))
+    arrive(s, "r")
+    arrive(s, "r2")
+    arrive(s, "r3", model="other")
+    assert admission.next_giving_up(s.state) == NOW + 5.0
+
+    assert s.handle(ev.Tick(), NOW + 4.9) == []
+    assert s.handle(ev.Tick(), NOW + 5.0)[0] == Reject(RequestId("r3"), ANY_ERROR)
+    assert admission.next_giving_up(s.state) is None
+
+
+class _AnyError(NoBackendError):
+    """Equal to every error of its base."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NoBackendError)
+
+    __hash__ = NoBackendError.__hash__
+
+
+ANY_ERROR = _AnyError()
+
+
+def test_patience_with_a_busy_slot_ends() -> None:
+    s = scheduler(ONE, max_wait_s=7.0)
+    assert admission.patience_ends(s.state, NOW) is None
+    arrive(s, "r")
+    arrive(s, "r2")
+
+    assert admission.patience_ends(s.state, NOW) == NOW + 7.0
+    assert admission.patience_ends(s.state, NOW + 7.0) is None
+
+
+# -- serving -------------------------------------------------------------------------------------
+
+
+def test_others_pass_who_waits_for_a_busy_slot() -> None:
+    s = scheduler(backend("a", 2), policy=PolicyName.CHEAPEST, coalesce_above_s=None)
+    arrive(s, "r", LONG)
+    assert arrive(s, "r2", run_of(1001)) == []
+
+    assert names(arrive(s, "r3", [7, 8])) == ["Dispatch"]
+
+
+def test_a_request_for_a_whole_backend_is_not_starved_by_younger_ones() -> None:
+    s = scheduler(backend("a", 2), backend("b", 2))
+    arrive(s, "x", [1])
+    s.state.fleet.slots[B0].lease(RequestId("y"))
+    assert arrive(s, "r", whole_backend=True) == []
+
+    (dispatch,) = arrive(s, "r2", [2])
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.lease.slot == A1  # b, where less is running, is kept for r
+    assert arrive(s, "r3", [3]) == []
+
+
+def test_a_backend_that_somebody_else_uses_is_not_kept() -> None:
+    """They may use it for hours."""
+    s = scheduler(backend("a", 2))
+    s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
+    assert arrive(s, "r", prompt=Prompt(unknown="media"), pinnable=False) == []
+
+    assert names(arrive(s, "r2", [2])) == ["Dispatch"]
+
+
+def test_an_idle_backend_is_not_kept_for_who_waits_at_home() -> None:
+    """`sticky` and without a pin: it waited for a/0, and kept b empty meanwhile."""
+    s = scheduler(ONE, backend("b", 1), policy=PolicyName.STICKY)
+    arrive(s, "r", session="x")
+    assert arrive(s, "r2", session="x", pinnable=False) == []
+
+    assert names(arrive(s, "r3", session="y")) == ["Dispatch"]
+
+
+def test_a_whole_backend_is_leased_whole() -> None:
+    s = scheduler(backend("a", 3))
+    arrive(s, whole_backend=True)
+
+    assert [lease.slot for lease in s.state.jobs[R].others] == [A1, A2]
+    assert s.state.fleet.gated == {A}
+
+
+def test_a_snapshot_is_in_use_from_the_grant_on() -> None:
+    used = snapshot("s", run_of(900))
+    s = scheduler(ONE, snapshots=[used], holding={A0: run_of(1000, 7)})
+
+    assert arrive(s, ids=LONG) == [Save(R, A0, NS, SaveReason.DISPLACED)]
+    assert s.state.jobs[R].using == used.id
+    assert s.state.fleet.catalog.snapshots() == [(used, 2, 1)]
+
+
+def test_only_so_many_homes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_STICKY_KEYS", 2)
+    s = scheduler(backend("a", 3), policy=PolicyName.STICKY)
+    for n in range(3):
+        arrive(s, f"r{n}", [n], session=f"s{n}")
+
+    assert list(s.state.fleet.sticky.values()) == [SlotId(A, 1), SlotId(A, 2)]
+
+
+def test_homes_are_of_no_interest_to_other_policies() -> None:
+    s = scheduler(backend("a", 3))
+    arrive(s, "r", [1], session="s")
+    assert not s.state.fleet.sticky
+
+
+def test_a_request_that_failed_elsewhere_avoids_that_backend() -> None:
+    s = scheduler(ONE, backend("b", 1), snapshots=[snapshot("s", run_of(900))])
+    (restore,) = arrive(s, ids=LONG, avoid=frozenset({A}))
+
+    assert restore == Restore(R, B0, snapshot("s", run_of(900)))
+    assert replace(s.state.jobs[R].lease, generation=0) == Lease(B0, 0, R)
+    assert B in s.state.fleet.infos
+
+
+# -- a model without KV --------------------------------------------------------------------------
+
+EMBEDDER = backend("a", 2, generates=False, place=None)
+
+
+def test_where_slots_hold_nothing_embeddings_go_side_by_side() -> None:
+    """As many as there are slots, without a look; nobody's tokens are in the way of a tenant."""
+    s = scheduler(EMBEDDER)
+    sent = [*arrive(s, **UNREAD, tenant="x"), *arrive(s, "r2", **UNREAD, tenant="y")]
+    assert [isinstance(one, Dispatch) and one.confirm for one in sent] == [False, False]
+    assert arrive(s, "r3", **UNREAD, tenant="y") == []
+
+    (dispatch,) = finish(s)[1:]
+    assert isinstance(dispatch, Dispatch)
+    assert (dispatch.request, dispatch.lease.slot) == (R3, A0)
+    finish(s, "r3")
+    assert slot(s, A0).resident == NOTHING
+    assert not s.state.fleet.gated
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CLIENT_GONE, Outcome.REFUSED, Outcome.BACKEND_ERROR])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_where_slots_hold_nothing_nobody_waits_for_what_was_left(
+    outcome: Outcome, adapted: bool
+) -> None:
+    """Nor is anything wiped: a model without KV refuses what that takes, again and again."""
+    s = scheduler(EMBEDDER)
+    arrive(s, **UNREAD, adapted=adapted)
+    assert names(finish(s, outcome=outcome)) == ["Account"]
+    assert slot(s, A0).phase is Phase.IDLE
+    assert not s.state.jobs
+
+
+def test_where_slots_hold_nothing_ours_may_run_in_any() -> None:
+    """What is at work in a slot that is idle to us is no stranger's."""
+    s = scheduler(EMBEDDER)
+    arrive(s, **UNREAD)
+    assert s.handle(ev.FoundBusy({A1: slot(s, A1).generation}), NOW) == []
+    statuses = tuple(SlotStatus(i, True, 5, 4096, adapted=True) for i in range(2))
+    assert s.handle(ev.BackendUp(EMBEDDER, statuses), NOW) == []
+    assert [slot(s, A0).phase, slot(s, A1).phase] == [Phase.IDLE, Phase.IDLE]
+    assert slot(s, A0).resident == NOTHING
+
+
+def test_a_prompt_is_too_long_for_those_that_are_meant() -> None:
+    """Not for one without KV; but one that failed may be back before the request gives up."""
+    ids = run_of(200)
+    infos = backend("a", 1, n_ctx=100), backend("b", 1, n_ctx=400, generates=False)
+    (reject,) = arrive(scheduler(*infos), ids=ids, avoid=frozenset({B}))
+    assert isinstance(reject, Reject)
+    assert isinstance(reject.error, ContextTooLongError)
+    infos = backend("a", 1, n_ctx=100), backend("b", 1, n_ctx=400)
+    assert arrive(scheduler(*infos), ids=ids, avoid=frozenset({B})) == []
+
+
+def test_several_at_once_have_all_slots_also_where_they_hold_nothing() -> None:
+    s = scheduler(EMBEDDER)
+    arrive(s, **UNREAD)
+    assert arrive(s, "r2", **UNREAD, whole_backend=True) == []
+    assert names(finish(s)) == ["Account", "Dispatch"]
+    assert arrive(s, "r3", **UNREAD) == []
+
+
+def test_of_slots_that_cost_the_same_the_one_that_was_not_used_for_longest() -> None:
+    """The server, which picks it itself, takes that one too."""
+    s = scheduler(backend("a", 3), idle_save_after_s=None)
+    for which, used in ((A0, 3.0), (A1, 1.0), (A2, 2.0)):
+        slot(s, which).last_used = used
+    (dispatch,) = arrive(s, **UNREAD)
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.lease.slot == A1
+
+
+# -- what is better left to the server -------------------------------------------------------------
+
+
+def unread(name: str, **more: Any) -> ev.Arrived:
+    return ev.Arrived(request(name, (), prompt=Prompt(unknown="infill"), left=True, **more))
+
+
+def test_the_server_picks_the_slot_of_a_prompt_that_only_it_can_read() -> None:
+    s = scheduler(backend("a", 4), idle_save_after_s=None)
+    (dispatch,) = s.handle(unread("r"), NOW)
+    assert isinstance(dispatch, Dispatch)
+    assert (dispatch.pin, dispatch.confirm) == (False, True)
+
+
+def test_it_is_pinned_beside_a_slot_that_was_left() -> None:
+    """An editor asks anew with each key that is pressed."""
+    s = scheduler(backend("a", 4), idle_save_after_s=None)
+    s.handle(unread("r"), NOW)
+    launched(s, 0)
+    finish(s, "r", Outcome.CLIENT_GONE)
+    (dispatch,) = s.handle(unread("r2"), NOW)
+    assert isinstance(dispatch, Dispatch)
+    assert dispatch.pin
+
+
+def test_it_is_pinned_beside_a_long_prefill_and_keeps_nobody_out() -> None:
+    s = scheduler(backend("a", 4), idle_save_after_s=None)
+    assert names(arrive(s, "r", run_of(9000), client="x")) == ["Prefill"]
+    assert names(s.handle(unread("r2", client="y"), NOW)) == ["Dispatch"]
+    assert names(arrive(s, "r3", (7, 2, 3), client="z")) == ["Dispatch"]

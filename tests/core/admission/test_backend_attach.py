@@ -1,0 +1,352 @@
+"""What is there already when the router or a backend starts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.base.types import (
+    BackendId,
+    MemoryKind,
+    RequestId,
+    SlotId,
+    SlotStatus,
+    Snapshot,
+)
+from router.core.admission.backend_attach import probe_name
+from router.core.execution.state import State
+from router.core.model import events as ev
+from router.core.model.effects import Delete, Watch
+from router.core.model.rates import Line, Rates
+from router.core.model.slots import UNKNOWN, Phase, Resident
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    A2,
+    B0,
+    NS,
+    OTHER_NS,
+    A,
+    B,
+    backend,
+    run_of,
+    scheduler,
+    snapshot,
+    tokens,
+)
+from tests.support.scheduler.drive import NOW, arrive, astray, finish, names, prefilled, slot
+
+STRANGER = RequestId("stranger-b/0-0")
+
+
+def status(index: int = 0, busy: bool = False, n: int | None = 5) -> SlotStatus:
+    return SlotStatus(index, busy, n, 1000)
+
+
+def test_what_a_slot_holds_is_known_in_number_only() -> None:
+    s = scheduler()
+    s.handle(ev.BackendUp(backend("b", 3), (status(0), status(1, n=None))), NOW)
+
+    assert [x.resident for x in s.state.fleet.slots.of(B)] == [
+        Resident(unread=5),
+        Resident(unsure=True),
+        Resident(),
+    ]
+
+
+def test_a_slot_that_a_stranger_uses_is_left_alone_until_it_is_quiet() -> None:
+    s = scheduler(backend("a", 1))
+    up = ev.BackendUp(backend("b", 1), (status(busy=True),))
+
+    assert s.handle(up, NOW) == [Watch(STRANGER, B0)]
+    assert slot(s, B0).phase is Phase.DRAINING
+    arrive(s)
+    assert arrive(s, "r2") == []
+    # What it left is saved before it is displaced, and read by that.
+    assert names(s.handle(ev.Quiet(STRANGER, 7), NOW)) == ["Save"]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_what_an_adapter_of_its_own_has_computed_is_wiped(busy: bool) -> None:
+    """Its tokens would be taken for what the model itself computes."""
+    s = scheduler(idle_save_after_s=None)
+    found = SlotStatus(0, busy, 5, 1000, adapted=True)
+
+    assert s.handle(ev.BackendUp(backend("b", 1), (found,)), NOW) == [
+        Watch(STRANGER, B0, wipe=True)
+    ]
+    assert s.handle(ev.Quiet(STRANGER, None), NOW) == []
+    assert slot(s, B0).resident == UNKNOWN
+
+
+def test_of_a_stranger_only_the_length_is_known() -> None:
+    s = scheduler(idle_save_after_s=None)
+    s.handle(ev.BackendUp(backend("b", 1), (status(busy=True),)), NOW)
+    s.handle(ev.Quiet(STRANGER, 7), NOW)
+
+    assert slot(s, B0).resident == Resident(unread=7)
+
+
+def test_priors_come_from_the_probe_and_outlive_a_restart() -> None:
+    s = scheduler()
+    info = backend("b", 1, prefill_s_per_token=0.5, bytes_per_token=7.0)
+    s.handle(ev.BackendUp(info), NOW)
+    rates = s.state.fleet.rates[B]
+    assert rates.bytes_per_token.value == 7.0
+    assert rates.prefill_s(10) > 5.0
+
+    s.handle(ev.BackendUp(backend("b", 2)), NOW)
+    assert s.state.fleet.rates[B] is rates
+    assert len(s.state.fleet.slots.of(B)) == 2
+
+
+def test_a_backend_that_tells_nothing_gets_priors_all_the_same() -> None:
+    s = scheduler()
+    s.handle(ev.BackendUp(backend("b", 1)), NOW)
+
+    assert s.state.fleet.rates[B].prefill_s(10) > 0
+
+
+# -- a backend that is tried out later -------------------------------------------------------------
+
+TRIED = backend("a", 3, memory_kind=MemoryKind.FULL, bytes_per_token=7.0)
+UNTRIED = backend("a", 3, place=None, memory_kind=MemoryKind.UNKNOWN)
+
+
+def lent(s: Scheduler, backend_id: BackendId = A) -> list[SlotId]:
+    """The slots that its monitor may use."""
+    name = probe_name(backend_id)
+    return [slot.id for slot in s.state.fleet.slots.of(backend_id) if slot.holder == name]
+
+
+def test_two_slots_that_hold_least_are_lent_and_come_back_unknown() -> None:
+    s = scheduler(UNTRIED)
+    slot(s, A0).resident = Resident(unread=50)
+    assert s.handle(ev.ProbeDue(A), NOW) == []
+    assert lent(s) == [A1, A2]
+    slot(s, A0).saved = True
+
+    effects = s.handle(ev.Probed(TRIED), NOW)
+    assert lent(s) == []
+    assert s.state.fleet.infos[A] == TRIED
+    assert s.state.fleet.rates[A].bytes_per_token.value == 7.0
+    assert [slot(s, x).resident for x in (A1, A2)] == [UNKNOWN, UNKNOWN]
+    assert slot(s, A0).resident == Resident(unread=50)
+    # What could not be saved so far is, now that it can.
+    assert names(effects) == ["Save"]
+    assert not [job for job in s.state.jobs if job == probe_name(A)]
+
+
+def test_slots_in_use_are_not_lent_and_go_on() -> None:
+    s = scheduler(UNTRIED)
+    for name in ("r", "r2", "r3"):
+        arrive(s, name)
+    s.handle(ev.ProbeDue(A), NOW)
+    assert lent(s) == []
+    assert list(s.state.jobs) == ["r", "r2", "r3"]
+
+    finish(s, "r3")
+    s.handle(ev.ProbeDue(A), NOW)
+    assert len(lent(s)) == 1
+    waits = arrive(s, "r4")
+    assert waits == []
+    assert names(s.handle(ev.Probed(TRIED), NOW)) == ["Dispatch"]
+    assert {job.id for job in s.state.jobs.values()} == {"r", "r2", "r4"}
+
+
+def test_a_request_that_the_server_places_and_a_probe_keep_apart() -> None:
+    """It might be put on the lent slot."""
+    s = scheduler(UNTRIED)
+    s.handle(ev.ProbeDue(A), NOW)
+    arrive(s, "r", pinnable=False)
+    assert s.state.fleet.gated == set()
+    prefilled(s)
+    assert names(s.handle(ev.Probed(TRIED), NOW)) == ["Dispatch"]
+    assert s.state.fleet.gated == {A}
+    s.handle(ev.ProbeDue(A), NOW)
+    assert lent(s) == []
+
+
+def test_nothing_is_lent_twice_nor_by_a_router_that_stops() -> None:
+    s = scheduler(UNTRIED)
+    s.handle(ev.ProbeDue(A), NOW)
+    s.handle(ev.ProbeDue(A), NOW)
+    assert lent(s) == [A0, A1]
+    s.handle(ev.Probed(UNTRIED), NOW)
+    s.handle(ev.Stopping(save=False), NOW)
+    s.handle(ev.ProbeDue(A), NOW)
+    assert lent(s) == []
+
+
+def test_a_backend_that_goes_down_meanwhile_takes_the_loan_with_it() -> None:
+    s = scheduler(UNTRIED)
+    s.handle(ev.ProbeDue(A), NOW)
+    s.handle(ev.BackendDown(A), NOW)
+    assert s.state.jobs == {}
+    s.handle(ev.Probed(TRIED), NOW)
+    assert A not in s.state.fleet.infos
+    s.handle(ev.ProbeDue(A), NOW)
+    assert s.state.jobs == {}
+
+
+def test_of_idle_slots_that_a_start_empties_nothing_is_claimed() -> None:
+    s = scheduler(UNTRIED)
+    slot(s, A0).resident = Resident(unread=50)
+    s.handle(ev.ProbeDue(A), NOW)
+    s.handle(ev.Probed(replace(TRIED, keeps_idle_slots=False)), NOW)
+
+    assert slot(s, A0).resident == UNKNOWN
+
+
+def test_what_is_on_disk_is_offered_and_none_is_dropped_for_a_longer_one() -> None:
+    s = scheduler()
+    found = (snapshot("s1", tokens(1)), snapshot("s2", tokens(1, 1)), snapshot("s3", tokens(1)))
+
+    assert s.handle(ev.SnapshotsFound(found), NOW) == [Delete(found[2])]
+    assert [one for one, _, _ in s.state.fleet.catalog.snapshots()] == list(found[:2])
+
+
+def test_without_a_backend_a_snapshot_is_kept() -> None:
+    s = scheduler()
+    s.handle(ev.BackendDown(A), NOW)
+    s.handle(ev.SnapshotsFound((snapshot("s", run_of(100)),)), NOW)
+
+    assert len(s.state.fleet.catalog) == 1
+    assert {slot(s, x).phase for x in (A0, A1)} == {Phase.LOST}
+
+
+GPU: dict[str, Any] = {"prefill_s_per_token": 1e-4}
+
+
+def recovered(*found: Snapshot) -> Scheduler:
+    """These were on disk, and there is no backend yet."""
+    s = Scheduler(State())
+    s.handle(ev.SnapshotsFound(found), NOW)
+    assert s.next_wakeup(NOW) is None
+    return s
+
+
+def up(s: Scheduler, name: str, s_per_token: float, **more: Any) -> None:
+    """A backend comes up; the scheduler is called as often as it wants."""
+    s.handle(ev.BackendUp(backend(name, 1, prefill_s_per_token=s_per_token, **more)), NOW)
+    tick(s)
+
+
+def tick(s: Scheduler) -> None:
+    for _ in range(5):
+        if s.next_wakeup(NOW) == NOW:
+            s.handle(ev.Tick(), NOW)
+
+
+def values(s: Scheduler) -> dict[str, float]:
+    """Seconds that each snapshot is worth."""
+    return {name: entry.value_s for name, entry in s.state.fleet.catalog._entries.items()}
+
+
+def seconds(n: int, s_per_token: float = 1e-4) -> float:
+    return Rates(prefill=Line(s_per_token, Rates().prefill.b)).prefill_s(n)
+
+
+def test_what_is_on_disk_is_valued_anew_when_its_backend_is_known() -> None:
+    """By a laptop's rates it was worth twenty times as much as what was saved from then on: of a
+    full store, all new ones gave themselves up."""
+    old = snapshot("old", run_of(800))
+    s = recovered(old)
+    assert values(s)["old"] == Rates().prefill_s(800)
+    up(s, "a", 1e-4)
+
+    assert values(s)["old"] == seconds(800)
+    assert s.next_wakeup(NOW) is None
+
+
+def test_a_tenants_too_and_by_the_slowest_that_it_fits() -> None:
+    s = recovered(snapshot("old", run_of(800), ns=f"{NS}@t"))
+    for name, s_per_token in (("a", 1e-4), ("b", 2e-4)):
+        s.handle(ev.BackendUp(backend(name, 1, prefill_s_per_token=s_per_token)), NOW)
+    tick(s)
+
+    assert values(s)["old"] == seconds(800, 2e-4)
+
+
+def test_where_all_were_busy_it_is_valued_when_one_was_tried_out() -> None:
+    s = recovered(snapshot("old", run_of(800)))
+    s.handle(ev.BackendUp(UNTRIED), NOW)
+    tick(s)
+    assert values(s)["old"] == Rates().prefill_s(800)
+    s.handle(ev.ProbeDue(A), NOW)
+    s.handle(ev.Probed(replace(TRIED, **GPU)), NOW)
+    tick(s)
+
+    assert values(s)["old"] == seconds(800)
+
+
+def test_what_was_learned_from_traffic_is_not_given_for_a_probe() -> None:
+    s = scheduler(UNTRIED)
+    s.state.fleet.rates[A].observe_prefill(1000, 0, 3.0)
+    learned = s.state.fleet.rates[A].prefill_s(1000)
+    s.handle(ev.ProbeDue(A), NOW)
+    s.handle(ev.Probed(replace(TRIED, **GPU)), NOW)
+
+    assert s.state.fleet.rates[A].prefill_s(1000) == learned
+
+
+def test_what_no_backend_fits_is_valued_by_the_fastest_of_the_others() -> None:
+    """After a change of the model nobody uses it any more; it stood in the way of what is."""
+    s = recovered(snapshot("old", run_of(800), ns=OTHER_NS))
+    up(s, "a", 2e-4)
+    assert values(s)["old"] == seconds(800, 2e-4)
+    s.handle(ev.SnapshotsFound((snapshot("s", run_of(900), ns=OTHER_NS),)), NOW)
+    up(s, "b", 1e-4)
+    assert values(s)["old"] == seconds(800, 2e-4)  # once is enough
+    s.handle(ev.SnapshotsFound((snapshot("s2", run_of(700, 2), ns=OTHER_NS),)), NOW)
+    assert values(s)["s2"] == seconds(700)
+    up(s, "c", 5e-4, namespace=OTHER_NS)
+
+    assert [values(s)[name] for name in ("old", "s2")] == [seconds(800, 5e-4), seconds(700, 5e-4)]
+
+
+def test_what_is_found_later_is_valued_at_once() -> None:
+    s = scheduler(backend("a", 1))
+    s.handle(ev.SnapshotsFound((snapshot("s", run_of(100)),)), NOW)
+
+    assert values(s) == {"s": s.state.fleet.rates[A].prefill_s(100)}
+    s.handle(ev.BackendUp(backend("b", 1, **GPU)), NOW)
+    assert s.next_wakeup(NOW) is None
+
+
+# -- a stranger who comes later --------------------------------------------------------------------
+
+
+def test_an_idle_slot_found_busy_is_left_alone() -> None:
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    slot(s, A0).resident = Resident(run_of(900))
+
+    assert s.handle(ev.FoundBusy({A0: 0}), NOW) == [Watch(RequestId("stranger-a/0-0"), A0)]
+    assert (slot(s, A0).phase, slot(s, A1).phase) == (Phase.DRAINING, Phase.IDLE)
+    s.handle(ev.Quiet(RequestId("stranger-a/0-0"), 7), NOW)
+    assert (slot(s, A0).phase, slot(s, A0).resident) == (Phase.IDLE, Resident(unread=7))
+
+
+def test_what_was_leased_meanwhile_is_no_stranger() -> None:
+    """The look began before the lease, and was answered when our own request ran there."""
+    s = scheduler(backend("a", 1), idle_save_after_s=None)
+    arrive(s, ids=[1])
+    finish(s)
+    generation = slot(s, A0).generation
+
+    assert s.handle(ev.FoundBusy({A0: generation - 1}), NOW) == []
+    arrive(s, "r2", ids=[1])
+    assert s.handle(ev.FoundBusy({A0: generation}), NOW) == []
+    assert slot(s, A0).holder == "r2"
+
+
+def test_a_slot_that_is_no_more_is_nobodys() -> None:
+    s = scheduler(backend("a", 1))
+    assert s.handle(ev.FoundBusy({A2: 0}), NOW) == []
+
+
+def test_while_the_server_places_a_request_it_may_be_that_one() -> None:
+    s = astray()
+    assert s.handle(ev.FoundBusy({A1: 0}), NOW) == []
+    assert slot(s, A1).phase is Phase.IDLE

@@ -1,0 +1,230 @@
+"""Backends that are let go of, and a configuration that is read again."""
+
+from dataclasses import replace
+
+import pytest
+
+from router.base.errors import NoBackendError, QueueFullError
+from router.base.types import Outcome, RequestId, SlotStatus, SnapshotId
+from router.core.model import events as ev
+from router.core.model.effects import Delete, Release, Save, SaveReason
+from router.core.model.policy import Policy, PolicyName
+from router.core.model.request_queue import QueueLimits
+from router.core.model.slots import Phase
+from router.core.model.snapshot_limits import SnapshotLimits
+from router.core.planning.planner import plan
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    B0,
+    NS,
+    A,
+    B,
+    R,
+    backend,
+    request,
+    run_of,
+    scheduler,
+    snapshot,
+)
+from tests.support.scheduler.drive import NOW, arrive, finish, names, plan_of, restored, slot
+
+LONG = run_of(1000)
+SAVE = RequestId("save-1")
+LARGE = SnapshotLimits(min_tokens=100)  # nothing that a request leaves behind here is worth a file
+DRAINING = ev.Draining(A)
+
+
+def test_an_idle_backend_is_let_go_of_at_once() -> None:
+    s = scheduler(backend("a"), backend("b"))
+
+    assert s.handle(DRAINING, NOW) == [Release(A)]
+    assert A not in s.state.fleet.infos
+    assert slot(s, A0).phase is Phase.LOST
+    assert s.state.fleet.draining == set()
+
+
+def test_so_is_one_that_nobody_has_seen_yet() -> None:
+    s = scheduler(backend("b"))
+
+    assert s.handle(DRAINING, NOW) == [Release(A)]
+
+
+def test_what_runs_ends_first_and_nothing_new_comes() -> None:
+    s = scheduler(backend("a", 2), backend("b", 1), coalesce_above_s=None, limits=LARGE)
+    arrive(s, "r")
+    assert slot(s, A0).phase is Phase.RUNNING
+
+    assert s.handle(DRAINING, NOW) == []
+    assert plan_of(arrive(s, "r2")).chosen.slot == B0
+    assert arrive(s, "r3") == []  # waits for b, although a has an idle slot
+    assert names(finish(s, "r")) == ["Account", "Release"]
+    assert names(finish(s, "r2")) == ["Account", "Dispatch"]
+
+
+def test_what_is_worth_it_is_saved_before() -> None:
+    """Also where nothing is saved otherwise, and what was not worth it beside a stream."""
+    s = scheduler(backend("a", 2), holding={A0: LONG, A1: run_of(900, 7)}, idle_save_after_s=None)
+    slot(s, A0).saved = True
+
+    assert s.handle(DRAINING, NOW) == [Save(SAVE, A0, NS, SaveReason.IDLE)]
+    (second,) = s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
+    assert isinstance(second, Save)
+    assert s.handle(ev.SaveFailed(second.request, A1, "disk full"), NOW) == [Release(A)]
+    assert SnapshotId("s") in s.state.fleet.catalog
+
+
+def test_what_was_saved_there_is_restored_elsewhere() -> None:
+    s = scheduler(backend("a", 1), backend("b", 1), holding={A0: LONG})
+    s.handle(DRAINING, NOW)
+    assert arrive(s, ids=run_of(1001)) == []  # what is being saved is about to be of use
+    effects = s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
+
+    assert names(effects) == ["Restore", "Release"]
+    assert plan_of(restored(s, 1000)).chosen.slot == B0
+
+
+def test_nobody_waits_for_what_a_slot_holds_that_will_not_be_free() -> None:
+    """Not even where the owner of a prefix is preferred."""
+    policy = PolicyName.PREFER_OWNER
+    s = scheduler(backend("a", 1), backend("b", 1), policy=policy, limits=LARGE, max_wait_s=999.0)
+    s.state.fleet.policy = replace(s.state.fleet.policy, coalesce_above_s=None)
+    first = arrive(s, "r", LONG, max_new_tokens=1)
+    assert plan_of(first).chosen.slot == A0
+    if_it_stayed = plan(request("r2", LONG), s.state.fleet, NOW)
+    assert if_it_stayed is not None
+    assert if_it_stayed.chosen.wait_for == A0
+    s.handle(DRAINING, NOW)
+
+    assert plan_of(arrive(s, "r2", LONG)).chosen.slot == B0
+
+
+def test_who_leaves_nothing_behind_is_waited_for() -> None:
+    """The slot of a client that left, until it is known to be idle."""
+    s = scheduler(backend("a", 1), coalesce_above_s=None, limits=LARGE)
+    arrive(s)
+    s.handle(DRAINING, NOW)
+
+    assert names(finish(s, outcome=Outcome.CLIENT_GONE)) == ["Account", "Watch"]
+    assert s.handle(ev.Quiet(R, 0), NOW) == [Release(A)]
+
+
+def test_strangers_who_use_it_are_not_waited_for() -> None:
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
+    assert slot(s, A0).phase is Phase.DRAINING
+
+    assert Release(A) in s.handle(ev.Draining(A), NOW)
+    assert not s.state.jobs
+
+
+def test_it_may_go_down_before_it_is_done() -> None:
+    """Not let go of while the end of a request is to come: it is still with its client."""
+    s = scheduler(backend("a", 1), backend("b", 1), coalesce_above_s=None, limits=LARGE)
+    arrive(s)
+    s.handle(DRAINING, NOW)
+
+    assert s.handle(ev.BackendDown(A), NOW) == []
+    assert names(finish(s, outcome=Outcome.BACKEND_ERROR)) == ["Account", "Release"]
+
+
+def test_and_come_up_again() -> None:
+    s = scheduler(backend("a", 1), coalesce_above_s=None, limits=LARGE)
+    arrive(s)
+    s.handle(DRAINING, NOW)
+    s.handle(ev.BackendUp(backend("a", 1), (SlotStatus(0, False, 0, 100),)), NOW)
+
+    assert arrive(s, "r2") == []
+    assert names(finish(s, outcome=Outcome.BACKEND_ERROR)) == ["Account", "Release"]
+
+
+def test_who_could_be_served_nowhere_else_waits_as_for_one_that_is_down() -> None:
+    limits = QueueLimits(no_backend_s=5.0)
+    s = scheduler(backend("a", 1), queue=limits, coalesce_above_s=None, limits=LARGE)
+    arrive(s)
+    s.handle(DRAINING, NOW)
+    assert arrive(s, "r2") == []
+
+    assert s.next_wakeup(NOW) == NOW + 5.0
+    (reject,) = s.handle(ev.Tick(), NOW + 5.0)
+    assert isinstance(reject.error, NoBackendError)  # type: ignore[union-attr]
+
+
+def test_it_may_be_kept_after_all() -> None:
+    s = scheduler(backend("a", 2), coalesce_above_s=None, limits=LARGE)
+    arrive(s)
+    s.handle(DRAINING, NOW)
+    assert arrive(s, "r2") == []
+
+    assert names(s.handle(ev.Undrained(A), NOW)) == ["Dispatch"]
+    assert names(finish(s)) == ["Account"]
+
+
+def test_it_is_not_tried_out_any_more() -> None:
+    s = scheduler(backend("a", 2), coalesce_above_s=None, limits=LARGE)
+    arrive(s)
+    s.handle(DRAINING, NOW)
+    s.handle(ev.ProbeDue(A), NOW)
+
+    assert slot(s, A1).is_idle
+
+
+def test_of_one_that_is_removed_nothing_is_kept() -> None:
+    s = scheduler(backend("a", 1), backend("b", 1), holding={A0: LONG, B0: run_of(9, 7)})
+    s.state.fleet.policy = Policy(PolicyName.STICKY)
+    arrive(s, session="x")
+    finish(s, prompt_tokens=3, generated_tokens=1)
+    arrive(s, "r2", [7] * 9)
+    finish(s, "r2", prompt_tokens=9, generated_tokens=1)
+    s.state.fleet.reach(slot(s, A0))
+    generation = slot(s, A0).generation
+    s.state.fleet.holdings.shared(s.state.fleet.slots, LONG)
+    s.handle(DRAINING, NOW)
+    assert s.handle(ev.Removed(A), NOW) == []
+
+    fleet = s.state.fleet
+    assert [one.id for one in fleet.slots] == [B0]
+    assert A not in fleet.rates
+    assert set(fleet.sticky.values()) <= {B0}
+    assert fleet.holdings.shared(fleet.slots, LONG) == {}
+
+    # Late news of the old one is not taken for the new one's.
+    s.handle(ev.BackendUp(backend("a", 1)), NOW)
+    assert slot(s, A0).generation >= generation
+
+
+@pytest.mark.parametrize(
+    ("limits", "left"),
+    [(SnapshotLimits(max_bytes=1000), 1), (SnapshotLimits(max_tokens=0), 0), (SnapshotLimits(), 2)],
+)
+def test_what_is_over_the_new_limits_goes(limits: SnapshotLimits, left: int) -> None:
+    two = [snapshot("s", [1], 600), snapshot("t", [2], 600)]
+    s = scheduler(backend("a", 1), snapshots=two)
+
+    effects = s.handle(ev.Configured(Policy(), limits, QueueLimits()), NOW)
+    assert [type(effect) for effect in effects] == [Delete] * (2 - left)
+    assert len(s.state.fleet.catalog) == left
+
+
+def test_another_policy_and_another_queue_are_in_force_at_once() -> None:
+    s = scheduler(backend("a", 1), coalesce_above_s=None, limits=LARGE)
+    for name in ("r", "r2", "r3"):
+        s.handle(ev.Arrived(request(name)), NOW)
+    policy = Policy(PolicyName.LEAST_BUSY)
+
+    (reject,) = s.handle(ev.Configured(policy, SnapshotLimits(), QueueLimits(max_requests=1)), NOW)
+    assert isinstance(reject.error, QueueFullError)  # type: ignore[union-attr]
+    assert s.state.fleet.policy is policy
+    assert B not in s.state.fleet.infos
+
+
+def test_what_is_far_over_the_new_limits_goes_little_by_little() -> None:
+    """The next step is due at once, and other events have their turn before it."""
+    s = scheduler(backend("a", 1), snapshots=[snapshot(f"s{n}", [n], 10) for n in range(100)])
+    steps = [s.handle(ev.Configured(Policy(), SnapshotLimits(max_bytes=300), QueueLimits()), NOW)]
+    while s.next_wakeup(NOW) == NOW:
+        steps.append(s.handle(ev.Tick(), NOW))
+
+    assert [len(effects) for effects in steps] == [32, 32, 6]
+    assert {type(effect) for effects in steps for effect in effects} == {Delete}
+    assert s.state.fleet.catalog.total_bytes == 300

@@ -1,0 +1,141 @@
+"""When a way to start is there and is not taken."""
+
+from typing import Any
+
+import pytest
+
+from router.base.tokens import Tokens
+from router.base.types import BackendId, BackendInfo, Outcome, Prompt, SlotId, Source
+from router.core.admission.deferral import decide
+from router.core.model import events as ev
+from router.core.model.policy import PolicyName
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import A, B, backend, request, run_of, scheduler
+from tests.support.scheduler.drive import NOW, arrive, finish, launched, names
+
+LONG, OTHER, SHORT = run_of(2000), run_of(2000, 7), run_of(20, 9)
+
+
+def chosen(s: Scheduler, ids: Tokens, waited_s: float = 0.0) -> BackendId | None:
+    decision = decide(s.state, request("new", ids=ids), NOW, waited_s)
+    return None if decision is None else decision.plan.chosen.slot.backend
+
+
+def test_the_last_slot_is_not_for_one_that_would_only_stand_in_line_there() -> None:
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    arrive(s, "first", LONG)
+
+    assert chosen(s, OTHER) is None
+    assert chosen(s, SHORT) == A
+    assert chosen(s, run_of(1000, 7)) == A  # needs less, and so is computed before
+    assert names(arrive(s, "short", SHORT)) == ["Dispatch"]
+
+
+def test_another_backend_may_have_it() -> None:
+    s = scheduler(backend("a", 2), backend("b", 1), idle_save_after_s=None)
+    arrive(s, "first", LONG)
+    assert chosen(s, OTHER) == B
+
+
+def test_the_last_slot_but_one_is_for_anybody() -> None:
+    s = scheduler(backend("a", 3), idle_save_after_s=None)
+    arrive(s, "first", LONG)
+    assert chosen(s, OTHER) == A
+
+
+def test_nobody_is_passed_by_for_ever() -> None:
+    """Who came before those in line has his turn before them."""
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    arrive(s, "first", LONG)
+    assert chosen(s, OTHER, waited_s=1.0) == A
+
+
+@pytest.mark.parametrize("policy", [PolicyName.STICKY, PolicyName.PREFER_IDLE])
+def test_what_is_better_left_to_the_server_is_pinned_where_it_would_wait(
+    policy: PolicyName,
+) -> None:
+    """Its home is on a backend that is not open to requests without a pin."""
+    s = scheduler(backend("a", 2), backend("b", 1), policy=policy, idle_save_after_s=None)
+    unread = Prompt(unknown="only the server reads it")
+    s.state.fleet.sticky["s"] = SlotId(A, 1)
+    arrive(s, "first", slot_hint=0, avoid=frozenset({B}))
+    finish(s, "first", Outcome.CLIENT_GONE)
+    decision = decide(s.state, request("new", prompt=unread, left=True, session="s"), NOW, 0.0)
+
+    assert decision is not None
+    expected = (A, True) if policy is PolicyName.STICKY else (B, False)
+    assert (decision.plan.chosen.slot.backend, decision.request.pinnable) == expected
+
+
+# -- what a server that empties idle slots has in a cache of its own -------------------------------
+
+EMPTIES = backend("a", 3, keeps_idle_slots=False, place=None)
+
+
+def emptied(*infos: BackendInfo) -> Scheduler:
+    """The slot that held LONG was emptied by the start of another request."""
+    s = scheduler(*infos or (EMPTIES,), idle_save_after_s=None, coalesce_above_s=None)
+    for name, ids in (("first", LONG), ("second", run_of(30, 7))):
+        arrive(s, name, ids)
+        launched(s, 0, name)
+        finish(s, name)
+    return s
+
+
+def test_what_the_server_may_have_itself_is_left_to_it() -> None:
+    s = emptied()
+    decision = decide(s.state, request("new", ids=LONG), NOW, 0.0)
+
+    assert decision is not None
+    assert not decision.request.pinnable
+    assert not decision.plan.prefill_first
+    assert decision.plan.chosen.source is Source.NONE
+    assert decision.plan.chosen.reused_tokens == 1999
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"slot_hint": 0},
+        {"reuse": False},
+        {"whole_backend": True},
+        {"ids": run_of(200, 5)},
+    ],
+    ids=["pinned by its client", "no reuse", "several answers", "another"],
+)
+def test_what_is_not_left_to_it(more: dict[str, Any]) -> None:
+    s = emptied()
+    decision = decide(s.state, request("new", **({"ids": LONG} | more)), NOW, 0.0)
+    assert decision is not None
+    assert decision.request.pinnable
+    assert decision.plan.chosen.reused_tokens == 0
+
+
+def test_its_cache_knows_no_tenants() -> None:
+    s = emptied()
+    s.state.fleet.has_tenants = True
+    decision = decide(s.state, request("new", ids=LONG), NOW, 0.0)
+    assert decision is not None
+    assert decision.request.pinnable
+
+
+def test_its_cache_is_gone_with_the_process() -> None:
+    s = emptied()
+    s.handle(ev.BackendDown(A), NOW)
+    s.handle(ev.BackendUp(EMPTIES), NOW)
+    decision = decide(s.state, request("new", ids=LONG), NOW, 0.0)
+    assert decision is not None
+    assert decision.request.pinnable
+
+
+def test_a_slot_that_is_let_go_of_is_waited_for_and_nothing_longer() -> None:
+    """Until then it could be the server's choice."""
+    s = emptied()
+    arrive(s, "leaves", run_of(30, 5))
+    launched(s, 0, "leaves")
+    finish(s, "leaves", Outcome.CLIENT_GONE, begun=True)
+
+    assert decide(s.state, request("new", ids=LONG), NOW, 0.0) is None
+    late = decide(s.state, request("new", ids=LONG), NOW + 1.0, 1.0)
+    assert late is not None
+    assert late.request.pinnable

@@ -1,0 +1,222 @@
+"""`cache_prompt: false`: what such a request leaves in a slot is known, and never a snapshot."""
+
+from typing import Any
+
+import pytest
+
+from router.base.types import Outcome, RequestId, SlotId, Tenant
+from router.core.execution.idle_saves import wakeup
+from router.core.model import events as ev
+from router.core.model.effects import Save, SaveReason
+from router.core.model.slots import SlotTable
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    B0,
+    NS,
+    UNREAD,
+    A,
+    backend,
+    rates,
+    run_of,
+    scheduler,
+    snapshot,
+    tokens,
+)
+from tests.support.scheduler.drive import (
+    NOW,
+    arrive,
+    finish,
+    held,
+    launched,
+    names,
+    plan_of,
+    prefilled,
+    quiet,
+    restored,
+    slot,
+    stranger,
+)
+
+LONG, ELSE, LONGER = run_of(1000), run_of(1000, 7), run_of(2000)
+SAVE_1 = RequestId("save-1")
+ONE = backend("a", 1)
+ANSWER: dict[str, Any] = {"generated_tokens": 1, "generated": tokens(9)}
+
+
+def declined(*infos: Any, ids: Any = LONG, **more: Any) -> Scheduler:
+    """A request that wants no cache has left its prompt in a/0; it would be worth a snapshot."""
+    s = scheduler(*(infos or (ONE,)), **({"coalesce_above_s": None} | more))
+    arrive(s, ids=ids, reuse=False)
+    if not s.state.fleet.infos[A].keeps_idle_slots:
+        launched(s, 0)
+    effects = finish(s, prompt_tokens=1000, cached_tokens=0, **ANSWER)
+    assert names(effects) == ["Account"]
+    return s
+
+
+def saves(s: Scheduler, where: SlotId = A0) -> bool:
+    """A day later it is saved."""
+    return s.handle(ev.Tick(), NOW + 86400) == [Save(SAVE_1, where, NS, SaveReason.IDLE)]
+
+
+def test_what_it_leaves_is_known_and_not_saved_in_the_background() -> None:
+    s = declined()
+
+    assert held(s, A0) == LONG
+    assert wakeup(s.state) is None
+    assert s.handle(ev.Tick(), NOW + 86400) == []
+
+
+def test_nor_where_it_will_not_last() -> None:
+    declined(backend("a", 2, keeps_idle_slots=False))
+
+
+def test_nor_when_another_takes_its_place() -> None:
+    s = declined(idle_save_after_s=None)
+
+    effects = arrive(s, "r2", ELSE)
+    assert names(effects) == ["Dispatch"]
+    price = plan_of(effects).chosen.price
+    assert price.loss_s == price.save_s == 0.0
+
+
+def test_nor_when_all_slots_are_needed() -> None:
+    s = declined(backend("a", 2), idle_save_after_s=None)
+
+    assert names(arrive(s, "r2", ELSE, whole_backend=True)) == ["Dispatch"]
+
+
+def test_nor_when_the_router_stops_or_lets_go_of_the_backend() -> None:
+    assert declined().handle(ev.Stopping(save=True), NOW) == []
+    assert "Save" not in names(declined().handle(ev.Draining(A), NOW))
+
+
+def test_nor_for_a_copy_elsewhere() -> None:
+    s = declined(ONE, backend("b", 1), idle_save_after_s=None)
+    s.state.fleet.rates[A] = rates(prefill_s=1.0)
+
+    effects = arrive(s, "r2", LONGER)
+    assert plan_of(effects).chosen.copy_from is None
+    assert names(effects) == ["Dispatch"]
+
+
+def test_another_that_holds_the_same_can_be_copied() -> None:
+    s = declined(backend("a", 2), backend("b", 1), idle_save_after_s=None)
+    slot(s, A1).resident = slot(s, A0).resident
+    s.state.fleet.rates[A] = rates(prefill_s=1.0)
+
+    assert arrive(s, "r2", LONGER)[0] == Save(RequestId("r2"), A1, NS, SaveReason.COPY)
+    assert slot(s, B0).holder == RequestId("r2")
+
+
+def test_its_prefill_is_never_shared_or_paused() -> None:
+    s = scheduler(ONE, coalesce_above_s=0.0)
+
+    assert names(arrive(s, ids=LONG, reuse=False)) == ["Dispatch"]
+    assert arrive(s, "r2", LONGER) == []
+    assert names(finish(s, prompt_tokens=1000, **ANSWER)) == ["Account", "Prefill"]
+
+
+def test_whoever_goes_on_from_it_is_saved_again() -> None:
+    s = declined()
+
+    assert plan_of(arrive(s, "r2", LONGER)).chosen.reused_tokens == 1000
+    finish(s, "r2", prompt_tokens=2000, cached_tokens=1000, **ANSWER)
+    assert held(s, A0) == LONGER
+    assert saves(s)
+
+
+def test_what_is_computed_first_for_another_is_saved_for_those_who_wait() -> None:
+    s = declined(idle_save_after_s=None)
+    s.state.fleet.policy = scheduler(coalesce_above_s=0.0).state.fleet.policy
+    assert names(arrive(s, "r2", ELSE)) == ["Prefill"]
+    arrive(s, "r3", run_of(1500, 7))
+
+    (save,) = prefilled(s, "r2", prompt_tokens=999)
+    assert save == Save(RequestId("r2"), A0, NS, SaveReason.SHARED)
+    assert not slot(s, A0).declined
+
+
+def test_what_is_restored_is_no_longer_what_it_left() -> None:
+    s = declined(snapshots=[snapshot("s", run_of(900, 7))])
+
+    assert names(arrive(s, "r2", ELSE)) == ["Restore"]
+    restored(s, 900, "r2")
+    assert not slot(s, A0).declined
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_nor_what_is_erased(failed: bool) -> None:
+    s = declined()
+    assert names(arrive(s, "r2", ELSE, tenant=Tenant("x"))) == ["Erase"]
+
+    name = RequestId("r2")
+    s.handle(ev.EraseFailed(name, A0, "no") if failed else ev.Erased(name, A0), NOW)
+    assert slot(s, A0).declined is failed
+
+
+# -- other ends ----------------------------------------------------------------------------------
+
+
+def test_a_client_that_left_leaves_nothing_to_save() -> None:
+    s = scheduler(ONE)
+    arrive(s, ids=LONG, reuse=False)
+    finish(s, outcome=Outcome.CLIENT_GONE)
+
+    assert quiet(s, n=800) == []
+    assert held(s, A0) == run_of(800)
+    assert s.handle(ev.Tick(), NOW + 86400) == []
+
+
+def test_a_client_that_left_on_the_way_to_any_slot() -> None:
+    """Wherever it ran, what is found there is not saved, whoever watched the slot."""
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    arrive(s, **UNREAD)
+    finish(s, outcome=Outcome.CLIENT_GONE)
+
+    quiet(s, n=800)
+    quiet(s, stranger(A1, slot(s, A1).generation - 1), n=800)
+    assert [len(slot(s, at).resident) for at in (A0, A1)] == [800, 800]
+    assert s.handle(ev.Stopping(save=True), NOW) == []
+
+
+def test_a_slot_that_was_watched_may_be_the_one() -> None:
+    s = scheduler(backend("a", 2), coalesce_above_s=None)
+    arrive(s, ids=LONG)
+    arrive(s, "r2", reuse=False, pinnable=False)
+    finish(s, outcome=Outcome.CLIENT_GONE)
+    finish(s, "r2", prompt_tokens=3, **ANSWER)
+
+    quiet(s, n=800)
+    assert slot(s, A0).declined
+
+
+def test_where_it_did_not_run_nothing_changes() -> None:
+    s = scheduler(backend("a", 2), holding={A0: LONG}, idle_save_after_s=None)
+    slot(s, A0).last_used = NOW
+    assert plan_of(arrive(s, **UNREAD)).chosen.slot == A1
+    launched(s, 0)
+    finish(s)
+
+    assert [slot(s, at).declined for at in (A0, A1)] == [True, False]
+
+
+@pytest.mark.parametrize("pinnable", [True, False])
+def test_a_connection_that_was_lost_leaves_it_where_it_was(pinnable: bool) -> None:
+    s = scheduler(backend("a", 2))
+    arrive(s, reuse=False, pinnable=pinnable)
+
+    s.handle(ev.BackendDown(A), NOW)
+    s.handle(ev.BackendUp(backend("a", 3)), NOW)
+    assert [one.declined for one in s.state.fleet.slots] == [True, not pinnable, False]
+
+
+def test_slots_that_come_back_are_still_declined() -> None:
+    table = SlotTable()
+    table.add(A, 2)
+    table[A1].declined = True
+
+    table.add(A, 3)
+    assert [one.declined for one in table] == [False, True, False]

@@ -1,0 +1,505 @@
+"""How requests end, and what is known of their slots afterwards."""
+
+from typing import Any
+
+import pytest
+
+from router.base.tokens import EMPTY, head
+from router.base.types import (
+    NOBODY,
+    Left,
+    Outcome,
+    Prompt,
+    Reported,
+    SlotId,
+    Source,
+    Tenant,
+)
+from router.core.model import events as ev
+from router.core.model.effects import Account, Prefill, StopWork, Watch
+from router.core.model.rates import Line, Rates
+from router.core.model.slots import UNKNOWN, Phase, Resident
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    A2,
+    R2,
+    A,
+    R,
+    backend,
+    request,
+    run_of,
+    scheduler,
+    tokens,
+)
+from tests.support.scheduler.drive import (
+    NOW,
+    arrive,
+    astray,
+    cancel,
+    finish,
+    held,
+    launched,
+    names,
+    plan_of,
+    prefilled,
+    quiet,
+    running,
+    slot,
+    stranger,
+)
+
+TWO = backend("a", 2)
+GONE = Outcome.CLIENT_GONE
+# Sent as it is, and nothing saved.
+PLAIN: dict[str, Any] = {
+    "idle_save_after_s": None,
+    "coalesce_above_s": None,
+    "reuse_probability": 0.0,
+}
+
+
+# -- a good end ----------------------------------------------------------------------------------
+
+
+def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
+    s = running()
+    s.look_back()
+    plan = s.state.jobs[R].plan
+    assert plan is not None
+    request_ = s.state.jobs[R].request
+    assert request_ is not None
+    said = Reported(prompt_tokens=3, generated_tokens=2, generated=tokens(7, 8))
+
+    (account,) = s.handle(ev.Finished(R, Outcome.OK, said), NOW)
+
+    assert account == Account(request_, A0, plan, Outcome.OK, said, 0.0, 0.0, None)
+    assert held(s, A0) == tokens(1, 2, 3, 7)
+    assert slot(s, A0).phase is Phase.IDLE
+    assert (s.state.jobs, slot(s, A0).last_used) == ({}, NOW)
+
+
+def test_an_end_teaches_prefill_and_generation() -> None:
+    s = running(ids=run_of(20))
+    rates = s.state.fleet.rates[A]
+    finish(
+        s,
+        prompt_tokens=20,
+        cached_tokens=0,
+        prompt_s=2.0,
+        generated_tokens=10,
+        generated_s=1.0,
+    )
+
+    assert rates.prefill.n == rates.output_tokens.n == 1
+
+
+def test_an_end_is_told_once() -> None:
+    s = running()
+    finish(s)
+
+    assert finish(s) == []
+    assert quiet(s) == []
+
+
+def test_an_end_before_its_beginning_is_nonsense() -> None:
+    s = scheduler(backend("a", 1))
+    assert names(arrive(s, ids=run_of(1000))) == ["Prefill"]
+
+    assert finish(s) == []
+    assert launched(s, 0) == []
+
+
+# -- a bad end -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", [GONE, Outcome.BACKEND_ERROR, Outcome.REFUSED])
+def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None:
+    s = running()
+
+    # The answer to nonsense is whole, so nothing runs.
+    left = Left.ANSWERED if outcome is Outcome.REFUSED else Left.SENT
+    assert finish(s, "r", outcome)[1:] == [Watch(R, A0, left)]
+    assert slot(s, A0).phase is Phase.DRAINING
+    assert quiet(s, n=2) == []
+    assert slot(s, A0).resident == Resident(tokens(1, 2))
+    assert s.state.jobs == {}
+
+
+@pytest.mark.parametrize("pinnable", [True, False])
+def test_a_stream_that_was_left_is_soon_over_unless_nobody_saw_where(pinnable: bool) -> None:
+    s = scheduler(backend("a", 1), idle_save_after_s=None)
+    arrive(s, ids=[1], pinnable=pinnable)
+    left = Left.BEGUN if pinnable else Left.SENT
+    assert finish(s, "r", GONE, begun=True)[1:] == [Watch(R, A0, left)]
+
+
+@pytest.mark.parametrize(
+    ("n", "begun", "waits"), [(200, True, True), (200, False, False), (2000, False, True)]
+)
+def test_who_comes_back_at_once_waits_for_the_slot_that_was_left(
+    n: int, begun: bool, waits: bool
+) -> None:
+    """A stream is over in a moment; of a plain request the server takes a second to notice, which
+    is as long as it takes to compute 200 tokens again."""
+    s = scheduler(backend("a", 2), **PLAIN)
+    s.state.fleet.rates[A] = Rates(prefill=Line(2e-3, 0.0))
+    arrive(s, ids=run_of(n))
+    finish(s, "r", GONE, begun=begun)
+
+    assert (arrive(s, "r2", run_of(n) + tokens(7, 8)) == []) is waits
+    if waits:
+        chosen = plan_of(quiet(s, n=n + 40)).chosen
+        assert (chosen.slot, chosen.reused_tokens) == (A0, n)
+
+
+def test_nobody_waits_for_a_slot_that_should_have_been_idle_long_ago() -> None:
+    s = scheduler(backend("a", 2), **PLAIN)
+    arrive(s, ids=run_of(500))
+    finish(s, "r", GONE, begun=True)
+    assert arrive(s, "r2", run_of(500) + tokens(7)) == []
+
+    due = s.next_wakeup(NOW)
+    assert due is not None
+    assert due == pytest.approx(NOW + 2.03)
+    assert plan_of(s.handle(ev.Tick(), due + 0.001)).chosen.slot == A1
+
+
+def test_a_slot_of_which_nothing_will_be_known_is_not_waited_for() -> None:
+    s = scheduler(backend("a", 2), backend("b", 2), idle_save_after_s=None)
+    arrive(s, ids=run_of(1000), pinnable=False)
+    prefilled(s)
+    finish(s, outcome=GONE)  # before anybody saw where it runs
+    assert names(arrive(s, "r2", run_of(1000), pinnable=False)) == ["Prefill"]
+    assert s.next_wakeup(NOW) is None
+
+
+def test_what_is_to_be_wiped_is_not_waited_for() -> None:
+    s = scheduler(backend("a", 2), **PLAIN)
+    arrive(s, ids=run_of(500), adapted=True)
+    finish(s, "r", GONE, begun=True)
+    assert plan_of(arrive(s, "r2", run_of(500) + tokens(7))).chosen.slot == A1
+
+
+def test_the_rest_of_a_long_prefill_is_not_too_long_to_wait_for() -> None:
+    """It ends before, and what it computed is most of the prompt."""
+    s = scheduler(backend("a", 2, n_ctx=40_000), idle_save_after_s=None)
+    s.state.fleet.rates[A] = Rates(prefill=Line(2e-3, 0.0))
+    arrive(s, ids=run_of(30_000))
+    cancel(s)
+    back = request("r2", run_of(30_000) + tokens(7))
+    assert s.handle(ev.Arrived(back), NOW + 25) == []
+
+
+def test_a_prefill_that_was_left_is_gone_on_from() -> None:
+    """Its client comes back while the server computes its last batch."""
+    s = scheduler(backend("a", 2), idle_save_after_s=None)
+    assert names(arrive(s, ids=run_of(2000))) == ["Prefill"]
+    assert cancel(s) == [StopWork(R)]
+
+    back = request("r2", run_of(2000) + tokens(7))
+    assert s.handle(ev.Arrived(back), NOW + 3) == []
+    again = s.handle(ev.PrefillFailed(R, "the client left", 1200), NOW + 4)
+    assert names(again) == ["Prefill"]
+    assert slot(s, A0).holder == R2
+    assert held(s, A0) == run_of(1200)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.REFUSED, GONE])
+def test_what_an_adapter_of_its_own_has_computed_is_wiped(outcome: Outcome) -> None:
+    s = running(adapted=True)
+
+    left = Left.SENT if outcome is GONE else Left.ANSWERED
+    assert finish(s, "r", outcome, prompt_tokens=3)[1:] == [Watch(R, A0, left, wipe=True)]
+    assert slot(s, A0).phase is Phase.DRAINING
+    assert arrive(s, "r2", [1, 2, 3], slot_hint=0) == []
+    quiet(s, n=None)
+    assert slot(s, A0).phase is Phase.RUNNING
+
+
+def test_several_answers_of_an_adapter_leave_nothing_anywhere() -> None:
+    s = running(adapted=True, whole_backend=True)
+
+    assert finish(s)[1:] == [
+        Watch(R, A0, Left.ANSWERED, wipe=True),
+        Watch(stranger(A1, 1), A1, Left.ANSWERED, wipe=True),
+    ]
+    quiet(s, n=None)
+    quiet(s, stranger(A1, 1), None)
+    assert [slot(s, which).resident for which in (A0, A1)] == [UNKNOWN, UNKNOWN]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.REFUSED, GONE])
+def test_several_answers_are_over_when_each_slot_has_computed_something_else(
+    outcome: Outcome,
+) -> None:
+    """They shared a state, and the server copies that with its next batch; not if they had none."""
+    s = running(backend("a", 2, n_stream=2), whole_backend=True)
+
+    effects = [e for e in finish(s, "r", outcome, prompt_tokens=3) if isinstance(e, Watch)]
+    assert {e.slot for e in effects} == {A0, A1}
+    flushed = outcome is not Outcome.REFUSED
+    assert {(e.wipe, e.flush) for e in effects} == {(flushed, flushed)}
+
+
+def test_several_answers_in_one_stream_copy_nothing() -> None:
+    s = running(backend("a", 2, n_stream=1), whole_backend=True)
+    assert not any(isinstance(e, Watch) for e in finish(s))
+
+
+def test_a_slot_that_nobody_can_tell_about_claims_nothing() -> None:
+    s = running()
+    finish(s, "r", GONE)
+    quiet(s, n=None)
+
+    assert slot(s, A0).resident == UNKNOWN
+
+
+def test_who_is_refused_takes_nothing_from_others() -> None:
+    """Nobody knows where it was refused; a slot that is as long as it was holds what it held."""
+    s = astray(holding={A0: tokens(2), A1: tokens(7, 8)})
+    slot(s, A1).tenant = Tenant("bob")
+    watched = finish(s, outcome=Outcome.REFUSED)[1:]
+    assert watched == [Watch(R, A0, Left.ANSWERED), Watch(stranger(A1), A1, Left.ANSWERED)]
+    quiet(s, stranger(A1), 2)
+
+    assert (held(s, A1), slot(s, A1).tenant) == (tokens(7, 8), "bob")
+    assert slot(s, A1).is_idle
+
+
+def test_but_a_slot_of_another_length_is_nobodys() -> None:
+    s = astray(holding={A1: tokens(7, 8)})
+    slot(s, A1).tenant = Tenant("bob")
+    finish(s, outcome=Outcome.REFUSED)
+    quiet(s, stranger(A1), 3)
+
+    assert (slot(s, A1).resident, slot(s, A1).tenant) == (Resident(unread=3), NOBODY)
+
+
+# -- where the server placed it --------------------------------------------------------------------
+
+
+def test_the_gate_opens_when_a_request_is_known_to_run() -> None:
+    s = astray()
+    assert arrive(s, "r2", [5]) == []
+
+    assert names(launched(s, 0)) == ["Dispatch"]
+    assert s.state.fleet.gated == set()
+    assert s.state.jobs[R].lease.slot == A0
+
+
+def test_a_lease_follows_the_request() -> None:
+    s = astray(holding={A0: tokens(1, 1), A1: tokens(2)})
+    launched(s, 1)
+
+    assert s.state.jobs[R].lease.slot == A1
+    assert slot(s, A0).phase is Phase.IDLE
+    assert held(s, A0) == tokens(1, 1)
+    finish(s, prompt_tokens=1, generated=tokens(9, 9))
+    assert held(s, A1) == tokens(1, 9)
+
+
+def test_the_answer_of_a_request_that_moved_is_not_taken_for_one_of_the_slot_it_left() -> None:
+    """Both held the same prompt and as many tokens of an answer."""
+    s = astray()
+    lease = s.state.jobs[R].lease
+    slot(s, A0).resident = Resident(tokens(1), 2)
+    launched(s, 1)
+    finish(s, prompt_tokens=1, generated_tokens=3)
+    s.handle(ev.AnswerRead(A0, lease.generation, tokens(1), tokens(7, 8)), NOW)
+
+    assert slot(s, A0).resident == Resident(tokens(1), 2)
+
+
+@pytest.mark.parametrize("index", [1, 9])
+def test_a_slot_that_is_taken_or_unknown_cannot_be_followed_to(index: int) -> None:
+    s = scheduler(TWO, idle_save_after_s=None)
+    arrive(s, "r2", [5])  # on a/0
+    arrive(s, "r", [1], pinnable=False)
+    launched(s, 0 if index == 1 else index)
+
+    assert s.state.jobs[R].lease.slot == A1
+
+
+@pytest.mark.parametrize("last", ["r", "r2"])
+def test_nothing_is_claimed_where_it_ran_in_a_slot_that_was_left(last: str) -> None:
+    """That was idle before we knew, and was the server's choice."""
+    s = scheduler(TWO, idle_save_after_s=None)
+    arrive(s, "r2", [5])  # on a/0
+    arrive(s, "r", [1], pinnable=False)
+    finish(s, "r2", Outcome.CLIENT_GONE)
+    launched(s, 0)
+    if last == "r":
+        quiet(s, "r2", 3)
+    finish(s, "r", prompt_tokens=1, generated_tokens=3)
+    if last == "r2":
+        quiet(s, "r2", 3)
+
+    assert held(s, A0) == EMPTY
+    assert slot(s, A1).resident.unsure
+
+
+def test_who_waits_for_a_request_that_is_over_before_it_is_seen_goes_on_from_it() -> None:
+    """Were it told first where it ran, and then that it is over, the other slot would be taken."""
+    s = astray(holding={A0: tokens(2), A1: tokens(3)})
+    assert arrive(s, "r2", [1, 5], pinnable=False) == []
+
+    effects = finish(s, index=1, prompt_tokens=1, generated=tokens(5, 6))
+    assert plan_of(effects).chosen.slot == A1
+    assert held(s, A0) == tokens(2)
+
+
+def test_a_request_gone_before_we_saw_where_puts_all_idle_slots_in_doubt() -> None:
+    """The slot that was meant for it was taken to hold its prompt."""
+    s = astray(holding={A0: tokens(2), A1: tokens(1, 5)})
+    finish(s, prompt_tokens=1, cached_tokens=0, generated_tokens=5)
+
+    assert slot(s, A0).resident == Resident(EMPTY, unsure=True)
+    assert slot(s, A1).resident == Resident(tokens(1), unsure=True)
+
+
+def test_what_was_prepared_for_it_is_there_wherever_it_ran() -> None:
+    s = scheduler(TWO, idle_save_after_s=None)
+    assert arrive(s, ids=[1, 2, 3], pinnable=False) == [Prefill(R, A0, tokens(1, 2))]
+    prefilled(s)
+    finish(s, prompt_tokens=3, cached_tokens=2, generated_tokens=5)
+
+    assert held(s, A0) == tokens(1, 2)
+
+
+def test_a_request_left_before_we_saw_where_keeps_all_idle_slots_out_of_use() -> None:
+    """It was running in a slot that was taken for idle, and others were sent there."""
+    s = astray()
+    effects = finish(s, "r", GONE)
+
+    assert effects[1:] == [Watch(R, A0, Left.SENT), Watch(stranger(A1), A1)]
+    assert arrive(s, "r2", [5]) == []
+    quiet(s, n=1)
+    assert slot(s, A0).resident == Resident(unread=1)
+
+
+def test_a_slot_that_was_still_watched_is_in_doubt_too() -> None:
+    s = scheduler(TWO, idle_save_after_s=None)
+    arrive(s, "r", [1], pinnable=False)
+    arrive(s, "x", [5])
+    launched(s, 0)  # x follows, to a/1
+    finish(s, "x", GONE)
+    s.state.jobs[R].placed = False  # as if it had been sent after x had left
+    finish(s, "r", prompt_tokens=1)
+
+    quiet(s, "x", n=1)
+    assert slot(s, A1).resident == Resident(unread=1)
+
+
+def fleeting(*sent: str, pinnable: bool = False) -> Scheduler:
+    """These are under way on a backend where every start empties the idle slots."""
+    info = backend("a", 2, keeps_idle_slots=False)
+    s = scheduler(info, idle_save_after_s=None, reuse_probability=0.0)
+    for n, name in enumerate(sent):
+        arrive(s, name, [n, n], pinnable=pinnable)
+        if not pinnable:
+            prefilled(s, name)
+    return s
+
+
+def test_a_slot_that_was_left_for_another_is_empty_where_slots_do_not_last() -> None:
+    s = fleeting("r")
+    assert held(s, A0) == tokens(0)
+    launched(s, 1)
+
+    assert slot(s, A0).resident == UNKNOWN
+
+
+def test_a_slot_may_have_kept_its_content_if_the_start_never_came() -> None:
+    """It was taken to be empty, and what it held for a part of the next prompt."""
+    s = fleeting("r", pinnable=True)
+    launched(s, 0)
+    finish(s, "r", prompt_tokens=2, generated_tokens=1)
+    arrive(s, "r2", [5], slot_hint=1)
+    finish(s, "r2", GONE)
+    quiet(s, "r2", n=0)
+    arrive(s, "r3", [6, 7, 8], slot_hint=0)
+    finish(s, "r3", GONE)
+    quiet(s, "r3", n=2)
+
+    assert slot(s, A0).resident == Resident(unread=2)
+
+
+def test_what_was_prepared_may_be_gone_where_slots_do_not_last() -> None:
+    s = fleeting("r")
+    finish(s, prompt_tokens=2, cached_tokens=0)
+
+    assert [x.resident for x in s.state.fleet.slots] == [UNKNOWN, UNKNOWN]
+
+
+# -- a whole backend -----------------------------------------------------------------------------
+
+
+def test_after_a_batch_nothing_is_known_of_any_slot() -> None:
+    s = running(TWO, whole_backend=True, pinnable=False)
+    launched(s, 1)
+    finish(s, prompt_tokens=3)
+
+    assert [x.resident for x in s.state.fleet.slots] == [UNKNOWN, UNKNOWN]
+
+
+def test_a_batch_on_a_backend_of_one_slot_is_a_batch() -> None:
+    """It was taken for a plain request, whose prompt the slot then holds."""
+    s = running(backend("a", 1), whole_backend=True)
+    finish(s, prompt_tokens=3)
+
+    assert slot(s, A0).resident == UNKNOWN
+
+
+def test_after_a_batch_that_was_left_all_slots_are_watched() -> None:
+    """Only the first was, and the others were given out while they were running."""
+    s = running(backend("a", 3), whole_backend=True, prompt=Prompt(unknown="batch"))
+    effects = finish(s, "r", GONE)
+
+    strangers = [s.state.fleet.slots[x].holder for x in (A1, A2)]
+    assert effects[1:] == [
+        Watch(R, A0, Left.SENT),
+        Watch(stranger(A1, 1), A1),
+        Watch(stranger(A2, 1), A2),
+    ]
+    assert strangers == [stranger(A1, 1), stranger(A2, 1)]
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+def answered() -> tuple[Scheduler, int]:
+    s = running()
+    generation = s.state.jobs[R].lease.generation
+    finish(s, prompt_tokens=3, generated_tokens=3)
+    return s, generation
+
+
+def read(s: Scheduler, generation: int, where: SlotId = A0) -> Resident:
+    s.handle(ev.AnswerRead(where, generation, tokens(1, 2, 3), tokens(7, 8)), NOW)
+    return slot(s, A0).resident
+
+
+def test_an_answer_that_was_read_is_known() -> None:
+    s, generation = answered()
+
+    assert read(s, generation).tokens == tokens(1, 2, 3, 7, 8)
+
+
+def test_an_answer_is_of_no_use_once_the_slot_is_taken_or_gone() -> None:
+    s, generation = answered()
+    assert read(s, generation, SlotId(A, 9)).unread == 2
+    assert read(s, generation + 1).unread == 2
+    assert plan_of(arrive(s, "r2", [1, 2, 3, 4])).chosen.source is Source.RESIDENT
+    assert read(s, generation).unread == 2
+    assert head(held(s, A0), 3) == tokens(1, 2, 3)
+
+
+def test_reuse_is_accounted_at_the_rate_that_was_known_when_it_ended() -> None:
+    """build.rates: a hundredth of a second for each token; what this end teaches comes after."""
+    s = running(ids=run_of(20))
+    (account, *_) = finish(s, prompt_tokens=20, cached_tokens=4, prompt_s=100.0)
+
+    assert isinstance(account, Account)
+    assert account.avoided_s == pytest.approx(0.04)

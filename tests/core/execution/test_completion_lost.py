@@ -1,0 +1,114 @@
+"""How requests end when their backend goes away under them, or comes back as another."""
+
+from router.base.errors import BackendError
+from router.base.types import Outcome, SlotStatus
+from router.core.model import events as ev
+from router.core.model.effects import Delete, Reject, Save, SaveReason, StopWork, Watch
+from router.core.model.slots import Phase
+from tests.support.scheduler.build import (
+    A0,
+    B0,
+    NS,
+    R2,
+    A,
+    B,
+    R,
+    backend,
+    run_of,
+    scheduler,
+    snapshot,
+)
+from tests.support.scheduler.drive import (
+    NOW,
+    arrive,
+    astray,
+    cancel,
+    finish,
+    launched,
+    names,
+    quiet,
+    restored,
+    running,
+    slot,
+    stranger,
+)
+
+TWO = backend("a", 2)
+
+
+def test_who_is_being_prepared_is_told_when_the_backend_goes() -> None:
+    s = scheduler(TWO)
+    arrive(s, ids=run_of(1000))
+    reject, stop = s.handle(ev.BackendDown(A), NOW)
+
+    assert isinstance(reject, Reject)
+    assert isinstance(reject.error, BackendError)  # and so tried again
+    assert stop == StopWork(R)  # else a server that hung would go on with it for nobody
+    assert s.state.jobs == {}
+
+
+def test_who_left_already_is_told_nothing() -> None:
+    s = scheduler(TWO)
+    arrive(s, ids=run_of(1000))
+    cancel(s)
+
+    assert s.handle(ev.BackendDown(A), NOW) == [StopWork(R)]
+
+
+def test_what_is_running_ends_by_itself() -> None:
+    s = running()
+    assert s.handle(ev.BackendDown(A), NOW) == []
+
+    assert names(finish(s, "r", Outcome.BACKEND_ERROR)) == ["Account"]
+    assert slot(s, A0).phase is Phase.LOST
+    assert s.state.jobs == {}
+
+
+def test_what_runs_elsewhere_goes_on() -> None:
+    s = running(TWO, backend("b", 1))
+    s.handle(ev.BackendDown(B), NOW)
+
+    assert s.state.jobs.keys() == {R}
+    assert names(finish(s)) == ["Account"]
+
+
+def test_an_end_from_before_a_restart_does_not_open_the_gate_of_another() -> None:
+    """The old request's end let others near the slot that the server was about to pick."""
+    s = astray()
+    s.handle(ev.BackendUp(TWO), NOW)
+    arrive(s, "r2", [5], pinnable=False)
+    finish(s, "r", Outcome.BACKEND_ERROR)
+
+    assert s.state.fleet.gated == {A}
+    assert s.state.jobs.keys() == {R2}
+
+
+def test_news_of_where_it_ran_from_before_a_restart_is_ignored() -> None:
+    """It released a lease that was no longer in force."""
+    s = astray()
+    s.handle(ev.BackendUp(backend("a", 1)), NOW)
+
+    assert launched(s, 1) == []
+    assert slot(s, A0).phase is Phase.IDLE
+
+
+def test_a_stranger_from_before_a_restart_is_another() -> None:
+    s = scheduler()
+    busy = ev.BackendUp(backend("b", 1), (SlotStatus(0, True, 5, 100),))
+    (first,) = s.handle(busy, NOW)
+    (second,) = s.handle(busy, NOW)
+
+    assert first == Watch(stranger(B0), B0)
+    assert second != first
+    assert quiet(s, stranger(B0), 1) == []
+    assert slot(s, B0).phase is Phase.DRAINING
+
+
+def test_a_snapshot_that_was_not_restored_yet_is_let_go_with_the_job() -> None:
+    used = snapshot("s", run_of(900))
+    s = scheduler(backend("a", 1), snapshots=[used], holding={A0: run_of(1000, 7)})
+    assert arrive(s, ids=run_of(1000)) == [Save(R, A0, NS, SaveReason.DISPLACED)]
+    s.state.fleet.catalog.remove(used.id)
+
+    assert s.handle(ev.BackendDown(A), NOW)[1:] == [Delete(used)]
+    assert restored(s) == []

@@ -1,0 +1,192 @@
+"""Saves that nobody waits for."""
+
+from typing import Any
+
+import pytest
+
+from router.base.types import Prompt, RequestId, SlotStatus, SnapshotId
+from router.core.execution.idle_saves import wakeup
+from router.core.model import events as ev
+from router.core.model.effects import Save, SaveReason
+from router.core.model.policy import PolicyName
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    B0,
+    NS,
+    OTHER_NS,
+    B,
+    backend,
+    run_of,
+    scheduler,
+    snapshot,
+)
+from tests.support.scheduler.drive import NOW, arrive, cancel, finish, names, prefill_failed, slot
+
+LONG = run_of(1000)
+SAVE_1, SAVE_2 = RequestId("save-1"), RequestId("save-2")
+IDLE = SaveReason.IDLE
+
+
+def test_an_idle_slot_is_saved_after_a_while() -> None:
+    s = scheduler(backend("a", 1), holding={A0: LONG}, idle_save_after_s=0.5)
+    slot(s, A0).last_used = NOW
+    assert wakeup(s.state) == s.next_wakeup(NOW) == NOW + 0.5
+
+    assert s.handle(ev.Tick(), NOW + 0.4) == []
+    assert s.handle(ev.Tick(), NOW + 0.5) == [Save(SAVE_1, A0, NS, IDLE)]
+    assert wakeup(s.state) is None
+
+
+def test_one_after_the_other_on_a_backend_and_each_once() -> None:
+    s = scheduler(backend("a", 2), holding={A0: LONG, A1: run_of(1000, 7)})
+
+    assert s.handle(ev.Tick(), NOW) == [Save(SAVE_1, A0, NS, IDLE)]
+    done = ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001)
+    assert s.handle(done, NOW) == [Save(SAVE_2, A1, NS, IDLE)]
+    assert s.handle(ev.SaveFailed(SAVE_2, A1, "disk full"), NOW) == []
+    assert s.handle(ev.Tick(), NOW + 1000) == []
+    assert SnapshotId("s") in s.state.fleet.catalog
+
+
+def test_a_save_is_no_use_of_a_slot_and_a_request_is() -> None:
+    s = scheduler(backend("a", 2), holding={A0: LONG})
+    fleet, slots = s.state.fleet, s.state.fleet.slots
+    s.handle(ev.Tick(), NOW)
+    s.handle(ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001), NOW)
+    assert (fleet.neglect(slots[A0]), fleet.neglect(slots[A1])) == (0, 0)
+
+    assert names(arrive(s, "r", [9, 9, 9], slot_hint=1)) == ["Dispatch"]
+    assert "Watch" not in names(finish(s, "r", prompt_tokens=3, generated_tokens=1))
+    assert (fleet.neglect(slots[A0]), fleet.neglect(slots[A1])) == (0.5, 0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"reuse": False}, {"pinnable": False, "prompt": Prompt(unknown="an embedding")}],
+    ids=["what is not cached", "an embedding"],
+)
+def test_what_leaves_nothing_to_come_back_for_is_no_use(more: dict[str, Any]) -> None:
+    """A thousand of them and no conversation would have been worth a save."""
+    s = scheduler(backend("a", 2), holding={A0: LONG}, idle_save_after_s=None)
+    for _ in range(3):
+        arrive(s, "r", [9, 9, 9], **more)
+        finish(s, "r", prompt_tokens=3, generated_tokens=1)
+    assert s.state.fleet.neglect(slot(s, A0)) == 0
+
+
+def test_nor_is_a_request_that_left_before_its_prompt_was_computed() -> None:
+    s = scheduler(backend("a", 2), holding={A0: LONG}, idle_save_after_s=None)
+    arrive(s, "r", run_of(300, 3))
+    cancel(s, "r")
+    prefill_failed(s, "r")
+    assert not s.state.jobs
+    assert s.state.fleet.neglect(slot(s, A0)) == 0
+
+
+def test_other_models_make_nobody_older() -> None:
+    s = scheduler(
+        backend("a", 1),
+        backend("b", 1, namespace=OTHER_NS, models=frozenset({"m"})),
+        holding={A0: LONG},
+        idle_save_after_s=None,
+    )
+    arrive(s, "r", [9, 9, 9], model="m")
+    finish(s, "r", prompt_tokens=3, generated_tokens=1)
+    assert s.state.fleet.neglect(slot(s, A0)) == 0
+
+
+def test_what_a_backend_that_comes_back_holds_is_not_old() -> None:
+    """Nobody knows, and only a save reads it."""
+    s = scheduler(backend("a", 1), backend("b", 1), idle_save_after_s=None)
+    for _ in range(50):
+        arrive(s, "r", [9, 9, 9], slot_hint=0)
+        finish(s, "r", prompt_tokens=3, generated_tokens=1)
+    s.handle(ev.BackendDown(B), NOW)
+    s.handle(ev.BackendUp(backend("b", 1), (SlotStatus(0, False, 5000, 10_000),)), NOW)
+    assert s.state.fleet.neglect(slot(s, B0)) == 0
+
+
+def test_what_is_not_worth_it_is_looked_at_once() -> None:
+    s = scheduler(backend("a", 1), holding={A0: LONG}, snapshots=[snapshot("s", LONG)])
+
+    assert s.handle(ev.Tick(), NOW) == []
+    assert slot(s, A0).saved
+    assert wakeup(s.state) is None
+
+
+def test_who_wants_what_is_being_saved_can_wait_for_it() -> None:
+    s = scheduler(backend("a", 1), backend("b", 1), holding={A0: LONG})
+    s.handle(ev.Tick(), NOW)
+
+    assert arrive(s, ids=run_of(1001)) == []
+    done = ev.Saved(SAVE_1, A0, snapshot("s", LONG), 0.001)
+    assert names(s.handle(done, NOW)) == ["Dispatch"]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_nobody_is_stopped_by_a_save(busy: bool) -> None:
+    s = scheduler(backend("a", 2), holding={A1: LONG}, coalesce_above_s=None)
+    slot(s, A1).last_used = NOW
+    arrive(s, ids=[5])
+    if not busy:
+        finish(s, prompt_tokens=1)
+
+    slot(s, A0).saved = True
+
+    effects = s.handle(ev.Tick(), NOW + 10)
+    assert effects == ([] if busy else [Save(SAVE_1, A1, NS, IDLE)])
+    assert s.next_wakeup(NOW + 10) is None
+
+
+def test_off_is_off() -> None:
+    for more in ({"idle_save_after_s": None}, {"policy": PolicyName.STICKY}):
+        s = scheduler(backend("a", 1), holding={A0: LONG}, **more)
+        assert s.handle(ev.Tick(), NOW) == []
+        assert wakeup(s.state) is None
+
+
+# -- where idle slots do not last ---------------------------------------------------------------
+
+
+def test_what_will_not_last_is_saved_at_once() -> None:
+    s = scheduler(backend("a", 2, keeps_idle_slots=False), coalesce_above_s=None)
+    arrive(s, ids=LONG)
+    s.handle(ev.Launched(RequestId("r"), 0), NOW)
+
+    effects = finish(s, prompt_tokens=1000, generated_tokens=1)
+    assert effects[-1] == Save(SAVE_1, A0, NS, IDLE)
+    assert arrive(s, "r2", [5]) == []  # the save comes first
+
+
+def test_what_will_not_last_is_saved_beside_a_stream_too() -> None:
+    s = scheduler(backend("a", 2, keeps_idle_slots=False), coalesce_above_s=None)
+    arrive(s, "r", LONG)
+    s.handle(ev.Launched(RequestId("r"), 0), NOW)
+    arrive(s, "r2", [5])
+    s.handle(ev.Launched(RequestId("r2"), 1), NOW)
+
+    assert names(finish(s, "r", prompt_tokens=1000, generated_tokens=1)) == ["Account", "Save"]
+
+
+# -- stopping ------------------------------------------------------------------------------------
+
+
+def test_a_router_that_stops_saves_what_is_worth_it() -> None:
+    s = scheduler(backend("a", 1), backend("b", 1), holding={A0: LONG, B0: run_of(1000, 7)})
+    slot(s, A0).last_used = slot(s, B0).last_used = NOW
+
+    effects = s.handle(ev.Stopping(save=True), NOW)
+    assert effects == [Save(SAVE_1, A0, NS, IDLE), Save(SAVE_2, B0, NS, IDLE)]
+    assert wakeup(s.state) is None
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_unless_it_is_told_not_to(keeps: bool) -> None:
+    """Where idle slots do not last, it did all the same."""
+    s = scheduler(backend("a", 1, keeps_idle_slots=keeps), coalesce_above_s=None)
+    arrive(s, ids=LONG)
+    s.handle(ev.Stopping(save=False), NOW)
+
+    assert names(finish(s, prompt_tokens=1000, generated_tokens=1)) == ["Account"]
+    assert s.handle(ev.Tick(), NOW + 1000) == []

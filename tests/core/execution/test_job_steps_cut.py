@@ -1,0 +1,229 @@
+"""A trunk: what a prompt shares with a longer snapshot is cut out of its file and restored."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.base.tokens import join
+from router.base.types import MemoryKind, SnapshotId, Source, StateShape
+from router.core.execution.job_steps import next_step
+from router.core.model import events as ev
+from router.core.model.effects import Cut, Delete, Restore
+from router.core.model.jobs import CutStep
+from router.core.model.rates import Line
+from router.core.model.snapshot_limits import SnapshotLimits
+from router.core.planning.planner import plan
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    R2,
+    A,
+    R,
+    backend,
+    fleet,
+    rates,
+    request,
+    run_of,
+    scheduler,
+    snapshot,
+)
+from tests.support.scheduler.drive import NOW, arrive, cancel, held, names, plan_of, restored
+
+CUTS = backend(cuts=True)
+LONG = snapshot("s", run_of(8000), size=8_000_000)
+SHORT = join([run_of(500), run_of(50, 2)])
+TRUNK = snapshot("t", run_of(500), size=500_000)
+
+
+def by_size() -> Line:
+    """1 ms and 1 s a GB: what is moved is what counts."""
+    return Line(1e-3, 1e-9)
+
+
+def cutting(info: Any = CUTS, **more: Any) -> Scheduler:
+    s = scheduler(info, snapshots=[LONG], coalesce_above_s=None, **more)
+    s.state.fleet.rates[A].restore = Line(1e-3, 1e-8)
+    s.state.fleet.rates[A].rewrite = by_size()
+    return s
+
+
+def begun() -> Scheduler:
+    s = cutting()
+    assert arrive(s, ids=SHORT) == [Cut(R, LONG, 500)]
+    return s
+
+
+def test_only_what_is_shared_is_restored() -> None:
+    s = begun()
+
+    assert s.handle(ev.WasCut(R, TRUNK, 0.002), NOW) == [Restore(R, A0, TRUNK)]
+    done = plan_of(restored(s, 500, of="t"))
+    assert (done.chosen.source, done.chosen.reused_tokens) == (Source.SNAPSHOT, 500)
+    assert done.chosen.price.rewrite_s == pytest.approx(1e-3 + 500_000e-9)
+    assert held(s, A0) == run_of(500)
+    assert SnapshotId("s") in s.state.fleet.catalog  # nothing is consumed
+    assert SnapshotId("t") in s.state.fleet.catalog
+    assert all(n == 0 for _, _, n in s.state.fleet.catalog.snapshots())
+
+
+def test_the_trunk_serves_the_next_without_a_cut() -> None:
+    s = begun()
+    s.handle(ev.WasCut(R, TRUNK, 0.002), NOW)
+
+    restored(s, 500, of="t")
+    other = join([run_of(500), run_of(50, 3)])
+    assert arrive(s, "r2", ids=other) == [Restore(R2, A1, TRUNK)]
+
+
+def test_what_was_learned_prices_the_next_cut() -> None:
+    s = begun()
+    before = s.state.fleet.rates[A].rewrite_s(500_000)
+    s.handle(ev.WasCut(R, TRUNK, 5.0), NOW)
+
+    assert s.state.fleet.rates[A].rewrite_s(500_000) > before
+
+
+@pytest.mark.parametrize(
+    ("info", "rewrite"),
+    [(backend(cuts=False), by_size()), (CUTS, Line(9.0, 0.0))],
+    ids=["not on this backend", "dearer than the bytes"],
+)
+def test_else_the_whole_is_restored(info: Any, rewrite: Line) -> None:
+    s = cutting(info)
+    s.state.fleet.rates[A].rewrite = rewrite
+
+    assert arrive(s, ids=SHORT) == [Restore(R, A0, LONG)]
+
+
+def test_a_state_with_media_is_restored_whole() -> None:
+    """A cut was tried each time, and failed each time."""
+    seen = replace(LONG, shape=StateShape(media=True))
+    s = scheduler(CUTS, snapshots=[seen], coalesce_above_s=None)
+    s.state.fleet.rates[A].restore = Line(1e-3, 1e-8)
+    s.state.fleet.rates[A].rewrite = by_size()
+
+    assert arrive(s, ids=SHORT) == [Restore(R, A0, seen)]
+
+
+def test_what_is_not_worth_a_file_is_not_worth_reading_one() -> None:
+    s = cutting()
+    s.state.fleet.catalog.limits = SnapshotLimits(min_tokens=501)
+
+    assert plan_of(arrive(s, ids=SHORT)).chosen.source is Source.COLD
+
+
+def test_a_conversation_that_fits_no_slot_gives_its_beginning() -> None:
+    s = cutting(backend(cuts=True, n_ctx=1000))
+    assert arrive(s, ids=SHORT) == [Cut(R, LONG, 500)]
+
+    effects = s.handle(ev.CutFailed(R, "no"), NOW)
+    assert names(effects) == ["Dispatch"]
+    assert plan_of(effects).chosen.source is Source.COLD
+    assert "no" in plan_of(effects).reason
+
+
+def test_a_cut_that_fails_is_a_longer_restore() -> None:
+    s = begun()
+
+    assert s.handle(ev.CutFailed(R, "no"), NOW) == [Restore(R, A0, LONG)]
+
+
+def test_a_trunk_that_the_catalog_has_already_or_will_not_have() -> None:
+    s = begun()
+    same = snapshot("old", run_of(500), size=500_000)
+    s.handle(ev.SnapshotsFound((same,)), NOW)
+    assert s.handle(ev.WasCut(R, TRUNK, 0.1), NOW) == [Delete(TRUNK), Restore(R, A0, same)]
+
+    s = begun()
+    s.state.fleet.catalog.limits = SnapshotLimits(max_bytes=400_000)
+    effects = s.handle(ev.WasCut(R, TRUNK, 0.1), NOW)
+    assert names(effects) == ["Delete", "Restore"]
+    assert isinstance(effects[1], Restore)
+    assert effects[1].snapshot == LONG
+
+
+def test_a_trunk_without_room_and_a_whole_that_does_not_fit_is_a_cold_start() -> None:
+    s = cutting(backend(cuts=True, n_ctx=1000))
+    arrive(s, ids=SHORT)
+    s.state.fleet.catalog.limits = SnapshotLimits(max_bytes=400_000)
+
+    effects = s.handle(ev.WasCut(R, TRUNK, 0.1), NOW)
+    assert names(effects) == ["Delete", "Dispatch"]
+    assert plan_of(effects).chosen.source is Source.COLD
+
+
+def test_a_client_that_leaves_meanwhile_leaves_the_trunk_behind() -> None:
+    s = begun()
+    cancel(s)
+
+    assert s.handle(ev.WasCut(R, TRUNK, 0.1), NOW) == []
+    assert R not in s.state.jobs
+    assert SnapshotId("t") in s.state.fleet.catalog
+    assert all(n == 0 for _, _, n in s.state.fleet.catalog.snapshots())
+
+
+def test_a_client_that_leaves_and_a_cut_that_fails() -> None:
+    s = begun()
+    cancel(s)
+
+    assert s.handle(ev.CutFailed(R, "no"), NOW) == []
+    assert s.state.jobs == {}
+    assert all(n == 0 for _, _, n in s.state.fleet.catalog.snapshots())
+
+
+def test_a_backend_that_goes_meanwhile() -> None:
+    s = begun()
+    s.handle(ev.BackendDown(A), NOW)
+
+    assert s.handle(ev.WasCut(R, TRUNK, 0.1), NOW) == []
+    assert SnapshotId("t") in s.state.fleet.catalog
+    s = begun()
+    s.handle(ev.BackendDown(A), NOW)
+    assert s.handle(ev.CutFailed(R, "no"), NOW) == []
+
+
+def test_a_snapshot_that_is_lost_before_its_turn_is_not_cut() -> None:
+    s = begun()
+    job = s.state.jobs[R]
+    assert isinstance(job.doing, CutStep)
+    job.steps.appendleft(job.doing)  # as if a save came before it
+    s.handle(ev.SnapshotLost(SnapshotId("s")), NOW)
+
+    s.state.out = []
+    next_step(s.state, job, NOW)
+    assert names(s.state.out) == ["Dispatch"]
+
+
+def test_kinds_that_cannot_go_back_are_not_cut() -> None:
+    made = fleet(backend(cuts=True, memory_kind=MemoryKind.HYBRID), snapshots=[LONG])
+    found = plan(request(ids=SHORT), made, NOW)
+
+    assert found is not None
+    assert found.chosen.source is Source.COLD
+
+
+def test_what_rewriting_for_a_restore_took_is_learned() -> None:
+    s = cutting(backend())
+    arrive(s, ids=SHORT)
+    before = s.state.fleet.rates[A].rewrite_s(8_000_000)
+    s.handle(ev.Restored(R, LONG.id, 8000, 0.001, rewrite_s=5.0), NOW)
+
+    assert s.state.fleet.rates[A].rewrite_s(8_000_000) > before
+
+
+def test_a_file_with_other_streams_is_priced_for_its_rewriting() -> None:
+    two = snapshot("s", run_of(900))
+    two = type(two)(two.id, two.namespace, two.place, two.tokens, two.size_bytes, StateShape(2))
+    made = fleet(backend(), snapshots=[two])
+    made.rates[A] = rates()
+    made.rates[A].rewrite = Line(0.5, 0.0)
+    found = plan(request(ids=run_of(1000)), made, NOW)
+
+    assert found is not None
+    assert found.chosen.price.rewrite_s == 0.5
+    made.infos[A] = backend(n_stream=2)
+    found = plan(request(ids=run_of(1000)), made, NOW)
+    assert found is not None
+    assert found.chosen.price.rewrite_s == 0.0

@@ -1,0 +1,319 @@
+"""When a request is sent that the server places: beside others, and not where it could miss."""
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.base.errors import DeadlineError
+from router.base.tokens import head
+from router.base.types import Left, Outcome, Place, Prompt, RequestId, SlotId, Tenant
+from router.core.execution.completion import watch
+from router.core.model import events as ev
+from router.core.model.effects import Dispatch, Effect, Erase, Prefill, Reject, Restore, Save
+from router.core.model.jobs import AtGate
+from router.core.model.request_queue import QueueLimits
+from router.core.model.slots import UNKNOWN, Phase, Resident
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import A0, A1, A2, A, backend, rates, run_of, scheduler, snapshot
+from tests.support.scheduler.drive import (
+    NOW,
+    arrive,
+    begun,
+    cancel,
+    finish,
+    launched,
+    prefill_failed,
+    prefilled,
+    quiet,
+    restored,
+    slot,
+    tick,
+)
+
+# At a hundredth of a second for each token (build.rates).
+LONG, OTHER, SHORT = run_of(300, 1), run_of(200, 2), run_of(20, 3)
+X, Y = Tenant("x"), Tenant("y")
+
+
+def fresh(n_slots: int = 4, **more: Any) -> Scheduler:
+    given: dict[str, Any] = {"idle_save_after_s": None, "reuse_probability": 0.0}
+    place = None if more.pop("unsaved", False) else Place("kv")
+    return scheduler(backend("a", n_slots, place=place), **(given | more))
+
+
+def message(s: Scheduler, name: str = "m", ids: Any = LONG, **more: Any) -> list[str]:
+    """A request that the server places."""
+    return of(arrive(s, name, ids, pinnable=False, **more))
+
+
+def of(effects: list[Effect]) -> list[str]:
+    """What is done, and for whom."""
+    kinds = Prefill | Dispatch | Erase | Reject | Restore | Save
+    return [f"{type(e).__name__} {e.request}" for e in effects if isinstance(e, kinds)]
+
+
+def at_gate() -> Scheduler:
+    """One message is sent, and another waits until that is known to run."""
+    s = fresh(2, coalesce_above_s=None)
+    message(s)
+    message(s, "m2", OTHER)
+    prefilled(s, "m")
+    prefilled(s, "m2")
+    return s
+
+
+def waits(s: Scheduler, name: str = "m") -> bool:
+    job = s.state.jobs.get(RequestId(name))
+    return job is not None and isinstance(job.doing, AtGate)
+
+
+def erased(s: Scheduler, where: SlotId, name: str = "m") -> list[Effect]:
+    return s.handle(ev.Erased(RequestId(name), where), NOW)
+
+
+def test_others_go_on_beside_a_message_in_preparation() -> None:
+    s = fresh()
+    assert message(s) == ["Prefill m"]
+    assert of(arrive(s, "r", SHORT)) == ["Dispatch r"]
+    assert message(s, "m2", run_of(20, 4)) == ["Prefill m2"]
+    assert of(prefilled(s, "m2")) == ["Dispatch m2"]
+    assert of(launched(s, 2, "m2")) == []
+    assert of(prefilled(s, "m")) == ["Dispatch m"]
+
+
+def test_a_message_goes_beside_a_prompt_in_line() -> None:
+    s = fresh()
+    arrive(s, "r", LONG)
+    assert of(arrive(s, "r2", OTHER)) == []
+    assert message(s, ids=SHORT) == ["Prefill m"]
+    assert of(prefilled(s, "m")) == ["Dispatch m"]
+
+
+def test_nothing_new_begins_until_it_is_known_to_run() -> None:
+    s = fresh()
+    message(s)
+    arrive(s, "r", OTHER)  # in line
+    assert of(prefilled(s, "m")) == ["Dispatch m"]
+    assert arrive(s, "r2", SHORT) == []
+    assert of(begun(s, "m")) == ["Prefill r"]
+    assert of(launched(s, 0, "m")) == ["Dispatch r2"]
+
+
+def test_one_after_the_other_is_sent() -> None:
+    s = fresh(coalesce_above_s=None)
+    message(s)
+    message(s, "m2", OTHER)
+    assert of(prefilled(s, "m")) == ["Dispatch m"]
+    assert of(prefilled(s, "m2")) == []
+    assert waits(s, "m2")
+    assert of(launched(s, 0, "m")) == ["Dispatch m2"]
+    assert s.state.at_gate == []
+    assert s.state.fleet.at_gate == {}
+
+
+def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
+    """It would be the server's choice as well, and its holder's next."""
+    s = fresh(coalesce_above_s=None)
+    message(s)
+    taken = slot(s, A1)
+    taken.resident = Resident(LONG)
+    lease = taken.lease(RequestId("r"))
+    job = replace(s.state.jobs[RequestId("m")], id=RequestId("r"), lease=lease, steps=deque())
+    s.state.jobs[job.id] = job
+    assert of(prefilled(s, "m")) == []
+    assert waits(s)
+    assert of(arrive(s, "r3", SHORT)) == ["Dispatch r3"], "nobody else is kept out"
+    assert arrive(s, "r4", LONG) == [], "but who would be in the way"
+    taken.resident = Resident()
+    taken.pending = SHORT
+    assert of(tick(s, 0.0)) == ["Dispatch m"]
+
+
+def test_what_is_restored_beside_it_may_be_its_prompt() -> None:
+    s = fresh(coalesce_above_s=None, snapshots=[snapshot("s", run_of(900))])
+    s.state.fleet.rates[A] = rates(prefill_s=1.0)
+    longer = run_of(800)
+    assert of(arrive(s, "r", longer)) == ["Restore r"]
+    s.state.fleet.catalog.remove(s.state.fleet.catalog.snapshots()[0][0].id)
+    assert message(s) == ["Prefill m"]
+    slot(s, A0).pending = SHORT  # had they parted after what was restored
+    assert of(prefilled(s, "m")) == []
+    assert of(restored(s, 900, "r")) == ["Dispatch r", "Dispatch m"]
+
+
+def test_a_tie_with_an_idle_slot_moves_the_lease() -> None:
+    s = fresh(coalesce_above_s=None)
+    message(s)
+    slot(s, A1).resident = Resident(LONG)
+    assert of(prefilled(s, "m")) == ["Dispatch m"]
+    launched(s, 1, "m")
+    assert s.state.jobs[RequestId("m")].slot == A1
+    assert slot(s, A0).is_idle
+    assert s.state.fleet.wayward == set()
+
+
+def test_two_of_one_prompt_change_places() -> None:
+    s = fresh(coalesce_above_s=None, unsaved=True)
+    message(s)
+    message(s, "m2", head(LONG, 299) + run_of(1, 9))
+    assert of(prefilled(s, "m2")) == []
+    assert of(prefilled(s, "m")) == ["Dispatch m"]
+    assert waits(s, "m2")
+    own = s.state.jobs[RequestId("m")].slot
+    theirs = s.state.jobs[RequestId("m2")].slot
+    assert of(launched(s, theirs.index, "m")) == ["Dispatch m2"]
+    assert s.state.jobs[RequestId("m")].slot == theirs
+    assert s.state.jobs[RequestId("m2")].slot == own
+    finish(s, "m", prompt_tokens=300, generated_tokens=1)
+    launched(s, own.index, "m2")
+    finish(s, "m2", prompt_tokens=300, generated_tokens=1)
+    assert all(one.is_idle for one in s.state.fleet.slots)
+
+
+def test_where_the_prefill_failed_nothing_may_be_in_preparation() -> None:
+    s = fresh(coalesce_above_s=None)
+    message(s)
+    assert message(s, "m2", OTHER) == ["Prefill m2"]
+    assert of(prefill_failed(s, "m")) == []
+    assert waits(s)
+    assert arrive(s, "r", SHORT) == [], "or it would wait for ever"
+    assert of(prefilled(s, "m2")) == ["Dispatch m2"]
+    assert of(launched(s, 1, "m2")) == ["Dispatch m"]
+    assert of(launched(s, 0, "m")) == ["Dispatch r"]
+
+
+def test_where_the_prefill_failed_what_is_left_is_waited_for() -> None:
+    s = fresh(2, coalesce_above_s=None)
+    arrive(s, "r", OTHER)
+    message(s)
+    finish(s, "r", Outcome.CLIENT_GONE)
+    assert of(prefill_failed(s, "m")) == []
+    assert of(quiet(s, "r", 10)) == ["Dispatch m"]
+
+
+def test_who_leaves_at_the_gate_gives_back_the_slot() -> None:
+    s = at_gate()
+    assert cancel(s, "m2") == []
+    assert slot(s, A1).is_idle
+    assert slot(s, A1).resident.tokens == head(OTHER, 199)
+    assert s.state.fleet.gated == {A}
+    assert of(launched(s, 0, "m")) == []
+
+
+def test_who_waits_at_the_gate_is_told_when_the_backend_goes_away() -> None:
+    s = at_gate()
+    assert of(s.handle(ev.BackendDown(A), NOW)) == ["Reject m2"]
+    assert s.state.fleet.at_gate == {}
+    assert s.next_wakeup(NOW) is None
+
+
+def test_nobody_waits_at_the_gate_for_ever() -> None:
+    s = fresh(2, coalesce_above_s=None, queue=QueueLimits(deadline_s=5.0))
+    message(s)
+    message(s, "m2", OTHER)
+    prefilled(s, "m")
+    prefilled(s, "m2")
+    assert s.next_wakeup(NOW) == NOW + 5
+    (reject,) = tick(s, 5.0)
+    assert isinstance(reject, Reject)
+    assert isinstance(reject.error, DeadlineError)
+    assert slot(s, A1).is_idle
+
+
+def test_another_tenants_slot_that_became_idle_meanwhile_is_emptied() -> None:
+    s = fresh(3, coalesce_above_s=None, keeps_apart=True)
+    for where in (A0, A2):
+        slot(s, where).tenant = X
+    slot(s, A1).tenant = Y
+    arrive(s, "r", run_of(900, 5), tenant=X)
+    assert message(s, tenant=Y) == ["Prefill m"]
+    finish(s, "r", prompt_tokens=900, generated_tokens=1)
+    assert of(prefilled(s, "m")) == ["Erase m"]
+    assert s.state.fleet.gated == {A}
+    assert of(erased(s, A0)) == ["Dispatch m"]
+
+
+def test_another_tenants_prompt_that_is_the_same_is_waited_for() -> None:
+    """In the queue if it is prepared, at the gate while it runs."""
+    s = fresh(3, coalesce_above_s=0.0, keeps_apart=True)
+    slot(s, A0).tenant, slot(s, A1).tenant = X, Y
+    assert of(arrive(s, "r", LONG, tenant=X)) == ["Prefill r"]
+    assert message(s, tenant=Y) == []
+    assert "Dispatch r" in of(prefilled(s, "r"))
+    assert slot(s, A1).phase is Phase.PREPARING
+    begun(s, "r")
+    assert of(prefilled(s, "m")) == []
+    assert waits(s)
+    assert of(finish(s, "r", prompt_tokens=300, generated_tokens=1)) == ["Erase m"]
+    assert of(erased(s, A0)) == ["Dispatch m"]
+
+
+def test_two_tenants_with_one_prompt_do_not_wait_for_each_other() -> None:
+    s = fresh(3, coalesce_above_s=None, keeps_apart=True)
+    slot(s, A0).tenant = slot(s, A2).tenant = X
+    slot(s, A1).tenant = Y
+    message(s, tenant=X)
+    assert message(s, "m2", OTHER, tenant=Y) == ["Prefill m2"]
+    message(s, "m3", run_of(50, 7), tenant=X)
+    assert of(prefilled(s, "m3")) == ["Dispatch m3"]
+    prefilled(s, "m")
+    prefilled(s, "m2")
+    slot(s, A0).resident = slot(s, A1).resident = Resident(LONG)
+    s.state.jobs[RequestId("m2")].request = replace(
+        s.state.jobs[RequestId("m")].request,
+        id=RequestId("m2"),
+        tenant=Y,  # type: ignore[type-var]
+    )
+    effects = of(launched(s, 2, "m3"))
+    assert effects == ["Reject m", "Erase m2"]
+    assert of(erased(s, A0, "m2")) == ["Dispatch m2"]
+
+
+def test_a_server_that_does_not_go_by_prefixes_is_remembered() -> None:
+    s = fresh(3, coalesce_above_s=None)
+    message(s)
+    prefilled(s, "m")
+    launched(s, 2, "m")
+    assert s.state.fleet.wayward == {A}
+    message(s, "m2", OTHER)
+    assert arrive(s, "r", SHORT) == [], "the gate is closed from the grant on"
+    prefilled(s, "m2")
+    launched(s, s.state.jobs[RequestId("m2")].slot.index, "m2")
+    assert s.state.fleet.wayward == set()
+
+
+def test_what_ran_unseen_may_be_in_the_slot_of_one_who_waits() -> None:
+    s = at_gate()
+    assert waits(s, "m2")
+    s.state.jobs[RequestId("m")].sent_over = UNKNOWN
+    effects = finish(s, "m", prompt_tokens=300, generated_tokens=1)
+    assert slot(s, A1).resident.unsure
+    assert of(effects) == ["Dispatch m2"]
+
+
+@pytest.mark.parametrize("unknown", [True, False])
+def test_what_is_not_known_takes_the_gate_at_the_grant(unknown: bool) -> None:
+    s = fresh()
+    more = {"prompt": Prompt(unknown="media")} if unknown else {"ids": [1]}
+    arrive(s, "r", pinnable=False, **more)
+    assert s.state.fleet.gated == {A}
+    assert arrive(s, "r2", SHORT) == []
+
+
+def test_a_stranger_is_not_waited_for() -> None:
+    s = fresh(3)
+    message(s)
+    effects = s.handle(ev.FoundBusy({A1: slot(s, A1).generation}), NOW)
+    assert [e.left for e in effects] == [Left.UNSEEN]  # type: ignore[union-attr]
+    assert of(prefilled(s, "m")) == ["Dispatch m"]
+
+
+def test_a_stranger_is_waited_for_where_the_prefill_failed() -> None:
+    """His slot may be idle already, and the server's choice: or it is being wiped."""
+    s = fresh(2)
+    message(s)
+    watch(s.state, slot(s, A1), wipe=True)
+    assert of(prefill_failed(s, "m")) == []
+    assert waits(s)

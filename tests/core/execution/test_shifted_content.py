@@ -1,0 +1,111 @@
+"""What a server may have moved in a slot is nobody's to go on from, nor to be saved."""
+
+from typing import Any
+
+import pytest
+
+from router.base.tokens import join
+from router.base.types import Left, Outcome
+from router.core.model import events as ev
+from router.core.model.effects import Watch
+from router.core.model.slots import UNKNOWN
+from tests.support.scheduler.build import A0, A1, A, R, backend, run_of, scheduler, tokens
+from tests.support.scheduler.drive import (
+    NOW,
+    arrive,
+    finish,
+    held,
+    names,
+    plan_of,
+    prefilled,
+    quiet,
+    running,
+    slot,
+)
+
+# The prompt leaves out some of what the slot holds.
+WHOLE = join([run_of(100), run_of(500, 7), run_of(500, 8)])
+LESS = join([run_of(100), run_of(500, 8)])
+SENT_AS_IT_IS: dict[str, Any] = {"coalesce_above_s": None, "idle_save_after_s": None}
+WIPED = Watch(R, A0, Left.ANSWERED, wipe=True)
+
+
+def moving(cached: int, **more: Any) -> Any:
+    """An answer to a request that let the server move what the slot held."""
+    s = scheduler(backend("a", 1), holding={A0: WHOLE}, reuse_probability=0.0, **SENT_AS_IT_IS)
+    assert plan_of(arrive(s, ids=LESS, shifts=True, **more)).chosen.reused_tokens == 100
+    said: dict[str, Any] = {"prompt_tokens": 600, "generated_tokens": 1, "generated": tokens(9)}
+    return s, finish(s, cached_tokens=cached, **said)
+
+
+def test_what_was_moved_is_wiped() -> None:
+    """Before anybody else has the slot, or a save."""
+    s, effects = moving(599)
+
+    assert effects[1:] == [WIPED]
+    assert arrive(s, "r2", LESS) == []
+    assert names(quiet(s, n=None)) == ["Dispatch"]
+    assert slot(s, A0).resident == UNKNOWN
+    assert not slot(s, A0).declined
+
+
+def test_what_was_not_is_kept() -> None:
+    s, effects = moving(100)
+
+    assert names(effects) == ["Account"]
+    assert held(s, A0) == LESS
+    assert not slot(s, A0).declined
+
+
+def test_a_client_that_leaves_may_have_left_it() -> None:
+    s = scheduler(backend("a", 1), holding={A0: WHOLE}, reuse_probability=0.0, **SENT_AS_IT_IS)
+    arrive(s, ids=LESS, shifts=True)
+
+    assert finish(s, outcome=Outcome.CLIENT_GONE, begun=True)[1:] == [
+        Watch(R, A0, Left.BEGUN, wipe=True)
+    ]
+
+
+def test_who_goes_on_and_leaves_has_left_nothing_of_the_kind() -> None:
+    """The next turn of a conversation, stopped: all that was there is its beginning."""
+    s = scheduler(backend("a", 1), holding={A0: LESS}, reuse_probability=0.0, **SENT_AS_IT_IS)
+    arrive(s, ids=join([LESS, run_of(50, 9)]), shifts=True)
+
+    assert finish(s, outcome=Outcome.CLIENT_GONE, begun=True)[1:] == [Watch(R, A0, Left.BEGUN)]
+
+
+def test_who_was_refused_has_moved_nothing() -> None:
+    s = scheduler(backend("a", 1), holding={A0: WHOLE}, reuse_probability=0.0, **SENT_AS_IT_IS)
+    arrive(s, ids=LESS, shifts=True)
+
+    assert finish(s, outcome=Outcome.REFUSED)[1:] == [Watch(R, A0, Left.ANSWERED)]
+
+
+def test_an_answer_that_went_over_the_end_is_wiped() -> None:
+    """With `--context-shift` the server drops tokens in the middle and goes on."""
+    s = running(backend("a", 1, n_ctx=100))
+
+    effects = finish(s, prompt_tokens=3, cached_tokens=0, generated_tokens=98)
+    assert effects[1:] == [WIPED]
+
+
+@pytest.mark.parametrize("pinnable", [True, False])
+def test_a_connection_that_was_lost_may_leave_it_there(pinnable: bool) -> None:
+    """Perhaps the server is the same: what it holds is not saved."""
+    s = scheduler(backend("a", 2), reuse_probability=0.0, **SENT_AS_IT_IS)
+    arrive(s, shifts=True, pinnable=pinnable)
+    if not pinnable:
+        prefilled(s)
+
+    s.handle(ev.BackendDown(A), NOW)
+    s.handle(ev.BackendUp(backend("a", 2)), NOW)
+    assert [slot(s, at).declined for at in (A0, A1)] == [True, not pinnable]
+
+
+@pytest.mark.parametrize("shifts", [True, False])
+def test_nor_is_it_looked_for_in_the_server_s_own_cache(shifts: bool) -> None:
+    s = scheduler(backend("a", 1, keeps_idle_slots=False), coalesce_above_s=None)
+    arrive(s, ids=LESS, shifts=shifts)
+    finish(s, outcome=Outcome.CLIENT_GONE, begun=True)
+    quiet(s, n=None)
+    assert s.state.fleet.parked_tokens(A, LESS) == (0 if shifts else 600)

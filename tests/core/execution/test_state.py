@@ -1,0 +1,70 @@
+"""What the scheduler keeps about itself while it works: streams that stood still."""
+
+from typing import Any
+
+import pytest
+
+from router.base.types import Reported, RequestId, SlotId, SnapshotId, Stall
+from router.core.model import events as ev
+from router.core.model.slots import Resident
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    B0,
+    A,
+    R,
+    backend,
+    busy,
+    run_of,
+    scheduler,
+    snapshot,
+)
+from tests.support.scheduler.drive import NOW, arrive
+
+SNAP = snapshot("s", run_of(900))
+THREE = backend("a", 3)
+
+
+def with_two_streams(**more: Any) -> Scheduler:
+    """Two streams run on a, and a third slot is free."""
+    s = scheduler(THREE, idle_save_after_s=None, reuse_probability=0.0, **more)
+    for index in (1, 2):
+        busy(s.state.fleet, SlotId(A, index))
+    return s
+
+
+def test_a_restore_stops_every_running_stream_of_its_backend() -> None:
+    s = with_two_streams(snapshots=[SNAP], coalesce_above_s=None)
+    arrive(s, ids=run_of(1000))
+    s.handle(ev.Restored(R, SnapshotId("s"), 900, 0.25), NOW)
+
+    assert s.state.stalled_s == {A: {Stall.RESTORE: 0.5}}
+
+
+def test_a_save_stops_them_too_whoever_wanted_it() -> None:
+    s = with_two_streams()
+    for _ in range(2):
+        s.handle(ev.Saved(RequestId("nobody"), A0, SNAP, 0.25), NOW)
+
+    assert s.state.stalled_s == {A: {Stall.SAVE: 1.0}}
+
+
+@pytest.mark.parametrize(("prompt_s", "expected"), [(3.0, 6.0), (None, 0.0)])
+def test_a_prefill_of_the_router_does_as_far_as_its_time_is_known(
+    prompt_s: float | None, expected: float
+) -> None:
+    s = with_two_streams(coalesce_above_s=0.0)
+    arrive(s, ids=run_of(1000))
+    s.handle(ev.Prefilled(R, Reported(999, 0, prompt_s)), NOW)
+
+    assert s.state.stalled_s == {A: {Stall.PREFILL: expected}}
+
+
+def test_streams_of_other_backends_and_idle_slots_lose_nothing() -> None:
+    s = scheduler(THREE, backend("b", 1), idle_save_after_s=None)
+    busy(s.state.fleet, B0)
+    s.state.fleet.slots[A1].resident = Resident(run_of(5))
+    s.handle(ev.Saved(RequestId("nobody"), A0, SNAP, 0.25), NOW)
+
+    assert s.state.stalled_s == {A: {Stall.SAVE: 0.0}}

@@ -1,0 +1,80 @@
+"""Which slots hold a prompt, for sure or perhaps; which requests can be steered into one."""
+
+from typing import Any
+
+import pytest
+
+from router.base.types import Prompt, Tenant
+from router.core.model.server_placement import (
+    Expected,
+    can_be_steered,
+    holds_up,
+    is_computed,
+    may_hold,
+    will_hold,
+)
+from router.core.model.slots import Resident
+from tests.support.scheduler.build import backend, prompt_of, request, tokens
+
+PROMPT = prompt_of([1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("held", "surely", "perhaps"),
+    [
+        (Resident(tokens(1, 2, 3)), True, True),
+        (Resident(tokens(1, 2, 3, 9)), True, True),
+        (Resident(tokens(1, 2)), False, False),
+        (Resident(tokens(1, 2), unread=1), False, True),
+        (Resident(tokens(1, 2, 9), unread=5), False, False),
+        (Resident(tokens(1), unread=1), False, False),
+        (Resident(unsure=True), False, True),
+        (Resident(), False, False),
+    ],
+)
+def test_what_is_in_a_slot(held: Resident, surely: bool, perhaps: bool) -> None:
+    assert is_computed(held, PROMPT) == surely
+    assert may_hold(held, PROMPT) == perhaps
+
+
+def test_what_will_be() -> None:
+    assert will_hold(tokens(1, 2, 3), PROMPT)
+    assert not will_hold(tokens(1, 2), PROMPT)
+    assert not will_hold(tokens(), prompt_of([1]))
+    assert not is_computed(Resident(), prompt_of([1])), "any slot holds none of its tokens"
+
+
+@pytest.mark.parametrize(
+    ("more", "steered"),
+    [
+        ({}, True),
+        ({"pinnable": True}, False),
+        ({"whole_backend": True}, False),
+        ({"reuse": False}, False),
+        ({"adapted": True}, False),
+        ({"prompt": Prompt(unknown="media")}, False),
+        ({"ids": [1]}, False),
+    ],
+)
+def test_who_can_be_steered(more: dict[str, Any], steered: bool) -> None:
+    asked = request(**({"pinnable": False} | more))
+    assert can_be_steered(asked, backend()) == steered
+    assert not can_be_steered(asked, backend(keeps_idle_slots=False))
+    assert not can_be_steered(asked, backend(generates=False))
+
+
+@pytest.mark.parametrize(
+    ("more", "same", "foreign"),
+    [
+        ({"ids": [1, 2, 3]}, True, True),
+        ({"ids": [1, 2, 3, 9]}, True, True),
+        ({"ids": [1, 2]}, False, True),  # its answer may go on like the prompt
+        ({"ids": [1, 9]}, False, False),
+        ({"prompt": Prompt(unknown="media")}, False, True),
+    ],
+)
+def test_who_could_be_in_the_way(more: dict[str, Any], same: bool, foreign: bool) -> None:
+    first = Expected(request("w", [1, 2, 3, 4], pinnable=False), computed=True)
+    assert holds_up(request(**more), first) == same
+    assert holds_up(request(**more, tenant=Tenant("y")), first) == foreign
+    assert holds_up(request(**more), Expected(first.request, computed=False))

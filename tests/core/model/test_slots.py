@@ -1,0 +1,192 @@
+"""Leases: taken before anything is done, given back once, harmless when late."""
+
+import pytest
+
+from router.base.errors import StaleLeaseError
+from router.base.tokens import EMPTY
+from router.base.types import Lease
+from router.core.model.slots import (
+    NOTHING,
+    TRANSITIONS,
+    Move,
+    Phase,
+    Resident,
+    Slot,
+    SlotTable,
+)
+from tests.support.scheduler.build import A0, A1, B0, R2, A, B, R, tokens
+
+HELD = Resident(tokens(1, 2))
+
+
+def slot_in(phase: Phase) -> tuple[Slot, Lease]:
+    """A slot in this phase, and its last lease."""
+    slot = Slot(A0)
+    lease = slot.lease(R)
+    match phase:
+        case Phase.IDLE:
+            slot.release(lease, NOTHING, 0.0)
+        case Phase.RUNNING:
+            slot.start(lease)
+        case Phase.DRAINING:
+            slot.drain(lease)
+        case Phase.LOST:
+            slot.lose()
+        case Phase.PREPARING:
+            pass
+    assert slot.phase is phase
+    return slot, lease
+
+
+def make(slot: Slot, move: Move, lease: Lease) -> None:
+    match move:
+        case Move.LEASE:
+            slot.lease(R2)
+        case Move.START:
+            slot.start(lease)
+        case Move.DRAIN:
+            slot.drain(lease)
+        case Move.RELEASE:
+            slot.release(lease, NOTHING, 0.0)
+        case Move.LOSE:
+            slot.lose()
+
+
+@pytest.mark.parametrize("move", Move)
+@pytest.mark.parametrize("phase", Phase)
+def test_the_table_is_the_life_of_a_slot(phase: Phase, move: Move) -> None:
+    slot, lease = slot_in(phase)
+
+    if move in TRANSITIONS[phase]:
+        make(slot, move, lease)
+        assert slot.phase is TRANSITIONS[phase][move]
+    else:
+        with pytest.raises(StaleLeaseError):
+            make(slot, move, lease)
+        assert slot.phase is phase
+
+
+def test_every_phase_can_be_lost_and_only_idle_is_leased() -> None:
+    assert all(moves[Move.LOSE] is Phase.LOST for moves in TRANSITIONS.values())
+    assert [p for p, moves in TRANSITIONS.items() if Move.LEASE in moves] == [Phase.IDLE]
+
+
+def test_a_released_slot_holds_what_it_was_released_with() -> None:
+    slot = Slot(A0, saved=True)
+    lease = slot.lease(R)
+    slot.pending, slot.sharing = tokens(9), True
+
+    slot.release(lease, HELD, 5.0)
+
+    assert slot == Slot(A0, generation=1, resident=HELD, last_used=5.0)
+    assert slot.is_idle
+
+
+def test_a_lease_is_given_back_once() -> None:
+    slot, lease = slot_in(Phase.IDLE)
+
+    with pytest.raises(StaleLeaseError, match="used at generation 1"):
+        slot.release(lease, HELD, 1.0)
+
+
+def test_a_late_lease_says_nothing_about_its_successor() -> None:
+    slot, late = slot_in(Phase.IDLE)
+    current = slot.lease(R)
+
+    assert not slot.holds(late)
+    with pytest.raises(StaleLeaseError):
+        slot.release(late, HELD, 1.0)
+    assert slot.holds(current)
+
+
+def test_a_lost_slot_holds_nothing_and_is_held_by_nobody() -> None:
+    slot, lease = slot_in(Phase.RUNNING)
+    slot.resident, slot.pending, slot.sharing = HELD, tokens(9), True
+
+    slot.lose()
+
+    assert not slot.holds(lease)
+    assert (slot.resident, slot.pending, slot.sharing) == (NOTHING, EMPTY, False)
+
+
+def test_unread_tokens_count() -> None:
+    assert len(Resident(tokens(1, 2), unread=3)) == 5
+
+
+def test_a_table_finds_its_slots() -> None:
+    table = SlotTable()
+    table.add(A, 2)
+    table.add(B, 1)
+
+    assert [slot.id for slot in table] == [A0, A1, B0]
+    assert table[A1].id == A1
+    assert [slot.id for slot in table.of(B)] == [B0]
+
+
+def test_a_table_knows_how_many_slots_are_in_which_phase() -> None:
+    table = SlotTable()
+    assert not table.any_idle()
+    table.add(A, 2)
+    assert table.any_idle()
+    lease = table[A0].lease(R)
+    table[A1].lease(R2)
+
+    assert table.phases(A)[Phase.PREPARING] == 2
+    assert not table.any_idle()
+    table[A0].start(lease)
+    assert (table.phases(A)[Phase.RUNNING], table.phases(A)[Phase.PREPARING]) == (1, 1)
+    table.add(A, 1)
+    assert {phase: n for phase, n in table.phases(A).items() if n} == {Phase.IDLE: 1}
+    assert not any(table.phases(B).values())
+
+
+def test_losing_a_backend_tells_who_was_there() -> None:
+    table = SlotTable()
+    table.add(A, 2)
+    lease = table[A1].lease(R)
+
+    assert table.lose(A) == [R]
+    assert {slot.phase for slot in table} == {Phase.LOST}
+    assert not table.holds(lease)
+    assert table.lose(B) == []
+
+
+def test_a_restart_raises_generations_and_may_change_the_number_of_slots() -> None:
+    table = SlotTable()
+    table.add(A, 2)
+    first, second = table[A0].lease(R), table[A1].lease(R2)
+
+    table.add(A, 1)
+
+    assert not table.holds(first)
+    assert not table.holds(second)  # its slot is no more
+    assert table[A0].lease(R).generation > first.generation
+
+
+def test_what_could_be_saved_follows_the_slots() -> None:
+    table = SlotTable()
+    table.add(A, 2)
+    assert table.unsaved() == {}
+
+    table[A0].resident, table[A0].last_used = HELD, 2.0
+    table[A1].resident, table[A1].last_used = HELD, 1.0
+    assert table.unsaved() == {A: 1.0}
+
+    table[A1].saved = True
+    assert table.unsaved() == {A: 2.0}
+
+    lease = table[A1].lease(R)
+    assert table.unsaved() == {}  # somebody is at work
+
+    table[A1].release(lease, HELD, 5.0)
+    assert table.unsaved() == {A: 2.0}
+
+    table.lose(A)
+    assert table.unsaved() == {}
+
+    table.add(A, 1)
+    table[A0].resident = HELD
+    assert table.unsaved() == {A: 0.0}
+
+    table.remove(A)
+    assert table.unsaved() == {}

@@ -1,0 +1,285 @@
+"""Where a prefill pauses for a snapshot, and what becomes of the pauses."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.base.tokens import head, join
+from router.base.types import (
+    MemoryKind,
+    Outcome,
+    Prompt,
+    Reported,
+    Request,
+    Source,
+    StateShape,
+)
+from router.core.model import events as ev
+from router.core.model.effects import Account, Delete, Dispatch, Prefill, Save, SaveReason
+from router.core.model.plan import Plan
+from router.core.model.slots import Resident
+from router.core.model.snapshot_limits import SnapshotLimits
+from router.core.planning.boundary_saves import pauses
+from router.core.planning.planner import plan
+from router.core.reporting.request_records import record_of
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    NS,
+    R,
+    backend,
+    busy,
+    fleet,
+    rates,
+    request,
+    run_of,
+    scheduler,
+    snapshot,
+)
+from tests.support.scheduler.drive import (
+    NOW,
+    arrive,
+    cancel,
+    held,
+    names,
+    plan_of,
+    prefilled,
+    save_failed,
+    saved,
+    slot,
+)
+
+HYBRID = backend(memory_kind=MemoryKind.HYBRID)
+# 600 tokens of system prompt, a question up to 900, and the start of an answer.
+CHAT = Prompt(run_of(905), boundaries=(600, 900))
+OTHER = join([run_of(600), run_of(305, 2)])
+
+
+def asked(prompt: Prompt = CHAT, **more: Any) -> Request:
+    return request(prompt=prompt, **more)
+
+
+def planned(made: Any, prompt: Prompt = CHAT, **more: Any) -> Plan:
+    found = plan(asked(prompt, **more), made, NOW)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind", [MemoryKind.SLIDING_WINDOW, MemoryKind.HYBRID, MemoryKind.RECURRENT]
+)
+def test_a_kind_that_cannot_go_back_pauses_at_the_boundaries(kind: MemoryKind) -> None:
+    found = planned(fleet(backend(memory_kind=kind)))
+
+    assert found.pauses == (600, 900)
+    assert found.pauses_s == pytest.approx(0.002)
+    assert found.ttft_s == pytest.approx(found.chosen.price.ttft_s + 0.002)
+
+
+@pytest.mark.parametrize(
+    ("info", "more"),
+    [
+        (backend(memory_kind=MemoryKind.FULL), {}),
+        (backend(memory_kind=MemoryKind.UNKNOWN), {}),
+        (backend(memory_kind=MemoryKind.HYBRID, place=None), {}),
+        (backend(memory_kind=MemoryKind.SLIDING_WINDOW, window=2000), {}),
+        (HYBRID, {"whole_backend": True, "pinnable": False}),
+        (HYBRID, {"reuse": False}),
+        (HYBRID, {"prompt": Prompt(unknown="why")}),
+        (HYBRID, {"prompt": Prompt(run_of(905), boundaries=(600,), n_media=1)}),
+    ],
+)
+def test_nothing_is_saved_that_would_be_of_no_use(info: Any, more: dict[str, Any]) -> None:
+    assert planned(fleet(info), **({"prompt": CHAT} | more)).pauses == ()
+
+
+def test_without_boundaries_the_last_token_but_one() -> None:
+    assert planned(fleet(HYBRID), Prompt(run_of(905))).pauses == (904,)
+
+
+def test_what_is_reused_is_behind_and_what_is_there_is_not_saved_again() -> None:
+    made = fleet(HYBRID, snapshots=[snapshot("s", run_of(600))])
+    found = planned(made)
+
+    assert (found.chosen.source, found.chosen.reused_tokens) == (Source.SNAPSHOT, 600)
+    assert found.pauses == (900,)
+
+    made = fleet(HYBRID, snapshots=[snapshot("s", run_of(900))])
+    assert pauses(made, asked(), planned(fleet(HYBRID)).chosen) == ((600,), 0.001)
+
+
+def test_where_somebody_parted_before_there_is_a_snapshot_from_the_second_time_on() -> None:
+    made = fleet(HYBRID, snapshots=[snapshot("s", run_of(1000))])
+    assert planned(made, Prompt(OTHER)).pauses == (600, 904)
+
+    made = fleet(HYBRID)
+    made.slots[A1].resident = Resident(run_of(700))
+    assert planned(made, Prompt(OTHER)).pauses == (600, 904)
+
+
+def test_a_save_that_costs_more_than_it_can_spare_is_not_made() -> None:
+    made = fleet(HYBRID)
+    made.rates[HYBRID.id] = rates(prefill_s=1e-6)
+    assert planned(made).pauses == ()
+
+    # With a chance of a half: 600 tokens at 10 ms, less a restore, are 2.5 s and 300 are 1 s.
+    made = fleet(HYBRID)
+    made.rates[HYBRID.id] = rates(transfer_s=1.0)
+    assert planned(made).pauses == (600,)
+    busy(made, A1)
+    assert planned(made).pauses == (600,)
+    made.rates[HYBRID.id] = rates(transfer_s=1.3)
+    assert planned(made).pauses == (900,)  # a stream stops with each of them
+
+
+def test_what_a_save_takes_beside_the_backend_is_learned_and_counts() -> None:
+    made = fleet(HYBRID)
+    made.rates[HYBRID.id] = rates(prefill_s=0.0001)
+    assert planned(made).pauses == (600, 900)  # spare 30 ms and 15 ms, with a chance of a half
+    made.rates[HYBRID.id].handling_s.value = 0.01
+    found = planned(made)
+    assert found.pauses == (600,)
+    assert found.pauses_s == pytest.approx(0.021)
+
+    s = started()
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+    s.handle(ev.Saved(R, A0, snapshot("b1", run_of(600)), 0.001, handling_s=3.0), NOW)
+    assert s.state.fleet.rates[HYBRID.id].handling_s.value == pytest.approx(1.5)
+
+
+def test_a_window_that_nobody_has_seen_is_learned_from_a_state_that_gives_nothing() -> None:
+    swa = backend(memory_kind=MemoryKind.SLIDING_WINDOW)
+    s = scheduler(swa, coalesce_above_s=None)
+    arrive(s, prompt=CHAT)
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+    useless = replace(snapshot("b1", run_of(600)), shape=StateShape(extendable=False))
+
+    assert saved(s, useless) == [Delete(useless), Prefill(R, A0, run_of(900))]
+    assert held(s, A0) == run_of(600)
+    assert s.state.fleet.infos[swa.id].window == 600
+    other = Prompt(run_of(905, 3), boundaries=(600, 900))
+    assert planned(s.state.fleet, other).pauses == (900,)
+
+
+def test_a_state_with_checkpoints_says_nothing_of_the_window() -> None:
+    """It gives tokens, so one as short is worth saving again."""
+    swa = backend(memory_kind=MemoryKind.SLIDING_WINDOW)
+    s = scheduler(swa, coalesce_above_s=None)
+    arrive(s, prompt=CHAT)
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+    saved(s, replace(snapshot("b1", run_of(600)), shape=StateShape(1, (500,), extendable=False)))
+
+    assert s.state.fleet.infos[swa.id].window == 0
+    assert planned(s.state.fleet, Prompt(run_of(905, 3), boundaries=(600, 900))).pauses[0] == 600
+
+
+def test_limits_hold_for_pauses() -> None:
+    made = fleet(HYBRID)
+    made.catalog.limits = SnapshotLimits(max_tokens=700)
+    assert planned(made).pauses == (600,)
+
+
+def started(**more: Any) -> Scheduler:
+    s = scheduler(HYBRID, coalesce_above_s=None, **more)
+    assert arrive(s, prompt=CHAT) == [Prefill(R, A0, run_of(600))]
+    return s
+
+
+def test_prefill_save_prefill_save_send() -> None:
+    s = started()
+
+    assert prefilled(s, prompt_tokens=600, cached_tokens=0) == [
+        Save(R, A0, NS, SaveReason.BOUNDARY)
+    ]
+    assert saved(s, snapshot("b1", run_of(600))) == [Prefill(R, A0, run_of(900))]
+    assert prefilled(s, prompt_tokens=900, cached_tokens=600) == [
+        Save(R, A0, NS, SaveReason.BOUNDARY)
+    ]
+    assert names(saved(s, snapshot("b2", run_of(900)))) == ["Dispatch"]
+    assert held(s, A0) == run_of(900)
+    assert slot(s, A0).resident.checkpoints == (596, 896)
+    job = s.state.jobs[R]
+    assert job.prefilled is not None
+    assert job.prefilled.computed_tokens == 900
+
+
+def test_the_next_turn_a_regenerate_and_a_sibling_find_a_snapshot() -> None:
+    s = started()
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+    saved(s, snapshot("b1", run_of(600)))
+    prefilled(s, prompt_tokens=900, cached_tokens=600)
+    saved(s, snapshot("b2", run_of(900)))
+
+    fleet_ = s.state.fleet
+    fleet_.slots[A1].resident = Resident(run_of(50, 9))
+    for prompt, reused in (
+        (Prompt(run_of(905)), 900),
+        (Prompt(join([run_of(900), run_of(300, 3)])), 900),
+        (Prompt(OTHER), 600),
+    ):
+        found = plan(request("r9", prompt=prompt), fleet_, NOW)
+        assert found is not None
+        assert (found.chosen.source, found.chosen.reused_tokens) == (Source.SNAPSHOT, reused)
+
+
+def test_a_save_that_fails_costs_no_more_than_the_snapshot() -> None:
+    s = started()
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+
+    assert save_failed(s) == [Prefill(R, A0, run_of(900))]
+
+
+def test_a_prefill_that_fails_leaves_nothing_to_save() -> None:
+    s = started()
+
+    effects = s.handle(ev.PrefillFailed(R, "no"), NOW)
+    assert names(effects) == ["Dispatch"]
+    assert slot(s, A0).resident.unsure
+
+
+def test_a_client_that_leaves_at_a_pause_is_the_end_of_it() -> None:
+    s = started()
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+    cancel(s)
+
+    assert saved(s, snapshot("b1", run_of(600))) == []
+    assert R not in s.state.jobs
+    assert held(s, A0) == run_of(600)
+
+
+def test_who_wants_the_same_waits_for_the_last_pause() -> None:
+    s = started()
+    assert arrive(s, "r2", prompt=CHAT) == []
+    assert slot(s, A0).pending == run_of(900)
+
+    # Saved at its boundary, and not once more for the one who waits.
+    assert names(prefilled(s, prompt_tokens=600, cached_tokens=0)) == ["Save"]
+
+
+def test_a_request_that_the_server_places_is_prefilled_to_the_end() -> None:
+    s = scheduler(HYBRID, coalesce_above_s=None)
+    arrive(s, prompt=CHAT, pinnable=False)
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+    saved(s, snapshot("b1", run_of(600)))
+    prefilled(s, prompt_tokens=900, cached_tokens=600)
+
+    assert saved(s, snapshot("b2", run_of(900))) == [Prefill(R, A0, head(CHAT.tokens, 904))]
+    effects = prefilled(s, prompt_tokens=904, cached_tokens=900)
+    assert [type(e) for e in effects] == [Dispatch]
+    assert plan_of(effects).pauses == (600, 900)
+
+
+def test_the_computed_tokens_of_all_parts_are_counted_once() -> None:
+    s = started()
+    prefilled(s, prompt_tokens=600, cached_tokens=0)
+    saved(s, snapshot("b1", run_of(600)))
+    prefilled(s, prompt_tokens=900, cached_tokens=600)
+    saved(s, snapshot("b2", run_of(900)))
+
+    effects = s.handle(
+        ev.Finished(R, Outcome.OK, Reported(prompt_tokens=905, cached_tokens=900)), NOW
+    )
+    (account,) = (e for e in effects if isinstance(e, Account))
+    assert record_of(account, 0.1, 0.1).computed_tokens == 905

@@ -1,0 +1,415 @@
+"""Each rule of the decision, on a fleet that is as small as it can be."""
+
+from typing import Any
+
+import pytest
+
+from router.base.tokens import join
+from router.base.types import MemoryKind, Prompt, Request, SlotId, Source
+from router.core.fleet.fleet import Fleet
+from router.core.model.plan import Candidate, Plan
+from router.core.model.policy import PolicyName
+from router.core.model.rates import Mean
+from router.core.model.slots import Resident
+from router.core.model.snapshot_limits import SnapshotLimits
+from router.core.planning.displacement import can_save, saving_pays
+from router.core.planning.planner import plan
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    B0,
+    OTHER_NS,
+    R2,
+    A,
+    R,
+    backend,
+    busy,
+    fleet,
+    rates,
+    request,
+    run_of,
+    snapshot,
+)
+
+LONG = run_of(1000)  # 10 s of prefill at the rates of `build`
+ELSE = run_of(1000, 7)
+TWO = (backend("a", 1), backend("b", 1))
+
+
+def chosen(request_: Request, fleet_: Fleet, waited_s: float = 0.0) -> Candidate:
+    decision = plan(request_, fleet_, 0.0, waited_s)
+    assert decision is not None
+    return decision.chosen
+
+
+def sources(decision: Plan | None) -> set[Source]:
+    assert decision is not None
+    return {c.source for c in (decision.chosen, *decision.losers)}
+
+
+def waits(request_: Request, fleet_: Fleet, **more: float) -> SlotId | None:
+    return chosen(request_, fleet_, **more).wait_for
+
+
+# -- what there is to choose from ---------------------------------------------------------------
+
+
+def test_the_slot_that_holds_the_prefix() -> None:
+    best = chosen(request(ids=LONG), fleet(backend(), holding={A1: run_of(900)}))
+
+    assert (best.slot, best.source, best.reused_tokens) == (A1, Source.RESIDENT, 900)
+    assert best.price.prefill_s == pytest.approx(1.0)
+
+
+def test_a_snapshot_into_an_idle_slot() -> None:
+    best = chosen(request(ids=LONG), fleet(snapshots=[snapshot("s", run_of(900))]))
+
+    assert (best.slot, best.source, best.reused_tokens) == (A0, Source.SNAPSHOT, 900)
+    assert best.snapshot == "s"
+    assert best.price.restore_s == pytest.approx(0.001)
+
+
+def test_a_copy_of_what_an_idle_slot_elsewhere_holds() -> None:
+    """Where the owner computes the rest far slower than the other backend."""
+    made = fleet(*TWO, holding={A0: run_of(500)})
+    made.rates[A] = rates(prefill_s=1.0)
+
+    best = chosen(request(ids=LONG), made)
+
+    assert (best.slot, best.source, best.copy_from) == (B0, Source.COPY, A0)
+    assert best.reused_tokens == 500
+    assert (best.price.save_s, best.price.restore_s) == (0.001, 0.001)
+
+
+def test_cold_where_nothing_is_known() -> None:
+    best = chosen(request(ids=LONG), fleet())
+
+    assert (best.slot, best.source, best.reused_tokens) == (A0, Source.COLD, 0)
+
+
+def test_a_cold_start_takes_the_slot_that_is_idle_for_longest() -> None:
+    made = fleet()
+    made.slots[A0].last_used = 5.0
+
+    assert chosen(request(), made).slot == A1
+
+
+def test_a_cold_start_displaces_what_is_worth_least() -> None:
+    made = fleet(backend(place=None), holding={A0: ELSE})
+
+    assert chosen(request(ids=LONG), made).slot == A1
+
+
+def test_asked_for_the_best_alone_the_others_are_not_priced() -> None:
+    made = fleet(*TWO, holding={A0: run_of(100), B0: run_of(900)})
+
+    decision = plan(request(ids=LONG), made, 0.0, losers=0)
+    assert decision is not None
+    assert (decision.chosen.slot, decision.losers) == (B0, ())
+
+
+def test_of_two_that_compute_the_prefix_the_first_to_be_done_is_waited_for() -> None:
+    made = fleet(backend("a", 1), backend("b", 1), backend("c", 1))
+    for slot, until in ((A0, 1.0), (B0, 20.0)):
+        made.slots[slot].lease(R2)
+        made.slots[slot].sharing, made.slots[slot].pending = True, LONG
+        made.slots[slot].busy_until = until
+
+    decision = plan(request(ids=[*([1] * 1000), 2]), made, 0.0, losers=0)
+    assert decision is not None
+    assert (decision.chosen.wait_for, decision.losers) == (A0, ())
+
+
+def test_the_losers_come_along_in_order() -> None:
+    decision = plan(request(ids=LONG), fleet(holding={A0: run_of(9)}), 0.0)
+
+    assert decision is not None
+    assert [c.slot for c in decision.losers] == [A1]
+    assert decision.reason.startswith("resident is cheapest at ")
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (request(prompt=Prompt(unknown="media")), "tokens unknown: media"),
+        (request(ids=LONG, reuse=False), "the client asked for no reuse"),
+        (request(ids=LONG, whole_backend=True), "none is cheapest at"),
+    ],
+)
+def test_the_router_has_no_say(asked: Request, reason: str) -> None:
+    made = fleet(holding={A0: LONG}, snapshots=[snapshot("s", LONG)])
+
+    decision = plan(asked, made, 0.0)
+
+    assert sources(decision) == {Source.NONE}
+    assert decision is not None
+    assert decision.reason.startswith(reason)
+    assert not decision.prefill_first
+
+
+# -- who may take part --------------------------------------------------------------------------
+
+
+def test_no_backend_no_plan() -> None:
+    assert plan(request(), Fleet(), 0.0) is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request(model="other"),
+        request(avoid=frozenset({A})),
+        request(ids=run_of(10_000)),
+    ],
+    ids=["another model", "failed there already", "as long as the context"],
+)
+def test_a_backend_that_does_not_serve_the_request(asked: Request) -> None:
+    assert plan(asked, fleet(), 0.0) is None
+
+
+def test_a_model_by_its_name() -> None:
+    assert plan(request(model="m"), fleet(), 0.0) is not None
+
+
+def test_only_idle_slots() -> None:
+    made = fleet()
+    busy(made, A0)
+    assert chosen(request(), made).slot == A1
+    busy(made, A1)
+    assert plan(request(), made, 0.0) is None
+
+
+def test_a_gated_backend_gets_nothing() -> None:
+    made = fleet(*TWO)
+    made.gated.add(A)
+
+    assert chosen(request(), made).slot == B0
+
+
+def test_a_whole_backend_only_where_all_is_idle() -> None:
+    made = fleet(backend("a", 2), backend("b", 2))
+    busy(made, A0)
+
+    assert chosen(request(whole_backend=True), made).slot == B0
+    busy(made, B0)
+    assert plan(request(whole_backend=True), made, 0.0) is None
+
+
+def test_a_server_that_chooses_is_kept_from_slots_in_preparation() -> None:
+    """And from one that we still watch: the server may think it idle."""
+    made = fleet()
+    lease = made.slots[A0].lease(R)
+    unread = request(prompt=Prompt(unknown="media"), pinnable=False)
+    assert plan(unread, made, 0.0) is None
+    assert plan(request(), made, 0.0) is not None
+
+    made.slots[A0].drain(lease)
+    assert plan(unread, made, 0.0) is None
+    assert plan(request(), made, 0.0) is not None
+
+
+def test_where_a_start_empties_idle_slots_nothing_starts_beside_a_preparation() -> None:
+    made = fleet(backend(keeps_idle_slots=False))
+    lease = made.slots[A0].lease(R)
+    assert plan(request(), made, 0.0) is None
+
+    made.slots[A0].drain(lease)
+    assert plan(request(), made, 0.0) is not None
+
+
+def test_a_slot_hint_is_obeyed_if_there_is_such_a_slot() -> None:
+    made = fleet(holding={A1: LONG})
+
+    assert chosen(request(ids=LONG, slot_hint=0), made).slot == A0
+    assert chosen(request(ids=LONG, slot_hint=7), made).slot == A1
+    busy(made, A0)
+    assert plan(request(slot_hint=0), made, 0.0) is None
+
+
+# -- what fits where ----------------------------------------------------------------------------
+
+
+def test_namespaces_never_mix() -> None:
+    infos = (backend("a", 1, namespace=OTHER_NS), backend("b", 1))
+    made = fleet(*infos, holding={A0: run_of(500)}, snapshots=[snapshot("s", LONG, ns=OTHER_NS)])
+    made.rates[A] = rates(prefill_s=1.0)
+    made.slots[A0].resident = Resident(run_of(500))
+
+    decision = plan(request(ids=LONG, avoid=frozenset({A})), made, 0.0)
+    assert sources(decision) == {Source.COLD}
+    assert Source.COPY not in sources(plan(request(ids=LONG), made, 0.0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"place": None}, {"memory_kind": MemoryKind.SLIDING_WINDOW}, {"n_ctx": 1100}],
+    ids=["no place for files", "a kind that cannot be restored", "longer than a slot"],
+)
+def test_no_restore_where_it_could_not_be_used(change: dict[str, Any]) -> None:
+    long = snapshot("s", join([LONG, run_of(200, 2)]))
+    made = fleet(backend(**change), snapshots=[long])
+
+    assert sources(plan(request(ids=LONG), made, 0.0)) == {Source.COLD}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ({"place": None}, {}),
+        ({}, {"n_ctx": 1100}),
+        ({}, {"memory_kind": MemoryKind.HYBRID}),
+        ({}, {"place": None}),
+    ],
+    ids=["source cannot save", "target too small", "diverging hybrid", "target cannot restore"],
+)
+def test_no_copy_where_it_could_not_be_used(changes: tuple[dict[str, Any], ...]) -> None:
+    infos = (backend("a", 1, **changes[0]), backend("b", 1, **changes[1]))
+    made = fleet(*infos, holding={A0: join([run_of(900), run_of(300, 2)])})
+    made.rates[A] = rates(prefill_s=1.0)
+
+    assert sources(plan(request(ids=LONG), made, 0.0)) == {Source.RESIDENT, Source.COLD}
+
+
+def test_a_snapshot_of_a_diverging_hybrid_is_not_offered() -> None:
+    made = fleet(backend(memory_kind=MemoryKind.HYBRID), snapshots=[snapshot("s", run_of(1200))])
+
+    assert sources(plan(request(ids=LONG), made, 0.0)) == {Source.COLD}
+
+
+# -- what is displaced --------------------------------------------------------------------------
+
+
+def test_what_is_displaced_is_saved_if_that_pays() -> None:
+    made = fleet(backend("a", 1), holding={A0: ELSE})
+
+    best = chosen(request(ids=LONG), made)
+    assert (best.save_displaced, best.price.save_s, best.price.loss_s) == (True, 0.001, 0.0005)
+
+
+def test_what_the_router_does_with_what_it_saves_takes_time_but_stops_nobody() -> None:
+    made = fleet(backend("a", 2), holding={A0: ELSE}, snapshots=[snapshot("s", run_of(900))])
+    made.rates[A].handling_s = Mean(0.5)
+    busy(made, A1)
+
+    best = chosen(request(ids=LONG), made)
+    assert (best.source, best.save_displaced) == (Source.SNAPSHOT, True)
+    assert best.price.handling_s == 0.5
+    assert best.price.stall_s == pytest.approx(0.001 + 0.001 + 1.0)
+
+
+def test_what_a_snapshot_holds_already_has_to_be_restored() -> None:
+    made = fleet(backend("a", 1), holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
+
+    assert saving_pays(made, made.slots[A0]) == (0.0, 0.0005, False)
+
+
+def test_the_chance_falls_with_the_uses_of_other_slots() -> None:
+    """Both slots were used since: half of it."""
+    made = fleet(backend("a", 2), holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
+    made.note_use(made.slots[A1])
+    made.note_use(made.slots[A1])
+
+    assert saving_pays(made, made.slots[A0]) == (0.0, 0.00025, False)
+    made.note_use(made.slots[A0])
+    assert saving_pays(made, made.slots[A0]) == (0.0, 0.0005, False)
+
+
+def test_who_is_gone_for_long_is_displaced_before_who_has_just_begun() -> None:
+    """2,000 tokens that nobody has come for while two slots were used ten times, and 300."""
+    made = fleet(backend(place=None), holding={A0: run_of(2000, 7), A1: run_of(300, 8)})
+    assert chosen(request(ids=LONG), made).slot == A1
+
+    for _ in range(20):
+        made.note_use(made.slots[A1])
+    assert chosen(request(ids=LONG), made).slot == A0
+
+
+def test_what_stays_useful_is_no_loss() -> None:
+    made = fleet(backend("a", 1), holding={A0: ELSE})
+
+    assert saving_pays(made, made.slots[A0], kept=1000) == (0.0, 0.0, False)
+    assert saving_pays(fleet(), fleet().slots[A0]) == (0.0, 0.0, False)
+
+
+def test_the_end_that_a_continued_conversation_leaves_is_not_worth_a_file() -> None:
+    """30 tokens take 0.3 s, a save 10 ms; but who shares all of the prompt is its next turn."""
+    made = fleet(backend("a", 1), holding={A0: ELSE})
+    made.rates[A] = rates(transfer_s=0.01)
+    assert saving_pays(made, made.slots[A0], kept=970)[2]
+
+    made.slots[A0].resident = Resident(ELSE, 0, (500, 966))
+    save_s, loss_s, save = saving_pays(made, made.slots[A0], kept=970)
+    assert (save_s, save) == (0.0, False)
+    assert loss_s == pytest.approx(0.5 * 0.03 * 0.3)
+    assert saving_pays(made, made.slots[A0], kept=965)[2]  # another talk that begins like it
+
+
+def test_a_part_of_a_hybrid_covers_nothing() -> None:
+    info = backend("a", 1, memory_kind=MemoryKind.HYBRID)
+    part = fleet(info, holding={A0: ELSE}, snapshots=[snapshot("s", run_of(900, 7))])
+    whole = fleet(info, holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
+
+    assert saving_pays(part, part.slots[A0]) == (0.001, 0.0005, True)
+    assert saving_pays(whole, whole.slots[A0]) == (0.0, 0.0005, False)
+
+
+def test_saving_does_not_pay_when_it_stops_too_much() -> None:
+    """5 s would be lost at even odds; a save of 4 s and a restore of 4 s at these odds are more."""
+    made = fleet(backend("a", 2), holding={A0: ELSE})
+    made.rates[A] = rates(transfer_s=3.0)
+    assert saving_pays(made, made.slots[A0]) == (3.0, 1.5, True)
+
+    # A stream that stops for the save would stop as well for what it spares.
+    busy(made, A1)
+    assert saving_pays(made, made.slots[A0]) == (3.0, 3.0, True)
+    made.rates[A] = rates(transfer_s=4.0)
+    assert saving_pays(made, made.slots[A0]) == (0.0, 10.0, False)
+    assert chosen(request(ids=LONG), made).price.loss_s == 10.0
+
+
+def test_a_prompt_that_the_router_computes_counts_as_load() -> None:
+    made = fleet(backend("a", 2), backend("b", 2))
+    made.slots[A0].lease(R2)
+    made.slots[A0].sharing = True
+    assert chosen(request(ids=LONG), made).slot == B0
+
+
+def test_nobody_waits_for_less_than_is_worth_a_file() -> None:
+    made = fleet(backend("a", 1), backend("b", 1))
+    made.slots[A0].lease(R2)
+    made.slots[A0].sharing, made.slots[A0].pending = True, run_of(100)
+    made.slots[A0].busy_until = 0.5
+    assert chosen(request(ids=run_of(101)), made).wait_for == A0
+    made.catalog.limits = SnapshotLimits(min_tokens=101)
+    assert chosen(request(ids=run_of(101)), made).wait_for is None
+
+
+def test_streams_that_stop_are_priced() -> None:
+    made = fleet(snapshots=[snapshot("s", run_of(900))])
+    busy(made, A1)
+
+    best = chosen(request(ids=LONG), made)
+    assert best.price.stall_s == pytest.approx(1.0 + 0.001)  # of the prefill and of the restore
+
+
+@pytest.mark.parametrize(
+    ("change", "policy", "limits"),
+    [
+        ({"place": None}, PolicyName.CHEAPEST, SnapshotLimits()),
+        (
+            {"memory_kind": MemoryKind.SLIDING_WINDOW, "window": 5},
+            PolicyName.CHEAPEST,
+            SnapshotLimits(),
+        ),
+        ({}, PolicyName.STICKY, SnapshotLimits()),
+        ({}, PolicyName.CHEAPEST, SnapshotLimits(max_tokens=4)),
+    ],
+)
+def test_what_cannot_be_saved(
+    change: dict[str, Any], policy: PolicyName, limits: SnapshotLimits
+) -> None:
+    made = fleet(backend(**change), policy=policy)
+    made.catalog.limits = limits
+
+    assert not can_save(made, made.infos[A], 5)
+    assert can_save(fleet(), fleet().infos[A], 5)

@@ -1,0 +1,249 @@
+"""When a request waits although it need not, what is computed first, and the baselines."""
+
+import pytest
+
+from router.base.tokens import Tokens
+from router.base.types import Prompt, Request, SlotId, Source
+from router.core.fleet.fleet import Fleet
+from router.core.model.plan import Candidate, Plan
+from router.core.model.policy import PolicyName
+from router.core.planning.baseline_policies import sticky_key
+from router.core.planning.planner import plan
+from router.core.planning.wait_candidates import hope_ends
+from tests.support.scheduler.build import (
+    A0,
+    A1,
+    B0,
+    A,
+    B,
+    R,
+    backend,
+    busy,
+    fleet,
+    rates,
+    request,
+    run_of,
+    snapshot,
+)
+
+LONG = run_of(1000)  # 10 s of prefill at the rates of `build`
+ELSE = run_of(1000, 7)
+TWO = (backend("a", 1), backend("b", 1))
+
+
+def chosen(request_: Request, fleet_: Fleet, waited_s: float = 0.0) -> Candidate:
+    decision = plan(request_, fleet_, 0.0, waited_s)
+    assert decision is not None
+    return decision.chosen
+
+
+def sources(decision: Plan | None) -> set[Source]:
+    assert decision is not None
+    return {c.source for c in (decision.chosen, *decision.losers)}
+
+
+def waits(request_: Request, fleet_: Fleet, **more: float) -> SlotId | None:
+    return chosen(request_, fleet_, **more).wait_for
+
+
+# -- waiting ------------------------------------------------------------------------------------
+
+
+def shared_prefill(policy: PolicyName = PolicyName.PREFER_IDLE, until: float = 2.0) -> Fleet:
+    """Slot a/0 computes LONG on its own; a/1 is idle."""
+    made = fleet(policy=policy)
+    made.slots[A0].lease(R)
+    made.slots[A0].pending, made.slots[A0].sharing = LONG, True
+    made.slots[A0].busy_until = made.slots[A0].piece_until = until
+    return made
+
+
+MORE = Tokens(LONG + run_of(10, 3))
+
+
+def test_a_request_waits_for_a_prefill_under_way_when_that_is_cheaper() -> None:
+    decision = plan(request(ids=MORE), shared_prefill(until=2.0), 0.0)
+
+    assert decision is not None
+    assert decision.chosen.wait_for == A0
+    assert decision.chosen.source is Source.SNAPSHOT
+    assert decision.chosen.reused_tokens == 1000
+    assert decision.reason == "waiting for a/0 is cheaper"
+
+
+def test_a_request_does_not_wait_for_one_that_takes_longer_than_its_own() -> None:
+    """Computing it twice is charged at the odds that the seconds are needed elsewhere."""
+    for until, expected in ((14.0, A0), (16.0, None)):
+        made = shared_prefill(until=until)
+        made.infos[B], made.rates[B] = backend("b"), rates()
+        made.slots.add(B, 2)
+        assert waits(request(ids=MORE), made) == expected
+
+
+def test_another_prompt_on_the_same_backend_would_be_computed_after_it() -> None:
+    made = shared_prefill(until=60.0)
+    assert waits(request(ids=MORE), made) == A0
+
+    price = chosen(request(ids=ELSE), made).price
+    assert price.wait_s == 60.0
+    assert chosen(request(ids=ELSE[:40]), made).price.wait_s == 0.0  # too short to be in line
+
+
+def test_what_is_computed_for_all_is_waited_for_however_long_it_takes() -> None:
+    """As `max_wait` is about who owns a slot: all who wait would begin it anew."""
+    assert waits(request(ids=MORE), shared_prefill(), waited_s=3000.0) == A0
+
+
+def test_nobody_waits_for_what_is_long_overdue() -> None:
+    made = shared_prefill(until=-59.0)
+    assert waits(request(ids=MORE), made) == A0
+    made = shared_prefill(until=-60.0)
+    assert waits(request(ids=MORE), made) is None
+    assert hope_ends(made, -1.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request(ids=ELSE),
+        request(ids=MORE, reuse=False),
+        request(ids=MORE, avoid=frozenset({A})),
+    ],
+    ids=["another prompt", "no reuse", "failed there already"],
+)
+def test_nobody_waits_for_what_is_of_no_use(asked: Request) -> None:
+    made = shared_prefill()
+    made.infos[B], made.rates[B] = backend("b"), rates()
+    made.slots.add(B, 2)
+
+    assert waits(asked, made) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "waited_for"),
+    [
+        (PolicyName.PREFER_IDLE, None),
+        (PolicyName.PREFER_OWNER, A0),
+        (PolicyName.CHEAPEST, A0),
+        (PolicyName.LEAST_BUSY, None),
+    ],
+)
+def test_the_owner_is_waited_for_where_the_policy_allows(
+    policy: PolicyName, waited_for: SlotId | None
+) -> None:
+    made = fleet(policy=policy)
+    busy(made, A0, until=3.0, pending=LONG)
+
+    assert waits(request(ids=MORE), made) == waited_for
+
+
+def test_the_owner_is_not_waited_for_beyond_the_cap_or_against_the_hint() -> None:
+    made = fleet(policy=PolicyName.CHEAPEST, max_wait_s=2.0)
+    busy(made, A0, until=3.0, pending=LONG)
+    assert waits(request(ids=MORE), made) is None
+
+    made.slots[A0].busy_until = 1.0
+    assert waits(request(ids=MORE), made) == A0
+    assert waits(request(ids=MORE, slot_hint=1), made) is None
+
+
+def test_whoever_is_done_by_our_guess_is_done_soon() -> None:
+    made = fleet(policy=PolicyName.CHEAPEST)
+    busy(made, A0, until=-5.0, pending=LONG)
+
+    assert chosen(request(ids=MORE), made).price.wait_s == 0.0
+
+
+# -- a prefill of our own -----------------------------------------------------------------------
+
+
+def prefill_first(asked: Request, made: Fleet) -> bool:
+    decision = plan(asked, made, 0.0)
+    assert decision is not None
+    return decision.prefill_first
+
+
+def test_a_long_prefill_is_done_first_so_that_others_can_share_it() -> None:
+    assert prefill_first(request(ids=LONG), fleet())
+    assert not prefill_first(request(ids=run_of(10)), fleet())
+    assert not prefill_first(request(ids=LONG), fleet(coalesce_above_s=None))
+    assert not prefill_first(request(ids=LONG), fleet(backend(place=None)))
+
+
+def test_where_the_server_chooses_the_prefill_leads_it_to_our_slot() -> None:
+    assert prefill_first(request(ids=run_of(10), pinnable=False), fleet())
+    assert not prefill_first(request(ids=run_of(1), pinnable=False), fleet())
+    held = fleet(holding={A0: run_of(9)})
+    assert not prefill_first(request(ids=run_of(10), pinnable=False), held)
+
+
+def test_media_cannot_be_prefilled() -> None:
+    assert not prefill_first(request(prompt=Prompt(LONG, n_media=1)), fleet())
+
+
+# -- baselines ----------------------------------------------------------------------------------
+
+
+def test_round_robin_takes_the_next_in_turn() -> None:
+    made = fleet(*TWO, policy=PolicyName.ROUND_ROBIN)
+    assert chosen(request(), made).slot == A0
+    made.granted = 1
+    assert chosen(request(), made).slot == B0
+    made.granted = 2
+    busy(made, A0)
+    assert chosen(request(), made).slot == B0
+
+
+def test_least_busy_takes_the_emptiest_backend_and_its_oldest_slot() -> None:
+    made = fleet(backend("a", 2), backend("b", 3), policy=PolicyName.LEAST_BUSY)
+    busy(made, A0)
+    made.slots[B0].last_used = 5.0
+
+    assert chosen(request(), made).slot == SlotId(B, 1)
+
+
+def test_sticky_goes_home_however_long_it_takes() -> None:
+    made = fleet(policy=PolicyName.STICKY)
+    asked = request(session="x")
+    assert chosen(asked, made).slot == A0
+    made.sticky["x"] = A1
+    assert chosen(asked, made).slot == A1
+    busy(made, A1)
+    assert plan(asked, made, 0.0) is None
+
+
+@pytest.mark.parametrize("home", [B0, SlotId(A, 7)], ids=["backend gone", "slot gone"])
+def test_sticky_with_its_home_gone_goes_elsewhere(home: SlotId) -> None:
+    """A home that a restart had taken away was waited for until the deadline."""
+    made = fleet(policy=PolicyName.STICKY)
+    made.sticky["x"] = home
+
+    assert chosen(request(session="x"), made).slot == A0
+
+
+def test_a_hint_overrules_sticky() -> None:
+    made = fleet(policy=PolicyName.STICKY)
+    made.sticky["x"] = A1
+
+    assert chosen(request(session="x", slot_hint=0), made).slot == A0
+
+
+def test_baselines_count_what_a_slot_happens_to_hold_and_move_nothing() -> None:
+    made = fleet(
+        backend("a", 1),
+        policy=PolicyName.LEAST_BUSY,
+        holding={A0: Tokens(run_of(5) + ELSE)},
+        snapshots=[snapshot("s", LONG)],
+    )
+
+    best = chosen(request(ids=LONG), made)
+    assert (best.source, best.reused_tokens, best.save_displaced) == (Source.RESIDENT, 5, False)
+    assert chosen(request(ids=ELSE), made).source is Source.COLD
+    assert chosen(request(prompt=Prompt(unknown="x")), made).source is Source.NONE
+    assert chosen(request(ids=LONG, reuse=False), made).source is Source.NONE
+
+
+def test_a_conversation_is_known_by_its_session_then_its_beginning_then_nothing() -> None:
+    assert sticky_key(request(session="x")) == "x"
+    assert sticky_key(request(ids=LONG)) == sticky_key(request("other", run_of(128)))
+    assert sticky_key(request(prompt=Prompt(unknown="x"))) == R

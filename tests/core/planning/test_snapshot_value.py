@@ -1,0 +1,55 @@
+"""What a snapshot is worth, by whoever knows best. Learned later: test_attach."""
+
+import pytest
+
+from router.base.types import Snapshot
+from router.core.fleet.catalog import Basis
+from router.core.fleet.fleet import Fleet
+from router.core.model.rates import Line, Rates
+from router.core.planning.snapshot_value import PRIORS, worth_of
+from tests.support.scheduler.build import NS, OTHER_NS, A, B, backend, run_of, snapshot
+
+OURS = snapshot("s", run_of(100))
+
+
+def fleet(**known: tuple[str, float]) -> Fleet:
+    """Backends by name: namespace, and seconds for a token."""
+    made = Fleet()
+    for name, (namespace, s_per_token) in known.items():
+        info = backend(name, 1, namespace=namespace)
+        made.infos[info.id] = info
+        made.rates[info.id] = Rates(prefill=Line(s_per_token, 0.0))
+    return made
+
+
+def found(made: Fleet, one: Snapshot = OURS) -> tuple[float, Basis]:
+    worth_s, basis = worth_of(made, one)
+    return round(worth_s, 6), basis
+
+
+@pytest.mark.parametrize(
+    ("made", "worth"),
+    [
+        (fleet(), (round(PRIORS.prefill_s(100), 6), Basis.GUESS)),
+        (fleet(a=(NS, 0.01)), (1.0, Basis.OWN)),
+        (fleet(a=(NS, 0.01), b=(NS, 0.02)), (2.0, Basis.OWN)),
+        (fleet(a=(OTHER_NS, 0.01), b=(OTHER_NS, 0.02)), (1.0, Basis.OTHERS)),
+        (fleet(a=(OTHER_NS, 0.01), b=(NS, 0.03)), (3.0, Basis.OWN)),
+    ],
+    ids=["nobody", "its own", "the slowest of its own", "the fastest of others", "its own first"],
+)
+def test_worth(made: Fleet, worth: tuple[float, Basis]) -> None:
+    assert found(made) == worth
+
+
+def test_what_was_never_measured_is_no_knowledge() -> None:
+    made = fleet(a=(NS, 0.01), b=(OTHER_NS, 0.02))
+    made.rates[A] = Rates()
+    assert found(made) == (2.0, Basis.OTHERS)
+    made.rates[B] = Rates()
+    assert found(made) == (round(PRIORS.prefill_s(100), 6), Basis.GUESS)
+
+
+def test_a_tenants_is_worth_as_much() -> None:
+    theirs = snapshot("s", run_of(100), ns=f"{NS}@t")
+    assert found(fleet(a=(NS, 0.01)), theirs) == (1.0, Basis.OWN)

@@ -1,0 +1,98 @@
+"""The record of a request: what was planned beside what was reported."""
+
+import pytest
+
+from router.base.tokens import EMPTY
+from router.base.types import Miss, Nearest, Outcome, Reported, RequestRecord, Source
+from router.core.model.effects import Account
+from router.core.model.plan import Candidate, Plan, Price, Sight
+from router.core.model.rates import Line, Rates
+from router.core.reporting.request_records import avoided_s, computed_tokens, record_of
+from tests.support.scheduler.build import A0, R, request
+
+NEAREST = Nearest(A0, None, 2, 2, EMPTY, EMPTY, EMPTY)
+
+
+def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
+    chosen = Candidate(A0, Source.SNAPSHOT, 2, Price(restore_s=1.0, prefill_s=2.0, loss_s=50.0))
+    said = Reported(prompt_tokens=3, cached_tokens=2, generated_tokens=9)
+    # At first the last token was to be reused as well.
+    plan = Plan(chosen, reason="why", sight=Sight(planned=3, nearest=NEAREST))
+    account = Account(
+        request(), A0, plan, Outcome.OK, said, 5.0, 6.0, None, avoided_s=9.0, stood_s=4.0
+    )
+
+    assert record_of(account, ttft_s=7.0, total_s=8.0) == RequestRecord(
+        request=R,
+        slot=A0,
+        source=Source.SNAPSHOT,
+        reason="why",
+        outcome=Outcome.OK,
+        planned_tokens=2,
+        prompt_tokens=3,
+        cached_tokens=2,
+        computed_tokens=1,
+        generated_tokens=9,
+        waited_s=5.0,
+        prepared_s=6.0,
+        stood_s=4.0,
+        ttft_s=7.0,
+        total_s=8.0,
+        predicted_s=8.0,
+        avoided_s=9.0,
+        missed={Miss.FAILED: 1},
+        nearest=NEAREST,
+    )
+
+
+def test_what_was_planned_and_came_is_not_called_a_failure() -> None:
+    chosen = Candidate(A0, Source.RESIDENT, 2, Price())
+    said = Reported(prompt_tokens=3, cached_tokens=1)
+    plan = Plan(chosen, sight=Sight(planned=2))
+    account = Account(request(), A0, plan, Outcome.OK, said, 0.0, 0.0, None)
+
+    assert record_of(account, None, 0.0).missed == {Miss.MISPREDICTED: 1, Miss.COLD: 1}
+
+
+def test_nothing_is_missed_where_nothing_was_reported() -> None:
+    plan = Plan(Candidate(A0, Source.NONE, 0, Price()))
+    account = Account(request(), A0, plan, Outcome.CLIENT_GONE, Reported(), 0.0, 0.0, None)
+
+    assert record_of(account, None, 0.0).missed == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "prefilled", "computed"),
+    [
+        (Reported(10, 4), None, 6),
+        (Reported(10, 9), Reported(9, 3), 7),
+        (Reported(10, 0), Reported(9, 0), 10),  # at most the prompt
+        (Reported(10, 9), Reported(9, None), 1),
+        (Reported(10, 9), Reported(None, 3), 1),
+        (Reported(None, 4), None, None),
+        (Reported(10, None), None, None),
+    ],
+)
+def test_what_the_router_prefilled_itself_counts(
+    said: Reported, prefilled: Reported | None, computed: int | None
+) -> None:
+    assert computed_tokens(said, prefilled) == computed
+
+
+@pytest.mark.parametrize(
+    ("said", "prefilled"),
+    [
+        (Reported(1000, 800), None),
+        (Reported(1000, 999), Reported(999, 800)),
+        (Reported(1000), None),
+    ],
+)
+def test_reuse_avoids_what_a_cold_prefill_would_take_longer(
+    said: Reported, prefilled: Reported | None
+) -> None:
+    """800 of 1,000 tokens; with a rate that falls with depth, so that it matters which."""
+    rates = Rates(prefill=Line(2e-3, 5e-6))
+    whole_s, rest_s = rates.prefill_s(1000), rates.prefill_s(200, depth=800)
+    expected = 0.0 if said.cached_tokens is None else whole_s - rest_s
+
+    assert avoided_s(rates, said, prefilled) == pytest.approx(expected)

@@ -1,0 +1,605 @@
+"""KV trouble never fails a request: every effect that can go wrong, on a whole router.
+
+The fake checks what it reads, so a file that is not what was committed would show as a violation
+or as a wrong cell; counts and metrics tell what was tried.
+"""
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import Mock
+
+import pytest
+
+from router.base.clock import MonotonicClock
+from router.base.errors import BackendError, BackendRefusedError, BackendTimeoutError
+from router.base.ports import Backend, Telemetry
+from router.base.tokens import Tokens
+from router.base.types import Reported, Request, SlotStatus
+from router.core.model import events as ev
+from router.core.model.effects import Effect
+from router.core.model.rates import Line
+from router.core.scheduler import Scheduler
+from router.engine.engine import Engine
+from router.engine.loop_throttle import MOST, Turnstile
+from tests.support.scheduler.build import UNREAD, A, backend, request, run_of, scheduler, snapshot
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.fake_wire import encode_state, generate
+from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, Json, running
+
+PROMPT = "p" * 300
+OTHER = "q" * 300
+RESTORED = len(PROMPT) - 1  # one token is always evaluated
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    """One slot: what is not in it must come from a file."""
+    async with FakeLlama(kv_dir=tmp_path, n_slots=1) as server:
+        yield server
+        assert server.violations == []
+
+
+@pytest.fixture
+async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with running([("a", fake.url)], tmp_path) as router:
+        yield router
+
+
+def text_of(prompt: str, n: int = 8) -> str:
+    return bytes(generate(list(prompt.encode()), n)).decode()
+
+
+def assert_good(answer: Answer, prompt: str = PROMPT) -> None:
+    assert (answer.status, answer.text) == (200, text_of(prompt))
+
+
+def files(kv_dir: Path, suffix: str) -> list[str]:
+    """State files by the end of their names; `.kv` are those that the manifest names."""
+    return sorted(name for name in os.listdir(kv_dir) if name.endswith(suffix))
+
+
+async def save(fleet: Fleet) -> Json:
+    """PROMPT is in a snapshot, and OTHER, which is in none, in the slot. The snapshot."""
+    assert_good(await fleet.complete(PROMPT))
+    state = await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+    await fleet.until_quiet()
+    await fleet.router.store.flush()  # what happens to a file before that is another test's
+    assert_good(await fleet.complete(OTHER), OTHER)
+    item: Json = state["snapshots"]["items"][0]
+    return item
+
+
+async def failures(fleet: Fleet, action: str) -> float:
+    return (await fleet.metrics())[f'kvferry_kv_failures_total{{action="{action}"}}']
+
+
+async def test_a_snapshot_is_restored(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+    """The case without any fault; the others differ from it in one thing."""
+    snapshot = await save(fleet)
+    assert f"kvf-{snapshot['id']}.kv" in files(tmp_path, ".kv")
+    before = fake.counts["restore", 0]
+    answer = await fleet.complete(PROMPT)
+
+    assert_good(answer)
+    assert (answer.source, answer.cached) == ("snapshot", RESTORED)
+    assert answer.headers["x-kvferry-reused-tokens"] == str(RESTORED)
+    assert fake.counts["restore", 0] == before + 1
+    metrics = await fleet.metrics()
+    assert metrics["kvferry_restore_seconds_count"] == 1
+    assert metrics['kvferry_moved_bytes_total{action="restore"}'] == snapshot["size_bytes"]
+    assert (os.stat(tmp_path / f"kvf-{snapshot['id']}.kv").st_mode & 0o777) == 0o600
+
+
+async def test_save_is_refused(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+    """500, as with a full disk."""
+    fake.faults.save_fails = True
+    for prompt in (PROMPT, OTHER, PROMPT):
+        assert_good(await fleet.complete(prompt), prompt)
+    state = await fleet.until_quiet()
+
+    assert state["snapshots"]["count"] == 0
+    assert await failures(fleet, "save") >= 1
+    assert files(tmp_path, ".kv") == files(tmp_path, ".part") == []
+
+
+async def test_save_lies_about_its_size(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+    """A full disk can be reported as success (llama-server.md section 0.4)."""
+    before = fake.counts["restore", 0]
+    fake.faults.save_lies = True
+    for prompt in (PROMPT, OTHER, PROMPT):
+        assert_good(await fleet.complete(prompt), prompt)
+    state = await fleet.until_quiet()
+
+    assert state["snapshots"]["count"] == 0
+    assert await failures(fleet, "save") >= 1
+    assert fake.counts["restore", 0] == before
+    assert files(tmp_path, ".kv") == files(tmp_path, ".part") == []
+
+
+async def test_restore_is_refused(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+    """The file may be good, and the server short of room: once is forgiven, twice is not."""
+    snapshot = await save(fleet)
+    fake.faults.restore_fails = True
+    answer = await fleet.complete(PROMPT)
+    assert_good(answer)
+    assert (answer.source, answer.cached) == ("cold", 0)
+    assert await failures(fleet, "restore") == 1
+    assert snapshot["id"] in [s["id"] for s in (await fleet.state())["snapshots"]["items"]]
+
+    assert_good(await fleet.complete(OTHER), OTHER)
+    assert_good(await fleet.complete(PROMPT))
+    await fleet.until_quiet()
+    assert await failures(fleet, "restore") >= 2
+    assert snapshot["id"] not in [s["id"] for s in (await fleet.state())["snapshots"]["items"]]
+    assert f"kvf-{snapshot['id']}.kv.quarantined" in files(tmp_path, ".quarantined")
+
+
+async def test_one_refusal_is_forgotten_after_a_success(fake: FakeLlama, fleet: Fleet) -> None:
+    snapshot = await save(fleet)
+    for fails in (True, False, True):
+        fake.faults.restore_fails = fails
+        assert_good(await fleet.complete(PROMPT))
+        fake.faults.restore_fails = False
+        assert_good(await fleet.complete(OTHER), OTHER)
+    state = await fleet.state()
+
+    assert snapshot["id"] in [s["id"] for s in state["snapshots"]["items"]]
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def replace(path: Path) -> None:
+    """A good file of another conversation, under the same name."""
+    path.unlink()
+    path.write_bytes(encode_state(list(OTHER.encode()), 0, 1))
+
+
+def overwrite(path: Path) -> None:
+    """The same size and other bytes."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def become_a_link(path: Path) -> None:
+    target = path.with_name("elsewhere")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("change", [truncate, Path.unlink, replace, overwrite, become_a_link])
+async def test_file_changed_on_disk(
+    fake: FakeLlama, fleet: Fleet, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """Never offered to the server: a truncated file can abort it (llama-server.md section 0.3)."""
+    snapshot = await save(fleet)
+    change(tmp_path / f"kvf-{snapshot['id']}.kv")
+    before = fake.counts["restore", 0]
+    answer = await fleet.complete(PROMPT)
+    state = await fleet.until_quiet()
+
+    assert_good(answer)
+    assert (answer.source, answer.cached) == ("cold", 0)
+    assert fake.counts["restore", 0] == before
+    assert snapshot["id"] not in [s["id"] for s in state["snapshots"]["items"]]
+    assert await failures(fleet, "restore") == 1
+
+
+async def test_file_touched_on_disk(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
+    """The same bytes with another date, as after a copy: looked at again, and used."""
+    snapshot = await save(fleet)
+    os.utime(tmp_path / f"kvf-{snapshot['id']}.kv", ns=(1, 1))
+    answer = await fleet.complete(PROMPT)
+
+    assert (answer.source, answer.cached) == ("snapshot", RESTORED)
+
+
+async def test_slot_action_hangs(fake: FakeLlama, tmp_path: Path) -> None:
+    """Given up after limits.action_timeout; the request is served without it."""
+    yaml = "limits: {action_timeout: 200ms}"
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
+        await save(fleet)
+        fake.faults.hang_actions = True
+        answer = await fleet.complete(PROMPT)
+
+        assert_good(answer)
+        assert answer.cached == 0
+        fake.faults.hang_actions = False
+        await fleet.until_quiet()
+
+
+async def test_crash_during_a_restore(fake: FakeLlama, fleet: Fleet) -> None:
+    """The request goes on when the backend is back; the snapshot is not to blame."""
+    snapshot = await save(fleet)
+    fake.action_gate.clear()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(fleet.complete(PROMPT))
+        await fake.until(lambda: fake.actions_waiting == 1)
+        await fake.go_down()
+        fake.action_gate.set()
+        await fake.come_up()
+    assert_good(task.result())
+    state = await fleet.until_quiet()
+    assert snapshot["id"] in [s["id"] for s in state["snapshots"]["items"]]
+
+
+async def test_copy_between_backends(tmp_path: Path) -> None:
+    """What an idle slot of one server holds is carried to the other, whose slots are free."""
+    async with (
+        FakeLlama(kv_dir=tmp_path, n_slots=1) as a,
+        FakeLlama(kv_dir=tmp_path, n_slots=1) as b,
+        running([("a", a.url), ("b", b.url)], tmp_path) as fleet,
+    ):
+        first = await fleet.complete(PROMPT)
+        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+        await fleet.until_quiet()
+        owner = a if first.slot[0] == "a" else b
+        owner.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fleet.complete(PROMPT))
+            await owner.until(lambda: owner.slots[0].busy)
+            second = await fleet.complete(PROMPT)
+            owner.decode_gate.set()
+        assert second.slot[0] != first.slot[0]
+        assert (second.source, second.cached) == ("snapshot", RESTORED)
+        assert_good(second)
+        assert a.violations == b.violations == []
+
+
+async def test_stopping_saves_what_is_worth_it(fake: FakeLlama, tmp_path: Path) -> None:
+    """And a router that is started over the same directory offers it."""
+    yaml = "store: {save_when_idle_for: 'off'}"
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
+        assert_good(await fleet.complete(PROMPT))
+        assert (await fleet.state())["snapshots"]["count"] == 0
+        await fleet.router.stop()
+        assert (await fleet.state())["snapshots"]["count"] == 1
+        assert (await fleet.complete(OTHER)).status == 503
+    fake.slots[0].tokens = []
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
+        answer = await fleet.complete(PROMPT)
+        assert (answer.source, answer.cached) == ("snapshot", RESTORED)
+
+
+async def test_stopping_waits_for_running_streams(fake: FakeLlama, fleet: Fleet) -> None:
+    fake.decode_gate.clear()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(fleet.complete(PROMPT, stream=True))
+        await fake.until(lambda: fake.slots[0].busy)
+        stopping = group.create_task(fleet.router.stop())
+        await fleet.get("/kvferry/state")
+        assert not stopping.done()
+        fake.decode_gate.set()
+    assert_good(task.result())
+
+
+async def test_stopping_gives_up_after_the_grace(fake: FakeLlama, tmp_path: Path) -> None:
+    async with running([("a", fake.url)], tmp_path, yaml="shutdown_grace: 100ms") as fleet:
+        fake.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT, stream=True))
+            await fake.until(lambda: fake.slots[0].busy)
+            await fleet.router.stop()
+            assert fake.slots[0].busy
+            task.cancel()
+
+
+async def test_a_large_plain_answer_is_counted_like_any_other(fleet: Fleet) -> None:
+    answer = await fleet.complete(PROMPT, n_predict=8000, return_tokens=True)
+    assert len(answer.body) > 33_000
+
+    metrics = await fleet.metrics()
+    assert metrics["kvferry_generated_tokens_total"] == 8000
+    assert metrics['kvferry_prompt_tokens_total{source="computed"}'] == len(PROMPT)
+
+
+async def test_others_have_their_turn_while_snapshots_are_taken_in(fleet: Fleet) -> None:
+    """As when a reload opens a directory with thousands."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    engine = fleet.router.engine
+    async with asyncio.TaskGroup() as group:
+        counting = group.create_task(count())
+        await engine.snapshots_found([snapshot(f"s{n}", [n], 10) for n in range(1000)])
+        counting.cancel()
+    assert turns >= 10
+    assert (await fleet.state())["snapshots"]["count"] == 1000
+
+
+async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin() -> None:
+    begun: list[int] = []
+
+    async def prefill(slot: int, _: Tokens) -> Reported:
+        begun.append(slot)
+        return Reported()
+
+    server = cast(Backend, SimpleNamespace(prefill=prefill))
+    state = scheduler(backend("a", 1), idle_save_after_s=None)
+    clock = MonotonicClock()
+    engine = Engine(*(state, {A: server}, None, clock, cast(Telemetry, Mock())), Turnstile(clock))
+    asked = asyncio.ensure_future(  # noqa: TID251 - its error is what is asked for
+        engine.submit(request(ids=[1, 2, 3], pinnable=False))
+    )
+    await asyncio.sleep(0)
+    engine.backend_down(A)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not begun
+    with pytest.raises(BackendError, match="went away"):
+        await asked
+    await engine.aclose()
+
+
+class Prefilling:
+    """A server on which a prefill breaks off at once, and goes on for as long as `busy`."""
+
+    def __init__(self, failure: BackendError | None = None) -> None:
+        self.failure, self.busy, self.looks = failure, True, 0
+        self.looked, self.prefills = asyncio.Event(), asyncio.Event()
+
+    async def prefill(self, slot: int, _: Tokens) -> Reported:
+        self.prefills.set()
+        if self.failure is not None:
+            raise self.failure
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def slots(self) -> list[SlotStatus]:
+        self.looks += 1
+        self.looked.set()
+        if self.failure is None:
+            raise BackendError("does not answer")
+        return [SlotStatus(n, self.busy and n == 0, 7000, 100_000) for n in range(2)]
+
+    def engine(self) -> Engine:
+        state = scheduler(backend("a", 2, n_ctx=100_000), prefill_piece_s=0.5)
+        state.state.fleet.rates[A].prefill = Line(0.003, 0.0)
+        clock, server, telemetry = MonotonicClock(), cast(Backend, self), cast(Telemetry, Mock())
+        return Engine(state, {A: server}, None, clock, telemetry, Turnstile(clock))
+
+    async def until_looked(self) -> None:
+        """Another look has begun."""
+        self.looked.clear()
+        async with asyncio.timeout(PATIENCE_S):
+            await self.looked.wait()
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.engine.slot_watch._QUIET_DELAYS_S", (0.001,))
+
+
+def long_one(name: str = "R") -> Request:
+    return request(name, run_of(20_000))
+
+
+@pytest.mark.usefixtures("quick_looks")
+@pytest.mark.parametrize("error", [BackendTimeoutError("late"), BackendError("broken")])
+async def test_nothing_is_sent_to_a_slot_where_a_prefill_that_broke_off_goes_on(
+    error: BackendError,
+) -> None:
+    """Pinned to a busy slot it could destroy an answer (llama-server.md section 0.1)."""
+    server = Prefilling(error)
+    engine = server.engine()
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(engine.submit(long_one()))
+        for _ in range(5):
+            await server.until_looked()
+        assert not asked.done()
+        server.busy = False
+    grant = asked.result()
+    assert (grant.pin, grant.lease.slot.index) == (True, 0)
+    slot = engine.scheduler.state.fleet.slots[grant.lease.slot]
+    assert len(slot.resident) == 7000  # what there is of it is kept
+    await engine.aclose()
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_a_prefill_that_was_refused_has_not_begun() -> None:
+    server = Prefilling(BackendRefusedError("no", backend_status=400))
+    engine = server.engine()
+    async with asyncio.timeout(PATIENCE_S):
+        await engine.submit(long_one())
+    assert server.looks == 0
+    await engine.aclose()
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_the_wait_for_a_prefill_that_broke_off_ends_with_its_backend() -> None:
+    server = Prefilling(BackendError("broken"))
+    engine = server.engine()
+    asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - its error is asked for
+    await server.until_looked()
+    engine.backend_down(A)
+    with pytest.raises(BackendError, match="went away"):
+        await asked
+    async with asyncio.timeout(PATIENCE_S):
+        await engine._tasks.join()
+    await engine.aclose()
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_who_leaves_while_a_prefill_that_broke_off_goes_on_keeps_no_slot() -> None:
+    server = Prefilling(BackendError("broken"))
+    engine = server.engine()
+    asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - cancelled below
+    await server.until_looked()
+    asked.cancel()
+    await asyncio.wait([asked])
+    await server.until_looked()
+    assert engine.scheduler.state.jobs
+    server.busy = False
+    async with asyncio.timeout(PATIENCE_S):
+        await engine._tasks.join()
+    assert not engine.scheduler.state.jobs
+    await engine.aclose()
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_nobody_waits_for_long_for_a_prefill_that_broke_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server may hang and say that it is well: the request is tried anew, and the slot nobody's
+    until it is idle."""
+    monkeypatch.setattr("router.engine.slot_watch._LATE_S", 0.01)
+    server = Prefilling(BackendTimeoutError("late"))
+    engine = server.engine()
+    with pytest.raises(BackendTimeoutError, match="late") as caught:
+        await engine.submit(long_one())
+    assert caught.value.backend == A
+    (job,) = engine.scheduler.state.jobs.values()
+    assert str(job.slot) == "a/0"
+    plan = engine.plan(long_one("R.2"))
+    assert plan is not None
+    assert str(plan.chosen.slot) == "a/1"  # any but the one that hangs
+    server.busy = False
+    async with asyncio.timeout(PATIENCE_S):
+        await engine._tasks.join()
+    assert not engine.scheduler.state.jobs
+    await engine.aclose()
+
+
+async def test_closing_waits_for_no_slot() -> None:
+    """A prefill is under way on a server that does not answer: to be told to end, it looked whether
+    its slot was idle, for ever."""
+    server = Prefilling()
+    engine = server.engine()
+    asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - cancelled below
+    async with asyncio.timeout(PATIENCE_S):
+        await server.prefills.wait()
+        assert engine._prefills
+        await engine.aclose()
+    assert server.looks == 0
+    asked.cancel()
+    await asyncio.wait([asked])
+
+
+async def test_who_leaves_between_the_turnstile_and_the_grant_keeps_no_slot() -> None:
+    """An embedding beside a chat, which waits until that is seen at work."""
+    seen, clock = asyncio.Event(), MonotonicClock()
+
+    async def slots() -> list[SlotStatus]:
+        await seen.wait()
+        return [SlotStatus(n, n == 0, 0, 100) for n in range(2)]
+
+    state = scheduler(backend("a", 2), idle_save_after_s=None)
+    server, turnstile = cast(Backend, SimpleNamespace(slots=slots)), Turnstile(clock)
+    engine = Engine(state, {A: server}, None, clock, cast(Telemetry, Mock()), turnstile)
+    await engine.submit(request("chat", [1, 2, 3], slot_hint=0))
+    unread = request("embedding", **UNREAD)
+    asked = asyncio.ensure_future(engine.submit(unread))  # noqa: TID251 - cancelled below
+    for _ in range(2 * MOST):
+        turnstile.call(lambda: None)
+    await asyncio.sleep(0)
+    assert len(turnstile)
+    turnstile.call(asked.cancel)  # just behind it
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert state.state.fleet.gated
+        seen.set()
+        while state.state.fleet.gated:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0)
+    await engine.aclose()
+
+
+async def test_a_few_are_decided_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which they were asked for; one who left meanwhile is not."""
+    turn, decided = 0, dict[str, int]()
+    handle = Scheduler.handle
+
+    def noted(self: Scheduler, event: ev.Event, now: float) -> list[Effect]:
+        if isinstance(event, ev.Arrived):
+            decided[event.request.id] = turn
+        return handle(self, event, now)
+
+    monkeypatch.setattr(Scheduler, "handle", noted)
+    clock = MonotonicClock()
+    engine = Engine(
+        *(scheduler(backend("a", 1)), {}, None, clock, cast(Telemetry, Mock())), Turnstile(clock)
+    )
+    names = [f"r{number:03}" for number in range(5 * MOST)]
+    asked = [
+        asyncio.ensure_future(engine.submit(request(name, [1, 2, 3])))  # noqa: TID251 - cancelled below
+        for name in names
+    ]
+    await asyncio.sleep(0)
+    asked[-1].cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        while len(decided) < len(names) - 1:
+            turn += 1
+            await asyncio.sleep(0)
+    for one in asked:
+        one.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    await engine.aclose()
+
+    assert list(decided) == names[:-1]
+    assert max(Counter(decided.values()).values()) <= 2 * MOST
+    assert len(set(decided.values())) >= 3
+
+
+def running_now(n: int) -> Callable[[Json], bool]:
+    return lambda state: [slot["phase"] for slot in state["slots"]].count("running") == n
+
+
+async def test_who_arrives_is_not_kept_waiting_by_one_that_nobody_looks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an embedding runs is looked for late, and at once if somebody waits to know."""
+    async with (
+        FakeLlama(kv_dir=tmp_path, n_slots=2) as fake,
+        running([("a", fake.url)], tmp_path) as fleet,
+        asyncio.TaskGroup() as group,
+    ):
+        monkeypatch.setattr("router.engine.slot_watch._LEISURE_S", 10 * PATIENCE_S)
+        fake.decode_gate.clear()
+        group.create_task(fleet.post("/v1/embeddings", {"input": PROMPT}))
+        await fleet.until(running_now(1))
+        group.create_task(fleet.complete(OTHER))
+        await fleet.until(running_now(2))
+        fake.decode_gate.set()
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages"])
+async def test_where_it_matters_a_request_is_looked_for_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Somebody else's answer may end meanwhile, and what it leaves would be forgotten; or the
+    request's own tokens would."""
+    async with (
+        FakeLlama(kv_dir=tmp_path, n_slots=2) as fake,
+        running([("a", fake.url)], tmp_path) as fleet,
+        asyncio.TaskGroup() as group,
+    ):
+        monkeypatch.setattr("router.engine.slot_watch._LEISURE_S", 10 * PATIENCE_S)
+        body: Json = {"messages": [{"role": "user", "content": PROMPT}], "input": PROMPT}
+        if path == "/v1/messages":
+            await fleet.post(path, body)  # so that nothing of it has to be computed first
+            await fleet.until_quiet()
+        fake.decode_gate.clear()
+        if path == "/v1/embeddings":
+            group.create_task(fleet.complete(OTHER))
+            await fleet.until(running_now(1))
+        group.create_task(fleet.post(path, body))
+        await fleet.until(lambda state: not gated(fleet))
+        fake.decode_gate.set()
+
+
+def gated(fleet: Fleet) -> bool:
+    """Somebody is not to come near the backend."""
+    state = fleet.router.engine.scheduler.state
+    return bool(state.fleet.gated) or not state.jobs

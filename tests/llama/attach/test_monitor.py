@@ -1,0 +1,454 @@
+"""When a backend counts as up, when as down, and what is found out about it in between."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from router.base.errors import BackendTimeoutError
+from router.base.types import BackendId, MemoryKind, Namespace, Place
+from router.llama.attach.monitor import Attached, Monitor, Watch
+from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.replies import Process, Props
+from router.store.store import KvStore
+from tests.support.servers.fake_llama import FakeLlama
+
+# Longer than any test: what happens, happens because of `doubt`.
+SLOW = Watch(interval_s=3600, failures=2)
+
+
+async def until_seen(fake: FakeLlama, number: int) -> None:
+    while True:
+        if len(fake.seen) >= number:
+            return
+        await asyncio.sleep(0)
+
+
+class Watched:
+    """A monitor, and what it said in order."""
+
+    def __init__(
+        self,
+        fake: FakeLlama,
+        connections: Connections,
+        kv_dir: Path | None,
+        name: str = "a",
+        processes: dict[Process, BackendId] | None = None,
+    ) -> None:
+        place = None if kv_dir is None else Place(str(kv_dir))
+        self.store = None
+        if place is not None:
+            self.store = KvStore([place], on_lost=lambda *_: None, wall_now=lambda: 1.0)
+        self.said: list[str] = []
+        self.up: list[Attached] = []
+        self.lent: set[int] = set()
+        self.changed = asyncio.Event()
+        self.processes = {} if processes is None else processes
+        client = LlamaClient(
+            BackendId(name), fake.url, connections, Timeouts(connect_s=1.0, health_s=0.3)
+        )
+        self.monitor = Monitor(
+            client,
+            place=place,
+            store=self.store,
+            extra_models=("alias",),
+            watch=SLOW,
+            known_namespaces=set,
+            on_up=self._up,
+            on_down=lambda _: self._say("down"),
+            borrow=self._borrow,
+            on_probed=self._probed,
+            prepare=self._prepare,
+            look_around=lambda _: None,
+            processes=self.processes,
+        )
+
+    def _up(self, attached: Attached) -> None:
+        self.up.append(attached)
+        self._say("up")
+
+    def _borrow(self, backend: BackendId) -> set[int]:
+        self._say("borrow")
+        return self.lent
+
+    def _probed(self, attached: Attached) -> None:
+        self.up.append(attached)
+        self._say("probed")
+
+    def _say(self, what: str) -> None:
+        self.said.append(what)
+        self.changed.set()
+
+    async def _prepare(self, client: LlamaClient, props: Props, namespace: Namespace) -> None:
+        self.said.append("prepare")
+
+    async def until(self, *said: str) -> None:
+        async with asyncio.timeout(30):
+            while self.said != list(said):
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path) as server:
+        yield server
+        assert server.violations == []
+
+
+@pytest.fixture
+async def watched(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Watched]:
+    async with Connections() as connections, asyncio.TaskGroup() as group:
+        made = Watched(fake, connections, tmp_path)
+        assert made.store is not None
+        await made.store.load()
+        task = group.create_task(made.monitor.run())
+        yield made
+        task.cancel()
+        await made.store.aclose()
+
+
+async def test_what_is_learned(watched: Watched) -> None:
+    await watched.until("prepare", "up")
+    info = watched.up[0].info
+
+    assert (info.n_slots, info.n_ctx, info.models) == (2, 4096, frozenset({"fake", "alias"}))
+    assert (info.memory_kind, info.keeps_idle_slots) == (MemoryKind.FULL, True)
+    assert (info.n_stream, info.window, info.cuts) == (2, 0, True)
+    assert info.place is not None
+    assert info.bytes_per_token > 0
+    assert info.prefill_s_per_token == pytest.approx(1e-4)
+    assert watched.monitor.problem == ""
+
+
+async def test_nothing_is_left_of_the_look(
+    watched: Watched, fake: FakeLlama, tmp_path: Path
+) -> None:
+    await watched.until("prepare", "up")
+
+    assert [slot.tokens for slot in fake.slots] == [[], []]
+    assert [name for name in os.listdir(tmp_path) if name.startswith("kvf-")] == []
+
+
+async def test_down_and_up_again(watched: Watched, fake: FakeLlama) -> None:
+    await watched.until("prepare", "up")
+    await fake.go_down()
+    watched.monitor.doubt()
+    await watched.until("prepare", "up", "down")
+    assert watched.monitor.attached is None
+    assert watched.monitor.models == {"fake", "alias"}  # still known for a while
+    await fake.come_up()
+    watched.monitor.doubt()
+    await watched.until("prepare", "up", "down", "prepare", "up")
+
+
+async def test_what_is_wrong_is_logged_once(fake: FakeLlama, tmp_path: Path) -> None:
+    """From the first look on, again when it is something else, and not at each look."""
+    await fake.go_down()
+    with capture_logs() as lines:
+        async with Connections() as connections, asyncio.TaskGroup() as group:
+            watched = Watched(fake, connections, None)
+            task = group.create_task(watched.monitor.run())
+            for _ in range(2):
+                await watched.monitor.look_anew()
+            fake.faults.loading = True
+            await fake.come_up()
+            for _ in range(2):
+                await watched.monitor.look_anew()
+            problem = watched.monitor.problem
+            fake.faults.loading = False
+            await watched.monitor.look_anew()
+            await fake.go_down()
+            for _ in range(2):
+                await watched.monitor.look_anew()
+            task.cancel()
+    told = [(line["event"], line["log_level"], line.get("reason")) for line in lines]
+    refused = ("backend_down", "warning", "nothing listens there")
+
+    assert [line for line in told if line[0] in ("backend_down", "backend_up")] == [
+        refused,
+        ("backend_down", "warning", "it is still loading its model"),
+        ("backend_up", "info", None),
+        refused,
+    ]
+    assert problem == "it is still loading its model; wait until it has loaded"
+    assert all(line["do"] for line in lines if line["event"] == "backend_down")
+
+
+async def test_doubt_about_a_healthy_backend_changes_nothing(
+    watched: Watched, fake: FakeLlama
+) -> None:
+    await watched.until("prepare", "up")
+    looks = len(fake.seen)
+    for _ in range(3):
+        watched.monitor.doubt()
+        await until_seen(fake, looks + 1)
+        looks = len(fake.seen)
+    assert watched.said == ["prepare", "up"]
+
+
+async def test_a_look_during_which_a_request_failed_needs_no_second(
+    watched: Watched, fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes `health.timeout`, and requests wait for the end of them all."""
+    await watched.until("prepare", "up")
+    begun, over = asyncio.Event(), asyncio.Event()
+    looks: list[list[str]] = []  # what had been said when each began
+
+    async def health() -> None:
+        looks.append(watched.said.copy())
+        begun.set()
+        await over.wait()
+        raise BackendTimeoutError("it hangs")
+
+    monkeypatch.setattr(watched.monitor.client, "health", health)
+    fake.hang_up()
+    await begun.wait()
+    watched.monitor.doubt()
+    over.set()
+    await watched.until("prepare", "up", "down")
+    assert looks.count(["prepare", "up"]) == 1
+
+
+async def test_in_doubt_until_a_look_goes_well(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the only look that failed is not the last word yet."""
+    await watched.until("prepare", "up")
+    client = watched.monitor.client
+    await watched.monitor.look_anew()
+    seen = [client.doubted]
+    watched.monitor.doubt()
+    seen.append(client.doubted)
+    await watched.monitor.look_anew()
+    seen.append(client.doubted)
+    assert seen == [False, True, False]
+
+    answers, second, real = asyncio.Event(), asyncio.Event(), client.health
+
+    async def health() -> None:
+        if not answers.is_set():
+            answers.set()
+            raise BackendTimeoutError("it is slow")
+        second.set()
+        await real()
+
+    monkeypatch.setattr(client, "health", health)
+    watched.monitor.suspect()  # by one that waits; nothing has failed
+    assert watched.monitor.client.doubted
+    async with asyncio.timeout(30):
+        await second.wait()  # at once, whenever the next look is due
+        while client.doubted:  # noqa: ASYNC110 - it yields
+            await asyncio.sleep(0)
+    assert watched.said == ["prepare", "up"]
+
+
+async def test_a_suspicion_that_two_looks_confirm(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await watched.until("prepare", "up")
+
+    async def health() -> None:
+        raise BackendTimeoutError("it hangs")
+
+    monkeypatch.setattr(watched.monitor.client, "health", health)
+    watched.monitor.suspect()
+    await watched.until("prepare", "up", "down")
+
+
+async def test_restart_between_two_looks(watched: Watched, fake: FakeLlama) -> None:
+    await watched.until("prepare", "up")
+    fake.marker = "another process"
+    watched.monitor.doubt()
+    await watched.until("prepare", "up", "down", "prepare", "up")
+
+
+async def test_a_process_that_ends_is_noticed_before_the_next_look(
+    watched: Watched, fake: FakeLlama
+) -> None:
+    """By a connection that it would have kept: nobody has to ask, nor to fail."""
+    await watched.until("prepare", "up")
+    await fake.go_down()
+    await watched.until("prepare", "up", "down")
+
+
+async def test_one_that_hangs_up_for_no_reason_is_looked_at_once(
+    watched: Watched, fake: FakeLlama
+) -> None:
+    await watched.until("prepare", "up")
+    for _ in range(3):
+        fake.hang_up()
+        await asyncio.sleep(0.1)  # a look takes a few milliseconds
+    assert fake.seen.count(("GET", "/props")) == 2
+    assert watched.said == ["prepare", "up"]
+
+
+async def test_without_kv_dir(fake: FakeLlama) -> None:
+    """Served all the same, without snapshots."""
+    async with Connections() as connections, asyncio.TaskGroup() as group:
+        watched = Watched(fake, connections, None)
+        task = group.create_task(watched.monitor.run())
+        await watched.until("prepare", "up")
+        task.cancel()
+
+    attached = watched.up[0]
+    assert attached.info.place is None
+    assert attached.probe.problem == "no kv_dir is configured for this backend"
+
+
+async def test_wrong_kv_dir(fake: FakeLlama, tmp_path: Path) -> None:
+    """The server saves somewhere else: said in words, and nothing is offered to it."""
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    async with Connections() as connections, asyncio.TaskGroup() as group:
+        watched = Watched(fake, connections, other)
+        assert watched.store is not None
+        await watched.store.load()
+        task = group.create_task(watched.monitor.run())
+        await watched.until("prepare", "up")
+        task.cancel()
+        await watched.store.aclose()
+
+    attached = watched.up[0]
+    assert attached.info.place is None
+    assert "--slot-save-path" in (attached.probe.problem or "")
+
+
+async def test_content_of_slots_survives_the_look(fake: FakeLlama, watched: Watched) -> None:
+    """Both slots hold something: the one that is borrowed gets its content back."""
+    await watched.until("prepare", "up")
+    for slot in fake.slots:
+        slot.tokens, slot.id_task = list(b"mine" * (slot.index + 2)), 1
+    fake.marker = "another process"
+    watched.monitor.doubt()
+    await watched.until("prepare", "up", "down", "prepare", "up")
+
+    assert [bytes(slot.tokens) for slot in fake.slots] == [b"mine" * 2, b"mine" * 3]
+    assert [status.n_tokens for status in watched.up[1].slots] == [8, 12]
+
+
+async def looks(watched: Watched, fake: FakeLlama, n: int) -> None:
+    """Let the monitor look `n` times."""
+    for _ in range(n):
+        seen = fake.seen.count(("GET", "/props"))
+        watched.monitor.doubt()
+        while fake.seen.count(("GET", "/props")) == seen:  # noqa: ASYNC110 - it yields
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def busy(fake: FakeLlama) -> FakeLlama:
+    """A fake whose slots are all in use by somebody else."""
+    for slot in fake.slots:
+        slot.busy = True
+    return fake
+
+
+async def test_what_was_busy_is_tried_later(busy: FakeLlama, watched: Watched) -> None:
+    """In slots that the engine lends, and in no others."""
+    await watched.until("prepare", "up")
+    assert watched.up[0].info.place is None
+    assert "busy" in (watched.up[0].probe.problem or "")
+    busy.slots[1].busy = False
+    await looks(watched, busy, 10)
+    await watched.until("prepare", "up", "borrow")  # none to be had
+    assert busy.counts == {}
+
+    watched.lent = {1}
+    await looks(watched, busy, 10)
+    await watched.until("prepare", "up", "borrow", "borrow", "prepare", "probed")
+    info = watched.up[1].info
+    assert (info.place is not None, info.memory_kind) == (True, MemoryKind.FULL)
+    assert {slot for _, slot in busy.counts} == {1}
+    assert watched.monitor.attached is watched.up[1]
+
+    await looks(watched, busy, 20)
+    assert watched.said.count("borrow") == 2
+
+
+async def test_slot_that_is_lent_but_busy_is_left_alone(busy: FakeLlama, watched: Watched) -> None:
+    """A stranger came in between: another time, then."""
+    await watched.until("prepare", "up")
+    watched.lent = {0, 1}
+    await looks(watched, busy, 10)
+    await watched.until("prepare", "up", "borrow", "prepare", "probed")
+
+    assert watched.up[1].info.place is None
+    assert busy.counts == {}
+
+
+async def test_backend_that_dies_while_it_is_tried(busy: FakeLlama, watched: Watched) -> None:
+    """What it was doing in the lent slots is not known: all of them are given up."""
+    await watched.until("prepare", "up")
+    busy.slots[0].busy, watched.lent = False, {0}
+    busy.action_gate.clear()
+    await looks(watched, busy, 10)
+    await busy.until(lambda: busy.actions_waiting == 1)
+    await busy.go_down()
+    await watched.until("prepare", "up", "borrow", "down")
+
+    assert watched.monitor.attached is None
+
+
+async def test_a_server_under_two_names_is_used_under_one(
+    fake: FakeLlama, watched: Watched
+) -> None:
+    """Requests of the one would be sent to slots that the other believes to be idle."""
+    await watched.until("prepare", "up")
+    async with Connections() as connections, asyncio.TaskGroup() as group:
+        twin = Watched(fake, connections, None, "b", watched.processes)
+        task = group.create_task(twin.monitor.run())
+        with capture_logs() as logs:
+            await twin.monitor.look_anew()
+        assert (twin.said, twin.monitor.attached) == ([], None)
+        assert "the same llama-server as another backend (a)" in twin.monitor.problem
+        assert "list it once" in twin.monitor.problem
+        assert [line["event"] for line in logs] == ["backend_down"]
+
+        await watched.monitor.look_anew()
+        assert watched.said == ["prepare", "up"]
+        watched.monitor.release()
+        await twin.monitor.look_anew()
+        assert twin.said == ["prepare", "up"]
+        task.cancel()
+
+
+async def test_after_a_restart_each_has_its_own(fake: FakeLlama, watched: Watched) -> None:
+    """Who sees the new process first has it, and the other gives up what it had."""
+    await watched.until("prepare", "up")
+    fake.marker = "<__media_another__>"
+    ((_, path, build),) = watched.processes
+    another = (fake.marker, path, build)
+    watched.processes[another] = BackendId("b")
+    await watched.monitor.look_anew()
+    assert watched.said == ["prepare", "up", "down"]
+    assert watched.processes == {another: "b"}
+
+    del watched.processes[another]
+    await watched.monitor.look_anew()
+    assert watched.said == ["prepare", "up", "down", "prepare", "up"]
+
+
+async def test_servers_that_do_not_tell_which_they_are(fake: FakeLlama, watched: Watched) -> None:
+    """Older ones all answer the same marker, and a fleet of them is a fleet."""
+    await watched.until("prepare", "up")
+    fake.marker = "<__media__>"
+    ((_, path, build),) = watched.processes
+    watched.processes[(fake.marker, path, build)] = BackendId("b")
+    await watched.monitor.look_anew()
+    assert watched.said == ["prepare", "up", "down", "prepare", "up"]
+
+
+async def test_servers_of_two_models_with_one_marker_are_two(
+    fake: FakeLlama, watched: Watched
+) -> None:
+    """Somebody has set LLAMA_MEDIA_MARKER for all of them."""
+    await watched.until("prepare", "up")
+    ((_, _, build),) = watched.processes
+    fake.marker = "<__theirs__>"
+    watched.processes[(fake.marker, "another.gguf", build)] = BackendId("b")
+    await watched.monitor.look_anew()
+    assert watched.said == ["prepare", "up", "down", "prepare", "up"]

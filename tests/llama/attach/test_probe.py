@@ -1,0 +1,377 @@
+"""What is found out about real servers of each memory kind by trying it once, and about servers
+that do something else than they should."""
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from router.base.errors import BackendRefusedError, KvFileError
+from router.base.tokens import Tokens
+from router.base.types import BackendId, MemoryKind, Namespace, Place, Reported, Transfer
+from router.llama.attach import probe
+from router.llama.attach.monitor import Attached, attach
+from router.llama.attach.probe import MOVES_CHUNKS, SWA_FULL, Padding
+from router.llama.client import Connections, LlamaClient, Timeouts
+from router.store import shapes
+from router.store.format import rewrite
+from router.store.store import KvStore
+from router.tools.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.support.models.tiny_models import N_SWA, tiny_model
+from tests.support.servers.fake_llama import FakeLlama
+
+Q8 = ["-ctk", "q8_0", "-ctv", "q8_0", "-fa", "on"]
+KINDS = {
+    "llama": MemoryKind.FULL,
+    "gemma3": MemoryKind.SLIDING_WINDOW,
+    "lfm2": MemoryKind.HYBRID,
+    "mamba": MemoryKind.RECURRENT,
+}
+
+
+@pytest.fixture
+async def connections() -> AsyncIterator[Connections]:
+    async with Connections() as made:
+        yield made
+
+
+async def look(server: LlamaServer, connections: Connections, *known: Namespace) -> Attached:
+    assert server.kv_dir is not None
+    client = LlamaClient(BackendId("a"), server.url, connections, Timeouts())
+    return await examine(client, server.kv_dir, *known)
+
+
+async def examine(client: LlamaClient, kv_dir: Path, *known: Namespace) -> Attached:
+    """Attach; nothing may be left in the directory."""
+    place = Place(str(kv_dir))
+    store = KvStore([place], on_lost=lambda *_: None, wall_now=lambda: 1.0)
+    await store.load()
+    try:
+        return await attach(
+            client, await client.props(), place=place, store=store, known=set(known)
+        )
+    finally:
+        await store.aclose()
+        assert [name for name in os.listdir(kv_dir) if name.startswith("kvf-")] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flags", [[], ["-fa", "off"], Q8, ["--kv-unified"]], ids=" ".join)
+async def test_memory_kind(
+    llama_server: StartServer, connections: Connections, kind: str, flags: list[str]
+) -> None:
+    server = await llama_server(kind, extra_args=flags)
+    attached = await look(server, connections)
+
+    info, found = attached.info, attached.probe
+    assert info.memory_kind is KINDS[kind]
+    assert info.keeps_idle_slots
+    assert info.place is not None
+    assert (found.problem, found.note) == (None, None)
+    assert found.can_save
+    assert found.size_bytes
+    assert found.behaviour
+    # llama-server.md section 4.3, but for a window: its file is padded.
+    assert found.restored_extension == found.n_tokens
+    assert bool(found.restored_divergence) == (kind == "llama")
+    assert info.cuts == (kind == "llama")
+    assert info.window == (N_SWA if kind == "gemma3" else 0)
+    assert found.padded is (Padding.WORKS if kind == "gemma3" else Padding.NOT_NEEDED)
+    assert info.n_stream == (0 if kind == "mamba" else 1 if flags == ["--kv-unified"] else 2)
+    cache_type = "none" if kind == "mamba" else "q8_0" if flags is Q8 else "f16"
+    assert found.cache_types == (cache_type, cache_type)
+
+
+async def test_swa_full(llama_server: StartServer, connections: Connections) -> None:
+    """Its restored states lack what a prompt that diverges inside the window needs (0.9)."""
+    server = await llama_server("gemma3", extra_args=["--swa-full"])
+    attached = await look(server, connections)
+
+    assert attached.probe.problem == SWA_FULL
+    assert attached.info.memory_kind is MemoryKind.UNKNOWN
+    assert attached.info.place is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flags", [[], ["--kv-unified", "--cache-ram", "64"]], ids=" ".join)
+async def test_a_server_that_moves_what_it_holds(
+    llama_server: StartServer, connections: Connections, kind: str, flags: list[str]
+) -> None:
+    """As llama-server's presets for code do. Only full attention can be moved; and that a RAM
+    cache remembers the last probe changes nothing."""
+    plain = await llama_server(kind, extra_args=flags)
+    moves = await llama_server(kind, extra_args=["--cache-reuse", "256", *flags])
+    for _ in range(2):
+        for server, expected in ((plain, False), (moves, kind == "llama")):
+            found = await look(server, connections)
+            assert found.probe.problem == (MOVES_CHUNKS if expected else None)
+            assert (found.info.place is None) == expected
+
+
+def with_window(folder: Path, window: int) -> Path:
+    """The tiny gemma3 with another window."""
+    path = folder / f"gemma3-{window}.gguf"
+    shutil.copy(tiny_model("gemma3").path, path)
+    model = gguf.GGUFReader(str(path), "r+")
+    (at,) = model.fields["gemma3.attention.sliding_window"].data
+    model.fields["gemma3.attention.sliding_window"].parts[at][0] = window
+    model.data.flush()
+    return path
+
+
+@pytest.mark.parametrize(("window", "ctx", "n_tokens"), [(512, 8192, 1200), (1536, 16384, 4096)])
+async def test_longer_window(
+    server_argv: list[str],
+    connections: Connections,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    window: int,
+    ctx: int,
+    n_tokens: int,
+) -> None:
+    """The text is repeated until the window shows, up to half of what a slot holds."""
+    monkeypatch.setattr(probe, "_LONGER_S", 60.0)  # whatever else this machine has to do
+    model = with_window(tmp_path, window)
+    async with LlamaServer(
+        model, slots=2, ctx=ctx, kv_dir=tmp_path / "kv", argv=server_argv
+    ) as server:
+        attached = await look(server, connections)
+
+    found = attached.probe
+    assert (found.window, found.n_tokens, found.padded) == (window, n_tokens, "works")
+    assert found.restored_extension == found.n_tokens
+    assert (found.problem, found.note) == (None, None)
+
+
+@pytest.mark.parametrize("because", ["the slot is small", "the server is slow"])
+async def test_window_that_is_not_seen(
+    server_argv: list[str],
+    connections: Connections,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    because: str,
+) -> None:
+    """Nothing speaks against snapshots: it will show."""
+    small = because == "the slot is small"
+    window, n_tokens = (4000, 2048) if small else (512, 279)
+    monkeypatch.setattr(probe, "_LONGER_S", 60.0 if small else 1e-6)
+    model = with_window(tmp_path, window)
+    async with LlamaServer(
+        model, slots=2, ctx=8192, kv_dir=tmp_path / "kv", argv=server_argv
+    ) as server:
+        attached = await look(server, connections)
+
+    info, found = attached.info, attached.probe
+    assert (info.memory_kind, info.window) == (MemoryKind.SLIDING_WINDOW, 0)
+    assert info.place is not None
+    assert (found.problem, found.padded, found.n_tokens) == (None, Padding.NEEDED, n_tokens)
+    assert f"longer than the {n_tokens} tokens" in (found.note or "")
+
+
+@pytest.mark.parametrize("how", ["refused", "of no use", "other content"])
+async def test_padding_that_does_not_work(
+    llama_server: StartServer, connections: Connections, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A state that gives nothing, or something wrong, is not worth keeping."""
+    real = shapes.pad
+
+    def refuse(*_: object) -> None:
+        raise KvFileError("no")
+
+    def useless(_: Path, found: shapes.Inspected) -> shapes.Inspected:
+        return shapes.Inspected(found.identity, found.head, found.layout, padded=True)
+
+    def spoil(path: Path, found: shapes.Inspected) -> shapes.Inspected:
+        """V of some layer of the base block becomes that of other tokens."""
+        made = real(path, found)
+        raw = bytearray(path.read_bytes())
+        base = next(stream for stream in made.layout.attention[0].streams if stream.cell_count)
+        for section in base.v:
+            size = section.row_bytes * base.cell_count
+            part = raw[section.offset : section.offset + size]
+            raw[section.offset : section.offset + size] = part[::-2] + part[::-2]
+        path.write_bytes(raw)
+        return made
+
+    if how == "refused":
+        monkeypatch.setattr(rewrite, "pad", refuse)
+    else:
+        monkeypatch.setattr(shapes, "pad", useless if how == "of no use" else spoil)
+    attached = await look(await llama_server("gemma3"), connections)
+
+    expected = {
+        "refused": "cannot be padded",
+        "of no use": "of 279 tokens gives",
+        "other content": "continues a restored state in another way",
+    }
+    assert expected[how] in (attached.probe.problem or "")
+    assert attached.probe.padded is Padding.FAILS
+    assert attached.info.memory_kind is MemoryKind.SLIDING_WINDOW
+    assert attached.info.place is None
+
+
+async def test_server_that_empties_idle_slots(
+    llama_server: StartServer, connections: Connections
+) -> None:
+    """Plain defaults: unified KV and a RAM cache (llama-server.md section 0.6)."""
+    server = await llama_server(slots=None, plain_defaults=True)
+    attached = await look(server, connections)
+
+    assert not attached.info.keeps_idle_slots
+    assert attached.info.n_slots == 4
+    assert (attached.info.n_stream, attached.info.cuts) == (1, True)
+
+
+async def test_same_model_same_namespace(
+    llama_server: StartServer, connections: Connections, tmp_path: Path
+) -> None:
+    """Batch sizes make no difference, nor does the number of streams: files are rewritten for it.
+    Another RoPE base does, which the server neither tells nor checks; so does another cache."""
+    namespaces: list[Namespace] = []
+    started: list[tuple[int, list[str]]] = [
+        (2, []),
+        (2, ["-ub", "64", "-b", "64"]),
+        (1, []),
+        (2, ["--rope-freq-base", "500000"]),
+        (2, Q8),
+    ]
+    for i, (slots, extra) in enumerate(started):
+        server = await llama_server(slots=slots, extra_args=extra, kv_dir=tmp_path / str(i))
+        namespaces.append((await look(server, connections, *namespaces)).info.namespace)
+    same, batches, one_stream, rope, cache = namespaces
+
+    assert same == batches == one_stream
+    assert len({same, rope, cache}) == 3
+
+
+# --- a server that does something else ------------------------------------------------------------
+
+
+@dataclass
+class Oddities:
+    """What goes wrong after which restore; the first is that of the whole file, extended, the
+    second that of the whole, diverging, and the third that of the cut."""
+
+    other_answers: int = 0
+    nothing_cached: int = 0
+    refused: int = 0
+    restores: int = field(default=0, init=False)
+
+
+class OddClient(LlamaClient):
+    """In front of a fake: the answers of a server that is not quite right."""
+
+    def __init__(self, url: str, connections: Connections, odd: Oddities) -> None:
+        super().__init__(BackendId("a"), url, connections, Timeouts())
+        self._odd = odd
+
+    async def restore(self, slot: int, name: str) -> Transfer:
+        self._odd.restores += 1
+        if self._odd.restores == self._odd.refused:
+            raise BackendRefusedError("no", backend_status=400)
+        return await super().restore(slot, name)
+
+    async def prefill(self, slot: int, tokens: Tokens, *, exact: bool = True) -> Reported:
+        reported = await super().prefill(slot, tokens, exact=exact)
+        odd = self._odd.restores == self._odd.nothing_cached != 0
+        return Reported(prompt_s=0.1, cached_tokens=0 if odd else reported.cached_tokens)
+
+    async def fingerprint(self, slot: int, tokens: Tokens) -> list[tuple[int, float]]:
+        await super().fingerprint(slot, tokens)
+        odd = self._odd.restores == self._odd.other_answers != 0
+        return [(5, -1.5 if odd else -0.5), (6, -2.5)]
+
+
+async def odd_one(tmp_path: Path, **oddities: int) -> Attached:
+    odd = Oddities(**oddities)
+    async with FakeLlama(kv_dir=tmp_path) as fake, Connections() as connections:
+        attached = await examine(OddClient(fake.url, connections, odd), tmp_path)
+        assert fake.violations == []
+        assert [slot.tokens for slot in fake.slots] == [[], []]
+    assert odd.restores >= max(oddities.values(), default=0)
+    return attached
+
+
+async def test_nothing_odd(tmp_path: Path) -> None:
+    attached = await odd_one(tmp_path)
+    assert (attached.probe.problem, attached.probe.note, attached.info.cuts) == (None, None, True)
+
+
+@pytest.mark.parametrize(
+    ("oddities", "problem"),
+    [
+        ({"other_answers": 1}, "in another way than a computed one"),
+        ({"nothing_cached": 1}, "gives no cached tokens"),
+        ({"refused": 1}, "refuses to restore"),
+        ({"refused": 2}, "refuses to restore"),
+    ],
+)
+async def test_odd_restore(tmp_path: Path, oddities: dict[str, int], problem: str) -> None:
+    """No snapshots: a doubtful state is worse than none."""
+    attached = await odd_one(tmp_path, **oddities)
+
+    assert problem in (attached.probe.problem or "")
+    assert attached.info.place is None
+    assert not attached.info.cuts
+
+
+async def test_not_what_the_file_looks_like(tmp_path: Path) -> None:
+    """One that gives nothing when a prompt diverges is no full attention."""
+    attached = await odd_one(tmp_path, nothing_cached=2)
+
+    assert "leaves it after" in (attached.probe.problem or "")
+    assert attached.info.memory_kind is MemoryKind.UNKNOWN
+    assert attached.info.place is None
+
+
+@pytest.mark.parametrize(
+    ("oddities", "note"),
+    [
+        ({"other_answers": 3}, "is of no use"),
+        ({"nothing_cached": 3}, "is of no use"),
+        ({"refused": 3}, "refuses to restore"),
+    ],
+)
+async def test_odd_cut(tmp_path: Path, oddities: dict[str, int], note: str) -> None:
+    """Whole states are fine all the same."""
+    attached = await odd_one(tmp_path, **oddities)
+
+    assert not attached.info.cuts
+    assert note in (attached.probe.note or "")
+    assert attached.probe.problem is None
+    assert attached.info.place is not None
+
+
+async def test_file_that_cannot_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise KvFileError("cells in a strange order")
+
+    monkeypatch.setattr(rewrite, "cut", refuse)
+    attached = await odd_one(tmp_path, refused=0)
+
+    assert not attached.info.cuts
+    assert "cells in a strange order" in (attached.probe.note or "")
+    assert attached.info.place is not None
+
+
+async def test_a_model_without_kv_is_used_for_what_it_can(
+    tmp_path: Path, connections: Connections
+) -> None:
+    """It refuses every completion, and was never up for it. What else a server refuses is a reason
+    to leave it alone."""
+    async with FakeLlama(kv_dir=tmp_path) as fake:
+        client = LlamaClient(BackendId("a"), fake.url, connections, Timeouts())
+        fake.faults.refuses = "the current context does not support logits computation. skipping"
+        found = await examine(client, tmp_path)
+        assert (found.info.generates, found.info.place) == (False, None)
+        assert (found.probe.problem, found.probe.note) == (None, probe.NO_KV)
+
+        fake.faults.refuses = "out of memory"
+        with pytest.raises(BackendRefusedError, match="out of memory"):
+            await examine(client, tmp_path)

@@ -1,0 +1,399 @@
+"""Converted Anthropic and Responses bodies give the tokens that the server sees, exactly.
+
+The judge is a real server: its own count for the same body, and the head of the state file that
+it saves after answering (llama-server.md section 1.4).
+"""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from router.base.tokens import Tokens, count
+from router.llama.anthropic import dump_like_server, normalize_billing_header
+from router.llama.replies import prompt_from, tokens_from
+from router.llama.wire import (
+    ChatPrompt,
+    Route,
+    UnknownPrompt,
+    parse_request,
+    tokenize_body,
+)
+from router.tools.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
+from tests.support.paths import TEMPLATES
+
+Json = dict[str, Any]
+COUNTERS = {
+    Route.MESSAGES: "/v1/messages/count_tokens",
+    Route.RESPONSES: "/v1/responses/input_tokens",
+}
+PATHS = {Route.MESSAGES: "/v1/messages", Route.RESPONSES: "/v1/responses"}
+
+
+def user(content: Any = "Hello!") -> Json:
+    return {"role": "user", "content": content}
+
+
+def assistant(*blocks: Any) -> Json:
+    return {"role": "assistant", "content": list(blocks)}
+
+
+def text(value: str, **more: Any) -> Json:
+    return {"type": "text", "text": value, **more}
+
+
+def thinking(value: str) -> Json:
+    return {"type": "thinking", "thinking": value, "signature": "x"}
+
+
+def use(name: str, given: Any, call: str = "toolu_1") -> Json:
+    return {"type": "tool_use", "id": call, "name": name, "input": given}
+
+
+def result(content: Any, call: str = "toolu_1") -> Json:
+    return {"type": "tool_result", "tool_use_id": call, "content": content}
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "A city: „Köln“"}, "n": {}},
+    "required": ["city"],
+}
+WEATHER = {"name": "get_weather", "description": "Weather of a city", "input_schema": SCHEMA}
+CLOCK = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=a5145;You are Claude"
+ODD = {"e": 1e15, "s": 1.5e-7, "z": -0.0, "big": 2**63, "u": 'ü"\\\n\x01\x7f', "l": [1, None, True]}
+
+ANTHROPIC: dict[str, Json] = {
+    "plain": {"messages": [user()]},
+    "system": {"system": "Be brief.", "messages": [user()]},
+    "system empty": {"system": "", "messages": [user()]},
+    "system null": {"system": None, "messages": [user()]},
+    "system number": {"system": 7, "messages": [user()]},
+    "system blocks": {
+        "system": [
+            text("One. ", cache_control={"type": "ephemeral"}),
+            {"type": "image"},
+            text("Two."),
+        ],
+        "messages": [user()],
+    },
+    "billing": {"system": BILLING, "messages": [user()]},
+    "billing block": {"system": [text(BILLING), text("\n" + BILLING)], "messages": [user()]},
+    "billing short": {"system": BILLING.replace("a5145", "a514"), "messages": [user()]},
+    "billing at end": {"system": BILLING.partition(";You")[0], "messages": [user()]},
+    "turns": {"messages": [user(), {"role": "assistant", "content": "Hi."}, user("Bye.")]},
+    "blocks": {"messages": [user([text("One."), text(""), text("Two.", citations=[])])]},
+    "no blocks": {"messages": [user([]), user("x")]},
+    "dropped blocks": {"messages": [user([{"type": "document"}, "x", 3, text("y")])]},
+    "content missing": {"messages": [user(), {"role": "assistant"}, user("again")]},
+    "prefill": {"messages": [user(), assistant(text("Sure, "))]},
+    "tools": {"tools": [WEATHER, CLOCK], "messages": [user()]},
+    "bare tools": {"tools": [{"name": "x"}, {"name": "y", "type": "z"}], "messages": [user()]},
+    "no tools": {"tools": [], "messages": [user()]},
+    "tool_choice any": {
+        "tools": [WEATHER],
+        "tool_choice": {"type": "any"},
+        "messages": [user()],
+    },
+    "tool_choice tool": {
+        "tools": [WEATHER, CLOCK],
+        "tool_choice": {"type": "tool", "name": "clock"},
+        "messages": [user()],
+    },
+    "tool_choice none": {
+        "tools": [WEATHER],
+        "tool_choice": {"type": "none"},
+        "messages": [user()],
+    },
+    "tool turn": {
+        "system": "Use tools.",
+        "tools": [WEATHER],
+        "messages": [
+            user(),
+            assistant(text("Let me see."), use("get_weather", {"city": "Köln", "n": 1.0})),
+            user([result("rain")]),
+        ],
+    },
+    "tool turns": {
+        "tools": [WEATHER, CLOCK],
+        "messages": [
+            user(),
+            assistant(use("get_weather", {"city": "A"}), use("clock", None, "toolu_2")),
+            user([result([text("sun"), text(" and rain")]), result("12:00", "toolu_2"), text("?")]),
+            assistant(use("clock", {}, "toolu_3")),
+            user([result(None, "toolu_3")]),
+        ],
+    },
+    "tool arguments": {
+        "tools": [CLOCK],
+        "messages": [user(), assistant(use("clock", ODD)), user([result([{"type": "x"}])])],
+    },
+    "thinking": {
+        "thinking": {"type": "enabled", "budget_tokens": 64},
+        "messages": [
+            user(),
+            assistant(thinking("Hm. "), thinking("Yes."), text("Hi."), use("clock", {})),
+            user([result("now")]),
+            assistant(thinking("Only thought.")),
+            user("So?"),
+        ],
+        "tools": [CLOCK],
+    },
+    "kwargs": {
+        "chat_template_kwargs": {"enable_thinking": False},
+        "messages": [user()],
+    },
+    "others": {
+        "messages": [user()],
+        "stop_sequences": ["x"],
+        "metadata": {"user_id": "u"},
+        "temperature": 0.5,
+        "reasoning_effort": "high",
+        "id_slot": 1,
+    },
+}
+
+ANTHROPIC_REFUSED: dict[str, Json] = {
+    "no messages": {"system": "x"},
+    "message is text": {"messages": ["x"]},
+}
+
+
+def item(role: str, content: Any, **more: Any) -> Json:
+    return {"role": role, "content": content, **more}
+
+
+def said(*parts: Any, **more: Any) -> Json:
+    return item("assistant", list(parts), type="message", **more)
+
+
+def out(value: str) -> Json:
+    return {"type": "output_text", "text": value, "annotations": []}
+
+
+def call(name: str, arguments: str, call_id: str = "call_1") -> Json:
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+
+
+def answer(output: Any, call_id: str = "call_1") -> Json:
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def reason(value: str) -> Json:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "x", "text": value}]}
+
+
+FUNCTION = {"type": "function", "name": "get_weather", "description": "W", "parameters": SCHEMA}
+LOOSE = {"type": "function", "name": "clock", "parameters": {"type": "object"}, "strict": False}
+INPUT = {"type": "input_text", "text": "Hello!"}
+
+RESPONSES: dict[str, Json] = {
+    "text": {"input": "Hello!"},
+    "instructions": {"instructions": "Be brief.", "input": "Hello!"},
+    "instructions null": {"instructions": None, "input": "Hello!"},
+    "items": {"input": [item("user", "One."), item("user", [INPUT, INPUT], type="message")]},
+    "roles": {"input": [item("system", "S"), item("developer", "D"), item("user", [INPUT])]},
+    "no parts": {"input": [item("user", []), item("user", "x")]},
+    "said": {"input": [item("user", "a"), said(out("b"), status="completed", id="m")]},
+    "said twice": {"input": [item("user", "a"), said(out("b")), said(out("c")), item("user", "d")]},
+    "said as text": {
+        "input": [item("user", "a"), item("assistant", "b", type="message"), item("user", "c")]
+    },
+    "said without content": {
+        "input": [item("user", "a"), {"role": "assistant", "type": "message"}, item("user", "c")]
+    },
+    "tools": {"input": "x", "tools": [FUNCTION, LOOSE, {"type": "web_search"}]},
+    "no function tools": {"input": "x", "tools": [{"type": "web_search"}, 3]},
+    "tool_choice": {"input": "x", "tools": [LOOSE], "tool_choice": "required"},
+    "call": {
+        "tools": [FUNCTION],
+        "input": [item("user", "a"), call("get_weather", '{"city": "Köln"}'), answer("rain")],
+    },
+    "call after text": {
+        "input": [
+            item("user", "a"),
+            said(out("Let me see.")),
+            call("get_weather", '{ "city":"A"}'),
+            call("clock", "{}", "call_2"),
+            answer([INPUT, INPUT]),
+            answer("12", "call_2"),
+        ]
+    },
+    "text after call": {
+        "input": [item("user", "a"), call("clock", "{}"), said(out("b")), answer("12")]
+    },
+    "reasoning": {"input": [item("user", "a"), reason("Hm."), said(out("b")), item("user", "c")]},
+    "reasoning and call": {
+        "tools": [LOOSE],
+        "input": [item("user", "a"), reason("Hm."), call("clock", "{}"), answer("12")],
+    },
+    "reasoning after text": {
+        "input": [item("user", "a"), said(out("b")), reason("Hm."), item("user", "c")]
+    },
+    "effort": {"input": "x", "reasoning": {"effort": "high", "summary": "auto"}},
+    "effort none": {"input": "x", "reasoning": {"effort": "none"}},
+    "reasoning null": {"input": "x", "reasoning": None},
+    "others": {
+        "input": "x",
+        "previous_response_id": None,
+        "text": {"format": {"type": "json_object"}},
+        "parallel_tool_calls": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "store": False,
+    },
+}
+
+RESPONSES_REFUSED: dict[str, Json] = {
+    "no input": {"instructions": "x"},
+    "previous": {"input": "x", "previous_response_id": "resp_1"},
+    "input number": {"input": 3},
+    "item text": {"input": ["x"]},
+    "item unknown": {"input": [{"type": "item_reference", "id": "x"}]},
+    "assistant without type": {"input": [item("assistant", "x")]},
+    "file": {"input": [item("user", [{"type": "input_file"}])]},
+    "part unknown": {"input": [item("user", [{"type": "x"}])]},
+    "part without text": {"input": [item("user", [{"type": "input_text"}])]},
+    "image without url": {"input": [item("user", [{"type": "input_image"}])]},
+    "output part unknown": {"input": [said({"type": "x"})]},
+    "output without text": {"input": [said({"type": "output_text"})]},
+    "refusal without text": {"input": [said({"type": "refusal"})]},
+    "answer without type": {"input": [answer([{"text": "x"}])]},
+    "answer with file": {"input": [answer([{"type": "input_file"}])]},
+    "answer image": {"input": [answer([{"type": "input_image"}])]},
+    "reasoning without content": {"input": [{"type": "reasoning", "summary": []}]},
+    "reasoning empty": {"input": [{"type": "reasoning", "summary": [], "content": []}]},
+    "reasoning odd": {"input": [{"type": "reasoning", "summary": [], "content": [3]}]},
+    "tools odd": {"input": "x", "tools": {}},
+}
+
+CORPORA = {Route.MESSAGES: ANTHROPIC, Route.RESPONSES: RESPONSES}
+REFUSED = {Route.MESSAGES: ANTHROPIC_REFUSED, Route.RESPONSES: RESPONSES_REFUSED}
+
+
+async def post(server: LlamaServer, path: str, raw: bytes) -> tuple[int, bytes]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(server.url + path, data=raw) as response,
+    ):
+        return response.status, await response.read()
+
+
+async def ask(server: LlamaServer, path: str, raw: bytes) -> bytes:
+    status, payload = await post(server, path, raw)
+    assert status == 200, (path, payload)
+    return payload
+
+
+async def predicted_tokens(server: LlamaServer, route: Route, body: Json) -> Tokens:
+    source = parse_request(route, body).prompt_source
+    assert isinstance(source, ChatPrompt), source
+    rendered = prompt_from(await ask(server, "/apply-template", orjson.dumps(source.body)))
+    return tokens_from(await ask(server, "/tokenize", tokenize_body(rendered, add_special=True)))
+
+
+async def slot_tokens(server: LlamaServer, folder: Path) -> Tokens:
+    """What slot 0 holds, from the head of its state file."""
+    await ask(server, "/slots/0?action=save", b'{"filename": "head"}')
+    raw = (folder / "head").read_bytes()
+    marker, version, n = struct.unpack_from("<iII", raw, 12)
+    assert (marker, version) == (-1, 1)
+    return Tokens(raw[24 : 24 + 4 * n])
+
+
+def model_with_template(template: str, folder: Path) -> Path:
+    """The tiny model with another chat template in its metadata.
+
+    A comment fills the template up, so that what follows in the file stays aligned (to 32).
+    """
+    raw = tiny_model("llama").path.read_bytes()
+    old = CHAT_TEMPLATE.encode()
+    new = (TEMPLATES / template).read_bytes()
+    new += b"{#-" + b" " * ((len(old) - len(new) - len(b"{#--#}")) % 32) + b"-#}"
+    string = struct.Struct("<Q")
+    path = folder / "model.gguf"
+    path.write_bytes(raw.replace(string.pack(len(old)) + old, string.pack(len(new)) + new))
+    return path
+
+
+@pytest.mark.parametrize("template", ["everything.jinja", "Qwen-Qwen3-0.6B.jinja"])
+@pytest.mark.parametrize("route", CORPORA, ids=lambda route: route.value)
+async def test_prompt_is_known_to_the_token(
+    server_argv: list[str], tmp_path: Path, route: Route, template: str
+) -> None:
+    """One token generated leaves exactly the prompt in the slot (llama-server.md section 2.3)."""
+    model = model_with_template(template, tmp_path)
+    wrong = []
+    async with LlamaServer(model, kv_dir=tmp_path / "kv", argv=server_argv) as server:
+        for name, case in CORPORA[route].items():
+            body = {**case, "max_tokens" if route is Route.MESSAGES else "n_predict": 1}
+            raw = orjson.dumps(body)
+            predicted = await predicted_tokens(server, route, body)
+            assert orjson.dumps(body) == raw, "the conversion changed the client's body"
+            counted = orjson.loads(await ask(server, COUNTERS[route], raw))["input_tokens"]
+            # noise is no tool call: the answer may be an error, the prompt is computed all the same
+            await post(server, PATHS[route], raw)
+            held = await slot_tokens(server, tmp_path / "kv")
+            if (counted, held) != (count(predicted), predicted):
+                wrong.append(name)
+
+    assert wrong == []
+
+
+@pytest.mark.parametrize("route", REFUSED, ids=lambda route: route.value)
+async def test_unknown_is_what_the_server_refuses(llama_server: StartServer, route: Route) -> None:
+    """No reason is given for a body that the server would have answered."""
+    server = await llama_server()
+    known = [
+        name
+        for name, body in REFUSED[route].items()
+        if not isinstance(parse_request(route, body).prompt_source, UnknownPrompt)
+    ]
+    answered = [
+        name
+        for name, body in REFUSED[route].items()
+        if (await post(server, PATHS[route], orjson.dumps(body)))[0] == 200
+    ]
+
+    assert known == []
+    assert answered == []
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (1e15, "1e+15"),
+        (1.25e15, "1.25e+15"),
+        (-1234567890123456.5, "-1.2345678901234565e+15"),
+        (1e16, "1e+16"),
+        (999999999999999.0, "999999999999999.0"),
+        (0.0001, "0.0001"),
+        (0.00001, "1e-05"),
+        (5e-324, "5e-324"),
+        (-0.0, "-0.0"),
+        (2**64 - 1, "18446744073709551615"),
+        ({"ä": ["\x01\n\x7f", True, None, {}]}, '{"ä":["\\u0001\\n\x7f",true,null,{}]}'),
+    ],
+)
+def test_arguments_are_written_as_the_server_writes_them(value: object, written: str) -> None:
+    """Taken from nlohmann's serializer, which `tool_use.input` goes through."""
+    assert written == dump_like_server(value)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (BILLING, BILLING.replace("a5145", "fffff")),
+        (BILLING.replace("a5145", "äöx"), BILLING.replace("a5145", "fffff")),  # 5 bytes, not 3
+        (" " + BILLING, " " + BILLING),
+        ("x-anthropic-billing-header: none", "x-anthropic-billing-header: none"),
+    ],
+)
+def test_billing_stamp(given: str, expected: str) -> None:
+    """Only a prompt that begins with the header is touched, and only its first stamp."""
+    assert expected == normalize_billing_header(given)

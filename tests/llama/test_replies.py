@@ -1,0 +1,419 @@
+"""What a backend says of a request is found in the bytes of its answer, on every route."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.base.errors import BackendError
+from router.base.tokens import Tokens, count, head, join, pack
+from router.base.types import Reported, SlotStatus, Transfer
+from router.llama.replies import (
+    error_message_from,
+    ids_from,
+    models_from,
+    prompt_from,
+    props_from,
+    read_reply,
+    slots_from,
+    tokens_from,
+    transfer_from,
+)
+from router.llama.wire import Route
+from router.tools.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.support.models.tiny_models import N_CTX_TRAIN, N_VOCAB
+
+Json = dict[str, Any]
+N_NEW = 6
+MESSAGES = [{"role": "user", "content": "Is it raining in London?"}]
+PATHS: dict[Route, tuple[str, Json]] = {
+    Route.COMPLETION: ("/completion", {"prompt": "The quick brown fox", "n_predict": N_NEW}),
+    Route.OAI_COMPLETION: ("/v1/completions", {"prompt": "The quick", "max_tokens": N_NEW}),
+    Route.CHAT: ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": N_NEW}),
+    Route.MESSAGES: ("/v1/messages", {"messages": MESSAGES, "max_tokens": N_NEW}),
+    Route.RESPONSES: ("/v1/responses", {"input": "Is it raining?", "max_output_tokens": N_NEW}),
+}
+ROUTES = pytest.mark.parametrize("route", PATHS, ids=lambda route: route.value)
+STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+async def call(server: LlamaServer, path: str, body: Json | None = None) -> bytes:
+    async with aiohttp.ClientSession() as session:
+        method = "GET" if body is None else "POST"
+        async with session.request(method, server.url + path, json=body) as response:
+            return await response.read()
+
+
+async def reply(server: LlamaServer, route: Route, stream: bool = False, **fields: Any) -> Reported:
+    path, body = PATHS[route]
+    raw = await call(server, path, {"temperature": 0, **body, "stream": stream, **fields})
+    return read_reply(route, stream, raw)
+
+
+async def held(server: LlamaServer, folder: Path) -> Tokens:
+    """The tokens in slot 0, from the head of its state file (llama-server.md section 1.4)."""
+    await call(server, "/slots/0?action=save", {"filename": "head"})
+    raw = (folder / "kv" / "head").read_bytes()
+    return Tokens(raw[24 : 24 + 4 * struct.unpack_from("<I", raw, 20)[0]])
+
+
+# --- Completions of a real server -------------------------------------------------------------
+
+
+@STREAM
+@ROUTES
+async def test_totals_of_a_cold_and_a_warm_request(
+    llama_server: StartServer, tmp_path: Path, route: Route, stream: bool
+) -> None:
+    """A slot holds the prompt and what was generated, less the last token."""
+    server = await llama_server(slots=1)
+    cold = await reply(server, route, stream)
+    n_prompt = count(await held(server, tmp_path)) - (N_NEW - 1)
+    warm = await reply(server, route, stream)
+
+    assert (cold.prompt_tokens, cold.cached_tokens, cold.generated_tokens) == (n_prompt, 0, N_NEW)
+    assert (warm.prompt_tokens, warm.cached_tokens) == (n_prompt, n_prompt - 1)
+    silent = route is Route.MESSAGES or (route is Route.RESPONSES and not stream)
+    for seconds in (cold.prompt_s, cold.generated_s):
+        assert seconds is None if silent else seconds is not None and 0 < seconds < 5
+    assert cold.text
+
+
+@STREAM
+@ROUTES
+async def test_text_is_what_was_generated(
+    llama_server: StartServer, tmp_path: Path, route: Route, stream: bool
+) -> None:
+    """The words of the tiny model are plain letters: they tokenize to what the slot holds."""
+    server = await llama_server(slots=1)
+    said = await reply(server, route, stream)
+    ids = await held(server, tmp_path)
+    assert said.prompt_tokens is not None
+    generated = orjson.dumps({"tokens": [*memoryview(ids).cast("i")][said.prompt_tokens :]})
+    spoken = orjson.loads(await call(server, "/detokenize", orjson.loads(generated)))["content"]
+
+    assert said.text is not None
+    assert said.text.startswith(spoken)
+    assert said.text.count(spoken) == 1, "a stream says it in parts and once more at its end"
+
+
+@pytest.mark.parametrize(
+    ("route", "stream", "fields"),
+    [
+        (Route.COMPLETION, True, {}),
+        (Route.COMPLETION, True, {"return_progress": True, "timings_per_token": True}),
+        (Route.COMPLETION, False, {"return_tokens": True}),
+        (Route.OAI_COMPLETION, True, {"verbose": True, "return_progress": True}),
+        (Route.OAI_COMPLETION, False, {"verbose": True, "return_tokens": True}),
+        (Route.CHAT, False, {"verbose": True, "return_tokens": True}),
+        (Route.COMPLETION, True, {"grammar": 'root ::= "fox"'}),  # ends by itself
+    ],
+)
+async def test_ids_where_the_answer_carries_them(
+    llama_server: StartServer, tmp_path: Path, route: Route, stream: bool, fields: Json
+) -> None:
+    """Prompt and ids are what the slot holds, but for the last id: it was never computed."""
+    server = await llama_server(slots=1)
+    said = await reply(server, route, stream, **fields)
+    in_slot = await held(server, tmp_path)
+
+    assert said.generated is not None
+    assert said.prompt_tokens is not None
+    assert said.generated_tokens == count(said.generated)
+    assert join([head(in_slot, said.prompt_tokens), said.generated])[:-4] == in_slot
+
+
+async def test_ids_that_a_stream_swallows_are_not_made_up(llama_server: StartServer) -> None:
+    """Of the three tokens of one character only the last is sent."""
+    server = await llama_server(slots=1)
+    fields = {"grammar": 'root ::= "日本"'}
+    streamed = await reply(server, Route.COMPLETION, True, **fields)
+    whole = await reply(server, Route.COMPLETION, False, return_tokens=True, **fields)
+
+    assert (streamed.generated, streamed.text) == (None, "日本")
+    assert streamed.generated_tokens == whole.generated_tokens == count(whole.generated or pack([]))
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_chat_stream_says_it_with_or_without_usage(
+    llama_server: StartServer, include_usage: bool
+) -> None:
+    server = await llama_server(slots=1)
+    whole = await reply(server, Route.CHAT)
+    options = {"include_usage": include_usage}
+    said = await reply(server, Route.CHAT, True, stream_options=options)
+
+    assert said.prompt_tokens == whole.prompt_tokens
+    assert (said.cached_tokens, said.generated_tokens) == ((whole.prompt_tokens or 0) - 1, N_NEW)
+
+
+@STREAM
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        (Route.COMPLETION, {"n": 2}),
+        (Route.COMPLETION, {"prompt": ["a", "b"]}),
+        (Route.OAI_COMPLETION, {"n": 2}),
+        (Route.CHAT, {"n": 2}),
+        (Route.RESPONSES, {"n": 2}),
+    ],
+)
+async def test_several_choices_say_nothing(
+    llama_server: StartServer, route: Route, fields: Json, stream: bool
+) -> None:
+    """Nobody can tell which slot had which numbers."""
+    server = await llama_server(slots=2)
+    assert await reply(server, route, stream, **fields) == Reported()
+
+
+@STREAM
+@ROUTES
+async def test_errors_say_nothing(llama_server: StartServer, route: Route, stream: bool) -> None:
+    """Also when a stream was asked for: the first error is a plain object."""
+    server = await llama_server(slots=1, ctx=512)
+    long = "again " * 2000
+    message = [{"role": "user", "content": long}]
+    fields = {"prompt": long} if "prompt" in PATHS[route][1] else {"messages": message}
+    said = await reply(server, route, stream, **fields, input=long)
+
+    assert said == Reported()
+
+
+# --- Bytes ------------------------------------------------------------------------------------
+
+CHUNKS = [
+    b'data: {"index":0,"content":"a","tokens":[5],"tokens_predicted":1,"tokens_evaluated":9}\n\n',
+    b'data: {"index":0,"content":"b","tokens":[6],"tokens_predicted":2,"tokens_evaluated":9}\n\n',
+    b'data: {"index":0,"content":"","tokens":[],"tokens_predicted":2,"tokens_evaluated":9,'
+    b'"timings":{"cache_n":4,"prompt_n":5,"prompt_ms":250.0,"predicted_ms":500}}\n\n',
+]
+WHOLE = Reported(9, 4, 0.25, 2, 0.5, pack([5, 6]), "ab")
+
+
+def native(chunks: list[bytes] | bytes, **options: Any) -> Reported:
+    return read_reply(Route.COMPLETION, True, chunks, **options)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: raw,
+        lambda raw: raw.replace(b"\n", b"\r\n"),
+        lambda raw: raw.replace(b"\n", b"\r"),
+        lambda raw: b":\n\n" + raw.replace(b"\n\n", b"\n\n: ping\n\n") + b"data: [DONE]\n\n",
+        lambda raw: raw.replace(b"data: ", b"data:"),
+        lambda raw: raw.replace(b"data: ", b"id: 7\nevent: x\ndata: "),
+        lambda raw: raw.replace(b'"tokens"', b'\ndata: "tokens"'),  # an event in two lines
+        lambda raw: raw[:-2],
+        lambda raw: raw + b'data: {"error":{"code":500,"message":"x","type":"server_error"}}\n\n',
+        lambda raw: raw + b'data: {"index":0,"content":"c","tok',
+    ],
+)
+def test_event_stream(change: Callable[[bytes], bytes]) -> None:
+    assert native(change(b"".join(CHUNKS))) == WHOLE
+
+
+@given(st.integers(0, sum(map(len, CHUNKS))))
+def test_cut_anywhere(end: int) -> None:
+    """What is left is what the whole events say; the pieces it came in do not matter."""
+    raw = b"".join(CHUNKS)[:end]
+    said = native(raw)
+    n_whole = len(
+        [chunk for i, chunk in enumerate(CHUNKS) if len(b"".join(CHUNKS[: i + 1])) <= end]
+    )
+
+    assert said.text in {None, "a", "ab"}
+    assert said.generated_tokens in {n_whole or None, min(n_whole + 1, 2)}
+    assert said == native([raw[:7], raw[7:40], raw[40:]])
+
+
+def test_missing_middle() -> None:
+    """Totals of the last event stand; what was generated is not known any more."""
+    raw = b"".join(CHUNKS)
+    said = native([raw[:30], raw[120:]], complete=False)
+    assert said == Reported(9, 4, 0.25, 2, 0.5)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "x"])
+def test_encoded_bytes_are_not_looked_at(encoding: str) -> None:
+    assert native(CHUNKS, content_encoding=encoding) == Reported()
+    assert native(CHUNKS, content_encoding="identity") == WHOLE
+
+
+def test_missing_timings() -> None:
+    said = native(CHUNKS[:2])
+    assert said == Reported(prompt_tokens=9, generated_tokens=2, generated=pack([5, 6]), text="ab")
+
+
+def test_infill_is_read_like_a_completion() -> None:
+    assert read_reply(Route.INFILL, True, CHUNKS) == WHOLE
+
+
+CALL = [{"index": 0, "id": "x", "function": {"name": "f", "arguments": "{}"}}]
+REASONING_ITEM = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]}
+
+
+@pytest.mark.parametrize(
+    ("route", "events"),
+    [
+        (Route.CHAT, [{"choices": [{"message": {"content": "a", "reasoning_content": "b"}}]}]),
+        (Route.CHAT, [{"choices": [{"message": {"content": None, "tool_calls": CALL}}]}]),
+        (Route.CHAT, [{"choices": [{"delta": {"reasoning_content": "b"}}]}]),
+        (
+            Route.CHAT,
+            [
+                {"choices": [{"delta": {"content": "a"}}]},
+                {"choices": [{"delta": {"tool_calls": CALL}}]},
+            ],
+        ),
+        (
+            Route.MESSAGES,
+            [
+                {
+                    "type": "message",
+                    "content": [
+                        {"type": "thinking", "thinking": "b"},
+                        {"type": "text", "text": "a"},
+                    ],
+                }
+            ],
+        ),
+        (Route.MESSAGES, [{"type": "content_block_start", "content_block": {"type": "tool_use"}}]),
+        (Route.MESSAGES, [{"type": "content_block_delta", "delta": {"type": "thinking_delta"}}]),
+        (Route.RESPONSES, [{"object": "response", "output": [REASONING_ITEM]}]),
+        (
+            Route.RESPONSES,
+            [
+                {"type": "response.output_text.delta", "delta": "a"},
+                {"type": "response.output_item.added", "item": {"type": "function_call"}},
+            ],
+        ),
+    ],
+)
+def test_text_that_cannot_be_rebuilt_is_none(route: Route, events: list[Json]) -> None:
+    """Templates write reasoning and calls in their own ways, and the answer does not say how."""
+    raw = b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
+    assert read_reply(route, True, raw).text is None
+    if len(events) == 1:
+        assert read_reply(route, False, orjson.dumps(events[0])).text is None
+
+
+NAMES = """index content tokens tokens_predicted timings cache_n prompt_n prompt_ms prompt_progress
+usage input_tokens prompt_tokens choices message delta type response output item content_block
+message_start response.completed response.output_item.added object __verbose text total error"""
+words = st.sampled_from(NAMES.split()) | st.text(max_size=2)
+odd_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | words
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=6),
+    max_leaves=24,
+)
+
+
+@given(st.sampled_from(Route), st.booleans(), st.lists(odd_values, max_size=4), st.binary())
+def test_never_raises(route: Route, stream: bool, events: list[Any], noise: bytes) -> None:
+    lines = [b"data: " + orjson.dumps(event) + b"\n\n" for event in events]
+    for raw in (b"".join(lines), noise, b"".join(lines) + noise, *map(orjson.dumps, events)):
+        assert isinstance(read_reply(route, stream, raw), Reported)
+        assert read_reply(route, stream, raw, complete=False).text is None
+
+
+# --- Control calls ----------------------------------------------------------------------------
+
+
+async def test_control_answers_of_a_real_server(llama_server: StartServer) -> None:
+    server = await llama_server(slots=2, ctx=2048)
+    props = props_from(await call(server, "/props"))
+    models = models_from(await call(server, "/v1/models"))
+
+    assert (props.total_slots, props.n_ctx, props.model_path) == (2, 1024, str(server.model))
+    assert (props.bos_token, props.eos_token) == ("<|endoftext|>", "<|im_end|>")
+    assert "im_start" in props.chat_template
+    assert (props.has_vision, props.has_audio, props.is_sleeping) == (False, False, False)
+    assert (models.n_vocab, models.n_ctx_train, models.n_embd) == (N_VOCAB, N_CTX_TRAIN, 128)
+    assert (models.vocab_type, models.architecture) == (2, "text->text")
+    assert props.model_alias in models.names
+    idle = SlotStatus(0, is_processing=False, n_tokens=None, n_ctx=1024)
+    assert slots_from(await call(server, "/slots"))[0] == idle
+
+    await reply(server, Route.COMPLETION, id_slot=1, prompt=list(range(30, 60)), n_predict=1)
+    assert slots_from(await call(server, "/slots"))[1].n_tokens == 30
+    saved = await call(server, "/slots/1?action=save", {"filename": "a"})
+    restored = await call(server, "/slots/0?action=restore", {"filename": "a"})
+    for answer in (transfer_from(saved, "save"), transfer_from(restored, "restore")):
+        assert (answer.n_tokens, answer.seconds > 0) == (30, True)
+        assert answer.size_bytes == transfer_from(saved, "save").size_bytes > 30
+    ids = tokens_from(await call(server, "/tokenize", {"content": "Hello"}))
+    assert count(ids) > 0
+    assert "raining" in prompt_from(await call(server, "/apply-template", {"messages": MESSAGES}))
+    refused = await call(server, "/slots/0?action=restore", {"filename": "no"})
+    assert "Unable to restore slot" in error_message_from(refused)
+
+
+@pytest.mark.parametrize(
+    ("read", "payload", "message"),
+    [
+        (props_from, b"<html>", "GET /props is malformed: total_slots is not an integer"),
+        (props_from, {"total_slots": True}, "total_slots is not an integer"),
+        (props_from, {"role": "router", "model_path": "none"}, "role is router"),
+        (props_from, {"total_slots": 1}, "default_generation_settings/n_ctx is not an integer"),
+        (models_from, b"{}", "data is not an array"),
+        (models_from, {"data": [{"id": "a"}]}, "data/0/meta/n_vocab is not an integer"),
+        (models_from, {"data": [{}]}, "GET /v1/models is malformed: id is not a string"),
+        (slots_from, {"error": {}}, "it is not an array"),
+        (slots_from, [{"id": 0, "n_ctx": 1}], "is_processing is not a boolean"),
+        (slots_from, [3], "id is not an integer"),
+        (tokens_from, {"tokens": ["a"]}, "no token id"),
+        (tokens_from, {"tokens": [2**31]}, "no token id"),
+        (prompt_from, {"prompt": 3}, "prompt is not a string"),
+    ],
+)  # fmt: skip
+def test_malformed_control_answer(
+    read: Callable[[object], object], payload: object, message: str
+) -> None:
+    with pytest.raises(BackendError, match=message):
+        read(payload)
+
+
+def test_transfer() -> None:
+    answer = {"n_saved": 3, "n_written": 40, "timings": {"save_ms": 5}}
+    assert transfer_from(answer, "save") == Transfer(3, 40, 0.005)
+    with pytest.raises(BackendError, match="a slot restore is malformed: n_restored"):
+        transfer_from(answer, "restore")
+    assert error_message_from(b"nonsense") == error_message_from(b"[]") == ""
+
+
+@pytest.mark.parametrize("dumps", [orjson.dumps, lambda value: json.dumps(value).encode()])
+def test_many_ids_are_read_like_few(dumps: Callable[[object], bytes]) -> None:
+    """In pieces, whatever white space is between them."""
+    ids = [number % 50_000 for number in range(100_000)]
+    assert ids_from(dumps({"tokens": ids})) == ids
+    for odd in ({"tokens": [*ids, "a"]}, {"tokens": [[1], *ids]}, {"other": ids}):
+        with pytest.raises(BackendError, match="POST /tokenize is malformed"):
+            ids_from(dumps(odd))
+    assert ids_from(dumps({"tokens": [], "more": ids})) == []
+
+
+def test_a_long_answer_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+    loads = orjson.loads
+
+    def noted(raw: bytes) -> object:
+        sizes.append(len(raw))
+        return loads(raw)
+
+    monkeypatch.setattr("router.llama.json_offload.orjson.loads", noted)
+    raw = orjson.dumps({"tokens": [12345] * 200_000})
+    ids_from(raw)
+    assert max(sizes) < 140_000 < len(raw) < sum(sizes)

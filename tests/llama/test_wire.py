@@ -1,0 +1,424 @@
+"""Requests are read as llama-server reads them, and sent on as they came."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.base.errors import BadRequestError
+from router.base.tokens import Tokens, pack
+from router.llama.replies import tokens_from
+from router.llama.wire import (
+    ROUTES,
+    ChatPrompt,
+    MixedPrompt,
+    PromptSource,
+    Route,
+    TextPrompt,
+    TokenPrompt,
+    UnknownPrompt,
+    fingerprint,
+    fingerprint_body,
+    parse_body,
+    parse_request,
+    pin_slot,
+    prefill_body,
+    route_of,
+    strip_slot,
+    tokenize_body,
+)
+from router.tools.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+
+Json = dict[str, Any]
+BOM = b"\xef\xbb\xbf"
+
+numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+scalars = st.none() | st.booleans() | numbers
+json_values = st.recursive(
+    scalars | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+# names that the code looks for, so that odd types in known places come up
+NAMES = """prompt messages input content role type system tools n text n_predict max_tokens id_slot
+stream output call_id source image_url thinking reasoning prompt_string tool_result tool_use image
+function_call_output user assistant message input_image"""
+words = st.sampled_from(NAMES.split()) | st.text(max_size=3)
+odd_values = st.recursive(
+    scalars | words,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=6),
+    max_leaves=24,
+)
+
+
+def source(body: Json, route: Route = Route.COMPLETION) -> PromptSource:
+    return parse_request(route, body).prompt_source
+
+
+# --- Routes and bodies ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/completions/", "/slots", "/v1/messages/count_tokens", ""]
+)
+def test_other_paths_are_no_completions(path: str) -> None:
+    assert route_of(path) is None
+
+
+async def test_every_route_is_one_of_the_server(llama_server: StartServer) -> None:
+    """404 is what llama-server says of a path that it does not know."""
+    server = await llama_server()
+    statuses = {path: (await post(server, path, b"{"))[0] for path in ROUTES}
+
+    assert 404 not in statuses.values(), statuses
+    assert set(ROUTES.values()) == set(Route)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "line 1 column 1"),
+        (b'{"a": 1,}', "line 1 column 8"),
+        (b'{"a":\n 1', "line 2"),
+        (b'{"a": "\xff"}', "not valid JSON"),
+        (b"{}{}", "line 1 column 3"),
+        (b"[1]", "must be a JSON object, not an array"),
+        (b'"{}"', "not a string"),
+        (b"null", "not null"),
+        (b"true", "not a boolean"),
+        (b"1.5", "not a number"),
+        (b"[" * 5000, "not valid JSON"),
+    ],
+)
+def test_unusable_body(raw: bytes, message: str) -> None:
+    """The message says where, and holds nothing of the body."""
+    with pytest.raises(BadRequestError, match=message):
+        parse_body(raw)
+
+
+@pytest.mark.parametrize("raw", [BOM + b' {"a": [1]} ', b'\n{"a":[2],"a":[1]}'])
+def test_body_as_the_server_reads_it(raw: bytes) -> None:
+    """A byte order mark is skipped; of two equal keys the last one counts."""
+    assert parse_body(raw) == {"a": [1]}
+
+
+@given(odd_values, st.sampled_from(list(Route)))
+def test_no_field_type_is_an_error(value: Any, route: Route) -> None:
+    """Whatever is wrong with a field, the answer is the server's."""
+    shapes: list[Json] = [
+        value if isinstance(value, dict) else {"prompt": value},
+        {"messages": value, "input": value, "system": value, "tools": value, "n": value},
+        {"messages": [value], "input": [value], "tools": [value], "tool_choice": value},
+        {"messages": [{"role": "user", "content": value}], "metadata": value, "thinking": value},
+        {"messages": [{"role": "user", "content": [value]}], "n_predict": value, "id_slot": value},
+        {"input": [{"role": "user", "content": [value]}], "reasoning": value, "lora": value},
+        {"input": [{"role": "assistant", "type": "message", "content": [value]}], "stream": value},
+    ]
+    for body in shapes:
+        parsed = parse_request(route, body)
+        assert parsed.body is body
+
+
+# --- Prompts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Hi", TextPrompt("Hi")),
+        ("", TextPrompt("")),
+        ([1, 2, 3], TokenPrompt(pack([1, 2, 3]))),
+        (["Hi"], TextPrompt("Hi")),
+        ([[1, 2]], TokenPrompt(pack([1, 2]))),
+        ([[]], TokenPrompt(pack([]))),
+        ([1, "Hi", 2], MixedPrompt((1, "Hi", 2))),
+        ([["Hi", 2]], MixedPrompt(("Hi", 2))),
+        ({"prompt_string": "Hi"}, TextPrompt("Hi")),
+        ([{"prompt_string": "Hi"}], TextPrompt("Hi")),
+        ({"prompt_string": ["Hi", "you"]}, MixedPrompt(("Hi", "you"))),
+        ({"prompt_string": [1, 2]}, TokenPrompt(pack([1, 2]))),
+    ],
+)
+def test_prompt(prompt: Any, expected: PromptSource) -> None:
+    """`tokenize_input_prompts`; a batch of one is not a batch."""
+    for route in (Route.COMPLETION, Route.OAI_COMPLETION):
+        parsed = parse_request(route, {"prompt": prompt})
+        assert expected == parsed.prompt_source
+        assert not parsed.whole_backend
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *(None, 3, True, [], {}, [-1], ["a", -1], [2**31]),
+        *([[1, None]], [[True]], [["a", "b"]], [1, "a", None], [1, 2.5]),
+        *({"prompt_string": 3}, {"prompt_string": ["a", 2.5]}),
+        {"prompt_string": "a", "multimodal_data": ["AA=="]},
+    ],
+)
+def test_unknown_prompt(prompt: Any) -> None:
+    parsed = parse_request(Route.COMPLETION, {"prompt": prompt})
+    assert isinstance(parsed.prompt_source, UnknownPrompt)
+    assert not parsed.whole_backend
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [{"prompt_string": "a"}, "b"]])
+def test_batch_takes_the_whole_backend(prompt: Any) -> None:
+    """An array without a number in it; its prompts run in slots of the server's choice."""
+    parsed = parse_request(Route.COMPLETION, {"prompt": prompt})
+    assert parsed.whole_backend
+    assert isinstance(parsed.prompt_source, UnknownPrompt)
+
+
+def test_infill_is_unknown() -> None:
+    body = {"input_prefix": "a", "input_suffix": "b", "prompt": "c"}
+    reason = "infill prompts are built by the server"
+    assert source(body, Route.INFILL) == UnknownPrompt(reason, legal=True)
+    assert source({"input_prefix": "a"}, Route.INFILL) == UnknownPrompt(reason)
+
+
+def test_chat_body_goes_to_the_template_as_it_is() -> None:
+    body: Json = {"messages": [{"role": "user", "content": "Hi"}], "tools": []}
+    parsed = source(body, Route.CHAT)
+    assert parsed == ChatPrompt(body)
+    assert isinstance(parsed, ChatPrompt)
+    assert parsed.body is body
+
+
+PNG = "data:image/png;base64,iVBORw0KGgo="
+
+
+@pytest.mark.parametrize(
+    ("part", "payload"),
+    [
+        ({"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}, "iVBORw0KGgo="),
+        ({"type": "image_url", "image_url": {"url": "http://e.org/a"}}, "http://e.org/a"),
+        ({"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}, "UklGRg=="),
+        ({"type": "input_audio", "input_audio": {"data": 3, "url": "UklGRg=="}}, "UklGRg=="),
+        ({"type": "input_video", "input_video": {"url": "http://e.org/v"}}, "http://e.org/v"),
+        ({"type": "video_url", "video_url": {"url": "http://e.org/v"}}, "http://e.org/v"),
+    ],
+)
+def test_media_keeps_its_place_but_not_its_payload(part: Json, payload: str) -> None:
+    text = {"type": "text", "text": "What is this?"}
+    body: Json = {"messages": [{"role": "user", "content": [text, part, text]}]}
+    before = orjson.dumps(body)
+    parsed = source(body, Route.CHAT)
+
+    assert isinstance(parsed, ChatPrompt)
+    assert parsed.media == (fingerprint(payload),)
+    content = parsed.body["messages"][0]["content"]
+    assert [content[0], content[2]] == [text, text]
+    assert content[1]["type"] == part["type"]
+    assert payload.encode() not in orjson.dumps(parsed.body)
+    assert before == orjson.dumps(body)
+
+
+def test_media_of_converted_bodies_in_order_of_appearance() -> None:
+    """The same picture has the same fingerprint whichever route it came by."""
+    anthropic = {"type": "base64", "media_type": "image/png", "data": "QQ=="}
+    image = {"type": "image", "source": anthropic}
+    result = {"type": "tool_result", "tool_use_id": "x", "content": [image]}
+    url = {"type": "image", "source": {"type": "url", "url": "http://e.org"}}
+    messages = source({"messages": [{"role": "user", "content": [url, result]}]}, Route.MESSAGES)
+    given = [{"type": "input_image", "image_url": "data:image/png;base64,QQ=="}]
+    responses = source({"input": [{"role": "user", "content": given}]}, Route.RESPONSES)
+
+    assert isinstance(messages, ChatPrompt)
+    assert isinstance(responses, ChatPrompt)
+    assert messages.media == (fingerprint("http://e.org"), fingerprint("QQ=="))
+    assert responses.media == (fingerprint("QQ=="),)
+
+
+def test_media_without_payload_is_left_to_the_server() -> None:
+    part = {"type": "image_url", "image_url": {"url": 3}}
+    body: Json = {"messages": [{"role": "user", "content": [part]}]}
+    assert source(body, Route.CHAT) == ChatPrompt(body)
+
+
+# --- Fields -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"n_predict": 5, "max_completion_tokens": 4, "max_tokens": 3}, 5),
+        ({"max_completion_tokens": 4, "max_tokens": 3}, 4),
+        ({"n_predict": None, "max_tokens": 3}, 3),
+        ({"max_tokens": 2.9}, 2),
+        ({"n_predict": -1, "max_tokens": 3}, None),
+        ({"max_tokens": "3"}, None),
+        ({"max_tokens": 2**40}, None),
+        ({"n_predict": 0}, 0),
+    ],
+)
+def test_max_new_tokens(fields: Json, expected: int | None) -> None:
+    assert expected == parse_request(Route.CHAT, {"messages": [], **fields}).max_new_tokens
+
+
+def test_fields_of_converted_bodies() -> None:
+    """/v1/messages passes on next to nothing, /v1/responses everything."""
+    fields = {"id_slot": 1, "n": 2, "n_predict": 7, "cache_prompt": False, "lora": [{"id": 0}]}
+    fields |= {"n_cache_reuse": 8}
+    messages = parse_request(Route.MESSAGES, {"messages": [], **fields})
+    responses = parse_request(Route.RESPONSES, {"input": "x", "max_output_tokens": 9, **fields})
+
+    assert (messages.slot_hint, messages.pinnable, messages.max_new_tokens) == (None, False, 4096)
+    assert (messages.whole_backend, messages.cache_prompt, messages.lora) == (False, True, False)
+    assert (messages.shifts, responses.shifts) == (False, True)
+    assert (responses.slot_hint, responses.pinnable, responses.max_new_tokens) == (1, True, 7)
+    assert (responses.whole_backend, responses.cache_prompt, responses.lora) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "attribute", "expected"),
+    [
+        ({"model": "a"}, "model", "a"),
+        ({"model": 3}, "model", None),
+        ({"stream": True}, "stream", True),
+        ({"stream": 1}, "stream", False),
+        ({"id_slot": -1}, "slot_hint", None),
+        ({"id_slot": "1"}, "slot_hint", None),
+        ({"id_slot": 0}, "slot_hint", 0),
+        ({}, "shifts", False),
+        ({"n_cache_reuse": 0}, "shifts", False),
+        ({"n_cache_reuse": 0.9}, "shifts", False),
+        ({"n_cache_reuse": 1.9}, "shifts", True),
+        ({"n_cache_reuse": True}, "shifts", True),
+        ({"n_cache_reuse": None}, "shifts", True),  # as the server was started
+        ({"n": 1}, "whole_backend", False),
+        ({"n_cmpl": 1, "n": 2}, "whole_backend", False),
+        ({"n_cmpl": None, "n": 2}, "whole_backend", True),
+        ({"cache_prompt": None}, "cache_prompt", True),
+        ({"lora": []}, "lora", False),
+    ],
+)
+def test_field(fields: Json, attribute: str, expected: object) -> None:
+    parsed = parse_request(Route.COMPLETION, {"prompt": "x", **fields})
+    assert expected == getattr(parsed, attribute)
+
+
+# --- Pinning ----------------------------------------------------------------------------------
+
+
+@given(
+    st.dictionaries(st.text() | st.just("id_slot"), json_values, max_size=5),
+    st.integers(0, 999),
+    st.sampled_from([b"", BOM, b" \n\t", BOM + b"\r\n"]),
+    st.booleans(),
+)
+def test_pinned_body_says_the_same(body: Json, slot: int, before: bytes, indent: bool) -> None:
+    """And stripped of it, the same without an id_slot."""
+    raw = before + orjson.dumps(body, option=orjson.OPT_INDENT_2 if indent else 0) + b"\n"
+    parsed = parse_body(raw)
+    pinned = pin_slot(raw, parsed, slot)
+
+    assert parse_body(pinned) == {**parsed, "id_slot": slot}
+    parsed.pop("id_slot", None)
+    assert parse_body(strip_slot(raw, parse_body(raw))) == parsed
+
+
+def test_pinning_changes_no_other_byte() -> None:
+    """Numbers and escapes that a serializer would write in another way stay."""
+    raw = b'\xef\xbb\xbf { "a" : 1E5, "b": "\\u0041", "a": 10000000000000000000000 }'
+    pinned = pin_slot(raw, parse_body(raw), 3)
+
+    assert pinned == raw.replace(b"{", b'{"id_slot":3,', 1)
+    assert strip_slot(raw, parse_body(raw)) is raw
+    assert pin_slot(b" { } ", {}, 0) == b' {"id_slot":0 } '
+    escaped = b'{"id\\u005fslot": 7, "a": "{"}'
+    assert parse_body(pin_slot(escaped, parse_body(escaped), 1)) == {"id_slot": 1, "a": "{"}
+
+
+# --- Against a real server --------------------------------------------------------------------
+
+
+async def post(server: LlamaServer, path: str, raw: bytes) -> tuple[int, bytes]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(server.url + path, data=raw) as response,
+    ):
+        return response.status, await response.read()
+
+
+async def slot_tokens(server: LlamaServer, folder: Path) -> Tokens:
+    status, _ = await post(server, "/slots/0?action=save", b'{"filename": "head"}')
+    assert status == 200
+    raw = (folder / "head").read_bytes()
+    n = struct.unpack_from("<I", raw, 20)[0]
+    return Tokens(raw[24 : 24 + 4 * n])
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *("Hello, world!", ["The quick brown fox"], [40, 41, 42], [[50, 51]]),
+        [60, "Hi <|im_end|>", 61],
+        ["Hi", 61],
+        {"prompt_string": ["Hi", "you", 61]},
+    ],
+)
+async def test_prompt_source_gives_the_slot_s_tokens(
+    llama_server: StartServer, tmp_path: Path, prompt: Any
+) -> None:
+    """`gemma3` adds a BOS, so that where specials are added is seen."""
+    server = await llama_server("gemma3", slots=1)
+    given_source = source({"prompt": prompt})
+    match given_source:
+        case TokenPrompt(tokens):
+            predicted = tokens
+        case TextPrompt(content) | MixedPrompt(content):
+            _, payload = await post(server, "/tokenize", tokenize_body(content, add_special=True))
+            predicted = tokens_from(payload)
+        case _:
+            pytest.fail(f"{given_source}")
+    status, _ = await post(server, "/completion", orjson.dumps({"prompt": prompt, "n_predict": 1}))
+
+    assert status == 200
+    assert predicted == await slot_tokens(server, tmp_path / "kv")
+
+
+async def test_prefill_leaves_exactly_the_tokens(llama_server: StartServer, tmp_path: Path) -> None:
+    server = await llama_server(slots=1)
+    tokens = pack(range(30, 90))
+    status, _ = await post(server, "/completion", prefill_body(tokens, 0))
+
+    assert status == 200
+    assert tokens == await slot_tokens(server, tmp_path / "kv")
+
+
+def test_what_the_router_computes_is_never_moved_there() -> None:
+    """Unless that is what is to be found out: null is as the server was started."""
+    tokens = pack([1, 2])
+    moved = [
+        prefill_body(tokens, 0),
+        fingerprint_body(tokens, 0),
+        prefill_body(tokens, 0, exact=False),
+    ]
+
+    assert [parse_body(body)["n_cache_reuse"] for body in moved] == [0, 0, None]
+    assert all(parse_body(body)["prompt"] == [1, 2] for body in moved)
+
+
+async def test_limits_are_read_as_the_server_reads_them(llama_server: StartServer) -> None:
+    server = await llama_server()
+    for fields in (
+        {"n_predict": 5, "max_completion_tokens": 4, "max_tokens": 3},
+        {"max_completion_tokens": 4, "max_tokens": 3},
+        {"n_predict": None, "max_tokens": 3},
+        {"max_tokens": 2.9},
+    ):
+        body = {"prompt": "Hi", "ignore_eos": True, **fields}
+        raw = pin_slot(orjson.dumps(body), body, 1)
+        answer = orjson.loads((await post(server, "/completion", raw))[1])
+
+        assert answer["id_slot"] == 1
+        expected = parse_request(Route.COMPLETION, body).max_new_tokens
+        assert expected == answer["tokens_predicted"]

@@ -1,0 +1,264 @@
+"""From a request to the ids that the engine will see; what cannot be known is unknown, and why."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import aiohttp
+import pytest
+
+from router.base.errors import BackendError
+from router.base.tasks import Tasks
+from router.base.tokens import common_prefix, unpack
+from router.base.types import NOBODY, BackendId, Tenant
+from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.wire import Route, parse_request
+from router.prompts.chat_template import prove
+from router.prompts.reader import PromptReader, Vocabulary, fingerprint_id, is_left
+from router.prompts.special_tokens import discover_specials
+from router.prompts.tokenizer import SegmentTokenizer
+from tests.conftest import StartServer
+from tests.support.paths import TEMPLATES
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.fake_wire import render_chat
+from tests.support.servers.router_fleet import Json
+
+USER = {"role": "user", "content": "hi"}
+QWEN = TEMPLATES / "Qwen-Qwen3-0.6B.jinja"
+
+
+@pytest.fixture
+async def connections() -> AsyncIterator[Connections]:
+    async with Connections() as made:
+        yield made
+
+
+@pytest.fixture
+async def tasks() -> AsyncIterator[Tasks]:
+    made = Tasks()
+    yield made
+    await made.aclose()
+
+
+async def reader_of(url: str, connections: Connections, tasks: Tasks) -> PromptReader:
+    client = LlamaClient(BackendId("a"), url, connections, Timeouts())
+    props = await client.props()
+    specials = await discover_specials(
+        props.chat_template, props.bos_token, props.eos_token, client.tokenize
+    )
+    tokenizer = SegmentTokenizer(client.tokenize, specials, spawn=tasks.spawn)
+    return PromptReader(Vocabulary(client, tokenizer, props.media_marker))
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeLlama]:
+    async with FakeLlama() as server:
+        yield server
+
+
+@pytest.fixture
+async def reader(fake: FakeLlama, connections: Connections, tasks: Tasks) -> PromptReader:
+    return await reader_of(fake.url, connections, tasks)
+
+
+async def ids(reader: PromptReader, route: Route, body: Json) -> list[int]:
+    prompt = await reader.read(parse_request(route, body))
+    assert prompt.unknown is None
+    return unpack(prompt.tokens)
+
+
+async def test_ids_are_taken_as_they_are(reader: PromptReader, fake: FakeLlama) -> None:
+    seen = len(fake.seen)
+    assert await ids(reader, Route.COMPLETION, {"prompt": [5, 6, 7]}) == [5, 6, 7]
+    assert len(fake.seen) == seen  # nobody was asked
+
+
+async def test_text_and_chat(reader: PromptReader) -> None:
+    assert await ids(reader, Route.COMPLETION, {"prompt": "abc"}) == list(b"abc")
+    rendered = list(render_chat([USER]).encode())
+    assert await ids(reader, Route.CHAT, {"messages": [USER]}) == rendered
+    assert await ids(reader, Route.MESSAGES, {"messages": [USER]}) == rendered
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "reason"),
+    [
+        (Route.INFILL, {"input_prefix": "a"}, "infill"),
+        (Route.CHAT, {}, "must be an array"),
+        (Route.MESSAGES, {}, "'messages' is required"),
+    ],
+)
+async def test_what_cannot_be_known(
+    reader: PromptReader, route: Route, body: Json, reason: str
+) -> None:
+    prompt = await reader.read(parse_request(route, body))
+
+    assert reason in (prompt.unknown or "")
+    assert len(prompt) == 0
+
+
+INFILL: Json = {"input_prefix": "a", "input_suffix": "b"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"id_slot": 0}, {"cache_prompt": False}, {"lora": [{"id": 0, "scale": 1.0}]}],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_only_the_server_can_read_is_left_to_it(reader: PromptReader, more: Json) -> None:
+    infill = parse_request(Route.INFILL, INFILL)
+    assert is_left(infill, reader, NOBODY)
+    assert not is_left(infill, reader, Tenant("alice"))
+    assert not is_left(parse_request(Route.INFILL, INFILL | more), reader, NOBODY)
+
+
+def test_without_a_tokenizer_that_is_all_but_what_will_be_refused(reader: PromptReader) -> None:
+    chat = parse_request(Route.CHAT, {"messages": [USER]})
+    assert is_left(chat, None, NOBODY)
+    assert not is_left(chat, reader, NOBODY)
+    for route, body in ((Route.CHAT, {}), (Route.INFILL, {"input_prefix": "a"})):
+        assert not is_left(parse_request(route, body), None, NOBODY)
+
+
+async def test_backend_that_is_gone(reader: PromptReader, fake: FakeLlama) -> None:
+    """That says nothing of the prompt: another one may read it."""
+    await fake.go_down()
+    with pytest.raises(BackendError, match="cannot be reached"):
+        await reader.read(parse_request(Route.CHAT, {"messages": [USER]}))
+
+
+async def test_what_the_backend_refuses_is_unknown(reader: PromptReader) -> None:
+    prompt = await reader.read(parse_request(Route.CHAT, {"messages": [{"content": "no role"}]}))
+    assert prompt.unknown == "the backend does not render or tokenize it: HTTP 500"
+
+
+async def test_boundaries_are_read_on_demand(reader: PromptReader) -> None:
+    """Of chats in any dialect. Of a chat with a picture, a text or ids there are none."""
+    system = {"role": "system", "content": "kind"}
+    chat = parse_request(Route.CHAT, {"messages": [system, USER]})
+    assert (await reader.read(chat)).boundaries == ()
+    prompt = await reader.read(chat, boundaries=True)
+    assert len(prompt.boundaries) == 2
+    assert prompt == replace(await reader.read(chat), boundaries=prompt.boundaries)
+
+    messages = {"system": "kind", "messages": [USER], "max_tokens": 1}
+    anthropic = await reader.read(parse_request(Route.MESSAGES, messages), boundaries=True)
+    assert anthropic.boundaries == prompt.boundaries
+
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    marker = {"type": "text", "text": reader._vocabulary.media_marker}  # the fake writes none
+    for route, body in (
+        (Route.COMPLETION, {"prompt": "abc"}),
+        (Route.COMPLETION, {"prompt": [5, 6, 7]}),
+        (Route.INFILL, {"input_prefix": "a"}),
+        (Route.CHAT, {"messages": [{"role": "user", "content": [marker, picture]}]}),
+    ):
+        assert (await reader.read(parse_request(route, body), boundaries=True)).boundaries == ()
+
+
+async def test_a_prompt_that_is_unknown_has_no_boundaries(reader: PromptReader) -> None:
+    refused = parse_request(Route.CHAT, {"messages": [{"content": "no role"}]})
+    prompt = await reader.read(refused, boundaries=True)
+    assert prompt.unknown
+    assert prompt.boundaries == ()
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+async def test_boundaries_are_the_same_with_a_local_template(
+    llama_server: StartServer, connections: Connections, tasks: Tasks, self_check: bool
+) -> None:
+    """The next turn agrees with them, as a real server renders it."""
+    extra = ["--jinja", "--chat-template-file", str(QWEN)]
+    server = await llama_server("lfm2", slots=1, extra_args=extra)
+    remote = await reader_of(server.url, connections, tasks)
+    local = await reader_of(server.url, connections, tasks)
+    client, tokenizer = local._vocabulary.client, local._vocabulary.tokenizer
+    props = await client.props()
+    template = await prove(
+        props.chat_template, props.bos_token, props.eos_token, client.apply_template
+    )
+    assert template is not None
+    local._vocabulary.template = template
+    if self_check:
+        assert await tokenizer.self_check() is None
+        assert await remote._vocabulary.tokenizer.self_check() is None
+
+    said: list[Json] = [{"role": "system", "content": "Be brief and kind, and guess nothing."}]
+    last = 0
+    for turn in ("What is the time?", "  And now?", "Z", ""):
+        said.append({"role": "user", "content": turn})
+        chat = parse_request(Route.CHAT, {"messages": said})
+        prompt = await local.read(chat, boundaries=True)
+        assert prompt == await remote.read(chat, boundaries=True)
+        assert len(prompt.boundaries) >= 2
+        assert prompt.boundaries[-2] >= last
+        last = prompt.boundaries[-1]
+        said.append({"role": "assistant", "content": f"<think>\nhm\n</think>\n\nLate: {turn}"})
+        after = [*said, {"role": "user", "content": "go on"}]
+        later = await remote.read(parse_request(Route.CHAT, {"messages": after}))
+        assert last <= common_prefix(prompt.tokens, later.tokens)
+        assert len(prompt) - last < 24
+
+
+def test_pictures_have_ids_that_no_vocabulary_has() -> None:
+    """Negative, and never -1, which stands for any media in a state file."""
+    found = {fingerprint_id(str(i)) for i in range(10_000)}
+
+    assert max(found) <= -2
+    assert min(found) >= -(2**31)
+    assert len(found) > 9_990
+    assert fingerprint_id("a") == fingerprint_id("a")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("path", "route", "body"),
+    [
+        ("/completion", Route.COMPLETION, {"prompt": "hello <|im_end|> there"}),
+        ("/completion", Route.COMPLETION, {"prompt": ["hello", 7, " there"]}),
+        ("/v1/chat/completions", Route.CHAT, {"messages": [USER] * 1}),
+        (
+            "/v1/chat/completions",
+            Route.CHAT,
+            {
+                "messages": [
+                    {"role": "system", "content": "<|im_start|>é\n\n  ünï 1234"},
+                    {"role": "user", "content": [{"type": "text", "text": "two\r\n parts"}]},
+                    {"role": "assistant", "content": ""},
+                    USER,
+                ],
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            },
+        ),
+        ("/v1/messages", Route.MESSAGES, {"system": "kind", "messages": [USER], "max_tokens": 1}),
+        ("/v1/responses", Route.RESPONSES, {"instructions": "kind", "input": "hi"}),
+    ],
+    ids=["special", "mixed", "chat", "long chat", "messages", "responses"],
+)
+async def test_as_many_as_a_real_server_counts(
+    llama_server: StartServer,
+    connections: Connections,
+    tasks: Tasks,
+    kind: str,
+    path: str,
+    route: Route,
+    body: Json,
+) -> None:
+    server = await llama_server(kind, slots=1)
+    reader = await reader_of(server.url, connections, tasks)
+    n = len(await ids(reader, route, body))
+    url = server.url + path
+    limits = {"n_predict": 1, "max_tokens": 1, "max_output_tokens": 1}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, json=body | limits) as response,
+    ):
+        answer = await response.json()
+
+    usage = answer.get("usage", {})
+    reported = {
+        Route.COMPLETION: lambda: answer["tokens_evaluated"],
+        Route.CHAT: lambda: usage["prompt_tokens"],
+        Route.MESSAGES: lambda: usage["input_tokens"] + usage["cache_read_input_tokens"],
+        Route.RESPONSES: lambda: usage["input_tokens"],
+    }
+    assert n == reported[route]()

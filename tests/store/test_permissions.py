@@ -1,0 +1,162 @@
+"""Who can read state files: the owner, or the group if the operator says so; nobody else, ever."""
+
+import os
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from router.base.errors import KvError
+from router.base.types import Place
+from router.config.schema import parse
+from router.store.files import openness
+from router.store.store import KvStore
+from tests.conftest import StartServer
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import configuration_text, running
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def list_of(place: Path) -> list[Path]:
+    return sorted(place.iterdir())
+
+
+def store(place: Path, *, group_access: bool) -> KvStore:
+    return KvStore(
+        [Place(str(place))],
+        on_lost=lambda *_: None,
+        wall_now=lambda: 1.0,
+        group_access=group_access,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "group_access", "whom"),
+    [
+        (0o700, False, None),
+        (0o700, True, None),
+        (0o770, True, None),
+        (0o2770, True, None),
+        (0o750, True, None),
+        (0o770, False, "its group"),
+        (0o710, False, "its group"),
+        (0o2750, False, "its group"),
+        (0o755, False, "all users"),
+        (0o701, False, "all users"),
+        (0o777, True, "all users"),
+        (0o771, True, "all users"),
+        (0o1777, True, "all users"),
+    ],
+)
+async def test_a_directory_that_is_too_open(
+    tmp_path: Path, mode: int, group_access: bool, whom: str | None
+) -> None:
+    """Refused at the start with what to do; it is not changed behind the operator's back."""
+    place = tmp_path / "a b"
+    place.mkdir()
+    place.chmod(mode)
+    made = store(place, group_access=group_access)
+    if whom is None:
+        await made.load()
+        await made.aclose()
+    else:
+        with pytest.raises(KvError) as refused:
+            await made.load()
+        right = "770" if group_access else "700"
+        assert f"open to {whom} (mode {mode:o})" in str(refused.value)
+        assert f"chmod {right} '{place}'" in str(refused.value)
+        assert ("store.group_access" in str(refused.value)) == (whom == "its group")
+    assert mode_of(place) == mode
+    assert (openness(mode, group_access=group_access) is None) == (whom is None)
+
+
+@pytest.mark.parametrize(("group_access", "mode"), [(False, 0o700), (True, 0o770)])
+async def test_a_directory_that_kvferry_makes(
+    tmp_path: Path, group_access: bool, mode: int
+) -> None:
+    before = os.umask(0)
+    try:
+        made = store(tmp_path / "new", group_access=group_access)
+        await made.load()
+        await made.aclose()
+    finally:
+        os.umask(before)
+
+    assert mode_of(tmp_path / "new") == mode
+
+
+async def test_a_path_that_leads_nowhere(tmp_path: Path) -> None:
+    made = store(tmp_path / "mistyped" / "kv", group_access=False)
+
+    with pytest.raises(KvError, match=r"there is no .*/mistyped; correct kv_dir \(--kv-dir\)"):
+        await made.load()
+    assert list_of(tmp_path) == []
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    """Writes as a llama-server does whose user reads and writes for all."""
+    before = os.umask(0)
+    async with FakeLlama(kv_dir=tmp_path) as server:
+        yield server
+    os.umask(before)
+
+
+@pytest.mark.parametrize(("group_access", "mode"), [("false", 0o600), ("true", 0o660)])
+async def test_files_whatever_the_umask(
+    fake: FakeLlama, tmp_path: Path, group_access: str, mode: int
+) -> None:
+    """What a backend wrote, what is cut out of it, manifest and lock: closed once committed."""
+    yaml = f"store: {{group_access: {group_access}}}"
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
+        await fleet.complete("x" * 600)
+        await fleet.until(lambda state: state["snapshots"]["count"] >= 1)
+        await fleet.until_quiet()
+        modes = {path.name: mode_of(path) for path in list_of(tmp_path)}
+
+    states = {name: found for name, found in modes.items() if name.endswith(".kv")}
+    assert states
+    assert set(states.values()) == {mode}
+    assert {found for name, found in modes.items() if name not in states} == {0o600}
+
+
+async def test_a_start_is_refused(tmp_path: Path, fake: FakeLlama) -> None:
+    os.chmod(tmp_path, 0o755)
+    with pytest.raises(KvError, match="transcripts of conversations: chmod 700"):
+        async with running([("a", fake.url)], tmp_path):
+            pass
+    os.chmod(tmp_path, 0o700)
+
+
+async def test_a_reload_is_refused(tmp_path: Path, fake: FakeLlama) -> None:
+    """And changes nothing. The error is for an operator: it names the directory."""
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.mkdir(mode=0o700)
+    bad.mkdir()
+    bad.chmod(0o755)
+    path = tmp_path / "kvferry.yaml"
+    path.write_text(configuration_text([("a", fake.url)], bad))
+    assert parse(path.read_text(), "x").store.group_access is False
+    async with running([("a", fake.url)], good, path=path) as fleet:
+        answer = await fleet.reload()
+        assert answer.status == 422
+        assert f"chmod 700 {bad}" in answer.json["error"]["message"]
+        assert fleet.router.config.backends[0].kv_dir == good
+
+
+async def test_what_a_real_server_writes(llama_server: StartServer, tmp_path: Path) -> None:
+    """Its files have its umask until they are committed; the directory keeps others out so long."""
+    server = await llama_server()
+    kv_dir = tmp_path / "kv"
+    async with running([("a", server.url)], kv_dir, yaml="store: {min_tokens: 1}") as fleet:
+        await fleet.complete("Once upon a time " * 20)
+        await fleet.until(lambda state: state["snapshots"]["count"] >= 1)
+        await fleet.until_quiet()
+        found = {path.name: mode_of(path) for path in list_of(kv_dir)}
+
+    assert mode_of(kv_dir) == 0o700
+    assert {mode for name, mode in found.items() if name.endswith(".kv")} == {0o600}

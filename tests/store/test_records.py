@@ -1,0 +1,92 @@
+"""`router.store.records`: what a record and its file say together. Crashes are in
+test_kv_store_crash.py."""
+
+from pathlib import Path
+
+import pytest
+
+from router.base.errors import KvError
+from router.base.tasks import Tasks
+from router.base.tokens import pack
+from router.base.types import Namespace, Place, Snapshot, SnapshotId, StateShape
+from router.store import records
+from router.store.files import identity
+from router.store.io_pool import Threads
+from router.store.manifest import MANIFEST, Manifest
+from router.store.records import Directory, Held
+from tests.support.files.state_files import full
+from tests.support.files.stores import touch
+
+ID = SnapshotId("0" * 32)
+TOKENS = [5, 6, 7, 8]
+
+
+def opened(path: Path) -> Directory:
+    return records.open_directory(
+        Place(str(path)),
+        [],
+        Threads(str(path), lambda: None, Tasks().spawn),
+        fsync=False,
+        group_access=False,
+    )
+
+
+def closed(directory: Directory) -> None:
+    records.close_directory(directory)
+
+
+@pytest.mark.parametrize(
+    "shape", [StateShape(), StateShape(2, (100, 200), extendable=False), StateShape(0)]
+)
+def test_shape_is_recovered(tmp_path: Path, shape: StateShape) -> None:
+    raw = full(TOKENS)
+    file = tmp_path / f"kvf-{ID}.kv"
+    file.write_bytes(raw)
+    directory = opened(tmp_path)
+    snapshot = Snapshot(ID, Namespace("n"), directory.place, pack(TOKENS), len(raw), shape)
+    records.record(Held(snapshot, directory, identity(file)), fsync=False)
+    closed(directory)
+
+    again = opened(tmp_path)
+    (entry,) = again.manifest.entries.values()
+    held = records.recover(again, entry)
+    closed(again)
+
+    assert held is not None
+    assert held.snapshot == snapshot
+
+
+def test_unreadable_manifest_lets_go_of_the_directory(tmp_path: Path) -> None:
+    """A second attempt fails for the same reason, and not because of the first."""
+    (tmp_path / MANIFEST).mkdir()
+    for _ in range(2):
+        with pytest.raises(KvError, match="cannot open the manifest"):
+            opened(tmp_path)
+    (tmp_path / MANIFEST).rmdir()
+    closed(opened(tmp_path))
+
+
+def test_what_has_no_record_yet_may_have_been_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record could not be written, and nobody has heard of that: it was a KeyError."""
+    raw = full(TOKENS)
+    file = tmp_path / f"kvf-{ID}.kv"
+    file.write_bytes(raw)
+    directory = opened(tmp_path)
+    snapshot = Snapshot(ID, Namespace("n"), directory.place, pack(TOKENS), len(raw), StateShape())
+    held = Held(snapshot, directory, identity(file))
+
+    def add(*_: object) -> None:
+        raise KvError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "add", add)
+        with pytest.raises(KvError, match="full"):
+            records.record(held, fsync=False)
+    touch(file)
+    records.check_again(held)
+
+    assert held.identity == identity(file)
+    assert not directory.manifest.entries
+    closed(directory)

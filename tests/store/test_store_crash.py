@@ -1,0 +1,336 @@
+"""`router.store.store`: crashes, changed files, full disks and second owners."""
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from router.base.errors import KvError, KvFileError
+from router.base.types import Place, SnapshotId
+from router.store import files, records
+from router.store.manifest import MANIFEST, Manifest
+from router.store.store import KvStore
+from tests.support.files.state_files import full
+from tests.support.files.stores import (
+    NAMESPACE,
+    TOKENS,
+    Stores,
+    at,
+    enospc,
+    names,
+    path,
+    put,
+    touch,
+    write,
+)
+
+
+@pytest.fixture
+async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
+    made = Stores((Place(str(tmp_path / "a")), Place(str(tmp_path / "b"))))
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture
+async def store(stores: Stores) -> KvStore:
+    made = stores.make()
+    assert await made.load() == []
+    return made
+
+
+async def test_oldest_comes_first(stores: Stores) -> None:
+    ticks = iter(range(100))
+    store = KvStore(stores.places, on_lost=lambda *_: None, wall_now=lambda: float(next(ticks)))
+    await store.load()
+    put_in = []
+    for n in range(2, 6):
+        put_in.append(await put(store, full(range(n))))
+        await store.flush()
+    _, loaded = await stores.restart(store)
+    assert put_in == loaded
+
+
+async def test_what_is_found_costs_no_copy_of_the_records_each(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ten thousand, sorting them held the event loop up for half a second."""
+    put_in = [await put(store, full(range(n))) for n in range(2, 12)]
+    entries = vars(Manifest)["entries"].fget
+    copied = []
+
+    def copy(manifest: Manifest) -> object:
+        copied.append(manifest)
+        return entries(manifest)
+
+    monkeypatch.setattr(Manifest, "entries", property(copy))
+    _, loaded = await stores.restart(store)
+
+    assert sorted(one.id for one in loaded) == sorted(one.id for one in put_in)
+    assert len(copied) == 2  # to recover them, and to sweep
+
+
+async def test_commit_needs_a_verified_unchanged_file(store: KvStore) -> None:
+    place, raw = store._places[0], full(TOKENS)
+    staged = await store.verify(place, write(store), len(raw))
+    touch(Path(place, staged.name))
+    with pytest.raises(KvFileError, match="changed after it was verified"):
+        await store.commit(staged, NAMESPACE)
+    with pytest.raises(KvFileError, match="was not verified"):
+        await store.commit(staged, NAMESPACE)
+
+
+async def test_touched_file_is_checked_again(stores: Stores, store: KvStore) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    touch(path(snapshot))
+    assert await store.open(snapshot, snapshot.place, 1)
+    touch(path(snapshot))
+    _, loaded = await stores.restart(store)
+    assert [snapshot] == loaded
+
+
+@pytest.mark.parametrize("change", ["bytes", "size", "gone", "symlink"])
+async def test_changed_file_is_never_offered(
+    stores: Stores, store: KvStore, tmp_path: Path, change: str
+) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    raw = full(TOKENS)
+    file = path(snapshot)
+    if change == "bytes":
+        file.write_bytes(raw[:-1] + b"?")
+        touch(file)
+    elif change == "size":
+        os.truncate(file, len(raw) - 1)
+    else:
+        file.unlink()
+        if change == "symlink":
+            (tmp_path / "elsewhere").write_bytes(raw)
+            file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(KvFileError):
+        await store.open(snapshot, snapshot.place, 1)
+    again, loaded = await stores.restart(store)
+    assert loaded == []
+    assert names(again) == (set() if change == "gone" else {f"{file.name}.quarantined"})
+
+
+async def test_changed_before_the_checksum_is_known(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = files.checksum
+
+    def touching(file: Any) -> str:
+        touch(Path(file.name))
+        return real(file)
+
+    monkeypatch.setattr(files, "checksum", touching)
+    monkeypatch.setattr(files, "open_regular", opened_by_path)
+    snapshot = await put(store)
+    await store.flush()
+    ((lost, reason),) = stores.lost
+    assert snapshot == lost
+    assert "changed after it was committed" in reason
+
+
+def opened_by_path(file: Path) -> Any:
+    return file.open("rb")
+
+
+@pytest.mark.parametrize("step", ["sync_directory", "checksum", "read_head", "add"])
+async def test_disk_trouble_after_the_commit(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The engine is told, and neither file nor record stays."""
+    where: dict[str, Any] = {"checksum": files, "add": Manifest}
+    monkeypatch.setattr(where.get(step, records), step, enospc)
+    snapshot = await put(store)
+    await store.flush()
+
+    assert [snapshot] == [lost for lost, _ in stores.lost]
+    assert "No space" in stores.lost[0][1]
+    assert set() == names(store)
+    with pytest.raises(KvFileError):
+        await store.open(snapshot, snapshot.place, 1)
+
+
+@pytest.mark.parametrize("step", ["stage", "verify", "rename", "sync", "checksum"])
+async def test_crash_before_the_record(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """What no record names is swept away, whatever step it had reached."""
+    place = store._places[0]
+    kept = await put(store)
+    await store.flush()
+    other = full([1, 2])
+    name = write(store, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "record", crash_after(step))
+        if step != "stage":
+            staged = await store.verify(place, name, len(other))
+            if step != "verify":
+                await store.commit(staged, NAMESPACE)
+                await store.flush()
+    assert len(names(store)) == 2
+    _, loaded = await stores.restart(store)
+    assert [kept] == loaded
+    assert {path(kept).name} == names(store)
+
+
+def crash_after(step: str) -> Callable[..., None]:
+    def record(held: Any, *_: Any, **__: Any) -> None:
+        with files.open_regular(held.path) as file:
+            if step in ("sync", "checksum"):
+                os.fsync(file.fileno())
+            if step == "checksum":
+                files.checksum(file)
+
+    return record
+
+
+async def test_crash_while_the_record_is_written(stores: Stores, store: KvStore) -> None:
+    kept = await put(store)
+    await store.flush()
+    size = at(kept.place, MANIFEST).stat().st_size
+    await put(store, full([1, 2]))
+    await store.aclose()
+    os.truncate(at(kept.place, MANIFEST), size + 40)
+
+    again = stores.make()
+    assert [kept] == await again.load()
+    assert {path(kept).name} == names(again)
+
+
+async def test_crash_between_drop_and_unlink(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    await store.delete(snapshot)
+    monkeypatch.undo()
+    assert path(snapshot).exists()
+    again, loaded = await stores.restart(store)
+    assert loaded == []
+    assert set() == names(again)
+
+
+async def test_lost_drop_is_harmless(stores: Stores, store: KvStore) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    before = at(snapshot.place, MANIFEST).read_bytes()
+    await store.delete(snapshot)
+    await store.aclose()
+    at(snapshot.place, MANIFEST).write_bytes(before)
+    assert await stores.make().load() == []
+
+
+async def test_full_disk_can_still_be_emptied(
+    stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    monkeypatch.setattr(os, "pwrite", enospc)
+    await store.delete(snapshot)
+    assert set() == names(store)
+
+
+async def test_leftovers_are_swept_and_others_left_alone(stores: Stores) -> None:
+    store = stores.make()
+    directory = at(store._places[0])
+    directory.mkdir(mode=0o700)
+    (directory / store.staging_name()).write_bytes(b"x")
+    (directory / f"kvf-{'0' * 32}.kv").write_bytes(full(TOKENS))
+    others = {"mine.bin", "kvf-1.kv", "kvf-x.part", ".hidden"}
+    for name in others:
+        (directory / name).write_bytes(b"x")
+    assert await store.load() == []
+    assert others == names(store)
+
+
+async def test_record_with_a_foreign_file_name(stores: Stores, store: KvStore) -> None:
+    """A manifest that names `../x` makes nobody read, rename or remove it."""
+    snapshot = await put(store)
+    await store.flush()
+    manifest = store._directories[snapshot.place].manifest
+    victim = Path(snapshot.place).parent / "x"
+    victim.write_bytes(full(TOKENS))
+    entry = manifest.entries[snapshot.id]
+    manifest.add(replace(entry, id=SnapshotId("../x"), file="../x"))
+    _, loaded = await stores.restart(store)
+    assert [snapshot] == loaded
+    assert victim.exists()
+
+
+async def test_one_owner_per_directory(stores: Stores, store: KvStore) -> None:
+    second = stores.make(stores.places[1], stores.places[0])
+    with pytest.raises(KvError, match="in use by another kvferry"):
+        await second.load()
+    # The one that it did get is free again.
+    third = stores.make(stores.places[1])
+    assert await third.load() == []
+
+
+async def test_one_directory_under_two_names(stores: Stores, tmp_path: Path) -> None:
+    other = Place(str(tmp_path / "link"))
+    at(other).symlink_to(stores.places[0])
+    store = stores.make(stores.places[0], other)
+    await store.load()
+    snapshot = await put(store)
+    assert path(snapshot).name == await store.open(snapshot, other, 1)
+
+
+async def test_unusable_directory(stores: Stores, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(KvError, match=str(place)):
+            await stores.make(Place(str(place))).load()
+
+
+async def test_read_only_directory(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def read_only(name: Any, flags: int, *rest: Any) -> int:
+        if flags & (os.O_CREAT | os.O_RDWR):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(name, flags, *rest)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(KvError, match="Read-only"):
+        await stores.make().load()
+
+
+async def test_record_of_another_file_is_not_believed(stores: Stores, store: KvStore) -> None:
+    snapshot = await put(store)
+    await store.flush()
+    manifest = store._directories[snapshot.place].manifest
+    manifest.add(replace(manifest.entries[snapshot.id], n_tokens=3))
+    _, loaded = await stores.restart(store)
+    assert loaded == []
+
+
+async def test_deleted_while_its_checksum_is_computed(
+    store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No record may be written for a snapshot that is gone already."""
+    inside, go = threading.Event(), threading.Event()
+    real = files.checksum
+
+    def slow(file: BinaryIO) -> str:
+        inside.set()
+        go.wait(10)
+        return real(file)
+
+    monkeypatch.setattr(files, "checksum", slow)
+    snapshot = await put(store)
+    await asyncio.to_thread(inside.wait, 10)
+    await store.delete(snapshot)
+    go.set()
+    await store.flush()
+    assert store._directories[snapshot.place].manifest.entries == {}

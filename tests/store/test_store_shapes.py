@@ -1,0 +1,300 @@
+"""`router.store.store`: files that are padded, cut and given other streams on the way."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router.base import tokens as tok
+from router.base.errors import KvError, KvFileError
+from router.base.types import Place, StateShape
+from router.store import shapes
+from router.store.store import KvStore
+from router.tools.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.support.files.state_files import appendix, attention, full, head, recurrent, stream
+from tests.support.files.stores import (
+    NAMESPACE,
+    Stores,
+    at,
+    cancel_inside,
+    enospc,
+    names,
+    path,
+    put,
+    touch,
+    write,
+)
+
+TOKENS = range(5, 15)
+BASE = head(TOKENS) + attention(stream(range(10)))
+CHECKPOINT = appendix((4, attention(stream(range(4)))))
+WINDOWED = BASE + attention(stream(range(6, 10))) + CHECKPOINT
+SHORT = BASE + attention(stream(range(10)))  # the window is longer than the state
+
+
+@pytest.fixture
+async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
+    made = Stores((Place(str(tmp_path / "a")), Place(str(tmp_path / "b"))))
+    yield made
+    await made.aclose()
+
+
+@pytest.fixture
+async def store(stores: Stores) -> KvStore:
+    made = stores.make(*stores.places)
+    assert await made.load() == []
+    return made
+
+
+def ours(place: Place) -> set[str]:
+    return {name for name in os.listdir(place) if name.startswith("kvf-")}
+
+
+# --- padding --------------------------------------------------------------------------------------
+
+
+async def test_window_is_padded(stores: Stores, store: KvStore) -> None:
+    """Once, when it comes from the backend; what it is survives a restart."""
+    place = store._places[0]
+    name = write(store, WINDOWED)
+    staged = await store.verify(place, name, len(WINDOWED))
+    assert staged.size_bytes == at(place, name).stat().st_size > len(WINDOWED)
+    assert staged.shape == StateShape(1, (4,), extendable=True)
+
+    snapshot = await store.commit(staged, NAMESPACE)
+    assert (snapshot.size_bytes, snapshot.shape) == (staged.size_bytes, staged.shape)
+    assert shapes.inspect(path(snapshot), snapshot.size_bytes).layout.attention[1].pos_min == 5
+    again, loaded = await stores.restart(store)
+    assert [snapshot] == loaded
+    assert await again.open(snapshot, place, 1) == path(snapshot).name
+    assert stores.lost == []
+
+
+@pytest.mark.parametrize(
+    ("raw", "shape"),
+    [
+        (full(TOKENS), StateShape()),
+        (SHORT, StateShape(extendable=False)),
+        (BASE + recurrent(9), StateShape()),
+    ],
+)
+async def test_others_stay_as_they_are(
+    stores: Stores, store: KvStore, raw: bytes, shape: StateShape
+) -> None:
+    snapshot = await put(store, raw)
+    assert (path(snapshot).read_bytes(), snapshot.shape) == (raw, shape)
+    _, loaded = await stores.restart(store)
+    assert [snapshot] == loaded
+
+
+async def test_disk_is_full_while_padding(store: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was half written is gone."""
+    name = write(store, WINDOWED)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", enospc)
+        with pytest.raises(KvFileError, match="No space"):
+            await store.verify(store._places[0], name, len(WINDOWED))
+    assert names(store) == set()
+
+
+# --- cutting --------------------------------------------------------------------------------------
+
+
+async def test_cut(stores: Stores, store: KvStore) -> None:
+    whole = await put(store, full(TOKENS))
+    staged = await store.cut(whole, 4)
+    assert (staged.tokens, staged.shape) == (tok.pack(TOKENS[:4]), StateShape())
+    part = await store.commit(staged, NAMESPACE)
+    assert path(part).read_bytes() == full(TOKENS[:4])
+    assert path(whole).read_bytes() == full(TOKENS)
+    await store.flush()
+    _, loaded = await stores.restart(store)
+    assert {whole, part} == set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("raw", "n", "why"),
+    [
+        (full(TOKENS), 10, "10 tokens cannot be cut to 10"),
+        (WINDOWED, 4, "sliding_window"),
+        (BASE + recurrent(9), 4, "hybrid"),
+    ],
+)
+async def test_what_cannot_be_cut(store: KvStore, raw: bytes, n: int, why: str) -> None:
+    snapshot = await put(store, raw)
+    with pytest.raises(KvFileError, match=why):
+        await store.cut(snapshot, n)
+    assert names(store) == {path(snapshot).name}
+
+
+async def test_cut_of_a_changed_file(store: KvStore) -> None:
+    snapshot = await put(store, full(TOKENS))
+    await store.flush()
+    raw = bytearray(full(TOKENS))
+    raw[-1] ^= 1
+    path(snapshot).write_bytes(raw)
+    touch(path(snapshot))
+    with pytest.raises(KvFileError, match="changed after it was committed"):
+        await store.cut(snapshot, 4)
+    await store.delete(snapshot)
+    with pytest.raises(KvFileError, match="does not exist"):
+        await store.cut(snapshot, 4)
+
+
+async def test_cut_on_a_full_disk(store: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot is as good as before: an error, but not of its file."""
+    snapshot = await put(store, full(TOKENS))
+    await store.flush()
+    monkeypatch.setattr(os, "pwrite", enospc)
+    with pytest.raises(KvError, match="No space") as raised:
+        await store.cut(snapshot, 4)
+    assert not isinstance(raised.value, KvFileError)
+    assert names(store) == {path(snapshot).name}
+
+
+async def test_cancelled_cut_leaves_no_file(
+    store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = await put(store, full(TOKENS))
+    await store.flush()
+    await cancel_inside(monkeypatch, "pwrite", store.cut(snapshot, 4))
+    await store.flush()
+    assert names(store) == {path(snapshot).name}
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_other_number_of_streams(store: KvStore, elsewhere: bool) -> None:
+    """Rewritten for the one restore, in the directory of the backend that asked."""
+    snapshot = await put(store, full(TOKENS))
+    place = store._places[elsewhere]
+    before = ours(place)
+    name = await store.open(snapshot, place, 2)
+    assert ours(place) == before | {name}
+    expected = head(TOKENS) + attention(stream(range(10)), stream([]))
+    assert at(place, name).read_bytes() == expected
+    assert path(snapshot).read_bytes() == full(TOKENS)
+    await store.close(snapshot, place, name)
+    assert ours(place) == before
+    assert path(snapshot).exists()
+
+
+@pytest.mark.parametrize(
+    ("raw", "n_stream"), [(full(TOKENS), 1), (full(TOKENS), 0), (head(TOKENS) + recurrent(9), 2)]
+)
+async def test_streams_that_fit(store: KvStore, raw: bytes, n_stream: int) -> None:
+    """The same number; a backend or a state without attention."""
+    snapshot = await put(store, raw)
+    assert await store.open(snapshot, snapshot.place, n_stream) == path(snapshot).name
+
+
+async def test_rewritten_file_does_not_outlive_the_store(store: KvStore) -> None:
+    snapshot = await put(store, full(TOKENS))
+    name = await store.open(snapshot, snapshot.place, 2)
+    await store.aclose()
+    assert not at(snapshot.place, name).exists()
+
+
+async def test_streams_on_a_full_disk(store: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reason to quarantine the snapshot."""
+    snapshot = await put(store, full(TOKENS))
+    await store.flush()
+    for function in ("copy_file_range", "pwrite"):
+        monkeypatch.setattr(os, function, enospc)
+    with pytest.raises(KvError, match="No space") as raised:
+        await store.open(snapshot, snapshot.place, 2)
+    assert not isinstance(raised.value, KvFileError)
+    assert names(store) == {path(snapshot).name}
+
+
+async def test_cancelled_rewriting_leaves_no_file(
+    store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = await put(store, full(TOKENS))
+    await store.flush()
+    await cancel_inside(monkeypatch, "pwrite", store.open(snapshot, snapshot.place, 2))
+    await store.flush()
+    assert names(store) == {path(snapshot).name}
+    assert store._opened == set()
+
+
+async def test_rewritings_at_once(store: KvStore) -> None:
+    snapshot = await put(store, full(TOKENS))
+    opened = await asyncio.gather(*(store.open(snapshot, snapshot.place, n) for n in range(5)))
+    assert len(set(opened)) == 4  # 0 and 1 need none
+
+
+# --- real servers ---------------------------------------------------------------------------------
+
+
+async def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
+        answer: dict[str, Any] = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+async def complete(server: LlamaServer, prompt: list[int]) -> tuple[list[int], int]:
+    """Ten tokens by greedy choice, and how many of the prompt were cached."""
+    body = {"prompt": prompt, "n_predict": 10, "id_slot": 0, "temperature": 0}
+    answer = await post(server.url + "/completion", body | {"return_tokens": True})
+    return answer["tokens"], answer["timings"]["cache_n"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2", "mamba"])
+@pytest.mark.parametrize("unified_first", [False, True])
+async def test_real_servers_with_other_streams(
+    llama_server: StartServer, store: KvStore, kind: str, unified_first: bool
+) -> None:
+    """Saved by one with a stream for each slot, restored by one with a stream for all, or the
+    other way round; continued as if it had been there all the time."""
+    here, there = store._places
+    flags: list[list[str]] = [[], ["--kv-unified"]]
+    if unified_first:
+        flags.reverse()
+    first = await llama_server(kind, kv_dir=Path(here), extra_args=flags[0])
+    second = await llama_server(kind, kv_dir=Path(there), extra_args=flags[1])
+    prompt = list(range(10, 210))
+    start, _ = await complete(first, prompt)
+    name = store.staging_name()
+    saved = await post(first.url + "/slots/0?action=save", {"filename": name})
+    staged = await store.verify(here, name, saved["n_written"])
+    snapshot = await store.commit(staged, NAMESPACE)
+    longer = [*tok.unpack(snapshot.tokens), 300, 301, 302]
+    expected, _ = await complete(first, longer)
+
+    n_stream = 1 if not unified_first else 2
+    lent = await store.open(snapshot, there, n_stream)
+    await post(second.url + "/slots/0?action=restore", {"filename": lent})
+    await store.close(snapshot, there, lent)
+    answer, cached = await complete(second, longer)
+
+    assert cached == len(snapshot) == len(prompt) + len(start) - 1
+    assert answer == expected
+    assert snapshot.shape.extendable
+
+
+async def test_real_server_takes_a_cut(llama_server: StartServer, store: KvStore) -> None:
+    place = store._places[0]
+    server = await llama_server(kv_dir=Path(place))
+    prompt = list(range(10, 210))
+    await complete(server, prompt)
+    name = store.staging_name()
+    saved = await post(server.url + "/slots/0?action=save", {"filename": name})
+    whole = await store.commit(await store.verify(place, name, saved["n_written"]), NAMESPACE)
+    branch = [*prompt[:77], 300, 301]
+    expected, cached = await complete(server, branch)
+    assert cached == 77
+
+    part = await store.commit(await store.cut(whole, 77), NAMESPACE)
+    await post(server.url + "/slots/0?action=erase", {})
+    lent = await store.open(part, place, 2)
+    await post(server.url + "/slots/0?action=restore", {"filename": lent})
+    assert await complete(server, branch) == (expected, 77)

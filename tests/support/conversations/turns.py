@@ -1,0 +1,190 @@
+"""One conversation and what is asked after its first turn: the next turn, the same again, and a
+sibling with the same system prompt; how much of each must be reused, and what it must answer."""
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from router.tools.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.support.conversations.measuring import (
+    CHAT,
+    DRIFT,
+    GREEDY,
+    ROUNDING,
+    Direct,
+    Measured,
+    common,
+    generated_ids,
+    measured,
+    occupied,
+    other_first_token,
+    other_words,
+)
+from tests.support.conversations.prompts import Json, chat, ids, sentences
+from tests.support.models.tiny_models import IM_START, N_VOCAB, SPECIALS
+from tests.support.servers.router_fleet import Answer, Fleet
+
+# A sentence has about 35 tokens: a system prompt of 1,500, a question of 600, a short one of 100.
+SYSTEM, QUESTION, SHORT = 45, 17, 3
+CTX = 32768  # of each slot: room for an answer that lasts
+SAVES_S = 20.0  # patience for a save, which takes milliseconds
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What is said, and to what kind of model."""
+
+    full: bool  # full attention
+    first: list[Json]
+    sibling: list[Json]
+    question: str  # of the next turn
+    start: tuple[int, ...]  # the tokens with which each message begins
+    stranger: list[int] = field(default_factory=lambda: ids(50, 600))
+
+    def starts(self, prompt: Sequence[int]) -> list[int]:
+        """Where the messages of a prompt begin."""
+        n = len(self.start)
+        return [i for i in range(len(prompt)) if tuple(prompt[i : i + n]) == self.start]
+
+    def first_body(self) -> Json:
+        """The first turn, with a short answer."""
+        return {"messages": self.first, **GREEDY, "max_tokens": 8}
+
+    def next_turn(self, answer: Answer) -> list[Json]:
+        """The history, the answer to it, and a new question."""
+        said = {"role": "assistant", "content": answer.text}
+        return [*self.first, said, {"role": "user", "content": self.question}]
+
+
+def tiny_talk(kind: str) -> Talk:
+    """Noise for a tiny model."""
+    return Talk(
+        full=kind == "llama",
+        first=chat(1, sentences(2, QUESTION), length=SYSTEM),
+        sibling=chat(1, sentences(4, QUESTION), length=SYSTEM),
+        question=sentences(3, SHORT),
+        start=(N_VOCAB - len(SPECIALS) + SPECIALS.index(IM_START),),
+    )
+
+
+async def named(
+    llama_server: StartServer,
+    kind: str,
+    name: str,
+    flags: Sequence[str] = (),
+    *,
+    slots: int = 1,
+    seed: int = 0,
+) -> LlamaServer:
+    """A server that is chosen by `model: name`."""
+    args = ["-a", name, *flags]
+    return await llama_server(kind, seed=seed, slots=slots, ctx=slots * CTX, extra_args=args)
+
+
+async def first_turn(fleet: Fleet, talk: Talk) -> Measured:
+    """The first turn, computed on backend `a`."""
+    found = await measured(fleet, CHAT, talk.first_body() | {"model": "a"})
+    assert found.reused == 0, "something of it was known before"
+    return found
+
+
+def shortfall(talk: Talk, reused: int, held: list[int], prompt: list[int], *, sibling: bool) -> str:
+    """What is wrong with the reuse of `prompt` where `held` was computed before; "" if nothing.
+
+    Full attention: the common prefix, less the last token of a prompt, which is always evaluated.
+    The others: up to the last boundary, which is the end of the prompt without the invitation to
+    answer, or the end of the system prompt for a sibling.
+    """
+    shared = min(common(held, prompt), len(prompt) - 1)
+    boundary = 0.95 * shared if sibling else 0.9 * len(prompt)
+    lowest = float(shared - 2) if talk.full else boundary
+    if lowest <= reused <= shared:
+        return ""
+    return f"reused {reused} of {len(prompt)}; {shared} are common, at least {lowest:.0f} expected"
+
+
+@dataclass
+class Reference:
+    """A server where nothing is ever moved; what it answered once is not asked again."""
+
+    direct: Direct
+    key: str  # model and flags
+    rounding: float = ROUNDING  # of the first token's log probabilities
+    drift: float = DRIFT  # of those after it
+    _known: dict[str, Answer] = field(default_factory=lambda: _ANSWERS)
+
+    async def check(
+        self, talk: Talk, first: Measured, body: Json, prompt: list[int], found: Measured
+    ) -> str:
+        """What is wrong with an answer; "" if it is that of a slot which was never moved, and
+        begins as after a cold start.
+
+        Of kinds that cannot go back in a state, the router computes each message by itself.
+        """
+        starts = [] if talk.full else talk.starts(prompt)
+        n_first = first.answer.prompt_tokens
+        before: tuple[Json, list[int]] | None = None
+        if found.reused > n_first:  # so the first answer is part of it
+            before = (talk.first_body(), [*(s for s in starts if s < n_first), first.answer.cached])
+            starts = [start for start in starts if start > n_first]
+        stops = [*(s for s in starts if s < found.reused), found.answer.cached]
+        if before is None:
+            stops.append(found.reused)
+        key = json.dumps([self.key, body, stops, before])
+        if key not in self._known:
+            self._known[key] = await self.direct.unmoved(body, stops, before)
+        expected = self._known[key]
+        if expected.cached != found.answer.cached:
+            return f"cached {found.answer.cached}, and {expected.cached} where it was never moved"
+        key = json.dumps([self.key, body])
+        if key not in self._known:
+            self._known[key] = await self.direct.fresh(body)
+        return other_words(found.answer, expected, self.drift) or other_first_token(
+            found.answer, self._known[key], self.rounding
+        )
+
+
+# The cells of one kind ask for the same; the answers of a model do not change.
+_ANSWERS: dict[str, Answer] = {}
+
+
+async def ask_all(
+    fleet: Fleet,
+    reference: Reference,
+    talk: Talk,
+    first: Measured,
+    away: Json,
+    *,
+    busy: bool = False,
+    stranger: bool = True,
+) -> None:
+    """Next turn, regenerate and sibling: enough is reused, and the answer is right.
+
+    `away` sends a request to the place that is tried; with `busy` that is left to the router, and
+    the slot of the first turn is kept busy meanwhile. A `stranger` has the slot before each.
+    """
+    held = [*await reference.direct.tokens(talk.first), *generated_ids(first.answer)[:-1]]
+    asked = {
+        "next turn": talk.next_turn(first.answer),
+        "regenerate": talk.first,
+        "sibling": talk.sibling,
+    }
+    for number, (what, messages) in enumerate(asked.items()):
+        if stranger:
+            body: Json = {"prompt": talk.stranger[number:], "n_predict": 4}
+            await measured(fleet, "/completion", body | away)
+        body = {"messages": messages, **GREEDY}
+        async with occupied(fleet, first.answer.slot) if busy else nullcontext():
+            found = await measured(fleet, CHAT, body | ({} if busy else away))
+        if busy:
+            assert found.answer.slot != first.answer.slot, what
+        if "model" in away:
+            assert found.answer.slot[0] == away["model"], what
+        prompt = await reference.direct.tokens(messages)
+        assert found.answer.prompt_tokens == len(prompt), what
+        problem = shortfall(talk, found.reused, held, prompt, sibling=what == "sibling")
+        assert not problem, f"{what}: {problem}"
+        wrong = await reference.check(talk, first, body, prompt, found)
+        assert not wrong, f"{what}: {wrong}"

@@ -1,0 +1,117 @@
+"""What must be so when nothing happens any more, whatever was done to router, servers and files.
+
+The books are read here as they lie on the disk, not by the code that writes them.
+"""
+
+import asyncio
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import xxhash
+
+from router.tools.demo.launcher import LlamaServer
+from tests.support.conversations.conversing import differs_in_earnest
+from tests.support.conversations.prompts import Json
+from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet
+
+MANIFEST, LOCK = "kvferry.manifest", "kvferry.lock"
+_SET_ASIDE = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
+_KEPT_ASIDE = 4
+_POLL_S = 0.05
+# With this an answer tells how likely each of its tokens was.
+TOLD: Json = {"n_probs": 5}
+
+
+async def assert_consistent(
+    fleet: Fleet, places: Iterable[Path], *, foreign: Iterable[str] = ()
+) -> None:
+    """No lease is left; what the router offers, what is recorded and what lies on the disk are
+    the same; nobody's file is there; the limits hold. `foreign`: files to which somebody has done
+    something; they may be there and as they like.
+
+    Waits until it is so: files are recorded in the background.
+    """
+    await fleet.until_quiet()
+    wrong = ["never looked"]
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while wrong:
+                wrong = await _differences(fleet, list(places), frozenset(foreign))
+                await asyncio.sleep(_POLL_S if wrong else 0)
+    except TimeoutError:
+        raise AssertionError(f"never consistent: {wrong}") from None
+
+
+async def assert_undisturbed(
+    fleet: Fleet, server: LlamaServer, prompts: Sequence[Sequence[int]]
+) -> list[Answer]:
+    """Each prompt is answered as by a server that computes all of it and is never disturbed."""
+    answers = []
+    direct = replace(fleet, url=server.url)
+    for prompt in prompts:
+        answer = await fleet.complete(prompt, **TOLD)
+        expected = await direct.complete(prompt, cache_prompt=False, **TOLD)
+        assert (answer.status, expected.status) == (200, 200), answer.body
+        wrong = differs_in_earnest(answer, expected)
+        assert not wrong, f"{prompt[:4]}...: {wrong}"
+        answers.append(answer)
+    return answers
+
+
+async def _differences(fleet: Fleet, places: list[Path], foreign: frozenset[str]) -> list[str]:
+    listed = (await fleet.get("/kvferry/snapshots?limit=1000")).json
+    rows = {row["id"]: row for row in listed["snapshots"]}
+    wrong = []
+    recorded: dict[str, Json] = {}
+    for place in places:
+        records = _records(place)
+        recorded |= records
+        owned = {record["file"] for record in records.values()} | foreign | {MANIFEST, LOCK}
+        others = set(os.listdir(place)) - owned
+        aside = {name for name in others if _SET_ASIDE.fullmatch(name)}
+        if len(aside) > _KEPT_ASIDE:
+            wrong.append(f"{len(aside)} files set aside")
+        wrong += [f"{name} is nobody's" for name in sorted(others - aside)]
+        for record in records.values():
+            if record["file"] in foreign:
+                continue
+            problem = _disagreement(place / record["file"], record, rows.get(record["id"]))
+            wrong += [f"{record['file']}: {problem}"] if problem else []
+    wrong += [f"{name} is offered and not recorded" for name in rows.keys() - recorded.keys()]
+    snapshots = (await fleet.state())["snapshots"]
+    for what, key in (("tokens", "tokens"), ("bytes", "size_bytes")):
+        total, limit = sum(row[key] for row in rows.values()), snapshots[f"max_{what}"]
+        if 0 <= limit < total:
+            wrong.append(f"{total} {what} are over the limit of {limit}")
+    return wrong
+
+
+def _records(place: Path) -> dict[str, Json]:
+    """What the manifest says is there. Every line must be whole."""
+    found: dict[str, Json] = {}
+    for line in (place / MANIFEST).read_bytes().splitlines():
+        assert int(line[:8], 16) == zlib.crc32(line[9:]), f"a damaged line in {place}"
+        record: Json = json.loads(line[9:])
+        if record.get("op") == "add":
+            found[record["id"]] = record
+        elif record.get("op") == "drop":
+            found.pop(record["id"], None)
+    return found
+
+
+def _disagreement(file: Path, record: Json, row: Json | None) -> str:
+    if row is None:
+        return "recorded and not offered"
+    if not file.is_file() or file.is_symlink():
+        return "not there"
+    raw = file.read_bytes()
+    if not len(raw) == record["size_bytes"] == row["size_bytes"]:
+        return f"{len(raw)} bytes, recorded {record['size_bytes']}, listed {row['size_bytes']}"
+    if xxhash.xxh3_128(raw).hexdigest() != record["checksum"]:
+        return "another checksum than recorded"
+    return "" if row["tokens"] == record["n_tokens"] else "other tokens than recorded"

@@ -1,0 +1,152 @@
+"""`python -m tests.support.faults.killed_router POINT ARMED serve ...`: a router that kills itself.
+
+At the named point of its work, without a last word (SIGKILL), as soon as the file ARMED is there.
+Half-written means that the first half of the bytes lies on the disk.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from router.llama.client import LlamaClient
+from router.store import copies, files, io_pool, manifest, records
+from router.store.manifest import Manifest
+from router.store.records import Held
+from router.tools.cli import main
+
+Wrapped = Callable[..., Any]
+
+
+def _die() -> None:
+    if Path(sys.argv[2]).exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wrap(owner: Any, name: str, *, after: bool) -> None:
+    real: Wrapped = getattr(owner, name)
+
+    def wrapped(*args: Any, **more: Any) -> Any:
+        if not after:
+            _die()
+        result = real(*args, **more)
+        if after:
+            _die()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _wrap_async(name: str, *, after: bool) -> None:
+    """A call to the server: before it is sent, or when it was answered."""
+    real: Wrapped = getattr(LlamaClient, name)
+
+    async def wrapped(*args: Any, **more: Any) -> Any:
+        if not after:
+            _die()
+        result = await real(*args, **more)
+        if after:
+            _die()
+        return result
+
+    setattr(LlamaClient, name, wrapped)
+
+
+def _halve(owner: Any, name: str, descriptor: int) -> None:
+    """The file of the argument at `descriptor` is half there."""
+    real: Wrapped = getattr(owner, name)
+
+    def wrapped(*args: Any) -> None:
+        real(*args)
+        if Path(sys.argv[2]).exists():
+            os.ftruncate(args[descriptor], os.fstat(args[descriptor]).st_size // 2)
+        _die()
+
+    setattr(owner, name, wrapped)
+
+
+def _halve_record(*, whole: bool = False) -> None:
+    """The next record; or the next manifest that is written as a `whole`."""
+    real: Wrapped = manifest._write
+
+    def wrapped(fd: int, data: bytes, offset: int) -> None:
+        armed = Path(sys.argv[2]).exists() and (offset == 0 or not whole)
+        real(fd, data[: len(data) // 2] if armed else data, offset)
+        if armed:
+            _die()
+
+    manifest._write = wrapped
+
+
+def _rename(*, after: bool) -> None:
+    """Of the new manifest over the old one."""
+    real = os.rename
+
+    def wrapped(source: Any, target: Any, **more: Any) -> None:
+        ours = Path(source).name == manifest.NEW_MANIFEST
+        if ours and not after:
+            _die()
+        real(source, target, **more)
+        if ours and after:
+            _die()
+
+    os.rename = wrapped  # type: ignore[assignment]
+
+
+def _compact_soon() -> None:
+    manifest.MIN_DROPS = 2
+
+
+def _never_link() -> None:
+    """As between two file systems."""
+    files.link = lambda *_: False
+
+
+def _hang() -> None:
+    """A file that is made durable takes for ever, and nobody means to wait so long."""
+    real: Wrapped = files.checksum
+
+    def wrapped(file: Any) -> Any:
+        if Path(sys.argv[2]).exists():
+            threading.Event().wait()
+        return real(file)
+
+    files.checksum = wrapped
+    io_pool.BULK_S = 1.0
+
+
+POINTS: dict[str, list[Callable[[], None]]] = {
+    "save: asked for": [lambda: _wrap_async("save", after=False)],
+    "save: written by the server": [lambda: _wrap_async("save", after=True)],
+    "pad: half written": [lambda: _halve(copies, "shift", 0)],
+    "commit: before the name": [lambda: _wrap(records, "rename", after=False)],
+    "commit: after the name": [lambda: _wrap(records, "rename", after=True)],
+    "commit: before the checksum": [lambda: _wrap(files, "checksum", after=False)],
+    "commit: half a record": [_halve_record],
+    "commit: recorded": [lambda: _wrap(Manifest, "add", after=True)],
+    "evict: before the record goes": [lambda: _wrap(Manifest, "drop", after=False)],
+    "evict: before the file goes": [lambda: _wrap(Held, "unlink", after=False)],
+    "evict: after the file went": [lambda: _wrap(Held, "unlink", after=True)],
+    "compact: half written": [_compact_soon, lambda: _halve_record(whole=True)],
+    "compact: before the name": [_compact_soon, lambda: _rename(after=False)],
+    "compact: after the name": [_compact_soon, lambda: _rename(after=True)],
+    "restore: asked for": [lambda: _wrap_async("restore", after=False)],
+    "restore: done by the server": [lambda: _wrap_async("restore", after=True)],
+    "link: made": [lambda: _wrap(files, "link", after=True)],
+    "copy: half written": [_never_link, lambda: _halve(copies, "write", 1)],
+    "restream: half written": [lambda: _halve(copies, "write", 1)],
+    "cut: half written": [lambda: _halve(copies, "write", 1)],
+    "cut: before the name": [lambda: _wrap(records, "rename", after=False)],
+    "shutdown: slots are being saved": [lambda: _wrap_async("save", after=True)],
+}
+
+# It lives on with this one.
+HANGS = "hangs"
+
+if __name__ == "__main__":
+    for patch in [_hang] if sys.argv[1] == HANGS else POINTS[sys.argv[1]]:
+        patch()
+    sys.exit(main(sys.argv[3:]))

@@ -1,0 +1,103 @@
+"""Stores and the files that a backend would write, for the tests of `router.store.store`."""
+
+import asyncio
+import errno
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.base.types import Namespace, Place, Snapshot
+from router.store.store import KvStore
+from tests.support.files.state_files import full
+
+TOKENS = [5, 6, 7, 8]
+NAMESPACE = Namespace("n")
+
+
+@dataclass
+class Stores:
+    """Makes stores over the same directories, as if the router was started again."""
+
+    places: tuple[Place, ...]
+    lost: list[tuple[Snapshot, str]] = field(default_factory=list)
+    _open: list[KvStore] = field(default_factory=list)
+
+    def make(self, *places: Place, fsync: bool = True) -> KvStore:
+        store = KvStore(
+            places or self.places[:1],
+            on_lost=lambda snapshot, reason: self.lost.append((snapshot, reason)),
+            wall_now=lambda: 1.5,
+            fsync=fsync,
+        )
+        self._open.append(store)
+        return store
+
+    async def restart(self, store: KvStore) -> tuple[KvStore, list[Snapshot]]:
+        await store.aclose()
+        again = self.make(*store._places)
+        return again, await again.load()
+
+    async def aclose(self) -> None:
+        for store in self._open:
+            await store.aclose()
+
+
+def write(store: KvStore, raw: bytes = full(TOKENS), place: Place | None = None) -> str:
+    """Play the backend: write a state file under a staging name."""
+    name = store.staging_name()
+    Path(place or store._places[0], name).write_bytes(raw)
+    return name
+
+
+async def put(store: KvStore, raw: bytes = full(TOKENS)) -> Snapshot:
+    place = store._places[0]
+    staged = await store.verify(place, write(store, raw), len(raw))
+    return await store.commit(staged, NAMESPACE)
+
+
+def names(store: KvStore) -> set[str]:
+    """The files in the first place, without the store's own books."""
+    return {n for n in os.listdir(store._places[0]) if not n.startswith("kvferry.")}
+
+
+def path(snapshot: Snapshot) -> Path:
+    return Path(snapshot.place, f"kvf-{snapshot.id}.kv")
+
+
+def touch(file: Path) -> None:
+    """Another modification time for the same bytes."""
+    os.utime(file, ns=(1, 1))
+
+
+def enospc(*_: object, **__: object) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def at(place: Place, name: str = "") -> Path:
+    """A file of a place."""
+    return Path(place, name)
+
+
+async def cancel_inside(monkeypatch: pytest.MonkeyPatch, function: str, coro: Any) -> None:
+    """Cancel `coro` while a thread of the store is inside `os.function`."""
+    loop, inside, go = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    real = getattr(os, function)
+
+    async def wait() -> None:
+        await go.wait()
+
+    def held(*args: Any, **named: Any) -> Any:
+        loop.call_soon_threadsafe(inside.set)
+        asyncio.run_coroutine_threadsafe(wait(), loop).result(10)
+        return real(*args, **named)
+
+    monkeypatch.setattr(os, function, held)
+    task = asyncio.get_running_loop().create_task(coro)
+    await inside.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go.set()

@@ -1,0 +1,371 @@
+"""Tiny language models with random weights: one for each memory kind that kvferry tells apart.
+
+They load in 0.2 s and prefill thousands of tokens a second on one thread, but llama-server treats
+them as it treats real ones: same KV code, same state files, same chat route. What they say is
+noise; that the noise depends on every token of the context is what the tests need.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from tests.support.paths import ROOT
+
+KINDS = ("llama", "gemma3", "lfm2", "mamba")
+N_CTX_TRAIN = 65536
+N_SWA = 64  # window of `gemma3`, in tokens
+ENDOFTEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIALS = (ENDOFTEXT, IM_START, IM_END)
+N_VOCAB = 512
+HEAD = 64  # a multiple of 64: llama.cpp then rotates a quantised KV (llama-server.md section 1.5)
+Array = npt.NDArray[np.float32]
+
+# ChatML; newlines are spelled out, since the two Jinja engines are told apart by their trimming.
+CHAT_TEMPLATE = r"""
+{%- set given = messages[0]['role'] == 'system' -%}
+{{- '<|im_start|>system\n' -}}
+{{- messages[0]['content'] if given else 'You are a helpful assistant.' -}}
+{%- if tools -%}
+{{- '\n\n# Tools\n' -}}
+{%- for tool in tools -%}{{- tool | tojson -}}{{- '\n' -}}{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\n' -}}
+{%- for message in messages -%}
+{%- if not (loop.first and given) -%}
+{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') -}}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '\n<tool_call>' -}}{{- call['function'] | tojson -}}{{- '</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+
+# What the merges are learned from; any English would do.
+SENTENCES = """The quick brown fox jumps over the lazy dog, and then the other dog sleeps again.
+You are a helpful assistant. Answer the question of the user with the tools that you have.
+There was once a small server that read the same long prompt again and again, all day long.
+Then somebody wrote a proxy that remembered what each slot had seen, and the prompt was read once.
+What is the weather in London today? It is raining there, as it was the whole of last week.
+I would like to know how this works, because nothing in the documentation tells me about it.
+Please summarize these documents, find every mistake, and explain which change would be safest.
+People usually write code that somebody else must understand, maintain and improve years later."""
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A model on disk and the Hugging Face tokenizer that belongs to it."""
+
+    kind: str
+    seed: int
+    path: Path
+    tokenizer_dir: Path  # tokenizer.json and tokenizer_config.json
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether the server puts a BOS in front: `gemma3` only, so that tests see both."""
+        return self.kind == "gemma3"
+
+
+def tiny_model(kind: str, seed: int = 0) -> TinyModel:
+    """The model of this kind, written on first use. Same kind and seed, same bytes.
+
+    Kinds: `llama` full attention, `gemma3` sliding window of N_SWA tokens, `lfm2` hybrid,
+    `mamba` recurrent. Another seed is another model of the same shape. Raises ValueError for
+    another kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no such kind of tiny model: {kind}")
+
+    def write(staged: Path) -> None:
+        _write_model(staged / f"{kind}.gguf", kind, seed)
+        _write_tokenizer(staged / "tokenizer", add_bos=kind == "gemma3")
+
+    home = written_once(f"{kind}-{seed}", Path(__file__), write)
+    return TinyModel(kind, seed, home / f"{kind}.gguf", home / "tokenizer")
+
+
+def written_once(name: str, code: Path, write: Callable[[Path], None]) -> Path:
+    """The cached directory that `write` fills, once for all processes.
+
+    Its name holds a hash of the file `code`: what older code wrote is never taken for the new.
+    """
+    recipe = hashlib.sha256(code.read_bytes()).hexdigest()[:12]
+    home = _cache() / f"{name}-{recipe}"
+    if not home.is_dir():
+        home.parent.mkdir(parents=True, exist_ok=True)
+        staged = Path(tempfile.mkdtemp(prefix=".new-", dir=home.parent))
+        try:
+            write(staged)
+            with suppress(OSError):  # another process was faster; its bytes are the same
+                staged.rename(home)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+    return home
+
+
+def _cache() -> Path:
+    chosen = os.environ.get("KVFERRY_TEST_CACHE")
+    return Path(chosen) if chosen else ROOT / ".cache" / "models"
+
+
+# --- vocabulary -----------------------------------------------------------------------------------
+
+
+def byte_alphabet() -> list[str]:
+    """GPT-2's printable stand-in for each of the 256 bytes, in order of the byte."""
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
+
+
+def learn_merges(n: int) -> list[tuple[str, str]]:
+    """The first `n` BPE merges of SENTENCES; on a tie the pair that sorts first."""
+    alphabet = byte_alphabet()
+    # GPT-2's words; digits alone, as SmolLM's (llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM).
+    words = re.findall(r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s+", SENTENCES)
+    split = [[alphabet[byte] for byte in word.encode()] for word in words]
+    merges: list[tuple[str, str]] = []
+    while len(merges) < n:
+        pairs = Counter(pair for word in split for pair in pairwise(word))
+        if not pairs:
+            raise ValueError(f"the sentences yield {len(merges)} merges, not {n}")
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        split = [list(_merge(word, best)) for word in split]
+    return merges
+
+
+def _merge(word: list[str], pair: tuple[str, str]) -> Iterator[str]:
+    i = 0
+    while i < len(word):
+        if tuple(word[i : i + 2]) == pair:
+            yield word[i] + word[i + 1]
+            i += 2
+        else:
+            yield word[i]
+            i += 1
+
+
+def _vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
+    merges = learn_merges(N_VOCAB - 256 - len(SPECIALS))
+    return [*byte_alphabet(), *(a + b for a, b in merges), *SPECIALS], merges
+
+
+def _write_tokenizer(folder: Path, *, add_bos: bool) -> None:
+    tokens, merges = _vocabulary()
+    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{ENDOFTEXT} $A", special_tokens=[(ENDOFTEXT, tokens.index(ENDOFTEXT))]
+        )
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": ENDOFTEXT,
+        "eos_token": IM_END,
+        "add_bos_token": add_bos,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": N_CTX_TRAIN,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+class _Weights:
+    """Draws tensors in a fixed order and hands them to the writer."""
+
+    def __init__(self, writer: Any, kind: str, seed: int) -> None:
+        self.writer = writer
+        self.random = np.random.default_rng([KINDS.index(kind), seed])
+
+    def matrix(self, name: str, rows: int, columns: int, gain: float = 1.0) -> None:
+        """Random; keeps the size of a unit-size input, times `gain`."""
+        self.add(name, self.normal(rows, columns, gain / columns**0.5), np.float16)
+
+    def normal(self, rows: int, columns: int, scale: float) -> Array:
+        return (scale * self.random.standard_normal((rows, columns))).astype(np.float32)
+
+    def ones(self, name: str, size: int, gain: float = 1.0) -> None:
+        self.add(name, np.full(size, gain, dtype=np.float32))
+
+    def add(self, name: str, values: Array, kind: type[np.floating[Any]] = np.float32) -> None:
+        self.writer.add_tensor(name, values.astype(kind))
+
+
+def _write_model(path: Path, kind: str, seed: int) -> None:
+    writer = gguf.GGUFWriter(str(path), kind)
+    writer.add_name(f"tiny-{kind}-{seed}")
+    writer.add_context_length(N_CTX_TRAIN)
+    writer.add_vocab_size(N_VOCAB)
+    writer.add_layer_norm_rms_eps(1e-5)
+    add_vocabulary(writer, add_bos=kind == "gemma3")
+    weights = _Weights(writer, kind, seed)
+    n_embd = 128
+    writer.add_embedding_length(n_embd)
+    # gemma3 multiplies by sqrt(n_embd): the embedding must not drown what the layers add.
+    size = n_embd**-0.5 if kind == "gemma3" else 1.0
+    weights.add("token_embd.weight", weights.normal(N_VOCAB, n_embd, size), np.float16)
+    norm = "token_embd_norm.weight" if kind == "lfm2" else "output_norm.weight"
+    weights.ones(norm, n_embd)
+    weights.add("output.weight", _output(weights, n_embd), np.float16)
+    build = {"llama": _llama, "gemma3": _gemma3, "lfm2": _lfm2, "mamba": _mamba}[kind]
+    build(weights, n_embd)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_vocabulary(writer: Any, *, add_bos: bool) -> None:
+    """The vocabulary of all tiny models, into the head of a file."""
+    tokens, merges = _vocabulary()
+    n_normal = N_VOCAB - len(SPECIALS)
+    kinds = [gguf.TokenType.NORMAL] * n_normal + [gguf.TokenType.CONTROL] * len(SPECIALS)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([f"{a} {b}" for a, b in merges])
+    writer.add_bos_token_id(tokens.index(ENDOFTEXT))
+    writer.add_eos_token_id(tokens.index(IM_END))
+    writer.add_add_bos_token(add_bos)
+    # For /infill: bytes that no text of a test has.
+    writer.add_uint32("tokenizer.ggml.fim_pre_token_id", 1)
+    writer.add_uint32("tokenizer.ggml.fim_suf_token_id", 2)
+    writer.add_uint32("tokenizer.ggml.fim_mid_token_id", 3)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _output(weights: _Weights, n_embd: int) -> Array:
+    """Logits of plain ASCII tokens have a spread of about 3; those of all others are 0.
+
+    So generation goes on (a logit of 0 never is the largest of some 300), and every token is text
+    by itself: a stream of bytes above 127 would be held back as incomplete UTF-8.
+    """
+    rows = weights.normal(N_VOCAB, n_embd, 3.0 / n_embd**0.5)
+    for i, token in enumerate(_vocabulary()[0]):
+        plain = token.lstrip("Ġ")
+        if token in SPECIALS or not plain.isascii() or not plain.isalpha():
+            rows[i] = 0.0
+    return rows
+
+
+# Sharp attention: with gain 1 it averages over the context, and no single token matters.
+SHARP = 3.0
+
+
+def _attention(w: _Weights, layer: int, n_embd: int, n_head: int, n_kv: int) -> None:
+    w.ones(f"blk.{layer}.attn_norm.weight", n_embd)
+    w.matrix(f"blk.{layer}.attn_q.weight", n_head * HEAD, n_embd, SHARP)
+    w.matrix(f"blk.{layer}.attn_k.weight", n_kv * HEAD, n_embd, SHARP)
+    w.matrix(f"blk.{layer}.attn_v.weight", n_kv * HEAD, n_embd, 2.0)
+    w.matrix(f"blk.{layer}.attn_output.weight", n_embd, n_head * HEAD)
+
+
+def _feed_forward(w: _Weights, layer: int, n_embd: int, n_ff: int) -> None:
+    w.ones(f"blk.{layer}.ffn_norm.weight", n_embd)
+    w.matrix(f"blk.{layer}.ffn_gate.weight", n_ff, n_embd)
+    w.matrix(f"blk.{layer}.ffn_up.weight", n_ff, n_embd)
+    w.matrix(f"blk.{layer}.ffn_down.weight", n_embd, n_ff)
+
+
+def _describe(w: _Weights, n_layers: int, n_ff: int, n_head: int, n_kv: int | list[int]) -> None:
+    w.writer.add_block_count(n_layers)
+    w.writer.add_feed_forward_length(n_ff)
+    w.writer.add_head_count(n_head)
+    w.writer.add_head_count_kv(n_kv)
+
+
+def _llama(w: _Weights, n_embd: int) -> None:
+    n_layers, n_ff, n_head, n_kv = 4, 512, 2, 1
+    _describe(w, n_layers, n_ff, n_head, n_kv)
+    w.writer.add_rope_dimension_count(HEAD)
+    for layer in range(n_layers):
+        _attention(w, layer, n_embd, n_head, n_kv)
+        _feed_forward(w, layer, n_embd, n_ff)
+
+
+def _gemma3(w: _Weights, n_embd: int) -> None:
+    n_layers, n_ff, n_head, n_kv = 4, 512, 2, 1
+    _describe(w, n_layers, n_ff, n_head, n_kv)
+    w.writer.add_key_length(HEAD)
+    w.writer.add_value_length(HEAD)
+    w.writer.add_sliding_window(N_SWA)
+    w.writer.add_sliding_window_pattern([True, False, True, False])
+    for layer in range(n_layers):
+        _attention(w, layer, n_embd, n_head, n_kv)
+        w.ones(f"blk.{layer}.attn_q_norm.weight", HEAD, SHARP)
+        w.ones(f"blk.{layer}.attn_k_norm.weight", HEAD, SHARP)
+        w.ones(f"blk.{layer}.post_attention_norm.weight", n_embd)
+        _feed_forward(w, layer, n_embd, n_ff)
+        w.ones(f"blk.{layer}.post_ffw_norm.weight", n_embd)
+
+
+def _lfm2(w: _Weights, n_embd: int) -> None:
+    n_layers, n_ff, n_head, kernel = 4, 512, 2, 3
+    _describe(w, n_layers, n_ff, n_head, [0, 1, 0, 1])  # 0: a convolution, not attention
+    w.writer.add_shortconv_l_cache(kernel)
+    for layer in range(n_layers):
+        if layer % 2:
+            _attention(w, layer, n_embd, n_head, 1)
+            w.ones(f"blk.{layer}.attn_q_norm.weight", HEAD, SHARP)
+            w.ones(f"blk.{layer}.attn_k_norm.weight", HEAD, SHARP)
+        else:
+            w.ones(f"blk.{layer}.attn_norm.weight", n_embd)
+            w.add(f"blk.{layer}.shortconv.conv.weight", w.normal(n_embd, kernel, 1.0))
+            w.matrix(f"blk.{layer}.shortconv.in_proj.weight", 3 * n_embd, n_embd)
+            w.matrix(f"blk.{layer}.shortconv.out_proj.weight", n_embd, n_embd)
+        _feed_forward(w, layer, n_embd, n_ff)
+
+
+def _mamba(w: _Weights, n_embd: int) -> None:
+    n_layers, d_state, d_conv, dt_rank = 3, 16, 4, 8
+    d_inner = 2 * n_embd  # llama.cpp knows no other expansion (src/models/mamba.cpp)
+    _describe(w, n_layers, 0, 0, 0)
+    w.writer.add_ssm_conv_kernel(d_conv)
+    w.writer.add_ssm_inner_size(d_inner)
+    w.writer.add_ssm_state_size(d_state)
+    w.writer.add_ssm_time_step_rank(dt_rank)
+    decay = np.tile(-np.geomspace(0.003, 1.0, d_state), (d_inner, 1)).astype(np.float32)
+    for layer in range(n_layers):
+        w.ones(f"blk.{layer}.attn_norm.weight", n_embd)
+        w.matrix(f"blk.{layer}.ssm_in.weight", 2 * d_inner, n_embd)
+        w.add(f"blk.{layer}.ssm_conv1d.weight", w.normal(d_inner, d_conv, 0.5))
+        w.add(f"blk.{layer}.ssm_conv1d.bias", np.zeros(d_inner, dtype=np.float32))
+        w.matrix(f"blk.{layer}.ssm_x.weight", dt_rank + 2 * d_state, d_inner)
+        w.matrix(f"blk.{layer}.ssm_dt.weight", d_inner, dt_rank)
+        # softplus(-2) = 0.13: a token is remembered for some 8 to 2,600 tokens.
+        w.add(f"blk.{layer}.ssm_dt.bias", np.full(d_inner, -2.0, dtype=np.float32))
+        w.add(f"blk.{layer}.ssm_a", decay)
+        w.ones(f"blk.{layer}.ssm_d", d_inner, 0.1)  # small: the state decides, not the last token
+        w.matrix(f"blk.{layer}.ssm_out.weight", n_embd, d_inner)

@@ -1,0 +1,7 @@
+"""Where the repository's own files are."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TEMPLATES = ROOT / "tests" / "templates"

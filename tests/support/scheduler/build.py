@@ -1,0 +1,135 @@
+"""Short names for what a test is about, so that a test reads as a sentence."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from router.base.tokens import EMPTY, Tokens, count, pack
+from router.base.types import (
+    BackendId,
+    BackendInfo,
+    MemoryKind,
+    Namespace,
+    Place,
+    Prompt,
+    Request,
+    RequestId,
+    SlotId,
+    Snapshot,
+    SnapshotId,
+)
+from router.core.execution.state import State
+from router.core.fleet.catalog import Catalog
+from router.core.fleet.fleet import Fleet
+from router.core.model.policy import Policy, PolicyName
+from router.core.model.rates import Line, Mean, Rates
+from router.core.model.request_queue import Queue, QueueLimits
+from router.core.model.slots import Resident
+from router.core.model.snapshot_limits import SnapshotLimits
+from router.core.scheduler import Scheduler
+
+A, B = BackendId("a"), BackendId("b")
+A0, A1, A2 = SlotId(A, 0), SlotId(A, 1), SlotId(A, 2)
+B0, B1 = SlotId(B, 0), SlotId(B, 1)
+NS, OTHER_NS = Namespace("ns"), Namespace("other")
+R, R2, R3 = RequestId("r"), RequestId("r2"), RequestId("r3")
+BYTES_PER_TOKEN = 1000
+# What an embedding is to the scheduler, beside its name.
+UNREAD: dict[str, Any] = {
+    "prompt": Prompt(unknown="not a completion"),
+    "pinnable": False,
+    "reuse": False,
+}
+
+
+def tokens(*ids: int) -> Tokens:
+    """These ids."""
+    return pack(ids)
+
+
+def run_of(n: int, token: int = 1) -> Tokens:
+    """`n` times the same token: two of these share the shorter one."""
+    return pack([token] * n)
+
+
+def prompt_of(ids: Tokens | Iterable[int]) -> Prompt:
+    """A known prompt without boundaries."""
+    return Prompt(Tokens(ids) if isinstance(ids, bytes) else pack(ids))
+
+
+def request(name: str = "r", ids: Tokens | Iterable[int] = (1, 2, 3), **more: Any) -> Request:
+    """A request for a prompt of these ids."""
+    more.setdefault("prompt", prompt_of(ids))
+    return Request(id=RequestId(name), **more)
+
+
+def backend(name: str = "a", n_slots: int = 2, **more: Any) -> BackendInfo:
+    """A backend that can do everything, unless told otherwise."""
+    given: dict[str, Any] = {
+        "n_ctx": 10_000,
+        "namespace": NS,
+        "models": frozenset({"m"}),
+        "place": Place("kv"),
+        "memory_kind": MemoryKind.FULL,
+    }
+    return BackendInfo(id=BackendId(name), n_slots=n_slots, **(given | more))
+
+
+def snapshot(
+    name: str = "s", ids: Tokens | Iterable[int] = (1, 2, 3), size: int | None = None, ns: str = NS
+) -> Snapshot:
+    """A snapshot of these ids."""
+    held = Tokens(ids) if isinstance(ids, bytes) else pack(ids)
+    size_bytes = BYTES_PER_TOKEN * count(held) if size is None else size
+    return Snapshot(SnapshotId(name), Namespace(ns), Place("kv"), held, size_bytes)
+
+
+def rates(prefill_s: float = 0.01, transfer_s: float = 0.001) -> Rates:
+    """A backend that prefills a token in `prefill_s` and moves any file in `transfer_s`."""
+    return Rates(
+        prefill=Line(prefill_s, 0.0),
+        save=Line(transfer_s, 0.0),
+        restore=Line(transfer_s, 0.0),
+        handling_s=Mean(0.0),
+        bytes_per_token=Mean(BYTES_PER_TOKEN),
+    )
+
+
+def fleet(
+    *infos: BackendInfo,
+    policy: PolicyName = PolicyName.PREFER_IDLE,
+    holding: dict[SlotId, Tokens] | None = None,
+    snapshots: Iterable[Snapshot] = (),
+    **knobs: Any,
+) -> Fleet:
+    """Idle backends; `holding` says what is in their slots. Prompts are computed in one piece."""
+    knobs.setdefault("prefill_piece_s", None)
+    made = Fleet(policy=Policy(policy, **knobs))
+    for info in infos or (backend(),):
+        made.infos[info.id] = info
+        made.rates[info.id] = rates()
+        made.slots.add(info.id, info.n_slots)
+    for slot, held in (holding or {}).items():
+        made.slots[slot].resident = Resident(held)
+    for one in snapshots:
+        made.catalog.add(one, MemoryKind.FULL, 1.0)
+    return made
+
+
+def busy(fleet_: Fleet, slot: SlotId, *, until: float = 10.0, pending: Tokens = EMPTY) -> None:
+    """Somebody's request is running on a slot."""
+    held = fleet_.slots[slot]
+    held.start(held.lease(RequestId(f"busy-{slot}")))
+    held.busy_until, held.pending = until, pending
+
+
+def scheduler(
+    *infos: BackendInfo,
+    queue: QueueLimits | None = None,
+    limits: SnapshotLimits | None = None,
+    **more: Any,
+) -> Scheduler:
+    """A scheduler with these backends up and idle; `more` as for `fleet`."""
+    made = fleet(*infos, **more)
+    if limits is not None:
+        made.catalog = Catalog(limits)
+    return Scheduler(State(fleet=made, queue=Queue(queue or QueueLimits())))

@@ -1,0 +1,85 @@
+"""What a llama-server would hold and do, so that the scheduler's claims can be checked.
+
+No time passes here and nothing is decided: the state machine says what happens next.
+"""
+
+from dataclasses import dataclass, field
+
+from router.base.types import NOBODY, BackendInfo, RequestId, Tenant
+
+Ids = tuple[int, ...]
+
+
+def common(a: Ids, b: Ids) -> int:
+    """Length of the common prefix, the slow way."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+@dataclass
+class Run:
+    """A request that the server works on, in one slot or in several."""
+
+    request: RequestId
+    prompt: Ids
+    slots: list[int]
+    cached: int = 0
+    abandoned: bool = False  # the client is gone, the server does not know yet
+
+
+@dataclass(repr=False)
+class Server:
+    """One process: what its slots hold and who uses them. A restart makes a new one."""
+
+    info: BackendInfo
+    slots: list[Ids] = field(default_factory=list)
+    runs: dict[RequestId, Run] = field(default_factory=dict)
+    alive: bool = True
+    owners: list[Tenant] = field(default_factory=list)  # whose tokens each slot holds
+
+    def __post_init__(self) -> None:
+        self.slots = self.slots or [()] * self.info.n_slots
+        self.owners = [NOBODY] * self.info.n_slots
+
+    def user_of(self, index: int) -> Run | None:
+        """Who uses a slot."""
+        return next((run for run in self.runs.values() if index in run.slots), None)
+
+    def idle(self) -> list[int]:
+        """Slots that a request may be placed on."""
+        return [i for i in range(self.info.n_slots) if self.user_of(i) is None]
+
+    def picks(self, prompt: Ids) -> list[int]:
+        """Where a request that is not pinned may be put (llama-server.md section 2.2)."""
+        shared = {index: common(self.slots[index], prompt) for index in self.idle()}
+        return [index for index, n in shared.items() if n == max(shared.values())]
+
+    def start(
+        self, request: RequestId, prompt: Ids, slots: list[int], tenant: Tenant = NOBODY
+    ) -> Run:
+        """Begin: the slots keep what they share with the prompt. It must be the tenant's own."""
+        assert set(slots) <= set(self.idle()), "a request on a busy slot"
+        for index in slots:
+            if common(self.slots[index], prompt):
+                assert self.owners[index] == tenant, "another tenant's tokens are reused"
+            self.owners[index] = tenant
+        run = Run(request, prompt, slots)
+        run.cached = min(common(self.slots[slots[0]], prompt), max(len(prompt) - 1, 0))
+        self.runs[request] = run
+        for index in slots:
+            self.slots[index] = prompt[: common(self.slots[index], prompt)]
+        if not self.info.keeps_idle_slots:
+            for index in self.idle():
+                self.slots[index] = ()
+        return run
+
+    def end(self, request: RequestId, computed: int, answer: Ids) -> None:
+        """Stop after `computed` prompt tokens, and after `answer` if that was all of them."""
+        run = self.runs.pop(request)
+        for index in run.slots:
+            computed = max(computed, len(self.slots[index]))
+            self.slots[index] = run.prompt[:computed]
+            if computed >= len(run.prompt):
+                self.slots[index] += answer[:-1]

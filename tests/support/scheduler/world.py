@@ -1,0 +1,392 @@
+"""Model servers and the effects on their way to them: what the state machine plays with.
+
+Checks each effect against what the servers are doing at that moment.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from router.base.tokens import head, pack, unpack
+from router.base.types import (
+    NOBODY,
+    BackendId,
+    BackendInfo,
+    Outcome,
+    Reported,
+    Request,
+    RequestId,
+    SlotId,
+    Snapshot,
+    SnapshotId,
+    StateShape,
+    Tenant,
+)
+from router.core.admission.backend_attach import probe_name
+from router.core.model import effects as ef
+from router.core.model import events as ev
+from router.core.model.jobs import AtGate
+from router.core.model.slots import Phase
+from router.core.model.tenancy import namespace_of, tenant_of
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import backend
+from tests.support.scheduler.model_server import Ids, Server, common
+
+ROOTS: tuple[Ids, ...] = ((), (1,) * 4, (1,) * 10, (1, 1, 1, 1, 2, 2, 2, 2))
+PROMPTS = st.builds(
+    lambda root, rest: root + tuple(rest),
+    st.sampled_from(ROOTS),
+    st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4),
+)
+ANSWERS = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4).map(tuple)
+Answerable = ef.Save | ef.Restore | ef.Erase | ef.Prefill | ef.Dispatch | ef.Watch
+ACTIONS = (ef.Save, ef.Restore, ef.Erase, ef.Prefill)
+
+
+class Op:
+    """An effect that has not been answered, and the server it went to."""
+
+    def __init__(self, effect: Answerable, server: Server) -> None:
+        self.effect, self.server = effect, server
+        self.held: Ids = ()  # by the slot when its server died
+        self.started = self.confirmed = self.stopped = self.broke = False
+
+    def __repr__(self) -> str:
+        return f"<{type(self.effect).__name__} {self.effect.request} {self.slot}>"
+
+    @property
+    def slot(self) -> SlotId:
+        return self.effect.lease.slot if isinstance(self.effect, ef.Dispatch) else self.effect.slot
+
+    @property
+    def may_go_anywhere(self) -> bool:
+        return isinstance(self.effect, ef.Dispatch) and not self.effect.pin
+
+    def may_go_to(self, slot: SlotId, prompt: Ids) -> bool:
+        """The server may put it there: it goes by the prefix where our slot has nearly all of it
+        (llama-server.md section 2.2), and nothing else relies on that."""
+        return self.may_go_anywhere and slot.index in self.places(prompt)
+
+    def places(self, prompt: Ids) -> list[int]:
+        held = self.server.slots[self.slot.index]
+        steered = self.server.info.keeps_idle_slots and common(held, prompt) >= len(prompt) - 1 > 0
+        return self.server.picks(prompt) if steered else self.server.idle()
+
+
+class World:
+    """The state machine adds when each of these happens."""
+
+    tenants: tuple[Tenant, ...] = (NOBODY,)
+
+    def populate(self, scheduler: Scheduler, infos: list[BackendInfo]) -> None:
+        """At the start all servers are up and empty."""
+        self.scheduler = scheduler
+        self.infos = {info.id: info for info in infos}
+        self.servers = {info.id: Server(info) for info in infos}
+        self.now = 1.0
+        self.ops: list[Op] = []
+        self.requests: dict[RequestId, Request] = {}
+        self.true_prompt: dict[RequestId, Ids] = {}  # also where the router does not know it
+        self.fates: dict[RequestId, list[str]] = {}
+        self.files: dict[SnapshotId, Snapshot] = {}
+        self.gone: set[SnapshotId] = set()
+        self.answers: list[ev.AnswerRead] = []
+        self.cutting: list[ef.Cut] = []
+        self.stopping = False
+        self.released: set[BackendId] = set()
+        self.probing: set[BackendId] = set()
+
+    def dies(self, name: BackendId) -> None:
+        for op in self.ops:
+            if op.server is self.servers[name] and op.server.alive:
+                op.held = op.server.slots[op.slot.index]
+        self.ops = [
+            op
+            for op in self.ops
+            if op.server is not self.servers[name] or not isinstance(op.effect, ef.Watch)
+        ]
+        self.servers[name].alive = False
+        self.probing.discard(name)
+
+    def try_out(self, server: Server) -> None:
+        """The slots that were lent are used, and may be for a start that empties idle ones."""
+        lent = probe_name(server.info.id)
+        for slot in self.scheduler.state.fleet.slots.of(server.info.id):
+            if slot.holder == lent or not (server.info.keeps_idle_slots or slot.holder):
+                assert server.user_of(slot.id.index) is None, "lent, and somebody else's"
+                server.slots[slot.id.index] = ()
+
+    # -- what becomes of effects -------------------------------------------------------------
+
+    def advance(self, op: Op, data: st.DataObject) -> None:
+        match op.effect:
+            case ef.Save():
+                self.saves(op, op.effect, data.draw(st.booleans()))
+            case ef.Restore():
+                self.restores(
+                    op,
+                    op.effect,
+                    data.draw(st.sampled_from(["ok", *(blame.value for blame in ev.Blame)])),
+                )
+            case ef.Erase():
+                self.erases(op, op.effect, data.draw(st.integers(0, 4)) > 0)
+            case ef.Prefill():
+                self.prefills(op, op.effect, data.draw(st.integers(0, 4)))
+            case ef.Watch():
+                if op.server.user_of(op.slot.index) is None:
+                    self.ops.remove(op)
+                    self.feed(ev.Quiet(op.effect.request, len(op.server.slots[op.slot.index])))
+            case ef.Dispatch():
+                self.relays(op, op.effect, data)
+
+    def saves(self, op: Op, effect: ef.Save, ok: bool) -> None:
+        self.ops.remove(op)
+        held = op.server.slots[op.slot.index] if op.server.alive else op.held
+        if not ok or not held:
+            self.feed(ev.SaveFailed(effect.request, op.slot, "no"))
+            return
+        if op.server.alive:
+            owner = op.server.owners[op.slot.index]
+            assert tenant_of(effect.namespace) in (owner, NOBODY), "it is another's"
+        name = SnapshotId(f"s{len(self.files)}")
+        shape = StateShape(op.server.info.n_stream)
+        made = Snapshot(name, effect.namespace, self.place(), pack(held), 1000 * len(held), shape)
+        self.files[name] = made
+        self.feed(ev.Saved(effect.request, op.slot, made, 0.001))
+
+    def cuts(self, effect: ef.Cut, ok: bool) -> None:
+        if not ok:
+            self.feed(ev.CutFailed(effect.request, "no"))
+            return
+        name = SnapshotId(f"s{len(self.files)}")
+        whole = effect.snapshot
+        part = replace(
+            whole,
+            id=name,
+            tokens=head(whole.tokens, effect.n_tokens),
+            size_bytes=1000 * effect.n_tokens,
+        )
+        self.files[name] = part
+        self.feed(ev.WasCut(effect.request, part, 0.001))
+
+    def restores(self, op: Op, effect: ef.Restore, how: str) -> None:
+        self.ops.remove(op)
+        held = tuple(unpack(effect.snapshot.tokens))
+        if how == "ok" and op.server.alive:
+            assert len(held) <= op.server.info.n_ctx, "a snapshot that the slot cannot hold"
+            op.server.slots[op.slot.index] = held
+            op.server.owners[op.slot.index] = tenant_of(effect.snapshot.namespace)
+            self.feed(ev.Restored(effect.request, effect.snapshot.id, len(held), 0.001))
+            return
+        if op.server.alive:
+            op.server.slots[op.slot.index] = ()
+        blame = ev.Blame(how) if op.server.alive else ev.Blame.BACKEND
+        self.feed(ev.RestoreFailed(effect.request, effect.snapshot.id, "no", blame))
+
+    def erases(self, op: Op, effect: ef.Erase, ok: bool) -> None:
+        self.ops.remove(op)
+        if ok and op.server.alive:
+            op.server.slots[op.slot.index] = ()
+            self.feed(ev.Erased(effect.request, op.slot))
+        else:
+            self.feed(ev.EraseFailed(effect.request, op.slot, "no"))
+
+    def prefills(self, op: Op, effect: ef.Prefill, how: int) -> None:
+        ids, name = tuple(unpack(effect.tokens)), RequestId(f"prefill {effect.request}")
+        if op.server.alive and not op.started:
+            op.server.start(name, ids, [op.slot.index], self.requests[effect.request].tenant)
+            op.started = True
+            return
+        if how == 4 and not op.broke:
+            op.broke = True
+            self.feed(ev.PrefillBroke(effect.request))
+            return
+        self.ops.remove(op)
+        if op.server.alive:
+            cached = op.server.runs[name].cached
+            if how and not op.stopped and not op.broke:
+                op.server.end(name, len(ids), (0,))
+                reported = Reported(len(ids), cached, 0.01 * (len(ids) - cached))
+                self.feed(ev.Prefilled(effect.request, reported))
+                return
+            op.server.end(name, how, ())
+            if op.broke:  # that is seen when it is over, and how far it came
+                n = len(op.server.slots[op.slot.index])
+                self.feed(ev.PrefillFailed(effect.request, "no", n))
+                return
+        self.feed(ev.PrefillFailed(effect.request, "no"))
+
+    def relays(self, op: Op, effect: ef.Dispatch, data: st.DataObject) -> None:
+        ids = self.true_prompt[effect.request]
+        if not op.server.alive:
+            self.finishes(op, Outcome.BACKEND_ERROR, Reported())
+        elif not op.started:
+            if data.draw(st.integers(0, 4)) == 0:
+                outcome = data.draw(st.sampled_from([Outcome.CLIENT_GONE, Outcome.REFUSED]))
+                self.finishes(op, outcome, Reported())
+                return
+            for other in self.ops[: self.ops.index(op) + 1]:
+                if other.server is op.server and not other.started:
+                    self.reaches_server(other, data)
+        elif effect.confirm and not op.confirmed and data.draw(st.booleans()):
+            op.confirmed = True
+            self.feed(ev.Launched(effect.request, op.server.runs[effect.request].slots[0]))
+        elif data.draw(st.integers(0, 3)) == 0:
+            op.server.runs[effect.request].abandoned = True
+            outcome = data.draw(st.sampled_from([Outcome.CLIENT_GONE, Outcome.BACKEND_ERROR]))
+            self.finishes(op, outcome, Reported())
+        else:
+            self.answers_well(op, effect, ids, data)
+
+    def reaches_server(self, op: Op, data: st.DataObject) -> None:
+        """Requests reach a server in the order in which they were sent."""
+        sent = op.effect
+        if not isinstance(sent, ef.Dispatch):
+            return
+        op.started = True
+        slots, prompt = [op.slot.index], self.true_prompt[sent.request]
+        tenant = self.requests[sent.request].tenant
+        if self.requests[sent.request].whole_backend:
+            slots = op.server.idle()
+        elif not sent.pin:
+            # Between tenants it matters that the longest prefix wins.
+            free = op.server.picks(prompt) if tenant else op.places(prompt)
+            slots = [data.draw(st.sampled_from(free))]
+            there = [o for o in self.ops if o.server is op.server and o.slot.index == slots[0]]
+            there = [o for o in there if o is not op and not isinstance(o.effect, ef.Watch)]
+            assert all(o.may_go_anywhere for o in there), "the slot is somebody else's"
+            self.is_nobodys(SlotId(op.server.info.id, slots[0]), sent.request)
+        op.server.start(sent.request, prompt, slots, tenant)
+
+    def answers_well(self, op: Op, effect: ef.Dispatch, ids: Ids, data: st.DataObject) -> None:
+        answer: Ids = data.draw(ANSWERS)
+        run = op.server.runs[effect.request]
+        op.server.end(effect.request, len(ids), answer)
+        said = Reported(len(ids), run.cached, 0.01 * (len(ids) - run.cached), len(answer), 0.1)
+        if data.draw(st.booleans()):
+            said = replace(said, generated=pack(answer))
+        else:
+            lease, true = effect.lease, self.requests[effect.request].prompt.tokens
+            read = ev.AnswerRead(lease.slot, lease.generation, true, pack(answer))
+            self.answers.append(read)
+        seen_late = effect.confirm and not op.confirmed and data.draw(st.booleans())
+        self.finishes(op, Outcome.OK, said, run.slots[0] if seen_late else None)
+
+    def finishes(
+        self, op: Op, outcome: Outcome, reported: Reported, index: int | None = None
+    ) -> None:
+        self.ops.remove(op)
+        self.feed(ev.Finished(op.effect.request, outcome, reported, index))
+
+    # -- what the scheduler answers ----------------------------------------------------------
+
+    def feed(self, event: ev.Event) -> None:
+        state = self.scheduler.state
+        before, draining = set(state.jobs), set(state.fleet.draining)
+        for effect in self.scheduler.handle(event, self.now):
+            self.takes(effect)
+        for job in state.jobs.values():
+            if job.id not in before and job.request is not None:
+                assert job.slot.backend not in draining & state.fleet.draining, "a new request"
+        if isinstance(event, ev.Finished):
+            assert self.fates[event.request] == ["dispatched", "accounted"]
+
+    def takes(self, effect: ef.Effect) -> None:
+        match effect:
+            case ef.Save() | ef.Restore() | ef.Erase() | ef.Prefill() | ef.Dispatch() | ef.Watch():
+                self.begins(effect)
+            case ef.Cut():
+                assert effect.snapshot.id not in self.gone
+                assert 0 < effect.n_tokens < len(effect.snapshot)
+                self.cutting.append(effect)
+            case ef.Reject():
+                self.fates[effect.request].append("rejected")
+            case ef.Account():
+                self.fates[effect.request.id].append("accounted")
+            case ef.StopWork():
+                for op in self.ops:
+                    op.stopped |= op.effect.request == effect.request
+            case ef.Delete():
+                name = effect.snapshot.id
+                assert name not in self.gone, "deleted twice, or after its quarantine"
+                assert name not in self.restoring(), "deleted while it is being restored"
+                self.gone.add(name)
+            case ef.Release():
+                assert self.scheduler.state.fleet.slots.phases(effect.backend)[Phase.IDLE] == 0
+                left = [op for op in self.ops if op.server is self.servers[effect.backend]]
+                # Others may use its slots for ever.
+                left = [op for op in left if not op.effect.request.startswith("stranger-")]
+                assert not any(isinstance(op.effect, ef.Dispatch) for op in left)
+                assert not (left and self.servers[effect.backend].alive), "not over"
+                self.dies(effect.backend)
+                self.released.add(effect.backend)
+            case ef.Quarantine():
+                assert effect.snapshot.id not in self.gone, "quarantined twice"
+                self.gone.add(effect.snapshot.id)
+
+    def begins(self, effect: Any) -> None:
+        op = Op(effect, self.servers[self.slot_of(effect).backend])
+        assert op.server.alive, "work for a backend that is down"
+        assert op.slot.index < op.server.info.n_slots
+        peers = [o for o in self.ops if o.server is op.server and not o.confirmed]
+        if not isinstance(effect, ef.Watch) and not op.may_go_anywhere:
+            assert op.server.user_of(op.slot.index) is None, "the slot is somebody else's"
+            assert all(o.slot != op.slot for o in peers), "two things at once on a slot"
+            astray = [o for o in peers if o.may_go_anywhere and not o.started]
+            astray = [o for o in astray if o.may_go_to(op.slot, self.prompt_of(o))]
+            assert not astray, "the server may put another request there"
+        if op.may_go_anywhere:
+            assert op.server.idle(), "no slot to go to"
+            # Where nobody knows what a slot holds, a prefill is taken to be there first: it was
+            # sent before.
+            slots = self.scheduler.state.fleet.slots
+            first = [
+                isinstance(o.effect, ef.Prefill) and slots[o.slot].resident.unsure for o in peers
+            ]
+            peers = [o for o, is_first in zip(peers, first, strict=True) if not is_first]
+            actions = [o for o in peers if isinstance(o.effect, ACTIONS)]
+            landing = [o for o in actions if op.may_go_to(o.slot, self.prompt_of(op))]
+            assert not landing, "may land on an action"
+        if isinstance(effect, ef.Restore):
+            assert effect.snapshot.id not in self.gone
+            tenant = self.requests[effect.request].tenant
+            assert effect.snapshot.namespace == namespace_of(op.server.info, tenant)
+        if isinstance(effect, ef.Dispatch):
+            self.fates[effect.request].append("dispatched")
+        self.ops.append(op)
+
+    def prompt_of(self, op: Op) -> Ids:
+        request = self.requests[op.effect.request]
+        return () if request.whole_backend else self.true_prompt[request.id]
+
+    def is_nobodys(self, slot: SlotId, request: RequestId) -> None:
+        """Nothing of ours will be sent to a slot that the server gave away."""
+        held = self.scheduler.state.fleet.slots[slot]
+        other = self.scheduler.state.jobs.get(held.holder) if held.holder is not None else None
+        if held.phase is Phase.PREPARING and other is not None and other.id != request:
+            assert isinstance(other.doing, AtGate), "the slot is being prepared"
+
+    @staticmethod
+    def slot_of(effect: Any) -> SlotId:
+        slot: SlotId = effect.lease.slot if isinstance(effect, ef.Dispatch) else effect.slot
+        return slot
+
+    @staticmethod
+    def place() -> Any:
+        return backend().place
+
+    def restoring(self) -> set[SnapshotId]:
+        return {op.effect.snapshot.id for op in self.ops if isinstance(op.effect, ef.Restore)}
+
+    def waiting(self) -> list[RequestId]:
+        return [name for name, fate in self.fates.items() if not fate]
+
+    def answering(self) -> list[RequestId]:
+        """Whose requests were sent and are not over."""
+        sent = (op.effect for op in self.ops)
+        return [effect.request for effect in sent if isinstance(effect, ef.Dispatch)]
+
+    def abandoned(self) -> list[tuple[Server, RequestId]]:
+        live = [server for server in self.servers.values() if server.alive]
+        return [(s, name) for s in live for name, run in s.runs.items() if run.abandoned]

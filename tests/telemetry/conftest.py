@@ -1,0 +1,3 @@
+"""Blocking calls in `router.telemetry` fail the test that makes them."""
+
+from tests.support.blocking import blocking_calls_fail as blocking_calls_fail

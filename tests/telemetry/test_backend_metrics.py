@@ -1,0 +1,162 @@
+"""Everybody's metrics in one answer, whatever some of them answer."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.base.types import BackendId
+from router.llama.client import Connections, LlamaClient, Timeouts
+from router.telemetry.backend_metrics import BackendMetrics, parse
+
+# As llama-server writes them.
+GOOD = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
+# TYPE llamacpp:prompt_tokens_total counter
+llamacpp:prompt_tokens_total 637
+# HELP llamacpp:n_tokens_max Largest observed n_tokens.
+# TYPE llamacpp:n_tokens_max counter
+llamacpp:n_tokens_max 280
+# HELP llamacpp:requests_processing Number of requests processing.
+# TYPE llamacpp:requests_processing gauge
+llamacpp:requests_processing 0
+"""
+UP = "kvferry_backend_scrape_up"
+Samples = dict[tuple[str, str], float]
+
+
+def http(body: bytes, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@asynccontextmanager
+async def server(answer: bytes | None) -> AsyncIterator[str]:
+    """Answers every connection with these bytes and closes it; None: never."""
+    over: list[asyncio.Future[None]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        over.append(ended := asyncio.get_running_loop().create_future())
+        with suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            if answer is not None:
+                writer.write(answer)
+            else:
+                await reader.read()
+            writer.close()
+            await writer.wait_closed()
+        ended.set_result(None)
+
+    made = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{made.sockets[0].getsockname()[1]}"
+    finally:
+        made.close()
+        await asyncio.gather(*over)
+
+
+async def scrape(
+    answers: Mapping[str, bytes | None], registry: CollectorRegistry | None = None
+) -> Samples:
+    """One look at backends that answer so: (sample, backend) to value."""
+    async with AsyncExitStack() as stack:
+        urls = {
+            name: await stack.enter_async_context(server(answer))
+            for name, answer in answers.items()
+        }
+        connections = await stack.enter_async_context(Connections())
+        clients = {
+            BackendId(name): LlamaClient(BackendId(name), url, connections, Timeouts(health_s=0.2))
+            for name, url in urls.items()
+        }
+        text = await BackendMetrics(clients, registry or CollectorRegistry()).text()
+    return {
+        (sample.name, sample.labels["backend"]): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+async def test_every_backend_is_there_under_its_name() -> None:
+    other = GOOD.replace(b" 637", b" 5")
+    found = await scrape({"a": http(GOOD), "b": http(other)})
+
+    assert found[UP, "a"] == found[UP, "b"] == 1
+    assert found["llamacpp:prompt_tokens_total", "a"] == 637
+    assert found["llamacpp:prompt_tokens_total", "b"] == 5
+    assert len(found) == 2 * 4
+
+
+async def test_names_stay_as_the_backend_gave_them() -> None:
+    """The library's parser appends `_total` to the name of every counter; llama-server has one
+    that ends otherwise."""
+    async with server(http(GOOD)) as url, Connections() as connections:
+        client = LlamaClient(BackendId("a"), url, connections, Timeouts())
+        text = await BackendMetrics({client.id: client}, CollectorRegistry()).text()
+
+    lines = text.decode().splitlines()
+    assert 'llamacpp:n_tokens_max{backend="a"} 280.0' in lines
+    assert "# TYPE llamacpp:prompt_tokens_total counter" in lines
+    assert sum(line.startswith("# TYPE llamacpp:prompt_tokens") for line in lines) == 1
+
+
+BROKEN: dict[str, bytes | None] = {
+    "silent": None,
+    "closed at once": b"",
+    "not HTTP": b"noise\r\n\r\n",
+    "refused": http(b"", "501 Not Implemented"),
+    "nothing in it": http(b""),
+    "a page": http(b"<html>Welcome</html>"),
+    "no text": http(b"\xff\xfe"),
+    "an odd space": http("# TYPE \xa0 counter".encode()),
+    "a family of ours": http(b"# TYPE ours_total counter\nours_total 7\n"),
+    "a sample of ours": http(b"ours_total 7\n"),
+    "the sample about it": http(b"kvferry_backend_scrape_up 1\n"),
+    "too long": http(b"x 1\n" * 100_000),
+    "cut off": b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n" + GOOD,
+}
+
+
+@pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN)
+async def test_one_that_fails_is_left_out_and_told_so(answer: bytes | None) -> None:
+    registry = CollectorRegistry()
+    Counter("ours", "A metric of the router's", registry=registry)
+    found = await scrape({"a": answer, "b": http(GOOD)}, registry)
+
+    assert (found[UP, "a"], found[UP, "b"]) == (0, 1)
+    assert {backend for name, backend in found if name != UP} == {"b"}
+
+
+async def test_a_backend_that_is_down_is_told_so() -> None:
+    async with Connections() as connections:
+        client = LlamaClient(BackendId("a"), "http://127.0.0.1:9", connections, Timeouts())
+        text = await BackendMetrics({client.id: client}, CollectorRegistry()).text()
+
+    assert b'kvferry_backend_scrape_up{backend="a"} 0.0' in text
+
+
+async def test_where_two_differ_about_a_type_the_first_one_holds() -> None:
+    """Two versions of llama-server, say; one family has one type."""
+    other = GOOD.replace(b"requests_processing gauge", b"requests_processing counter")
+    found = await scrape({"a": http(GOOD), "b": http(other)})
+
+    assert ("llamacpp:requests_processing", "a") in found
+    assert ("llamacpp:requests_processing", "b") not in found
+    assert found[UP, "b"] == 1
+
+
+async def test_a_label_of_their_own_gives_way() -> None:
+    async with server(http(b'x{backend="cuda"} 1\n')) as url, Connections() as connections:
+        client = LlamaClient(BackendId("a"), url, connections, Timeouts())
+        text = await BackendMetrics({client.id: client}, CollectorRegistry()).text()
+
+    assert b'x{backend="a",exported_backend="cuda"} 1.0' in text
+
+
+@given(st.one_of(st.binary(max_size=60), st.text('#{}"\\=, \n\xa0TYPEHL_a1').map(str.encode)))
+def test_garbage_raises_nothing_else(text: bytes) -> None:
+    with suppress(ValueError):
+        parse(text)

@@ -1,0 +1,159 @@
+"""The last decisions: as many as wanted, no more, and nothing of a prompt but where it parted."""
+
+import pytest
+
+from router.base.tokens import pack
+from router.base.types import (
+    BackendId,
+    Caller,
+    Miss,
+    Nearest,
+    Outcome,
+    RequestId,
+    RequestRecord,
+    SlotId,
+    Source,
+)
+from router.core.model.plan import Candidate, Plan, Price
+from router.telemetry import decision_log as module
+from router.telemetry.decision_log import Journal
+
+SLOT = SlotId(BackendId("a"), 1)
+PLAN = Plan(Candidate(SLOT, Source.COLD, 0, Price()))
+PARTED = Nearest(SLOT, None, 1, 2, pack([1]), pack([2]), pack([3]))
+SAME = Nearest(SLOT, None, 1, 1, pack([1]), pack([2]), pack([]))
+
+
+def record(name: str, nearest: Nearest | None = PARTED) -> RequestRecord:
+    return RequestRecord(
+        request=RequestId(name),
+        slot=SLOT,
+        source=Source.COLD,
+        reason="why",
+        caller=Caller("laptop", "alice"),
+        outcome=Outcome.OK,
+        planned_tokens=0,
+        prompt_tokens=9,
+        cached_tokens=8,
+        computed_tokens=7,
+        generated_tokens=6,
+        waited_s=0.1,
+        prepared_s=0.2,
+        stood_s=0.15,
+        ttft_s=0.12345678,
+        total_s=0.4,
+        predicted_s=0.5,
+        missed={Miss.COLD: 7},
+        nearest=nearest,
+    )
+
+
+def journal_of(*names: str, limit: int = 3) -> Journal:
+    made = Journal(limit, lambda: 1_700_000_000.25)
+    for name in names:
+        made.over(record(name), PLAN)
+    return made
+
+
+def test_by_the_beginning_of_an_id_attempts_are_one_request() -> None:
+    made = journal_of("abc", "abc.2", "abd")
+    assert [entry.id for entry in made.find("ab")] == ["abd", "abc.2"]
+    assert [entry.id for entry in made.find("abc")] == ["abc.2"]
+    assert made.find("b") == []
+
+
+def test_the_newest_come_first_and_the_oldest_go() -> None:
+    made = journal_of("a", "b", "c", "d")
+
+    assert [entry.id for entry in made.recent(9)] == ["d", "c", "b"]
+    assert [entry.id for entry in made.recent(1)] == ["d"]
+    assert made.get(RequestId("a")) is None
+    assert made.get(RequestId("b")) is not None
+
+
+def test_an_entry_says_all_of_it() -> None:
+    (entry,) = journal_of("a").recent(1)
+
+    assert entry.plan is PLAN
+    assert entry.as_json() == {
+        "id": "a",
+        "time": "2023-11-14T22:13:20.250+00:00",
+        "backend": "a",
+        "slot": 1,
+        "source": "cold",
+        "key": "laptop",
+        "tenant": "alice",
+        "reason": "why",
+        "outcome": "ok",
+        "prompt_tokens": 9,
+        "planned_tokens": 0,
+        "cached_tokens": 8,
+        "computed_tokens": 7,
+        "generated_tokens": 6,
+        "missed": {"cold": 7},
+        "waited_s": 0.1,
+        "prepared_s": 0.2,
+        "stood_s": 0.15,
+        "ttft_s": 0.1235,
+        "predicted_s": 0.5,
+        "total_s": 0.4,
+    }
+
+
+def test_one_that_was_rejected_has_the_same_fields() -> None:
+    made = journal_of("a")
+    made.rejected(RequestId("b"), "queue_full", "too many")
+    rejected, served = made.recent(2)
+
+    assert rejected.as_json().keys() == served.as_json().keys()
+    assert (rejected.outcome, rejected.reason, rejected.plan) == ("queue_full", "too many", None)
+
+
+def test_attempts_that_failed_tell_more_than_the_error_at_the_end() -> None:
+    made = journal_of("a")
+    made.rejected(RequestId("a"), "no_backend", "gone")
+
+    assert [entry.outcome for entry in made.recent(9)] == ["ok"]
+
+
+def test_off_keeps_nothing() -> None:
+    made = journal_of("a", limit=0)
+    made.rejected(RequestId("b"), "queue_full", "too many")
+    made.keep_chat(RequestId("a"), {}, 1)
+
+    assert made.recent(9) == []
+
+
+def chats(made: Journal) -> list[str]:
+    return [entry.id for entry in made.recent(9) if entry.chat is not None]
+
+
+@pytest.mark.parametrize(("nearest", "kept"), [(PARTED, ["a"]), (SAME, []), (None, [])])
+def test_a_chat_is_kept_where_it_parted(nearest: Nearest | None, kept: list[str]) -> None:
+    made = journal_of()
+    made.over(record("a", nearest), PLAN)
+    made.keep_chat(RequestId("a"), {"messages": []}, 1)
+
+    assert chats(made) == kept
+
+
+def test_of_too_much_text_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHATS_BYTES", 100)
+    made = journal_of(limit=9)
+    for name, size in (("a", 40), ("b", 40), ("c", 40), ("d", 101)):
+        made.over(record(name), PLAN)
+        made.keep_chat(RequestId(name), {}, size)
+
+    assert chats(made) == ["c", "b"]
+
+
+def test_a_chat_goes_with_its_entry() -> None:
+    """Else many small ones that nobody can ask for would be kept."""
+    made = journal_of(limit=2)
+    for name in "abcd":
+        made.over(record(name), PLAN)
+        if name != "b":
+            made.keep_chat(RequestId(name), {}, 30)
+
+    assert chats(made) == ["d", "c"]
+    assert (len(made._chats), made._chats_bytes) == (2, 60)

@@ -1,0 +1,330 @@
+"""Every metric is described where an operator reads, and counts what it says."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.base.clock import MonotonicClock
+from router.base.errors import RouterError
+from router.base.tokens import EMPTY
+from router.base.types import (
+    BackendId,
+    BackendInfo,
+    BackendStats,
+    MemoryKind,
+    Namespace,
+    Outcome,
+    Place,
+    RequestId,
+    RequestRecord,
+    SlotId,
+    Snapshot,
+    SnapshotId,
+    Source,
+    Speeds,
+    Stall,
+    Stats,
+    Transfer,
+)
+from router.core.model.effects import SaveReason
+from router.core.model.slots import Phase
+from router.llama.client import Connections, LlamaClient, Timeouts
+from router.telemetry.backend_metrics import BackendMetrics
+from router.telemetry.engine_collector import EngineCollector
+from router.telemetry.metrics import PrometheusTelemetry
+from router.telemetry.process_metrics import Vitals
+from tests.support.paths import DOCS
+
+PAGE = DOCS / "metrics.md"
+SLOT = SlotId(BackendId("a"), 0)
+# | `name` | type | labels | meaning | what to do |
+ROW = re.compile(r"^\| `(kvferry_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \| ([^|]+) \|$", re.M)
+
+
+def stats() -> Stats:
+    return Stats(
+        backends=(
+            BackendStats(
+                BackendId("a"),
+                True,
+                {phase.value: 2 * (phase is Phase.IDLE) for phase in Phase},
+                resident_tokens=8,
+                speeds=Speeds(9.0, 10.0, 11.0, 12.0),
+                stalled_s={Stall.SAVE: 13.0},
+            ),
+            BackendStats(BackendId("b"), False, {}),
+        ),
+        queue_depth=3,
+        snapshots=4,
+        snapshot_bytes=5,
+        snapshot_tokens=6,
+        evicted=7,
+        snapshot_bytes_limit=14,
+    )
+
+
+def infos() -> list[BackendInfo]:
+    kind = MemoryKind.SLIDING_WINDOW
+    namespace, place = Namespace("n"), Place("/p")
+    return [
+        BackendInfo(
+            BackendId("a"), 2, 100, namespace, place=place, memory_kind=kind, n_stream=2, window=64
+        ),
+        BackendInfo(BackendId("b"), 2, 100, namespace, cuts=True, n_stream=1),
+    ]
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    made = CollectorRegistry()
+    made.register(EngineCollector(stats, infos))
+    return made
+
+
+@pytest.fixture
+def telemetry(registry: CollectorRegistry) -> PrometheusTelemetry:
+    return PrometheusTelemetry(registry)
+
+
+def record(**changes: object) -> RequestRecord:
+    fields: dict[str, object] = {
+        "request": RequestId("r"),
+        "slot": SLOT,
+        "source": Source.SNAPSHOT,
+        "reason": "because",
+        "outcome": Outcome.OK,
+        "planned_tokens": 90,
+        "prompt_tokens": 100,
+        "cached_tokens": 90,
+        "computed_tokens": 10,
+        "generated_tokens": 5,
+        "waited_s": 0.1,
+        "prepared_s": 0.2,
+        "ttft_s": 0.5,
+        "total_s": 1.0,
+        "predicted_s": 0.4,
+    }
+    return RequestRecord(**(fields | changes))  # type: ignore[arg-type]
+
+
+def declared(metrics: Iterable[Metric]) -> dict[str, tuple[str, set[str]]]:
+    """Name as scraped: (type, labels). Python's own metrics of a process are left out."""
+    found = {}
+    for metric in metrics:
+        if not metric.name.startswith("kvferry_"):
+            continue
+        name = metric.name + ("_total" if metric.type == "counter" else "")
+        labels = {label for sample in metric.samples for label in sample.labels} - {"le"}
+        found[name] = (metric.type, labels)
+    return found
+
+
+def exercise(telemetry: PrometheusTelemetry) -> None:
+    """Everything once, so that every label shows."""
+    telemetry.request(record())
+    telemetry.rejected(RequestId("r"), "deadline", "late")
+    telemetry.saved(SLOT, SaveReason.IDLE, Transfer(1, 2, 0.1), "")
+    telemetry.restored(SLOT, Transfer(1, 2, 0.1), "")
+
+
+async def test_every_metric_is_described(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry, tmp_path: Path
+) -> None:
+    """One row each in docs/metrics.md: name, type, labels, meaning, what to do when it moves."""
+    exercise(telemetry)
+    await Vitals(registry, MonotonicClock(), lambda: [str(tmp_path)], "1").look_at_disks()
+    async with Connections() as connections:
+        nobody = LlamaClient(BackendId("a"), "http://127.0.0.1:9", connections, Timeouts())
+        text = await BackendMetrics({nobody.id: nobody}, registry).text()
+    scraped = [*registry.collect(), *text_string_to_metric_families(text.decode())]
+    rows = {
+        name: (kind, set(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels, _, _ in ROW.findall(PAGE.read_text())
+    }
+
+    assert rows == declared(scraped)
+
+
+def own_outcomes(base: type[RouterError] = RouterError) -> set[str]:
+    return {base.outcome}.union(*(own_outcomes(child) for child in base.__subclasses__()))
+
+
+@pytest.mark.usefixtures("telemetry")
+def test_every_outcome_starts_at_zero(registry: CollectorRegistry) -> None:
+    """The first error inside the router raised no alert: its series began with 1."""
+    for outcome in {*Outcome, *own_outcomes()}:
+        assert value(registry, "kvferry_requests_total", outcome=outcome) == 0
+
+
+def test_every_value_of_an_outcome_is_described() -> None:
+    text = PAGE.read_text()
+    named = [*Outcome, *own_outcomes(), *Phase, *SaveReason, *Source]
+    assert [name for name in named if f"`{name}`" not in text] == []
+
+
+def test_labels_come_from_enums_and_configuration(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry
+) -> None:
+    """Never from a request: a thousand requests make no new series."""
+    exercise(telemetry)
+    before = len(list(_series(registry)))
+    for i in range(1000):
+        telemetry.request(record(request=RequestId(str(i)), reason=str(i)))
+        telemetry.rejected(RequestId(str(i)), "deadline", str(i))
+    assert len(list(_series(registry))) == before
+
+
+def _series(registry: CollectorRegistry) -> list[str]:
+    return [f"{s.name}{s.labels}" for metric in registry.collect() for s in metric.samples]
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, labels)
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        (Source.RESIDENT, "resident"),
+        (Source.SNAPSHOT, "snapshot"),
+        (Source.COPY, "snapshot"),
+        (Source.COLD, "resident"),
+        (Source.NONE, "resident"),
+    ],
+)
+def test_reused_and_computed_make_the_prompt(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry, source: Source, kind: str
+) -> None:
+    telemetry.request(record(source=source))
+
+    for name, expected in (("resident", 0), ("snapshot", 0), (kind, 90), ("computed", 10)):
+        if name != kind or expected:
+            found = value(registry, "kvferry_prompt_tokens_total", source=name)
+            assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "by"),
+    [
+        (Source.RESIDENT, "resident"),
+        (Source.SNAPSHOT, "snapshot"),
+        (Source.COPY, "copy"),
+        (Source.COLD, "resident"),  # more was there than was known
+        (Source.NONE, "resident"),
+    ],
+)
+def test_what_reuse_avoided_is_counted_by_its_source(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry, source: Source, by: str
+) -> None:
+    name = "kvferry_prefill_avoided_seconds_total"
+    telemetry.request(record(source=source, avoided_s=2.5))
+    telemetry.request(record(source=source, computed_tokens=100))
+
+    assert value(registry, name, backend="a", source=by) == 2.5
+    others = {"resident", "snapshot", "copy"} - {by}
+    assert [value(registry, name, backend="a", source=other) for other in others] == [None, None]
+
+
+def test_predictions_are_summed_beside_what_was_measured(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry
+) -> None:
+    telemetry.request(record(predicted_s=0.4, ttft_s=0.5))
+    telemetry.request(record(predicted_s=7.0, ttft_s=None))
+
+    assert value(registry, "kvferry_ttft_predicted_seconds_total", source="snapshot") == 0.4
+    assert value(registry, "kvferry_ttft_seconds_sum", source="snapshot") == 0.5
+
+
+def test_what_is_counted_by_backend_starts_at_zero() -> None:
+    """Else the first of each would not show in a rate."""
+    registry = CollectorRegistry()
+    telemetry = PrometheusTelemetry(registry, [BackendId("a")])
+    telemetry.request(record(outcome=Outcome.BACKEND_ERROR))
+
+    name = "kvferry_backend_requests_total"
+    assert value(registry, name, backend="a", outcome="ok") == 0
+    assert value(registry, name, backend="a", outcome="backend_error") == 1
+    assert value(registry, "kvferry_prefill_avoided_seconds_total", backend="a", source="copy") == 0
+
+
+@pytest.mark.parametrize(("planned", "over", "under"), [(90, 0, 0), (95, 5, 0), (60, 0, 30)])
+def test_plans_are_compared_with_what_happened(
+    registry: CollectorRegistry,
+    telemetry: PrometheusTelemetry,
+    planned: int,
+    over: int,
+    under: int,
+) -> None:
+    telemetry.request(record(planned_tokens=planned))
+
+    assert value(registry, "kvferry_reuse_overestimated_tokens_total") == over
+    assert value(registry, "kvferry_reuse_underestimated_tokens_total") == under
+
+
+def test_a_request_without_numbers_counts_as_a_request(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry
+) -> None:
+    """A client that left early: nothing is known, nothing is made up."""
+    nothing = dict.fromkeys(
+        ("prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens", "ttft_s")
+    )
+    telemetry.request(record(outcome=Outcome.CLIENT_GONE, **nothing))
+
+    assert value(registry, "kvferry_requests_total", outcome="client_gone") == 1
+    assert value(registry, "kvferry_prompt_tokens_total", source="computed") == 0
+    assert value(registry, "kvferry_ttft_seconds_count", source="snapshot") == 0
+
+
+def test_failures_are_counted_apart(
+    registry: CollectorRegistry, telemetry: PrometheusTelemetry
+) -> None:
+    snapshot = Snapshot(SnapshotId("s"), Namespace("n"), Place("/p"), EMPTY, 1)
+    telemetry.saved(SLOT, SaveReason.IDLE, None, "disk full")
+    telemetry.restored(SLOT, None, "bad file")
+    telemetry.deleted(snapshot, "")
+    telemetry.deleted(snapshot, "denied")
+
+    for action in ("save", "restore", "delete"):
+        assert value(registry, "kvferry_kv_failures_total", action=action) == 1
+    assert value(registry, "kvferry_moved_bytes_total", action="save") == 0
+    assert value(registry, "kvferry_restore_seconds_count") == 0
+
+
+def test_gauges_are_asked_for(registry: CollectorRegistry) -> None:
+    assert value(registry, "kvferry_backend_up", backend="a") == 1
+    assert value(registry, "kvferry_backend_up", backend="b") == 0
+    assert value(registry, "kvferry_slots", backend="a", phase="idle") == 2
+    assert value(registry, "kvferry_queue_depth") == 3
+    assert value(registry, "kvferry_snapshots") == 4
+    assert value(registry, "kvferry_snapshot_bytes") == 5
+    assert value(registry, "kvferry_snapshot_tokens") == 6
+    assert value(registry, "kvferry_snapshots_evicted_total") == 7
+    assert value(registry, "kvferry_resident_tokens", backend="a") == 8
+    assert value(registry, "kvferry_prefill_tokens_per_second", backend="a") == 9
+    assert value(registry, "kvferry_output_tokens_per_second", backend="a") == 10
+    assert value(registry, "kvferry_save_bytes_per_second", backend="a") == 11
+    assert value(registry, "kvferry_restore_bytes_per_second", backend="a") == 12
+    assert value(registry, "kvferry_stall_seconds_total", backend="a", action="save") == 13
+    assert value(registry, "kvferry_stall_seconds_total", backend="a", action="restore") == 0
+    assert value(registry, "kvferry_snapshot_bytes_limit") == 14
+    assert value(registry, "kvferry_snapshot_tokens_limit") == float("inf")
+
+
+def test_a_backend_that_was_never_up_has_no_speed(registry: CollectorRegistry) -> None:
+    assert value(registry, "kvferry_prefill_tokens_per_second", backend="b") is None
+
+
+def test_what_backends_are(registry: CollectorRegistry) -> None:
+    """The facts are labels, as the admin endpoint has them."""
+    for labels in (
+        {"backend": "a", "memory_kind": "sliding_window", "n_stream": "2", "window": "64"}
+        | {"cuts": "0", "snapshots": "1"},
+        {"backend": "b", "memory_kind": "unknown", "n_stream": "1", "window": "0"}
+        | {"cuts": "1", "snapshots": "0"},
+    ):
+        assert value(registry, "kvferry_backend_info", **labels) == 1

@@ -1,0 +1,137 @@
+"""`kvferry explain`: what a router knows of a request, in words; or why there is nothing to say."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from router.base.types import Miss
+from router.tools.cli import main
+from router.tools.console.explain import _MEANING
+from tests.support.paths import DOCS
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Answer, Fleet, Json, running
+
+PAGE = DOCS / "metrics.md"
+LONG = "p" * 300
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with running([("a", fake.url)], tmp_path) as router:
+        yield router
+
+
+async def last(fleet: Fleet) -> Json:
+    """The last request that is over."""
+    await fleet.until_quiet()
+    found: list[Json] = (await fleet.get("/kvferry/requests?limit=1")).json["requests"]
+    return found[0]
+
+
+async def explain(fleet: Fleet, asked: Answer | str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command prints."""
+    await fleet.until_quiet()
+    name = asked if isinstance(asked, str) else asked.headers["x-kvferry-request-id"]
+    assert await asyncio.to_thread(main, ["explain", name, "--url", fleet.url + "/"]) == 0
+    return capsys.readouterr().out
+
+
+async def test_one_that_was_served(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    await fleet.complete(LONG)
+    told = await explain(fleet, await fleet.complete(LONG[:200] + "x" * 50), capsys)
+
+    assert "250 prompt tokens: 200 reused of 200 planned, 50 computed" in told
+    assert "50  diverged" in told
+    assert "which shared 200 of its 307 tokens" in told
+    assert "They part at token 200 (in which message is not known: it is no chat" in told
+    assert "the prompt  120 120 120" in told
+    assert "->  a/0   resident     200" in told
+    assert "a/1   cold" in told
+
+
+async def test_one_that_goes_on(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    first = await fleet.complete(LONG)
+    told = await explain(fleet, await fleet.complete(LONG + first.text[:-1] + "new"), capsys)
+
+    assert "One is the beginning of the other: they do not part." in told
+
+
+async def test_one_of_which_nothing_was_known(
+    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = await explain(fleet, await fleet.complete(LONG), capsys)
+
+    assert "300  cold" in told
+    assert "Nearest" not in told
+
+
+async def test_one_whose_tokens_were_not_reported(
+    fleet: Fleet, fake: FakeLlama, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The backend broke off; its client never saw the end either."""
+    fake.faults.die_after_chunks = 1
+    with pytest.raises(aiohttp.ClientError):
+        await fleet.complete(LONG, stream=True)
+    told = await explain(fleet, (await last(fleet))["id"], capsys)
+
+    assert "backend_error" in told
+    assert "The backend did not say how many tokens it computed." in told
+
+
+async def test_one_that_the_router_answered(
+    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = await explain(fleet, await fleet.post("/completion", []), capsys)
+
+    assert "bad_request" in told
+    assert "The router answered it itself: the request body must be a JSON object" in told
+
+
+async def test_where_a_chat_parts(
+    fleet: Fleet, fake: FakeLlama, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await fleet.chat([{"role": "user", "content": LONG + "blue"}])
+    answer = await fleet.chat([{"role": "user", "content": LONG + "red"}])
+
+    assert ", in message 1 of 1 (user)" in await explain(fleet, answer, capsys)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("router", "no request 'nobody' is known"),
+        ("server", "is not a kvferry"),
+        ("http://127.0.0.1:9", "no router answers at http://127.0.0.1:9"),
+        ("nonsense", "no router answers at nonsense"),
+    ],
+)
+async def test_nothing_to_explain(
+    fleet: Fleet, fake: FakeLlama, capsys: pytest.CaptureFixture[str], url: str, said: str
+) -> None:
+    urls = {"router": fleet.url, "server": fake.url}
+    code = await asyncio.to_thread(main, ["explain", "nobody", "--url", urls.get(url, url)])
+    captured = capsys.readouterr()
+
+    assert (code, captured.out) == (1, "")
+    assert said in captured.err
+
+
+def test_every_reason_is_explained() -> None:
+    """In words by the command, and on the page of the metrics."""
+    assert set(_MEANING) == set(Miss)
+    text = PAGE.read_text()
+    assert [reason for reason in Miss if f"`{reason}`" not in text] == []

@@ -1,0 +1,235 @@
+"""`kvferry snapshots`: what it prints, what it asks, and that nothing goes without a yes."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from router.base.clock import wall_now
+from router.base.tokens import pack
+from router.base.types import Namespace, Place, Snapshot, SnapshotId, StateShape
+from router.tools.cli import main
+from router.tools.console.client import TOKEN_ENV
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Fleet, running
+
+Capture = pytest.CaptureFixture[str]
+QUIET = "{store: {save_when_idle_for: 'off'}, health: {interval: 60s}}"
+N = 60
+
+
+def snapshot(number: int) -> Snapshot:
+    tokens = pack(range(10_000 * number, 10_000 * number + 100 + number))
+    name, space = SnapshotId(f"{number:06d}" + "f" * 26), Namespace(f"space{number % 2}:1=2")
+    shape = StateShape(2, (10, 20), extendable=False, media=True) if number == 1 else StateShape(1)
+    saved_at = wall_now() - 3600.0 * number
+    return Snapshot(name, space, Place("/kv"), tokens, 2**20 * number, shape, saved_at)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv(TOKEN_ENV, raising=False)
+    async with FakeLlama() as fake, running([("a", fake.url)], None, yaml=QUIET) as made:
+        await made.router.engine.snapshots_found([snapshot(number) for number in range(1, N + 1)])
+        yield made
+
+
+async def run(fleet: Fleet, *arguments: str) -> int:
+    """The command, in a loop of its own, while the router goes on in this one."""
+    return await asyncio.to_thread(main, ["snapshots", *arguments, "--url", fleet.url])
+
+
+async def count(fleet: Fleet) -> int:
+    number: int = (await fleet.get("/kvferry/snapshots")).json["count"]
+    return number
+
+
+def printed(capsys: Capture) -> list[str]:
+    """Lines on standard output, less what the router logs there in a test."""
+    return [line for line in capsys.readouterr().out.splitlines() if "[info" not in line]
+
+
+class Person(StringIO):
+    """Somebody at a terminal, who types this."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+async def test_list(
+    fleet: Fleet, capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert await run(fleet, "list", "--namespace", "space1", "--older-than", "56.5h") == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    rows = [line.split() for line in lines[2:-1]]
+    assert [row[0] for row in rows] == ["000057ffffff", "000059ffffff"]
+    assert rows[0][1:6] == ["157", "57.0MiB", "2d09h", "-", "1"]
+    where = "space1:1=2" if columns == 80 else f"/kv/kvf-{snapshot(57).id}.kv"
+    assert rows[0][6:] == [where]
+    assert lines[-1] == "2 snapshots, 116MiB, 316 tokens"
+
+
+async def test_list_is_cut_and_says_so(fleet: Fleet, capsys: Capture) -> None:
+    await run(fleet, "list", "--sort", "largest", "--limit", "3")
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:6] for line in lines[2:-1]] == ["000060", "000059", "000058"]
+    assert lines[-1].endswith(", 3 shown (--limit)")
+
+
+async def test_list_as_json_page_by_page(
+    fleet: Fleet, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.tools.console.snapshots._PAGE", 7)
+    await run(fleet, "list", "--json", "--limit", "20", "--min-tokens", "103")
+
+    found = json.loads(capsys.readouterr().out)
+    assert [int(row["id"][:6]) for row in found["snapshots"]] == list(range(3, 23))
+    assert found["count"] == N - 2
+    assert found["next"]
+
+
+async def test_list_of_nothing(fleet: Fleet, capsys: Capture) -> None:
+    assert await run(fleet, "list", "--larger-than", "1TiB", "--unused") == 0
+    assert capsys.readouterr().out == "0 snapshots\n"
+
+
+async def test_show(fleet: Fleet, capsys: Capture) -> None:
+    assert await run(fleet, "show", "000001") == 0
+
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["id"] == snapshot(1).id
+    assert lines["namespace"] == "space1:1=2"
+    beginning = " ".join(str(10_000 + n) for n in range(8))
+    assert lines["tokens"] == f"101, beginning with {beginning}"
+    assert lines["size"] == "1.00MiB (1,048,576 bytes)"
+    shape = "2 KV streams; can only be used up to a checkpoint; checkpoints at 10, 20; media"
+    assert lines["shape"] == shape
+    assert lines["saved"] == "1h00m ago"
+    assert lines["last"] == "restored not since it was saved or found"
+    assert lines["file"] == f"/kv/kvf-{snapshot(1).id}.kv"
+
+
+async def test_show_one_in_use(fleet: Fleet, capsys: Capture) -> None:
+    engine = fleet.router.engine
+    engine.scheduler.state.fleet.catalog.acquire(snapshot(2).id, asyncio.get_running_loop().time())
+    await run(fleet, "show", "000002")
+    await run(fleet, "show", "000002", "--json")
+
+    text, _, raw = capsys.readouterr().out.partition("{")
+    assert "2, the save among them; 1 at this moment" in text
+    assert "1 KV stream; can be extended\n" in text
+    assert json.loads("{" + raw)["in_use"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "why"),
+    [
+        (["show", "123"], 1, "give at least 6 digits"),
+        (["show", "999999"], 1, "there is no snapshot '999999'"),
+        (["list", "--older-than", "5"], 2, "older_than: needs a unit: write 5s"),
+        (["list", "--limit", "0"], 2, "limit: must be a whole number of at least 1"),
+        (["list", "--larger-than", "5 apples"], 2, "unknown unit 'apples'"),
+        (["purge", "--yes"], 2, "name a condition, or `all`"),
+        (["purge", "--yes", "--all", "--unused"], 2, "name a condition, or `all`"),
+        (["purge", "--yes", "--id", "999999"], 1, "there is no snapshot '999999'"),
+    ],
+)
+async def test_what_the_router_refuses(
+    fleet: Fleet, capsys: Capture, arguments: list[str], exit_code: int, why: str
+) -> None:
+    """What it does not understand is bad input, as what argparse does not."""
+    assert await run(fleet, *arguments) == exit_code
+
+    err = capsys.readouterr().err
+    assert err.startswith("kvferry: ")
+    assert why in err
+    assert await count(fleet) == N
+
+
+@pytest.mark.parametrize(("typed", "goes"), [("y\n", True), ("n\n", False), ("\n", False)])
+async def test_purge_asks(
+    fleet: Fleet, capsys: Capture, monkeypatch: pytest.MonkeyPatch, typed: str, goes: bool
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Person(typed))
+    capsys.readouterr()
+    code = await run(fleet, "purge", "--older-than", "57.5h")
+
+    said = capsys.readouterr()
+    assert "Give up 3 snapshots, 177MiB, 477 tokens? [y/N] " in said.err
+    assert ("3 snapshots, 177MiB, 477 tokens given up" in said.out) == goes
+    assert (code, await count(fleet)) == ((0, N - 3) if goes else (1, N))
+
+
+async def test_ctrl_c_is_a_no_at_once(fleet: Fleet) -> None:
+    """It was heard after the next Enter."""
+    ours, theirs = os.openpty()
+    # What was started in the background ignores SIGINT, and so does what it starts.
+    command = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from router.cli import main; sys.exit(main())"
+    )
+    argv = [sys.executable, "-c", command, "snapshots", "purge", "--all", "--url", fleet.url]
+    asked = await asyncio.create_subprocess_exec(
+        *argv, stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        assert asked.stderr is not None
+        async with asyncio.timeout(30):
+            await asked.stderr.readuntil(b"[y/N] ")
+            asked.send_signal(signal.SIGINT)
+            assert await asked.wait() == 130
+        assert await asked.stderr.read() == b"\n"
+    finally:
+        if asked.returncode is None:
+            asked.kill()
+        await asked.communicate()
+        os.close(ours)
+        os.close(theirs)
+    assert await count(fleet) == N
+
+
+async def test_nobody_to_ask_is_a_no(
+    fleet: Fleet, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO("y\n"))
+
+    assert await run(fleet, "purge", "--all") == 1
+    assert "nobody to ask; use --yes" in capsys.readouterr().err
+    assert await count(fleet) == N
+
+
+async def test_purge_dry_run(fleet: Fleet, capsys: Capture) -> None:
+    assert await run(fleet, "purge", "--larger-than", str(59 * 2**20), "--dry-run") == 0
+    assert "1 snapshot, 60.0MiB, 160 tokens would be given up\n" in capsys.readouterr().out
+    assert await count(fleet) == N
+
+
+async def test_purge_without_asking(fleet: Fleet, capsys: Capture) -> None:
+    """By id; one is in use, and goes later."""
+    engine = fleet.router.engine
+    engine.scheduler.state.fleet.catalog.acquire(snapshot(7).id, 0.0)
+    capsys.readouterr()
+    assert await run(fleet, "purge", "--yes", "--id", "000007", "--id", "000008") == 0
+
+    (line,) = [line for line in printed(capsys) if "given up" in line]
+    assert line == (
+        "2 snapshots, 15.0MiB, 215 tokens given up; 1 in use: its file goes when that is over"
+    )
+    assert await count(fleet) == N - 2
+    await run(fleet, "purge", "--yes", "--all", "--json")
+    assert json.loads("\n".join(printed(capsys)))["count"] == N - 2
+    assert await count(fleet) == 0
+    await run(fleet, "purge", "--all")
+    assert capsys.readouterr().out == "0 snapshots given up\n"

@@ -1,0 +1,193 @@
+"""`kvferry top`: one picture for scripts, and one that stays true on a terminal."""
+
+import asyncio
+import os
+import pty
+import signal
+import sys
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import cast
+
+import pytest
+from rich.console import Console
+
+from router.tools.cli import main
+from router.tools.console import top
+from router.tools.console.client import CallError, RouterClient, connected
+from router.tools.console.rates import NONE, Figures
+from router.tools.console.top import WINDOW_S, History
+from router.tools.console.view import View
+from tests.conftest import StartServer
+from tests.support.conversations.prompts import ids
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Fleet, running
+
+Capture = pytest.CaptureFixture[str]
+NOBODY = "http://127.0.0.1:9"
+
+
+def counted(number: float) -> Figures:
+    return {("kvferry_requests_total", frozenset()): number}
+
+
+async def run(*arguments: str) -> int:
+    """The command, in a loop of its own, while the router goes on in this one."""
+    return await asyncio.to_thread(main, arguments)
+
+
+def test_history_covers_a_minute_and_no_more() -> None:
+    history = History()
+
+    assert history.add(100.0, counted(1)) == (NONE, None)
+    for second in range(1, 60):
+        assert history.add(100.0 + second, counted(1 + second)) == (counted(1), second)
+    assert history.add(160.0, counted(70)) == (counted(1), WINDOW_S)
+    assert history.add(161.0, counted(71)) == (counted(2), WINDOW_S)
+    assert history.add(500.0, counted(72)) == (counted(71), 339.0)
+
+
+def test_history_begins_anew_with_the_router() -> None:
+    history = History()
+    history.add(1.0, counted(5))
+
+    assert history.add(2.0, counted(3)) == (NONE, None)
+    assert history.add(3.0, counted(4)) == (counted(3), 1.0)
+
+
+@pytest.mark.parametrize("columns", ["80", "140"])
+async def test_once(
+    llama_server: StartServer, monkeypatch: pytest.MonkeyPatch, capsys: Capture, columns: str
+) -> None:
+    """Two requests on a real server, the second of which finds the first; and a backend is down."""
+    server = await llama_server()
+    monkeypatch.setenv("COLUMNS", columns)
+    backends = [("gpu0", server.url), ("gpu1", NOBODY)]
+    async with running(backends, server.kv_dir, wait_for=["gpu0"]) as fleet:
+        prompt = ids(1, 600)
+        await fleet.complete(prompt, id_slot=0)
+        await fleet.complete([*prompt, *ids(2, 50)], id_slot=0)
+        await fleet.until(lambda state: state["snapshots"]["count"] > 0)
+        await fleet.until_quiet()
+        state = await fleet.state()
+        capsys.readouterr()  # the router's log
+        assert await run("top", "--once", "--url", fleet.url) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    text = " ".join(" ".join(lines).split())
+    assert f"kvferry {fleet.url} " in text
+    assert "since start 2 requests; TTFT" in text
+    assert "of 1,250 prompt tokens; 48% resident; 0% snapshot" in text
+    held, limit = state["slots"][0]["resident_tokens"], state["backends"][0]["n_ctx"]
+    assert held > 650
+    assert f"gpu0/0 idle {held:,} of {limit:,}" in text
+    assert f"snapshots {state['snapshots']['count']}; " in text
+    assert "gpu1 down nothing listens there; start" in text
+
+
+def test_no_router(capsys: Capture) -> None:
+    assert main(["top", "--url", NOBODY]) == 1
+    assert (
+        capsys.readouterr().err == f"kvferry: no router answers at {NOBODY}: Connection refused\n"
+    )
+
+
+async def test_something_else_answers(capsys: Capture) -> None:
+    async with FakeLlama() as fake:
+        assert await run("top", "--url", fake.url) == 1
+
+    assert "is not a kvferry" in capsys.readouterr().err
+
+
+async def test_a_terminal_is_left_as_it_was(tmp_path: Path) -> None:
+    """Ctrl-C is how one leaves: no traceback, no error, the screen from before."""
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as fleet:
+        ours, theirs = pty.openpty()
+        # As in a shell: who runs the tests in the background ignores Ctrl-C for all children.
+        command = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from router.cli import main; sys.exit(main())"
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", command, "top", "--url", fleet.url),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+        )
+        os.close(theirs)
+        screen = Screen(ours)
+        await screen.shows(b"a/1")
+        process.send_signal(signal.SIGINT)
+        await screen.shows(b"\x1b[?1049l")
+        assert await process.wait() == 0
+        screen.close()
+
+    assert b"Traceback" not in screen.seen
+    assert screen.seen.count(b"\x1b[?1049h") == 1
+
+
+class Screen:
+    """What a program writes to its terminal."""
+
+    def __init__(self, fd: int) -> None:
+        self.seen = b""
+        self._fd, self._news = fd, asyncio.Event()
+        asyncio.get_running_loop().add_reader(fd, self._read)
+
+    def _read(self) -> None:
+        try:
+            self.seen += os.read(self._fd, 65536)
+        except OSError:  # the last one at the other end is gone
+            asyncio.get_running_loop().remove_reader(self._fd)
+        self._news.set()
+
+    async def shows(self, what: bytes) -> None:
+        async with asyncio.timeout(30):
+            while what not in self.seen:
+                self._news.clear()
+                await self._news.wait()
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._fd)
+        os.close(self._fd)
+
+
+async def test_a_router_that_goes_away_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its last picture stays, with what is wrong above it."""
+    async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as fleet:
+        view = await seen_of(fleet)
+
+    def looks() -> Iterator[View | Exception]:
+        yield CallError("no router answers")
+        yield view
+        yield KeyboardInterrupt()  # type: ignore[misc]
+
+    script, screens = looks(), list[str]()
+    shown = StringIO()
+    console = Console(file=shown, force_terminal=True, width=80, height=24, color_system=None)
+
+    async def look(*_: object) -> View:
+        screens.append(shown.getvalue())
+        shown.truncate(0)
+        found = next(script)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    monkeypatch.setattr(top, "look", look)
+    monkeypatch.setattr(top, "INTERVAL_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        await top._live(console, cast(RouterClient, None), History(), view)
+
+    assert ["trying again" in screen for screen in screens] == [False, True, False]
+    assert all("a/1" in screen for screen in screens)
+
+
+async def seen_of(fleet: Fleet) -> View:
+    async with connected(fleet.url) as client:
+        return await top.look(client, History())

@@ -1,0 +1,86 @@
+"""Runs over policies and budgets, and the numbers that come of them."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from router.core.model.policy import PolicyName
+from router.core.model.snapshot_limits import UNLIMITED
+from router.tools.simulate.experiment import Experiment
+from router.tools.simulate.fleet import Setup
+from router.tools.simulate.hardware import PRESETS
+from router.tools.simulate.measure import percentiles
+from router.tools.simulate.trace import Line, Trace
+
+LINES = [
+    Line(20_000.0 * n, 2048, 80, (n % 3, 10 + n % 3, 20 + n % 3, 30 + n))  # three in turn
+    for n in range(12)
+]
+GIB = 1024**3
+
+
+def experiment(scale: int = 1, **more: object) -> Experiment:
+    given: dict[str, object] = {
+        "setup": Setup(PRESETS["gpu-8b"], servers=1, slots=2, scale=scale),
+        "source": partial(Trace, LINES, scale),
+        "policies": (PolicyName.PREFER_IDLE, PolicyName.ROUND_ROBIN),
+        "budgets": (0, UNLIMITED),
+    }
+    return Experiment(**(given | more))  # type: ignore[arg-type]
+
+
+def test_a_policy_without_snapshots_is_run_once() -> None:
+    runs = [(s.policy.name, s.budget_bytes) for s in experiment().runs()]
+    assert runs == [
+        (PolicyName.PREFER_IDLE, 0),
+        (PolicyName.PREFER_IDLE, UNLIMITED),
+        (PolicyName.ROUND_ROBIN, 0),
+    ]
+
+
+def test_shares() -> None:
+    """Of each prompt but the first three, three of four blocks were there before."""
+    none, all_, plain = (experiment().run(setup) for setup in experiment().runs())
+    assert all_.prompt_tokens == 12 * 2048
+    assert all_.oracle_tokens == 9 * 1536
+    assert all_.reused_tokens == all_.oracle_tokens
+    assert none.reused_share < all_.reused_share == all_.oracle_share
+    assert plain.reused_share == 0.0  # two slots in turn for three in turn
+    for result in (none, all_, plain):
+        assert result.reused_tokens + result.computed_tokens == result.prompt_tokens
+        assert result.wasted_tokens == 0
+
+
+def test_scale_changes_little() -> None:
+    """Tokens are the trace's, and seconds what they would be, whatever stands for them."""
+    exact, coarse = (
+        made.run(next(s for s in made.runs() if s.budget_bytes == UNLIMITED))
+        for made in (experiment(), experiment(scale=8))
+    )
+    assert coarse.prompt_tokens == exact.prompt_tokens
+    assert coarse.reused_tokens == exact.reused_tokens
+    assert coarse.ttft_s["p50"] == pytest.approx(exact.ttft_s["p50"], rel=0.05)
+    assert coarse.saved_bytes == pytest.approx(exact.saved_bytes, rel=0.05)
+
+
+def test_explains() -> None:
+    made = replace(experiment(), explain=True)
+    none = made.run(next(made.runs()))
+    assert sum(none.losses.values()) >= none.oracle_tokens - none.reused_tokens > 0
+    assert sum(none.displaced.values()) > 0
+
+
+def test_evictions() -> None:
+    """A state is 2,128 tokens; in 0.5 GiB is room for one, and there are three in turn."""
+    made = replace(experiment(), budgets=(0, GIB // 2, UNLIMITED))
+    found = {(e.policy, e.budget_bytes): e.reused_tokens for e in made.compare_evictions()}
+    assert {budget for _, budget in found} == {GIB // 2, UNLIMITED}
+    assert found["lru", GIB // 2] == 0
+    assert found["belady", GIB // 2] > 0
+    assert found["kvferry", UNLIMITED] == 9 * 1536
+
+
+def test_percentiles_by_nearest_rank() -> None:
+    assert percentiles([3.0, 1.0, 2.0, 4.0]) == {"mean": 2.5, "p50": 2.0, "p90": 4.0, "p99": 4.0}
+    assert percentiles([]) == {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}

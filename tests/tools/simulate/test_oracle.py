@@ -1,0 +1,39 @@
+"""The upper line against a version that nobody can get wrong."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.base.tokens import Tokens, join, pack
+from router.tools.simulate.oracle import Oracle, reusable
+
+short = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=6).map(tuple)
+
+
+def naive(sequence: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
+    """Each prompt with everything before it, token by token."""
+    total = 0
+    seen: list[tuple[int, ...]] = []
+    for prompt, answer in sequence:
+        best = 0
+        for held in seen:
+            n = 0
+            while n < min(len(prompt), len(held)) and prompt[n] == held[n]:
+                n += 1
+            best = max(best, n)
+        total += min(best, len(prompt) - 1)
+        seen.append(prompt + answer)
+    return total
+
+
+@given(st.lists(st.tuples(short, short), max_size=12))
+def test_equals_naive(sequence: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    packed = [(pack(p), join([pack(p), pack(a)])) for p, a in sequence]
+    assert reusable(packed) == naive(sequence)
+
+
+def test_by_hand() -> None:
+    oracle = Oracle()
+    assert oracle.ask(pack([1, 2, 3]), pack([1, 2, 3, 4])) == 0
+    assert oracle.ask(pack([1, 2, 3, 4, 5]), pack([1, 2, 3, 4, 5])) == 4  # the answer counts
+    assert oracle.ask(pack([1, 2, 3]), pack([1, 2, 3])) == 2  # the last token is evaluated
+    assert oracle.ask(Tokens(b""), Tokens(b"")) == 0

@@ -1,0 +1,173 @@
+"""A simulated server by hand: one token of prompt takes 10 ms, of an answer 100 ms."""
+
+import pytest
+
+from router.base.tokens import Tokens, count, pack
+from router.base.types import BackendId, BackendInfo, MemoryKind, Namespace, RequestId
+from router.tools.simulate.hardware import PRESETS, Hardware
+from router.tools.simulate.server import Run, Server, TransferRun
+
+HARDWARE = Hardware(
+    prefill_s=0.01,
+    prefill_depth_s=0.0,
+    decode_s=0.1,
+    decode_more_s=0.0,
+    bytes_per_token=1000,
+    save_bytes_per_s=1e6,
+    restore_bytes_per_s=2e6,
+    rewrite_bytes_per_s=1e6,
+    transfer_s=0.0,
+    batch=100,
+)
+
+
+def server(kind: MemoryKind = MemoryKind.FULL, n_ctx: int = 10_000) -> Server:
+    info = BackendInfo(BackendId("a"), 3, n_ctx, Namespace("n"), memory_kind=kind)
+    return Server(info, HARDWARE)
+
+
+def ids(n: int, first: int = 0) -> Tokens:
+    return pack(range(first, first + n))
+
+
+def start(of: Server, index: int, prompt: Tokens, n_answer: int = 11) -> Run:
+    return of.start(RequestId(f"r{index}"), index, prompt, ids(n_answer, 9_000))
+
+
+def play(of: Server) -> list[tuple[float, object]]:
+    """Until nothing is left to do: when what was done."""
+    found: list[tuple[float, object]] = []
+    while (at := of.next_change()) is not None:
+        of.move_to(at)
+        found += [(round(at, 6), done) for done in of.done()]
+    return found
+
+
+def test_prompt_then_answer() -> None:
+    """The first token comes with the prompt's end, and each other after a step."""
+    one = server()
+    run = start(one, 0, ids(200))
+
+    assert play(one) == [(3.0, run)]
+    assert run.first_at == pytest.approx(2.0)
+    assert (run.cached, run.computed, one.computed_tokens) == (0, 200, 200)
+    assert one.slots[0].tokens == ids(200) + ids(10, 9_000)  # all but the last of the answer
+    assert (one.stall_prefill_s, one.stall_transfer_s) == (0.0, 0.0)
+
+
+def test_reuses_the_common_prefix() -> None:
+    one = server()
+    start(one, 0, ids(200))
+    play(one)
+
+    again = start(one, 0, Tokens(ids(150) + ids(50, 5_000)))
+
+    assert again.cached == 150
+    assert play(one)[-1][0] == pytest.approx(3.0 + 0.5 + 1.0)
+
+
+def test_identical_prompt_evaluates_its_last_token() -> None:
+    one = server()
+    start(one, 0, ids(200), 1)
+    play(one)
+    assert start(one, 0, ids(200)).cached == 199
+
+
+def test_strict_memory_reuses_whole_states_and_checkpoints() -> None:
+    one = server(MemoryKind.HYBRID)
+    start(one, 0, ids(200), 1)
+    play(one)
+    assert start(one, 0, ids(200)).cached == 196  # the checkpoint before the end
+    play(one)
+    assert start(one, 0, Tokens(ids(150) + ids(50, 5_000))).cached == 0
+    play(one)
+    one.slots[1].tokens = ids(100)
+    assert start(one, 1, ids(200)).cached == 100
+
+
+def test_a_prompt_slows_streams_to_a_token_for_each_batch() -> None:
+    """Two batches in two seconds: two tokens instead of twenty, so 1.8 s are lost."""
+    one = server()
+    stream = start(one, 0, ids(1), 21)
+    one.move_to(0.01)
+    assert one.done() == []
+    start(one, 1, ids(200, 100), 1)
+
+    ended = play(one)
+
+    assert stream.first_at == pytest.approx(0.01)
+    assert [at for at, _ in ended] == pytest.approx([2.01, 2.01 + 18 * 0.1])
+    assert one.stall_prefill_s == pytest.approx(1.8)
+
+
+def test_prompts_are_computed_one_after_the_other() -> None:
+    """The lowest slot first; the other waits, and that is a stall."""
+    one = server()
+    second, first = start(one, 1, ids(100), 1), start(one, 0, ids(100), 1)
+
+    assert play(one) == [(1.0, first), (2.0, second)]
+    assert one.stall_prefill_s == pytest.approx(1.0)
+
+
+def test_transfers_stop_everything() -> None:
+    """A save of 500 tokens takes 0.5 s, a restore of as many half of that, one after the other."""
+    one = server()
+    one.slots[1].tokens = ids(500)
+    stream = start(one, 0, ids(1), 11)
+    one.move_to(0.01)
+    one.done()
+    save = TransferRun(1, HARDWARE.save_of(500_000), None)
+    restore = TransferRun(2, HARDWARE.restore_of(500_000), ids(500))
+    one.transfer(save)
+    one.transfer(restore)
+
+    assert play(one) == [(0.51, save), (0.76, restore), (1.76, stream)]
+    assert one.stall_transfer_s == pytest.approx(0.75)
+    assert one.slots[2].tokens == ids(500)
+
+
+def test_batches_of_streams() -> None:
+    """Each stream more makes a step longer."""
+    hardware = PRESETS["gpu-8b"]
+    assert hardware.step_of(5) == pytest.approx(hardware.decode_s + 4 * hardware.decode_more_s)
+    assert hardware.step_of(0) == hardware.decode_s
+
+
+def test_stopped_in_the_prompt() -> None:
+    """The slot keeps what was computed, and so much has been computed."""
+    one = server()
+    run = start(one, 0, ids(200))
+    one.move_to(0.5)
+    one.stop(run)
+
+    assert one.slots[0].tokens == ids(50)
+    assert one.computed_tokens == 50
+    assert one.next_change() is None
+
+
+def test_stopped_in_the_answer() -> None:
+    """Five tokens are out and the fifth is not computed."""
+    one = server()
+    run = start(one, 0, ids(100))
+    one.move_to(1.0)
+    assert one.done() == []
+    one.move_to(1.4)
+    one.stop(run)
+
+    assert one.slots[0].tokens == ids(100) + ids(4, 9_000)
+    assert one.computed_tokens == 100
+
+
+def test_answers_end_with_the_context() -> None:
+    one = server(n_ctx=105)
+    assert count(start(one, 0, ids(100), 50).answer) == 5
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_scaled_tokens_take_as_long(preset: str) -> None:
+    """A prompt of 8,000 tokens, and the same as 1,000 that stand for 8 each."""
+    hardware = PRESETS[preset]
+    scaled = hardware.scaled(8)
+    assert scaled.prefill_of(1000, 500) == pytest.approx(hardware.prefill_of(8000, 4000))
+    assert scaled.step_of(3) == pytest.approx(8 * hardware.step_of(3))
+    assert 1000 * scaled.bytes_per_token == 8000 * hardware.bytes_per_token

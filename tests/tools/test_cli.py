@@ -1,0 +1,312 @@
+"""The command line as a person meets it: exit codes, messages, and a router as a process."""
+
+import asyncio
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from router import __version__
+from router.tools.cli import main
+from tests.conftest import StartServer
+
+NOBODY = "http://127.0.0.1:9"
+# Seconds until a program that was told to end, or that was killed, is given up.
+END_S = 60.0
+Capture = pytest.CaptureFixture[str]
+
+
+def run(*arguments: str) -> int:
+    """The exit code; argparse leaves by SystemExit."""
+    try:
+        return main(arguments)
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else -1
+
+
+def test_version(capsys: Capture) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"kvferry {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["sreve"], ["serve", "--nonsense"], ["check"]])
+def test_wrong_usage(arguments: list[str], capsys: Capture) -> None:
+    assert run(*arguments) == 2
+
+    err = capsys.readouterr().err
+    assert err.startswith("usage: kvferry")
+    assert "Traceback" not in err
+
+
+def test_help_names_every_command(capsys: Capture) -> None:
+    assert run("--help") == 0
+
+    out = capsys.readouterr().out
+    for command in (
+        "serve",
+        "check",
+        "doctor",
+        "drain",
+        "undrain",
+        "reload",
+        "demo",
+        "simulate",
+        "top",
+        "snapshots",
+    ):
+        assert command in out
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def test_check_good(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text(f"backends: [{{url: '{NOBODY}', kv_dir: /kv}}]\n")
+
+    assert run("check", str(file)) == 0
+
+    printed = capsys.readouterr()
+    assert printed.out.startswith("OK: ")
+    assert printed.err == ""
+
+
+def test_check_bad(tmp_path: Path, capsys: Capture) -> None:
+    """Every problem at once, with file, line and key."""
+    file = tmp_path / "bad.yaml"
+    file.write_text("backends:\n  - url: nonsense\npolicy: best\n")
+
+    assert run("check", str(file)) == 2
+
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "bad.yaml" in printed.err
+    assert "url" in printed.err
+    assert "policy" in printed.err
+
+
+def test_check_missing_file(tmp_path: Path, capsys: Capture) -> None:
+    assert run("check", str(tmp_path / "none.yaml")) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+def test_check_needs_what_serve_needs(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package is missed with its line. A variable may be there for the router alone."""
+    monkeypatch.delenv("KVFERRY_TEST_A", raising=False)
+    file = tmp_path / "file.yaml"
+    file.write_text(f"backends:\n  - url: {NOBODY}\n    api_key_env: KVFERRY_TEST_A\n")
+    assert run("check", str(file)) == 0
+    said = "Warning: backends[0].api_key_env names KVFERRY_TEST_A, which is not set"
+    assert said in capsys.readouterr().out
+
+    with file.open("a") as more:
+        more.write("tokenizer: {mode: local, path: /nowhere/x.gguf}\n")
+    assert run("check", str(file)) == 0
+    said = "Warning: tokenizer.path /nowhere/x.gguf is not used: cannot be read: No such file"
+    assert said in capsys.readouterr().out
+
+    monkeypatch.setitem(sys.modules, "router.telemetry.tracing", None)
+    with file.open("a") as more:
+        more.write("tracing:\n  endpoint: http://127.0.0.1:4318\n")
+    assert run("check", str(file)) == 2
+    assert f"{file}:6: tracing.endpoint: needs `pip install" in capsys.readouterr().err
+
+
+# --- serve and doctor: bad input ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ([], "--backend"),
+        (["--backend", "nonsense"], "--backend"),
+        (["--backend", NOBODY, "--listen", "nowhere"], "--listen"),
+        (["--backend", NOBODY, "--policy", "best"], "--policy"),
+        (["--backend", NOBODY, "--backend", NOBODY], "--backend (number 2)"),
+        (["--backend", "http://127.0.0.1:8080"], "where kvferry itself listens"),
+    ],
+)
+def test_bad_flags(command: str, flags: list[str], named: str, capsys: Capture) -> None:
+    assert run(command, *flags) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_file_and_flags_together(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text(f"backends: [{{url: '{NOBODY}'}}]\n")
+
+    assert run("serve", "--config", str(file), "--policy", "sticky", "--kv-dir", "/kv") != 0
+
+    assert "--kv-dir, --policy: not together with --config" in capsys.readouterr().err
+
+
+def test_doctor_without_a_backend_that_answers(capsys: Capture) -> None:
+    assert run("doctor", "--backend", NOBODY) == 1
+    assert "nothing listens there" in capsys.readouterr().out
+
+
+# --- serve as a process ---------------------------------------------------------------------------
+
+Started = Callable[..., Coroutine[Any, Any, "Process"]]
+
+
+class Process:
+    """`kvferry serve` with its log."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.log: list[str] = []
+
+    async def event(self, name: str) -> dict[str, Any]:
+        """The next log line with this event."""
+        assert self._process.stderr is not None
+        while line := (await self._process.stderr.readline()).decode():
+            self.log.append(line)
+            if line.startswith("{") and json.loads(line)["event"] == name:
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise AssertionError(f"no {name} in {''.join(self.log)}")
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    async def end(self, number: signal.Signals | None = None) -> int:
+        """Its exit code; `number` is sent first. Fails with its log if it does not end."""
+        if number is not None:
+            self.send(number)
+        try:
+            async with asyncio.timeout(END_S):
+                _, err = await self._process.communicate()
+        except TimeoutError:
+            self.kill()
+            _, err = await self._process.communicate()
+            raise AssertionError(f"it lived on: {''.join(self.log)}{err.decode()}") from None
+        self.log.append(err.decode())
+        assert self._process.returncode is not None
+        return self._process.returncode
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+
+@asynccontextmanager
+async def starting(*argv: str, **environment: str) -> AsyncIterator[Process]:
+    """A program that logs as `kvferry serve` does; killed if it is still there at the end."""
+    made = Process(
+        await asyncio.create_subprocess_exec(
+            *argv,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=os.environ | environment,
+        )
+    )
+    try:
+        yield made
+    finally:
+        made.kill()
+        await made.end()
+
+
+@asynccontextmanager
+async def serving(*flags: str, **environment: str) -> AsyncIterator[Process]:
+    command = "import sys; from router.cli import main; sys.exit(main())"
+    async with starting(sys.executable, "-c", command, "serve", *flags, **environment) as made:
+        yield made
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_serve(llama_server: StartServer, tmp_path: Path, number: signal.Signals) -> None:
+    """Starts, serves, says that it is healthy, ends well."""
+    server = await llama_server()
+    kv_dir = str(tmp_path / "kv")
+    flags = ("--backend", server.url, "--kv-dir", kv_dir, "--listen", "127.0.0.1:0")
+    async with serving(*flags) as process, aiohttp.ClientSession() as session:
+        url = (await process.event("listening"))["url"]
+        await process.event("backend_up")
+        async with session.get(f"{url}/kvferry/health") as response:
+            assert response.status == 200
+            assert (await response.json())["status"] == "ok"
+        body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
+        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+            assert response.status == 200
+            assert response.headers["x-kvferry-source"] == "cold"
+
+        assert await process.end(number) == 0
+        assert "Traceback" not in "".join(process.log)
+
+
+async def test_serve_without_a_backend_that_answers(tmp_path: Path) -> None:
+    """It starts all the same: the backend may come later."""
+    async with (
+        serving("--backend", NOBODY, "--listen", "127.0.0.1:0") as process,
+        aiohttp.ClientSession() as session,
+    ):
+        url = (await process.event("listening"))["url"]
+        async with session.get(f"{url}/kvferry/health") as response:
+            assert response.status == 503
+
+        assert await process.end(signal.SIGTERM) == 0
+
+
+async def test_more_clients_than_a_shell_allows_open_files() -> None:
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+    try:
+        serve = serving("--backend", NOBODY, "--listen", "127.0.0.1:0")
+        process = await serve.__aenter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+    async with AsyncExitStack() as stack:
+        stack.push_async_exit(serve)
+        url = (await process.event("listening"))["url"]
+        host, port = url.removeprefix("http://").split(":")
+        for _ in range(100):
+            _, writer = await asyncio.open_connection(host, port)
+            stack.callback(writer.close)
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+            metrics = await response.text()
+        (fds,) = re.findall(r"^process_open_fds (\S+)", metrics, re.M)
+        assert float(fds) > 100
+
+
+async def test_port_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with serving("--backend", NOBODY, "--listen", f"127.0.0.1:{port}") as process:
+            assert await process.end() == 1
+            assert str(port) in process.log[-1]
+            assert "kvferry: listen (--listen): " in process.log[-1]
+            assert "in use" in process.log[-1]
+            assert "Traceback" not in process.log[-1]
+
+
+async def test_kv_dir_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    kv_dir = str(tmp_path / "file" / "kv")
+    flags = ("--backend", NOBODY, "--kv-dir", kv_dir, "--listen", "127.0.0.1:0")
+    async with serving(*flags) as process:
+        assert await process.end() == 1
+        assert kv_dir in process.log[-1]
+        assert "Traceback" not in process.log[-1]
+
+
+async def test_key_that_is_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "key.yaml"
+    file.write_text(f"backends: [{{url: '{NOBODY}', api_key_env: KVFERRY_NO_SUCH_KEY}}]\n")
+    async with serving("--config", str(file)) as process:
+        assert await process.end() == 1
+        assert "KVFERRY_NO_SUCH_KEY" in process.log[-1]

@@ -1,0 +1,502 @@
+"""The live page's events: whole pictures, changes, those who are too slow, and the end."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from router.base.tasks import Tasks
+from router.base.tokens import pack
+from router.base.types import MemoryKind, Place, RequestId, Snapshot, SnapshotId
+from router.telemetry.decision_log import Entry
+from router.web.admin import live
+from router.web.admin.live import Live, Subject
+from router.web.admin.state_json import Picture, Row, picture_of
+from tests.config.test_auth import auth
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Fleet, Json, configuration_text, running
+from tests.web.admin.test_state_json import applied
+
+PROMPT = "a secret " * 40
+PATIENCE_S = 30.0
+
+
+@dataclass
+class Event:
+    """One server-sent event as it came; a comment has no name."""
+
+    name: str = ""
+    number: int = 0
+    data: Json = field(default_factory=dict)
+    size: int = 0
+
+
+def parse(raw: bytes) -> Event:
+    """One event without its empty line. Raises ValueError at a line that is none of ours."""
+    event = Event(size=len(raw))
+    for line in raw.decode().split("\n"):
+        name, _, value = line.partition(": ")
+        match name:
+            case "event":
+                event.name = value
+            case "id":
+                event.number = int(value)
+            case "data":
+                event.data = json.loads(value)
+            case "retry":
+                assert int(value) > 0
+            case _:
+                assert line.startswith(":"), line
+    return event
+
+
+class Viewer:
+    """Reads a stream, and keeps the picture as the page does."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self.response = response
+        self.picture: Picture = {}
+        self.decisions: list[Json] = []
+
+    async def next(self) -> Event:
+        async with asyncio.timeout(PATIENCE_S):
+            raw = await self.response.content.readuntil(b"\n\n")
+        event = parse(raw.removesuffix(b"\n\n"))
+        sections = {k: v for k, v in event.data.items() if k in ("fleet", "backends", "slots")}
+        if event.name == "picture":
+            self.picture, self.decisions = sections, event.data["decisions"]
+        elif event.name == "change":
+            self.picture = applied(self.picture, sections)
+            self.decisions = event.data.get("decisions", []) + self.decisions
+        return event
+
+    async def until(self, predicate: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not predicate():
+                await self.next()
+
+
+@asynccontextmanager
+async def watching(fleet: Fleet) -> AsyncIterator[Viewer]:
+    async with fleet.session.get(fleet.url + "/kvferry/events") as response:
+        assert response.status == 200, await response.text()
+        yield Viewer(response)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "LOOK_EVERY_S", 0.01)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with (
+        FakeLlama(kv_dir=tmp_path) as fake,
+        running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as router,
+    ):
+        yield router
+
+
+# --- through the app ------------------------------------------------------------------------------
+
+
+async def test_a_whole_picture_and_then_changes(fleet: Fleet) -> None:
+    async with watching(fleet) as viewer:
+        events = [await viewer.next(), await viewer.next()]
+        answer = await fleet.complete(PROMPT)
+        while len(viewer.decisions) < 1:
+            events.append(await viewer.next())
+
+    assert viewer.response.content_type == "text/event-stream"
+    assert viewer.response.headers["Cache-Control"] == "no-store"
+    assert "Access-Control-Allow-Origin" not in viewer.response.headers
+    assert [event.name for event in events] == ["", "picture"] + ["change"] * (len(events) - 2)
+    numbers = [event.number for event in events[1:]]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    (decision,) = viewer.decisions
+    assert decision["id"] == answer.headers["x-kvferry-request-id"]
+    assert (decision["backend"], decision["slot"]) == answer.slot
+    assert (decision["source"], decision["outcome"]) == ("cold", "ok")
+    assert decision["prompt_tokens"] == len(PROMPT)
+    assert "secret" not in json.dumps([event.data for event in events])
+
+
+async def test_changes_lead_to_what_there_is(fleet: Fleet) -> None:
+    async with watching(fleet) as viewer:
+        await viewer.until(lambda: bool(viewer.picture))
+        for i in range(4):
+            await fleet.complete(PROMPT * (i + 1))
+        await fleet.until_quiet()
+
+        def caught_up() -> bool:
+            engine, directory = fleet.router.engine, fleet.router.directory
+            there = json.loads(json.dumps(picture_of(engine, directory, 0.0)))
+            shown = json.loads(json.dumps(viewer.picture))
+            shown["fleet"].pop("snapshots")
+            return bool(there == shown) and len(viewer.decisions) == 4
+
+        await viewer.until(caught_up)
+
+
+async def test_snapshots_are_summed_up(fleet: Fleet) -> None:
+    await fleet.complete(PROMPT)
+    await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+    async with watching(fleet) as viewer:
+        await viewer.until(
+            lambda: bool(viewer.picture and viewer.picture["fleet"]["snapshots"]["top"])
+        )
+
+    (top,) = cast("list[Row]", viewer.picture["fleet"]["snapshots"]["top"])
+    assert top["tokens"] == len(PROMPT) + 7
+
+
+async def test_who_comes_later_sees_the_same(fleet: Fleet) -> None:
+    """The decisions before its time as well, and none of them twice."""
+    async with watching(fleet) as first:
+        for _ in range(3):
+            await fleet.complete(PROMPT)
+        await first.until(lambda: len(first.decisions) == 3)
+        async with watching(fleet) as second:
+            await second.until(lambda: bool(second.picture))
+            await fleet.complete(PROMPT)
+            await second.until(lambda: len(second.decisions) == 4)
+
+    assert len({row["id"] for row in second.decisions}) == 4
+
+
+async def test_older_decisions_are_points_of_a_chart(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "DECISIONS", 2)
+    for _ in range(5):
+        await fleet.complete(PROMPT)
+    async with watching(fleet) as viewer:
+        await viewer.next()
+        event = await viewer.next()
+
+    assert len(event.data["decisions"]) == 2
+    assert len(event.data["history"]) == 3
+    assert event.data["history"][-1][2:] == ["cold", len(PROMPT), len(PROMPT)]
+
+
+async def test_a_large_fleet_fits_into_few_bytes(tmp_path: Path) -> None:
+    """8 backends with 16 slots each and 10,000 snapshots."""
+    fakes = [FakeLlama(kv_dir=tmp_path, n_slots=16) for _ in range(8)]
+    for fake in fakes:
+        await fake.come_up()
+    backends = [(f"backend-{i}", fake.url) for i, fake in enumerate(fakes)]
+    async with running(backends, tmp_path, yaml="health: {interval: 60s}") as fleet:
+        catalog = fleet.router.engine.scheduler.state.fleet.catalog
+        (namespace,) = {info.namespace for info in fleet.router.engine.infos.values()}
+        for i in range(10_000):
+            name = SnapshotId(f"{i:032x}")
+            tokens = pack([i] * 8)
+            snapshot = Snapshot(name, namespace, Place(str(tmp_path)), tokens, 10)
+            catalog.add(snapshot, MemoryKind.FULL, 1.0)
+        async with watching(fleet) as viewer:
+            await viewer.next()
+            whole = await viewer.next()
+            await viewer.until(lambda: bool(viewer.picture["fleet"]["snapshots"]["top"]))
+            await fleet.complete(PROMPT)
+            changes = [await viewer.next()]
+            while not viewer.decisions:
+                changes.append(await viewer.next())
+    for fake in fakes:
+        await fake.go_down()
+
+    assert len(viewer.picture["slots"]) == 128
+    assert viewer.picture["fleet"]["store"]["count"] == 10_000
+    assert whole.size < 50_000
+    # What is known of one backend is expected of the seven that nobody has used, too.
+    assert max(event.size for event in changes) < 6_000
+
+
+async def test_no_more_viewers_than_there_may_be(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "MAX_VIEWERS", 1)
+    async with watching(fleet) as viewer:
+        await viewer.next()
+        refused = await fleet.get("/kvferry/events")
+    async with asyncio.timeout(PATIENCE_S):
+        while not await may_watch(fleet):
+            pass
+
+    assert (refused.status, refused.headers["Retry-After"]) == (503, "10")
+    assert "try again later" in refused.json["error"]["message"]
+    metrics = await fleet.metrics()
+    assert metrics['kvferry_requests_total{outcome="too_many_viewers"}'] >= 1
+
+
+async def may_watch(fleet: Fleet) -> bool:
+    async with fleet.session.get(fleet.url + "/kvferry/events") as response:
+        return response.status == 200
+
+
+async def test_only_the_head(fleet: Fleet) -> None:
+    async with fleet.session.head(fleet.url + "/kvferry/events") as response:
+        assert (response.status, response.content_type) == (200, "text/event-stream")
+
+
+async def test_the_router_stops_with_a_page_open(tmp_path: Path) -> None:
+    """At once, and with a proper end: whoever is held up is cut off in the middle of a chunk."""
+    async with FakeLlama() as fake, aiohttp.ClientSession() as session:
+        async with running([("a", fake.url)], None) as fleet:
+            response = await session.get(fleet.url + "/kvferry/events")
+            await response.content.readuntil(b"\n\n")
+        rest = await response.content.read()
+
+    assert rest.endswith(b"\n\n")
+
+
+# --- by itself ------------------------------------------------------------------------------------
+
+
+class Connection:
+    """What is written to a viewer; `takes` cleared, it takes no more."""
+
+    def __init__(self) -> None:
+        self.takes = asyncio.Event()
+        self.takes.set()
+        self.written: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def write(self, data: bytes) -> None:
+        await self.takes.wait()
+        for raw in data.split(b"\n\n")[:-1]:
+            self.written.put_nowait(parse(raw))
+
+    async def next(self) -> Event:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.written.get()
+
+
+class World:
+    """A fleet of one number, and who watches it."""
+
+    def __init__(self) -> None:
+        self.tasks = Tasks()
+        self.entries: list[Entry] = []
+        self.viewers: list[asyncio.Task[None]] = []
+        self.looks = 0
+        self.number = 0
+        self.looked = asyncio.Event()
+        self.live = Live(
+            Subject(self.picture, lambda: 0, self.survey, lambda n: self.entries[:n]),
+            self.tasks.spawn,
+            lambda: 0.0,
+            lambda _: True,
+        )
+
+    def picture(self) -> Picture:
+        self.looks += 1
+        self.looked.set()
+        self.looked = asyncio.Event()
+        return {"fleet": {"router": {"number": self.number}}, "backends": {}, "slots": {}}
+
+    async def survey(self) -> Row:
+        return {"sizes": [], "top": []}
+
+    async def look(self) -> None:
+        """The next one."""
+        async with asyncio.timeout(PATIENCE_S):
+            await self.looked.wait()
+
+    def show(self, connection: Connection) -> None:
+        """One more viewer: as `events` does it, without HTTP."""
+
+        async def viewer() -> None:
+            self.live._viewers += 1
+            try:
+                await self.live._show(cast("web.StreamResponse", connection), lambda: True)
+            finally:
+                self.live._viewers -= 1
+
+        self.viewers.append(asyncio.get_running_loop().create_task(viewer()))
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    yield made
+    made.live.stop()
+    await made.tasks.aclose()
+
+
+async def test_streams_end_for_those_who_may_not_look_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are added: looking is for operators from now on."""
+    monkeypatch.setenv("KVFERRY_TEST_TOKEN", "sesame")
+    token = {"Authorization": "Bearer sesame"}
+    path, admin = tmp_path / "kvferry.yaml", "admin: {token_env: KVFERRY_TEST_TOKEN}\n"
+    async with (
+        FakeLlama() as fake,
+        running([("a", fake.url)], None, yaml=admin, path=path) as fleet,
+        fleet.session.get(fleet.url + "/kvferry/events") as stranger,
+        fleet.session.get(fleet.url + "/kvferry/events", headers=token) as operator,
+    ):
+        yaml = admin + auth(("laptop", "kvf_good", "alice"))
+        path.write_text(configuration_text([("a", fake.url)], None, yaml=yaml))
+        answer = await fleet.post("/kvferry/reload", {}, headers=token)
+        assert answer.status == 200
+        monkeypatch.setattr(live, "_HEARTBEAT_S", 0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            await stranger.read()
+            await operator.content.readany()
+            assert not operator.content.at_eof()
+
+
+async def test_nobody_looks_when_nobody_watches(world: World) -> None:
+    world.show(Connection())
+    await world.look()
+    world.viewers[0].cancel()
+    await world.tasks.join()
+    assert world.looks
+
+    connection = Connection()
+    world.number = 5
+    world.show(connection)
+    assert (await connection.next()).name == ""
+    assert (await connection.next()).data["fleet"]["router"]["number"] == 5
+
+
+async def test_a_request_that_was_sent_once_more(world: World) -> None:
+    """Its first entry is gone from the journal; those before it are not told again."""
+    world.entries = older = [Entry(RequestId("x"), 0.0, "ok", "")]
+    connection = Connection()
+    world.show(connection)
+    await connection.next()
+    await connection.next()
+    told = []
+    for entry in (
+        Entry(RequestId("y"), 1.0, "backend_error", ""),
+        Entry(RequestId("y"), 2.0, "ok", ""),
+    ):
+        world.entries = [entry, *older]
+        (row,) = (await connection.next()).data["decisions"]
+        told.append((row["id"], row["outcome"]))
+
+    assert told == [("y", "backend_error"), ("y", "ok")]
+
+
+async def test_what_came_since_the_last_look_is_told_once(world: World) -> None:
+    """To somebody who comes before the next one: not in the picture and then as a change."""
+    world.entries = [Entry(RequestId("x"), 0.0, "ok", "")]
+    first, second = Connection(), Connection()
+    world.show(first)
+    await first.next()
+    await first.next()
+    world.number = 1
+    await first.next()  # the picture that was made for it is out of date
+    world.entries = [Entry(RequestId("y"), 1.0, "ok", ""), *world.entries]
+    world.number = 2
+    world.show(second)
+    decisions: list[Json] = []
+    number = 0
+    while number != 2:
+        data = (await second.next()).data
+        decisions += data.get("decisions", [])
+        number = data["fleet"]["router"]["number"] if data else number
+
+    assert sorted(row["id"] for row in decisions) == ["x", "y"]
+
+
+async def test_two_viewers_are_one_look(world: World) -> None:
+    connections = [Connection(), Connection()]
+    for connection in connections:
+        world.show(connection)
+    for connection in connections:
+        await connection.next()
+    before = world.looks
+    world.number = 1
+    found = [await c.next() for c in connections] + [await c.next() for c in connections]
+
+    assert {event.name for event in found} == {"picture", "change"}
+    assert world.looks <= before + 2
+
+
+async def test_who_is_too_slow_gets_another_picture(world: World) -> None:
+    slow = Connection()
+    world.show(slow)
+    await slow.next()
+    first = await slow.next()
+    slow.takes.clear()
+    for number in range(3 * live._KEPT):
+        world.number = number + 1
+        await world.look()
+    await world.look()
+    slow.takes.set()
+    await slow.next()  # the change that it did not take
+    event = await slow.next()
+
+    assert first.name == event.name == "picture"
+    assert event.data["fleet"]["router"]["number"] == 3 * live._KEPT
+    assert len(world.live._messages) == live._KEPT
+
+
+async def test_who_pauses_shortly_misses_nothing(world: World) -> None:
+    slow = Connection()
+    world.show(slow)
+    await slow.next()
+    await slow.next()
+    slow.takes.clear()
+    for number in range(live._KEPT // 2):
+        world.number = number + 1
+        await world.look()
+    slow.takes.set()
+    found = [(await slow.next()).data for _ in range(live._KEPT // 2)]
+
+    seen = [data["fleet"]["router"]["number"] for data in found]
+    assert seen == list(range(1, live._KEPT // 2 + 1))
+
+
+async def test_who_takes_nothing_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_PATIENCE_S", 0.01)
+    stuck = Connection()
+    world.show(stuck)
+    await stuck.next()
+    stuck.takes.clear()
+    world.number = 1
+
+    with pytest.raises(TimeoutError):
+        await world.viewers[0]
+
+
+async def test_silence_is_no_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_HEARTBEAT_S", 0.01)
+    connection = Connection()
+    world.show(connection)
+    names = [(await connection.next()).name for _ in range(4)]
+
+    assert names == ["", "picture", "", ""]
+
+
+async def test_a_bug_ends_the_streams(world: World) -> None:
+    """A page that stands still would look as if nothing happened."""
+    connection = Connection()
+    world.show(connection)
+    await connection.next()
+
+    def broken() -> Picture:
+        raise RuntimeError("a bug")
+
+    world.live._subject = Subject(broken, lambda: 0, world.survey, lambda _: [])
+    await world.viewers[0]
+
+
+@pytest.mark.parametrize(("n", "pause_s"), [(0, 5.0), (10_000, 5.0), (100_000, 50.0)])
+async def test_many_snapshots_are_surveyed_less_often(n: int, pause_s: float) -> None:
+    made = World()
+    made.live._subject = Subject(made.picture, lambda: n, made.survey, lambda _: [])
+    before = asyncio.get_running_loop().time()
+    await made.live._survey_if_due()
+
+    assert made.live._survey_due >= before + pause_s
+    assert made.live._survey_due < asyncio.get_running_loop().time() + pause_s + 1.0

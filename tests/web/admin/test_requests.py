@@ -1,0 +1,190 @@
+"""GET /kvferry/requests: what was decided, for those who ask afterwards."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers import fake_llama
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Answer, Fleet, running
+
+LONG, OTHER = "p" * 300, "q" * 300
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as router:
+        yield router
+
+
+def name_of(answer: Answer) -> str:
+    return answer.headers["x-kvferry-request-id"]
+
+
+async def test_the_newest_first_and_filtered(fleet: Fleet) -> None:
+    first, second = await fleet.complete(LONG), await fleet.complete(LONG)
+    refused = await fleet.post("/completion", [])
+    await fleet.until_quiet()
+
+    async def ids(query: str = "") -> list[str]:
+        answer = await fleet.get(f"/kvferry/requests{query}")
+        return [told["id"] for told in answer.json["requests"]]
+
+    everything = [name_of(refused), name_of(second), name_of(first)]
+    assert await ids() == everything
+    assert await ids("?limit=2") == everything[:2]
+    assert await ids("?outcome=bad_request") == everything[:1]
+    assert await ids("?source=cold&backend=a") == everything[2:]
+    assert await ids("?source=resident&limit=9") == everything[1:2]
+    assert await ids("?backend=b") == []
+
+
+@pytest.mark.parametrize("limit", ["x", "-1", "1.5", "%C2%B2", "9" * 5000])
+async def test_a_limit_that_is_none(fleet: Fleet, limit: str) -> None:
+    answer = await fleet.get(f"/kvferry/requests?limit={limit}")
+    assert answer.status == 400
+    assert "limit" in answer.json["error"]["message"]
+
+
+async def test_one_that_was_served(fleet: Fleet) -> None:
+    await fleet.complete(LONG)
+    answer = await fleet.complete(LONG[:200] + "x" * 50)
+    await fleet.until_quiet()
+    told = (await fleet.get(f"/kvferry/requests/{name_of(answer)}")).json
+
+    chosen = told["plan"]["chosen"]
+    assert (chosen["source"], chosen["reused_tokens"]) == ("resident", 200)
+    assert told["planned_tokens"] == told["prompt_tokens"] - told["computed_tokens"] == 200
+    assert told["missed"] == {"diverged": 50}
+    nearest = told["nearest"]
+    assert nearest["slot"] == {"backend": "a", "index": answer.slot[1]}
+    assert (nearest["common_tokens"], nearest["held_tokens"], nearest["parts"]) == (200, 307, True)
+    assert nearest["before"] == {"ids": [ord("p")] * 10, "text": None}
+    assert nearest["prompt"] == {"ids": [ord("x")] * 10, "text": None}
+    assert nearest["held"] == {"ids": [ord("p")] * 10, "text": None}
+    assert nearest["part"] is None
+    assert "no chat" in nearest["part_unknown"]
+
+
+async def test_one_that_was_rejected(fleet: Fleet) -> None:
+    answer = await fleet.post("/completion", [])
+    told = (await fleet.get(f"/kvferry/requests/{name_of(answer)}")).json
+
+    assert (told["outcome"], told["plan"], told["nearest"]) == ("bad_request", None, None)
+
+
+async def test_one_that_nobody_knows(fleet: Fleet) -> None:
+    """And asking for it makes no entry of its own."""
+    answer = await fleet.get("/kvferry/requests/nobody")
+
+    assert (answer.status, answer.json["error"]["code"]) == (404, 404)
+    assert "'nobody'" in answer.json["error"]["message"]
+    assert (await fleet.get("/kvferry/requests")).json == {"requests": []}
+
+
+async def test_the_beginning_of_an_id_will_do(fleet: Fleet) -> None:
+    name = name_of(await fleet.post("/completion", []))
+    assert (await fleet.get(f"/kvferry/requests/{name[:5]}")).json["id"] == name
+    assert (await fleet.get(f"/kvferry/requests/{name[1:]}")).status == 404
+
+
+async def test_the_beginning_of_several_ids_will_not(fleet: Fleet) -> None:
+    names = [name_of(await fleet.post("/completion", [])) for _ in range(17)]
+    digit, n = Counter(name[0] for name in names).most_common(1)[0]  # of sixteen
+    answer = await fleet.get(f"/kvferry/requests/{digit}")
+
+    assert answer.status == 400
+    told = answer.json["error"]["message"]
+    assert told.startswith(f"{n} requests begin with '{digit}': {digit}")
+
+
+async def test_no_text_unless_it_is_allowed(fake: FakeLlama, tmp_path: Path) -> None:
+    async def shown(yaml: str) -> str:
+        async with running([("a", fake.url)], None, yaml=yaml) as fleet:
+            await fleet.complete(LONG + "secret one")
+            answer = await fleet.complete(LONG + "secret two")
+            await fleet.until_quiet()
+            told = await fleet.get(f"/kvferry/requests/{name_of(answer)}")
+            recent = await fleet.get("/kvferry/requests")
+            return told.body.decode() + recent.body.decode()
+
+    assert "secret" in await shown("diagnostics: {show_content: true}")
+    assert "secret" not in await shown("")
+
+
+async def test_the_message_of_a_chat(fleet: Fleet) -> None:
+    system, red, blue = (
+        {"role": "system", "content": LONG},
+        {"role": "user", "content": "red"},
+        {"role": "user", "content": "blue"},
+    )
+    await fleet.chat([system, blue])
+    answer = await fleet.chat([system, red])
+    await fleet.until_quiet()
+    told = (await fleet.get(f"/kvferry/requests/{name_of(answer)}")).json
+
+    expected = {"what": "message", "n_messages": 2, "index": 1, "role": "user"}
+    assert told["nearest"]["part"] == expected
+    assert LONG[:20] not in str(told)
+
+
+async def test_a_chat_that_is_rendered_otherwise_by_now(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that has changed says nothing of what was sent before."""
+    await fleet.chat([{"role": "user", "content": "blue"}])
+    answer = await fleet.chat([{"role": "user", "content": "red"}])
+    await fleet.until_quiet()
+    monkeypatch.setattr(fake_llama, "render_chat", lambda messages: f"new {messages}")
+    told = (await fleet.get(f"/kvferry/requests/{name_of(answer)}")).json
+
+    assert told["nearest"]["part"] is None
+    assert "otherwise" in told["nearest"]["part_unknown"]
+
+
+async def test_the_backend_is_gone_by_then(fake: FakeLlama, tmp_path: Path) -> None:
+    yaml = "{health: {interval: 60s}, diagnostics: {show_content: true}}"
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
+        await fleet.chat([{"role": "user", "content": "blue"}])
+        answer = await fleet.chat([{"role": "user", "content": "red"}])
+        await fleet.until_quiet()
+        await fake.go_down()
+        told = await fleet.get(f"/kvferry/requests/{name_of(answer)}")
+
+    assert told.status == 200
+    assert told.json["nearest"]["prompt"]["text"] is None
+
+
+async def test_off_keeps_nothing(fake: FakeLlama) -> None:
+    async with running([("a", fake.url)], None, yaml="diagnostics: {requests: 0}") as fleet:
+        answer = await fleet.complete(LONG)
+        await fleet.until_quiet()
+        metrics = await fleet.metrics()
+        told = await fleet.get(f"/kvferry/requests/{name_of(answer)}")
+
+    assert told.status == 404
+    assert metrics['kvferry_missed_tokens_total{reason="cold"}'] == 300
+
+
+async def test_not_waiting_for_the_busy_slot_that_holds_it(fake: FakeLlama) -> None:
+    async with running([("a", fake.url)], None, yaml="policy: round_robin") as fleet:
+        fake.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fleet.complete(LONG))
+            await fleet.until(lambda state: state["slots"][0]["phase"] == "running")
+            second = group.create_task(fleet.complete(LONG + "x"))
+            await fleet.until(lambda state: state["slots"][1]["phase"] == "running")
+            fake.decode_gate.set()
+        await fleet.until_quiet()
+        told = await fleet.get(f"/kvferry/requests/{name_of(second.result())}")
+
+    assert told.json["missed"] == {"busy": 300, "new": 1}

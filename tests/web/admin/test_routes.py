@@ -1,0 +1,158 @@
+"""The router's own routes: on an address of their own, and for who has the token."""
+
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from yarl import URL
+
+from router.tools.console.client import TOKEN_ENV, CallError, RouterClient
+from router.tools.console.explain import fetch
+from router.tools.console.top import top
+from tests.support.servers.recorder import QUIET, Recorder, recording
+from tests.support.servers.router_fleet import Answer, Fleet, read_answer, running
+
+TOKEN = "sésame"
+OWN = [
+    ("GET", "/metrics", 200),
+    ("GET", "/kvferry/state", 200),
+    ("POST", "/kvferry/plan", 400),
+    ("GET", "/kvferry/snapshots", 200),
+    ("GET", "/kvferry/snapshots/0123456789", 404),
+    ("GET", "/kvferry/requests", 200),
+    ("GET", "/kvferry/requests/x", 404),
+    ("GET", "/kvferry/", 200),
+    ("GET", "/kvferry/page.css", 200),
+    ("HEAD", "/kvferry/events", 200),
+]
+# Reach no backend, whoever asks and wherever.
+NOWHERE = [
+    ("OPTIONS", "/kvferry/state", 405),
+    ("OPTIONS", "/metrics", 405),
+    ("POST", "/metrics", 405),
+    ("PUT", "/kvferry/", 405),
+    ("DELETE", "/kvferry/requests/x", 405),
+    ("GET", "/kvferry/nothing", 404),
+    ("GET", "//kvferry/state", 404),
+    ("GET", "/x/../kvferry/state", 404),
+    ("GET", "/./metrics", 404),
+    ("GET", "/%6bvferry/nothing", 404),
+    ("GET", "http://x/kvferry/nothing", 404),
+]
+
+
+@pytest.fixture
+async def backend() -> AsyncIterator[Recorder]:
+    async with recording() as recorder:
+        yield recorder
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_TOKEN", TOKEN)
+    monkeypatch.delenv(TOKEN_ENV, raising=False)
+
+
+@asynccontextmanager
+async def guarded(backend: Recorder, admin: str) -> AsyncIterator[Fleet]:
+    async with running(
+        [("a", backend.url)], None, yaml=f"{QUIET}\nadmin: {admin}", wait_for=[]
+    ) as fleet:
+        while (await fleet.get("/kvferry/health")).status != 200:
+            pass
+        yield fleet
+
+
+async def ask(fleet: Fleet, method: str, url: str, **headers: str) -> Answer:
+    async with fleet.session.request(method, URL(url, encoded=True), headers=headers) as response:
+        if method == "HEAD":
+            return Answer(response.status, response.headers, b"", {})
+        return await read_answer(response)
+
+
+def basic(password: str, user: str = "anybody") -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize("where", ["where clients are", "elsewhere"])
+async def test_nothing_of_it_goes_to_a_backend(backend: Recorder, where: str) -> None:
+    admin = "{}" if where == "where clients are" else "{listen: '127.0.0.1:0'}"
+    async with guarded(backend, admin) as fleet:
+        for url in (fleet.url, fleet.router.admin_url or fleet.url):
+            for method, path, status in NOWHERE:
+                full = url + (path if path.startswith("/") else "/kvferry/nothing")
+                answer = await ask(fleet, method, full)
+                there = url == fleet.url and where == "elsewhere"
+                assert ("Allow" in answer.headers) == (answer.status == 405)
+                assert answer.status == (404 if there else status), (method, path)
+    assert backend.requests == []
+
+
+async def test_an_address_of_their_own(backend: Recorder) -> None:
+    """There is all of it and nothing else; for clients it is as if it were not there."""
+    async with guarded(backend, "{listen: '127.0.0.1:0'}") as fleet:
+        operators = fleet.router.admin_url
+        assert operators is not None
+        for method, path, status in OWN:
+            assert (await ask(fleet, method, operators + path)).status == status, path
+            hidden = await ask(fleet, method, fleet.url + path)
+            assert (hidden.status, b"127.0.0.1" in hidden.body) == (404, False), path
+        for path in ("/v1/models", "/", "/health", "/completion"):
+            assert (await ask(fleet, "GET", operators + path)).status == 404
+            assert (await ask(fleet, "POST", operators + path)).status == 404
+        assert backend.requests == []
+        assert (await ask(fleet, "GET", fleet.url + "/v1/models")).status == 200
+        assert (await ask(fleet, "POST", operators + "/kvferry/backends/a/drain")).status == 200
+        assert (await ask(fleet, "POST", fleet.url + "/kvferry/backends/a/undrain")).status == 404
+
+        assert (await ask(fleet, "GET", operators + "/kvferry/health")).json["backends"]
+        brief = await ask(fleet, "GET", fleet.url + "/kvferry/health")
+        assert brief.json == {"status": "no backend"}
+
+
+async def test_looking_needs_the_token(backend: Recorder) -> None:
+    """By machines as `Bearer`, by browsers as a password; health is for everybody, in short."""
+    async with guarded(backend, "{token_env: TEST_TOKEN, protect_reads: true}") as fleet:
+        for method, path, status in OWN:
+            url = fleet.url + path
+            refused = await ask(fleet, method, url)
+            assert refused.status == 401, path
+            assert refused.headers["WWW-Authenticate"].startswith('Basic realm="kvferry"')
+            for wrong in ("Bearer x", basic("x"), basic(""), "Basic !", "Basic " + "x" * 9, ""):
+                assert (await ask(fleet, method, url, Authorization=wrong)).status == 401
+            for right in (f"Bearer {TOKEN}", basic(TOKEN), basic(TOKEN, "")):
+                assert (await ask(fleet, method, url, Authorization=right)).status == status, path
+        assert (await ask(fleet, "GET", fleet.url + "/kvferry/health")).json == {"status": "ok"}
+        seen = await ask(fleet, "GET", fleet.url + "/kvferry/health", Authorization=basic(TOKEN))
+        assert seen.json["backends"] == {"a": "up"}
+        assert (await ask(fleet, "GET", fleet.url + "/v1/models")).status == 200
+
+
+async def test_a_password_changes_nothing(backend: Recorder) -> None:
+    """A browser shows it for what any page asks for: good for looking, not for more."""
+    async with guarded(backend, "{token_env: TEST_TOKEN, protect_reads: true}") as fleet:
+        url = fleet.url + "/kvferry/backends/a/drain"
+
+        assert (await ask(fleet, "POST", url, Authorization=basic(TOKEN))).status == 403
+        assert (await ask(fleet, "POST", url, Authorization=f"Bearer {TOKEN}")).status == 200
+
+
+async def test_from_a_terminal(
+    backend: Recorder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    yaml = "{listen: '127.0.0.1:0', token_env: TEST_TOKEN, protect_reads: true}"
+    async with guarded(backend, yaml) as fleet:
+        url = fleet.router.admin_url
+        assert url is not None
+        with pytest.raises(CallError, match=TOKEN_ENV):
+            await top(url, once=True)
+        with pytest.raises(CallError, match=r"admin\.listen"):
+            await RouterClient(fleet.url, fleet.session).state()
+        with pytest.raises(Exception, match="token"):
+            await fetch(url, "x")
+        monkeypatch.setenv(TOKEN_ENV, TOKEN)
+        assert await top(url, once=True) == 0
+        assert "nobody waits" in capsys.readouterr().out
+        with pytest.raises(Exception, match="no request 'x' is known"):
+            await fetch(url, "x")

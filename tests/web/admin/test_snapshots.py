@@ -1,0 +1,319 @@
+"""Snapshots over HTTP: what is listed is what there is, and only what was meant is given up."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from router.base.clock import wall_now
+from router.base.tokens import pack
+from router.base.types import Namespace, Place, Snapshot, SnapshotId
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Answer, Fleet, running
+
+PATH = "/kvferry/snapshots"
+HOUR_S = 3600.0
+QUIET = "{store: {save_when_idle_for: 'off'}, health: {interval: 60s}}"
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with running([("a", fake.url)], tmp_path, yaml=QUIET) as router:
+        yield router
+
+
+def made(number: int, *, tokens: int = 10, size: int = 100, age_h: float = 0.0) -> Snapshot:
+    """The catalog's word is enough: nothing here reads the file."""
+    first = 100_000 * number
+    ids = pack(range(first, first + tokens))
+    saved_at = wall_now() - age_h * HOUR_S
+    name, space = SnapshotId(f"{number:08x}ff"), Namespace("odd" if number % 2 else "even")
+    return Snapshot(name, space, Place("/kv"), ids, size, saved_at=saved_at)
+
+
+async def told(fleet: Fleet, *snapshots: Snapshot) -> None:
+    await fleet.router.engine.snapshots_found(snapshots)
+
+
+FOUR = (
+    made(1, tokens=10, size=400, age_h=4),
+    made(2, tokens=20, size=300, age_h=3),
+    made(3, tokens=30, size=200, age_h=2),
+    made(4, tokens=40, size=100, age_h=1),
+)
+
+
+def ids_of(answer: Answer) -> list[int]:
+    return [int(row["id"][:8], 16) for row in answer.json["snapshots"]]
+
+
+async def left(fleet: Fleet) -> list[int]:
+    return sorted(ids_of(await fleet.get(PATH)))
+
+
+async def test_what_was_saved_is_listed(fake: FakeLlama, tmp_path: Path) -> None:
+    prompt = "p" * 300
+    async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as fleet:
+        await fleet.complete(prompt)
+        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+        await fleet.until_quiet()
+        answer = await fleet.get(PATH)
+        (row,) = answer.json["snapshots"]
+        one = (await fleet.get(f"{PATH}/{row['id'][:6]}")).json
+
+    assert (row["tokens"], row["uses"], row["in_use"]) == (307, 1, 0)
+    assert (row["place"], row["extendable"], row["media"]) == (str(tmp_path), True, False)
+    assert (tmp_path / row["file"]).stat().st_size == row["size_bytes"]
+    assert 0 <= row["age_s"] < 60
+    assert row["idle_s"] is None
+    sums = {"count": 1, "tokens": 307, "size_bytes": row["size_bytes"], "in_use": 0}
+    assert answer.json == sums | {"snapshots": [row], "next": None}
+    assert one == row | {"prefix_ids": [ord("p")] * 8, "age_s": one["age_s"]}
+    assert prompt[:9] not in answer.body.decode()
+
+
+async def test_a_restore_is_a_use(fake: FakeLlama, tmp_path: Path) -> None:
+    async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as fleet:
+        await fleet.complete("p" * 300, id_slot=0)
+        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+        assert (await fleet.complete("p" * 400, id_slot=1)).source == "snapshot"
+        answer = await fleet.get(f"{PATH}?sort=longest")
+
+    row = next(row for row in answer.json["snapshots"] if row["tokens"] == 307)
+    assert row["uses"] == 2
+    assert 0 <= row["idle_s"] < 60
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ({}, [4, 3, 2, 1]),
+        ({"sort": "newest"}, [4, 3, 2, 1]),
+        ({"sort": "oldest"}, [1, 2, 3, 4]),
+        ({"sort": "largest"}, [1, 2, 3, 4]),
+        ({"sort": "longest"}, [4, 3, 2, 1]),
+        ({"sort": "least_used"}, [1, 2, 3, 4]),
+        ({"namespace": "odd"}, [3, 1]),
+        ({"namespace": "e"}, [4, 2]),
+        ({"older_than": "150m"}, [2, 1]),
+        ({"min_tokens": "20"}, [4, 3, 2]),
+        ({"larger_than": "200"}, [2, 1]),
+        ({"larger_than": "0.2kB", "min_tokens": "20"}, [2]),
+        ({"unused": "true"}, [4, 3, 2, 1]),
+        ({"id": "00000003ff"}, [3]),
+        ({"id": "00000003,00000001"}, [3, 1]),
+        ({"limit": "2"}, [4, 3]),
+    ],
+)
+async def test_filters_and_order(fleet: Fleet, query: dict[str, str], expected: list[int]) -> None:
+    await told(fleet, *FOUR)
+
+    assert ids_of(await fleet.get(f"{PATH}?{urlencode(query)}")) == expected
+
+
+async def test_what_was_used_is_not_unused(fleet: Fleet) -> None:
+    await told(fleet, *FOUR)
+    catalog = fleet.router.engine.scheduler.state.fleet.catalog
+    catalog.acquire(FOUR[2].id, 0.0)
+
+    assert ids_of(await fleet.get(f"{PATH}?unused=true")) == [4, 2, 1]
+    assert ids_of(await fleet.get(f"{PATH}?sort=least_used")) == [1, 2, 4, 3]
+    assert (await fleet.get(PATH)).json["in_use"] == 1
+
+
+@pytest.mark.parametrize("sort", ["newest", "largest", "least_used"])
+async def test_pages_hold_each_once_whatever_goes_meanwhile(fleet: Fleet, sort: str) -> None:
+    """Equal ranks are told apart by id; what the cursor names may be gone."""
+    await told(
+        fleet, *(made(n, tokens=5 + n % 3, size=7 + n % 5, age_h=n % 4) for n in range(1, 51))
+    )
+    seen: list[int] = []
+    after: dict[str, str] = {}
+    while True:
+        page = await fleet.get(f"{PATH}?{urlencode({'sort': sort, 'limit': '7'} | after)}")
+        seen += ids_of(page)
+        if page.json["next"] is None:
+            break
+        after = {"after": page.json["next"]}
+        if len(seen) % 2:
+            assert (await purged(fleet, id=[f"{seen[-1]:08x}ff"])).json["count"] == 1
+
+    assert sorted(seen) == list(range(1, 51))
+
+
+async def purged(fleet: Fleet, **wanted: Any) -> Answer:
+    return await fleet.post(f"{PATH}/purge", wanted)
+
+
+async def test_no_answer_grows_without_bound(fleet: Fleet) -> None:
+    await told(fleet, *(made(n, tokens=1) for n in range(1, 1201)))
+    answer = await fleet.get(f"{PATH}?limit=100000")
+
+    assert (answer.json["count"], len(answer.json["snapshots"])) == (1200, 1000)
+    assert len(ids_of(await fleet.get(PATH))) == 100
+
+
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        ({"older_than": "5"}, "older_than: needs a unit: write 5s"),
+        ({"larger_than": "5XB"}, "unknown unit"),
+        ({"min_tokens": "many"}, "min_tokens: must be a whole number"),
+        ({"unused": "yes"}, "unused: must be true or false"),
+        ({"sort": "newset"}, "did you mean newest?"),
+        ({"namespaec": "x"}, "did you mean `namespace`?"),
+        ({"after": "x"}, "after: must be the `next`"),
+        ({"limit": "0"}, "limit: must be a whole number of at least 1"),
+        ({"dry_run": "true"}, "unknown key"),
+    ],
+)
+async def test_a_query_that_means_nothing_is_refused(
+    fleet: Fleet, query: dict[str, str], why: str
+) -> None:
+    answer = await fleet.get(f"{PATH}?{urlencode(query)}")
+
+    assert answer.status == 400
+    assert why in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("number", ["00000009ff", "0000000", "00000", "..", "a/b"])
+async def test_no_such_snapshot(fleet: Fleet, number: str) -> None:
+    """Nor one of several, nor one by an id that is too short."""
+    await told(fleet, *FOUR)
+    async with fleet.session.get(f"{fleet.url}{PATH}/{number.replace('/', '%2F')}") as response:
+        assert response.status == 404 or number == ".."
+    assert (await purged(fleet, id=[number])).status == 404
+    assert await left(fleet) == [1, 2, 3, 4]
+
+
+# -- giving up -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "goes"),
+    [
+        ({"all": True}, [1, 2, 3, 4]),
+        ({"older_than": "150m"}, [1, 2]),
+        ({"namespace": "even", "larger_than": "200B"}, [2]),
+        ({"id": ["00000001", "00000004ff"]}, [1, 4]),
+        ({"min_tokens": 41}, []),
+        ({"unused": True}, [1, 2, 3, 4]),
+    ],
+)
+async def test_purge(fleet: Fleet, wanted: dict[str, Any], goes: list[int]) -> None:
+    """A dry run says the same and does nothing."""
+    await told(fleet, *FOUR)
+    tried = await purged(fleet, dry_run=True, **wanted)
+    assert await left(fleet) == [1, 2, 3, 4]
+    done = await purged(fleet, **wanted)
+
+    assert done.json["count"] == len(goes)
+    assert done.json["size_bytes"] == sum(FOUR[n - 1].size_bytes for n in goes)
+    assert done.json | {"dry_run": True} == tried.json
+    assert await left(fleet) == [n for n in (1, 2, 3, 4) if n not in goes]
+
+
+async def test_one_tenant_s_name_may_begin_with_another_s(fleet: Fleet) -> None:
+    spaces = {1: "ns", 2: "ns@bob", 3: "ns@bobby", 4: "ns@alice"}
+    await told(fleet, *(replace(made(n), namespace=Namespace(s)) for n, s in spaces.items()))
+    await purged(fleet, namespace="ns@bob")
+    assert await left(fleet) == [1, 3, 4]
+    await purged(fleet, namespace="ns")
+    assert await left(fleet) == []
+
+
+async def test_delete_one(fleet: Fleet) -> None:
+    await told(fleet, *FOUR)
+    async with fleet.session.delete(f"{fleet.url}{PATH}/00000002") as response:
+        assert response.status == 200
+        assert (await response.json())["count"] == 1
+
+    assert await left(fleet) == [1, 3, 4]
+
+
+async def test_more_than_are_taken_at_once(fleet: Fleet) -> None:
+    await told(fleet, *(made(n, tokens=1) for n in range(1, 351)))
+
+    assert (await purged(fleet, all=True)).json["count"] == 350
+    assert await left(fleet) == []
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {},
+        {"all": False},
+        {"all": True, "unused": True},
+        {"dry_run": True},
+        {"everything": True},
+        {"id": []},  # of a script that found none
+        {"older_than": None},
+        {"unused": False, "min_tokens": 0},
+        {"namespace": ""},
+    ],
+)
+async def test_a_purge_says_what_it_means(fleet: Fleet, wanted: dict[str, Any]) -> None:
+    await told(fleet, *FOUR)
+
+    assert (await purged(fleet, **wanted)).status == 400
+    assert await left(fleet) == [1, 2, 3, 4]
+
+
+async def test_no_page_in_a_browser_purges(fleet: Fleet) -> None:
+    """A form cannot declare JSON; a script says where it comes from."""
+    await told(fleet, *FOUR)
+    url = f"{fleet.url}{PATH}/purge"
+    async with fleet.session.post(url, data='{"all": true}') as response:
+        assert response.status == 415
+    for headers in ({"Origin": fleet.url}, {"X-Forwarded-For": "192.0.2.7"}):
+        assert (await fleet.post(f"{PATH}/purge", {"all": True}, headers=headers)).status == 403
+        async with fleet.session.delete(f"{fleet.url}{PATH}/00000001", headers=headers) as refused:
+            assert refused.status == 403
+
+    assert await left(fleet) == [1, 2, 3, 4]
+
+
+async def test_with_a_token(fake: FakeLlama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_TEST_TOKEN", "sesame")
+    async with running([("a", fake.url)], None, yaml="admin: {token_env: KVFERRY_TEST_TOKEN}") as f:
+        await told(f, *FOUR)
+        assert (await purged(f, all=True)).status == 403
+        assert await left(f) == [1, 2, 3, 4]  # looking is free
+        shown = {"Authorization": "Bearer sesame"}
+        assert (await f.post(f"{PATH}/purge", {"all": True}, headers=shown)).status == 200
+        assert await left(f) == []
+
+
+async def test_the_file_is_there_for_as_long_as_it_is_restored_from(
+    fake: FakeLlama, tmp_path: Path
+) -> None:
+    async with running([("a", fake.url)], tmp_path, yaml="health: {interval: 60s}") as fleet:
+        await fleet.complete("p" * 300, id_slot=0)
+        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+        await fleet.until_quiet()
+        (row,) = (await fleet.get(PATH)).json["snapshots"]
+        file = tmp_path / row["file"]
+
+        fake.action_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(fleet.complete("p" * 400, id_slot=1))
+            await fleet.until(lambda state: fake.actions_waiting == 1)
+            said = (await purged(fleet, all=True)).json
+            assert (await fleet.get(PATH)).json["snapshots"] == []
+            assert file.exists()
+            fake.action_gate.set()
+
+        assert (said["count"], said["in_use"]) == (1, 1)
+        assert (asked.result().status, asked.result().cached) == (200, 300)
+        await fleet.until(lambda _: not file.exists())
+    assert fake.violations == []

@@ -1,0 +1,161 @@
+"""The fleet as rows: what is said of a slot, the snapshots in few numbers, and what changed."""
+
+import asyncio
+import json
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.base.tokens import pack
+from router.base.types import (
+    BackendId,
+    Lease,
+    MemoryKind,
+    Namespace,
+    Place,
+    RequestId,
+    SlotId,
+    Snapshot,
+    SnapshotId,
+    Source,
+)
+from router.core.fleet.catalog import Catalog
+from router.core.model.effects import SaveReason
+from router.core.model.jobs import (
+    CutStep,
+    DispatchStep,
+    EraseStep,
+    Job,
+    LookStep,
+    PrefillStep,
+    RestoreStep,
+    SaveStep,
+    Step,
+)
+from router.core.model.plan import Candidate, Plan, Price
+from router.core.model.slots import Slot
+from router.core.model.snapshot_limits import SnapshotLimits
+from router.web.admin.state_json import Changes, Picture, changes, slot_row, survey
+
+HOLDER = RequestId("r")
+FROM, TO = SlotId(BackendId("a"), 0), SlotId(BackendId("b"), 0)
+
+rows = st.dictionaries(st.sampled_from("xy"), st.integers(0, 1))
+pictures = st.dictionaries(
+    st.sampled_from(["fleet", "slots"]), st.dictionaries(st.sampled_from("abc"), rows)
+)
+
+
+def applied(picture: Picture, told: Changes) -> Picture:
+    """As `static/picture.js` does it; test_page_browser.py compares the two."""
+    after = {section: dict(found) for section, found in picture.items()}
+    for section, found in told.items():
+        for key, row in found.items():
+            if row is None:
+                del after[section][key]
+            else:
+                after.setdefault(section, {})[key] = row
+    return after
+
+
+def not_empty(picture: Picture) -> Picture:
+    return {section: found for section, found in picture.items() if found}
+
+
+@given(pictures, pictures)
+def test_changes_lead_from_one_picture_to_the_other(before: Picture, after: Picture) -> None:
+    told = changes(before, after)
+
+    assert not_empty(applied(before, told)) == not_empty(after)
+
+
+@given(pictures, pictures)
+def test_only_what_changed_is_told(before: Picture, after: Picture) -> None:
+    assert changes(after, after) == {}
+    for section, found in changes(before, after).items():
+        assert found
+        for key, row in found.items():
+            assert before.get(section, {}).get(key) != row
+
+
+def catalog_of(n: int) -> Catalog:
+    catalog = Catalog(SnapshotLimits())
+    for i in range(n):
+        tokens = pack([i, *[7] * (1 + i % 5)])
+        name = SnapshotId(f"{i:032x}")
+        snapshot = Snapshot(name, Namespace("n"), Place("/kv"), tokens, 10)
+        catalog.add(snapshot, MemoryKind.FULL, 1.0)
+    return catalog
+
+
+async def test_ten_thousand_snapshots_in_few_numbers() -> None:
+    catalog = catalog_of(10_000)
+    used = SnapshotId(f"{1234:032x}")
+    catalog.acquire(used, 0.0)
+    turns = 0
+
+    async def another() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.get_running_loop().create_task(another())
+    found = json.loads(json.dumps(await survey(catalog)))
+    other.cancel()
+
+    assert found["sizes"] == [[2, 2000, 20_000], [4, 4000, 40_000], [8, 4000, 40_000]]
+    assert (found["top"][0]["id"], found["top"][0]["in_use"]) == (used, 1)
+    assert len(found["top"]) == 10
+    assert turns >= 10
+    assert len(json.dumps(found)) < 4000
+
+
+async def test_no_snapshots() -> None:
+    assert await survey(Catalog()) == {"sizes": [], "top": []}
+
+
+def job_of(doing: Step | None) -> Job:
+    """`b/0` gets a copy of what `a/0` holds."""
+    price = Candidate(TO, Source.COPY, 5, Price(), copy_from=FROM)
+    return Job(HOLDER, Lease(TO, 1, HOLDER), plan=Plan(price), doing=doing)
+
+
+@pytest.mark.parametrize(
+    ("doing", "at_source", "at_target"),
+    [
+        (SaveStep(FROM, SaveReason.COPY), "save", None),
+        (RestoreStep(None), None, "restore"),
+        (CutStep(SnapshotId("s"), 3), None, "cut"),
+        (PrefillStep(pack([1])), None, "prefill"),
+        (DispatchStep(), None, "answer"),
+        (None, None, None),
+    ],
+)
+def test_a_move_is_seen_on_both_slots(
+    doing: Step | None, at_source: str | None, at_target: str | None
+) -> None:
+    jobs = {HOLDER: job_of(doing)}
+    source, target = (slot_row(Slot(slot, holder=HOLDER), jobs) for slot in (FROM, TO))
+
+    assert (source["doing"], target["doing"]) == (at_source, at_target)
+    assert (target["source"], target["copy_from"]) == ("copy", "a/0")
+
+
+def test_a_slot_that_nobody_holds() -> None:
+    row = slot_row(Slot(FROM), {HOLDER: job_of(DispatchStep())})
+
+    assert (row["doing"], row["source"], row["copy_from"]) == (None, None, None)
+
+
+def test_every_step_has_a_word() -> None:
+    """A new one would be a KeyError for whoever looks while it is under way."""
+    for step in get_args(Step):
+        doing = step.__new__(step)
+        if step is SaveStep:
+            doing = SaveStep(TO, SaveReason.IDLE)
+        if step in (EraseStep, LookStep):
+            doing = step(TO)
+        assert slot_row(Slot(TO, holder=HOLDER), {HOLDER: job_of(doing)})["doing"]

@@ -1,0 +1,170 @@
+"""What operators see: as the scheduler has it, and looking changes nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from math import inf
+from pathlib import Path
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.fake_wire import render_chat
+from tests.support.servers.router_fleet import Fleet, running
+
+PROMPT = "p" * 300
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+    yaml = "health: {interval: 60s}"
+    async with running([("a", fake.url)], tmp_path, yaml=yaml) as router:
+        yield router
+
+
+async def test_state(fake: FakeLlama, fleet: Fleet) -> None:
+    await fleet.complete(PROMPT)
+    state = await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+    state = await fleet.until_quiet()
+    (backend,), (snapshot,) = state["backends"], state["snapshots"]["items"]
+
+    assert (backend["name"], backend["up"], backend["url"]) == ("a", True, fake.url)
+    assert (backend["models"], backend["slots"], backend["n_ctx"]) == (["fake"], 2, 4096)
+    assert (backend["memory_kind"], backend["n_stream"], backend["window"]) == ("full", 2, 0)
+    assert (backend["cuts"], backend["problem"], backend["note"]) == (True, None, None)
+    assert backend["rates"]["prefill_tokens_per_s"] > 0
+    assert [slot["resident_tokens"] for slot in state["slots"]] == [len(PROMPT) + 7, 0]
+    assert snapshot["tokens"] == len(PROMPT) + 7
+    assert (snapshot["n_stream"], snapshot["checkpoints"]) == (2, [])
+    assert snapshot["extendable"]
+    assert snapshot["size_bytes"] == state["snapshots"]["size_bytes"]
+    assert PROMPT not in str(state)
+
+
+async def test_queue_is_shown(fake: FakeLlama, fleet: Fleet) -> None:
+    fake.decode_gate.clear()
+    async with asyncio.TaskGroup() as group:
+        for i in range(3):
+            group.create_task(fleet.complete(str(i)))
+        state = await fleet.until(lambda state: len(state["queue"]) == 1)
+        metrics = await fleet.metrics()
+        fake.decode_gate.set()
+
+    assert state["queue"][0]["prompt_tokens"] == 1
+    assert metrics["kvferry_queue_depth"] == 1
+    (info,) = [name for name in metrics if name.startswith("kvferry_backend_info")]
+    assert 'memory_kind="full"' in info
+    assert 'n_stream="2"' in info
+    assert metrics['kvferry_slots{backend="a",phase="running"}'] == 2
+
+
+async def test_backend_that_is_down(fake: FakeLlama, tmp_path: Path) -> None:
+    async with running([("a", fake.url), ("b", "http://127.0.0.1:9")], None, wait_for=["a"]) as f:
+        state = await f.until(lambda state: "contacted" not in state["backends"][1]["problem"])
+        health = await f.get("/kvferry/health")
+
+    assert (state["backends"][1]["up"], health.status) == (False, 200)
+    assert health.json["backends"]["b"] == (
+        "nothing listens there; start llama-server; compare the"
+        " port; for another machine it needs --host 0.0.0.0"
+    )
+
+
+async def test_gauges_are_the_state_as_it_is(fleet: Fleet) -> None:
+    await fleet.complete(PROMPT)
+    await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+    state, metrics = await fleet.until_quiet(), await fleet.metrics()
+    (backend,), snapshots = state["backends"], state["snapshots"]
+
+    held = sum(slot["resident_tokens"] for slot in state["slots"])
+    assert metrics['kvferry_resident_tokens{backend="a"}'] == held == len(PROMPT) + 7
+    assert metrics["kvferry_snapshot_bytes_limit"] == snapshots["max_bytes"] > 0
+    assert (metrics["kvferry_snapshot_tokens_limit"], snapshots["max_tokens"]) == (inf, -1)
+    speed = metrics['kvferry_prefill_tokens_per_second{backend="a"}']
+    assert round(speed, 1) == backend["rates"]["prefill_tokens_per_s"]
+
+
+async def test_a_scrape_lets_others_have_their_turn(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.web.admin.status._LONG_S", 0.0)
+    turns, over = 0, asyncio.Event()
+
+    async def others() -> None:
+        nonlocal turns
+        while not over.is_set():
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(others())
+        request = make_mocked_request("GET", "/metrics")
+        text = (await fleet.router.app._admin.metrics(request)).body
+        over.set()
+    assert isinstance(text, bytes)
+    assert turns > text.count(b"# TYPE") // 2 > 20
+
+
+async def test_one_scrape_for_all(fake: FakeLlama, tmp_path: Path) -> None:
+    """The router's own and every backend's metrics, valid as a whole; a backend that is down is
+    told so. Without the parameter nobody is asked."""
+    async with running([("a", fake.url), ("b", "http://127.0.0.1:9")], None, wait_for=["a"]) as f:
+        alone, seen = await f.metrics(), list(fake.seen)
+        text = (await f.get("/metrics?backends=1")).body.decode()
+
+    families = list(text_string_to_metric_families(text))
+    names = [family.name for family in families]
+    assert len(set(names)) == len(names)
+    samples = {(s.name, s.labels.get("backend")): s.value for f in families for s in f.samples}
+    assert samples["llamacpp:requests_processing", "a"] == 0
+    assert ("llamacpp:requests_processing", "b") not in samples
+    assert samples["kvferry_backend_scrape_up", "a"] == samples["kvferry_backend_up", "a"] == 1
+    assert samples["kvferry_backend_scrape_up", "b"] == samples["kvferry_backend_up", "b"] == 0
+    assert ("GET", "/metrics") not in seen
+    assert not [name for name in alone if "scrape_up" in name or "llamacpp" in name]
+    assert alone["process_resident_memory_bytes"] > 1e6
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/completion", {"prompt": PROMPT}, 300),
+        ("/v1/chat/completions", {"messages": [USER]}, len(render_chat([USER]))),
+        ("/infill", {"input_prefix": "x"}, None),
+    ],
+)
+async def test_a_dry_run_does_nothing(
+    fake: FakeLlama, fleet: Fleet, path: str, body: dict[str, object], tokens: int | None
+) -> None:
+    before, slots = dict(fake.counts), (await fleet.state())["slots"]
+    answer = (await fleet.post(f"/kvferry/plan?path={path}", body)).json
+
+    assert answer["prompt_tokens"] == tokens
+    assert (answer["unknown"] is None) == (tokens is not None)
+    chosen = answer["plan"]["chosen"]
+    assert chosen["backend"] == "a"
+    assert chosen["total_s"] == pytest.approx(sum(chosen["parts_s"].values()), abs=1e-5)
+    assert all(loser["total_s"] >= chosen["total_s"] for loser in answer["plan"]["losers"])
+    assert dict(fake.counts) == before
+    assert (await fleet.state())["slots"] == slots
+
+
+async def test_a_dry_run_says_what_then_happens(fleet: Fleet) -> None:
+    await fleet.complete(PROMPT)
+    # While it is saved it is to be had from the file alone, and then from the slot.
+    await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+    await fleet.until_quiet()
+    planned = (await fleet.post("/kvferry/plan?path=/completion", {"prompt": PROMPT})).json
+    answer = await fleet.complete(PROMPT)
+
+    assert planned["plan"]["chosen"]["source"] == answer.source == "resident"
+    assert planned["plan"]["chosen"]["reused_tokens"] == answer.cached
+    assert planned["plan"]["pauses"] == []

@@ -1,0 +1,191 @@
+"""What is wrong with a request is said at once, in the OpenAI shape, and costs nothing."""
+
+import asyncio
+import gzip
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Answer, Fleet, is_quiet, read_answer, running
+
+CHAT = "/v1/chat/completions"
+LIMITS = "limits: {max_body: 64KiB, body_timeout: 200ms}"
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path, n_ctx=1024) as server:
+        yield server
+        assert server.violations == []
+
+
+@pytest.fixture
+async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+    """Afterwards nothing is held, and nothing but the look at the new backend ran on it."""
+    async with running([("a", fake.url)], tmp_path, yaml=LIMITS) as router:
+        before = dict(fake.counts)
+        yield router
+        assert is_quiet(await router.state())
+        assert dict(fake.counts) == before
+
+
+async def send(fleet: Fleet, raw: bytes, content_type: str = "application/json") -> Answer:
+    headers = {"Content-Type": content_type}
+    async with fleet.session.post(fleet.url + CHAT, data=raw, headers=headers) as response:
+        return await read_answer(response)
+
+
+def assert_refused(answer: Answer, status: int, kind: str, *words: str) -> None:
+    error = answer.json["error"]
+    assert (answer.status, error["code"], error["type"]) == (status, status, kind)
+    for word in words:
+        assert word in error["message"]
+    assert answer.headers["x-kvferry-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", "not valid JSON"),
+        (b"{bad", "not valid JSON"),
+        (b'{"messages": [}', "not valid JSON"),
+        (b'{"a": NaN}', "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[]", "an array"),
+        (b'"text"', "a string"),
+        (b"null", "null"),
+        (b"7", "a number"),
+        (b"true", "a boolean"),
+        (b"[" * 5000, "not valid JSON"),
+    ],
+)
+async def test_body_that_is_no_json_object(fleet: Fleet, raw: bytes, words: str) -> None:
+    assert_refused(await send(fleet, raw), 400, "invalid_request_error", words)
+
+
+async def test_the_content_type_that_explains_it_is_named(fleet: Fleet) -> None:
+    answer = await send(fleet, b"prompt=x", "application/x-www-form-urlencoded")
+
+    assert_refused(answer, 400, "invalid_request_error", "x-www-form-urlencoded", "send app")
+
+
+async def test_body_over_the_limit(fleet: Fleet) -> None:
+    answer = await send(fleet, b'{"a":"' + b"x" * 70_000 + b'"}')
+
+    assert_refused(answer, 413, "invalid_request_error", "65536", "limits.max_body")
+
+
+async def test_small_body_that_unpacks_to_a_huge_one(fleet: Fleet) -> None:
+    """The limit counts what comes out."""
+    packed = gzip.compress(b'{"a":"' + b"x" * 5_000_000 + b'"}')
+    assert len(packed) < 10_000
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with fleet.session.post(fleet.url + CHAT, data=packed, headers=headers) as response:
+        assert_refused(await read_answer(response), 413, "invalid_request_error")
+
+
+async def test_gzip_that_is_none(fleet: Fleet) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    async with fleet.session.post(fleet.url + CHAT, data=b"no gzip", headers=headers) as response:
+        answer = await read_answer(response)
+    assert_refused(answer, 400, "invalid_request_error", "Content-Encoding")
+
+
+async def test_body_that_does_not_arrive(fleet: Fleet) -> None:
+    """A client that stops in the middle is told so, and does not hold anything meanwhile."""
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b'{"messages": ['
+        await asyncio.Event().wait()
+
+    async with fleet.session.post(fleet.url + CHAT, data=stalled()) as response:
+        assert_refused(await read_answer(response), 408, "invalid_request_error", "body_timeout")
+
+
+async def test_client_that_leaves_in_the_middle_of_its_body(fleet: Fleet) -> None:
+    reader, writer = await fleet.connect()
+    writer.write(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    await writer.drain()
+    writer.close()
+    await reader.read()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
+        b"POST /completion HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n{}",
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+    ],
+    ids=["length", "chunk", "smuggling", "TLS"],
+)
+async def test_broken_http(fleet: Fleet, raw: bytes) -> None:
+    reader, writer = await fleet.connect()
+    writer.write(raw)
+    answer = await reader.read()
+    writer.close()
+
+    assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
+
+
+async def test_an_expectation_that_nobody_knows(fleet: Fleet) -> None:
+    headers = {"Expect": "202-checking"}
+    async with fleet.session.post(fleet.url + CHAT, data=b"{}", headers=headers) as response:
+        assert_refused(await read_answer(response), 417, "invalid_request_error", "100-continue")
+
+
+async def test_prompt_longer_than_the_context(fleet: Fleet) -> None:
+    """Before anything is leased: no slot is emptied for it (llama-server.md section 2.3)."""
+    answer = await fleet.complete("x" * 1024)
+
+    assert_refused(answer, 400, "exceed_context_size_error", "(1024 tokens)")
+    assert (answer.json["error"]["n_prompt_tokens"], answer.json["error"]["n_ctx"]) == (1024, 1024)
+
+
+async def test_one_model_answers_to_any_name(fake: FakeLlama, tmp_path: Path) -> None:
+    """As llama-server itself does: it ignores the field."""
+    async with running([("a", fake.url)], tmp_path) as fleet:
+        answer = await fleet.complete("x", model="gpt-4")
+
+        assert answer.status == 200
+
+
+async def test_two_models(fake: FakeLlama, tmp_path: Path) -> None:
+    """(1) A known name goes where it belongs. (2) An unknown one is an error with the names.
+    (3) No name goes anywhere."""
+    async with (
+        FakeLlama(kv_dir=tmp_path, model="other") as other,
+        running([("a", fake.url), ("b", other.url)], tmp_path) as fleet,
+    ):
+        for model, backend in (("fake", "a"), ("other", "b")):
+            assert (await fleet.complete("x", model=model)).slot[0] == backend
+        answer = await fleet.complete("x", model="gpt-4")
+        assert_refused(answer, 404, "model_not_found", "'gpt-4'", "fake, other")
+        assert (await fleet.complete("x")).status == 200
+        models = await fleet.get("/v1/models")
+        assert [model["id"] for model in models.json["data"]] == ["fake", "other"]
+        tokenized = await fleet.post("/tokenize", {"content": "x", "model": "other"})
+        assert tokenized.headers["x-kvferry-backend"] == "b"
+        assert (await fleet.post("/tokenize", {"content": "x", "model": "no"})).status == 404
+
+
+async def test_every_refusal_is_counted(fleet: Fleet) -> None:
+    await send(fleet, b"{bad")
+    await fleet.get("/slots")
+    await fleet.complete("x" * 2000)
+
+    metrics = await fleet.metrics()
+    for outcome in ("bad_request", "forbidden", "context_too_long"):
+        assert metrics[f'kvferry_requests_total{{outcome="{outcome}"}}'] == 1
+
+
+async def test_a_dry_run_of_a_bad_request(fleet: Fleet) -> None:
+    answer = await fleet.post("/kvferry/plan?path=/slots", {})
+    assert_refused(answer, 400, "invalid_request_error", "/slots")
+    async with fleet.session.post(fleet.url + "/kvferry/plan", data=b"{bad") as response:
+        assert_refused(await read_answer(response), 400, "invalid_request_error")

@@ -1,0 +1,233 @@
+"""A client that leaves costs nothing more from then on, wherever it leaves.
+
+With the fake, the request is stopped at the point in question by a gate; what a real server does
+about it is in test_cancellation_real.py.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, Json, running
+
+PROMPT = "p" * 300  # more than store.min_tokens: worth a snapshot
+OTHER = "q" * 300
+LONG = "l" * 3500  # more than policy.coalesce_above: computed by the router first
+STREAM: Json = {"stream": True}
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path, n_slots=1) as server:
+        yield server
+        assert server.violations == []
+
+
+@pytest.fixture
+async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with running([("a", fake.url)], tmp_path) as router:
+        yield router
+
+
+@asynccontextmanager
+async def leaving(fleet: Fleet, prompt: str, **fields: object) -> AsyncIterator[None]:
+    """A client that sends its request before the block and is gone after it."""
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(fleet.complete(prompt, **fields))
+        yield
+        task.cancel()
+
+
+def waiting(n: int) -> Callable[[Json], bool]:
+    """For `until`."""
+    return lambda state: len(state["queue"]) == n
+
+
+def phase(name: str) -> Callable[[Json], bool]:
+    """For `until`."""
+    return lambda state: any(slot["phase"] == name for slot in state["slots"])
+
+
+async def saved(fleet: Fleet, prompt: str) -> Answer:
+    """Let `prompt` become a snapshot, and something else the content of the slot."""
+    answer = await fleet.complete(prompt)
+    await fleet.until(lambda state: state["snapshots"]["count"] >= 1)
+    await fleet.until_quiet()
+    await fleet.complete(OTHER)
+    await fleet.until(lambda state: state["snapshots"]["count"] >= 2)
+    await fleet.until_quiet()
+    return answer
+
+
+def prompts(fake: FakeLlama) -> list[object]:
+    """What completions the fake was asked for."""
+    return [body.get("prompt") for path, body in fake.bodies if path == "/completion"]
+
+
+async def test_while_queued(fake: FakeLlama, fleet: Fleet) -> None:
+    """No restore, prefill or save happens for it, and the next in the queue is served."""
+    await saved(fleet, PROMPT)
+    fake.decode_gate.clear()
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(fleet.complete("first"))
+        await fleet.until(phase("running"))
+        async with leaving(fleet, PROMPT + "gone"):
+            await fleet.until(waiting(1))
+            third = group.create_task(fleet.complete("third"))
+            await fleet.until(waiting(2))
+        await fleet.until(waiting(1))
+        before = dict(fake.counts)
+        fake.decode_gate.set()
+        assert (await first).status == (await third).status == 200
+    await fleet.until_quiet()
+
+    assert PROMPT + "gone" not in prompts(fake)
+    assert fake.counts["restore", 0] == before["restore", 0]
+    assert fake.counts["completion", 0] == before["completion", 0] + 1
+
+
+async def test_all_who_queue_leave(fake: FakeLlama, fleet: Fleet) -> None:
+    fake.decode_gate.clear()
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(fleet.complete("first"))
+        await fleet.until(phase("running"))
+        others = [group.create_task(fleet.complete(f"other {i}")) for i in range(20)]
+        await fleet.until(waiting(20))
+        for task in others:
+            task.cancel()
+        await fleet.until(waiting(0))
+        fake.decode_gate.set()
+        assert (await first).status == 200
+    await fleet.until_quiet()
+    assert not any("other" in str(prompt) for prompt in prompts(fake))
+
+
+async def test_during_a_restore(fake: FakeLlama, fleet: Fleet) -> None:
+    """A restore cannot be called back: the slot is free when it has ended, and holds the state."""
+    cold = await saved(fleet, PROMPT)
+    fake.action_gate.clear()
+    async with leaving(fleet, PROMPT):
+        await fleet.until(phase("preparing"))
+        await fake.until(lambda: fake.actions_waiting == 1)
+    assert (await fleet.state())["slots"][0]["phase"] == "preparing"
+    fake.action_gate.set()
+    await fleet.until_quiet()
+
+    asked = len(prompts(fake))
+    again = await fleet.complete(PROMPT)
+    assert (again.text, again.source) == (cold.text, "resident")
+    assert len(prompts(fake)) == asked + 1
+
+
+async def test_during_the_routers_own_prefill(fake: FakeLlama, fleet: Fleet) -> None:
+    """It is stopped, and the client's own request is never sent."""
+    fake.prefill_gate.clear()
+    async with leaving(fleet, LONG):
+        await fake.until(lambda: fake.slots[0].busy)
+        assert (await fleet.state())["slots"][0]["phase"] == "preparing"
+    await fake.until(lambda: not fake.slots[0].busy)
+    await fleet.until_quiet()
+    fake.prefill_gate.set()
+
+    assert LONG not in prompts(fake)
+    assert (await fleet.complete("next")).status == 200
+
+
+@pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
+async def test_during_a_silent_prefill(fake: FakeLlama, fleet: Fleet, fields: Json) -> None:
+    """No byte has come yet; the connection to the backend is closed at once all the same."""
+    fake.prefill_gate.clear()
+    async with leaving(fleet, PROMPT, **fields):
+        await fake.until(lambda: fake.slots[0].busy)
+        await fleet.until(phase("running"))
+    await fake.until(lambda: not fake.slots[0].busy)
+    state = await fleet.until_quiet()
+    fake.prefill_gate.set()
+
+    assert state["slots"][0]["resident_tokens"] == 0  # nothing was computed
+    assert (await fleet.complete("next")).status == 200
+
+
+async def test_in_the_middle_of_a_stream(fake: FakeLlama, fleet: Fleet) -> None:
+    """The backend stops; what it has computed until then is known by its length."""
+    fake.faults.hang_after_chunks = 4
+    body = {"prompt": PROMPT, "n_predict": 50, **STREAM}
+    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+        await response.content.readuntil(b"\n\n")
+        await fleet.until(phase("running"))
+    await fake.until(lambda: not fake.slots[0].busy)
+    state = await fleet.until_quiet()
+
+    assert state["slots"][0]["resident_tokens"] == len(fake.slots[0].tokens)
+    assert (await fleet.metrics())['kvferry_requests_total{outcome="client_gone"}'] == 1
+    fake.faults.hang_after_chunks = None
+    assert (await fleet.complete(PROMPT)).cached == len(PROMPT) - 1
+
+
+@pytest.mark.fault(
+    "a client leaves, and the server goes on",
+    "generating",
+    client="others wait until the slot is known to be idle",
+)
+async def test_slot_is_not_leased_again_before_the_backend_is_idle(
+    fake: FakeLlama, fleet: Fleet
+) -> None:
+    """The fake goes on computing for a client that is gone, as a real one may for a second."""
+    fake.faults.ignores_leaving = True
+    fake.decode_gate.clear()
+    async with leaving(fleet, PROMPT):
+        await fake.until(lambda: fake.slots[0].busy)
+    await fleet.until(phase("draining"))
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(fleet.complete("next"))
+        await fleet.until(waiting(1))
+        assert fake.slots[0].busy
+        fake.decode_gate.set()
+        assert (await task).status == 200
+
+
+async def test_slow_reader_slows_the_backend(fake: FakeLlama, fleet: Fleet) -> None:
+    """What the client does not read is not fetched: it waits in the backend, not in the router."""
+    fake.faults.padding_bytes = 256 * 1024
+    body = {"prompt": "x", "n_predict": 1000, **STREAM}  # a quarter of a gigabyte
+    async with fleet.session.post(
+        fleet.url + "/completion", json=body, read_bufsize=2**14
+    ) as response:
+        async with asyncio.timeout(PATIENCE_S):
+            sent = -1
+            while fake.chunks_sent != sent or not fake.stuck:
+                sent = fake.chunks_sent
+                await asyncio.sleep(0.05)
+        # Socket buffers on both ways and two small ones of ours: some megabytes.
+        assert 0 < fake.chunks_sent < 200
+        response.close()
+    await fleet.until_quiet()
+    assert fake.chunks_sent < 200
+
+
+async def test_slow_reader_gets_everything(fake: FakeLlama, fleet: Fleet) -> None:
+    fake.faults.padding_bytes = 64 * 1024
+    body = {"prompt": "x", "n_predict": 100, **STREAM}
+    size = 0
+    async with fleet.session.post(
+        fleet.url + "/completion", json=body, read_bufsize=2**14
+    ) as response:
+        async for chunk in response.content.iter_chunked(2**14):
+            size += len(chunk)
+            await asyncio.sleep(0)
+    assert size > 100 * 64 * 1024
+    await fleet.until_quiet()
+
+
+async def test_leaving_between_the_grant_and_the_request(fake: FakeLlama, fleet: Fleet) -> None:
+    """Many who leave at any moment: nothing is left over."""
+    for steps in range(60):
+        async with leaving(fleet, PROMPT):
+            for _ in range(steps):
+                await asyncio.sleep(0)
+    await fleet.until_quiet()
+    assert (await fleet.complete(PROMPT)).status == 200

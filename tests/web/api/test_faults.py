@@ -1,0 +1,442 @@
+"""Backends that die, hang and come back, and what the client sees of it: as little as possible."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from router.tools.demo.launcher import free_port
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.fake_wire import generate
+from tests.support.servers.router_fleet import Answer, Fleet, Json, running
+
+PROMPT = "p" * 300
+LONG = "l" * 3500  # more than policy.coalesce_above: computed by the router first
+STREAM: Json = {"stream": True}
+IMPATIENT = "limits: {first_byte_timeout: 300ms, idle_timeout: 300ms}"
+
+
+@dataclass
+class Two:
+    """Two fakes that share a directory. The first request goes to `a`, by order of names."""
+
+    a: FakeLlama
+    b: FakeLlama
+    kv_dir: Path
+
+    @property
+    def backends(self) -> list[tuple[str, str]]:
+        return [("a", self.a.url), ("b", self.b.url)]
+
+
+@pytest.fixture
+async def two(tmp_path: Path) -> AsyncIterator[Two]:
+    async with FakeLlama(kv_dir=tmp_path) as a, FakeLlama(kv_dir=tmp_path) as b:
+        yield Two(a, b, tmp_path)
+        assert a.violations == b.violations == []
+
+
+def text_of(prompt: str, n: int = 8) -> str:
+    return bytes(generate(list(prompt.encode()), n)).decode()
+
+
+def assert_good(answer: Answer, prompt: str, backend: str) -> None:
+    assert (answer.status, answer.text) == (200, text_of(prompt))
+    assert answer.slot[0] == backend
+
+
+async def to_a(fleet: Fleet) -> None:
+    """Make `a` the place where PROMPT goes next: it holds the prefix."""
+    assert_good(await fleet.complete(PROMPT, id_slot=0), PROMPT, "a")
+
+
+async def broken_stream(fleet: Fleet) -> bytes:
+    """What comes of a stream that must not end well."""
+    body = {"prompt": PROMPT, "n_predict": 20} | STREAM
+    received = b""
+    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
+        assert response.status == 200
+        try:
+            async for chunk in response.content.iter_any():
+                received += chunk
+        except aiohttp.ClientPayloadError:
+            return received
+    raise AssertionError(f"a clean end after {received!r}")
+
+
+@asynccontextmanager
+async def stopped_reading(
+    fleet: Fleet, body: Json, room: int = 4096
+) -> AsyncIterator[socket.socket]:
+    """A client that has read the head of its answer and nothing more."""
+    raw, parts = json.dumps(body).encode(), urlsplit(fleet.url)
+    head = f"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    with socket.socket() as connection:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        await loop.sock_connect(connection, (parts.hostname, parts.port))
+        await loop.sock_sendall(connection, head.encode() + raw)
+        assert (await loop.sock_recv(connection, 12)).endswith(b" 200")
+        yield connection
+
+
+# --- before the first byte: nobody has seen anything, so it is tried again ------------------------
+
+
+@pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
+async def test_dies_before_the_first_byte(two: Two, fields: Json) -> None:
+    async with running(two.backends, None) as fleet:
+        two.a.faults.die_at_once = True
+        answer = await fleet.complete(PROMPT, **fields)
+
+        assert_good(answer, PROMPT, "b")
+        await fleet.until_quiet()
+
+
+async def test_crashes_during_prefill(two: Two) -> None:
+    """The process is gone: its slots are lost, and come back empty with it."""
+    async with running(two.backends, None) as fleet:
+        await to_a(fleet)
+        two.a.prefill_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT))
+            await two.a.until(lambda: two.a.slots[0].busy)
+            await two.a.go_down()
+        assert_good(await task, PROMPT, "b")
+        await fleet.until(lambda state: not state["backends"][0]["up"])
+        two.a.prefill_gate.set()
+        await two.a.come_up()
+        await fleet.until_up("a")
+        state = await fleet.until_quiet()
+        assert [slot["resident_tokens"] for slot in state["slots"] if slot["backend"] == "a"] == [
+            0,
+            0,
+        ]
+
+
+@pytest.mark.fault(
+    "only completions hang, /health is well",
+    "before the first byte, past `first_byte_timeout`",
+    client="the right answer",
+)
+@pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
+async def test_hangs_before_the_first_byte(two: Two, fields: Json) -> None:
+    """/health goes on saying ok; the clock decides."""
+    async with running(two.backends, None, yaml=IMPATIENT) as fleet:
+        two.a.faults.hang = True
+        answer = await fleet.complete(PROMPT, **fields)
+
+        assert_good(answer, PROMPT, "b")
+        await fleet.until_quiet()
+
+
+@pytest.mark.fault(
+    "only completions hang, /health is well",
+    "while the router has the prompt computed, past `first_byte_timeout`",
+    client="the right answer",
+)
+@pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
+async def test_hangs_while_the_router_has_the_prompt_computed(two: Two, fields: Json) -> None:
+    """The router gives up its prefill, finds the slot idle, and sends what the client wants."""
+    async with running(two.backends, two.kv_dir, yaml=IMPATIENT) as fleet:
+        two.a.faults.hang = True
+        answer = await fleet.complete(LONG, **fields)
+
+        assert_good(answer, LONG, "b")
+        asked = [body.get("prompt", "") for path, body in two.a.bodies if path == "/completion"]
+        assert [len(prompt) for prompt in asked if len(prompt) > 3000] == [3499, 3500]
+        two.a.faults.hang = False
+        await fleet.until_quiet()
+
+
+@pytest.mark.fault(
+    "only completions hang, /health is well",
+    "after the headers of a stream, past `first_byte_timeout`",
+    client="the right answer",
+)
+async def test_hangs_after_the_headers(two: Two) -> None:
+    """The headers of a stream come before the prefill: they are not the first byte."""
+    async with running(two.backends, None, yaml=IMPATIENT) as fleet:
+        two.a.prefill_gate.clear()
+        answer = await fleet.complete(PROMPT, **STREAM)
+
+        assert_good(answer, PROMPT, "b")
+
+
+@pytest.mark.fault(
+    "all servers fail at once", "before the first byte", client="502, 503 or 504 with Retry-After"
+)
+@pytest.mark.parametrize("fault", ["hang", "die_at_once"])
+async def test_all_fail(two: Two, fault: str) -> None:
+    """Three attempts, then the truth."""
+    async with running(two.backends, None, yaml=IMPATIENT, no_backend_s=0.1) as fleet:
+        for fake in (two.a, two.b):
+            setattr(fake.faults, fault, True)
+        answer = await fleet.complete(PROMPT)
+
+        assert answer.status in ((503, 504) if fault == "hang" else (502, 503))
+        assert answer.json["error"]["code"] == answer.status
+        assert int(answer.headers["Retry-After"]) >= 1
+        await fleet.until_quiet()
+        for fake in (two.a, two.b):
+            setattr(fake.faults, fault, False)
+        assert (await fleet.complete(PROMPT)).status == 200
+
+
+async def test_only_one_backend_and_it_recovers(two: Two) -> None:
+    """With nowhere else to go the same one is asked again."""
+    async with running(two.backends[:1], None) as fleet:
+        two.a.faults.die_at_once = True
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT))
+            before = two.a.counts["completion", 0] + two.a.counts["completion", 1]
+            await two.a.until(
+                lambda: two.a.counts["completion", 0] + two.a.counts["completion", 1] > before
+            )
+            two.a.faults.die_at_once = False
+        assert_good(await task, PROMPT, "a")
+
+
+# --- afterwards: what was sent cannot be taken back -----------------------------------------------
+
+
+@pytest.mark.fault("closes at once", "mid-stream", client="connection broken off")
+async def test_dies_in_the_middle_of_a_stream(two: Two) -> None:
+    """The connection is broken off: the client must not take a part for the whole."""
+    async with running(two.backends, None) as fleet:
+        two.a.faults.die_after_chunks = 3
+        before = dict(two.b.counts)
+        received = await broken_stream(fleet)
+
+        assert received.count(b"data: ") == 3
+        await fleet.until_quiet()
+        metrics = await fleet.metrics()
+        assert metrics['kvferry_requests_total{outcome="backend_error"}'] == 1
+        assert two.b.counts == before  # no second attempt
+
+
+@pytest.mark.fault(
+    "only completions hang, /health is well",
+    "mid-stream, past `idle_timeout`",
+    client="connection broken off",
+)
+async def test_falls_silent_in_the_middle_of_a_stream(two: Two) -> None:
+    async with running(two.backends, None, yaml=IMPATIENT) as fleet:
+        two.a.faults.hang_after_chunks = 3
+        received = await broken_stream(fleet)
+
+        assert received.count(b"data: ") == 3
+        await fleet.until_quiet()
+
+
+@pytest.mark.fault(
+    "a client reads slowly, for longer than `idle_timeout`", "mid-stream", client="the whole answer"
+)
+async def test_a_slow_client_is_no_silent_backend(two: Two) -> None:
+    """idle_timeout is about what the backend does not send, not what the client does not read."""
+    yaml = "limits: {idle_timeout: 100ms}"
+    async with running(two.backends, None, yaml=yaml) as fleet:
+        two.a.faults.padding_bytes = 256 * 1024
+        body = {"prompt": PROMPT, "n_predict": 60} | STREAM
+        async with fleet.session.post(
+            fleet.url + "/completion", json=body, read_bufsize=2**14
+        ) as response:
+            sent = -1
+            while two.a.chunks_sent != sent or not two.a.stuck:
+                sent = two.a.chunks_sent
+                await asyncio.sleep(0.3)  # longer than the timeout
+            received = await response.read()
+        assert len(received) > 60 * 256 * 1024
+        assert b'"stop": true' in received
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_a_client_that_takes_nothing_does_not_keep_its_slot(two: Two, stream: bool) -> None:
+    """It is there and does not read; with a whole answer the backend is done long ago."""
+    yaml = "{limits: {send_timeout: 100ms}, health: {interval: 60s}}"
+    async with running(two.backends[:1], None, yaml=yaml) as fleet:
+        two.a.faults.padding_bytes = 2**18
+        two.a.model = "m" * 2**24  # it is in a whole answer
+        body = {"prompt": PROMPT, "n_predict": 1000 if stream else 1, "stream": stream}
+        metrics: dict[str, float] = {}
+        async with stopped_reading(fleet, body):
+            while not metrics.get('kvferry_requests_total{outcome="client_gone"}'):
+                metrics = await fleet.metrics()
+            state = await fleet.until_quiet()
+        assert {slot["phase"] for slot in state["slots"]} == {"idle"}
+        assert not any(slot.busy for slot in two.a.slots)
+
+
+async def test_a_client_that_takes_little_by_little_is_left_alone(two: Two) -> None:
+    """One event is more than it reads in the time in which one may take nothing."""
+    yaml = "limits: {send_timeout: 500ms}"
+    async with running(two.backends[:1], None, yaml=yaml) as fleet:
+        two.a.faults.padding_bytes = 2**24
+        body = {"prompt": PROMPT, "n_predict": 1} | STREAM
+        async with stopped_reading(fleet, body, 2**17) as connection:
+            loop, received = asyncio.get_running_loop(), b""
+            while not received.endswith(b"0\r\n\r\n"):
+                data = await loop.sock_recv(connection, 2**17)
+                assert data, "cut off"
+                received = received[-8:] + data
+                await asyncio.sleep(0.015)
+        metrics = await fleet.metrics()
+        assert metrics['kvferry_requests_total{outcome="ok"}'] == 1
+
+
+# --- nobody there, or nobody free -----------------------------------------------------------------
+
+
+@pytest.mark.fault("all servers down", "from the start", client="503 with Retry-After")
+async def test_all_down(two: Two) -> None:
+    async with running(two.backends, None, no_backend_s=0.2) as fleet:
+        await two.a.go_down()
+        await two.b.go_down()
+        await fleet.until(lambda state: not any(b["up"] for b in state["backends"]))
+        answer = await fleet.complete(PROMPT)
+
+        assert (answer.status, answer.json["error"]["type"]) == (503, "unavailable_error")
+        assert answer.headers["Retry-After"] == "2"
+        assert (await fleet.get("/kvferry/health")).status == 503
+        assert (await fleet.get("/v1/models")).status == 503
+        assert (await fleet.state())["queue"] == []
+
+
+async def test_queue_is_full(two: Two) -> None:
+    async with running(two.backends[:1], None, yaml="queue: {max_requests: 1}") as fleet:
+        two.a.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            served = [group.create_task(fleet.complete(f"{i}")) for i in range(3)]
+            await fleet.until(lambda state: len(state["queue"]) == 1)
+            refused = await fleet.complete("one too many")
+            two.a.decode_gate.set()
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+        assert [task.result().status for task in served] == [200, 200, 200]
+
+
+async def test_deadline_in_the_queue(two: Two) -> None:
+    async with running(two.backends[:1], None, yaml="queue: {deadline: 200ms}") as fleet:
+        two.a.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            for i in range(2):
+                group.create_task(fleet.complete(f"{i}"))
+            await fleet.until(lambda s: sum(slot["phase"] == "running" for slot in s["slots"]) == 2)
+            late = await fleet.complete("late")
+            two.a.decode_gate.set()
+        assert (late.status, late.json["error"]["type"]) == (504, "timeout_error")
+        assert "0.2 s" in late.json["error"]["message"]
+
+
+# --- backends that come and go --------------------------------------------------------------------
+
+
+@pytest.mark.fault("server restarted between two looks at it", "idle", client="the right answer")
+async def test_restart_between_two_looks(two: Two) -> None:
+    """Nobody saw it down, but it is another process: what its slots held is gone."""
+    async with running(two.backends[:1], None) as fleet:
+        await to_a(fleet)
+        two.a.marker = "another"
+        for slot in two.a.slots:
+            slot.tokens = []
+        await fleet.until(lambda s: not any(slot["resident_tokens"] for slot in s["slots"]))
+        await fleet.until_up()
+
+        answer = await fleet.complete(PROMPT)
+        assert (answer.source, answer.cached) == ("cold", 0)
+
+
+async def test_snapshots_outlive_the_backend(two: Two) -> None:
+    async with running(two.backends[:1], two.kv_dir) as fleet:
+        await to_a(fleet)
+        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+        await fleet.until_quiet()
+        await two.a.go_down()
+        await fleet.until(lambda state: not state["backends"][0]["up"])
+        await two.a.come_up()
+        await fleet.until_up("a")
+
+        answer = await fleet.complete(PROMPT)
+        assert (answer.source, answer.cached) == ("snapshot", len(PROMPT) - 1)
+
+
+async def test_backend_that_comes_later(two: Two, tmp_path: Path) -> None:
+    port = free_port()
+    late = FakeLlama(kv_dir=tmp_path, port=port)
+    backends = [*two.backends[:1], ("late", f"http://127.0.0.1:{port}")]
+    async with running(backends, tmp_path, wait_for=["a"]) as fleet:
+        assert (await fleet.complete(PROMPT)).slot[0] == "a"
+        async with late:
+            await fleet.until_up("late")
+            await two.a.go_down()
+            assert (await fleet.complete(PROMPT)).slot[0] == "late"
+
+
+@pytest.mark.fault(
+    "a model is still being loaded", "when the router starts", client="others answer meanwhile"
+)
+async def test_loading_is_not_up(two: Two) -> None:
+    two.b.faults.loading = True
+    async with running(two.backends, None, wait_for=["a"]) as fleet:
+        health = (await fleet.get("/kvferry/health")).json["backends"]
+        assert health == {"a": "up", "b": "it is still loading its model; wait until it has loaded"}
+        two.b.faults.loading = False
+        await fleet.until_up("b")
+
+
+@pytest.mark.fault(
+    "somebody else generates on a slot", "when the router starts", client="the right answer"
+)
+async def test_stranger_on_a_slot(two: Two) -> None:
+    """A slot that somebody else uses is nobody's until it is idle (llama-server.md 0.1)."""
+    two.a.faults.hang_after_chunks = 3
+    async with aiohttp.ClientSession() as session:
+        body = {"prompt": "stranger", "id_slot": 0, "n_predict": 50} | STREAM
+        async with session.post(two.a.url + "/completion", json=body) as response:
+            await response.content.readuntil(b"\n\n")
+            async with running(two.backends[:1], two.kv_dir) as fleet:
+                state = await fleet.state()
+                assert [slot["phase"] for slot in state["slots"]] == ["draining", "idle"]
+                for i in range(3):
+                    answer = await fleet.complete(f"{i}" * 300, n_predict=2)
+                    assert answer.slot == ("a", 1)
+                response.close()
+                await fleet.until(lambda s: s["slots"][0]["phase"] == "idle")
+                two.a.faults.hang_after_chunks = None
+                assert (await fleet.complete("x", id_slot=0)).slot == ("a", 0)
+
+
+@pytest.mark.fault(
+    "somebody else generates on every slot",
+    "when the router starts, and would try it out",
+    client="the right answer",
+)
+async def test_strangers_on_every_slot(two: Two) -> None:
+    """Nothing can be tried then. It is later, with no more disturbance than two slots away."""
+    two.a.faults.hang_after_chunks = 3
+    async with aiohttp.ClientSession() as session, AsyncExitStack() as strangers:
+        for index in range(2):
+            body = {"prompt": "stranger", "id_slot": index, "n_predict": 50} | STREAM
+            response = await strangers.enter_async_context(
+                session.post(two.a.url + "/completion", json=body)
+            )
+            await response.content.readuntil(b"\n\n")
+        async with running(two.backends[:1], two.kv_dir, yaml="health: {interval: 20ms}") as fleet:
+            state = await fleet.state()
+            assert "every slot was busy" in state["backends"][0]["problem"]
+            assert not state["backends"][0]["snapshots"]
+            await strangers.aclose()
+            two.a.faults.hang_after_chunks = None
+            state = await fleet.until(lambda s: s["backends"][0]["snapshots"])
+            assert state["backends"][0]["problem"] is None
+
+            await fleet.complete(PROMPT)
+            await fleet.until(lambda s: s["snapshots"]["count"] == 1)
+            await fleet.until_quiet()

@@ -1,0 +1,182 @@
+"""What only the router may do to a backend never gets there, however it is spelled."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import orjson
+import pytest
+import pytest_asyncio
+from aiohttp.test_utils import make_mocked_request
+
+from router.web.app import forbidden
+from router.web.server.framing_checks import check_head
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import Fleet, running
+
+# The router's own calls go to these, too: health checks, and the look at a backend when it is new.
+OWN = {("GET", "/health"), ("GET", "/props")}
+
+# (method, target): the target as it stands in the request line.
+REFUSED = [
+    ("GET", "/slots"),
+    ("HEAD", "/slots"),
+    ("OPTIONS", "/slots"),
+    ("POST", "/slots"),
+    ("GET", "/slots?fail_on_no_slot=1"),
+    ("POST", "/slots/0?action=erase"),
+    ("POST", "/slots/0?action=save"),
+    ("PUT", "/slots/0"),
+    ("POST", "/slots/"),
+    ("GET", "//slots"),
+    ("POST", "///slots//0?action=erase"),
+    ("POST", "/slots/0/"),
+    ("POST", "/%73lots/0?action=erase"),
+    ("POST", "/slots%2F0?action=erase"),
+    ("POST", "%2Fslots/0?action=erase"),
+    ("POST", "/./slots/0?action=erase"),
+    ("POST", "/v1/../slots/0?action=erase"),
+    ("POST", "/v1/%2e%2e/slots/0?action=erase"),
+    ("POST", "/../../slots/0"),
+    ("POST", "http://somewhere.else/slots/0?action=erase"),
+    ("GET", "http://somewhere.else//slots"),
+    ("POST", "/slots/0#/../../health"),
+    ("POST", "/props"),
+    ("POST", "/props/"),
+    ("POST", "//props"),
+    ("POST", "/lora-adapters"),
+    ("PUT", "/lora-adapters"),
+    ("POST", "/models"),
+    ("POST", "/models/load"),
+    ("POST", "/models/unload"),
+    ("DELETE", "/models"),
+    ("DELETE", "/models/some"),
+    ("DELETE", "/v1/models/some"),
+    ("PATCH", "/v1/models"),
+    ("POST", "/v1//models/load"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fake() -> AsyncIterator[FakeLlama]:
+    async with FakeLlama() as server:
+        yield server
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet(fake: FakeLlama) -> AsyncIterator[Fleet]:
+    async with running([("a", fake.url)], None, yaml="health: {interval: 60s}") as running_fleet:
+        yield running_fleet
+
+
+async def send(fleet: Fleet, method: str, target: str) -> tuple[int, bytes]:
+    """The request line as it is: a client library would tidy it up."""
+    reader, writer = await fleet.connect()
+    head = (
+        f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\n"
+    )
+    writer.write(head.encode() + b"{}")
+    answer = await reader.read()
+    writer.close()
+    first, _, body = answer.partition(b"\r\n\r\n")
+    return int(first.split()[1]), body
+
+
+@pytest.mark.parametrize(("method", "target"), REFUSED)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_is_refused_and_reaches_no_backend(
+    fake: FakeLlama, fleet: Fleet, method: str, target: str
+) -> None:
+    before = len(fake.seen)
+    status, body = await send(fleet, method, target)
+
+    assert fake.seen[before:] == []
+    if target.startswith(("/", "http")):
+        assert status == 403
+        if method != "HEAD":
+            error = orjson.loads(body)["error"]
+            assert (error["code"], error["type"]) == (403, "permission_error")
+            assert "kvferry" in error["message"] or "server itself" in error["message"]
+    else:
+        assert status == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "arrives"),
+    [
+        ("GET", "/props", "/props"),
+        ("GET", "/lora-adapters", "/lora-adapters"),
+        ("GET", "/v1/models/", "/v1/models/"),
+        ("GET", "/slotsmachine", "/slotsmachine"),
+        ("GET", "/a%2Bb;c%c3%a4?d=%u0069", "/a%2Bb;c%c3%a4?d=%u0069"),
+        ("GET", "http://somewhere.else/v1/%6dodels?a=%20b", "/v1/%6dodels?a=%20b"),
+        ("POST", "/v1/../tokenize", "/v1/../tokenize"),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_all_else_passes_as_it_was_spelled(
+    fake: FakeLlama, fleet: Fleet, method: str, target: str, arrives: str
+) -> None:
+    before = len(fake.seen)
+    await send(fleet, method, target)
+
+    assert fake.seen[before:] == [(method, arrives)]
+
+
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        ("POST", "/complet%u0069on"),
+        ("GET", "/slot%u0073"),
+        ("POST", "/slot%u0073/0?action=erase"),
+        ("POST", "http://somewhere.else/slot%u0073/0?action=erase"),
+        ("GET", "/%u006detrics"),
+        ("POST", "/slots#?action=erase"),
+        ("POST", "/%"),
+        ("POST", "/%7"),
+        ("POST", "/%zz"),
+        ("POST", "/slots%00"),
+        ("POST", "/%c0%afslots"),
+        ("POST", "/%ed%a0%80"),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_paths_that_a_backend_would_read_otherwise(
+    fake: FakeLlama, fleet: Fleet, method: str, target: str
+) -> None:
+    before = len(fake.seen)
+    status, body = await send(fleet, method, target)
+
+    assert fake.seen[before:] == []
+    assert status == 400
+    assert b"slot" not in body
+
+
+@pytest.mark.parametrize("escaped", [f"/x%{byte:02X}" for byte in range(1, 128)])
+def test_every_other_escape_is_read_alike(escaped: str) -> None:
+    check_head(make_mocked_request("GET", f"{escaped}?%u0069=%zz"))
+
+
+@pytest.mark.parametrize("target", ["*", "somewhere.else:80"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_targets_that_are_no_path(fake: FakeLlama, fleet: Fleet, target: str) -> None:
+    before = len(fake.seen)
+    status, _ = await send(fleet, "OPTIONS", target)
+
+    assert fake.seen[before:] == []
+    assert status in (400, 404)
+
+
+async def test_file_names_and_urls_stay_inside(tmp_path: Path, fake: FakeLlama) -> None:
+    """What the router says of a failure names neither a backend's address nor a directory."""
+    async with FakeLlama(kv_dir=tmp_path) as other, running([("a", other.url)], tmp_path) as fleet:
+        other.faults.die_at_once = True
+        answer = await fleet.complete("x" * 300)
+        assert answer.status in (502, 503)
+        assert str(other.port).encode() not in answer.body
+        assert str(tmp_path).encode() not in answer.body
+
+
+def test_reasons_say_what_to_do_instead() -> None:
+    assert forbidden("GET", "/slots") == "slots are managed by kvferry; see /kvferry/state"
+    assert forbidden("GET", "/props") is None
+    assert "on the server itself" in (forbidden("POST", "/props") or "")

@@ -1,0 +1,241 @@
+"""Many clients at once, of every kind: what they cost is bounded, and nothing of them is left."""
+
+import asyncio
+import io
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.crowd import Client, connects, send
+from router.engine.loop_throttle import MOST
+from router.llama.json_offload import LONG_BYTES
+from router.llama.wire import parse_body
+from router.web.api import completions, slot_demand
+from router.web.server import listener
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.router_fleet import PATIENCE_S, Fleet, Json, running
+from tests.web.api.test_faults import stopped_reading
+
+CHUNK = 2**18
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path, n_slots=20) as server:
+        yield server
+        assert server.violations == []
+
+
+def clients(n: int, **more: Any) -> list[Client]:
+    return [Client(f"{number} asks " * 5, 3, **more) for number in range(n)]
+
+
+async def left_over(fleet: Fleet) -> Json:
+    """What the router and this process hold, once the pools have let go of idle connections."""
+    await fleet.until_quiet()
+    engine = fleet.router.engine
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "tasks": Counter(task.get_name().split(" ")[0] for task in asyncio.all_tasks()),
+        "jobs": len(engine.scheduler.state.jobs),
+        "grants": len(engine._grants),
+        "timings": len(engine._timings),
+    }
+
+
+def grown(before: Json, after: Json) -> Json:
+    """Where there is more than before. Tasks without a name count by their module's own."""
+    before_tasks, after_tasks = before["tasks"], after["tasks"]
+    found: Json = {key: after[key] for key in after if key != "tasks" and after[key] > before[key]}
+    new = {name: n for name, n in after_tasks.items() if not name.startswith("Task-")}
+    found |= {name: n for name, n in new.items() if n > before_tasks[name]}
+    return found
+
+
+async def until_refused(fleet: Fleet, n: int) -> None:
+    """Wait until so many were turned away."""
+    metrics: dict[str, float] = {}
+    async with asyncio.timeout(PATIENCE_S):
+        while metrics.get('kvferry_requests_total{outcome="queue_full"}', 0) < n:
+            metrics = await fleet.metrics()
+
+
+async def test_nothing_is_left_of_a_storm(fake: FakeLlama, tmp_path: Path) -> None:
+    """Some leave at any moment, some ask for nothing, the rest get what is theirs."""
+    async with running([("a", fake.url)], tmp_path) as fleet:
+        await send(fleet.url, clients(5))
+        before = await left_over(fleet)
+        staying = await send(fleet.url, clients(150))
+        leaving = [
+            Client(f"{number} leaves " * 5, 3, stays_s=0.001 * number) for number in range(150)
+        ]
+        left = await send(fleet.url, leaving)
+        touched = await connects(fleet.url, 1000, 0.3)
+
+        assert staying == {"right": 150}
+        assert left["left"] > 0
+        assert set(left) <= {"left", "right"}
+        assert touched == {"closed": 300}
+        async with asyncio.timeout(PATIENCE_S):
+            while grown(before, await left_over(fleet)):
+                pass
+        assert (await fleet.state())["queue"] == []
+
+
+async def test_clients_that_stop_reading_cost_a_bounded_amount(fake: FakeLlama) -> None:
+    """Five gigabytes are there for twenty of them. What is fetched waits in the buffers of two
+    connections each, mostly the kernel's."""
+    fake.faults.padding_bytes = CHUNK
+    async with running([("a", fake.url)], None) as fleet, AsyncExitStack() as stack:
+        for number in range(20):
+            body = {"prompt": f"{number}" * 100, "n_predict": 1000, "stream": True}
+            await stack.enter_async_context(stopped_reading(fleet, body))
+        sent = -1
+        async with asyncio.timeout(PATIENCE_S):
+            while fake.chunks_sent != sent:
+                sent = fake.chunks_sent
+                await asyncio.sleep(0.2)
+        assert 20 <= sent < 20 * 64
+
+        others = await fleet.state()  # nobody else is held up
+        assert [slot["phase"] for slot in others["slots"]] == ["running"] * 20
+        await stack.aclose()
+        await fleet.until_quiet()
+        assert fake.chunks_sent < 20 * 64
+
+
+async def test_as_many_wait_as_may_and_no_more(fake: FakeLlama) -> None:
+    """20 are served, 30 wait, the rest is told to come again."""
+    async with running([("a", fake.url)], None, yaml="queue: {max_requests: 30}") as fleet:
+        fake.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            asked = group.create_task(send(fleet.url, clients(80)))
+            state = await fleet.until(lambda state: len(state["queue"]) == 30)
+            await until_refused(fleet, 30)
+            state = await fleet.state()
+            assert len(state["queue"]) == 30
+            assert [slot["phase"] for slot in state["slots"]] == ["running"] * 20
+            fake.decode_gate.set()
+    assert asked.result() == {"right": 50, "503": 30}
+
+
+async def test_one_with_five_hundred_requests_does_not_starve_another(tmp_path: Path) -> None:
+    """The one loses its last ones to the limit; each of the other's is served after one of its."""
+    async with (
+        FakeLlama(n_slots=1) as fake,
+        running([("a", fake.url)], None, yaml="queue: {max_requests: 200}") as fleet,
+        asyncio.TaskGroup() as group,
+    ):
+        fake.decode_gate.clear()
+
+        async def ask(who: str, number: int) -> int:
+            body = {"prompt": f"{who} {number:03}", "n_predict": 2}
+            answer = await fleet.post("/completion", body, headers={"authorization": who})
+            return answer.status
+
+        async def until_waiting(n: int) -> None:
+            await fleet.until(lambda state: len(state["queue"]) == n)
+
+        first = group.create_task(ask("many", 0))
+        await fleet.until(lambda state: state["slots"][0]["phase"] == "running")
+        many = [group.create_task(ask("many", number)) for number in range(1, 500)]
+        await until_waiting(200)
+        await until_refused(fleet, 299)
+        few = [group.create_task(ask("few", number)) for number in range(5)]
+        await until_refused(fleet, 304)
+        await until_waiting(200)
+        fake.decode_gate.set()
+        await asyncio.wait([*many, *few, first])
+
+        assert [task.result() for task in few] == [200] * 5
+        assert Counter(task.result() for task in many) == {200: 195, 503: 304}
+        served = [body["prompt"] for path, body in fake.bodies if path == "/completion"]
+        turns = [served.index(f"few {number:03}") for number in range(5)]
+        begun = served.index("many 000")
+        assert turns == sorted(turns)
+        assert max(turns) - begun <= 11
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions", "/tokenize"])
+async def test_long_bodies_are_read_off_the_loop(
+    fake: FakeLlama, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Every parse of a body that is long is made by another thread."""
+    here, parsed = threading.get_ident(), list[tuple[bool, bool]]()
+
+    def noted(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            raw = next(arg for arg in args if isinstance(arg, bytes))
+            parsed.append((len(raw) > LONG_BYTES, threading.get_ident() != here))
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(completions, "parse_body", noted(parse_body))
+    monkeypatch.setattr(slot_demand, "_model_of", noted(slot_demand._model_of))
+    async with running([("a", fake.url)], None) as fleet:
+        for size in (10, LONG_BYTES + 1):
+            text = "x" * size
+            body: Json = {"prompt": text, "content": text, "n_predict": 1}
+            body |= {"messages": [{"role": "user", "content": text}]}
+            raw = io.BytesIO(json.dumps(body).encode())
+            headers = {"Content-Type": "application/json"}
+            async with fleet.session.post(fleet.url + path, data=raw, headers=headers) as response:
+                assert response.status in (200, 400)
+    assert parsed == [(False, False), (True, True)]
+
+
+async def test_what_takes_no_slot_goes_where_least_is_under_way(tmp_path: Path) -> None:
+    """With `passthrough` no slot tells which backend is busy."""
+    async with FakeLlama() as a, FakeLlama() as b:
+        backends = [("a", a.url), ("b", b.url)]
+        async with running(backends, None, yaml="policy: passthrough") as fleet:
+            a.decode_gate.clear()
+            b.decode_gate.clear()
+            async with asyncio.TaskGroup() as group, asyncio.timeout(PATIENCE_S):
+                group.create_task(fleet.complete("one"))
+                await a.until(lambda: any(slot.busy for slot in a.slots))
+                group.create_task(fleet.complete("two"))
+                await b.until(lambda: any(slot.busy for slot in b.slots))
+                a.decode_gate.set()
+                b.decode_gate.set()
+
+
+async def test_a_few_begin_in_one_turn_of_the_loop(
+    fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those who ask at the same moment; some leave before it is their turn."""
+    turn, begun, begin = 0, Counter[int](), listener._Connection._begin
+
+    def noted(connection: listener._Connection, data: bytes) -> None:
+        begun[turn] += 1
+        begin(connection, data)
+
+    monkeypatch.setattr(listener._Connection, "_begin", noted)
+    async with running([("a", fake.url)], None) as fleet:
+        port = int(fleet.url.rpartition(":")[2])
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5 * MOST)]
+        begun.clear()
+        for number, (_, writer) in enumerate(crowd):  # sent at once, as the kernel takes it
+            writer.write(b"GET /props HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            if number % 5 == 4:
+                writer.transport.abort()
+        async with asyncio.timeout(PATIENCE_S):
+            while begun.total() < 4 * MOST:
+                turn += 1
+                await asyncio.sleep(0)
+            staying = [reader for number, (reader, _) in enumerate(crowd) if number % 5 != 4]
+            answers = [await reader.read() for reader in staying]
+        for _, writer in crowd:
+            writer.close()
+
+    assert {answer.split()[1] for answer in answers} == {b"200"}
+    assert max(begun.values()) <= 2 * MOST  # a turn of this test's may be in two of the router's
+    assert len(begun) >= 3

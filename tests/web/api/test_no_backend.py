@@ -1,0 +1,129 @@
+"""Requests that come while no backend is there: they wait for one, and lose nothing by it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.fake_wire import generate
+from tests.support.servers.router_fleet import Answer, Fleet, running
+
+PROMPT = "p" * 300
+
+
+@pytest.fixture
+async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
+    async with FakeLlama(kv_dir=tmp_path) as server:
+        yield server
+        assert server.violations == []
+
+
+def assert_good(answer: Answer) -> None:
+    said = bytes(generate(list(PROMPT.encode()), 8)).decode()
+    assert (answer.status, answer.text) == (200, said)
+
+
+async def down(fleet: Fleet, fake: FakeLlama) -> None:
+    """The backend dies, and the router knows."""
+    await fake.go_down()
+    await fleet.until(lambda state: not state["backends"][0]["up"])
+
+
+async def test_request_waits_for_a_backend_that_comes_back(fake: FakeLlama) -> None:
+    async with running([("a", fake.url)], None) as fleet:
+        await down(fleet, fake)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT))
+            await fleet.until(lambda state: state["waiting_for_backend"] == 1)
+            assert (await fleet.metrics())["kvferry_queue_depth"] == 1
+            await fake.come_up()
+        assert_good(await task)
+
+
+async def test_what_came_during_an_outage_is_read_before_it_is_served(
+    fake: FakeLlama, tmp_path: Path
+) -> None:
+    """It had been queued unread, and then served without the snapshot that held all of it."""
+    async with running([("a", fake.url)], tmp_path) as fleet:
+        assert_good(await fleet.complete(PROMPT))
+        await fleet.until(lambda state: state["snapshots"]["count"] == 1)
+        await fleet.until_quiet()
+        await down(fleet, fake)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT))
+            await fleet.until(lambda state: state["waiting_for_backend"] == 1)
+            await fake.come_up()
+        answer = await task
+        assert_good(answer)
+        assert (answer.source, answer.cached) == ("snapshot", len(PROMPT) - 1)
+
+
+async def test_waiting_for_the_first_backend_of_all(fake: FakeLlama) -> None:
+    """Any model name will do where there is one model, also if it is not known yet which."""
+    fake.faults.loading = True
+    async with running([("a", fake.url)], None, wait_for=[]) as fleet:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT, model="any"))
+            await fleet.until(lambda state: state["waiting_for_backend"] == 1)
+            fake.faults.loading = False
+        answer = await task
+        assert_good(answer)
+        assert answer.source == "cold"
+
+
+async def test_where_nothing_is_read_a_request_waits_in_the_queue(fake: FakeLlama) -> None:
+    async with running([("a", fake.url)], None, yaml="tokenizer: {mode: 'off'}") as fleet:
+        await down(fleet, fake)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT))
+            await fleet.until(lambda state: len(state["queue"]) == 1)
+            await fake.come_up()
+        answer = await task
+        assert_good(answer)
+        assert answer.source == "none"
+
+
+async def test_no_more_wait_for_a_backend_than_may_wait(fake: FakeLlama) -> None:
+    async with running([("a", fake.url)], None, yaml="queue: {max_requests: 1}") as fleet:
+        await down(fleet, fake)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT))
+            await fleet.until(lambda state: state["waiting_for_backend"] == 1)
+            refused = await fleet.complete("one too many")
+            task.cancel()
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+        await fleet.until_quiet()
+
+
+async def test_nobody_waits_for_a_backend_when_the_router_stops(fake: FakeLlama) -> None:
+    async with running([("a", fake.url)], None) as fleet:
+        await down(fleet, fake)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(fleet.complete(PROMPT))
+            await fleet.until(lambda state: state["waiting_for_backend"] == 1)
+            await fleet.router.stop()
+        answer = await task
+        assert answer.status == 503
+        assert "stopping" in answer.json["error"]["message"]
+
+
+async def test_the_wait_is_over_once(fake: FakeLlama) -> None:
+    """Not a second time in the queue: 503 comes when `queue.no_backend_wait` says."""
+    async with running([("a", fake.url)], None, no_backend_s=0.5) as fleet:
+        await down(fleet, fake)
+        begun = asyncio.get_running_loop().time()
+        answer = await fleet.complete(PROMPT)
+        took_s = asyncio.get_running_loop().time() - begun
+
+        assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
+        assert 0.5 <= took_s < 1.0
+
+
+async def test_a_dry_run_does_not_wait(fake: FakeLlama) -> None:
+    async with running([("a", fake.url)], None) as fleet:
+        await down(fleet, fake)
+        answer = await fleet.post("/kvferry/plan?path=/completion", {"prompt": PROMPT})
+
+        assert answer.json["unknown"] == "no backend to tokenize with"

@@ -1,0 +1,198 @@
+"""Many clients at once, some of whom leave: no request is ever pinned to a busy slot.
+
+That is the one thing that must never happen: it can put one client's text into another's answer
+(llama-server.md section 0.1). The fake notes it as a violation.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.fake_wire import generate, render_chat, render_messages
+from tests.support.servers.router_fleet import Answer, Fleet, Json, running
+
+REQUESTS = 200
+SYSTEMS = ["s" * 200, "t" * 400, "u" * 600]
+
+
+@dataclass(frozen=True)
+class Client:
+    """What somebody asks, and after how many turns of the loop they lose patience, if ever."""
+
+    path: str
+    body: Json
+    patience: int | None
+
+    @property
+    def prompt(self) -> str:
+        if self.path == "/v1/messages":
+            return render_messages(self.body)
+        return (
+            render_chat(self.body["messages"]) if "messages" in self.body else self.body["prompt"]
+        )
+
+    @property
+    def expected(self) -> str:
+        n: int = self.body["n_predict"] if "n_predict" in self.body else self.body["max_tokens"]
+        return bytes(generate(list(self.prompt.encode()), n)).decode()
+
+
+def clients(seed: int, *, leaving: float) -> list[Client]:
+    """The same for the same seed: three dialects, few prefixes, all kinds of odd fields."""
+    chance = random.Random(seed)
+    return [_client(chance, leaving) for _ in range(REQUESTS)]
+
+
+def _client(chance: random.Random, leaving: float) -> Client:
+    system, n = chance.choice(SYSTEMS), chance.randint(1, 12)
+    user = {"role": "user", "content": f"question {chance.randrange(20)}"}
+    stream: Json = {"stream": chance.random() < 0.5}
+    patience = chance.randrange(400) if chance.random() < leaving else None
+    kind = chance.random()
+    if kind < 0.4:
+        messages = [{"role": "system", "content": system}, user]
+        body = {"messages": messages, "max_tokens": n}
+        return Client("/v1/chat/completions", body | stream, patience)
+    if kind < 0.6:
+        body = {"system": system, "messages": [user], "max_tokens": n}
+        return Client("/v1/messages", body | stream, patience)
+    body = {"prompt": system + str(chance.randrange(20)), "n_predict": n}
+    if kind < 0.7:
+        body |= {"cache_prompt": False}
+    elif kind < 0.75:
+        body |= {"n": 2}  # takes a whole backend
+    elif kind < 0.8:
+        body |= {"id_slot": chance.randrange(2)}
+    return Client("/completion", body | stream, patience)
+
+
+def text_of(path: str, answer: Answer) -> str:
+    if path != "/v1/messages":
+        return answer.text
+    if answer.events:
+        return "".join(event.get("delta", {}).get("text", "") for event in answer.events)
+    return str(answer.json["content"][0]["text"])
+
+
+async def run(fleet: Fleet, client: Client) -> Answer | None:
+    """None for a client that left."""
+    task = asyncio.ensure_future(fleet.post(client.path, client.body))  # noqa: TID251 - awaited
+    if client.patience is not None:
+        for _ in range(client.patience):
+            await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.wait([task])
+    return None if task.cancelled() else task.result()
+
+
+@pytest.fixture
+async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeLlama]]:
+    async with FakeLlama(kv_dir=tmp_path) as a, FakeLlama(kv_dir=tmp_path) as b:
+        yield [a, b]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    "yaml",
+    [
+        "policy: {coalesce_above: 20ms}",
+        "policy: {name: cheapest, coalesce_above: 20ms}",
+        "policy: sticky",
+        # Nobody knows where the server puts what it may place itself, until it runs there.
+        "tokenizer: {mode: 'off'}",
+    ],
+    ids=["default", "cheapest", "sticky", "tokens unknown"],
+)
+async def test_storm(fakes: list[FakeLlama], tmp_path: Path, seed: int, yaml: str) -> None:
+    backends = [(name, fake.url) for name, fake in zip("ab", fakes, strict=True)]
+    asked = clients(seed, leaving=0.3)
+    async with running(backends, tmp_path, yaml=yaml) as fleet:
+        answers = await asyncio.gather(*(run(fleet, client) for client in asked))
+        state = await fleet.until_quiet()
+
+    assert [fake.violations for fake in fakes] == [[], []]
+    assert state["queue"] == []
+    for client, answer in zip(asked, answers, strict=True):
+        if answer is not None:
+            assert answer.status == 200
+            assert text_of(client.path, answer) == client.expected
+    assert sum(answer is None for answer in answers) > REQUESTS // 20
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+async def test_tokens_add_up(fakes: list[FakeLlama], tmp_path: Path, seed: int) -> None:
+    """resident + snapshot + computed = the prompt tokens that the backends reported; computed is
+    what they computed, for a client or for the router on its behalf."""
+    backends = [(name, fake.url) for name, fake in zip("ab", fakes, strict=True)]
+    asked = clients(seed, leaving=0.0)
+    yaml = "policy: {coalesce_above: 20ms}"
+    async with running(backends, tmp_path, yaml=yaml) as fleet:
+        by_the_probe = sum(fake.computed_tokens for fake in fakes)
+        answers = await asyncio.gather(*(run(fleet, client) for client in asked))
+        await fleet.until_quiet()
+        metrics = await fleet.metrics()
+    assert all(answer is not None and answer.status == 200 for answer in answers)
+
+    name = "kvferry_prompt_tokens_total"
+    parts = [metrics[f'{name}{{source="{s}"}}'] for s in ("resident", "snapshot", "computed")]
+    assert sum(parts) == sum(len(client.prompt) for client in asked)
+    # After several answers each slot computes a token that is nobody's.
+    wiped = sum(
+        body.get("prompt") == [0]
+        for fake in fakes
+        for path, body in fake.bodies
+        if path == "/completion"
+    )
+    assert parts[2] == sum(fake.computed_tokens for fake in fakes) - by_the_probe - wiped
+    assert all(part > 0 for part in parts)
+    assert metrics['kvferry_requests_total{outcome="ok"}'] == REQUESTS
+    assert sum(v for k, v in metrics.items() if k.startswith("kvferry_plans_total")) == REQUESTS
+    generated = sum(len(client.expected) for client in asked)
+    assert metrics["kvferry_generated_tokens_total"] == generated
+
+
+async def test_one_prefix_for_everybody_is_computed_once_a_backend(
+    fakes: list[FakeLlama], tmp_path: Path
+) -> None:
+    """Twenty clients come at the same moment with the same 3,000 tokens; there are four slots."""
+    backends = [(name, fake.url) for name, fake in zip("ab", fakes, strict=True)]
+    prefix = "w" * 3000
+    async with running(backends, tmp_path) as fleet:
+        answers = await asyncio.gather(*(fleet.complete(prefix + str(i)) for i in range(20)))
+        metrics = await fleet.metrics()
+
+    assert [answer.status for answer in answers] == [200] * 20
+    assert metrics['kvferry_prompt_tokens_total{source="computed"}'] < 2 * len(prefix) + 200
+    assert [fake.violations for fake in fakes] == [[], []]
+
+
+async def test_nothing_is_pinned_before_it_is_known_where_an_unpinned_request_runs(
+    fakes: list[FakeLlama], tmp_path: Path
+) -> None:
+    """The router leases slot 0 for it; the server takes slot 1, which holds something like it
+    (llama-server.md section 2.2)."""
+    fake = fakes[0]
+    message = {"role": "user", "content": "m" * 300}
+    async with running([("a", fake.url)], tmp_path, yaml="tokenizer: {mode: 'off'}") as fleet:
+        await fleet.chat([message], id_slot=1)
+        await fleet.complete("x", id_slot=0)
+        await fleet.complete("y", id_slot=1)
+        await fleet.until_quiet()
+        fake.slots[1].tokens = list(render_chat([message]).encode())
+        fake.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            body = {"messages": [message], "max_tokens": 4}
+            unpinned = group.create_task(fleet.post("/v1/messages", body))
+            await fake.until(lambda: fake.slots[1].busy)
+            others = [group.create_task(fleet.complete(f"{i}")) for i in range(2)]
+            await fleet.until(lambda state: len(state["queue"]) == 1)
+            fake.decode_gate.set()
+
+    assert fake.violations == []
+    assert unpinned.result().status == 200
+    assert [task.result().status for task in others] == [200, 200]

@@ -1,0 +1,297 @@
+"""A client cannot tell the router from the llama-server behind it, but for its own headers.
+
+Each request goes to the same real server twice, directly and through the router.
+"""
+
+import asyncio
+import gzip
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import orjson
+import pytest
+import pytest_asyncio
+
+from router.tools.demo.launcher import LlamaServer
+from tests.support.models.tiny_models import tiny_model
+from tests.support.parity.pair import Pair, Seen, assert_equal, client
+from tests.support.servers.router_fleet import Json, running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+USER = [{"role": "user", "content": "hi"}]
+CHAT: Json = {"messages": USER, "max_tokens": 3, "temperature": 0}
+TEXT: Json = {"prompt": "hi there", "n_predict": 3, "temperature": 0}
+STREAM: Json = {"stream": True}
+COLD: Json = {"cache_prompt": False}  # numbers depend on how a prompt is cut into batches
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(
+    server_argv: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Pair]:
+    kv_dir: Path = tmp_path_factory.mktemp("kv")
+    model = tiny_model("llama").path
+    async with (
+        LlamaServer(model, slots=2, ctx=8192, kv_dir=kv_dir, argv=server_argv) as server,
+        running([("a", server.url)], kv_dir) as fleet,
+        client() as session,
+    ):
+        yield Pair(server.url, fleet.url, session)
+
+
+GETS = [
+    "/v1/models",
+    "/models",
+    "/health",
+    "/v1/health",
+    "/props",
+    "/props?model=a%2Fb&autoload=false",
+    "/lora-adapters",
+    "/",
+    "/v1/%6dodels",
+    "/v1/models?x=%20+%26&x=",
+    "/v1/models/",
+    "/no%2Fsuch/route?a=b",
+    "/completion",
+]
+
+
+@pytest.mark.parametrize("path", GETS)
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_reading(pair: Pair, method: str, path: str) -> None:
+    direct, routed = await pair.ask(method, path)
+
+    assert_equal(direct, routed)
+    assert routed.headers.get("Content-Length") == direct.headers.get("Content-Length")
+
+
+POSTS: list[tuple[str, Json]] = [
+    ("/tokenize", {"content": "a b", "with_pieces": True}),
+    ("/tokenize", {"content": ["a", 7]}),
+    ("/detokenize", {"tokens": [1, 2]}),
+    ("/apply-template", CHAT),
+    ("/completion", TEXT),
+    ("/completion", TEXT | {"return_tokens": True, "n_probs": 2, "id_slot": 1} | COLD),
+    ("/completion", TEXT | {"prompt": [1, 2, 3], "return_progress": True} | STREAM | COLD),
+    ("/completion", TEXT | {"prompt": ["a", "b"]}),
+    ("/completions", TEXT | STREAM | {"timings_per_token": True}),
+    ("/v1/completions", TEXT | {"max_tokens": 3}),
+    ("/v1/completions", TEXT | STREAM),
+    ("/v1/completions", TEXT | {"n": 2}),
+    ("/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | STREAM),
+    ("/v1/chat/completions", CHAT | STREAM | {"stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", CHAT | {"tools": [TOOL], "logprobs": True} | COLD),
+    ("/v1/chat/completions", CHAT | {"model": "any name will do", "unknown_field": 1}),
+    ("/infill", TEXT | {"input_prefix": "a", "input_suffix": "b"} | COLD),
+    ("/v1/messages", CHAT | {"system": "be kind"}),
+    ("/v1/messages", CHAT | STREAM),
+    ("/v1/messages/count_tokens", CHAT),
+    ("/v1/chat/completions/input_tokens", CHAT),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 3, "temperature": 0}),
+    ("/responses", {"input": "hi", "max_output_tokens": 3, "temperature": 0} | STREAM),
+    ("/v1/responses/input_tokens", {"input": "hi"}),
+    ("/no/such/route", {}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), POSTS, ids=lambda v: v if isinstance(v, str) else "")
+async def test_asking(pair: Pair, path: str, body: Json) -> None:
+    """Events of a stream come in the same frames: they are compared as bytes, too."""
+    direct, routed = await pair.ask("POST", path, json=body)
+
+    assert_equal(direct, routed)
+    assert direct.status == (404 if path == "/no/such/route" else 200)
+
+
+REFUSED: list[tuple[str, Json]] = [
+    ("/completion", {}),
+    ("/completion", TEXT | {"prompt": {}}),
+    ("/completion", TEXT | {"prompt": []}),
+    ("/completion", TEXT | {"prompt": [100_000]}),
+    ("/completion", TEXT | {"temperature": "warm"}),
+    ("/completion", TEXT | {"grammar": "root ::= nothing"}),
+    ("/completion", TEXT | {"n_predict": "3"} | STREAM),
+    ("/v1/completions", {"model": "x"}),
+    ("/v1/chat/completions", {}),
+    ("/v1/chat/completions", {"messages": 5}),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
+    ("/v1/chat/completions", CHAT | {"tools": "many"}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "odd"}}),
+    ("/v1/chat/completions", {"messages": [*USER, *2 * [{"role": "assistant", "content": "a"}]]}),
+    ("/v1/messages", {"max_tokens": 3}),
+    ("/v1/responses", {"max_output_tokens": 3}),
+    ("/v1/embeddings", {"input": "a"}),
+    ("/embeddings", {"content": "a"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ("/tokenize", {"content": 5}),
+    ("/detokenize", {"tokens": "x"}),
+    ("/apply-template", {}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
+async def test_the_servers_own_refusal_comes_back(pair: Pair, path: str, body: Json) -> None:
+    """What is wrong with a field is the server's to say, in its own words."""
+    direct, routed = await pair.ask("POST", path, json=body)
+
+    assert_equal(direct, routed)
+    assert routed.headers.get("Content-Length") == direct.headers.get("Content-Length")
+
+
+async def test_prompt_longer_than_the_context(pair: Pair) -> None:
+    """The router knows before it asks; its words, type and fields are those of the server."""
+    direct, routed = await pair.ask("POST", "/completion", json=TEXT | {"prompt": "x " * 9000})
+
+    assert (direct.status, routed.status) == (400, 400)
+    assert orjson.loads(routed.body) == orjson.loads(direct.body)
+    assert orjson.loads(routed.body)["error"]["type"] == "exceed_context_size_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/tokenize"])
+async def test_cors_preflight(pair: Pair, path: str) -> None:
+    headers = {
+        "Origin": "http://localhost:3000",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    direct, routed = await pair.ask("OPTIONS", path, headers=headers)
+
+    assert_equal(direct, routed)
+    assert routed.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"
+
+
+async def test_origin_reaches_the_server(pair: Pair) -> None:
+    """Its answer names the origin, or a browser would not show it."""
+    direct, routed = await pair.ask(
+        "POST", "/v1/chat/completions", json=CHAT, headers={"Origin": "http://here"}
+    )
+
+    assert_equal(direct, routed)
+    assert routed.headers["Access-Control-Allow-Origin"] == "http://here"
+
+
+async def test_compressed_answer_stays_compressed(pair: Pair) -> None:
+    """The web interface comes as gzip, where the build has one: not unpacked on its way."""
+    direct, routed = await pair.ask("GET", "/", headers={"Accept-Encoding": "gzip"})
+
+    assert_equal(direct, routed)
+    if direct.status == 200:
+        assert routed.headers["Content-Encoding"] == "gzip"
+        assert b"<html" in gzip.decompress(routed.body)
+
+
+@pytest.mark.parametrize("path", ["/completion", "/tokenize"])
+async def test_compressed_request(pair: Pair, path: str) -> None:
+    """Unpacked here; this build of llama-server would answer 415."""
+    packed = gzip.compress(orjson.dumps(TEXT | {"content": "hi"}))
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    _, routed = await pair.ask("POST", path, data=packed, headers=headers)
+    plain, _ = await pair.ask("POST", path, json=TEXT | {"content": "hi"})
+
+    assert routed.status == 200
+    assert routed.masked == plain.masked
+
+
+async def test_body_of_20_megabytes(pair: Pair) -> None:
+    raw = orjson.dumps(TEXT | {"ignored": "x" * 20_000_000})
+    direct = await pair.one(pair.direct, "POST", "/completion", data=io.BytesIO(raw))
+    routed = await pair.one(pair.routed, "POST", "/completion", data=io.BytesIO(raw))
+
+    assert routed.status == 200
+    assert_equal(direct, routed)
+
+
+async def test_chunked_body(pair: Pair) -> None:
+    """A client that does not know how much it will send."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        for part in (b'{"prompt": "hi', b' there", "n_predict": 3,', b' "temperature": 0}'):
+            yield part
+            await asyncio.sleep(0)
+
+    routed = await pair.one(pair.routed, "POST", "/completion", data=parts())
+    direct = await pair.one(pair.direct, "POST", "/completion", json=TEXT)
+
+    assert_equal(direct, routed)
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/json; charset=utf-8", "x/y"])
+async def test_content_type_does_not_matter(pair: Pair, content_type: str) -> None:
+    """llama-server does not look at it."""
+    direct, routed = await pair.ask(
+        "POST", "/completion", data=orjson.dumps(TEXT), headers={"Content-Type": content_type}
+    )
+
+    assert routed.status == 200
+    assert_equal(direct, routed)
+
+
+async def test_byte_order_mark_and_white_space(pair: Pair) -> None:
+    raw = b"\xef\xbb\xbf \n" + orjson.dumps(TEXT) + b"\n"
+    direct, routed = await pair.ask("POST", "/completion", data=raw)
+
+    assert routed.status == 200
+    assert_equal(direct, routed)
+
+
+async def test_http_1_0(pair: Pair) -> None:
+    """Without chunks: the end of the stream is the end of the connection."""
+    body = orjson.dumps(CHAT | STREAM)
+    request = (
+        b"POST /v1/chat/completions HTTP/1.0\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    port = int(pair.routed.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    direct = await pair.one(pair.direct, "POST", "/v1/chat/completions", json=CHAT | STREAM)
+
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 200")
+    assert Seen(200, {}, rest).masked == direct.masked
+
+
+async def test_connection_of_the_client_is_its_own(pair: Pair) -> None:
+    """The server closes its side after each request; the client keeps the one it has."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(pair.routed.rpartition(":")[2]))
+    for _ in range(3):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert b"\r\nconnection:" not in head
+        assert b"\r\nkeep-alive:" not in head
+        await reader.readexactly(len(b'{"status":"ok"}'))
+    writer.close()
+
+
+async def test_an_old_client_may_keep_its_connection(pair: Pair) -> None:
+    """Where the length of the answer is known, also in HTTP/1.0."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(pair.routed.rpartition(":")[2]))
+    for _ in range(2):
+        writer.write(b"GET /health HTTP/1.0\r\nHost: x\r\nConnection: keep-alive\r\n\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert head.startswith(b"http/1.0 200")
+        assert b"\r\nconnection: keep-alive\r\n" in head
+        await reader.readexactly(len(b'{"status":"ok"}'))
+    writer.close()
+
+
+async def test_a_client_that_asks_before_it_sends_its_body(pair: Pair) -> None:
+    body = orjson.dumps(TEXT)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(pair.routed.rpartition(":")[2]))
+    writer.write(
+        b"POST /completion HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    )
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    answer = await reader.read()
+    writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 200")

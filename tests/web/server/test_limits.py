@@ -1,0 +1,386 @@
+"""Connections and heads of requests within their limits; an error names the key of the limit."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from unittest.mock import Mock
+
+import pytest
+from aiohttp import web
+
+from router.base.clock import MonotonicClock
+from router.base.errors import TooManyConnectionsError
+from router.engine.loop_throttle import Turnstile
+from router.web.server.listener import Listener, _Connection, client_of
+from router.web.server.settings import Settings
+from tests.support.servers.recorder import exchange
+from tests.support.servers.router_fleet import PATIENCE_S, Fleet, Json, running
+from tests.web.server.test_smuggling import get, statuses
+
+GOOD = get(b"GET /kvferry/health HTTP/1.1", b"Host: x\r\nConnection: close\r\n")
+KEPT = get(b"GET /kvferry/health HTTP/1.1")
+
+
+@asynccontextmanager
+async def limited(limits: str) -> AsyncIterator[Fleet]:
+    async with running(
+        [("a", "http://127.0.0.1:9")], None, yaml=f"limits: {{{limits}}}", wait_for=[]
+    ) as fleet:
+        yield fleet
+
+
+def error_in(answer: bytes) -> Json:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"Connection: close" in head or head.startswith(b"HTTP/1.0")
+    assert b"Server: kvferry" in head
+    assert b"x-kvferry-request-id: " in head
+    error: Json = json.loads(body)["error"]
+    assert error["code"] == int(head.split()[1])
+    return error
+
+
+@pytest.mark.parametrize(
+    ("limits", "raw", "status", "key"),
+    [
+        (
+            "max_request_line: 100",
+            get(b"GET /" + b"x" * 100 + b" HTTP/1.1"),
+            414,
+            "limits.max_request_line",
+        ),
+        (
+            "max_header: 100",
+            KEPT[:-2] + b"A: " + b"x" * 101 + b"\r\n\r\n",
+            431,
+            "limits.max_header",
+        ),
+        ("max_header: 100", KEPT[:-2] + b"x" * 101 + b": a\r\n\r\n", 431, "limits.max_header"),
+        ("max_headers: 5", KEPT[:-2] + b"A: b\r\n" * 5 + b"\r\n", 431, "limits.max_headers"),
+        ("max_header: 8KiB", get(b"GET /" + b"x" * 8192 + b" HTTP/1.1"), 431, "limits.max_header"),
+    ],
+)
+async def test_the_head_of_a_request(limits: str, raw: bytes, status: int, key: str) -> None:
+    """The last: two limits that are equal cannot be told apart, and the error does not guess."""
+    async with limited(limits) as fleet:
+        error = error_in(await exchange(fleet.url, raw))
+        fits = statuses(await exchange(fleet.url, GOOD))
+        metrics = await fleet.metrics()
+
+    assert (error["code"], error["type"]) == (status, "invalid_request_error")
+    assert key in error["message"]
+    assert fits == [503]
+    assert metrics['kvferry_requests_total{outcome="header_too_large"}'] == 1
+
+
+async def test_what_just_fits() -> None:
+    async with limited("max_request_line: 100, max_header: 100, max_headers: 5") as fleet:
+        line = get(b"GET /kvferry/health?" + b"x" * 79 + b" HTTP/1.1", b"Host: x\r\n")
+        fields = b"A: " + b"x" * 99 + b"\r\nB: b\r\nC: c\r\nConnection: close\r\n\r\n"
+
+        assert statuses(await exchange(fleet.url, line[:-2] + fields)) == [503]
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", KEPT], ids=["the first request", "the second request of a connection"]
+)
+async def test_a_head_that_drips(raw: bytes) -> None:
+    """Each byte in time, and all of them too late: what counts is when the head began."""
+    async with limited("header_timeout: 300ms, keep_alive_timeout: 1m") as fleet:
+        reader, writer = await fleet.connect()
+        writer.write(raw)
+        if raw:
+            await reader.readuntil(b"}}")
+        writer.write(b"GET /kvferry/health HTTP/1.1\r\nA: ")
+        # Not to the end: what drips on after the close is answered by a reset.
+        told = asyncio.ensure_future(reader.readuntil(b"}}"))  # noqa: TID251 - a test's own
+        while not told.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.02)
+        writer.close()
+
+    answer = told.result()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert "limits.header_timeout" in json.loads(body)["error"]["message"]
+
+
+HALF = KEPT[:-2]
+POST = b"POST /kvferry/plan HTTP/1.1\r\nHost: x\r\n"
+COUNTED = POST + b"Content-Length: 8\r\n\r\n\r\n\r\n{{{{"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n\r\n"
+
+
+UPGRADE = KEPT[:-2] + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+
+
+Packets = list[bytes]
+LATE: dict[str, tuple[Packets, list[int]]] = {
+    "with the connection": ([HALF], [408]),
+    "one byte": ([KEPT, HALF[:1]], [503, 408]),
+    "behind a request": ([KEPT + HALF], [503, 408]),
+    "behind several": ([KEPT * 3 + HALF], [503] * 3 + [408]),
+    "behind more than are kept": ([KEPT * 40 + HALF, b"A:"], [503] * 40 + [408]),
+    "behind the end of a head": ([HALF, KEPT[-2:] + HALF], [503, 408]),
+    "behind its last byte": ([HALF, b"\r", b"\n" + HALF], [503, 408]),
+    "behind a body": ([COUNTED + HALF], [400, 408]),
+    "behind the end of a body": ([COUNTED[:-6], COUNTED[-6:] + HALF], [400, 408]),
+    "behind chunks": ([CHUNKED + HALF], [400, 408]),
+    "after chunks": ([CHUNKED[:-7], CHUNKED[-7:], HALF], [400, 408]),
+    "after an upgrade that was declined": ([UPGRADE, HALF], [503, 408]),
+}
+IDLE: dict[str, tuple[Packets, list[int]]] = {
+    "nothing": ([b""], []),
+    "a request": ([KEPT], [503]),
+    "three": ([KEPT * 3], [503] * 3),
+    "more than are kept": ([KEPT * 40], [503] * 40),
+    "in pieces": ([KEPT[:1], KEPT[1:-1], KEPT[-1:]], [503]),
+    "between empty lines": ([b"\r\n\r\n" + KEPT + b"\r\n"], [503]),
+    "a body": ([COUNTED], [400]),
+    "a length of many digits": ([COUNTED.replace(b": 8", b": " + b"0" * 5000 + b"8")], [400]),
+    "a body between empty lines": ([b"\r\n\r\n" + COUNTED + b"\r\n"], [400]),
+    "a head that ends with its body": ([COUNTED[:-9], COUNTED[-9:]], [400]),
+    "a body in pieces": ([COUNTED[:-6], COUNTED[-6:-2], COUNTED[-2:]], [400]),
+    "two bodies": ([COUNTED * 2], [400] * 2),
+    "two in pieces": ([COUNTED[:-6], COUNTED[-6:] + COUNTED], [400] * 2),
+    "chunks": ([CHUNKED], [400]),
+    "chunks in pieces": ([CHUNKED[:-7], CHUNKED[-7:-2], CHUNKED[-2:]], [400]),
+    "chunks before a body": ([CHUNKED + COUNTED + CHUNKED], [400] * 3),
+    "the last chunk before a body": ([CHUNKED[:-7], CHUNKED[-7:] + COUNTED], [400] * 2),
+}
+
+
+async def sent(fleet: Fleet, packets: Packets, wait_s: float) -> tuple[list[int], bool]:
+    """The answers to what is sent packet by packet, the first with the connection, and whether the
+    connection was closed within `wait_s` of the last."""
+    host, port = fleet.url.removeprefix("http://").split(":")
+    raw = socket.create_connection((host, int(port)))  # the router's loop has no turn before
+    raw.sendall(packets[0])
+    reader, writer = await asyncio.open_connection(sock=raw)
+    for packet in packets[1:]:
+        await asyncio.sleep(0.05)
+        writer.write(packet)
+    answers = b""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            while piece := await reader.read(65536):
+                answers += piece
+    writer.close()
+    return statuses(answers), reader.at_eof()
+
+
+async def all_sent(cases: dict[str, tuple[Packets, list[int]]], wait_s: float) -> Json:
+    async with limited("header_timeout: 300ms, keep_alive_timeout: 1m") as fleet:
+        found = await asyncio.gather(
+            *(sent(fleet, packets, wait_s) for packets, _ in cases.values())
+        )
+    return dict(zip(cases, found, strict=True))
+
+
+async def test_half_a_head_and_silence() -> None:
+    """Wherever the packet began in which it came."""
+    assert await all_sent(LATE, PATIENCE_S) == {
+        name: (told, True) for name, (_, told) in LATE.items()
+    }
+
+
+async def test_what_is_whole_and_silence() -> None:
+    """Nothing of another head has come: the connection is an idle one, and kept."""
+    assert await all_sent(IDLE, 1.0) == {name: (told, False) for name, (_, told) in IDLE.items()}
+
+
+async def test_half_a_head_while_an_answer_is_made() -> None:
+    """Its time begins with the answer's end. aiohttp takes a request out of its queue before the
+    handler knows of it; what comes in between is behind it too."""
+    settings = Settings(-1, -1, *(8192, 8192, 100), header_timeout_s=0.1)
+    settings.keep_alive_timeout_s = settings.send_timeout_s = 60.0
+    for turns in range(5):
+        answer, closed, transport = asyncio.Event(), asyncio.Event(), Mock()
+
+        async def handle(_: web.BaseRequest, answer: asyncio.Event = answer) -> web.Response:
+            await answer.wait()
+            return web.Response()
+
+        transport.get_extra_info.return_value = None
+        transport.is_closing.return_value = False
+        transport.close.side_effect = closed.set
+        turnstile = Turnstile(MonotonicClock())
+        connection = Listener(handle, settings, lambda *_: None, turnstile)()
+        connection.connection_made(transport)
+        await asyncio.sleep(0)
+        connection.data_received(KEPT)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        connection.data_received(HALF)
+        await asyncio.sleep(0.3)
+        assert not closed.is_set()
+        answer.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await closed.wait()
+        written = b"".join(call.args[0] for call in transport.write.call_args_list)
+        assert statuses(written) == [200, 408]
+        connection.connection_lost(None)
+
+
+async def test_a_head_that_comes_in_time_and_a_slow_answer() -> None:
+    """The time is for the head alone: what is asked may take longer, and so may the next head."""
+    async with limited("header_timeout: 200ms, body_timeout: 1m") as fleet:
+        reader, writer = await fleet.connect()
+        writer.write(b"POST /kvferry/plan HTTP/1.1\r\nHost: x\r\nContent-Le")
+        await asyncio.sleep(0.05)
+        writer.write(b"ngth: 1\r\n\r\n")
+        await asyncio.sleep(0.4)
+        writer.write(b"{")
+        assert (await reader.readuntil(b"\r\n")).split()[1] == b"400"
+        await reader.readuntil(b"}}")
+        await asyncio.sleep(0.4)
+        writer.write(GOOD)
+        assert (await reader.read()).split()[1] == b"503"
+        writer.close()
+
+
+@pytest.mark.parametrize("raw", [b"", KEPT], ids=["before the first", "after an answer"])
+async def test_a_connection_without_a_request(raw: bytes) -> None:
+    """Closed without a word: there is nobody to tell."""
+    async with limited("keep_alive_timeout: 200ms") as fleet:
+        answer = await exchange(fleet.url, raw)
+
+    assert statuses(answer) == ([503] if raw else [])
+
+
+@pytest.mark.parametrize("key", ["connections", "connections_per_client"])
+async def test_one_connection_too_many(key: str) -> None:
+    """It is told why; and as soon as one is closed there is room again."""
+    async with limited(f"{key}: 2") as fleet:
+        open_ = [await fleet.connect() for _ in range(2)]
+        for reader, writer in open_:
+            writer.write(KEPT)
+            await reader.readuntil(b"}}")
+        error = error_in(await exchange(fleet.url, b""))
+        assert (error["code"], error["type"]) == (503, "unavailable_error")
+        assert f"limits.{key})" in error["message"]
+
+        for reader, writer in open_:  # which are as good as before
+            writer.write(KEPT)
+            assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 503")
+        open_[0][1].close()
+        await open_[0][1].wait_closed()
+        async with asyncio.timeout(10):
+            while error_or_good(await exchange(fleet.url, GOOD)) != "no backend":
+                pass
+        open_[1][1].close()
+        assert (await fleet.metrics())[
+            'kvferry_requests_total{outcome="too_many_connections"}'
+        ] >= 1
+
+
+def error_or_good(answer: bytes) -> str:
+    body = json.loads(answer.partition(b"\r\n\r\n")[2])
+    return str(body.get("status") or body["error"]["message"])
+
+
+async def test_a_reload_counts_for_new_connections() -> None:
+    settings = Settings(connections=-1, connections_per_client=-1)
+    turnstile = Turnstile(MonotonicClock())
+    listener = Listener(_never, settings, lambda *_: None, turnstile)
+    listener.admit("a")
+    listener.admit("b")
+    settings.connections_per_client = 1
+    with pytest.raises(TooManyConnectionsError, match="connections_per_client"):
+        listener.admit("a")
+    listener.admit("c")
+    listener.leave("a")
+    listener.admit("a")
+    settings.connections = 3
+    with pytest.raises(TooManyConnectionsError, match=r"limits\.connections\)"):
+        listener.admit("d")
+
+
+async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None:
+    """aiohttp closes one that has been idle for long; of this one it knows nothing yet."""
+    turnstile, line = Turnstile(MonotonicClock()), list[Callable[[], object]]()
+    settings = Settings(connections=-1, connections_per_client=-1)
+    listener = Listener(_never, settings, lambda *_: None, turnstile)
+    connection, transport = listener(), Mock()
+    transport.get_extra_info.return_value = None
+    connection.connection_made(transport)
+    await asyncio.sleep(0)
+    connection._keepalive = True  # it has had an answer before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turnstile, "call", line.append)
+        connection.data_received(KEPT)
+    connection._process_keepalive()
+    transport.close.assert_not_called()
+    connection.force_close()
+    assert len(line) == 1
+
+
+async def test_a_head_that_drips_while_the_router_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece waits for its turn. That is not the client's time, and gives it no other."""
+    turnstile, line = Turnstile(MonotonicClock()), list[Callable[[], object]]()
+    settings = Settings(-1, -1, *(8192, 8192, 100), header_timeout_s=10.0)
+    connection, transport = Listener(_never, settings, lambda *_: None, turnstile)(), Mock()
+    transport.get_extra_info.return_value = None
+    connection.connection_made(transport)
+    assert isinstance(connection, _Connection)
+    await asyncio.sleep(0)  # it waits for a request
+    now, given, timers = 0.0, list[float](), list[Mock]()
+
+    def call_later(delay_s: float, *_: object) -> Mock:
+        given.append(delay_s)
+        timers.append(Mock())
+        timers[-1].when.return_value = now + delay_s
+        return timers[-1]
+
+    connection._loop = Mock(wraps=connection._loop)
+    connection._loop.time.side_effect = lambda: now
+    connection._loop.call_later.side_effect = call_later
+    monkeypatch.setattr(turnstile, "call", line.append)
+    for piece in (b"GET / HTTP/1.1\r\n", b"A: ", b"b", b"c", b"d"):
+        connection.data_received(piece)
+        assert all(timer.cancel.called for timer in timers)
+        now += 100.0  # at the turnstile
+        line.pop()()
+        now += 3.0  # until there is more
+    assert given == [10.0, 7.0, 4.0, 1.0, 0.0]
+    connection.data_received(b"\r\n\r\n")
+    line.pop()()  # the last of it was here before its time was up
+    assert timers[-1].cancel.called
+    assert connection._head_left_s is None  # the next has its own
+    connection.force_close()
+
+
+async def test_a_request_that_waits_for_its_turn_is_answered_at_the_end() -> None:
+    """It has begun for its client, who would not know whether to send it again."""
+    came = asyncio.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Turnstile, "_has_room", lambda _: came.set())
+        async with limited("connections: 10") as fleet:
+            reader, writer = await fleet.connect()
+            writer.write(KEPT)
+            async with asyncio.timeout(PATIENCE_S):
+                await came.wait()
+        assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+        writer.close()
+
+
+async def _never(_: web.BaseRequest) -> web.StreamResponse:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("peername", "client"),
+    [
+        (("192.0.2.7", 1), "192.0.2.7"),
+        (("::ffff:192.0.2.7", 1, 0, 0), "192.0.2.7"),
+        (("2001:db8:1:2:3:4:5:6", 1, 0, 0), "2001:db8:1:2::"),
+        (("2001:db8:1:2:ffff::", 1, 0, 0), "2001:db8:1:2::"),
+        (("fe80::1%eth0", 1, 0, 2), "fe80::"),
+        (("::1", 1, 0, 0), "::"),
+        ("/run/socket", ""),
+        (None, ""),
+    ],
+)
+def test_whose_connection_it_is(peername: object, client: str) -> None:
+    assert client_of(peername) == client

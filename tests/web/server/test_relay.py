@@ -1,0 +1,159 @@
+"""Headers between two hops, and what is kept of a response that went by."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import cast
+
+import pytest
+from aiohttp import HttpVersion11, web
+from aiohttp.test_utils import make_mocked_request
+from multidict import CIMultiDict
+
+from router.base.clock import MonotonicClock
+from router.base.types import Outcome
+from router.engine.loop_throttle import Turnstile
+from router.llama.client import RelayedResponse
+from router.web.server.relay import Capture, forward_headers, relay
+from router.web.server.settings import Settings
+
+MEGABYTE = 2**20
+TURNSTILE = Turnstile(MonotonicClock())
+
+
+def test_headers_of_a_hop_stay_behind() -> None:
+    """RFC 9110 section 7.6.1, and the one that would keep a server going for a client that left."""
+    headers = CIMultiDict(
+        [
+            ("Host", "router"),
+            ("Connection", "keep-alive, X-Of-This-Hop"),
+            ("Keep-Alive", "5"),
+            ("X-Of-This-Hop", "1"),
+            ("Transfer-Encoding", "chunked"),
+            ("Content-Length", "7"),
+            ("Content-Encoding", "gzip"),
+            ("TE", "trailers"),
+            ("Upgrade", "h2c"),
+            ("Expect", "100-continue"),
+            ("X-Conversation-Id", "c"),
+            ("Accept-Encoding", "gzip"),
+            ("Authorization", "Bearer k"),
+            ("X-Own", "1"),
+            ("X-Own", "2"),
+        ]
+    )
+    forwarded = forward_headers(make_mocked_request("POST", "/", headers))
+
+    assert forwarded == [
+        (b"Accept-Encoding", b"gzip"),
+        (b"Authorization", b"Bearer k"),
+        (b"X-Own", b"1"),
+        (b"X-Own", b"2"),
+    ]
+
+
+def test_a_small_answer_is_kept_whole() -> None:
+    capture = Capture()
+    for i in range(10):
+        capture.add(bytes([i]) * 10)
+
+    assert capture.complete
+    assert capture.size_bytes == 100
+    assert b"".join(capture.chunks) == b"".join(bytes([i]) * 10 for i in range(10))
+    assert b"".join(capture.ends(3)) == b"\0\0\0\n\n\x09\x09\x09"
+
+
+@pytest.mark.parametrize("chunk_bytes", [1000, 2**16, MEGABYTE // 2])
+def test_of_a_huge_one_the_two_ends(chunk_bytes: int) -> None:
+    """However long it gets, a bounded part of it is kept."""
+    capture = Capture()
+    sent = 0
+    while sent < 20 * MEGABYTE:
+        capture.add(sent.to_bytes(8, "big") * (chunk_bytes // 8))
+        sent += chunk_bytes // 8 * 8
+    kept = b"".join(capture.chunks)
+
+    assert not capture.complete
+    assert capture.size_bytes == sent
+    assert len(kept) <= MEGABYTE + 2**16
+    assert kept.startswith(bytes(8))
+    assert kept.endswith((sent - chunk_bytes // 8 * 8).to_bytes(8, "big"))
+
+
+class _Stuck(dict[object, object]):
+    """A request whose client takes nothing of what is written."""
+
+    method, version, keep_alive = "POST", HttpVersion11, True
+
+    def __init__(self, unsent: int = 5) -> None:
+        super().__init__()
+        self.unsent = unsent
+        self.writer = self.transport = self
+        self.aborted = False
+
+    async def write(self, _: bytes) -> None:
+        await asyncio.Event().wait()
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class _Whole:
+    """A backend's answer that has come as a whole."""
+
+    status, reason, headers, is_complete = 200, "OK", [(b"Content-Length", b"100000")], True
+
+    async def read(self) -> bytes:
+        return b"x" * 100_000
+
+
+async def test_of_a_whole_answer_a_client_must_take_something_too() -> None:
+    request, settings = _Stuck(), Settings(idle_timeout_s=60.0, send_timeout_s=0.02)
+    upstream = cast(RelayedResponse, _Whole())
+    http = cast(web.BaseRequest, request)
+    _, outcome = await relay(http, upstream, {}, settings, Capture(), lambda: None, TURNSTILE)
+
+    assert outcome is Outcome.CLIENT_GONE
+    assert request.aborted
+
+
+class _Pipelining(_Stuck):
+    """Its client asks and asks, and takes nothing: what is written is kept by the transport."""
+
+    async def write(self, data: bytes) -> None:
+        self.unsent += len(data)
+
+    async def drain(self) -> None:
+        if self.unsent > 2**16:
+            await asyncio.Event().wait()
+
+
+class _Small(_Whole):
+    status, reason, headers, is_complete = 200, "OK", [(b"Content-Length", b"2")], True
+
+    async def read(self) -> bytes:
+        return b"{}"
+
+
+class _SmallStream(_Small):
+    is_complete = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"{}"
+
+
+@pytest.mark.parametrize("upstream", [_Small(), _SmallStream()])
+async def test_what_one_client_has_not_taken_is_bounded(upstream: object) -> None:
+    settings = Settings(idle_timeout_s=60.0, send_timeout_s=0.02)
+
+    async def outcome(request: _Stuck) -> Outcome:
+        http, answer = cast(web.BaseRequest, request), cast(RelayedResponse, upstream)
+        return (await relay(http, answer, {}, settings, Capture(), lambda: None, TURNSTILE))[1]
+
+    assert await outcome(_Pipelining(unsent=2**15)) is Outcome.OK
+    stuck = _Pipelining(unsent=2**16)
+    async with asyncio.timeout(5):
+        assert await outcome(stuck) is Outcome.CLIENT_GONE
+    assert stuck.aborted
