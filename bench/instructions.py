@@ -28,7 +28,7 @@ EMBEDDINGS = "/v1/embeddings"
 _CONVERSATIONS = 20  # known ones: their texts are asked again and again
 # What the router does of its own accord goes by the clock; the rest of it is taken off.
 _TOTAL = re.compile(r"^(?:totals|summary): (\d+)", re.MULTILINE)
-_QUIET = "store: {save_when_idle_for: off}\nhealth: {interval: 1h}"
+_QUIET = "store: {idle_save_after: off}\nhealth: {interval: 1h}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

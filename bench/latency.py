@@ -129,7 +129,7 @@ async def start(
         )
         url = server.url
         # Saves in the background would take place in the other contenders' turns.
-        quiet = "store: {save_when_idle_for: off}"
+        quiet = "store: {idle_save_after: off}"
         if name == "kvferry":
             way = rig.kvferry(name, [url], folder, kv_dir=kv_dir, more=quiet, profile=profile)
             url = (await stack.enter_async_context(way)).url

@@ -144,7 +144,7 @@ async def kvferry(
     more: str = "",
     profile: Path | None = None,
     metered: Path | None = None,
-    module: str = "router.cli",
+    module: str = "router.tools.cli",
     under: Sequence[str] = (),
 ) -> AsyncIterator[Proxy]:
     """kvferry in front of `backends`. `more` is YAML; `profile` gets a cProfile of its life,

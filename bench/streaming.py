@@ -67,7 +67,7 @@ async def measure(options: argparse.Namespace) -> Report:
             )
             urls[name] = server.url
             if name == "kvferry":
-                quiet = "store: {save_when_idle_for: off}"  # as in bench.latency
+                quiet = "store: {idle_save_after: off}"  # as in bench.latency
                 way = rig.kvferry(name, [server.url], folder, kv_dir=folder / "kv", more=quiet)
                 urls[name] = (await stack.enter_async_context(way)).url
         for number in numbers:

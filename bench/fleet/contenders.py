@@ -13,7 +13,7 @@ from bench import rig
 from bench.fleet.counters import Fleet, settle
 from bench.rig import Proxy
 from router.config.loader import ConfigError, read_yaml
-from router.config.schema import Policy, PolicyName
+from router.config.schema import PolicyConfig, PolicyName
 from router.tools.demo.launcher import LlamaServer
 
 KVFERRY, NGINX, SGLANG, URL = "kvferry", "nginx", "sglang", "url"
@@ -76,7 +76,7 @@ def contender(text: str) -> Contender:
         raise argparse.ArgumentTypeError(f"{kind} takes no policy: {text!r}")
     if colon:
         try:
-            Policy.model_validate(_policy(more))
+            PolicyConfig.model_validate(_policy(more))
         except ConfigError as error:
             raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
         except ValidationError as error:

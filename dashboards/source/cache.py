@@ -96,7 +96,7 @@ CACHE = Dashboard(
             Panel(
                 "Streams that stand still",
                 "How many streams stand still on average, by reason. Mostly save: raise "
-                "store.save_when_idle_for. Mostly restore: more slots.",
+                "store.idle_save_after. Mostly restore: more slots.",
                 [(rate("kvferry_stall_seconds_total", "action", CHOSEN), "{{action}}")],
                 stacked=True,
             ),

@@ -62,7 +62,7 @@ STORE = Dashboard(
             Panel(
                 "Saves, by reason",
                 "displaced: a request needed the slot, and waited for it. Much of it: lower "
-                "store.save_when_idle_for.",
+                "store.idle_save_after.",
                 [(rate("kvferry_save_seconds_count", "reason"), "{{reason}}")],
                 "ops",
                 stacked=True,

@@ -13,7 +13,7 @@ import structlog
 from router.base.errors import ConflictError, RouterError
 from router.base.tasks import Tasks, spawn
 from router.base.types import BackendId, Place
-from router.config.schema import Backend, Config
+from router.config.schema import BackendConfig, Config
 from router.core.model.policy import Policy
 from router.engine.engine import Engine
 from router.llama.attach.monitor import Monitor, Watch
@@ -43,12 +43,12 @@ def watch_of(config: Config) -> Watch:
     return Watch(health.interval_s, health.failures, config.probe.enabled, config.auth.keeps_apart)
 
 
-def client_of(backend: Backend, connections: Connections, timeouts: Timeouts) -> LlamaClient:
+def client_of(backend: BackendConfig, connections: Connections, timeouts: Timeouts) -> LlamaClient:
     """Raises StartError if the environment lacks the key that the configuration names."""
     return LlamaClient(backend.name, backend.url, connections, timeouts, key_of(backend))
 
 
-def key_of(backend: Backend) -> str | None:
+def key_of(backend: BackendConfig) -> str | None:
     """The API key of a backend. Raises StartError if it is not where the configuration says."""
     return secret_of(f"backends: {backend.name}: api_key_env", backend.api_key_env)
 
@@ -63,7 +63,7 @@ def secret_of(key: str, variable: str | None) -> str | None:
     return secret
 
 
-def place_of(backend: Backend, config: Config) -> Place | None:
+def place_of(backend: BackendConfig, config: Config) -> Place | None:
     """Where the backend's state files are; None if nothing is ever saved."""
     moves_kv = Policy(name=config.policy.name).moves_kv
     if backend.kv_dir is None or not config.store.enabled or not moves_kv:
@@ -75,7 +75,7 @@ def place_of(backend: Backend, config: Config) -> Place | None:
 class _Member:
     """A backend as it was configured when it was made. A released one is not watched any more."""
 
-    backend: Backend
+    backend: BackendConfig
     monitor: Monitor
     watching: asyncio.Task[None]
 
@@ -95,7 +95,7 @@ class Backends:
         self,
         engine: Engine,
         clients: dict[BackendId, LlamaClient],
-        make: Callable[[Backend, Config], Monitor],
+        make: Callable[[BackendConfig, Config], Monitor],
     ) -> None:
         """`clients` is what the engine reaches them by; `make` makes a monitor for one."""
         self.monitors: dict[BackendId, Monitor] = {}
@@ -148,7 +148,7 @@ class Backends:
         if watching:
             await asyncio.wait(watching)
 
-    def _start(self, backend: Backend) -> None:
+    def _start(self, backend: BackendConfig) -> None:
         monitor = self._make(backend, self._config)
         watching = spawn(monitor.run(), name=f"monitor {backend.name}")
         self._members[backend.name] = _Member(backend, monitor, watching)

@@ -15,9 +15,9 @@ def policy_of(config: Config) -> Policy:
         name=config.policy.name,
         max_wait_s=config.policy.max_wait_s,
         coalesce_above_s=config.policy.coalesce_above_s,
-        prefill_piece_s=config.policy.prefill_piece_s,
+        prefill_chunk_s=config.policy.prefill_chunk_s,
         reuse_probability=config.policy.reuse_probability,
-        idle_save_after_s=config.store.save_when_idle_for_s,
+        idle_save_after_s=config.store.idle_save_after_s,
         keeps_apart=config.auth.keeps_apart,
     )
 

@@ -92,7 +92,7 @@ def _problem(problem: Problem) -> dict[str, object]:
 
 def _told(changes: Changes) -> dict[str, object]:
     return {
-        "changed": [_change(change) for change in changes.taken],
+        "changed": [_change(change) for change in changes.applied],
         "backends": {
             "added": changes.added,
             "removed": changes.removed,

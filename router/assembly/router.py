@@ -40,7 +40,7 @@ from router.base.errors import RouterError
 from router.base.ports import Tracing
 from router.base.tasks import Tasks, spawn
 from router.base.types import BackendId, Outcome, Request, Standing, Stats
-from router.config.schema import Address, Backend, Config, Tls, TokenizerMode
+from router.config.schema import Address, BackendConfig, Config, TlsConfig, TokenizerMode
 from router.core.execution.state import State
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
@@ -176,7 +176,7 @@ async def build(
             engine.backend_down(backend)
             vocabularies.leave(backend)
 
-        def monitor(backend: Backend, config: Config) -> Monitor:
+        def monitor(backend: BackendConfig, config: Config) -> Monitor:
             return Monitor(
                 client_of(backend, connections, timeouts_of(config)),
                 place=place_of(backend, config),
@@ -276,7 +276,7 @@ async def build(
         yield Router(app, engine, directory, live, reload, store, context)
 
 
-def _show_certificate(context: ssl.SSLContext, files: Tls) -> None:
+def _show_certificate(context: ssl.SSLContext, files: TlsConfig) -> None:
     """Blocking. Raises StartError."""
     assert files.certificate is not None and files.key is not None  # noqa: PT018 - for mypy
     try:

@@ -10,7 +10,7 @@ import structlog
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.tasks import Tasks
 from router.base.types import BackendId, Namespace
-from router.config.schema import Tokenizer, TokenizerMode
+from router.config.schema import TokenizerConfig, TokenizerMode
 from router.llama.client import LlamaClient
 from router.llama.replies import Props
 from router.prompts.chat_template import prove
@@ -49,7 +49,7 @@ class _Speakers:
 class Vocabularies:
     """A tokenizer for each backend, shared by those of the same namespace."""
 
-    def __init__(self, config: Tokenizer, tasks: Tasks) -> None:
+    def __init__(self, config: TokenizerConfig, tasks: Tasks) -> None:
         self._config = config
         self._tasks = tasks
         self._speakers: dict[Namespace, _Speakers] = {}

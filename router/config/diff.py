@@ -1,4 +1,4 @@
-"""What differs between two configurations, and how much of it a running router can take over."""
+"""Compare two configurations: which changes a running router can apply, which need a restart."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,29 +7,29 @@ from typing import Any
 from pydantic import BaseModel
 
 from router.base.types import BackendId
-from router.config.schema import Backend, Config
+from router.config.schema import BackendConfig, Config
 from router.config.values import format_duration, format_size
 from router.core.model.policy import Policy
 
-# Taken over at once; everything else needs a restart, keys that are new among them.
+# Applied at once; all other keys need a restart, new keys included.
 _LIVE = frozenset(
     {
         *("store.max_bytes", "store.max_tokens", "store.min_tokens"),
-        *("store.save_when_idle_for", "store.save_on_shutdown"),
+        *("store.idle_save_after", "store.save_on_shutdown"),
         *("policy", "queue", "limits", "health", "probe", "auth"),
         *("logging.level", "shutdown_grace", "tls.certificate", "tls.key"),
     }
 )
-# A port that speaks TLS takes other files, and no other protocol.
+# An open port can take other TLS files, but cannot begin or stop to speak TLS.
 _TLS = frozenset({"tls.certificate", "tls.key"})
-# What decides whether there are snapshots at all: directories are opened and backends tried out
-# for that when the router starts.
+# These keys decide whether there are snapshots at all: directories are opened and backends are
+# probed for snapshots when the router starts.
 _SWITCHES = frozenset({"store.max_bytes", "store.max_tokens", "policy.name"})
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key; sizes and times as the file has them, of lists the names of what is in them."""
+    """One changed key. Sizes and times as the file has them; a list as the names of its entries."""
 
     key: str
     before: object
@@ -38,10 +38,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """`config` is what is in force when all but `needs_restart` is taken over."""
+    """The changes by kind. `config` is in force when all but `needs_restart` is applied."""
 
     config: Config
-    taken: tuple[Change, ...]
+    applied: tuple[Change, ...]
     needs_restart: tuple[Change, ...]
     added: tuple[BackendId, ...]
     removed: tuple[BackendId, ...]
@@ -49,18 +49,18 @@ class Changes:
 
 
 def compare(old: Config, new: Config) -> Changes:
-    """What has to happen to get from one to the other."""
+    """Return the changes from the old configuration to the new one."""
     fixed = frozenset[str]() if _keeps_snapshots(old) == _keeps_snapshots(new) else _SWITCHES
     fixed |= _TLS if (old.tls.key is None) != (new.tls.key is None) else frozenset()
-    taken: list[Change] = []
-    left: list[Change] = []
+    applied: list[Change] = []
+    needs_restart: list[Change] = []
     kept: dict[str, Any] = {}
     for section, name, change in _differences(old, new):
         top = change.key.partition(".")[0]
         if change.key not in fixed and (change.key in _LIVE or top in _LIVE):
-            taken.append(change)
+            applied.append(change)
             continue
-        left.append(change)
+        needs_restart.append(change)
         if section is None:
             kept[name] = getattr(old, name)
         else:
@@ -70,8 +70,8 @@ def compare(old: Config, new: Config) -> Changes:
     was, wanted = _by_name(old), _by_name(new)
     return Changes(
         config=new.model_copy(update=kept),
-        taken=tuple(taken),
-        needs_restart=tuple(left),
+        applied=tuple(applied),
+        needs_restart=tuple(needs_restart),
         added=tuple(name for name in wanted if name not in was),
         removed=tuple(name for name in was if name not in wanted),
         replaced=tuple(n for n in wanted if n in was and wanted[n] != was[n]),
@@ -82,12 +82,12 @@ def _keeps_snapshots(config: Config) -> bool:
     return config.store.enabled and Policy(name=config.policy.name).moves_kv
 
 
-def _by_name(config: Config) -> dict[BackendId, Backend]:
+def _by_name(config: Config) -> dict[BackendId, BackendConfig]:
     return {backend.name: backend for backend in config.backends}
 
 
 def _differences(old: Config, new: Config) -> Iterator[tuple[str | None, str, Change]]:
-    """Section (None: at the top), field and change of each key that differs, backends apart."""
+    """Yield section (None: top level), field and change of each key but `backends`."""
     for name, info in Config.model_fields.items():
         before, after = getattr(old, name), getattr(new, name)
         key = info.alias or name
@@ -102,12 +102,12 @@ def _differences(old: Config, new: Config) -> Iterator[tuple[str | None, str, Ch
 
 def _change(key: str, field: str, before: object, after: object) -> Change:
     was, now = _written(field, before), _written(field, after)
-    # A key of which only the hash is another: hashes are not repeated.
+    # Only the hash of a key differs, and hashes are not shown.
     return Change(key, was, f"{now} (other contents)" if was == now else now)
 
 
 def _written(field: str, value: object) -> object:
-    """As a person writes it: the unit of a number stands in the name of its field."""
+    """Return the value as a file has it. The name of the field ends in its unit."""
     if field.endswith("_bytes") and isinstance(value, int):
         return format_size(value)
     if field.endswith("_s") and isinstance(value, int | float | None):

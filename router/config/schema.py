@@ -1,55 +1,43 @@
-"""The configuration: every key, its type, its default, and what must fit together.
+"""The configuration: every key, its type, its default, and the values that contradict each other.
 
-Owns the meaning of the file that `kvferry serve` and `kvferry check` read. The result is
-immutable. Reads no environment variable and looks at no directory: that is for start-up, on the
-machine that serves. `config/kvferry.reference.yaml` explains each key; a test keeps the two equal.
+`kvferry serve` and `kvferry check` read the file with this module; the result is immutable. Reads
+no environment variable and no directory: start-up does, on the machine that serves.
+`config/kvferry.reference.yaml` explains each key; a test keeps the two equal.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from router.base.api_keys import read_hash
 from router.base.types import BackendId
-from router.config import values as values
-from router.config.auth import Auth as Auth
-from router.config.limits_and_tls import Admin as Admin
-from router.config.limits_and_tls import Limits as Limits
-from router.config.limits_and_tls import Tls as Tls
+from router.config import values
 from router.config.loader import ConfigError as ConfigError
 from router.config.loader import (
+    ConfigSection,
     KeyPath,
     MisfitError,
-    Section,
-    misfits_of_sections,
     problems_of,
     read_text,
     read_yaml,
-    unless_wrong,
 )
 from router.config.loader import Problem as Problem
 from router.config.loader import path_text as path_text
-from router.config.values import NO_LIMIT, shown
+from router.config.values import NO_LIMIT, choice_of, shown
 from router.config.values import Address as Address
 from router.core.model.policy import PolicyName as PolicyName
 
-GIB = 1024**3
-MIB = 1024**2
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 
 class TokenizerMode(StrEnum):
-    """Who turns prompts into tokens."""
+    """Where prompts are turned into tokens."""
 
-    AUTO = "auto"  # as local with the model's own file, where it can be read and is proved right
+    AUTO = "auto"  # as `local`, with the model's own file, where it is readable and proved right
     BACKEND = "backend"  # llama-server's own /apply-template and /tokenize
     LOCAL = "local"
     OFF = "off"
@@ -72,13 +60,20 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-class Backend(Section):
+class Sharing(StrEnum):
+    """Whether KV that was computed for one tenant is reused for another."""
+
+    NONE = "none"
+    ALL = "all"
+
+
+class BackendConfig(ConfigSection):
     """One llama-server. `url` is normalised; `name` is `host-port` unless given."""
 
     url: Annotated[str, BeforeValidator(values.base_url)]
-    name: Annotated[BackendId, BeforeValidator(values.backend_name)] = BackendId("")
+    name: Annotated[BackendId, BeforeValidator(values.name)] = BackendId("")
     kv_dir: values.OptionalPath = None  # None: served, no snapshots
-    api_key_env: Annotated[str | None, values.optional(values.env_name)] = None
+    api_key_env: values.OptionalEnvName = None
     models: Annotated[tuple[values.Text, ...], BeforeValidator(values.entries)] = ()
 
     @model_validator(mode="before")
@@ -90,10 +85,10 @@ class Backend(Section):
         try:
             return given | {"name": values.default_name(values.base_url(given.get("url")))}
         except ValueError:
-            return given  # the url is reported as what it is
+            return given  # the field `url` reports what is wrong with it
 
 
-class Store(Section):
+class StoreConfig(ConfigSection):
     """How many snapshots are kept, and when slots are saved. Independent of context sizes."""
 
     max_bytes: values.SizeOrNoLimit = 32 * GIB  # -1: no limit, 0: off
@@ -101,16 +96,16 @@ class Store(Section):
     min_tokens: values.Count = 128
     fsync: values.Flag = True
     group_access: values.Flag = False
-    save_when_idle_for_s: values.SecondsOrOff = Field(default=0.5, alias="save_when_idle_for")
+    idle_save_after_s: values.SecondsOrOff = Field(default=0.5, alias="idle_save_after")
     save_on_shutdown: values.Flag = True
 
     @property
     def enabled(self) -> bool:
-        """Whether snapshots may be kept at all."""
+        """Return whether snapshots may be kept at all."""
         return self.max_bytes != 0 and self.max_tokens != 0
 
     @model_validator(mode="after")
-    def _fits(self) -> "Store":
+    def _fits(self) -> "StoreConfig":
         if 0 < self.max_tokens < self.min_tokens:
             message = (
                 f"must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}:"
@@ -120,15 +115,13 @@ class Store(Section):
         return self
 
 
-class Policy(Section):
+class PolicyConfig(ConfigSection):
     """How a slot is chosen. In YAML also just the name."""
 
-    name: Annotated[PolicyName, BeforeValidator(partial(values.choice, kind=PolicyName))] = (
-        PolicyName.PREFER_IDLE
-    )
+    name: Annotated[PolicyName, choice_of(PolicyName)] = PolicyName.PREFER_IDLE
     max_wait_s: values.Seconds = Field(default=30.0, alias="max_wait")
     coalesce_above_s: values.SecondsOrOff = Field(default=0.25, alias="coalesce_above")
-    prefill_piece_s: values.SecondsOrOff = Field(default=0.5, alias="prefill_piece")
+    prefill_chunk_s: values.SecondsOrOff = Field(default=0.5, alias="prefill_chunk")
     reuse_probability: values.Ratio = 0.5
 
     @model_validator(mode="before")
@@ -137,33 +130,51 @@ class Policy(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
-class Queue(Section):
+class QueueConfig(ConfigSection):
     """Requests that wait in the router because no slot may serve them yet."""
 
     max_requests: values.Count = 1024
-    deadline_s: values.SecondsOrNone = Field(default=600.0, alias="deadline")  # None: wait for ever
+    deadline_s: values.SecondsOrNone = Field(default=600.0, alias="deadline")  # None: no deadline
     no_backend_wait_s: values.Seconds = Field(default=10.0, alias="no_backend_wait")
 
 
-class Health(Section):
-    """How backends are watched."""
+class LimitsConfig(ConfigSection):
+    """Sizes and times of what a client may send, and of each step of a request."""
+
+    connections: values.PositiveCountOrNoLimit = 4096  # -1: no limit
+    connections_per_client: values.PositiveCountOrNoLimit = NO_LIMIT
+    max_request_line_bytes: values.PositiveSize = Field(default=8 * KIB, alias="max_request_line")
+    max_header_bytes: values.PositiveSize = Field(default=16 * KIB, alias="max_header")
+    max_headers: values.PositiveCount = 128
+    header_timeout_s: values.PositiveSeconds = Field(default=15.0, alias="header_timeout")
+    keep_alive_timeout_s: values.PositiveSeconds = Field(default=75.0, alias="keep_alive_timeout")
+    max_body_bytes: values.PositiveSize = Field(default=64 * MIB, alias="max_body")
+    body_timeout_s: values.PositiveSeconds = Field(default=60.0, alias="body_timeout")
+    connect_timeout_s: values.PositiveSeconds = Field(default=5.0, alias="connect_timeout")
+    first_byte_timeout_s: values.PositiveSeconds = Field(default=3600.0, alias="first_byte_timeout")
+    idle_timeout_s: values.PositiveSeconds = Field(default=600.0, alias="idle_timeout")
+    send_timeout_s: values.PositiveSeconds = Field(default=600.0, alias="send_timeout")
+    control_timeout_s: values.PositiveSeconds = Field(default=10.0, alias="control_timeout")
+    action_timeout_s: values.PositiveSeconds = Field(default=120.0, alias="action_timeout")
+
+
+class HealthConfig(ConfigSection):
+    """How the health of backends is checked."""
 
     interval_s: values.PositiveSeconds = Field(default=2.0, alias="interval")
     timeout_s: values.PositiveSeconds = Field(default=2.0, alias="timeout")
     failures: values.PositiveCount = 2
 
 
-class Tokenizer(Section):
+class TokenizerConfig(ConfigSection):
     """Where the exact tokens of a prompt come from."""
 
-    mode: Annotated[TokenizerMode, BeforeValidator(partial(values.choice, kind=TokenizerMode))] = (
-        TokenizerMode.AUTO
-    )
+    mode: Annotated[TokenizerMode, choice_of(TokenizerMode)] = TokenizerMode.AUTO
     path: values.OptionalPath = None
     cache_bytes: values.Size = Field(default=64 * MIB, alias="cache")
 
     @model_validator(mode="after")
-    def _fits(self) -> "Tokenizer":
+    def _fits(self) -> "TokenizerConfig":
         if self.mode is TokenizerMode.LOCAL and self.path is None:
             message = "is required with mode: local: a Hugging Face folder or a .gguf file"
             raise MisfitError([(("path",), message)])
@@ -173,64 +184,149 @@ class Tokenizer(Section):
         return self
 
 
-class Probe(Section):
+class ProbeConfig(ConfigSection):
     """The small save and restore that measures a backend when it is attached."""
 
     enabled: values.Flag = True
 
 
-class Logging(Section):
+class AdminConfig(ConfigSection):
+    """The address of the router's own routes, and what using them takes."""
+
+    listen: values.OptionalAddress = None  # None: where clients connect
+    token_env: values.OptionalEnvName = None
+    protect_reads: values.OptionalFlag = None
+
+    def protects_reads(self, *, has_keys: bool) -> bool:
+        """Return whether reading needs the token as well. The default follows `has_keys`.
+
+        Where clients have to show keys, one client's data is not for all that reach the port.
+        """
+        return has_keys if self.protect_reads is None else self.protect_reads
+
+    @model_validator(mode="after")
+    def _fits(self) -> "AdminConfig":
+        if self.protect_reads and self.token_env is None:
+            message = "needs admin.token_env: the token that reading then takes"
+            raise MisfitError([(("protect_reads",), message)])
+        return self
+
+
+class KeyConfig(ConfigSection):
+    """One key of one client. The tenant's name is the key's name unless given."""
+
+    name: Annotated[str, BeforeValidator(values.name)]
+    hash: Annotated[bytes, BeforeValidator(read_hash)] = Field(repr=False)
+    tenant: Annotated[str, BeforeValidator(values.name)] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_tenant(cls, value: object) -> object:
+        if isinstance(value, dict) and value.get("tenant") is None and "name" in value:
+            return value | {"tenant": value["name"]}
+        return value
+
+
+class TenantConfig(ConfigSection):
+    """Limits of one tenant. A tenant that is not listed has no limit."""
+
+    name: Annotated[str, BeforeValidator(values.name)]
+    max_requests: values.PositiveCount | None = None  # running and waiting; None: no limit
+
+
+def _twice(section: str, field: str, found: Sequence[str | bytes]) -> list[tuple[KeyPath, str]]:
+    """Return entries that cannot be told apart. Hashes are not repeated in messages."""
+    seen: Counter[str | bytes] = Counter()
+    misfits: list[tuple[KeyPath, str]] = []
+    for at, value in enumerate(found):
+        if seen[value]:
+            what = "the same key" if isinstance(value, bytes) else shown(value)
+            misfits.append(((section, at, field), f"{what} is listed twice"))
+        seen[value] += 1
+    return misfits
+
+
+class AuthConfig(ConfigSection):
+    """The keys of clients, and what tenants share. Without keys every client is let in."""
+
+    keys: Annotated[tuple[KeyConfig, ...], BeforeValidator(values.entries)] = ()
+    tenants: Annotated[tuple[TenantConfig, ...], BeforeValidator(values.entries)] = ()
+    share_cache: Annotated[Sharing, choice_of(Sharing)] = Sharing.NONE
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Return whether no KV of one tenant is used for another."""
+        return bool(self.keys) and self.share_cache is Sharing.NONE
+
+    @model_validator(mode="after")
+    def _fits(self) -> "AuthConfig":
+        misfits = [
+            *_twice("keys", "name", [key.name for key in self.keys]),
+            *_twice("keys", "hash", [key.hash for key in self.keys]),
+            *_twice("tenants", "name", [tenant.name for tenant in self.tenants]),
+        ]
+        known = {key.tenant for key in self.keys}
+        for at, tenant in enumerate(self.tenants):
+            if tenant.name not in known:
+                message = f"{shown(tenant.name)} is the tenant of no key"
+                misfits.append((("tenants", at, "name"), message))
+        if misfits:
+            raise MisfitError(misfits)
+        return self
+
+
+class TlsConfig(ConfigSection):
+    """The certificate that clients see; both files, or neither: no TLS."""
+
+    certificate: values.OptionalPath = None
+    key: values.OptionalPath = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> "TlsConfig":
+        for name, other in (("certificate", "key"), ("key", "certificate")):
+            if getattr(self, name) is None and getattr(self, other) is not None:
+                raise MisfitError([((name,), f"is required with {other}: a file in PEM form")])
+        return self
+
+
+class LoggingConfig(ConfigSection):
     """What is written to standard error."""
 
-    level: Annotated[LogLevel, BeforeValidator(partial(values.choice, kind=LogLevel))] = (
-        LogLevel.INFO
-    )
-    format: Annotated[LogFormat, BeforeValidator(partial(values.choice, kind=LogFormat))] = (
-        LogFormat.AUTO
-    )
+    level: Annotated[LogLevel, choice_of(LogLevel)] = LogLevel.INFO
+    format: Annotated[LogFormat, choice_of(LogFormat)] = LogFormat.AUTO
 
 
-class Tracing(Section):
+class TracingConfig(ConfigSection):
     """Where traces of requests are sent."""
 
-    endpoint: Annotated[str | None, values.optional(values.http_url)] = None
+    endpoint: values.OptionalUrl = None
 
 
-class Diagnostics(Section):
+class DiagnosticsConfig(ConfigSection):
     """What is kept of requests that are over, and what of it may be shown."""
 
     requests: values.Count = 1000  # 0: off
     show_content: values.Flag = False
 
 
-def _backends(value: object, handler: ValidatorFunctionWrapHandler) -> object:
-    if isinstance(value, list | tuple) and not value:
-        raise ValueError(f"is empty: it needs {_REQUIRED['backends']}")
-    backends: tuple[Backend, ...] = handler(values.entries(value))
-    misfits = _duplicates(dict(enumerate(backends)))
-    if misfits:
-        raise MisfitError(misfits)
-    return backends
-
-
-class Config(Section):
+class Config(ConfigSection):
     """Everything that can be configured. Build it with `load`, `parse` or `from_flags`."""
 
     listen: Annotated[Address, BeforeValidator(values.address)] = Address("127.0.0.1", 8080)
-    backends: Annotated[tuple[Backend, ...], WrapValidator(_backends)]
-    store: Store = Store()
-    policy: Policy = Policy()
-    queue: Queue = Queue()
-    limits: Limits = Limits()
-    health: Health = Health()
-    tokenizer: Tokenizer = Tokenizer()
-    probe: Probe = Probe()
-    admin: Admin = Admin()
-    auth: Auth = Auth()
-    tls: Tls = Tls()
-    logging: Logging = Logging()
-    tracing: Tracing = Tracing()
-    diagnostics: Diagnostics = Diagnostics()
+    backends: Annotated[tuple[BackendConfig, ...], BeforeValidator(values.entries)]
+    store: StoreConfig = StoreConfig()
+    policy: PolicyConfig = PolicyConfig()
+    queue: QueueConfig = QueueConfig()
+    limits: LimitsConfig = LimitsConfig()
+    health: HealthConfig = HealthConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    probe: ProbeConfig = ProbeConfig()
+    admin: AdminConfig = AdminConfig()
+    auth: AuthConfig = AuthConfig()
+    tls: TlsConfig = TlsConfig()
+    logging: LoggingConfig = LoggingConfig()
+    tracing: TracingConfig = TracingConfig()
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     shutdown_grace_s: values.Seconds = Field(default=30.0, alias="shutdown_grace")
 
     @model_validator(mode="after")
@@ -240,18 +336,22 @@ class Config(Section):
         return self
 
     def misfits(self) -> list[tuple[KeyPath, str]]:
-        """What is right one by one and wrong together, each with its path."""
-        backends = dict(enumerate(self.backends))
-        return _crossed(self.listen, backends, self.auth, self.policy, self.admin)
+        """Return the contradictions between sections, each with its key path."""
+        if not self.backends:
+            return [(("backends",), f"is empty: it needs {_REQUIRED['backends']}")]
+        misfits = _duplicates(self.backends) + _loops(self.listen, self.backends)
+        if self.policy.name is PolicyName.PASSTHROUGH and self.auth.keeps_apart:
+            message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
+            misfits.append((("policy", "name"), message))
+        if (own := self.admin.listen) is not None:
+            misfits += _loops(own, self.backends)
+            meets = values.reaches(self.listen, own) or values.reaches(own, self.listen)
+            if meets and own.port:
+                message = f"is where clients connect (listen: {self.listen}): take another port"
+                misfits.append((("admin", "listen"), message))
+        return misfits
 
 
-# What is compared within a section, by its `_fits`.
-_COMPARED = {
-    "store": {"max_tokens", "min_tokens"},
-    "tokenizer": {"mode", "path"},
-    "admin": {"protect_reads", "token_env"},
-    "auth": {"keys", "tenants"},
-}
 _REQUIRED = {
     "backends": "a list with the `url` of each llama-server",
     "url": "the base URL of a llama-server, such as http://127.0.0.1:8081",
@@ -261,21 +361,20 @@ _REQUIRED = {
 
 
 def load(path: Path) -> Config:
-    """The configuration in the file `path`. Blocking. Raises ConfigError with every problem."""
+    """Return the configuration in a file. Blocking. Raises ConfigError."""
     return parse(read_text(path), str(path))
 
 
 def parse(text: str, source: str) -> Config:
-    """The configuration in a YAML text; `source` names it in messages.
+    """Return the configuration in a YAML text; `source` names it in messages.
 
-    Raises ConfigError, and nothing else, with every problem that was found.
+    Raises ConfigError, and nothing else. Contradictions between keys are found when each key is
+    valid by itself.
     """
     document = read_yaml(text, source)
     config, found = _validate(document.value)
     problems = document.problems + [
-        Problem(path_text(path), document.line(path), message)
-        for path, message in found
-        if path not in document.unreadable
+        Problem(path_text(path), document.line(path), message) for path, message in found
     ]
     if problems or config is None:
         raise ConfigError(source, problems)
@@ -288,7 +387,7 @@ def from_flags(
     listen: str | None = None,
     policy: str | None = None,
 ) -> Config:
-    """The configuration of `kvferry serve` without a file; what no flag says has its default.
+    """Return the configuration of `kvferry serve` without a file; the rest has its defaults.
 
     `kv_dir` is for every backend. Raises ConfigError whose problems name the flag.
     """
@@ -308,86 +407,34 @@ def _validate(value: object) -> tuple[Config | None, list[tuple[KeyPath, str]]]:
     try:
         return Config.model_validate(value), []
     except ValidationError as error:
-        found = problems_of(error, Config, _REQUIRED)
-    # Pydantic leaves out what compares keys as soon as one of them is wrong. All problems are
-    # wanted at once, so compare those that are right.
-    told = {path for path, _ in found}
-    misfits = misfits_of_sections(Config, value, told, _COMPARED, _REQUIRED)
-    misfits += _misfits_of_parts(value)
-    found += [misfit for misfit in misfits if misfit[0] not in told]
-    return None, found
+        return None, problems_of(error, Config, _REQUIRED)
 
 
-def _misfits_of_parts(value: object) -> list[tuple[KeyPath, str]]:
-    if not isinstance(value, dict):
-        return []
-    entries = value.get("backends")
-    backends: dict[int, Backend] = {}
-    for i, entry in enumerate(entries if isinstance(entries, list) else []):
-        compared = {k: entry.get(k) for k in ("url", "name")} if isinstance(entry, dict) else {}
-        if (backend := unless_wrong(partial(Backend.model_validate, compared))) is not None:
-            backends[i] = backend
-    listen = value.get("listen", str(Config.model_fields["listen"].default))
-    return [
-        *((("backends", *path), message) for path, message in _duplicates(backends)),
-        *_crossed(
-            unless_wrong(partial(values.address, listen)),
-            backends,
-            unless_wrong(partial(Auth.model_validate, value.get("auth"))),
-            unless_wrong(partial(Policy.model_validate, value.get("policy"))),
-            unless_wrong(partial(Admin.model_validate, value.get("admin"))),
-        ),
-    ]
-
-
-def _crossed(
-    listen: Address | None,
-    backends: dict[int, Backend],
-    auth: Auth | None,
-    policy: Policy | None,
-    admin: Admin | None,
-) -> list[tuple[KeyPath, str]]:
-    """What two sections say against each other, as far as they are right."""
-    misfits = [] if listen is None else _loops(listen, backends)
-    passes = policy is not None and policy.name is PolicyName.PASSTHROUGH
-    if passes and auth is not None and auth.keeps_apart:
-        message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
-        misfits.append((("policy", "name"), message))
-    if admin is None or (own := admin.listen) is None:
-        return misfits
-    misfits += _loops(own, backends)
-    met = listen is not None and (values.reaches(listen, own) or values.reaches(own, listen))
-    if met and own.port:
-        message = f"is where clients connect (listen: {listen}): take another port"
-        misfits.append((("admin", "listen"), message))
-    return misfits
-
-
-def _duplicates(backends: dict[int, Backend]) -> list[tuple[KeyPath, str]]:
-    """Backends that cannot be told apart, by index; paths start at the list."""
+def _duplicates(backends: Sequence[BackendConfig]) -> list[tuple[KeyPath, str]]:
+    """Return backends with the URL or the name of another."""
     misfits: list[tuple[KeyPath, str]] = []
     urls: dict[str, int] = {}
     names: dict[str, int] = {}
-    for i, backend in backends.items():
+    for i, backend in enumerate(backends):
         # A second url has the same default name as well: one message is enough.
         if backend.url in urls:
             message = f"is the url of backend number {urls[backend.url] + 1}: list a server once"
-            misfits.append(((i, "url"), message))
+            misfits.append((("backends", i, "url"), message))
         elif backend.name in names:
             message = (
                 f"{shown(str(backend.name))} is the name of backend number"
                 f" {names[backend.name] + 1}: names must be unique"
             )
-            misfits.append(((i, "name"), message))
+            misfits.append((("backends", i, "name"), message))
         urls.setdefault(backend.url, i)
         names.setdefault(backend.name, i)
     return misfits
 
 
-def _loops(listen: Address, backends: dict[int, Backend]) -> list[tuple[KeyPath, str]]:
-    """Backends that are the router itself. Easily done: llama-server's default port is 8080 too."""
+def _loops(listen: Address, backends: Sequence[BackendConfig]) -> list[tuple[KeyPath, str]]:
+    """Return backends that are the router itself: llama-server's default port is 8080 too."""
     misfits: list[tuple[KeyPath, str]] = []
-    for i, backend in backends.items():
+    for i, backend in enumerate(backends):
         if values.reaches(listen, values.url_address(backend.url)):
             message = (
                 f"is where kvferry itself listens ({listen}): give the llama-server another port,"

@@ -1,8 +1,7 @@
-"""The values of a configuration file: what a person writes, checked and turned into units.
+"""Check single values of a configuration: sizes, durations, addresses, URLs, paths.
 
-Owns sizes, durations, addresses, URLs and paths. Knows nothing of keys, files or models. Every
-function raises ValueError with a message that continues "KEY: ...": what is wrong, what is
-allowed.
+Knows no keys, files or models. Each function raises ValueError with a message that continues
+"KEY: ...": what is wrong and what is allowed.
 """
 
 import difflib
@@ -17,31 +16,25 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ByteSize, TypeAdapter
 
-_SIZE_UNITS = {
-    "B": 1,
-    "kB": 1000,
-    "KiB": 1024,
-    "MB": 1000**2,
-    "MiB": 1024**2,
-    "GB": 1000**3,
-    "GiB": 1024**3,
-    "TB": 1000**4,
-    "TiB": 1024**4,
+_SIZE_UNITS = {"B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("kMGT", 1)
+    for unit, base in (("B", 1000), ("iB", 1024))
 }
-_SIZE_FACTORS = {unit.lower(): factor for unit, factor in _SIZE_UNITS.items()}
+_SIZE_UNITS["KiB"] = _SIZE_UNITS.pop("kiB")
 _DURATION_UNITS = {"ms": Decimal("0.001"), "s": Decimal(1), "m": Decimal(60), "h": Decimal(3600)}
+_BYTES = TypeAdapter(ByteSize)
 
-# Twenty digits hold every size and time below, and keep Decimal's 28 digits exact.
-_AMOUNT = re.compile(r"(\d{1,20}(?:\.\d{1,20})?) ?([A-Za-z]+)", re.ASCII)
+_DURATION = re.compile(r"(\d{1,20}(?:\.\d{1,20})?) ?(ms|s|m|h)", re.ASCII)
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-_BACKEND_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})")
 _HOST_PORT = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*)):(\d{1,5})", re.ASCII)
 
 MAX_SIZE_BYTES = 2**63 - 1
-MAX_DURATION_S = 366 * 86400.0  # far above any sensible time-out, far below a float's trouble
+MAX_DURATION_S = 366 * 86400.0  # far above any sensible timeout, far below the limits of a float
 MAX_COUNT = 2**53 - 1
 NO_LIMIT = -1
 
@@ -52,7 +45,7 @@ _E = TypeVar("_E", bound=StrEnum)
 
 
 def shown(value: object) -> str:
-    """`value` for a message: short, printable, in YAML's words."""
+    """Return `value` for a message: short, printable, in YAML's words."""
     match value:
         case None:
             return "nothing"
@@ -71,49 +64,37 @@ def shown(value: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` is most likely a slip of, if any."""
+    """Return the known word that `word` most likely misspells, or None."""
     found = difflib.get_close_matches(word[:64].lower(), list(known), n=1, cutoff=0.6)
     return found[0] if found else None
 
 
 def flag(value: object) -> bool:
-    """True or false; YAML 1.1's yes, no, on and off are text."""
+    """Return True or False, of which YAML 1.1 has several spellings."""
     if not isinstance(value, bool):
         raise ValueError(f"must be true or false, not {shown(value)}")
     return value
 
 
 def count(value: object, *, at_least: int = 0) -> int:
-    """A whole number from `at_least` up."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"must be a whole number of at least {at_least}, not {shown(value)}")
-    if not at_least <= value <= MAX_COUNT:
+    """Return a whole number from `at_least` up."""
+    if type(value) is not int or not at_least <= value <= MAX_COUNT:
         raise ValueError(f"must be a whole number of at least {at_least}, not {shown(value)}")
     return value
 
 
-def count_or_no_limit(value: object) -> int:
-    """A whole number; -1 stands for no limit and 0 for off."""
-    if value == NO_LIMIT and isinstance(value, int):
-        return NO_LIMIT
-    try:
-        return count(value)
-    except ValueError:
-        raise ValueError(
-            f"must be a whole number, -1 (no limit) or 0 (off), not {shown(value)}"
-        ) from None
-
-
 def ratio(value: object) -> float:
-    """A number from 0 to 1."""
+    """Return a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError(f"must be a number from 0 to 1, not {shown(value)}")
     return float(value)
 
 
 def choice(value: object, kind: type[_E]) -> _E:
-    """A member of `kind` by its name in YAML."""
+    """Return the member of `kind` with this name in YAML."""
     known = [member.value for member in kind]
+    if value is False and "off" in known:
+        value = "off"  # as YAML 1.1 reads the word
     if isinstance(value, str) and value in known:
         return kind(value)
     guess = nearest(value, known) if isinstance(value, str) else None
@@ -122,7 +103,7 @@ def choice(value: object, kind: type[_E]) -> _E:
 
 
 def text(value: object) -> str:
-    """Non-empty text without control characters."""
+    """Return text that is not empty and has no control characters."""
     if not isinstance(value, str):
         quotes = "; put it in quotes" if isinstance(value, bool | int | float) else ""
         raise ValueError(f"must be text, not {shown(value)}{quotes}")
@@ -132,7 +113,7 @@ def text(value: object) -> str:
 
 
 def http_url(value: object) -> str:
-    """Any URL of HTTP, path included."""
+    """Return a URL of HTTP, with a path or without."""
     url = text(value)
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"must be an http:// or https:// URL, not {shown(value)}")
@@ -140,45 +121,20 @@ def http_url(value: object) -> str:
 
 
 def size(value: object, *, at_least: int = 0) -> int:
-    """Bytes from a size with a unit or a plain number of bytes. `kB` is 1000, `KiB` 1024."""
-    n_bytes = _size(value)
+    """Return the bytes of a size with a unit or of a whole number. `kB` is 1000, `KiB` 1024."""
+    try:
+        n_bytes = int(_BYTES.validate_python(value if type(value) is int else text(value)))
+    except ValueError:  # pydantic's ValidationError is one
+        n_bytes = -1
+    if not 0 <= n_bytes <= MAX_SIZE_BYTES:
+        raise ValueError(f"must be {SIZE_FORMS}, not {shown(value)}")
     if n_bytes < at_least:
         raise ValueError(f"must be at least {format_size(at_least)}, not {shown(value)}")
     return n_bytes
 
 
-def size_or_no_limit(value: object) -> int:
-    """Bytes; -1 stands for no limit and 0 for off."""
-    if value == NO_LIMIT and isinstance(value, int):
-        return NO_LIMIT
-    try:
-        return size(value)
-    except ValueError as error:
-        raise ValueError(f"{error}; -1 means no limit, 0 off") from None
-
-
-def _size(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        if 0 <= value <= MAX_SIZE_BYTES:
-            return value
-        raise ValueError(f"must be {SIZE_FORMS}, not {shown(value)}")
-    matched = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
-    if matched is None:
-        raise ValueError(f"must be {SIZE_FORMS}, not {shown(value)}")
-    factor = _SIZE_FACTORS.get(matched[2].lower())
-    if factor is None:
-        units = ", ".join(_SIZE_UNITS)
-        raise ValueError(f"has the unknown unit {shown(matched[2])}; units are {units}")
-    n_bytes = Decimal(matched[1]) * factor
-    if n_bytes != int(n_bytes):
-        raise ValueError(f"must be a whole number of bytes, not {shown(value)}")
-    if n_bytes > MAX_SIZE_BYTES:
-        raise ValueError(f"is too large: {shown(value)}")
-    return int(n_bytes)
-
-
 def format_size(n_bytes: int) -> str:
-    """The shortest exact form; `size` reads it back. -1 is "no limit"."""
+    """Return the shortest exact form, which `size` reads back. -1 is "no limit"."""
     if n_bytes == NO_LIMIT:
         return "no limit"
     exact = [unit for unit, factor in _SIZE_UNITS.items() if n_bytes and n_bytes % factor == 0]
@@ -187,55 +143,28 @@ def format_size(n_bytes: int) -> str:
 
 
 def duration(value: object, *, positive: bool = True) -> float:
-    """Seconds from a time with a unit. A plain 0 passes where `positive` is False."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and value != 0:
-        if 0 < value <= MAX_DURATION_S:
-            raise ValueError(f"needs a unit: write {value:g}s or {value:g}ms")
-        raise ValueError(f"must be {DURATION_FORMS}, not {shown(value)}")
-    seconds = _seconds(value)
+    """Return the seconds of a time with a unit. A plain 0 passes where `positive` is False."""
+    matched = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if matched is not None:
+        seconds = float(Decimal(matched[1]) * _DURATION_UNITS[matched[2]])
+    elif type(value) in (int, float) and value == 0:
+        seconds = 0.0
+    else:
+        number = type(value) in (int, float) and 0 < value <= MAX_DURATION_S  # type: ignore[operator]
+        hint = f"; it needs a unit: write {value:g}s or {value:g}ms" if number else ""
+        raise ValueError(f"must be {DURATION_FORMS}, not {shown(value)}{hint}")
+    if seconds > MAX_DURATION_S:
+        raise ValueError(f"is too long: {shown(value)}; at most {format_duration(MAX_DURATION_S)}")
     if positive and seconds == 0:
         raise ValueError(f"must be more than 0: {DURATION_FORMS}")
     return seconds
 
 
-def duration_or_off(value: object) -> float | None:
-    """Seconds; None for `off`. 0 is refused: "at once" and "never" are both plausible."""
-    if value == "off":
-        return None
-    try:
-        return duration(value)
-    except ValueError as error:
-        raise ValueError(f"{error}; `off` disables it") from None
-
-
-def duration_or_none(value: object) -> float | None:
-    """Seconds; None for `off` and for 0."""
-    if value == "off":
-        return None
-    try:
-        return duration(value, positive=False) or None
-    except ValueError as error:
-        raise ValueError(f"{error}; 0 or `off` means none") from None
-
-
-def _seconds(value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and value == 0:
-        return 0.0
-    matched = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
-    if matched is None:
-        raise ValueError(f"must be {DURATION_FORMS}, not {shown(value)}")
-    factor = _DURATION_UNITS.get(matched[2])
-    if factor is None:
-        units = ", ".join(_DURATION_UNITS)
-        raise ValueError(f"has the unknown unit {shown(matched[2])}; units are {units}")
-    seconds = float(Decimal(matched[1]) * factor)
-    if seconds > MAX_DURATION_S:
-        raise ValueError(f"is too long: {shown(value)}; at most {format_duration(MAX_DURATION_S)}")
-    return seconds
-
-
 def format_duration(seconds: float | None) -> str:
-    """The largest unit that keeps it whole; `duration` reads it back. None is "off"."""
+    """Return the time in the largest unit that keeps it whole. None is "off".
+
+    `duration` reads the result back.
+    """
     if seconds is None:
         return "off"
     exact = Decimal(str(seconds))
@@ -247,7 +176,7 @@ def format_duration(seconds: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to listen. `host` is without brackets; port 0 takes any free port."""
+    """An address to listen on. `host` is without brackets; port 0 takes any free port."""
 
     host: str
     port: int
@@ -257,7 +186,7 @@ class Address:
 
 
 def address(value: object) -> Address:
-    """`host:port`, with an IPv6 host in brackets."""
+    """Return the address in `host:port`, with an IPv6 host in brackets."""
     want = "must be host:port, such as 127.0.0.1:8080, or '[::1]:8080' in quotes"
     matched = _HOST_PORT.fullmatch(value) if isinstance(value, str) else None
     if matched is None:
@@ -274,9 +203,9 @@ def address(value: object) -> Address:
 
 
 def base_url(value: object) -> str:
-    """`http://host:port` in one spelling, so that equal servers compare equal.
+    """Return `http://host:port` in one spelling, so that equal servers compare equal.
 
-    A URL with credentials is refused without being repeated: messages end up in logs.
+    A URL with credentials is refused, and the message does not repeat them: it ends up in logs.
     """
     want = "must be a base URL such as http://127.0.0.1:8081"
     if not isinstance(value, str):
@@ -303,7 +232,7 @@ def base_url(value: object) -> str:
 
 
 def url_address(url: str) -> Address:
-    """Host and port of a URL that `base_url` returned."""
+    """Return host and port of a URL that `base_url` returned."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None
@@ -311,7 +240,7 @@ def url_address(url: str) -> Address:
 
 
 def reaches(listen: Address, target: Address) -> bool:
-    """Whether a connection to `target`, made on this machine, surely ends at `listen`."""
+    """Return whether a connection from this machine to `target` surely ends at `listen`."""
     loopback = {"127.0.0.1", "localhost", "::1"}
     everywhere = {"0.0.0.0", "::"}  # noqa: S104 - compared with, not bound to
     same_host = (
@@ -323,15 +252,15 @@ def reaches(listen: Address, target: Address) -> bool:
 
 
 def default_name(url: str) -> str:
-    """`host-port` of a URL that `base_url` returned, as a valid backend name."""
+    """Return `host-port` of a URL that `base_url` returned, as a valid backend name."""
     where = url_address(url)
     host = where.host.replace(":", "_")
     return f"{host[:58]}-{where.port}"
 
 
-def backend_name(value: object) -> str:
-    """A name for logs and metric labels."""
-    if not isinstance(value, str) or not _BACKEND_NAME.fullmatch(value):
+def name(value: object) -> str:
+    """Return a name of a backend, key or tenant, for logs, metric labels and file records."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError(
             "must be 1 to 64 letters, digits, dots, underscores or hyphens"
             f" (A-Z a-z 0-9 . _ -), not {shown(value)}"
@@ -339,13 +268,8 @@ def backend_name(value: object) -> str:
     return value
 
 
-def tenant_name(value: object) -> str:
-    """A name for logs, and for what is kept on disk of a tenant."""
-    return backend_name(value)
-
-
 def env_name(value: object) -> str:
-    """The name of an environment variable. The value is never repeated: it may be the key."""
+    """Return the name of an environment variable. Messages do not repeat it: it may be the key."""
     if not isinstance(value, str) or not _ENV_NAME.fullmatch(value):
         raise ValueError(
             "must be the name of an environment variable that holds the key, such as"
@@ -355,7 +279,7 @@ def env_name(value: object) -> str:
 
 
 def absolute_path(value: object) -> Path:
-    """An absolute path, taken as it is written; nothing is expanded or looked up."""
+    """Return an absolute path as it is written; nothing is expanded or looked up."""
     want = "must be an absolute path, such as /var/lib/kvferry"
     if not isinstance(value, str) or not value or not value.isprintable():
         raise ValueError(f"{want}; not {shown(value)}")
@@ -373,7 +297,7 @@ def absolute_path(value: object) -> Path:
 
 
 def _host(written: str) -> str | None:
-    """A host name in lower case or an IP address in its one spelling; None when it is neither."""
+    """Return a host name in lower case or an IP address in one spelling; None if it is neither."""
     if written.startswith("["):
         try:
             return ipaddress.IPv6Address(written[1:-1]).compressed if "%" not in written else None
@@ -388,16 +312,58 @@ def _bracketed(host: str) -> str:
 
 
 def optional(check: Callable[[object], object]) -> BeforeValidator:
-    """`check`, or None for a key without a value."""
+    """Return a validator that calls `check`, and takes None for a key without a value."""
     return BeforeValidator(lambda value: None if value is None else check(value))
 
 
+def choice_of(kind: type[StrEnum]) -> BeforeValidator:
+    """Return a validator for the members of `kind` by their names in YAML."""
+    return BeforeValidator(partial(choice, kind=kind))
+
+
+def _or_no_limit(check: Callable[[object], int], also: str = "") -> Callable[[object], int]:
+    """Return `check`, with -1 for no limit."""
+
+    def checked(value: object) -> int:
+        if type(value) is int and value == NO_LIMIT:
+            return NO_LIMIT
+        try:
+            return check(value)
+        except ValueError as error:
+            raise ValueError(f"{error}; -1 is no limit{also}") from None
+
+    return checked
+
+
+def _duration_or_off(*, zero_is_off: bool) -> Callable[[object], float | None]:
+    """Return a check of a time, with None for `off`, and None for 0 if `zero_is_off`.
+
+    Where "at once" is as plausible a meaning of 0 as "never", 0 is refused.
+    """
+
+    def checked(value: object) -> float | None:
+        if value == "off" or value is False:  # YAML 1.1 reads the word as false
+            return None
+        try:
+            return duration(value, positive=not zero_is_off) or None
+        except ValueError as error:
+            also = "0 or `off` means none" if zero_is_off else "`off` disables it"
+            raise ValueError(f"{error}; {also}") from None
+
+    return checked
+
+
 def entries(value: object) -> tuple[object, ...]:
-    """A list, made immutable."""
+    """Return a list as a tuple."""
     if isinstance(value, list | tuple):
         return tuple(value)
     raise ValueError(f"must be a list, one `- ` line for each entry, not {shown(value)}")
 
+
+count_or_no_limit = _or_no_limit(count, ", 0 is off")
+size_or_no_limit = _or_no_limit(size, ", 0 is off")
+duration_or_off = _duration_or_off(zero_is_off=False)
+duration_or_none = _duration_or_off(zero_is_off=True)
 
 Flag = Annotated[bool, BeforeValidator(flag)]
 Text = Annotated[str, BeforeValidator(text)]
@@ -405,6 +371,7 @@ Ratio = Annotated[float, BeforeValidator(ratio)]
 Count = Annotated[int, BeforeValidator(count)]
 PositiveCount = Annotated[int, BeforeValidator(partial(count, at_least=1))]
 CountOrNoLimit = Annotated[int, BeforeValidator(count_or_no_limit)]
+PositiveCountOrNoLimit = Annotated[int, BeforeValidator(_or_no_limit(partial(count, at_least=1)))]
 Size = Annotated[int, BeforeValidator(size)]
 PositiveSize = Annotated[int, BeforeValidator(partial(size, at_least=1))]
 SizeOrNoLimit = Annotated[int, BeforeValidator(size_or_no_limit)]
@@ -413,3 +380,7 @@ PositiveSeconds = Annotated[float, BeforeValidator(duration)]
 SecondsOrOff = Annotated[float | None, BeforeValidator(duration_or_off)]
 SecondsOrNone = Annotated[float | None, BeforeValidator(duration_or_none)]
 OptionalPath = Annotated[Path | None, optional(absolute_path)]
+OptionalAddress = Annotated[Address | None, optional(address)]
+OptionalEnvName = Annotated[str | None, optional(env_name)]
+OptionalFlag = Annotated[bool | None, optional(flag)]
+OptionalUrl = Annotated[str | None, optional(http_url)]

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import structlog
 
-from router.config.schema import LogFormat, Logging, LogLevel
+from router.config.schema import LogFormat, LoggingConfig, LogLevel
 
 _SEVERITY = {name.lower(): number for name, number in logging.getLevelNamesMapping().items()}
 
@@ -35,7 +35,7 @@ def set_level(level: LogLevel) -> None:
             processor.level = level
 
 
-def set_up_logging(config: Logging) -> None:
+def set_up_logging(config: LoggingConfig) -> None:
     """structlog to standard error: JSON for machines, aligned text on a terminal."""
     pretty = config.format is LogFormat.CONSOLE or (
         config.format is LogFormat.AUTO and sys.stderr.isatty()

@@ -12,8 +12,8 @@ from router.assembly.backends import StartError
 from router.assembly.router import serve
 from router.base.api_keys import hash_text, new_key
 from router.base.errors import KvError, RouterError
+from router.config import values
 from router.config.schema import Config, ConfigError, from_flags, load
-from router.config.values import tenant_name
 from router.core.model.policy import PolicyName
 from router.telemetry.logs import set_up_logging
 from router.tools.console.client import DEFAULT_URL, CallError
@@ -180,7 +180,7 @@ def _key(options: argparse.Namespace) -> int:
     tenant = options.tenant or options.name
     for name in (options.name, tenant):
         try:
-            tenant_name(name)
+            values.name(name)
         except ValueError as error:
             print(f"kvferry: {name!r} {error}", file=sys.stderr)
             return BAD_INPUT

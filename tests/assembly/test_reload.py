@@ -274,7 +274,7 @@ async def test_what_a_removed_backend_held_is_restored_on_another(
     b: FakeLlama, setting: Setting
 ) -> None:
     """It finishes its stream first; nothing was saved before."""
-    yaml = "store: {save_when_idle_for: 'off'}"
+    yaml = "store: {idle_save_after: 'off'}"
     fleet = setting.fleet
     await setting.reload(yaml)
     setting.a.decode_gate.clear()

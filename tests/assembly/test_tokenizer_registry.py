@@ -10,7 +10,7 @@ import structlog
 from router.assembly.tokenizer_registry import Vocabularies
 from router.base.tasks import Tasks
 from router.base.types import BackendId, Namespace
-from router.config.schema import Tokenizer
+from router.config.schema import TokenizerConfig
 from router.llama.client import Connections, LlamaClient, Timeouts
 from tests.support.servers.fake_llama import FakeLlama
 
@@ -27,7 +27,7 @@ async def fake() -> AsyncIterator[FakeLlama]:
 async def test_what_nobody_speaks_is_forgotten(fake: FakeLlama) -> None:
     """Else a server that is restarted with another model each day fills the memory."""
     tasks = Tasks()
-    vocabularies = Vocabularies(Tokenizer(), tasks)
+    vocabularies = Vocabularies(TokenizerConfig(), tasks)
     async with Connections() as connections:
         a, b = (LlamaClient(name, fake.url, connections, Timeouts()) for name in (A, B))
         props = await a.props()
@@ -52,7 +52,7 @@ async def test_a_local_tokenizer_that_was_asked_for_is_missed_aloud(
     if missing == "package":
         monkeypatch.setitem(sys.modules, "tokenizers", None)
     path = tmp_path / "none.gguf"
-    wanted = Tokenizer.model_validate({"mode": "local", "path": str(path)})
+    wanted = TokenizerConfig.model_validate({"mode": "local", "path": str(path)})
     tasks = Tasks()
     with structlog.testing.capture_logs() as lines:
         async with Connections() as connections:
@@ -69,7 +69,7 @@ async def test_a_local_tokenizer_that_was_asked_for_is_missed_aloud(
 async def test_one_in_doubt_is_asked_last(fake: FakeLlama) -> None:
     """It may hang, and the next says the same."""
     tasks = Tasks()
-    vocabularies = Vocabularies(Tokenizer(), tasks)
+    vocabularies = Vocabularies(TokenizerConfig(), tasks)
     async with Connections() as connections, FakeLlama() as other:
         a, b = (
             LlamaClient(name, server.url, connections, Timeouts())

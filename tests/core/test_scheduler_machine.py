@@ -87,7 +87,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             *infos,
             policy=policy,
             coalesce_above_s=coalesce,
-            prefill_piece_s=piece,
+            prefill_chunk_s=piece,
             max_wait_s=2.0,
             idle_save_after_s=idle_save,
             keeps_apart=apart,

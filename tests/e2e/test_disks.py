@@ -16,7 +16,7 @@ from tests.support.faults.consistency import assert_consistent, assert_undisturb
 from tests.support.servers.router_fleet import Fleet, running
 
 LONG = 700  # 735 kB
-YAML = "store: {save_when_idle_for: 20ms}"
+YAML = "store: {idle_save_after: 20ms}"
 FAILED_SAVES = 'kvferry_kv_failures_total{action="save"}'
 N_REQUESTS = 8
 PAGE = os.sysconf("SC_PAGE_SIZE")

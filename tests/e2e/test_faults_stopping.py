@@ -20,7 +20,7 @@ from tests.tools.test_cli import Process, serving
 Seen = Callable[[str, object], None]
 LONG = 1500
 # Only the end of the router saves anything.
-YAML = "store: {save_when_idle_for: 'off'}\nshutdown_grace: %s\n"
+YAML = "store: {idle_save_after: 'off'}\nshutdown_grace: %s\n"
 
 
 @asynccontextmanager

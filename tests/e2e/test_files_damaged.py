@@ -156,7 +156,7 @@ async def test_damaged_files(
         assert server.pid == pid
         await assert_consistent(fleet, [server.kv_dir])  # type: ignore[list-item]
 
-    yaml = "store: {save_when_idle_for: 20ms}"
+    yaml = "store: {idle_save_after: 20ms}"
     async with running(backends, server.kv_dir, yaml=yaml) as fleet:
         files = await saved_files(fleet, prompts)
         await assert_consistent(fleet, [server.kv_dir])

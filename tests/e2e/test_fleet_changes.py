@@ -23,7 +23,7 @@ from tests.tools.test_cli import serving
 
 LONG = 2400
 # Only what is drained is saved.
-NEVER_SAVED = "store: {save_when_idle_for: 'off', fsync: false}"
+NEVER_SAVED = "store: {idle_save_after: 'off', fsync: false}"
 CLIENTS = 2
 
 

@@ -107,7 +107,7 @@ async def test_after_the_router_was_restarted(llama_server: StartServer) -> None
     async with running(backends, server.kv_dir) as fleet:
         await fleet.complete(saved_prompt)
         await fleet.until(saved(LONG))
-    quick = "store: {save_when_idle_for: 'off', save_on_shutdown: false}"
+    quick = "store: {idle_save_after: 'off', save_on_shutdown: false}"
     async with running(backends, server.kv_dir, yaml=quick) as fleet:
         await fleet.complete(unsaved)
     async with running(backends, server.kv_dir) as fleet:

@@ -25,7 +25,7 @@ from tests.support.servers.router_fleet import PATIENCE_S, Fleet, running
 __all__ = ["mounted"]  # a fixture
 
 LONG = 700
-YAML = "store: {save_when_idle_for: 20ms}"
+YAML = "store: {idle_save_after: 20ms}"
 HERE, THERE, LEFT = ids(1, LONG), ids(2, LONG), ids(4, LONG)
 _CALLS = ("stat", "lstat", "open", "unlink", "rename", "link", "scandir", "listdir", "statvfs")
 

@@ -110,7 +110,7 @@ async def test_a_conversation_about_a_picture_keeps_its_slot(llama_server: Start
     something: a conversation without pictures takes the other slot."""
     server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
     seen, read = look(1), ask("Hello!", system=2)
-    yaml = "store: {save_when_idle_for: 'off'}"
+    yaml = "store: {idle_save_after: 'off'}"
     backends = [("a", server.url)]
     async with (
         direct(alone) as client,

@@ -7,7 +7,7 @@ from tests.support.faults.corrupted_replies import untouched
 from tests.support.faults.fault_proxy import Meddler
 from tests.support.servers.router_fleet import running
 
-YAML = "policy: {coalesce_above: 1ms, prefill_piece: 1ms}"
+YAML = "policy: {coalesce_above: 1ms, prefill_chunk: 1ms}"
 ASKED = "POST /completion"
 
 

@@ -14,7 +14,7 @@ VARIABLES = {"$__rate_interval": "1m", "$__range": "1m", "$backend": ".*"}
 # Queries that find nothing while all is well, with the reason.
 EMPTY: dict[str, str] = {}
 LIMITS = """
-store: {max_bytes: 64MiB, max_tokens: 100000, save_when_idle_for: 10ms}
+store: {max_bytes: 64MiB, max_tokens: 100000, idle_save_after: 10ms}
 policy: {coalesce_above: 20ms}
 """
 

@@ -15,7 +15,7 @@ from tests.support.servers.router_fleet import Fleet, running
 LONG = 2400
 # Nothing is saved behind the test's back, and no prompt is computed before it is sent.
 KEEP_STILL = """
-store: {save_when_idle_for: 'off', save_on_shutdown: false}
+store: {idle_save_after: 'off', save_on_shutdown: false}
 policy: {coalesce_above: 'off'}
 """
 

@@ -25,8 +25,8 @@ from tests.tools.test_cli import Process, starting
 
 LONG = 1500
 KEPT, OTHER, THIRD = ids(1, LONG), ids(2, LONG), ids(3, LONG)
-QUICK = "store: {save_when_idle_for: 50ms, fsync: true}"
-LATE = "store: {save_when_idle_for: 1h}"
+QUICK = "store: {idle_save_after: 50ms, fsync: true}"
+LATE = "store: {idle_save_after: 1h}"
 OFTEN = {"copy: half written"}
 
 

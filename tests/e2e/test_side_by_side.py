@@ -139,7 +139,7 @@ async def test_a_message_in_preparation_does_not_shut_its_server(
     short prompt is answered before it, by the same server; and so is a short message."""
     a = await llama_server("llama", slots=4, ctx=4 * 12_000)
     ended: list[str] = []  # in order
-    pieces = "policy: {prefill_piece: 10ms}"  # 16 of them
+    pieces = "policy: {prefill_chunk: 10ms}"  # 16 of them
     async with running([("a", a.url)], a.kv_dir, yaml=pieces) as fleet:
         for seed in range(4):  # what its slots hold is known
             await fleet.complete(ids(seed, 600), id_slot=seed)

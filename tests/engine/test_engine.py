@@ -255,7 +255,7 @@ async def test_copy_between_backends(tmp_path: Path) -> None:
 
 async def test_stopping_saves_what_is_worth_it(fake: FakeLlama, tmp_path: Path) -> None:
     """And a router that is started over the same directory offers it."""
-    yaml = "store: {save_when_idle_for: 'off'}"
+    yaml = "store: {idle_save_after: 'off'}"
     async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
         assert_good(await fleet.complete(PROMPT))
         assert (await fleet.state())["snapshots"]["count"] == 0
@@ -365,7 +365,7 @@ class Prefilling:
         return [SlotStatus(n, self.busy and n == 0, 7000, 100_000) for n in range(2)]
 
     def engine(self) -> Engine:
-        state = scheduler(backend("a", 2, n_ctx=100_000), prefill_piece_s=0.5)
+        state = scheduler(backend("a", 2, n_ctx=100_000), prefill_chunk_s=0.5)
         state.state.fleet.rates[A].prefill = Line(0.003, 0.0)
         clock, server, telemetry = MonotonicClock(), cast(Backend, self), cast(Telemetry, Mock())
         return Engine(state, {A: server}, None, clock, telemetry, Turnstile(clock))

@@ -223,7 +223,7 @@ async def starting(*argv: str, **environment: str) -> AsyncIterator[Process]:
 
 @asynccontextmanager
 async def serving(*flags: str, **environment: str) -> AsyncIterator[Process]:
-    command = "import sys; from router.cli import main; sys.exit(main())"
+    command = "import sys; from router.tools.cli import main; sys.exit(main())"
     async with starting(sys.executable, "-c", command, "serve", *flags, **environment) as made:
         yield made
 

@@ -24,7 +24,7 @@ class Policy:
     name: PolicyName = PolicyName.PREFER_IDLE
     max_wait_s: float = 30.0
     coalesce_above_s: float | None = 0.25  # None: off
-    prefill_piece_s: float | None = 0.5  # None: off
+    prefill_chunk_s: float | None = 0.5  # None: off
     reuse_probability: float = 0.5
     idle_save_after_s: float | None = 0.5  # None: off
     keeps_apart: bool = False  # tenants: what is nobody's is of use to nobody

@@ -28,7 +28,7 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
     3. All where the slot holds a beginning of it and perhaps more, which nobody has measured: a
        piece would cut that off. Where nothing is known of a slot, it was never used as a rule.
     """
-    limit_s = fleet.policy.prefill_piece_s
+    limit_s = fleet.policy.prefill_chunk_s
     info = fleet.infos[slot.backend]
     if limit_s is None or not goes_back(info.memory_kind) or not info.keeps_idle_slots:
         return None

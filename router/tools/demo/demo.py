@@ -270,7 +270,7 @@ async def _ferry(
         "policy": {"coalesce_above": "off"},
         "health": {"interval": "500ms"},
         "store": {
-            "save_when_idle_for": f"{setting.reading_s * 500:.0f}ms",
+            "idle_save_after": f"{setting.reading_s * 500:.0f}ms",
             "save_on_shutdown": False,
         },
     }

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from router.config.loader import path_text, read_text, read_yaml
-from router.config.schema import Backend, Config, ConfigError, Problem, TokenizerMode, load
+from router.config.schema import BackendConfig, Config, ConfigError, Problem, TokenizerMode, load
 from router.config.values import NO_LIMIT, format_duration, format_size
 from router.core.model.policy import Policy
 from router.tools.doctor.environment import (
@@ -99,6 +99,6 @@ def _listened(config: Config) -> str:
     return f"{config.listen}{protocol}" + (f", for operators on {own}{protocol}," if own else "")
 
 
-def _described(backend: Backend) -> str:
+def _described(backend: BackendConfig) -> str:
     place = f"kv_dir {backend.kv_dir}" if backend.kv_dir else "no kv_dir"
     return f"{backend.name} ({backend.url}, {place})"

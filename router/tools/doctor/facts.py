@@ -18,7 +18,7 @@ from router.base.errors import BackendError, BackendRefusedError, KvError
 from router.base.ports import SnapshotStore
 from router.base.tasks import Tasks
 from router.base.types import Namespace, Place, SlotStatus, StagedFile
-from router.config.schema import Backend, Config, TokenizerMode
+from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.llama.attach.diagnosis import Trouble, Unusable, unusable
 from router.llama.attach.monitor import Attached, attach
 from router.llama.client import Connections, LlamaClient
@@ -64,7 +64,7 @@ class Words:
 class Facts:
     """One backend. None and "": not known, because something before it went wrong."""
 
-    backend: Backend
+    backend: BackendConfig
     unusable: Unusable | None = None
     folder: Folder | None = None  # of kv_dir; None: none is configured
     props: Props | None = None
@@ -122,7 +122,7 @@ def _verify(path: Path, size_bytes: int) -> shapes.Inspected:
 
 
 async def gather(
-    backend: Backend, config: Config, connections: Connections, known: set[Namespace]
+    backend: BackendConfig, config: Config, connections: Connections, known: set[Namespace]
 ) -> Facts:
     """Everything about one backend; raises nothing for what is wrong with it."""
     facts = Facts(backend)

@@ -95,9 +95,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     values: tuple[tuple[str, Callable[[object], float | None], float | None], ...] = (
         ("--max-wait", duration, _DEFAULT.max_wait_s),
         ("--coalesce-above", duration_or_off, _DEFAULT.coalesce_above_s),
-        ("--prefill-piece", duration_or_off, _DEFAULT.prefill_piece_s),
+        ("--prefill-chunk", duration_or_off, _DEFAULT.prefill_chunk_s),
         ("--reuse-probability", _ratio, _DEFAULT.reuse_probability),
-        ("--save-when-idle-for", duration_or_off, _DEFAULT.idle_save_after_s),
+        ("--idle-save-after", duration_or_off, _DEFAULT.idle_save_after_s),
     )
     for flag, parse, default in values:
         add(flag, type=_of(parse), default=default, metavar="VALUE", help=_AS_CONFIGURED)
@@ -196,9 +196,9 @@ def _experiment(options: argparse.Namespace) -> Experiment:
     policy = Policy(
         max_wait_s=options.max_wait,
         coalesce_above_s=options.coalesce_above,
-        prefill_piece_s=options.prefill_piece,
+        prefill_chunk_s=options.prefill_chunk,
         reuse_probability=options.reuse_probability,
-        idle_save_after_s=options.save_when_idle_for,
+        idle_save_after_s=options.idle_save_after,
     )
     setup = Setup(
         hardware=_hardware(options),

@@ -22,7 +22,7 @@ from router.base.errors import BadRequestError, NotFoundError, UnsupportedMediaT
 from router.base.tokens import head, unpack
 from router.base.types import RequestId, Snapshot, SnapshotId
 from router.config import values as values
-from router.config.loader import Section, path_text, problems_of
+from router.config.loader import ConfigSection, path_text, problems_of
 from router.engine.engine import Engine
 from router.llama.wire import parse_body
 from router.store.files import final_name
@@ -51,7 +51,7 @@ class Order(StrEnum):
     LEAST_USED = "least_used"
 
 
-class Filter(Section):
+class Filter(ConfigSection):
     """Which snapshots; all conditions that are given must hold.
 
     `namespace` is how it begins, or with a tenant (`NAME@TENANT`) all of it.

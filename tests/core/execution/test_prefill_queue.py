@@ -136,7 +136,7 @@ def test_the_wait_for_a_slot_counts_in_line_as_well() -> None:
 
 
 def test_what_was_computed_was_no_wait() -> None:
-    s = scheduler(backend("a", 3), prefill_piece_s=0.5, queue=QueueLimits(deadline_s=20.0))
+    s = scheduler(backend("a", 3), prefill_chunk_s=0.5, queue=QueueLimits(deadline_s=20.0))
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", OTHER)
     s.handle(ev.Prefilled(RequestId("r"), Reported(512, 0, prompt_s=15.0)), NOW + 15)
@@ -150,7 +150,7 @@ PIECE = Reported(512, 0, prompt_s=10.0)
 
 def stood_ten_seconds() -> Scheduler:
     """12 s later: R2 has the turn, for which it stood 10 s; R, whose piece is over, is next."""
-    s = scheduler(backend("a", 3), prefill_piece_s=0.5, queue=QueueLimits(deadline_s=18.0))
+    s = scheduler(backend("a", 3), prefill_chunk_s=0.5, queue=QueueLimits(deadline_s=18.0))
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", run_of(6000, 2))
     assert of(tick(s, 10.0)) == ["Prefill r2"]  # the other's piece takes too long
@@ -212,7 +212,7 @@ def test_who_has_waited_twice_as_long_as_the_difference_goes_first(tokens: int, 
 
 
 def test_a_shorter_one_goes_between_two_pieces() -> None:
-    s = scheduler(backend("a", 3), prefill_piece_s=0.5)
+    s = scheduler(backend("a", 3), prefill_chunk_s=0.5)
     (first,) = arrive(s, "r", run_of(3000, 1))
     assert isinstance(first, Prefill)
     assert count(first.tokens) == 512
@@ -261,7 +261,7 @@ def test_who_waits_for_one_that_leaves_the_line_takes_its_place() -> None:
 
 def test_what_is_being_computed_is_not_waiting() -> None:
     """Or who has computed half of a long prompt would go before all that come then."""
-    s = scheduler(backend("a", 3), prefill_piece_s=1.5)
+    s = scheduler(backend("a", 3), prefill_chunk_s=1.5)
     arrive(s, "r", run_of(3000, 1))
     s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 5)
     s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 10)
@@ -272,7 +272,7 @@ def test_what_is_being_computed_is_not_waiting() -> None:
 
 def left_in_line() -> Scheduler:
     """R has left, and R3 waits for its prompt; R2 is in line for another."""
-    s = scheduler(backend("a", 4), prefill_piece_s=1.5, reuse_probability=0.0)
+    s = scheduler(backend("a", 4), prefill_chunk_s=1.5, reuse_probability=0.0)
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", OTHER)
     arrive(s, "r3", run_of(3000, 1))
@@ -300,7 +300,7 @@ def test_what_those_have_left_who_waited_is_not_computed_for_nobody() -> None:
 
 
 def test_another_is_called_instead_of_one_that_nobody_wants() -> None:
-    s = scheduler(backend("a", 4), prefill_piece_s=1.5, reuse_probability=0.0)
+    s = scheduler(backend("a", 4), prefill_chunk_s=1.5, reuse_probability=0.0)
     arrive(s, "r", run_of(1000, 1))
     arrive(s, "r2", OTHER)
     arrive(s, "r3", run_of(1000, 1))
@@ -363,7 +363,7 @@ def test_nobody_begins_while_what_was_computed_is_saved_for_others() -> None:
 
 
 def test_the_rest_of_a_prompt_is_in_its_turn_however_short_it_is() -> None:
-    s = scheduler(backend("a", 3), prefill_piece_s=1.5, coalesce_above_s=6.0)
+    s = scheduler(backend("a", 3), prefill_chunk_s=1.5, coalesce_above_s=6.0)
     arrive(s, "r", run_of(1000, 1))
     arrive(s, "r2", run_of(700, 2))
 
@@ -451,7 +451,7 @@ def test_what_one_has_stood_in_line_is_told_of_him() -> None:
 def in_pieces(n_slots: int) -> Scheduler:
     """Of 512 tokens, which take 5.12 s."""
     return scheduler(
-        backend("a", n_slots), prefill_piece_s=0.5, idle_save_after_s=None, reuse_probability=0.0
+        backend("a", n_slots), prefill_chunk_s=0.5, idle_save_after_s=None, reuse_probability=0.0
     )
 
 

@@ -38,7 +38,7 @@ MINE, OTHER = "r2", "r"
 def beside(n_slots: int = 2, kind: MemoryKind = MemoryKind.FULL, **more: Any) -> Scheduler:
     """OTHER streams on the only server."""
     info = backend("a", n_slots, memory_kind=kind, **more.pop("info", {}))
-    given: dict[str, Any] = {"prefill_piece_s": PIECE_S, "idle_save_after_s": None}
+    given: dict[str, Any] = {"prefill_chunk_s": PIECE_S, "idle_save_after_s": None}
     s = scheduler(info, **(given | more))
     arrive(s, OTHER, run_of(20, 9))
     return s
@@ -75,7 +75,7 @@ def test_it_is_one_prefill_in_the_books() -> None:
 
 
 def test_a_piece_takes_so_long_whatever_the_server_is() -> None:
-    s = beside(prefill_piece_s=11.0)
+    s = beside(prefill_chunk_s=11.0)
 
     assert n_asked(arrive(s, MINE, LONG)) == 1024
 
@@ -83,9 +83,9 @@ def test_a_piece_takes_so_long_whatever_the_server_is() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"prefill_piece_s": None},
-        {"prefill_piece_s": 20.0},
-        {"prefill_piece_s": 19.9},  # of which the rest would be little
+        {"prefill_chunk_s": None},
+        {"prefill_chunk_s": 20.0},
+        {"prefill_chunk_s": 19.9},  # of which the rest would be little
     ],
 )
 def test_all_at_once(more: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ def test_who_is_alone_at_last_goes_on_at_once() -> None:
 
 
 def test_alone_a_piece_is_longer_and_not_all() -> None:
-    s = beside(prefill_piece_s=3.0)
+    s = beside(prefill_chunk_s=3.0)
     finish(s, OTHER)
 
     assert n_asked(arrive(s, MINE, LONG)) == 1024

@@ -1,4 +1,4 @@
-"""`router.kvfile`: the reader against files made by hand, damaged ones and real servers'."""
+"""`router.store.format`: the reader against files made by hand, damaged ones and real servers'."""
 
 import io
 import os

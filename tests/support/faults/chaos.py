@@ -151,7 +151,7 @@ class Chaos:
         self.apart = self.chance.random() < 0.7
         return (
             f"listen: {self.address}\n"
-            f"store: {{max_tokens: {most}, save_when_idle_for: {save}, "
+            f"store: {{max_tokens: {most}, idle_save_after: {save}, "
             f"save_on_shutdown: {on_shutdown}}}\npolicy: {{name: {policy}}}\n"
             f"auth: {{share_cache: {'none' if self.apart else 'all'}, keys: {json.dumps(KEYS)}}}\n"
         )

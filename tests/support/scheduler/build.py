@@ -102,7 +102,7 @@ def fleet(
     **knobs: Any,
 ) -> Fleet:
     """Idle backends; `holding` says what is in their slots. Prompts are computed in one piece."""
-    knobs.setdefault("prefill_piece_s", None)
+    knobs.setdefault("prefill_chunk_s", None)
     made = Fleet(policy=Policy(policy, **knobs))
     for info in infos or (backend(),):
         made.infos[info.id] = info

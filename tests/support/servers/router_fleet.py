@@ -24,7 +24,7 @@ Json = dict[str, Any]
 # Impatient: what a test waits for should be here soon.
 DEFAULTS = """
 listen: 127.0.0.1:0
-store: {save_when_idle_for: 100ms, fsync: false}
+store: {idle_save_after: 100ms, fsync: false}
 health: {interval: 200ms}
 shutdown_grace: 5s
 """

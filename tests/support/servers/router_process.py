@@ -11,7 +11,7 @@ import aiohttp
 
 from tests.support.servers.router_fleet import PATIENCE_S, Fleet
 
-_COMMAND = "import sys; from router.cli import main; sys.exit(main())"
+_COMMAND = "import sys; from router.tools.cli import main; sys.exit(main())"
 
 
 class Elsewhere(Fleet):

@@ -20,7 +20,7 @@ from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
 
 Capture = pytest.CaptureFixture[str]
-QUIET = "{store: {save_when_idle_for: 'off'}, health: {interval: 60s}}"
+QUIET = "{store: {idle_save_after: 'off'}, health: {interval: 60s}}"
 N = 60
 
 
@@ -178,7 +178,7 @@ async def test_ctrl_c_is_a_no_at_once(fleet: Fleet) -> None:
     # What was started in the background ignores SIGINT, and so does what it starts.
     command = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "from router.cli import main; sys.exit(main())"
+        "from router.tools.cli import main; sys.exit(main())"
     )
     argv = [sys.executable, "-c", command, "snapshots", "purge", "--all", "--url", fleet.url]
     asked = await asyncio.create_subprocess_exec(

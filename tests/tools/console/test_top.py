@@ -108,7 +108,7 @@ async def test_a_terminal_is_left_as_it_was(tmp_path: Path) -> None:
         # As in a shell: who runs the tests in the background ignores Ctrl-C for all children.
         command = (
             "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-            "from router.cli import main; sys.exit(main())"
+            "from router.tools.cli import main; sys.exit(main())"
         )
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", command, "top", "--url", fleet.url),

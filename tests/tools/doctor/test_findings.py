@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from router.base.types import BackendId, BackendInfo, MemoryKind, Namespace, Place
-from router.config.schema import Backend, Config, from_flags, parse
+from router.config.schema import BackendConfig, Config, from_flags, parse
 from router.llama.attach.diagnosis import Trouble, Unusable
 from router.llama.attach.monitor import Attached
 from router.llama.attach.probe import MOVES_CHUNKS, NO_KV, SWA_FULL, Padding, Probe
@@ -19,7 +19,7 @@ from router.tools.doctor.fleet import of_fleet, verdict
 
 NOBODY = "http://127.0.0.1:9"
 GOOD = Facts(
-    Backend.model_validate({"url": "http://127.0.0.1:8081", "name": "one", "kv_dir": "/kv"}),
+    BackendConfig.model_validate({"url": "http://127.0.0.1:8081", "name": "one", "kv_dir": "/kv"}),
     folder=Folder(True, 0o700, os.geteuid(), True, (1, 1)),
     saved=Saved(0o600, os.geteuid()),
     words=Words(12, None, None),

@@ -13,7 +13,7 @@ from tests.support.servers.router_fleet import Answer, Fleet, running
 
 PROMPT = "p" * 300
 RESTORED = len(PROMPT) - 1
-NEVER_SAVED = "store: {save_when_idle_for: 'off'}"
+NEVER_SAVED = "store: {idle_save_after: 'off'}"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.support.servers.router_fleet import Answer, Fleet, running
 
 PATH = "/kvferry/snapshots"
 HOUR_S = 3600.0
-QUIET = "{store: {save_when_idle_for: 'off'}, health: {interval: 60s}}"
+QUIET = "{store: {idle_save_after: 'off'}, health: {interval: 60s}}"
 
 
 @pytest.fixture
@@ -166,8 +166,8 @@ async def test_no_answer_grows_without_bound(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("query", "why"),
     [
-        ({"older_than": "5"}, "older_than: needs a unit: write 5s"),
-        ({"larger_than": "5XB"}, "unknown unit"),
+        ({"older_than": "5"}, "it needs a unit: write 5s"),
+        ({"larger_than": "5XB"}, "a size such as 500MB"),
         ({"min_tokens": "many"}, "min_tokens: must be a whole number"),
         ({"unused": "yes"}, "unused: must be true or false"),
         ({"sort": "newset"}, "did you mean newest?"),

@@ -163,7 +163,7 @@ async def test_without_it_a_traceparent_passes_through(fake: FakeLlama, tmp_path
 
 def test_nothing_of_it_is_imported_without_an_endpoint() -> None:
     code = (
-        "import sys, router.cli, router.assembly.router\n"
+        "import sys, router.tools.cli, router.assembly.router\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
