@@ -1,4 +1,4 @@
 """llama-server's HTTP interface: client, requests and replies in all dialects.
 
-Knows bytes and JSON, not slots' owners or plans. Facts are cited from docs/llama-server.md.
+Handles bytes and JSON; knows no plans and no job of a slot. Facts cite docs/llama-server.md.
 """

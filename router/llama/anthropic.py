@@ -1,8 +1,8 @@
-"""Anthropic /v1/messages body to OpenAI chat body, the way llama-server does it.
+"""Conversion of an Anthropic /v1/messages body to an OpenAI chat body, as llama-server does it.
 
-A port of `server_chat_convert_anthropic_to_oai` (server-chat.cpp). There is no /apply-template
-for this shape (llama-server.md section 6), so to know the prompt's tokens the body is converted
-here and the result rendered there. Faithful to the quirks too: what the server drops is dropped.
+A port of `server_chat_convert_anthropic_to_oai` (server-chat.cpp). /apply-template does not take
+this shape (llama-server.md section 6). To learn the prompt's tokens, the body is converted here
+and the result is rendered by the server. Fields that the server drops are dropped here too.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ T = TypeVar("T", str, list[Any], dict[str, Any])
 
 
 def anthropic_to_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """The chat body that llama-server makes of an Anthropic one. `body` is not changed.
+    """Return the chat body that llama-server makes of an Anthropic body.
 
-    Raises ValueError with the reason where the server would answer with an error.
+    `body` is not changed. Raises ValueError with the reason where the server answers an error.
     """
     if "messages" not in body:
         raise ValueError("'messages' is required")
@@ -56,7 +56,7 @@ def anthropic_to_chat(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _system_text(system: object) -> str:
-    """A string, or the text blocks joined without a separator; anything else is empty."""
+    """Return a string, or text blocks joined without a separator; "" for other types."""
     if isinstance(system, str):
         return normalize_billing_header(system)
     if isinstance(system, list):
@@ -69,9 +69,9 @@ def _system_text(system: object) -> str:
 
 
 def normalize_billing_header(text: str) -> str:
-    """`normalize_anthropic_billing_header`: the changing `cch=` stamp becomes `fffff`.
+    """Replace the changing `cch=` stamp by `fffff` (`normalize_anthropic_billing_header`).
 
-    It works on bytes as the server does, so a stamp that is no stamp is treated the same way.
+    Works on bytes as the server does, so that a malformed stamp gives the same result.
     """
     raw = text.encode()
     if not raw.startswith(BILLING_PREFIX):
@@ -82,13 +82,13 @@ def normalize_billing_header(text: str) -> str:
     start = found + len(b"cch=")
     end = start + CCH_LENGTH
     if end < len(raw) and raw[end : end + 1] == b";":
-        # "=" before and ";" behind: five bytes in between never cut a multi-byte character
+        # the five bytes between "=" and ";" never cut a multi-byte character
         return (raw[:start] + b"f" * CCH_LENGTH + raw[end:]).decode()
     return text
 
 
 def _convert_message(message: object) -> list[Any]:
-    """One message becomes up to one message of its own role, then one per tool result."""
+    """Convert one message to at most one of its own role, then one for each tool result."""
     if not isinstance(message, dict):
         raise ValueError("a message is not an object")
     role = _text(message, "role")
@@ -123,7 +123,7 @@ def _convert_message(message: object) -> list[Any]:
 def _own_message(
     role: str, parts: list[Any], tool_calls: list[Any], reasoning: str
 ) -> list[dict[str, Any]]:
-    """What is left of a message without its tool results; nothing if there is nothing left."""
+    """Return the message without its tool results, or [] if it would be empty."""
     if not (parts or tool_calls or reasoning):
         return []
     own: dict[str, Any] = {"role": role, "content": parts or ""}
@@ -135,7 +135,7 @@ def _own_message(
 
 
 def _convert_image(block: object) -> list[Any]:
-    """An image part; a source of another type than base64 or url is dropped."""
+    """Convert an image; drop it if its source type is neither base64 nor url."""
     source = _typed(block, "source", {})
     match _text(source, "type"):
         case "base64":
@@ -161,7 +161,7 @@ def _convert_tool_use(block: object) -> dict[str, Any]:
 
 
 def _convert_tool_result(block: object) -> dict[str, Any]:
-    """Text blocks collapse to one string unless an image is among them."""
+    """Convert a tool result; its text blocks become one string unless it has an image."""
     given = block.get("content") if isinstance(block, dict) else None
     content: Any = ""
     if isinstance(given, str):
@@ -183,7 +183,7 @@ def _convert_tool_result(block: object) -> dict[str, Any]:
 
 
 def _convert_tool(tool: object) -> dict[str, Any]:
-    """Only name, description and schema: everything else of a tool never reaches the prompt."""
+    """Convert a tool: only name, description and schema reach the prompt."""
     parameters = tool.get("input_schema", {}) if isinstance(tool, dict) else {}
     return {
         "type": "function",
@@ -196,7 +196,7 @@ def _convert_tool(tool: object) -> dict[str, Any]:
 
 
 def _convert_tool_choice(choice: object) -> str | None:
-    """The server knows no "none" and no single tool: the latter becomes "required"."""
+    """Convert the tool choice. The server knows no "none"; a single tool becomes "required"."""
     match _text(choice, "type"):
         case "auto":
             return "auto"
@@ -207,7 +207,10 @@ def _convert_tool_choice(choice: object) -> str | None:
 
 
 def _typed(holder: object, key: str, default: T) -> T:
-    """`json_value` (server-common.h): the value if it is there and of the default's type."""
+    """Return the value if it has the default's type, else `default`.
+
+    As `json_value` (server-common.h).
+    """
     value = holder.get(key) if isinstance(holder, Mapping) else None
     return value if isinstance(value, type(default)) else default
 
@@ -222,7 +225,7 @@ def _number(holder: object, key: str, default: int) -> int:
 
 
 def dump_like_server(value: object) -> str:
-    """`common_json::dump()`, byte for byte: orjson writes some floats differently."""
+    """Dump JSON as `common_json::dump()`, byte for byte: orjson writes some floats differently."""
     if isinstance(value, float):
         return _dump_float(value)
     if isinstance(value, list):
@@ -240,7 +243,7 @@ def dump_like_server(value: object) -> str:
 
 
 def _dump_float(value: float) -> str:
-    """As nlohmann's `format_buffer`, which differs from repr only between 1e15 and 1e16."""
+    """Format as nlohmann's `format_buffer`, which differs from repr only in 1e15 to 1e16."""
     text = repr(value)
     if not 1e15 <= abs(value) < 1e16:
         return text

@@ -1,7 +1,6 @@
-"""HTTP to one llama-server: control calls, and the connections that clients' requests travel on.
+"""HTTP client of one llama-server: control calls, and relayed client requests.
 
-Raises BackendError and its kin, and nothing of aiohttp's. Knows no slots' owners: whether an
-action may be sent is the engine's to know.
+Raises only BackendError and its subclasses. The engine decides whether a slot action may be sent.
 """
 
 import asyncio
@@ -18,13 +17,13 @@ from router.llama import replies as reply
 from router.llama import wire as wire
 from router.llama.http1 import Header, Pool, Response, Target
 
-# llama-server's are 3 KB.
+# llama-server's metrics are 3 KB.
 _MAX_METRICS_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """All in seconds."""
+    """Timeouts in seconds."""
 
     connect_s: float = 5.0
     control_s: float = 10.0
@@ -34,7 +33,7 @@ class Timeouts:
 
 
 class Connections:
-    """The connections that all backends share. `async with`."""
+    """Connection pools shared by all backends. Use with `async with`."""
 
     def __init__(self) -> None:
         self._pools: dict[Target, Pool] = {}
@@ -47,7 +46,7 @@ class Connections:
             await pool.aclose()
 
     def pool(self, url: str, connect_timeout_s: float) -> Pool:
-        """The one pool to this host and port."""
+        """Return the one pool for the host and port of `url`."""
         target = Target.of(url)
         if target not in self._pools:
             self._pools[target] = Pool(target, connect_timeout_s)
@@ -55,7 +54,10 @@ class Connections:
 
 
 class _OurErrors:
-    """A class and no generator, as `_Relaying`."""
+    """Context manager that turns timeouts and OS errors into BackendError.
+
+    A class, not a generator, for the same reason as `_Relaying`.
+    """
 
     def __enter__(self) -> None: ...
 
@@ -80,7 +82,7 @@ class RelayedResponse:
         self._body: bytes | None = None
 
     def header(self, name: str) -> str | None:
-        """The first value of a header; `name` in lower case."""
+        """Return the first value of a header, or None; `name` is in lower case."""
         wanted = name.encode()
         for found, value in self.headers:
             if found.lower() == wanted:
@@ -89,21 +91,21 @@ class RelayedResponse:
 
     @property
     def is_complete(self) -> bool:
-        """All of it has come: `read` waits for nothing."""
+        """Return True if the whole response has come: `read` does not wait."""
         return self._response.is_complete
 
     def __aiter__(self) -> "RelayedResponse":
         return self
 
     async def __anext__(self) -> bytes:
-        """The next bytes. Raises BackendError if the backend breaks off."""
+        """Return the next bytes. Raises BackendError if the backend breaks off."""
         try:
             return await self._response.__anext__()
         except OSError as error:
             raise BackendError("the backend broke off") from error
 
     async def read(self) -> bytes:
-        """The whole body, again and again. Raises BackendError."""
+        """Return the whole body, also when called again. Raises BackendError."""
         if self._body is None:
             try:
                 self._body = await self._response.read()
@@ -113,7 +115,10 @@ class RelayedResponse:
 
 
 async def _read(response: Response, max_bytes: int | None) -> bytes:
-    """The whole body; None: however long. Raises BackendError if it is longer."""
+    """Return the whole body. Raises BackendError if it is longer than `max_bytes`.
+
+    `max_bytes` None: no limit.
+    """
     if max_bytes is None:
         return await response.read()
     chunks = []
@@ -126,7 +131,7 @@ async def _read(response: Response, max_bytes: int | None) -> bytes:
 
 
 class LlamaClient:
-    """ports.Backend over HTTP, and what else is asked of a llama-server."""
+    """`ports.Backend` over HTTP, and all other calls to a llama-server."""
 
     def __init__(
         self,
@@ -138,30 +143,34 @@ class LlamaClient:
     ) -> None:
         self.id = backend
         self.url = url
-        self.relaying = 0  # clients' requests that are with the server now
-        self.doubted = False  # somebody failed to reach it, and nobody has since
-        self._unanswered: set[_Relaying] = set()  # those that would go elsewhere, if it hangs
-        self._asking: set[asyncio.Timeout] = set()  # control calls that likewise would
-        self._given_up = False  # and it has answered nothing since
+        self.relaying = 0  # client requests that are at the server now.
+        self.doubted = False  # a call failed or was slow, and no check has passed since.
+        self._unanswered: set[_Relaying] = set()  # requests that `give_up` ends.
+        self._asking: set[asyncio.Timeout] = set()  # control calls that `give_up` ends.
+        self._given_up = False  # and no control call has been answered since.
         self._suspect: Callable[[], None] = lambda: None
-        self._quiet: asyncio.Event | None = None  # those who wait until there are none
+        self._quiet: asyncio.Event | None = None  # set when `relaying` falls to 0
         self._pool = connections.pool(url, timeouts.connect_s)
         self._timeouts = timeouts
         self._authorization = (b"Authorization", f"Bearer {api_key}".encode()) if api_key else None
 
     def limit(self, timeouts: Timeouts) -> None:
-        """Other limits, for what begins from now on."""
+        """Set other timeouts, for calls that begin from now on."""
         self._timeouts = timeouts
         self._pool.connect_timeout_s = timeouts.connect_s
 
     def tell_suspicions(self, told: Callable[[], None]) -> None:
-        """Call `told` when the server has not told of texts or ids for as long as a look waits for
-        a sign of life, or cannot be reached for it."""
+        """Call `told` when a call about texts or ids fails or takes longer than `health_s`.
+
+        A refusal is no failure.
+        """
         self._suspect = told
 
     def tell_hang_ups(self, told: Callable[[], None]) -> None:
-        """Call `told` when the server closes an idle connection sooner than it does by itself, as
-        when its process ends. Between two looks a connection is kept for about as long."""
+        """Call `told` when the server closes an idle connection early, as when its process ends.
+
+        The pool keeps an idle connection for about the time between two checks of the monitor.
+        """
         self._pool.on_hang_up = told
 
     async def _call(
@@ -174,10 +183,10 @@ class LlamaClient:
         *,
         yields: bool = False,
     ) -> bytes:
-        """One control call, to the end of its answer. Raises BackendError and its kin.
+        """Make one control call and return its whole answer. Raises BackendError.
 
-        `yields`: `give_up` concerns it. Not what changes slots or files, of which the router must
-        know how it ended.
+        `yields`: `give_up` ends the call. Not for a call that changes slots or files: the router
+        must know how such a call ended.
         """
         if yields and self._given_up:
             raise BackendError("the backend went away")
@@ -203,55 +212,58 @@ class LlamaClient:
         return payload
 
     async def health(self) -> None:
-        """Returns if the server is up and its model loaded; else raises BackendError."""
+        """Return if the server is up and its model is loaded; else raise BackendError."""
         await self._call("GET", "/health", None, self._timeouts.health_s)
 
     async def props(self) -> reply.Props:
-        """`GET /props`."""
+        """Return the answer to `GET /props`."""
         return reply.props_from(await self._call("GET", "/props", None, self._timeouts.control_s))
 
     async def models(self) -> reply.ModelsInfo:
-        """`GET /v1/models`."""
+        """Return the answer to `GET /v1/models`."""
         return reply.models_from(await self.models_answer())
 
     async def models_answer(self) -> bytes:
-        """`GET /v1/models`, as it is."""
+        """Return the raw answer to `GET /v1/models`."""
         return await self._call("GET", "/v1/models", None, self._timeouts.control_s)
 
     async def lora_adapters(self) -> bytes:
-        """`GET /lora-adapters`, as it is: it only has to be equal on both sides."""
+        """Return the raw answer to `GET /lora-adapters`; it is only compared for equality."""
         return await self._call("GET", "/lora-adapters", None, self._timeouts.control_s)
 
     async def metrics(self) -> bytes:
-        """`GET /metrics`, as it is; refused by a server without `--metrics`."""
+        """Return the raw answer to `GET /metrics`. A server without `--metrics` refuses it."""
         timeout_s = self._timeouts.health_s
         return await self._call("GET", "/metrics", None, timeout_s, _MAX_METRICS_BYTES)
 
     async def slots(self) -> list[SlotStatus]:
-        """`GET /slots`. More than one a second hides leaving clients from the server
-        (llama-server.md section 5.6): do not poll it."""
+        """Return the status of every slot (`GET /slots`).
+
+        More than one poll a second hides abandoned requests from the server (llama-server.md
+        section 5.6).
+        """
         return reply.slots_from(await self._call("GET", "/slots", None, self._timeouts.control_s))
 
     async def tokenize(
         self, content: str | list[str | int], *, add_special: bool, parse_special: bool
     ) -> list[int]:
-        """`POST /tokenize`: the ids, as the engine sees them."""
+        """Return the ids of `content` as the engine sees them (`POST /tokenize`)."""
         body = wire.tokenize_body(content, add_special=add_special, parse_special=parse_special)
         payload = await self._ask("/tokenize", body)
         return await json_offload.read(payload, reply.ids_from, payload)
 
     async def detokenize(self, ids: list[int]) -> str:
-        """`POST /detokenize`: the text of some ids, special tokens included."""
+        """Return the text of `ids`, special tokens included (`POST /detokenize`)."""
         body = wire.detokenize_body(ids)
         payload = await self._ask("/detokenize", body)
         return reply.text_from(payload)
 
     async def apply_template(self, body: bytes) -> str:
-        """`POST /apply-template`: a chat body as the text that gets tokenized."""
+        """Return the text that a chat body is rendered to (`POST /apply-template`)."""
         return reply.prompt_from(await self._ask("/apply-template", body))
 
     async def _ask(self, path: str, body: bytes) -> bytes:
-        """About texts and ids, which any server of the model could tell."""
+        """Post a call about texts or ids, which any server of the model can answer."""
         slow = asyncio.get_running_loop().call_later(self._timeouts.health_s, self._suspect)
         try:
             return await self._call("POST", path, body, self._timeouts.control_s, yields=True)
@@ -268,7 +280,10 @@ class LlamaClient:
         return await self._transfer("save", slot, name)
 
     async def restore(self, slot: int, name: str) -> Transfer:
-        """Restore into an idle slot. A failure leaves it empty (llama-server.md section 0.5)."""
+        """Restore a file into an idle slot.
+
+        After a failure the slot is empty (llama-server.md section 0.5).
+        """
         return await self._transfer("restore", slot, name)
 
     async def _transfer(self, action: wire.Action, slot: int, name: str) -> Transfer:
@@ -277,10 +292,10 @@ class LlamaClient:
         return reply.transfer_from(payload, action)
 
     async def erase(self, slot: int) -> None:
-        """Empty an idle slot, but for a token that is nobody's.
+        """Empty an idle slot, or leave one token of no prompt in it.
 
-        A server without `--slot-save-path` erases nothing (llama-server.md section 1.1); there a
-        prompt of one token that reuses nothing takes the place of what the slot held.
+        A server without `--slot-save-path` erases nothing (llama-server.md section 1.1). On that
+        server a prompt of one token, which reuses nothing, replaces the slot's content.
         """
         path, timeout_s = f"/slots/{slot}?action=erase", self._timeouts.action_s
         try:
@@ -291,22 +306,22 @@ class LlamaClient:
             await self.overwrite(slot)
 
     async def overwrite(self, slot: int) -> None:
-        """Compute one token in place of what an idle slot holds."""
+        """Replace the content of an idle slot by one computed token."""
         body, timeout_s = wire.overwrite_body(slot), self._timeouts.action_s
         await self._call("POST", "/completion", body, timeout_s)
 
     async def prefill(self, slot: int, tokens: Tokens, *, exact: bool = True) -> Reported:
-        """Compute `tokens` in an idle slot, which holds exactly them afterwards.
+        """Compute `tokens` in an idle slot, which holds exactly these tokens afterwards.
 
-        Streamed with progress, so that the server notices at once if we give up. Not `exact`: as
-        the server does it by itself.
+        Streamed with progress events, so that the server notices a cancelled call at once. Not
+        `exact`: the server may shift KV, if it is configured to.
         """
         body = wire.prefill_body(tokens, slot, exact=exact)
         payload = await self._call("POST", "/completion", body, self._timeouts.first_byte_s)
         return reply.read_reply(wire.Route.COMPLETION, True, payload)
 
     async def fingerprint(self, slot: int, tokens: Tokens) -> list[tuple[int, float]]:
-        """The likeliest next tokens after `tokens` with their log probabilities, best first."""
+        """Return the likeliest tokens after `tokens` and their log probabilities, best first."""
         body = wire.fingerprint_body(tokens, slot)
         payload = await self._call("POST", "/completion", body, self._timeouts.action_s)
         return reply.top_logprobs_from(payload)
@@ -320,10 +335,10 @@ class LlamaClient:
         *,
         yields: bool = False,
     ) -> "_Relaying":
-        """A client's request. `async with` gives the response, its headers and first bytes in.
+        """Send a client's request. `async with` gives the response with headers and first bytes.
 
-        `path` is raw, query included. Entering raises BackendError; the connection is closed on
-        exit unless the response was read to its end. `yields`: `give_up` concerns it.
+        `path` is raw, query included. Entering raises BackendError. On exit the connection is
+        closed unless the response was read to its end. `yields`: `give_up` ends the request.
         """
         if self._authorization:
             kept = [header for header in headers if header[0].lower() != b"authorization"]
@@ -332,9 +347,11 @@ class LlamaClient:
         return _Relaying(self, asked, self._unanswered if yields else set())
 
     def give_up(self) -> None:
-        """The server does not answer: nor will it what it was asked and has not begun to answer.
-        Raises BackendError in those who wait for it and said that they would yield, and in who
-        comes with such a call before it has answered anything else."""
+        """End all unanswered calls that `yields`, because the server does not answer.
+
+        The callers get a BackendError. Later control calls with `yields` get one too, until the
+        server has answered another control call.
+        """
         self._given_up = True
         for relaying in tuple(self._unanswered):
             relaying.give_up()
@@ -344,7 +361,7 @@ class LlamaClient:
                 limit.reschedule(0.0)
 
     def relayed(self) -> None:
-        """One of `relaying` is over."""
+        """Count one request of `relaying` as over."""
         self.relaying -= 1
         if self._quiet is not None and not self.relaying:
             self._quiet.set()
@@ -359,7 +376,10 @@ class LlamaClient:
 
 
 class _Relaying:
-    """A class and no generator: every request of a client goes through it."""
+    """Context manager of one relayed request.
+
+    A class, not a generator: every client request goes through it.
+    """
 
     def __init__(
         self,
@@ -397,7 +417,10 @@ class _Relaying:
         return RelayedResponse(self._response)
 
     def _is_ours(self) -> bool:
-        """Nobody but `give_up` has cancelled it; the client may have left in the same moment."""
+        """Return True if only `give_up` cancelled the task.
+
+        The client may have disconnected at the same moment.
+        """
         return self._given_up and self._task is not None and self._task.uncancel() == 0
 
     async def __aexit__(self, *_: object) -> None:

@@ -1,7 +1,7 @@
-"""HTTP/1.1 to a backend: connections that are kept for a moment, and responses as they come.
+"""HTTP/1.1 client for a backend: a pool of briefly kept connections, and streamed responses.
 
-Lean on purpose (docs/adr/0006): parsing is httptools', what is here is the pool and the flow of
-bytes. Knows nothing of llama-server but how long it keeps connections.
+Lean on purpose (docs/adr/0006): httptools parses, this module has the pool and the flow control.
+The only fact about llama-server in it is how long the server keeps connections.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ from router.base.tasks import Tasks
 # llama-server closes idle connections after about 5 s without saying so
 # (llama-server.md, "Connections").
 KEEP_IDLE_S = 2.0
-# Bytes of a response that may wait for their reader before the backend is made to wait.
+# Bytes of a response that may be buffered before reading from the backend is paused.
 _HIGH_WATER = 256 * 1024
 
 Header = tuple[bytes, bytes]
-"""As it is on the wire; names in any case."""
+"""Name and value as on the wire; names in any case."""
 
 
 class HttpError(OSError):
-    """The connection broke, or what came is not HTTP. `untouched`: no byte of an answer came."""
+    """A broken connection, or an answer that is not HTTP. `untouched`: no byte of it came."""
 
     def __init__(self, message: str, *, untouched: bool = False) -> None:
         super().__init__(message)
@@ -37,8 +37,7 @@ class HttpError(OSError):
 
 
 class Response:
-    """A response whose headers and first bytes are in; iterate for the body, `close` in any
-    case."""
+    """A response with its headers and first bytes. Iterate for the body; always `close` it."""
 
     def __init__(self, connection: "_Connection") -> None:
         self._connection = connection
@@ -48,34 +47,34 @@ class Response:
 
     @property
     def is_complete(self) -> bool:
-        """All of it has come: nothing will be waited for."""
+        """Return True if the whole response has come: reading does not wait."""
         return self._connection.is_complete
 
     def __aiter__(self) -> "Response":
         return self
 
     async def __anext__(self) -> bytes:
-        """The next bytes, as many as there are. Raises HttpError if the backend breaks off."""
+        """Return all bytes that have come. Raises HttpError if the backend breaks off."""
         chunk = await self._connection.read()
         if not chunk:
             raise StopAsyncIteration
         return chunk
 
     async def read(self) -> bytes:
-        """The whole body. Raises HttpError."""
+        """Return the whole body. Raises HttpError."""
         chunks: list[bytes] = []
         while chunk := await self._connection.read():
             chunks.append(chunk)
         return b"".join(chunks)
 
     def close(self) -> None:
-        """Give the connection back if the response was read to its end, else break it off."""
+        """Return the connection to the pool if the response was read to its end, else abort it."""
         self._connection.finish()
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where connections go."""
+    """Host and port to connect to, and whether over TLS."""
 
     host: str
     port: int
@@ -83,19 +82,19 @@ class Target:
 
     @classmethod
     def of(cls, url: str) -> "Target":
-        """From a base URL."""
+        """Return the target of a base URL."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls)
 
 
 class Pool:
-    """Connections to one backend. One event loop."""
+    """Connections to one backend, on one event loop."""
 
     def __init__(self, target: Target, connect_timeout_s: float) -> None:
         self._target = target
         self.connect_timeout_s = connect_timeout_s  # may be changed
-        # Whom to tell when the other side closes a connection that it would have kept.
+        # Called when the backend closes a connection that it would have kept.
         self.on_hang_up: Callable[[], None] = lambda: None
         self._tls = ssl.create_default_context() if target.tls else None
         host = f"[{target.host}]" if ":" in target.host else target.host
@@ -114,12 +113,12 @@ class Pool:
         body: bytes | None,
         timeout_s: float,
     ) -> Response:
-        """Send, and wait for the headers of the answer and the first of its body, which a client
-        gets together (docs/adr/0005). Raises HttpError, OSError, TimeoutError.
+        """Send a request; return the response with its headers and the first bytes of its body.
 
-        A kept connection may have been closed by the other side meanwhile; if so, nothing was
-        worked on, and the request goes out once more on a fresh one. `timeout_s` is for the
-        answer; connecting has its own.
+        A client gets both together (docs/adr/0005). Raises HttpError, OSError, TimeoutError.
+        If the backend had closed a kept connection, it did not work on the request. The request
+        is then sent again on a fresh connection. `timeout_s` is for the answer; connecting has
+        its own timeout.
         """
         head = self._head(method, path, headers, body)
         kept = self._kept()
@@ -134,7 +133,7 @@ class Pool:
         return await fresh.send(method, head, body, timeout_s)
 
     async def aclose(self) -> None:
-        """Close every connection, whoever uses it."""
+        """Close every connection, also those in use."""
         self._closed = True
         if self._sweep is not None:
             self._sweep.cancel()
@@ -144,26 +143,26 @@ class Pool:
         self._idle.clear()
 
     def keep(self, connection: "_Connection") -> None:
-        """A connection is free. It is closed if nobody takes it within KEEP_IDLE_S."""
+        """Keep a free connection. It is closed if no request takes it within KEEP_IDLE_S."""
         loop = asyncio.get_running_loop()
         self._idle.append((loop.time(), connection))
         if self._sweep is None:
             self._sweep = loop.call_later(KEEP_IDLE_S, self._close_stale)
 
     def replace(self) -> None:
-        """A connection is used up, as after every stream: have another ready for the next.
+        """Open a connection in place of a used-up one, as after every stream.
 
-        Connecting is half of what a short request costs on its way to the backend.
+        Connecting is half of a short request's cost on its way to the backend.
         """
         if not self._idle and not self._closed:
             self._tasks.spawn(self._spare(), name="spare connection")
 
     async def _spare(self) -> None:
-        with suppress(OSError):  # also TimeoutError; the next request will see for itself
+        with suppress(OSError):  # also TimeoutError; the next request gets its own error
             self.keep(await self._connect())
 
     def forget(self, connection: "_Connection") -> None:
-        """A connection is closed."""
+        """Drop a closed connection."""
         self._open.discard(connection)
 
     def _close_stale(self) -> None:
@@ -176,7 +175,7 @@ class Pool:
             self._sweep = loop.call_at(self._idle[0][0] + KEEP_IDLE_S, self._close_stale)
 
     def _kept(self) -> "_Connection | None":
-        """The one used last: it has the longest to live."""
+        """Return the idle connection used last, which stays open longest; None if there is none."""
         while self._idle:
             _, connection = self._idle.pop()
             if connection.is_open:
@@ -198,14 +197,14 @@ class Pool:
         if body is not None or method in ("POST", "PUT", "PATCH"):
             lines.append(b"Content-Length: %d" % len(body or b""))
         head = b"\r\n".join(lines)
-        # aiohttp has refused control characters in what clients send; the rest is our own.
+        # aiohttp refuses control characters from clients; all other headers are the router's own.
         if not head.count(b"\r") == head.count(b"\n") == len(lines) - 1:
             raise HttpError("a header holds a line break")
         return head + b"\r\n\r\n"
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one request at a time; the callbacks of httptools' parser are here too."""
+    """One connection, one request at a time; also has the callbacks of httptools' parser."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -236,17 +235,17 @@ class _Connection(asyncio.Protocol):
     # -- asyncio.Protocol ----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
         self._touched = True
         if self.is_complete or not self._in_use:
-            self.abort()  # nobody asked: it would be taken for the answer to the next request
+            self.abort()  # unrequested: it would be taken for the answer to the next request
             return
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError as error:  # also what is raised below
+        except httptools.HttpParserError as error:  # also the HttpErrors of the callbacks
             self._fail(HttpError(f"the answer is not HTTP: {error}"))
             self.abort()
         if self._buffered > _HIGH_WATER and not self._paused and self._transport is not None:
@@ -254,7 +253,7 @@ class _Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.is_open and not self._in_use:  # idle, and not closed by us
+        if self.is_open and not self._in_use:  # idle, and not closed by the router
             self._pool.on_hang_up()
         self.is_open = False
         self._pool.forget(self)
@@ -264,7 +263,7 @@ class _Connection(asyncio.Protocol):
             self._end()  # a body that ends with its connection
 
     def _is_framed(self) -> bool:
-        """The answer says where it ends, and has not got there."""
+        """Return True if the answer says where it ends and has not ended yet."""
         if self.is_complete:
             return False
         names = {name.lower() for name, _ in self.headers}
@@ -273,7 +272,7 @@ class _Connection(asyncio.Protocol):
     # -- httptools -----------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self.is_complete:  # more than was asked for, in one packet with what was
+        if self.is_complete:  # a second answer in the same packet
             self._surplus = True
 
     def on_status(self, status: bytes) -> None:
@@ -281,7 +280,7 @@ class _Connection(asyncio.Protocol):
             self.reason += status.decode("latin-1")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._headed:  # else a trailer, which nobody here sends or wants
+        if not self._headed:  # else a trailer: no use for it here
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -289,8 +288,8 @@ class _Connection(asyncio.Protocol):
             return
         self.status = self._status()
         if self.status < 200:
-            return  # 100 Continue and the like; the answer is still to come
-        # What httptools leaves to its user: it would read a body to the end of the connection.
+            return  # 100 Continue and the like: the answer follows
+        # httptools leaves this check to its user: it would read a body until the connection ends.
         encodings = [v for name, v in self.headers if name.lower() == b"transfer-encoding"]
         if encodings and [one.strip().lower() for one in encodings] != [b"chunked"]:
             raise HttpError("the only Transfer-Encoding is chunked")
@@ -304,14 +303,14 @@ class _Connection(asyncio.Protocol):
         self._keep = False
 
     def _status(self) -> int:
-        """Raises HttpError for one that there is not."""
+        """Return the status. Raises HttpError for an impossible one."""
         status: int = self.parser.get_status_code()
         if not 100 <= status < 600 or status == HTTPStatus.SWITCHING_PROTOCOLS:
-            raise HttpError(f"there is no status {status}")
+            raise HttpError(f"the answer has the invalid status {status}")
         return status
 
     def on_body(self, body: bytes) -> None:
-        if self.is_complete:  # of an answer that was not asked for, or to a HEAD
+        if self.is_complete:  # body of an unrequested answer, or of an answer to HEAD
             self._surplus = True
             return
         self._chunks.append(body)
@@ -332,13 +331,15 @@ class _Connection(asyncio.Protocol):
     async def send(
         self, method: str, head: bytes, body: bytes | None, timeout_s: float
     ) -> Response:
-        """Write a request; returns when something of the answer's body is in, or the end of it.
-        Raises HttpError and TimeoutError."""
+        """Write a request; return when the first bytes or the end of the answer's body are in.
+
+        Raises HttpError and TimeoutError.
+        """
         if self._transport is None or not self.is_open:
             raise HttpError("the connection is closed", untouched=True)
         self._method, self._in_use = method, True
         self._started = self._loop.create_future()
-        # One write for both while that is no copy of much: one packet less to wait for.
+        # One write for head and body saves a packet; a body above 64 KiB is not copied for it.
         if body is not None and len(body) > 64 * 1024:
             self._transport.write(head)
             self._transport.write(body)
@@ -355,7 +356,7 @@ class _Connection(asyncio.Protocol):
         return Response(self)
 
     async def read(self) -> bytes:
-        """What has come since the last time; b"" at the end. Raises HttpError."""
+        """Return the bytes since the last call; b"" at the end. Raises HttpError."""
         while not self._chunks:
             if self._error is not None:
                 raise self._error
@@ -372,13 +373,13 @@ class _Connection(asyncio.Protocol):
         return data
 
     def finish(self) -> None:
-        """The response is not needed any more."""
+        """Release the connection of a response that is not needed any more."""
         if not self._in_use:
             return
         self._in_use = False
         clean = self.is_complete and not self._chunks and not self._surplus
         if clean and self._keep and self.is_open:
-            self._reset()  # not when the next request waits for it
+            self._reset()  # now, so that the next request need not wait for it
             self._pool.keep(self)
         else:
             if self.is_complete:
@@ -386,7 +387,7 @@ class _Connection(asyncio.Protocol):
             self.abort()
 
     def abort(self) -> None:
-        """Close at once; llama-server stops working on what nobody reads."""
+        """Close at once; llama-server stops working on an answer that has no reader."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
@@ -397,7 +398,7 @@ class _Connection(asyncio.Protocol):
         self._error = error
         if self._started is not None and not self._started.done():
             self._started.set_exception(error)
-            self._started.exception()  # seen, also if nobody waits any more
+            self._started.exception()  # marked as retrieved, also if no task waits any more
         self._wake()
 
     def _end(self) -> None:

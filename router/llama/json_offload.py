@@ -1,8 +1,7 @@
-"""Reading what may be long: on the event loop while that is done at once, else in a thread, where
-no step holds the interpreter's lock for long.
+"""Parsing of JSON: short bodies on the event loop, long ones in a thread.
 
-One call of orjson holds it to its end, for 1 to 3 ms a megabyte, and 8 of token ids. So those are
-read in pieces.
+In the thread no step may hold the interpreter's lock for long. One orjson call holds the lock for
+1 to 3 ms per megabyte, and 8 ms per megabyte of token ids. Ids are therefore read in pieces.
 """
 
 import asyncio
@@ -17,21 +16,26 @@ from router.base.tokens import PIECE
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_BYTES = 512 * 1024  # read in 1 to 5 ms
-_PIECE_BYTES = 128 * 1024  # of ids, in 1 ms
+LONG_BYTES = 512 * 1024  # parsed in 1 to 5 ms
+_PIECE_BYTES = 128 * 1024  # of ids, parsed in 1 ms
 _OF_IDS = b"0123456789-, \t\r\n"
 
 
 async def read(raw: bytes, how: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-    """What `how` makes of its arguments, which takes as long as `raw` is. Raises what it raises."""
+    """Return `how(*args, **more)`, called in a thread if `raw` is long.
+
+    The time of `how` grows with `raw`. Raises the errors of `how`.
+    """
     if len(raw) > LONG_BYTES:
         return await asyncio.to_thread(how, *args, **more)
     return how(*args, **more)
 
 
 def loads(raw: bytes) -> Any:
-    """`orjson.loads`, in all that it returns and raises. Of an object that is for the most part
-    one array of ids, that array is read in pieces."""
+    """Return and raise the same as `orjson.loads`.
+
+    In a long object that is mostly one array of ids, the array is read in pieces.
+    """
     if len(raw) > LONG_BYTES:
         found = _in_pieces(raw)
         if found is not None:
@@ -40,8 +44,10 @@ def loads(raw: bytes) -> Any:
 
 
 def forget_ids(body: dict[str, Any]) -> None:
-    """Let go of a parsed body's array of ids, unless it will be written anew, in small steps: to
-    free millions of numbers at once takes 30 ns each, and nobody has a turn meanwhile."""
+    """Free a parsed body's array of ids in small steps, unless the body will be written anew.
+
+    Freeing millions of numbers at once blocks the event loop for 30 ns each.
+    """
     ids = body.get("prompt")
     if isinstance(ids, list) and not body.keys() & {"id_slot", "cache_prompt"}:
         body["prompt"] = None
@@ -50,18 +56,18 @@ def forget_ids(body: dict[str, Any]) -> None:
 
 
 def _in_pieces(raw: bytes) -> dict[str, Any] | None:
-    """None where there is any doubt.
+    """Parse an object with one long array of ids; return None where there is any doubt.
 
-    The array is looked for around the middle. A number that is nowhere else takes its place while
-    the rest is read: if that is then the only element of a list in the object, the array was
-    the value of that key, and neither inside a string nor deeper.
+    The array is looked for around the middle. The rest is parsed with a number, found nowhere
+    else, in place of the ids. One key's value must then be a list of that number alone: the
+    array was that value, and neither inside a string nor deeper.
     """
     middle = len(raw) // 2
     start, end = raw.rfind(b"[", 0, middle), raw.find(b"]", middle)
     if start < 0 or end < 0:
         return None
     before, after = raw[: start + 1], raw[end:]
-    number = 2**62 + secrets.randbits(61)  # else somebody could send all that are tried
+    number = 2**62 + secrets.randbits(61)  # random: else a client could send it
     if b"%d" % number in before or b"%d" % number in after:
         return None
     try:
@@ -72,7 +78,7 @@ def _in_pieces(raw: bytes) -> dict[str, Any] | None:
         ids = list[int]()
         for piece in _cut(raw, start + 1, end):
             numbers = None if piece.translate(None, _OF_IDS) else orjson.loads(b"[%b]" % piece)
-            if not numbers:  # also where a comma is too many
+            if not numbers:  # also at a surplus comma
                 return None
             ids.extend(numbers)
     except orjson.JSONDecodeError:
@@ -86,11 +92,11 @@ def _in_pieces(raw: bytes) -> dict[str, Any] | None:
 def _is_only(value: object, number: int) -> bool:
     if not isinstance(value, list) or len(value) != 1:
         return False
-    return type(value[0]) is int and value[0] == number  # no float, which could be rounded to it
+    return type(value[0]) is int and value[0] == number  # a float could be rounded to `number`
 
 
 def _cut(raw: bytes, start: int, end: int) -> Iterator[bytes]:
-    """What is between, cut at commas; the last piece may be empty."""
+    """Yield `raw[start:end]` cut at commas; the last piece may be empty."""
     while start <= end:
         stop = raw.find(b",", min(start + _PIECE_BYTES, end), end)
         stop = end if stop < 0 else stop

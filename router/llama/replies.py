@@ -1,8 +1,8 @@
-"""What llama-server answers, as far as the router looks at it.
+"""Parsing of llama-server's answers, as far as the router needs them.
 
-`read_reply` is for completions: it never raises, because by then the client has its answer and
-all that is lost is knowledge. The `*_from` functions are for control calls and raise
-BackendError, because without those answers the router cannot go on.
+`read_reply` is for completions. The function never raises: the client has its answer by then, and
+only knowledge is lost. The `*_from` functions are for control calls and raise BackendError,
+because the router cannot go on without those answers.
 """
 
 from collections.abc import Iterator
@@ -30,16 +30,16 @@ def read_reply(
     *,
     complete: bool = True,
 ) -> Reported:
-    """What a completion's response bytes say (llama-server.md section 2.4). Never raises.
+    """Return the facts in a completion's answer (llama-server.md section 2.4). Never raises.
 
-    `complete=False`: bytes are missing in the middle, so no ids and no text, only totals.
-    `text` is what the client saw: a stop word, an end-of-turn token and whatever the chat parser
-    removed are not in it. It may therefore be shorter than `generated_tokens`, never made up.
+    `complete=False`: bytes are missing in the middle, so there are totals but no ids and no text.
+    `text` is the text that the client saw, without stop words, end-of-turn tokens and the parts
+    that the chat parser removed. The text may be shorter than `generated_tokens`, never made up.
     """
     if content_encoding not in IDENTITY:
         return Reported()
     raw = chunks if isinstance(chunks, bytes) else b"".join(chunks)
-    # an error before the first token is a plain object although a stream was asked for: no event
+    # an error before the first token is a plain object, also for a stream: no event
     events = _events(raw) if stream else [_loads(raw)]
     reading = Reading()
     for event in events:
@@ -58,7 +58,7 @@ def _loads(raw: bytes) -> Any:
 
 
 def _events(raw: bytes) -> Iterator[Json]:
-    """The JSON objects of a server-sent event stream; comments, [DONE] and fragments left out."""
+    """Yield the JSON objects of an event stream, without comments, [DONE] and fragments."""
     data: list[bytes] = []
     for line in (*raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n"), b""):
         if line:
@@ -73,7 +73,7 @@ def _events(raw: bytes) -> Iterator[Json]:
 
 
 Process = tuple[str, str, str]
-_OLD_MARKER = "<__media__>"  # what older servers all answer
+_OLD_MARKER = "<__media__>"  # the same on every older server
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,15 @@ class Props:
 
     @property
     def process(self) -> Process:
-        """Another one after each start, unless it is `told_by_nothing` (llama-server.md section
-        5.2)."""
+        """Return an identity that differs after each start (llama-server.md section 5.2).
+
+        If `told_by_nothing`, the identity does not differ.
+        """
         return self.media_marker, self.model_path, self.build_info
 
     @property
     def told_by_nothing(self) -> bool:
-        """Two servers of one model and version answer alike."""
+        """Return True if two servers of one model and version answer alike."""
         return self.media_marker in ("", _OLD_MARKER)
 
 
@@ -122,7 +124,7 @@ class ModelsInfo:
 
 
 class _Answer:
-    """One answer to a control call; what is missing or of another type is a BackendError."""
+    """One answer to a control call. A missing or wrongly typed value raises BackendError."""
 
     def __init__(self, payload: object, call: str) -> None:
         self._call = call
@@ -132,7 +134,7 @@ class _Answer:
         return BackendError(f"the backend's answer to {self._call} is malformed: {what}")
 
     def get(self, path: str, kind: type[T], default: T | None = None) -> T:
-        """The value at a path such as "data/0/id"; `default` where it is missing or null."""
+        """Return the value at a path such as "data/0/id"; `default` if missing or null."""
         found = self.value
         for step in path.split("/"):
             if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
@@ -148,7 +150,7 @@ class _Answer:
         return found
 
     def items(self, path: str | None = None) -> list["_Answer"]:
-        """The elements of the array at `path`, or of the answer itself."""
+        """Return the elements of the array at `path`, or of the answer itself."""
         found = self.value if path is None else self.get(path, list)
         if not isinstance(found, list):
             raise self.malformed("it is not an array")
@@ -165,7 +167,7 @@ _KINDS: dict[type, str] = {
 
 
 def props_from(payload: object) -> Props:
-    """The answer to GET /props, as bytes or parsed. Raises BackendError."""
+    """Read the answer to GET /props, as bytes or parsed. Raises BackendError."""
     answer = _Answer(payload, "GET /props")
     if answer.get("role", str, "") == "router":
         raise RouterModeError("GET /props: its role is router")
@@ -187,9 +189,9 @@ def props_from(payload: object) -> Props:
 
 
 def models_from(payload: object) -> ModelsInfo:
-    """The answer to GET /v1/models, as bytes or parsed. Raises BackendError.
+    """Read the answer to GET /v1/models, as bytes or parsed. Raises BackendError.
 
-    One in router mode lists models that are not loaded, without `meta`; it is not one backend.
+    A server in router mode lists unloaded models without `meta`; such a server is no backend.
     """
     answer = _Answer(payload, "GET /v1/models")
     names: set[str] = set()
@@ -214,7 +216,7 @@ def models_from(payload: object) -> ModelsInfo:
 
 
 def slots_from(payload: object) -> list[SlotStatus]:
-    """The answer to GET /slots, as bytes or parsed. Raises BackendError."""
+    """Read the answer to GET /slots, as bytes or parsed. Raises BackendError."""
     statuses: list[SlotStatus] = []
     for slot in _Answer(payload, "GET /slots").items():
         # missing on a slot that never ran a task (llama-server.md section 5.1)
@@ -233,7 +235,7 @@ def slots_from(payload: object) -> list[SlotStatus]:
 
 
 def transfer_from(payload: object, action: Literal["save", "restore"]) -> Transfer:
-    """The answer to a slot save or restore, as bytes or parsed. Raises BackendError."""
+    """Read the answer to a slot save or restore, as bytes or parsed. Raises BackendError."""
     answer = _Answer(payload, f"a slot {action}")
     tokens, size = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
     return Transfer(
@@ -244,12 +246,12 @@ def transfer_from(payload: object, action: Literal["save", "restore"]) -> Transf
 
 
 def tokens_from(payload: object) -> Tokens:
-    """The answer to POST /tokenize, as bytes or parsed. Raises BackendError."""
+    """Read the answer to POST /tokenize, as bytes or parsed. Raises BackendError."""
     return _ids_of(payload)[1]
 
 
 def ids_from(payload: bytes) -> list[int]:
-    """The answer to POST /tokenize as ids. Raises BackendError."""
+    """Read the answer to POST /tokenize as a list of ids. Raises BackendError."""
     return _ids_of(payload)[0]
 
 
@@ -259,33 +261,35 @@ def _ids_of(payload: object) -> tuple[list[int], Tokens]:
     try:
         return ids, pack(ids)
     except (TypeError, OverflowError) as error:
-        raise answer.malformed("tokens holds something that is no token id") from error
+        raise answer.malformed("tokens holds a value that is no token id") from error
 
 
 def text_from(payload: object) -> str:
-    """The answer to POST /detokenize, as bytes or parsed. Raises BackendError."""
+    """Read the answer to POST /detokenize, as bytes or parsed. Raises BackendError."""
     return _Answer(payload, "POST /detokenize").get("content", str)
 
 
 def prompt_from(payload: object) -> str:
-    """The answer to POST /apply-template, as bytes or parsed. Raises BackendError."""
+    """Read the answer to POST /apply-template, as bytes or parsed. Raises BackendError."""
     return _Answer(payload, "POST /apply-template").get("prompt", str)
 
 
 def knows_no_answer(payload: bytes) -> bool:
-    """Whether a control's answer says that nothing of that id is being written (server-context.cpp,
-    SERVER_TASK_TYPE_CONTROL)."""
+    """Return whether a control's answer says that it has no active completion of that id.
+
+    Source: server-context.cpp, SERVER_TASK_TYPE_CONTROL.
+    """
     return as_dict(_loads(payload)).get("message") == "no active completion for this id"
 
 
 def error_message_from(payload: bytes) -> str:
-    """The message of an error answer, or "" (format_error_response, server-common.cpp)."""
+    """Return an error answer's message, or "" (format_error_response, server-common.cpp)."""
     message = as_dict(as_dict(_loads(payload)).get("error")).get("message")
     return message if isinstance(message, str) else ""
 
 
 def top_logprobs_from(payload: object) -> list[tuple[int, float]]:
-    """Ids and log probabilities for the first generated token of a native answer with `n_probs`.
+    """Return ids and log probabilities for the first token of a native answer with `n_probs`.
 
     Raises BackendError.
     """
@@ -295,7 +299,7 @@ def top_logprobs_from(payload: object) -> list[tuple[int, float]]:
 
 
 def merge_models(payloads: list[bytes]) -> Json:
-    """One answer to GET /v1/models out of several: their lists one after the other."""
+    """Merge answers to GET /v1/models: concatenate their lists."""
     answers = [as_dict(_loads(payload)) for payload in payloads]
     merged: Json = {"object": "list"}
     for key in ("models", "data"):

@@ -1,7 +1,7 @@
-"""What each shape of completion answer says, one JSON object at a time.
+"""Parsers of the completion answers' shapes, one JSON object at a time.
 
 llama-server.md section 2.4 is the table; the functions that write these objects are in
-server-task.cpp. `llama_reply.read_reply` is the way in.
+server-task.cpp. `replies.read_reply` calls these parsers.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def _list(value: object) -> list[Any]:
 
 @dataclass(slots=True)
 class Reading:
-    """What has been read so far; the last word on a number counts."""
+    """Facts read from an answer so far; the last value of a number counts."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -47,7 +47,7 @@ class Reading:
     text: str | None = None
     opaque: bool = False  # reasoning or tool calls: the raw text cannot be rebuilt
     ended: bool = False
-    several: bool = False  # more than one choice: nobody can say whose numbers these are
+    several: bool = False  # more than one choice: the numbers belong to none of them alone
 
     def report(self, *, complete: bool) -> Reported:
         if self.several:
@@ -63,10 +63,10 @@ class Reading:
         )
 
     def _generated(self) -> Tokens | None:
-        """The ids, if they are all there.
+        """Return the generated ids, or None if some are missing.
 
-        A token that ends inside a UTF-8 character is not sent in a stream, its id included
-        (process_token, server-context.cpp), so the count has to agree.
+        A stream omits a token that ends inside a UTF-8 character, with its id (process_token,
+        server-context.cpp). Therefore the ids count only if their number is right.
         """
         if not self.ids or len(self.ids) != self.generated_tokens:
             return None
@@ -85,7 +85,10 @@ class Reading:
         self.ids = (self.ids or []) + _list(ids)
 
     def see_timings(self, timings: object) -> None:
-        """`server_slot_stats::to_json` (server-common.cpp). Most events of a stream have none."""
+        """Read the timings (`server_slot_stats::to_json`, server-common.cpp).
+
+        Most events of a stream have none.
+        """
         if not isinstance(timings, dict):
             return
         cached, processed = _int(timings.get("cache_n")), _int(timings.get("prompt_n"))
@@ -107,7 +110,10 @@ def _or(new: T | None, old: T | None) -> T | None:
 
 
 def _read_progress(reading: Reading, event: Json) -> bool:
-    """`return_progress` chunks; True for one. They carry a token id that was never sampled."""
+    """Read a `return_progress` chunk; return False if `event` is none.
+
+    Such a chunk carries a token id that was never sampled.
+    """
     progress = event.get("prompt_progress")
     if not isinstance(progress, dict):
         return False
@@ -116,9 +122,9 @@ def _read_progress(reading: Reading, event: Json) -> bool:
 
 
 def _read_native(reading: Reading, event: Json) -> None:
-    """`to_json_non_oaicompat` (server-task.cpp), of a part or of the whole.
+    """Read `to_json_non_oaicompat` (server-task.cpp) of an event or of the whole answer.
 
-    `tokens_cached` is not what it sounds like: it is the slot's length after the request.
+    `tokens_cached` is not used: it is the slot's length after the request.
     """
     reading.several |= event.get("index", 0) != 0
     reading.see_timings(event.get("timings"))
@@ -131,7 +137,7 @@ def _read_native(reading: Reading, event: Json) -> None:
 
 
 def _read_openai(reading: Reading, event: Json) -> Json:
-    """What chat and text completions share; the choice, or {} in a chunk without one."""
+    """Read the fields common to chat and text completions; return the choice, or {}."""
     reading.see_timings(event.get("timings"))
     in_progress = _read_progress(reading, event)
     if isinstance(usage := event.get("usage"), dict):
@@ -149,21 +155,21 @@ def _read_openai(reading: Reading, event: Json) -> Json:
 
 
 def _read_completion(reading: Reading, event: Json) -> None:
-    """`to_json_oaicompat` (server-task.cpp)."""
+    """Read `to_json_oaicompat` (server-task.cpp)."""
     reading.add_text(_read_openai(reading, event).get("text"))
 
 
 def _read_chat(reading: Reading, event: Json) -> None:
-    """`to_json_oaicompat_chat` and `_chat_stream` (server-task.cpp)."""
+    """Read `to_json_oaicompat_chat` and `_chat_stream` (server-task.cpp)."""
     choice = _read_openai(reading, event)
     if choice:
         message = as_dict(choice.get("message", choice.get("delta")))
         reading.opaque |= bool(message.get("reasoning_content") or message.get("tool_calls"))
-        reading.add_text(message.get("content") or "")  # null where nothing was said
+        reading.add_text(message.get("content") or "")  # null in an answer without text
 
 
 def _read_messages(reading: Reading, event: Json) -> None:
-    """`to_json_anthropic` and `_anthropic_stream` (server-task.cpp): usage in three places."""
+    """Read `to_json_anthropic` and `_anthropic_stream` (server-task.cpp): three usages."""
     kind = event.get("type")
     message = as_dict(event.get("message")) if kind == "message_start" else event
     usage = as_dict(message.get("usage"))
@@ -189,7 +195,7 @@ def _read_block(reading: Reading, block: Json, text_type: str) -> None:
 
 
 def _read_responses(reading: Reading, event: Json) -> None:
-    """`to_json_oaicompat_resp` and `_resp_stream` (server-task.cpp)."""
+    """Read `to_json_oaicompat_resp` and `_resp_stream` (server-task.cpp)."""
     reading.see_timings(event.get("timings"))
     _read_progress(reading, event)
     match event.get("type"):
@@ -206,7 +212,10 @@ def _read_responses(reading: Reading, event: Json) -> None:
 
 
 def _read_response(reading: Reading, response: Json) -> None:
-    """The whole answer, at the end of a stream too; a second one is that of another choice."""
+    """Read the whole answer, which also ends a stream.
+
+    A second one belongs to another choice.
+    """
     if response.get("object") != "response":
         return
     reading.several |= reading.ended
@@ -215,7 +224,7 @@ def _read_response(reading: Reading, response: Json) -> None:
     details = as_dict(usage.get("input_tokens_details"))
     reading.see_prompt(usage.get("input_tokens"), details.get("cached_tokens"))
     reading.see_generated(usage.get("output_tokens"))
-    reading.text = ""  # what the deltas said is repeated here
+    reading.text = ""  # the text of the deltas is repeated here
     for item in map(as_dict, _list(response.get("output"))):
         reading.opaque |= item.get("type") != "message"
         for part in map(as_dict, _list(item.get("content"))):

@@ -1,7 +1,7 @@
-"""OpenAI /v1/responses body to OpenAI chat body, the way llama-server does it.
+"""Conversion of an OpenAI /v1/responses body to an OpenAI chat body, as llama-server does it.
 
-A port of `server_chat_convert_responses_to_chatcmpl` (server-chat.cpp); the why is the same as in
-anthropic_wire.py.
+A port of `server_chat_convert_responses_to_chatcmpl` (server-chat.cpp), for the same reason as
+anthropic.py.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ IMAGE_NEEDS_URL = "'image_url' is required"
 
 
 def responses_to_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """The chat body that llama-server makes of a Responses one. `body` is not changed.
+    """Return the chat body that llama-server makes of a Responses body.
 
-    Raises ValueError with the reason where the server would answer with an error.
+    `body` is not changed. Raises ValueError with the reason where the server answers an error.
     """
     if "input" not in body:
         raise ValueError("'input' is required")
@@ -20,7 +20,7 @@ def responses_to_chat(body: dict[str, Any]) -> dict[str, Any]:
     if isinstance(previous, str) and previous:
         raise ValueError("llama.cpp does not support 'previous_response_id'.")
 
-    # everything else of the body is copied: this is how id_slot and the like get through
+    # the server copies all other fields, id_slot among them
     chat = {key: value for key, value in body.items() if key not in ("input", "instructions")}
     messages: list[dict[str, Any]] = []
     if "instructions" in body:
@@ -51,9 +51,9 @@ def responses_to_chat(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_item(messages: list[dict[str, Any]], given: object) -> None:
-    """Append what one input item becomes, or merge it into the assistant message before it.
+    """Append one converted input item, or merge it into the assistant message before it.
 
-    The order of the cases is the server's: an item is what the first matching case says.
+    The order of the cases is the server's: the first matching case decides.
     """
     if not isinstance(given, dict):
         raise ValueError("Cannot determine type of 'item'")
@@ -85,7 +85,7 @@ def _all_text(item: dict[str, Any], *keys: str) -> bool:
 
 
 def _last_assistant(messages: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The message to merge into: calls and reasoning belong to the turn before them."""
+    """Return the last message if it is the assistant's: calls and reasoning join that turn."""
     return messages[-1] if messages and messages[-1].get("role") == "assistant" else None
 
 
@@ -192,7 +192,7 @@ def _add_reasoning(messages: list[dict[str, Any]], item: dict[str, Any]) -> None
 
 
 def _convert_tools(tools: object) -> list[dict[str, Any]]:
-    """Only function tools; `strict` is added, and some templates print it."""
+    """Convert function tools and drop others; add `strict`, which some templates print."""
     if not isinstance(tools, list):
         raise ValueError("'tools' must be an array of objects")
     converted: list[dict[str, Any]] = []

@@ -1,8 +1,8 @@
-"""Requests to llama-server: what the router has to know of them, and the bytes it sends on.
+"""Requests to llama-server: their parsed fields, and the bytes that are sent on.
 
-Pure functions. A body is parsed to learn its prompt and a few fields and then sent on as it
-came, so that the backend answers what it would have answered without a router: wrong fields are
-the backend's to refuse, only a body that is no JSON object is refused here.
+Pure functions. A body is parsed for its prompt and a few fields, then sent on as it came: the
+backend answers as it would without a router. Only a body that is no JSON object is refused here;
+the backend refuses wrong fields.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from router.llama.responses import responses_to_chat
 
 INT32_MAX = 2**31 - 1
 UTF8_BOM = b"\xef\xbb\xbf"
-TINY_PAYLOAD = "base64,AA=="  # one zero byte: decoded by /apply-template, looked at by nobody
+TINY_PAYLOAD = "base64,AA=="  # one zero byte: /apply-template decodes and ignores it
 
 
 class Route(Enum):
@@ -65,17 +65,17 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MixedPrompt:
-    """Strings and ids; only a first string gets add_special. `content` of /tokenize as it is."""
+    """Strings and ids, the `content` of /tokenize; only a first string gets add_special."""
 
     parts: tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A chat body for POST /apply-template; its answer is then a TextPrompt.
+    """A chat body for POST /apply-template; the rendered answer is a TextPrompt.
 
-    Every media part keeps its place, with a payload of one byte: the template renders the same
-    media marker, and no image is sent or downloaded twice. `media` are the fingerprints of the
+    Every media part keeps its place, with a payload of one byte. The template renders the same
+    media marker, and no image is sent or downloaded twice. `media` has the fingerprints of the
     true payloads, in the order of the markers.
     """
 
@@ -85,10 +85,10 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class UnknownPrompt:
-    """The router cannot know the tokens, for this reason."""
+    """A prompt with tokens that the router cannot know, for this reason."""
 
     reason: str
-    legal: bool = False  # the server may know them; else it will refuse the request
+    legal: bool = False  # the server may know the tokens; else it refuses the request
 
 
 PromptSource = TokenPrompt | TextPrompt | MixedPrompt | ChatPrompt | UnknownPrompt
@@ -96,7 +96,7 @@ PromptSource = TokenPrompt | TextPrompt | MixedPrompt | ChatPrompt | UnknownProm
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """One completion request, as llama-server would read it."""
+    """One completion request, as llama-server reads it."""
 
     route: Route
     body: dict[str, Any]
@@ -107,18 +107,18 @@ class ParsedRequest:
     slot_hint: int | None
     whole_backend: bool
     lora: bool
-    shifts: bool  # chunks of KV may be shifted for it (llama-server.md section 2.3)
+    shifts: bool  # the server may shift chunks of KV for it (llama-server.md section 2.3)
     pinnable: bool
     prompt_source: PromptSource
 
 
 def route_of(path: str) -> Route | None:
-    """The completion route of a URL path, or None."""
+    """Return the completion route of a URL path, or None."""
     return ROUTES.get(path)
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """The body as an object. Raises BadRequestError for anything that is not one."""
+    """Parse a body. Raises BadRequestError if it is not a JSON object."""
     try:
         # the server's parser skips a byte order mark, orjson does not
         body = json_offload.loads(raw.removeprefix(UTF8_BOM))
@@ -135,10 +135,10 @@ def _json_type(value: object) -> str:
 
 
 def parse_request(route: Route, body: dict[str, Any]) -> ParsedRequest:
-    """Everything the router wants to know of a request. Never raises, never changes `body`."""
+    """Parse the fields that the router needs. Never raises, never changes `body`."""
     batch = False
-    # What `eval_llama_cmpl_schema` reads: the converted body where there is one. That of
-    # /v1/messages holds neither id_slot nor n, cache_prompt or lora (llama-server.md section 2.1).
+    # `eval_llama_cmpl_schema` reads the converted body where there is one. The converted body of
+    # /v1/messages has no id_slot, n, cache_prompt or lora (llama-server.md section 2.1).
     fields = body
     source: PromptSource
     match route:
@@ -176,13 +176,13 @@ def parse_request(route: Route, body: dict[str, Any]) -> ParsedRequest:
 
 
 def _max_new_tokens(fields: dict[str, Any]) -> int | None:
-    """`n_predict` and its aliases in the order of server-schema.cpp; -1 is no limit."""
+    """Return `n_predict` or an alias, in the order of server-schema.cpp; -1 is no limit."""
     limit = _first_int(fields, "n_predict", "max_completion_tokens", "max_tokens")
     return limit if limit is not None and limit >= 0 else None
 
 
 def _first_int(fields: dict[str, Any], *names: str) -> int | None:
-    """`field_num::eval` (server-schema.cpp): the first name whose value is not null."""
+    """Return the first value that is not null (`field_num::eval`, server-schema.cpp)."""
     for name in names:
         if fields.get(name) is not None:
             return _int32(fields[name])
@@ -190,7 +190,7 @@ def _first_int(fields: dict[str, Any], *names: str) -> int | None:
 
 
 def _int32(value: object) -> int | None:
-    """`json::get<int>()`: floats are cut and booleans count; None for what it would refuse."""
+    """Convert as `json::get<int>()`: truncate floats, take booleans; None if it would refuse."""
     if not isinstance(value, int | float):
         return None
     number = int(value)
@@ -198,7 +198,7 @@ def _int32(value: object) -> int | None:
 
 
 def _native_prompt(body: dict[str, Any]) -> tuple[PromptSource, bool]:
-    """`tokenize_input_prompts` (server-common.cpp): a prompt, and whether it is a batch.
+    """Return a prompt and whether it is a batch (`tokenize_input_prompts`, server-common.cpp).
 
     An array without any number is a batch; a batch of one is that one prompt.
     """
@@ -215,7 +215,7 @@ def _native_prompt(body: dict[str, Any]) -> tuple[PromptSource, bool]:
 
 
 def _single_prompt(prompt: object) -> PromptSource:
-    """`tokenize_input_subprompt` (server-common.cpp)."""
+    """Parse one prompt, as `tokenize_input_subprompt` (server-common.cpp)."""
     if isinstance(prompt, str):
         return TextPrompt(prompt)
     if isinstance(prompt, list):
@@ -226,18 +226,18 @@ def _single_prompt(prompt: object) -> PromptSource:
     if isinstance(prompt, dict) and "prompt_string" in prompt:
         if "multimodal_data" in prompt:
             return UnknownPrompt("multimodal_data is tokenized by the server", legal=True)
-        text = prompt["prompt_string"]  # read by tokenize_mixed: an array of any mixture will do
+        text = prompt["prompt_string"]  # read by tokenize_mixed: strings and ids in any mixture
         if isinstance(text, str):
             return TextPrompt(text)
         if isinstance(text, list):
             return _mixed_prompt(text)
-    return UnknownPrompt("the prompt is of no type that the server takes")
+    return UnknownPrompt("the server takes no prompt of this type")
 
 
 def _mixed_prompt(parts: list[Any]) -> PromptSource:
-    """`tokenize_mixed` (server-common.cpp)."""
+    """Parse an array of strings and ids, as `tokenize_mixed` (server-common.cpp)."""
     if not all(isinstance(part, str) or is_int(part) for part in parts):
-        return UnknownPrompt("the prompt holds neither strings nor token ids only")
+        return UnknownPrompt("the prompt holds a value that is neither a string nor a token id")
     ids = [part for part in parts if is_int(part)]
     if len(ids) == len(parts):
         return _token_prompt(parts)
@@ -246,7 +246,7 @@ def _mixed_prompt(parts: list[Any]) -> PromptSource:
 
 
 def _token_prompt(ids: list[int]) -> PromptSource:
-    """Negative ids are refused by the server, and mean media in `types.Prompt`."""
+    """Pack ids. The server refuses negative ids, and `types.Prompt` uses them for media."""
     if any(min(piece) < 0 for piece in pieces(ids)):
         return UnknownPrompt("the prompt holds a negative token id")
     try:
@@ -256,12 +256,12 @@ def _token_prompt(ids: list[int]) -> PromptSource:
 
 
 def is_int(value: object) -> bool:
-    """`is_number_integer()`; in Python a bool would be one too."""
+    """Return `is_number_integer()` of a value; in Python a bool is an int too."""
     return type(value) is int
 
 
 def _chat_prompt(body: dict[str, Any]) -> PromptSource:
-    """The body for /apply-template, with the media payloads taken out."""
+    """Return the body for /apply-template, without the media payloads."""
     messages = body.get("messages")
     if not isinstance(messages, list):
         return UnknownPrompt("'messages' must be an array")
@@ -271,16 +271,17 @@ def _chat_prompt(body: dict[str, Any]) -> PromptSource:
 
 
 def _without_payloads(message: object, media: list[str]) -> object:
-    """The message with tiny payloads; the fingerprints of the true ones go into `media`."""
+    """Return the message with tiny payloads; append the true ones' fingerprints to `media`."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     return {**message, "content": [_tiny_part(part, media) for part in message["content"]]}
 
 
 def _tiny_part(part: object, media: list[str]) -> object:
-    """`oaicompat_content_load_media` (server-common.cpp): which parts are media, and where.
+    """Return a part with a tiny payload if it is media, else unchanged.
 
-    A part without a payload stays as it is: the server refuses it here and there alike.
+    Media are those of `oaicompat_content_load_media` (server-common.cpp). A part without a
+    payload stays as it is: the server refuses the part in both requests alike.
     """
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
@@ -305,7 +306,7 @@ def _tiny_part(part: object, media: list[str]) -> object:
 
 
 def _payload(holder: object, *keys: str) -> str:
-    """The first of `keys` that is a string, as nested `json_value` calls find it."""
+    """Return the first string at `keys`, as nested `json_value` calls find it, or ""."""
     if isinstance(holder, dict):
         for key in keys:
             if isinstance(holder.get(key), str):
@@ -314,37 +315,40 @@ def _payload(holder: object, *keys: str) -> str:
 
 
 def fingerprint(payload: str) -> str:
-    """Of a data URL's data, or of a URL itself: what is behind it may change, unseen by us.
+    """Return the digest of a data URL's data, or of another URL itself.
 
-    That is safe: the server compares the content's own hash before it reuses anything.
+    The content behind a URL may change unnoticed. This is safe: the server compares the content's
+    own hash before it reuses anything.
     """
     data = payload.partition(",")[2] if payload.startswith("data:") else payload
     return blake2b(data.encode(), digest_size=16).hexdigest()
 
 
 def with_fields(raw: bytes, body: dict[str, Any], fields: dict[str, Any]) -> bytes:
-    """`raw` with these fields set. Untouched otherwise, unless the client sent one of them."""
+    """Set fields in `raw`, otherwise untouched unless the client sent one of them."""
     if fields.keys() & body.keys():
         return orjson.dumps({**body, **fields})
-    # the first brace opens the object: only a byte order mark and white space come before it
+    # the first brace opens the object, after at most a byte order mark and white space
     start = raw.index(b"{") + 1
     comma = b"," if body else b""
     return b"%b%b%b%b" % (raw[:start], orjson.dumps(fields)[1:-1], comma, raw[start:])
 
 
 def kept_in_place(body: dict[str, Any]) -> dict[str, Any]:
-    """The field that keeps the server from shifting KV by itself (llama-server.md section 2.3), or
-    no field, if the client says something of it."""
+    """Return the field that keeps the server from shifting KV (llama-server.md section 2.3).
+
+    Empty if the client sent this field.
+    """
     return {} if "n_cache_reuse" in body else {"n_cache_reuse": 0}
 
 
 def pin_slot(raw: bytes, body: dict[str, Any], slot: int, **more: object) -> bytes:
-    """`raw` with `id_slot` set, and what is given besides."""
+    """Set `id_slot` and the given fields in `raw`."""
     return with_fields(raw, body, {"id_slot": slot, **more})
 
 
 def strip_slot(raw: bytes, body: dict[str, Any], **more: object) -> bytes:
-    """`raw` without the client's own id_slot, and with what is given."""
+    """Remove the client's own `id_slot` from `raw` and set the given fields."""
     if "id_slot" not in body:
         return with_fields(raw, body, more) if more else raw
     return orjson.dumps({key: value for key, value in body.items() if key != "id_slot"} | more)
@@ -353,35 +357,35 @@ def strip_slot(raw: bytes, body: dict[str, Any], **more: object) -> bytes:
 def tokenize_body(
     content: str | Sequence[str | int], *, add_special: bool, parse_special: bool = True
 ) -> bytes:
-    """For POST /tokenize."""
+    """Return the body for POST /tokenize."""
     return orjson.dumps(
         {"content": content, "add_special": add_special, "parse_special": parse_special}
     )
 
 
 def detokenize_body(ids: list[int]) -> bytes:
-    """For POST /detokenize."""
+    """Return the body for POST /detokenize."""
     return orjson.dumps({"tokens": ids})
 
 
 def prefill_body(tokens: Tokens, slot: int, *, exact: bool = True) -> bytes:
-    """For POST /completion: compute `tokens` into a slot and generate nothing that stays.
+    """Return the POST /completion body that computes `tokens` in a slot and keeps no answer.
 
     `n_predict: 0` samples one token that the slot does not keep (llama-server.md section 2.3).
     With progress events the server notices a closed connection after the next batch (5.6). Not
-    `exact`: it may shift KV, if that is its own choice.
+    `exact`: the server may shift KV, if it is configured to.
     """
     more = {"n_predict": 0, "stream": True, "return_progress": True}
     return _compute(tokens, slot, more if exact else more | {"n_cache_reuse": None})
 
 
 def overwrite_body(slot: int) -> bytes:
-    """For POST /completion: leave one token, which every vocabulary has, in a slot."""
+    """Return the POST /completion body that leaves one token of any vocabulary in a slot."""
     return _compute(pack([0]), slot, {"n_predict": 0, "cache_prompt": False})
 
 
 def fingerprint_body(tokens: Tokens, slot: int) -> bytes:
-    """For POST /completion: the likeliest next tokens, to tell models apart by what they do."""
+    """Return the POST /completion body for the likeliest next tokens, to tell models apart."""
     return _compute(tokens, slot, {"n_predict": 1, "n_probs": 5, "temperature": 0.0})
 
 
@@ -394,5 +398,5 @@ Action = Literal["save", "restore"]
 
 
 def action_body(name: str) -> bytes:
-    """For POST /slots/N?action=save|restore."""
+    """Return the body for POST /slots/N?action=save|restore."""
     return orjson.dumps({"filename": name})

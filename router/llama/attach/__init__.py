@@ -1,1 +1,1 @@
-"""What is learned of a backend when it comes up: probe, namespace, diagnosis; up or down since."""
+"""Attaching a backend: monitor (up or down), probe, namespace and diagnosis."""

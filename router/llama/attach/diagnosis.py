@@ -1,5 +1,7 @@
-"""Why a backend cannot be used, and what to do about it: said once, for the log, the router's own
-routes and `kvferry doctor`. Pure."""
+"""Reasons why a backend cannot be used, and their remedies.
+
+One wording for the log, the router's own routes and `kvferry doctor`. Pure.
+"""
 
 import socket
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from router.base.errors import (
 
 
 class Trouble(StrEnum):
-    """Why a backend cannot be used, as far as it shows from here."""
+    """A reason why a backend cannot be used, as seen from the router."""
 
     NO_KEY = "the configuration names a key that the environment does not have"
     UNKNOWN_HOST = "its host name is not known"
@@ -30,8 +32,8 @@ class Trouble(StrEnum):
     KVFERRY = "it is a kvferry, not a llama-server"
     ROUTER_MODE = "it runs in router mode, without a model of its own"
     TWIN = "it is the same llama-server as another backend"
-    LOST = "it failed while it was tried out"
-    DISTURBED = "somebody else used its slots while they were tried out"
+    LOST = "it failed during the probe"
+    DISTURBED = "another client used its slots during the probe"
 
 
 _ADVICE = {
@@ -40,7 +42,7 @@ _ADVICE = {
     Trouble.REFUSED: (
         "start llama-server; compare the port; for another machine it needs --host 0.0.0.0"
     ),
-    Trouble.UNREACHABLE: "compare host and port; is there a firewall between here and there?",
+    Trouble.UNREACHABLE: "check its host and port, and firewalls on the way",
     Trouble.TIMEOUT: (
         "a firewall that drops packets, or a server that hangs: try `curl URL/health` from here"
     ),
@@ -55,35 +57,38 @@ _ADVICE = {
         "start one llama-server for each model with -m MODEL -a NAME --port PORT, and list those as"
         " backends (docs/operating.md says why)"
     ),
-    Trouble.TWIN: "list it once; if they are two, unset LLAMA_MEDIA_MARKER for them",
+    Trouble.TWIN: "list it once; if there are two servers, unset LLAMA_MEDIA_MARKER for both",
     Trouble.LOST: "read its log; then try again",
-    Trouble.DISTURBED: "try again when it is idle, and no kvferry is just starting",
+    Trouble.DISTURBED: "try again when it is idle and no other kvferry is starting",
 }
 
-# What was raised says no more than these.
+# The error's own text adds nothing to these.
 _SAYS_ALL = {Trouble.UNKNOWN_HOST, Trouble.REFUSED, Trouble.TIMEOUT, Trouble.LOADING}
 
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """What is wrong with a backend, `detail` in the words of whoever noticed."""
+    """A trouble of a backend; `detail` is the error's own text."""
 
     trouble: Trouble
     detail: str = ""
 
     @property
     def reason(self) -> str:
-        """In one line."""
+        """Return the trouble and its detail in one line."""
         return f"{self.trouble} ({self.detail})" if self.detail else self.trouble.value
 
     @property
     def do(self) -> str:
-        """What would mend it."""
+        """Return the remedy."""
         return _ADVICE[self.trouble]
 
 
 def unusable(error: BackendError | KvError, *, answered: bool) -> Unusable:
-    """What an error of a look at a backend means. `answered`: as a llama-server does, before."""
+    """Return the trouble behind an error of a check.
+
+    `answered`: the backend had answered as a llama-server before the error.
+    """
     trouble = _of_kv(error) if isinstance(error, KvError) else trouble_of(error)
     if answered and trouble is Trouble.STRANGER:
         trouble = Trouble.LOST
@@ -93,12 +98,12 @@ def unusable(error: BackendError | KvError, *, answered: bool) -> Unusable:
 
 
 def _of_kv(error: KvError) -> Trouble:
-    """A state that is not the one that was saved; else kv_dir went away."""
+    """Return DISTURBED for a state other than the saved one, LOST if kv_dir went away."""
     return Trouble.DISTURBED if isinstance(error, KvFileError) else Trouble.LOST
 
 
 def trouble_of(error: BackendError) -> Trouble:
-    """What a failed call tells of the server."""
+    """Return the trouble that a failed call shows."""
     if isinstance(error, RouterModeError):
         return Trouble.ROUTER_MODE
     if isinstance(error, TwinError):
@@ -109,7 +114,7 @@ def trouble_of(error: BackendError) -> Trouble:
     if isinstance(error, BackendTimeoutError):
         return Trouble.TIMEOUT
     cause = error.__cause__
-    if cause is None:  # an answer, but not one of a llama-server
+    if cause is None:  # an answer that is not from a llama-server
         return Trouble.STRANGER
     if isinstance(cause, socket.gaierror):
         return Trouble.UNKNOWN_HOST

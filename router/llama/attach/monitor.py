@@ -1,6 +1,6 @@
-"""One backend from the outside: is it up, is it still the same process, what can it do.
+"""Monitor of one backend: whether it is up, the same process, and what it can do.
 
-Tells the engine when a backend comes and goes. Does not decide what that means.
+Reports to the engine when a backend comes up or goes down; the engine decides what follows.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ from router.llama.replies import ModelsInfo, Process, Props
 
 log = structlog.get_logger(__name__)
 
-# A backend that could not be tried out because nobody was to be disturbed is tried again after this
-# many looks, 20 s by default: often enough for the day, too seldom for anybody to notice that one
-# or two slots are away for the second that it takes.
+# A backend that had no idle slot for the probe is probed again after this many checks, 20 s by
+# default: often enough over a day, and so seldom that clients do not notice. (The probe takes one
+# or two slots away for a second.)
 _PROBE_AGAIN_LOOKS = 10
-# More than one look at the slots a second, and a server does not notice that a client left
+# With more than one poll of the slots a second, a server does not notice abandoned requests
 # (llama-server.md section 5.6).
 _LOOK_AROUND_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """Everything that was learned when a backend came up."""
+    """All facts learned when a backend came up."""
 
     info: BackendInfo
     slots: tuple[SlotStatus, ...]
@@ -48,23 +48,23 @@ class Attached:
 
 
 MIXES_TENANTS = (
-    "its RAM cache gives one tenant's prompts to another, which is not to be prevented from"
-    " outside; restart it with --cache-ram 0"
+    "its RAM cache gives one tenant's prompts to another, which cannot be prevented from outside;"
+    " restart it with --cache-ram 0"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """How a backend is watched; seconds."""
+    """Settings of the checks of a backend; times in seconds."""
 
     interval_s: float = 2.0
     failures: int = 2
     probe: bool = True
-    tenants: bool = False  # are kept apart
+    tenants: bool = False  # tenants are kept apart
 
 
 class Monitor:
-    """Watches one backend. `run` until cancelled."""
+    """Monitor of one backend: call `run`, until cancelled."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class Monitor:
         look_around: Callable[[BackendId], None],
         processes: dict[Process, BackendId],
     ) -> None:
-        """`processes` is shared: which monitor has which server process."""
+        """Set up the monitor. `processes` is shared: it maps a server process to its backend."""
         self.client = client
         self.attached: Attached | None = None
-        self.models: frozenset[str] = frozenset()  # as of the last time it was up
-        self.generates = True  # likewise, and unless it is known that it does not
+        self.models: frozenset[str] = frozenset()  # as of the last time it was up.
+        self.generates = True  # likewise; True until known otherwise.
         self.problem = "not contacted yet"
-        self.watch = watch  # may be replaced; counts from the next look on
-        self.let_go = False  # nobody looks at it any more
+        self.watch = watch  # may be replaced; applies from the next check on.
+        self.let_go = False  # drained: no check runs any more.
         self._place = place
         self._store = store
         self._extra_models = extra_models
@@ -99,53 +99,57 @@ class Monitor:
         self._on_down = on_down
         self._borrow = borrow
         self._on_probed = on_probed
-        self._answered = False  # in this look, as a llama-server does
-        self._told: Trouble | None = None  # in the log, since it was up
+        self._answered = False  # in this check, as a llama-server does.
+        self._told: Trouble | None = None  # last trouble logged since it was up.
         self._looks_since_probe = 0
         self._prepare = prepare
         self._look_around = look_around
         self._processes = processes
         self._looks_around = 0
         self._doubt = asyncio.Event()
-        self._sure = False  # a request has failed
-        self._hung_up = False  # since the last look that was due
+        self._sure = False  # a request has failed.
+        self._hung_up = False  # the server did, since the last regular check.
         client.tell_hang_ups(self._hang_up)
         client.tell_suspicions(self.suspect)
-        self._begun, self._over = 0, 0  # looks
-        self._news = asyncio.Event()  # another one is over
+        self._begun, self._over = 0, 0  # checks.
+        self._news = asyncio.Event()  # set when a check is over.
 
     @property
     def saves(self) -> bool:
-        """What its slots hold may become state files."""
+        """Return whether the content of its slots may be saved to state files."""
         return self.attached is not None and self.attached.info.place is not None
 
     def doubt(self) -> None:
-        """Somebody failed to reach the backend: look now rather than at the next turn."""
+        """Check now rather than at the next interval: a request did not reach the backend."""
         self._sure = self.client.doubted = True
         self._doubt.set()
 
     def suspect(self) -> None:
-        """Somebody waits for longer than usual: look now. What is to be found wrong how often
-        before the backend is given up stays as it is."""
+        """Check now: a call takes longer than usual.
+
+        The number of failed checks before the backend is given up stays the same.
+        """
         self.client.doubted = True
         self._doubt.set()
 
     def _hang_up(self) -> None:
-        """It may have restarted, which the next look might be too late for. Once between two looks
-        that are due: there may be somebody in between who always does so."""
+        """Check now: the server may have restarted, and the next check may be too late.
+
+        At most once between two regular checks: a proxy in between may close every connection.
+        """
         if not self._hung_up:
             self._hung_up = True
             self._doubt.set()
 
     async def look_anew(self) -> None:
-        """Look now; returns when that is over, and its result known."""
+        """Check now; return when that check is over and its result is known."""
         mine = self._begun + 1
         self.doubt()
         while self._over < mine and not self.let_go:
             await self._news.wait()
 
     def release(self) -> None:
-        """The backend was drained, and `run` is cancelled."""
+        """Give up a drained backend; its `run` is cancelled."""
         self._disclaim()
         self.attached, self.let_go, self.problem = None, True, "drained"
         self._tell()
@@ -155,7 +159,7 @@ class Monitor:
         self._news = asyncio.Event()
 
     async def run(self) -> None:
-        """Attach when it is up, watch while it is, tell when it is not; for ever."""
+        """Check the backend for ever: attach it when it comes up, report when it goes down."""
         failures = 0
         while True:
             in_doubt, sure = self._doubt.is_set(), self._sure
@@ -166,17 +170,17 @@ class Monitor:
             try:
                 await self._look()
                 failures = 0
-                self.client.doubted = self._sure  # somebody may have failed meanwhile
+                self.client.doubted = self._sure  # a request may have failed meanwhile
             except (BackendError, KvError) as error:
                 failures += 1
                 self.client.doubted = True
-                # A connection that is refused after a failed request, or after another one was
-                # closed, needs no second opinion; nor does a look during which a request failed.
+                # No second check is needed for a refused connection after a failed request or
+                # a closed connection, nor if a request failed during the check.
                 refused = in_doubt and not isinstance(error, BackendTimeoutError)
                 sure = sure or self._sure or refused or failures >= self.watch.failures
                 self._failed(error, sure=sure)
                 if in_doubt and not sure:
-                    self._doubt.set()  # the second opinion at once
+                    self._doubt.set()  # second check at once
             self._over = self._begun
             self._tell()
             try:
@@ -186,7 +190,7 @@ class Monitor:
                 self._hung_up = False
 
     async def _look(self) -> None:
-        """Raises BackendError if the backend is not fit for use."""
+        """Check the backend once. Raises BackendError if it is not fit for use."""
         await self.client.health()
         props = await self.client.props()
         self._answered = True
@@ -201,14 +205,16 @@ class Monitor:
             if self._looks_since_probe >= _PROBE_AGAIN_LOOKS:
                 self._looks_since_probe = 0
                 await self._probe_again(props)
-        if not props.is_sleeping:  # it would wake up (llama-server.md section 5.7)
+        if not props.is_sleeping:  # a poll of the slots would wake it (llama-server.md section 5.7)
             self._maybe_look_around()
 
     def _claim(self, props: Props) -> None:
-        """Two who know nothing of each other would send requests to each other's slots, and that
-        destroys answers (llama-server.md section 0.1). Raises TwinError. Of a server that has
-        restarted the first who sees it has it; another who had it before learns of it with his
-        next look."""
+        """Claim the server process for this backend. Raises TwinError if another backend has it.
+
+        Two backends on one server would send requests to each other's slots, which destroys
+        answers (llama-server.md section 0.1). A restarted server belongs to the first monitor
+        that sees it; its previous monitor learns of the restart at its own next check.
+        """
         if not props.told_by_nothing:
             holder = self._processes.setdefault(props.process, self.client.id)
             if holder != self.client.id:
@@ -226,7 +232,7 @@ class Monitor:
             self._look_around(self.client.id)
 
     def _failed(self, error: BackendError | KvError, *, sure: bool) -> None:
-        """A look has. What is wrong is logged once, and again when it is something else."""
+        """Handle a failed check. The trouble is logged once, and again when it changes."""
         found = unusable(error, answered=self._answered)
         self.problem = f"{found.reason}; {found.do}"
         if self.attached is None:
@@ -253,11 +259,11 @@ class Monitor:
         self._on_up(attached)
 
     async def _probe_again(self, props: Props) -> None:
-        """Try out at last what could not be tried when every slot was busy.
+        """Probe a backend that could not be probed when every slot was busy.
 
-        In slots that the engine lends, so that no request is sent to them meanwhile. Simpler would
-        be to attach anew while nothing runs; on a busy backend that moment may never come, and it
-        would lose what is known of the slots.
+        The engine lends idle slots, so that no request is sent to them meanwhile. Attaching anew
+        while nothing runs would be simpler. On a busy backend that moment may never come, and
+        attaching would lose the resident tokens of the slots.
         """
         borrowed = self._borrow(self.client.id)
         if not borrowed:
@@ -265,7 +271,7 @@ class Monitor:
         try:
             attached = await self._learn(props, borrowed)
         except (BackendError, KvError):
-            # What was begun may go on in the slots: only a new look at all of them is safe.
+            # Probe requests may still run in the slots: only attaching anew is safe.
             self._lose()
             raise
         self.attached = attached
@@ -322,9 +328,9 @@ async def attach(
     known: set[Namespace] | None = None,
     only: Collection[int] | None = None,
 ) -> Attached:
-    """Ask and try all there is to know. Raises BackendError.
+    """Learn all facts about a backend, and probe it. Raises BackendError.
 
-    It is tried in any slot that is idle, or of those in `only`.
+    The probe uses any idle slot, or only the idle ones in `only`.
     """
     models = await client.models()
     lora = await _lora(client)
@@ -334,8 +340,8 @@ async def attach(
     ]
     for slot in allowed:
         if slot.adapted and not slot.is_processing:
-            with contextlib.suppress(BackendRefusedError):  # of a model without KV
-                await client.erase(slot.index)  # nothing to put aside, nor to go on from
+            with contextlib.suppress(BackendRefusedError):  # a model without KV refuses
+                await client.erase(slot.index)  # adapted KV is neither kept nor reused
     found = Probe()
     if with_probe:
         found = await probe(client, store, place, allowed, tenants=tenants)
@@ -364,7 +370,7 @@ async def attach(
 async def _slots(client: LlamaClient, props: Props) -> list[SlotStatus]:
     try:
         return await client.slots()
-    except BackendRefusedError:  # started with --no-slots: believe that they are idle
+    except BackendRefusedError:  # started with --no-slots: assume idle slots
         return [
             SlotStatus(index, is_processing=False, n_tokens=None, n_ctx=props.n_ctx)
             for index in range(props.total_slots)

@@ -1,8 +1,9 @@
-"""Which backends may read each other's KV: the namespace, from what can be seen from outside.
+"""Namespaces: backends of one namespace may read each other's KV.
 
 llama-server checks neither the model nor RoPE nor adapters when it restores a file
-(llama-server.md section 1.5), and does not tell the latter two. So a namespace is a digest of
-what it tells, and what the model does: the likeliest tokens after a fixed text.
+(llama-server.md section 1.5), and does not report the latter two. A namespace therefore has two
+parts. One is a digest of the reported facts; the other is the model's behaviour, the likeliest
+tokens after a fixed text.
 """
 
 from hashlib import blake2b
@@ -20,10 +21,10 @@ _TOLERANCE = 0.1
 
 
 def digest(props: Props, models: ModelsInfo, lora: bytes, layout: str) -> str:
-    """What the server tells of itself and how its state files are laid out.
+    """Return a digest of the server's reported facts and the layout of its state files.
 
-    Not in it: the context size, the number of slots and the number of streams of a state file,
-    which KV does not depend on.
+    KV does not depend on the context size, the number of slots or the number of streams of a
+    state file; none of them is in the digest.
     """
     facts = (
         _file_name(props.model_path),
@@ -39,7 +40,7 @@ def digest(props: Props, models: ModelsInfo, lora: bytes, layout: str) -> str:
 
 
 def namespace(facts: str, behaviour: Behaviour, known: set[Namespace]) -> Namespace:
-    """The known namespace with these facts and the same behaviour, else a new one."""
+    """Return the known namespace with these facts and this behaviour, else a new one."""
     for other in sorted(known):
         theirs, _, rest = other.partition(":")
         if theirs == facts and alike(behaviour, _parse(rest)):
@@ -54,7 +55,7 @@ def _parse(text: str) -> Behaviour:
 
 
 def alike(a: Behaviour, b: Behaviour) -> bool:
-    """The best log probabilities agree; near the end of the list tokens may trade places."""
+    """Return whether the best log probabilities agree; the last tokens may trade places."""
     if not a or not b:
         return not a and not b
     theirs = dict(b)

@@ -1,8 +1,8 @@
-"""What a backend can do, found out by doing it once, on a slot that nobody uses.
+"""Probe of a backend: try its abilities once, in an idle slot.
 
-Prefill a small text, save, erase, restore, extend, diverge: from what is cached afterwards
-follows the memory kind. What kvferry makes of state files is tried too: a padded window, a cut.
-`kvferry doctor` shows the same.
+Prefill a small text, save, erase, restore, extend, diverge: the cached tokens afterwards show the
+memory kind. Rewritten state files are tried too: a padded window, a cut. `kvferry doctor` shows
+the same results.
 """
 
 import asyncio
@@ -38,73 +38,73 @@ TEXT = (
 ) * 2
 # Tokens that outgrow a window of 1,024 (gemma 3) and one of 4,096 (mistral, phi 3).
 _LONGER = (1200, 4600)
-_LONGER_S = 2.0  # what such a text may take; a server is not to be kept waiting for a hint
-# A chunk that a server which moves some will move: presets have 256. Shorter on a slow one.
+_LONGER_S = 2.0  # seconds for such a text: a hint must not cost the server more
+# Tokens of a chunk that --cache-reuse would move (presets: 256). Shorter on a slow server.
 _CHUNK = 520
 
 NO_SWA_FULL = "restart it without --swa-full"
 NO_CACHE_REUSE = "restart it without --cache-reuse"
-# What a server says to every completion of a model without KV (server-context.cpp:3388).
+# In a server's answer to every completion of a model without KV (server-context.cpp:3388).
 _NO_LOGITS = "logits computation"
-NO_KV = "its model is one for embeddings: it answers no completions, and its slots hold no KV"
+NO_KV = "its model is for embeddings: it answers no completions, and its slots hold no KV"
 SWA_FULL = (
-    "a restored state could give wrong answers, since llama-server was started with --swa-full or "
-    f"remembers in a way that is not known here; {NO_SWA_FULL}"
+    "a restored state could give wrong answers: llama-server was started with --swa-full, or its "
+    f"memory kind is unknown to kvferry; {NO_SWA_FULL}"
 )
 MOVES_CHUNKS = (
-    "it moves what a slot holds to other positions (--cache-reuse, also in llama-server's own "
-    "presets for code), which is not what a prefill gives, and so is not to be saved; "
+    "it moves KV in a slot to other positions (--cache-reuse, also in llama-server's own presets "
+    "for code); moved KV differs from a prefill's and must not be saved; "
     f"{NO_CACHE_REUSE}"
 )
 
 
 class Padding(StrEnum):
-    """Whether state files have to be padded to be of use (llama-server.md section 4.4)."""
+    """Padding of state files: needed or not, working or not (llama-server.md section 4.4)."""
 
     NOT_NEEDED = "not needed"
-    NEEDED = "needed"  # and not tried: the window is longer than the text
+    NEEDED = "needed"  # not tried: the window is longer than the text
     WORKS = "works"
     FAILS = "fails"
 
 
 @dataclass(slots=True)
 class Probe:
-    """What was found. Seconds, bytes, tokens; None where it could not be measured."""
+    """Results of a probe in seconds, bytes and tokens; None if not measured."""
 
     memory_kind: MemoryKind = MemoryKind.UNKNOWN
     layout: Layout | None = None
     behaviour: Behaviour = field(default_factory=list)
     keeps_idle_slots: bool = True
-    n_tokens: int = 0  # of the text that was saved
+    n_tokens: int = 0  # of the saved text
     prefill_s: float | None = None
     save_s: float | None = None
     restore_s: float | None = None
     size_bytes: int | None = None
     can_save: bool = False
-    restored_extension: int | None = None  # tokens cached after restore, prompt extended
-    restored_divergence: int | None = None  # the same, prompt diverging half-way
-    window: int = 0  # tokens of the sliding window; 0: none, or not seen
+    restored_extension: int | None = None  # tokens cached after a restore, extended prompt.
+    restored_divergence: int | None = None  # likewise, for a prompt that diverges half-way.
+    window: int = 0  # tokens of the sliding window; 0: none, or not seen.
     padded: Padding = Padding.NOT_NEEDED
-    cuts: bool = False  # a prefix cut out of the file did what the whole did
-    problem: str | None = None  # why snapshots are off, in words for the operator
-    note: str | None = None  # what is worth knowing and stops nothing
-    ram_cache: bool | None = None  # prompts come back from main memory; None: not asked
-    untried: bool = False  # there was no idle slot to try anything in
-    generates: bool = True  # False: it refuses every completion
+    cuts: bool = False  # a prefix cut out of the file worked like the whole.
+    problem: str | None = None  # why snapshots are off, for the operator.
+    note: str | None = None  # worth knowing, but no reason to stop.
+    ram_cache: bool | None = None  # prompts are reused from main memory; None: not asked.
+    untried: bool = False  # there was no idle slot for the probe.
+    generates: bool = True  # False: the server refuses every completion.
 
     @property
     def n_stream(self) -> int:
-        """KV streams of its state files; 0 without attention."""
+        """Return the KV streams of the state files; 0 without attention, 1 if unknown."""
         return self.layout.n_stream if self.layout is not None else 1
 
     @property
     def cache_types(self) -> tuple[str, str]:
-        """Of K and V; "none" without attention."""
+        """Return the types of K and V; "none" without attention."""
         return shapes.cache_types(self.layout) if self.layout is not None else ("none", "none")
 
     @property
     def usable(self) -> bool:
-        """States can be saved and restored, and that was seen to be right."""
+        """Return True if states can be saved and restored, with right results in the probe."""
         seen = self.layout is not None and self.memory_kind is not MemoryKind.UNKNOWN
         return seen and self.problem is None
 
@@ -119,13 +119,13 @@ async def probe(
 ) -> Probe:
     """Probe one backend. Raises BackendError if it goes away; all else is in the result.
 
-    Works on an idle slot, an empty one if there is one; what that slot held is put back.
-    `tenants` are to be kept apart: see whether it would.
+    Works in an idle slot, an empty one if there is one; the slot's content is restored.
+    `tenants`: tenants are kept apart, so look for a RAM cache that mixes them.
     """
     found = Probe()
     idle = [slot for slot in slots if not slot.is_processing]
     if not idle:
-        found.problem = "every slot was busy when it was to be tried; it will be, later"
+        found.problem = "every slot was busy; the router probes it again later"
         found.untried = True
         return found
     slot = min(idle, key=lambda s: (s.n_tokens or 0, s.index))
@@ -158,7 +158,7 @@ async def probe(
 
 
 async def _prefill(client: LlamaClient, slot: int, tokens: Tokens, found: Probe) -> None:
-    """From nothing, so that neither its time nor its result is another request's."""
+    """Prefill an erased slot, so that time and result are its own."""
     await erase(client, slot)
     reported = await client.prefill(slot, tokens)
     found.n_tokens = count(tokens)
@@ -166,8 +166,11 @@ async def _prefill(client: LlamaClient, slot: int, tokens: Tokens, found: Probe)
 
 
 class _Trial:
-    """Saving and restoring, tried in one slot. What is wrong goes into `found.problem`, and ends
-    the trial: a server is used without snapshots rather than with doubtful ones."""
+    """Trial of saving and restoring in one slot.
+
+    A failure goes into `found.problem` and ends the trial: a server is used without snapshots
+    rather than with doubtful ones.
+    """
 
     def __init__(
         self,
@@ -187,7 +190,7 @@ class _Trial:
         self._found = found
 
     async def run(self, tokens: Tokens) -> None:
-        """All of it. Raises BackendError if the server goes away."""
+        """Run the whole trial. Raises BackendError if the server goes away."""
         found = self._found
         fresh = await self._save(tokens)
         if found.layout is None:
@@ -200,7 +203,7 @@ class _Trial:
                 tokens, fresh = await self._outgrow_window(tokens, fresh)
         if found.problem is None and await self._verify():
             await self._restore(tokens, fresh)
-        # Of other kinds nothing can be moved, but for --swa-full.
+        # KV of other memory kinds cannot be moved, except with --swa-full.
         if found.problem is None and found.memory_kind is MemoryKind.FULL:
             rate = _rate(found)
             longest = _CHUNK if rate is None else min(_CHUNK, int(_LONGER_S / 2 / rate))
@@ -209,7 +212,7 @@ class _Trial:
                 found.problem = MOVES_CHUNKS
 
     async def _save(self, tokens: Tokens) -> Behaviour:
-        """Compute and save `tokens`; the layout of the file, and what comes after two more."""
+        """Compute and save `tokens`, read the layout; return what two more tokens predict."""
         found = self._found
         await _prefill(self._client, self._slot, tokens, found)
         try:
@@ -235,15 +238,15 @@ class _Trial:
         return await self._client.fingerprint(self._slot, _extended(tokens, 2))
 
     async def _keeps_all(self, tokens: Tokens) -> bool:
-        """A file with a window serves an extension as the server wrote it.
+        """Return whether an unpadded file with a window serves an extended prompt.
 
-        With --swa-full it does. The window is not in such a file, and yet the server reuses it
-        for prompts that diverge inside of it (llama-server.md section 0.9).
+        With --swa-full the file does. The window is not in such a file, yet the server reuses the
+        file for prompts that diverge inside the window (llama-server.md section 0.9).
         """
         return await self._reuse(self.name, _extended(tokens, 1)) >= count(tokens)
 
     async def _outgrow_window(self, tokens: Tokens, fresh: Behaviour) -> tuple[Tokens, Behaviour]:
-        """Longer texts until the window shows, while they cost next to nothing."""
+        """Save longer texts until the window shows, while they take at most `_LONGER_S`."""
         found, text, rate = self._found, tokens, _rate(self._found)
         for length in _LONGER:
             if _window(found.layout) or rate is None or length * rate > _LONGER_S:
@@ -259,12 +262,12 @@ class _Trial:
         if not found.window:
             found.note = (
                 f"its sliding window is longer than the {count(tokens)} tokens that were tried: "
-                "it will be learned from the first long state"
+                "the window will be learned from the first long state"
             )
         return tokens, fresh
 
     async def _verify(self) -> bool:
-        """The file as the store will use it, padded if need be."""
+        """Verify the file as the store uses it, padded if needed; False on a problem."""
         found = self._found
         assert found.size_bytes is not None
         try:
@@ -275,16 +278,16 @@ class _Trial:
         found.size_bytes = staged.size_bytes
         if found.window and not staged.shape.extendable:
             found.padded = Padding.FAILS
-            found.problem = "its state files cannot be padded, and without it give nothing"
+            found.problem = "its state files cannot be padded, so nothing in them is reused"
         return found.problem is None
 
     async def _restore(self, tokens: Tokens, fresh: Behaviour) -> None:
-        """Extend and diverge; `fresh` is what never left its slot says."""
+        """Restore, extend and diverge; `fresh` is the behaviour of a state never saved."""
         found, n = self._found, count(tokens)
         found.restored_extension = await self._reuse(self.name, _extended(tokens, 1))
         again = await self._client.fingerprint(self._slot, _extended(tokens, 2))
         half = head(tokens, (n + 1) // 2)
-        # Not the beginning again: the text is one paragraph twice, and would just go on.
+        # Not the beginning: the text is one paragraph twice, and would just continue after `half`.
         other = tail(tokens, n - n // 4)
         found.restored_divergence = await self._reuse(self.name, join([half, other]))
         if found.problem is not None:
@@ -293,7 +296,7 @@ class _Trial:
             found.memory_kind = MemoryKind.UNKNOWN
             found.problem = (
                 f"a restored state gives {found.restored_divergence or 'no'} cached tokens to a "
-                f"prompt that leaves it after {count(half)}: not what its files look like"
+                f"prompt that diverges after {count(half)}, unlike the layout of its files"
             )
             return
         if found.padded is Padding.NEEDED and not found.window:
@@ -313,9 +316,9 @@ class _Trial:
             await self._try_cut(half, head(other, 2))
 
     async def _try_cut(self, half: Tokens, then: Tokens) -> None:
-        """The first half of the file must do what the whole does when a prompt leaves it there.
+        """Test that half of the file works like the whole for a prompt that diverges there.
 
-        The slot has just done that: it holds `half` and other tokens behind it.
+        The slot has just served such a prompt: it holds `half` and other tokens behind it.
         """
         found, name = self._found, self._store.staging_name()
         prompt = join([half, then])
@@ -338,17 +341,17 @@ class _Trial:
             await discard(self._store, self._place, name)
         found.cuts = cached == count(half) and alike(again, whole)
         if not found.cuts:
-            # What _reuse says of a refused restore is about this file, and stops nothing.
+            # A refused restore in `_reuse` concerns the cut file only, and stops nothing.
             found.note = found.problem or "a prefix that was cut out of a state file is of no use"
             found.problem = None
 
     async def _reuse(self, name: str, prompt: Tokens) -> int:
-        """Tokens of `prompt` that are cached after a file was restored."""
+        """Restore a file and return how many tokens of `prompt` are then cached."""
         await self._client.erase(self._slot)
         try:
             restored = await self._client.restore(self._slot, name)
         except BackendError as error:
-            self._found.problem = f"the server refuses to restore what it saved: {error}"
+            self._found.problem = f"the server refuses to restore its own state file: {error}"
             return 0
         self._found.restore_s = restored.seconds
         return (await self._client.prefill(self._slot, prompt)).cached_tokens or 0
@@ -359,12 +362,12 @@ def _extended(tokens: Tokens, n: int) -> Tokens:
 
 
 def _rate(found: Probe) -> float | None:
-    """Seconds for a token of prefill."""
+    """Return the seconds of prefill per token, or None if not measured."""
     return found.prefill_s / found.n_tokens if found.prefill_s else None
 
 
 def _window(layout: Layout | None) -> int:
-    """Cells of the second block, if it has forgotten some that the first has; else 0."""
+    """Return the cells of the second block if it has fewer than the first; else 0."""
     if layout is None or len(layout.attention) < 2:
         return 0
     base, window = layout.attention[:2]
@@ -372,7 +375,7 @@ def _window(layout: Layout | None) -> int:
 
 
 def _layout_of(path: Path, size_bytes: int) -> Layout:
-    """Blocking. Raises FileNotFoundError, OSError, KvFileError."""
+    """Read the layout of a state file. Blocks. Raises OSError, KvFileError."""
     with path.open("rb") as file:
         actual = path.stat().st_size
         if actual != size_bytes:
@@ -381,5 +384,5 @@ def _layout_of(path: Path, size_bytes: int) -> Layout:
 
 
 def _cut(source: Path, target: Path, n_tokens: int) -> int:
-    """Blocking; returns the size. Raises OSError, KvFileError."""
+    """Cut `n_tokens` out of a file; return the new size. Blocks. Raises OSError, KvFileError."""
     return shapes.cut(source, target, files.identity(source), n_tokens).identity.size_bytes

@@ -1,4 +1,4 @@
-"""The slot that a probe works in: which one, what it held, and what becomes of the others."""
+"""Slot handling of the probe: keep and restore its slot's content, and test other slots."""
 
 import secrets
 from contextlib import suppress
@@ -13,14 +13,17 @@ from router.llama.client import LlamaClient
 
 log = structlog.get_logger(__name__)
 
-_RAM_CACHE_TOKENS = 32  # of a prompt that could come back
-_APART = 8  # tokens that tell two prompts apart
+_RAM_CACHE_TOKENS = 32  # length of the prompt for the RAM cache test.
+_APART = 8  # random tokens that make a prompt new.
 
 
 async def put_aside(
     client: LlamaClient, store: SnapshotStore | None, place: Place | None, slot: SlotStatus
 ) -> str | None:
-    """Save what the slot holds, to restore it afterwards; None if there is nothing, or no way."""
+    """Save the slot's content to restore it afterwards; return the file name.
+
+    None if the slot is empty or cannot be saved.
+    """
     if store is None or place is None or not slot.n_tokens:
         return None
     name = store.staging_name()
@@ -52,9 +55,9 @@ async def put_back(
 async def keeps_idle_slots(
     client: LlamaClient, slots: list[SlotStatus], used: SlotStatus, tokens: Tokens
 ) -> bool:
-    """Whether the idle slots keep what they hold when a request starts (llama-server.md 0.6).
+    """Return whether idle slots keep their content when a request starts (llama-server.md 0.6).
 
-    The probe's own slot holds tokens: start something on another one and look again.
+    The probe's own slot holds tokens: start a request on another slot, then poll the slots.
     """
     others = [s for s in slots if s.index != used.index and not s.is_processing]
     if not others:
@@ -65,7 +68,7 @@ async def keeps_idle_slots(
         await client.prefill(empty[0].index, head(tokens, 4))
     try:
         after = {s.index: s.n_tokens or 0 for s in await client.slots()}
-    except BackendRefusedError:  # started with --no-slots: cannot be seen
+    except BackendRefusedError:  # started with --no-slots: unknown
         after = {s.index: 1 for s in slots}
     if empty:
         await erase(client, empty[0].index)
@@ -74,10 +77,10 @@ async def keeps_idle_slots(
 
 
 async def has_ram_cache(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
-    """Whether a prompt comes back after another one took its slot: the server keeps such in main
-    memory, and gives them to whoever asks next (llama-server.md section 3).
+    """Return whether a prompt is reused after another prompt took its slot.
 
-    Neither is the beginning of anything else: what is contained in an entry is not kept again.
+    The server then keeps prompts in main memory, for any client (llama-server.md section 3).
+    Neither prompt here begins any other: the cache stores no prompt that an entry contains.
     """
     prompt = head(pack(reversed(unpack(tokens))), _RAM_CACHE_TOKENS)
     other = pack(reversed(unpack(prompt)))
@@ -88,11 +91,11 @@ async def has_ram_cache(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
 
 
 async def moves_chunks(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
-    """Whether a prompt that leaves something out gets what comes behind it from the slot: the
-    server moves it to where it is wanted by itself (`--cache-reuse`, llama-server.md section 2.3).
+    """Return whether the server moves KV (`--cache-reuse`, llama-server.md section 2.3).
 
-    Its chunks have a least length, 256 in llama-server's own presets: only up to `tokens` is seen.
-    The beginning is new each time, or a RAM cache might know the prompt from the last time.
+    A prompt that leaves out a part then reuses the slot's tokens behind that part. Moved chunks
+    have a least length, 256 in llama-server's own presets; a length above `tokens` goes unseen.
+    The beginning is random, or a RAM cache might know the prompt from the last time.
     """
     some = unpack(tokens)
     start, left_out = (pack(secrets.choice(some) for _ in range(_APART)) for _ in range(2))
@@ -104,13 +107,15 @@ async def moves_chunks(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
 
 
 async def erase(client: LlamaClient, slot: int) -> None:
-    """Empty a slot, as far as the server lets us; the probe does without."""
+    """Empty a slot if the server permits; the probe also works without."""
     with suppress(BackendRefusedError):
         await client.erase(slot)
 
 
 async def discard(store: SnapshotStore, place: Place, name: str) -> None:
-    """Remove a file of the probe's. One that stays is swept when the router starts: no reason to
-    do without the backend."""
+    """Discard a state file of the probe; ignore failures.
+
+    A file that stays is swept when the router starts.
+    """
     with suppress(KvError):
         await store.discard(place, name)

@@ -1,4 +1,4 @@
-"""`kvferry top`, `snapshots`, `explain`, `drain`, `reload`: a running router, asked over HTTP.
+"""Commands on a running router over HTTP: `kvferry top`, `snapshots`, `explain`, `drain`, `reload`.
 
-Imports nothing of the router it asks.
+These modules import nothing of the router.
 """

@@ -1,4 +1,4 @@
-"""A running router, asked over HTTP."""
+"""The HTTP client of a running router."""
 
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -13,14 +13,16 @@ Json = dict[str, Any]
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 TOKEN_ENV = "KVFERRY_ADMIN_TOKEN"  # noqa: S105 - the name of a variable, not what it holds
-# A router answers in milliseconds; one that takes longer than this hangs.
+# A router answers in milliseconds; a router that takes longer than this hangs.
 _TIMEOUT_S = 10.0
 _OURS = "x-kvferry-request-id"  # in every error of a router
 
 
 class CallError(Exception):
-    """The router did not do what it was asked for; the message is for a person. `bad_input`: it
-    does not understand what was asked."""
+    """The router refused a call or did not answer; the message is for a person.
+
+    `bad_input`: the router did not understand the call.
+    """
 
     def __init__(self, message: str, *, bad_input: bool = False) -> None:
         super().__init__(message)
@@ -28,29 +30,29 @@ class CallError(Exception):
 
 
 class RouterClient:
-    """Every method raises only CallError."""
+    """A client of one router. Every method raises only CallError."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url.rstrip("/")
         self._session = session
 
     async def state(self) -> Json:
-        """`/kvferry/state`."""
+        """Return the JSON of `/kvferry/state`."""
         status, body = await self._send("GET", "/kvferry/state")
         found = _json(body)
         if status in (401, 403) and (told := _told(found)):
-            raise CallError(f"{told} ({TOKEN_ENV} holds it for this command)")
+            raise CallError(f"{told} (set {TOKEN_ENV} to the token for this command)")
         if "slots" not in found:
             raise self._not_a_router()
         return found
 
     async def metrics(self) -> str:
-        """`/metrics`, as text."""
+        """Return the text of `/metrics`."""
         _, body = await self._send("GET", "/metrics")
         return body.decode()
 
     async def decisions(self, limit: int) -> list[Json]:
-        """The last decisions, newest first; none from a router that does not keep them."""
+        """Return the last decisions, newest first; none if the router does not keep them."""
         status, body = await self._send("GET", "/kvferry/requests", {"limit": str(limit)})
         found = _json(body).get("requests") if status == 200 else None
         return found if isinstance(found, list) else []
@@ -64,10 +66,10 @@ class RouterClient:
         *,
         timeout_s: float | None = None,
     ) -> Json:
-        """The JSON of an answer. An error that the router answers with is raised with its words.
+        """Return the JSON of an answer. An error answer is raised with the router's message.
 
-        `timeout_s` is for what may take longer than usual; `inf` where it goes on in the router
-        whether we wait for it or not.
+        `timeout_s` is for calls that may take longer than usual; `inf` for calls that go on in the
+        router even if the client disconnects.
         """
         status, raw = await self._send(method, path, query, body, timeout_s)
         answer = _json(raw)
@@ -99,22 +101,25 @@ class RouterClient:
             ) from error
 
     def _reason(self, error: Exception, timeout_s: float) -> str:
-        """In a few words, and what to do where it is told: aiohttp repeats the address in its own,
-        and what OpenSSL calls an error has a number that means something else to the system."""
+        """Return the cause of an error in a few words, and the remedy if there is one.
+
+        The text of aiohttp would repeat the address. TLS errors are matched first: the error
+        numbers of OpenSSL are not those of the system.
+        """
         match error:
             case TimeoutError():
                 return f"silent for {timeout_s:g} s"
             case aiohttp.InvalidURL() | aiohttp.NonHttpUrlClientError() if "://" not in self.url:
-                return f"that is no URL, which begins with http:// or https://: {DEFAULT_URL}"
+                return f"a URL begins with http:// or https://, such as {DEFAULT_URL}"
             case aiohttp.InvalidURL() | aiohttp.NonHttpUrlClientError():
                 return f"that is no URL such as {DEFAULT_URL}"
             case aiohttp.ClientConnectorCertificateError():
                 return _untrusted(error.certificate_error)
             case aiohttp.ClientSSLError():
-                return "it speaks no TLS, or none that this program can; is it http://?"
+                return "the server speaks no TLS, or no supported version; is it http://?"
             case aiohttp.ServerDisconnectedError() | ConnectionResetError():
                 tls = "; is it https://?" if self.url.startswith("http:") else ""
-                return f"it closed the connection{tls}"
+                return f"the server closed the connection{tls}"
             case OSError() if error.errno and error.errno > 0:
                 return os.strerror(error.errno)
             case _:
@@ -122,39 +127,39 @@ class RouterClient:
 
     def _not_a_router(self) -> CallError:
         return CallError(
-            f"what answers at {self.url} is not a kvferry, or has admin.listen elsewhere"
+            f"the server at {self.url} is not a kvferry, or has admin.listen at another address"
         )
 
 
 def token_header() -> dict[str, str]:
-    """What TOKEN_ENV holds, as the router wants to see it; nothing if it is not set."""
+    """Return the header with the token of TOKEN_ENV; no header if it is not set."""
     token = os.environ.get(TOKEN_ENV)
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[RouterClient]:
-    """A client; what TOKEN_ENV holds goes along, if it is set."""
+    """Yield a client that sends the token of TOKEN_ENV, if it is set."""
     async with aiohttp.ClientSession(headers=token_header()) as session:
         yield RouterClient(url, session)
 
 
 def _untrusted(error: Exception) -> str:
     said = str(getattr(error, "verify_message", "") or error).rstrip(".")
-    # Of one for another name the issuer is trusted already.
-    own = " (of an issuer of your own? SSL_CERT_FILE=FILE)" * ("issuer" in said or "self" in said)
+    # A certificate for another name has a trusted issuer: no hint then.
+    own = " (your own issuer? set SSL_CERT_FILE=FILE)" * ("issuer" in said or "self" in said)
     return f"its certificate is not accepted: {said}{own}"
 
 
 def _told(answer: Json) -> str | None:
-    """The words of an error, if it has any."""
+    """Return the message of an error answer; None if there is none."""
     error = answer.get("error")
     told = error.get("message") if isinstance(error, dict) else None
     return str(told) if told else None
 
 
 def _json(raw: bytes) -> Json:
-    """The object, or an empty one for what is none."""
+    """Return a JSON object; an empty one for any other body."""
     try:
         found = orjson.loads(raw)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""`kvferry explain ID`: why a request went where it went, and why the rest of it was computed.
+"""`kvferry explain ID`: why a request got its slot, and why prompt tokens were computed.
 
 Asks a running router (`GET /kvferry/requests/ID`) and prints its answer for a person.
 """
@@ -19,18 +19,18 @@ Json = dict[str, Any]
 
 _TIMEOUT_S = 60.0  # rendering a long chat a few times takes a backend seconds
 
-# What each reason means to somebody who wants fewer of these; docs/metrics.md has more.
+# Each reason, for an operator; docs/metrics.md says more.
 _MEANING = {
-    Miss.NEW: "new: nobody had them before (the last token is always computed)",
-    Miss.DIVERGED: "what was held goes on otherwise from there",
-    Miss.COLD: "nothing that was held shares enough with this prompt",
-    Miss.BUSY: "a busy slot held them, and was not waited for",
-    Miss.KIND: "shared, but a state of this memory kind cannot go back to there",
-    Miss.PRICE: "usable, but another way was cheaper, or the policy's",
-    Miss.DISPLACED: "a slot held them once, and gave them up unsaved",
+    Miss.NEW: "new: never held before (the last token is always computed)",
+    Miss.DIVERGED: "the held content continues differently from there",
+    Miss.COLD: "no held content shares enough with this prompt",
+    Miss.BUSY: "a busy slot held them, and the request did not wait for it",
+    Miss.KIND: "shared, but a state of this memory kind cannot go back that far",
+    Miss.PRICE: "usable, but another candidate was cheaper, or chosen by the policy",
+    Miss.DISPLACED: "a slot held them once, and lost them without a save",
     Miss.EVICTED: "a snapshot held them once, and was evicted",
-    Miss.FAILED: "to be reused, but a restore, a cut or a copy failed",
-    Miss.MISPREDICTED: "to be reused, and the backend computed them all the same",
+    Miss.FAILED: "planned for reuse, but a restore, a cut or a copy failed",
+    Miss.MISPREDICTED: "planned for reuse, but the backend computed them",
     Miss.UNKNOWN: "the router does not know the tokens",
     Miss.DECLINED: "the client wanted no reuse, or several answers at once",
 }
@@ -44,20 +44,20 @@ _PLACES = {
 
 
 def explain(url: str, request: str) -> int:
-    """Print what a router knows of a request. Returns 0. Raises CallError."""
+    """Print all that a router knows of a request. Returns 0. Raises CallError."""
     show(asyncio.run(fetch(url, request)), output())
     return 0
 
 
 async def fetch(url: str, request: str) -> Json:
-    """The router's answer. Raises CallError."""
+    """Return the router's answer. Raises CallError."""
     async with connected(url) as router:
         path = f"/kvferry/requests/{quote(request, safe='')}"
         return await router.call("GET", path, timeout_s=_TIMEOUT_S)
 
 
 def show(told: Json, console: Console) -> None:
-    """Print one request: how it ended, what was computed and why, and what else there was."""
+    """Print one request: its outcome, the computed tokens with reasons, and the candidates."""
     _line(console, f"request {told['id']}  {told['time']}  {told['outcome']}", "bold")
     if told["plan"] is None:
         _line(console, f"  The router answered it itself: {told['reason']}")
@@ -79,7 +79,7 @@ def _seconds(told: Json) -> str:
         for name, key in (
             ("waited", "waited_s"),
             ("prepared", "prepared_s"),
-            ("of that in line", "stood_s"),
+            ("of that in the prefill queue", "stood_s"),
             ("first token after", "ttft_s"),
             ("predicted", "predicted_s"),
             ("all", "total_s"),
@@ -110,9 +110,9 @@ def _nearest(nearest: Json, console: Console) -> None:
     name = f"slot {slot['backend']}/{slot['index']}" if slot else f"snapshot {nearest['snapshot']}"
     _line(console, f"Nearest: {name}, which shared {common:,} of its {held:,} tokens", "bold")
     if not nearest["parts"]:
-        _line(console, "  One is the beginning of the other: they do not part.")
+        _line(console, "  One is a prefix of the other: they do not diverge.")
         return
-    _line(console, f"  They part at token {common:,}{_place(nearest)}")
+    _line(console, f"  They diverge at token {common:,}{_place(nearest)}")
     for label, key in (("both", "before"), ("the prompt", "prompt"), ("held", "held")):
         shown = nearest[key]
         ids = " ".join(map(str, shown["ids"]))
@@ -130,9 +130,9 @@ def _place(nearest: Json) -> str:
 
 
 def _ways(plan: Json, console: Console) -> None:
-    _line(console, "Ways that were priced, in seconds", "bold")
+    _line(console, "Candidates and their prices, in seconds", "bold")
     table = Table(box=None, pad_edge=False)
-    for heading in ("", "slot", "source", "reused", "total", "of which"):
+    for heading in ("", "slot", "source", "reused", "total", "parts"):
         table.add_column(heading, justify="right" if heading in ("reused", "total") else "left")
     for way in (plan["chosen"], *plan["losers"]):
         parts = ", ".join(f"{name} {value:.3f}" for name, value in way["parts_s"].items())

@@ -1,15 +1,15 @@
-"""Numbers as a person reads them at a glance; the exact ones are in JSON."""
+"""Format numbers for a person to read at a glance; JSON has the exact numbers."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def number_of(number: int, what: str) -> str:
-    """`1 request`, `2,000 requests`."""
+    """Return a number with its noun: `1 request`, `2,000 requests`."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def size(n_bytes: float) -> str:
-    """Three digits and a unit: `4.21GiB`."""
+    """Return a size with three digits and a unit: `4.21GiB`."""
     amount, unit = n_bytes, _UNITS[0]
     for larger in _UNITS[1:]:
         if amount < 1000:  # four digits are too many
@@ -20,7 +20,7 @@ def size(n_bytes: float) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """How long: `45ms`, `1.25s`, `12s`, `3m05s`, `2h10m`, `3d04h`; `-` for None."""
+    """Return a duration: `45ms`, `1.25s`, `12s`, `3m05s`, `2h10m`, `3d04h`; `-` for None."""
     if seconds is None:
         return "-"
     if seconds < 1:
@@ -38,6 +38,6 @@ def span(seconds: float | None) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """`share` of 1 as a bar of so many columns."""
+    """Return a bar of `width` columns, filled up to `share` (0 to 1)."""
     filled = round(min(max(share, 0.0), 1.0) * width)
     return "█" * filled + "░" * (width - filled)

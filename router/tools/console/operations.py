@@ -1,4 +1,4 @@
-"""`kvferry drain`, `undrain` and `reload`: what an operator does to a router that runs."""
+"""`kvferry drain`, `undrain` and `reload`: an operator's actions on a running router."""
 
 import asyncio
 from math import inf
@@ -10,14 +10,14 @@ from router.tools.terminal import output
 Json = dict[str, Any]
 
 _LOOK_S = 0.5
-# How long a server that is well may take to be tried out; one of a large model takes seconds.
+# Time for the probe of a healthy backend; with a large model it takes seconds.
 _ATTACH_S = 15.0
 
 
 async def drain(url: str, name: str) -> int:
-    """Ask for it, and say how far it is until it is done. Raises CallError.
+    """Drain a backend, and print the progress until it is drained. Raises CallError.
 
-    Whoever stops waiting stops nothing.
+    The drain goes on if this command is interrupted.
     """
     console = output()
     async with connected(url) as client:
@@ -29,7 +29,7 @@ async def drain(url: str, name: str) -> int:
             if backend is None or backend["state"] == "drained":
                 break
             if backend["state"] != "draining":
-                raise CallError(f"{name} is {backend['state']}: somebody wants to keep it")
+                raise CallError(f"{name} is {backend['state']}: another command ended the drain")
             if (saying := _progress(name, state)) != said:
                 said = saying
                 console.print(said, soft_wrap=True)
@@ -39,23 +39,23 @@ async def drain(url: str, name: str) -> int:
 
 
 def _progress(name: str, state: Json) -> str:
-    """What is left to wait for."""
+    """Return a line with the slots that the drain still waits for."""
     phases = [slot["phase"] for slot in state["slots"] if slot["backend"] == name]
-    doing = {"running": "answering", "preparing": "saving or preparing", "draining": "left behind"}
+    doing = {"running": "answering", "preparing": "saving or preparing", "draining": "abandoned"}
     counts = ((phases.count(phase), words) for phase, words in doing.items())
     left = ", ".join(f"{n} {words}" for n, words in counts if n)
     return f"{name}: draining; slots: {left or 'none in use'}"
 
 
 async def undrain(url: str, name: str) -> int:
-    """Ask for it, and wait until it is up or can no longer be expected. Raises CallError."""
+    """Undrain a backend, and wait up to 15 s until it is up. Raises CallError."""
     async with connected(url) as client:
         await client.call("POST", f"/kvferry/backends/{name}/undrain")
         backend: Json | None = None
         for _ in range(round(_ATTACH_S / _LOOK_S)):
             state = await client.state()
             backend = next((one for one in state["backends"] if one["name"] == name), None)
-            # One that is down is being tried out, or cannot be: that takes a server seconds.
+            # A backend that is down is being probed, which takes seconds, or is unreachable.
             if backend is None or backend["state"] != "down":
                 break
             await asyncio.sleep(_LOOK_S)
@@ -65,14 +65,16 @@ async def undrain(url: str, name: str) -> int:
     elif found == "down" and backend is not None:
         said = f"not drained any more, and down: {backend['problem']}"
     else:
-        said = f"{found}: somebody else asked for that"
+        said = f"{found}: another command changed it meanwhile"
     output().print(f"{name}: {said}", soft_wrap=True)
     return 0
 
 
 async def reload(url: str) -> int:
-    """Ask for it, and print what changed, a line each: reading large directories takes its time.
-    Raises CallError."""
+    """Reload the configuration, and print one line for each change. Raises CallError.
+
+    There is no timeout, since reading large directories takes time.
+    """
     async with connected(url) as client:
         answer = await client.call("POST", "/kvferry/reload", timeout_s=inf)
     lines = [f"{what}: {name}" for what, names in answer["backends"].items() for name in names]

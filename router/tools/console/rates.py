@@ -1,4 +1,4 @@
-"""What the counters of `/metrics` come to between two looks at them."""
+"""Compute recent figures from the counters of two scrapes of `/metrics`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 Labels = frozenset[tuple[str, str]]
 Figures = Mapping[tuple[str, Labels], float]
-"""Sample name and labels to value."""
+"""Sample name and labels, mapped to the value."""
 
 NONE: Figures = {}
 
 
 def read_figures(text: str) -> Figures:
-    """The samples of the router itself. Raises ValueError for what is not Prometheus text."""
+    """Return the router's own samples. Raises ValueError if `text` is no Prometheus text."""
     own = "\n".join(line for line in text.splitlines() if "kvferry_" in line)
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -25,10 +25,10 @@ def read_figures(text: str) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """What happened between two looks. Seconds are None where nothing was measured."""
+    """The figures between two scrapes. Seconds are None where nothing was measured."""
 
     requests: int
-    failed: int  # all that are neither ok nor given up by their client
+    failed: int  # all requests that are neither ok nor abandoned
     resident_tokens: int
     snapshot_tokens: int
     computed_tokens: int
@@ -37,12 +37,12 @@ class Recent:
 
     @property
     def prompt_tokens(self) -> int:
-        """All tokens of all prompts."""
+        """Return the tokens of all prompts."""
         return self.resident_tokens + self.snapshot_tokens + self.computed_tokens
 
 
 def began_anew(before: Figures, after: Figures) -> bool:
-    """A counter went back: the router was restarted in between."""
+    """Return True if a counter went back: the router was restarted in between."""
     return any(
         after.get(key, 0.0) < value
         for key, value in before.items()
@@ -51,7 +51,7 @@ def began_anew(before: Figures, after: Figures) -> bool:
 
 
 def recent(before: Figures, after: Figures) -> Recent:
-    """From `before` to `after`; from NONE it is everything since the router's start."""
+    """Return the figures from `before` to `after`; from NONE, all since the router's start."""
 
     def more(name: str, **labels: str) -> float:
         wanted = labels.items()
@@ -83,8 +83,10 @@ def recent(before: Figures, after: Figures) -> Recent:
 
 
 def quantile(share: float, buckets: list[tuple[float, float]]) -> float | None:
-    """As Prometheus does it: linear within a bucket. `buckets` are upper limits with how many
-    were at most that, the last limit is infinite. None if there was nothing."""
+    """Return a quantile as Prometheus does, linear within a bucket; None without samples.
+
+    `buckets`: pairs of upper limit and cumulative count; the last limit is infinite.
+    """
     if not buckets or buckets[-1][1] <= 0:
         return None
     wanted = share * buckets[-1][1]

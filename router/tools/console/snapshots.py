@@ -1,6 +1,6 @@
-"""`kvferry snapshots list | show ID | purge`: what is asked, and how the answer is shown.
+"""`kvferry snapshots list | show ID | purge`: the options, the calls and the output.
 
-What fits a filter is for the router to say: values go to it as they were typed.
+The router checks and applies filters: their values are sent as they were typed.
 """
 
 import argparse
@@ -22,29 +22,29 @@ Json = dict[str, Any]
 
 PATH = "/kvferry/snapshots"
 _ORDERS = ("newest", "oldest", "largest", "longest", "least_used")
-_PAGE = 1000  # the most that the router gives at once
-_WIDE = 110  # columns from which there is room for the file
-_SHORT = 12  # digits of an id or of a namespace that tell it apart
+_PAGE = 1000  # the router's limit for one answer
+_WIDE = 110  # columns from which the table shows the file
+_SHORT = 12  # digits that identify an id or a namespace
 
 
 def add_options(
     command: argparse.ArgumentParser, where: Callable[[argparse.ArgumentParser], None]
 ) -> None:
-    """The three actions; `where` adds the option that says which router."""
+    """Add the three actions; `where` adds the option that selects the router."""
     actions = command.add_subparsers(required=True, metavar="ACTION")
-    listing = actions.add_parser("list", help="a table of them")
+    listing = actions.add_parser("list", help="print a table of snapshots")
     _filter_options(listing)
     listing.add_argument("--sort", choices=_ORDERS, default="newest", help="default: newest")
     listing.add_argument("--limit", type=int, default=50, metavar="N", help="default: 50")
-    showing = actions.add_parser("show", help="all that is known of one")
-    showing.add_argument("id", metavar="ID", help="or its first six digits or more")
-    purging = actions.add_parser("purge", help="give some up; asks first")
+    showing = actions.add_parser("show", help="print all that is known of a snapshot")
+    showing.add_argument("id", metavar="ID", help="the id, or at least its first six digits")
+    purging = actions.add_parser("purge", help="delete snapshots; asks first")
     _filter_options(purging)
-    purging.add_argument("--all", action="store_true", help="every one; instead of a condition")
+    purging.add_argument("--all", action="store_true", help="all snapshots, instead of a condition")
     purging.add_argument("--yes", action="store_true", help="do not ask")
-    purging.add_argument("--dry-run", action="store_true", help="say what would go, and stop")
+    purging.add_argument("--dry-run", action="store_true", help="print the totals, purge nothing")
     for action, run in ((listing, _list), (showing, _show), (purging, _purge)):
-        action.add_argument("--json", action="store_true", help="as the router says it")
+        action.add_argument("--json", action="store_true", help="print the JSON of the router")
         where(action)
         action.set_defaults(action=run)
 
@@ -54,22 +54,22 @@ def _filter_options(command: argparse.ArgumentParser) -> None:
     add(
         "--namespace",
         metavar="NAME",
-        help="of the namespaces that begin so; NAME@TENANT: of this one alone",
+        help="in namespaces that begin with NAME; NAME@TENANT: in this one only",
     )
-    add("--older-than", metavar="TIME", help="saved longer ago: 30m, 12h, 48h")
-    add("--min-tokens", type=int, metavar="N", help="of at least so many tokens")
-    add("--larger-than", type=_size, metavar="SIZE", help="of more bytes: 500MB, 2GiB")
-    add("--unused", action="store_true", help="not restored from since it was saved or found")
-    add("--id", action="append", metavar="ID", help="this one; repeatable")
+    add("--older-than", metavar="TIME", help="saved longer ago than this: 30m, 12h, 48h")
+    add("--min-tokens", type=int, metavar="N", help="with at least N tokens")
+    add("--larger-than", type=_size, metavar="SIZE", help="larger than this: 500MB, 2GiB")
+    add("--unused", action="store_true", help="not restored since it was saved or found")
+    add("--id", action="append", metavar="ID", help="with this id; repeatable")
 
 
 def _size(text: str) -> int | str:
-    """A plain number is one of bytes; what else it can be, the router knows."""
+    """Return a plain number as bytes, any other text unchanged for the router to parse."""
     return int(text) if text.isdecimal() else text
 
 
 def snapshots(options: argparse.Namespace) -> int:
-    """Run one of the three. Returns the exit code. Raises CallError."""
+    """Run one of the three actions. Returns the exit code. Raises CallError."""
     code: int = options.action(options)
     return code
 
@@ -78,7 +78,7 @@ _Ask = Callable[[RouterClient, argparse.Namespace], Awaitable[Json]]
 
 
 def _asked(ask: _Ask, options: argparse.Namespace) -> Json:
-    """The router's answer, in a loop that is over before anybody is asked something."""
+    """Return the router's answer, from an event loop that ends before any question to a person."""
 
     async def connect() -> Json:
         async with connected(options.url) as client:
@@ -88,14 +88,14 @@ def _asked(ask: _Ask, options: argparse.Namespace) -> Json:
 
 
 def _wanted(options: argparse.Namespace) -> Json:
-    """The conditions that were given, as JSON."""
+    """Return the given conditions as JSON."""
     named = ("namespace", "older_than", "min_tokens", "larger_than", "unused", "id")
     given = {name: getattr(options, name) for name in named}
     return {name: value for name, value in given.items() if value not in (None, False)}
 
 
 async def _find(client: RouterClient, options: argparse.Namespace) -> Json:
-    """As many as are wanted, page by page."""
+    """Return as many snapshots as `--limit` allows, fetched page by page."""
     query = {name: str(value).lower() for name, value in _wanted(options).items() if name != "id"}
     if options.namespace:
         query["namespace"] = options.namespace
@@ -191,8 +191,11 @@ def _shape(row: Json) -> str:
 
 
 def _purge(options: argparse.Namespace) -> int:
-    """Nobody is asked inside the loop: it would wait for the thread that reads, and Ctrl-C for the
-    loop."""
+    """Purge after a dry run and a question; return the exit code.
+
+    The question is asked outside the event loop. Inside, the loop would wait for the thread that
+    reads, and Ctrl-C for the loop.
+    """
     wanted = _wanted(options) | ({"all": True} if options.all else {})
 
     async def try_it(client: RouterClient, _: argparse.Namespace) -> Json:
@@ -203,25 +206,25 @@ def _purge(options: argparse.Namespace) -> int:
 
     would = _asked(try_it, options)
     if options.dry_run or not would["count"]:
-        _report(options, would, "would be given up" if options.dry_run else "given up")
+        _report(options, would, "would be purged" if options.dry_run else "purged")
         return 0
     if not options.yes and not _agreed(would):
         return 1
-    _report(options, _asked(do_it, options), "given up")
+    _report(options, _asked(do_it, options), "purged")
     return 0
 
 
 def _agreed(would: Json) -> bool:
-    """The answer of whoever sits there; nobody there is a no."""
+    """Return True if the operator agrees; False without a terminal to ask on."""
     if not sys.stdin.isatty():
-        sys.stderr.write(f"{_amount(would)}: nobody to ask; use --yes\n")
+        sys.stderr.write(f"{_amount(would)}: no terminal to ask on; use --yes\n")
         return False
     try:
-        sys.stderr.write(f"Give up {_amount(would)}? [y/N] ")
+        sys.stderr.write(f"Purge {_amount(would)}? [y/N] ")
         sys.stderr.flush()
         return sys.stdin.readline().strip().lower() in ("y", "yes")
     except KeyboardInterrupt:
-        sys.stderr.write("\n")  # else the shell's prompt comes behind the question
+        sys.stderr.write("\n")  # else the shell's prompt follows the question on its line
         raise
 
 
@@ -230,7 +233,7 @@ def _report(options: argparse.Namespace, sums: Json, done: str) -> None:
     if options.json:
         _print_json(console, sums)
         return
-    later = f"; {sums['in_use']:,} in use: its file goes when that is over" * bool(sums["in_use"])
+    later = f"; {sums['in_use']:,} in use, to be deleted after use" * bool(sums["in_use"])
     console.print(f"{_amount(sums)} {done}{later}", soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""`kvferry top`: the fleet as it is, again every second."""
+"""`kvferry top`: the state of the fleet, refreshed every second."""
 
 import asyncio
 from collections import deque
@@ -26,11 +26,14 @@ class History:
     _looks: deque[tuple[float, Figures]] = field(default_factory=deque)
 
     def add(self, now: float, figures: Figures) -> tuple[Figures, float | None]:
-        """What to compare `figures` with, and how old that is; NONE and None at first."""
+        """Add `figures`; return the figures to compare with and their age in seconds.
+
+        The first time, and after a restart of the router, these are NONE and None.
+        """
         looks = self._looks
         if looks and began_anew(looks[-1][1], figures):
             looks.clear()
-        # One that is just older than the window stays, to cover all of it.
+        # The newest entry older than the window stays, so that all of the window is covered.
         while len(looks) > 1 and now - looks[1][0] >= WINDOW_S:
             looks.popleft()
         looks.append((now, figures))
@@ -41,7 +44,7 @@ class History:
 
 
 async def top(url: str, *, once: bool) -> int:
-    """Show it until Ctrl-C; once without a terminal. Raises CallError if no router answers."""
+    """Show the fleet until Ctrl-C; once without a terminal. Raises CallError at the start."""
     console = output()
     async with connected(url) as client:
         history = History()
@@ -54,7 +57,7 @@ async def top(url: str, *, once: bool) -> int:
 
 
 async def _live(console: Console, client: RouterClient, history: History, view: View) -> None:
-    """A router that goes away leaves its last picture, and is waited for."""
+    """Show the fleet every second. Without a router show the last picture, and try again."""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         trouble: str | None = None
         while True:
@@ -70,7 +73,7 @@ async def _live(console: Console, client: RouterClient, history: History, view: 
 
 
 async def look(client: RouterClient, history: History) -> View:
-    """The router now. Raises CallError."""
+    """Return a view of the router now. Raises CallError."""
     state, decisions = await client.state(), await client.decisions(_DECISIONS)
     figures = read_figures(await client.metrics())
     before, since_s = history.add(asyncio.get_running_loop().time(), figures)

@@ -1,7 +1,7 @@
-"""The fleet as a terminal shows it: `/kvferry/state`, recent figures and decisions as tables.
+"""The fleet in a terminal: `/kvferry/state`, recent figures and decisions as tables.
 
-Pure: JSON in, something for rich out. Fits 80 columns, uses more if there are, and says in
-numbers what it shows in colours and bars.
+Pure functions from JSON to renderables of rich. The tables fit 80 columns and use more if there
+are more. Colours and bars are repeated as numbers.
 """
 
 from collections import Counter
@@ -36,14 +36,14 @@ _STYLES = {
 }
 _FILLS = "·▁▂▃▄▅▆▇█"
 _UNLIMITED = -1
-# Lines above the rows of backends, and what a table takes beside its rows.
+# Lines above the rows of backends, and lines of a table besides its rows.
 _LINES_ABOVE, _LINES_OF_A_TABLE = 8, 3
 _WIDE = 110  # columns from which there is room for the reason of a decision
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One look at a router. `since_s`: what `recent` covers; None: all since its start."""
+    """The data of one screen. `since_s`: seconds that `recent` covers; None: since the start."""
 
     url: str
     state: Json
@@ -54,7 +54,7 @@ class View:
 
 
 def picture(view: View, width: int, height: int | None = None) -> RenderableType:
-    """Everything, in so many columns; slots and decisions in what `height` leaves of lines."""
+    """Return the screen. Slots and decisions get the lines that are left of `height`."""
     state = view.state
     parts: list[RenderableType] = [_title(view, width), _sums(view), "", _backends(state, width)]
     n_slots, n_backends = len(state["slots"]), len(state["backends"])
@@ -91,7 +91,7 @@ def _sums(view: View) -> Table:
     made.add_row("reuse", _reuse(recent))
     waiting = len(state["queue"]) + state["waiting_for_backend"]
     longest = max((one["waited_s"] for one in state["queue"]), default=None)
-    waits = f"{waiting:,} waiting" if waiting else "nobody waits"
+    waits = f"{waiting:,} waiting" if waiting else "none waiting"
     made.add_row("queue", waits + (f", for up to {span(longest)}" if longest else ""))
     made.add_row("snapshots", _store(state["snapshots"]))
     return made
@@ -110,7 +110,7 @@ def _reuse(recent: Recent) -> Text:
 
 
 def _store(store: Json) -> str:
-    """Against the tighter of the limits."""
+    """Return the snapshots' totals, with the fill level of the tighter limit."""
     shares = [
         store[used] / store[limit]
         for used, limit in (("size_bytes", "max_bytes"), ("tokens", "max_tokens"))
@@ -129,7 +129,7 @@ def _store(store: Json) -> str:
 
 
 def table(*columns: str, right: Sequence[str] = (), last: str = "", wrap: bool = False) -> Table:
-    """`last` takes what is left of the width; what is longer is cut, or wrapped."""
+    """Return a table. Column `last` takes the rest of the width; longer text is cut or wrapped."""
     made = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", no_wrap=True)
@@ -170,7 +170,7 @@ def _backends(state: Json, width: int) -> Table:
 
 
 def _slots(state: Json) -> Table:
-    """A line for each."""
+    """Return a table with one line for each slot."""
     limits = _limits(state)
     made = table("slot", "", "resident of n_ctx", "", right=("resident of n_ctx",), last="request")
     for slot in state["slots"]:
@@ -192,7 +192,7 @@ def _idle(slot: Json) -> str:
 
 
 def _many_slots(state: Json) -> Table:
-    """A line for each backend, a character for each slot: how full it is."""
+    """Return a table with a line for each backend, a character for each slot: its fill level."""
     limits = _limits(state)
     made = table("slots", "full", last="")
     by_backend: dict[str, list[Json]] = {}
@@ -247,7 +247,7 @@ def _count(number: int | None) -> str:
 
 
 def _time_of_day(when: object) -> str:
-    """Of an ISO 8601 time, on this machine's clock."""
+    """Return the local time of day of an ISO 8601 time; empty if it is none."""
     try:
         return datetime.fromisoformat(str(when)).astimezone().strftime("%H:%M:%S")
     except ValueError:

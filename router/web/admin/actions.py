@@ -1,4 +1,4 @@
-"""What an operator may do to a running router: read the configuration again, drain a backend."""
+"""Operators' actions on a running router: reload the configuration, drain or undrain a backend."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
@@ -15,14 +15,14 @@ BACKENDS = "/kvferry/backends/"
 
 
 class _Backends(Protocol):
-    """What is done to backends. Each raises KeyError for a name that there is not."""
+    """The actions on backends. Each raises KeyError for an unknown name."""
 
     def drain(self, name: BackendId) -> None: ...
     def undrain(self, name: BackendId) -> None: ...
 
 
 class Operations:
-    """Routes that change something; `guard` says for whom."""
+    """The handlers of routes that change something; `guard` checks the right to do so."""
 
     def __init__(
         self,
@@ -37,19 +37,23 @@ class Operations:
         self._actions = {"drain": backends.drain, "undrain": backends.undrain}
 
     async def reload(self, request: web.BaseRequest, _: RequestId) -> web.Response:
-        """What changed. Raises ForbiddenError, ConflictError, and InvalidConfigError with every
-        problem of the file."""
+        """Reload the configuration, and answer with the changes.
+
+        Raises ForbiddenError, ConflictError, and InvalidConfigError with every problem of the file.
+        """
         self._guard.check(request)
         return json_response(await self._reload())
 
     async def backend(self, request: web.BaseRequest, _: RequestId, path: str) -> web.Response:
-        """`NAME/drain` or `NAME/undrain`; answers with what the backend is now, and returns
-        before it is drained. Raises ForbiddenError, NotFoundError, ConflictError."""
+        """Handle `NAME/drain` and `NAME/undrain`, and answer with the backend's new state.
+
+        Returns before the backend is drained. Raises ForbiddenError, NotFoundError, ConflictError.
+        """
         self._guard.check(request)
         backend, _slash, action = path.partition("/")
         name = BackendId(backend)
         if action not in self._actions:
-            raise NotFoundError("backends can be drained and undrained")
+            raise NotFoundError("the action on a backend must be drain or undrain")
         if name not in self._directory.monitors:
             known = ", ".join(self._directory.monitors)
             raise NotFoundError(f"there is no backend {name}; there are: {known}")

@@ -1,4 +1,4 @@
-"""Who may look at the router, and who may change things, through a port that others may reach."""
+"""The right to see the router's state and to change it, on a port that others may reach."""
 
 import binascii
 import hmac
@@ -10,15 +10,15 @@ from aiohttp import web
 
 from router.base.errors import ForbiddenError, NeedsTokenError
 
-# What browsers send along with a request that a page made, and proxies with one that they pass on.
+# Headers that browsers add to the requests of a page, and proxies to those that they forward.
 _BROWSER = ("Origin", "Sec-Fetch-Site")
 _PASSED_ON = ("Forwarded", "Via", "X-Forwarded-For", "X-Real-IP")
 
 
 class Guard:
-    """Lets an operator through. `token` is what `admin.token_env` names; None: there is none.
+    """The check of operators' rights. `token` is that of `admin.token_env`; None if not set.
 
-    `protects_reads`, which may be changed: looking is for operators as well.
+    `protects_reads`, which may be changed: reading is for operators only, too.
     """
 
     def __init__(self, token: str | None, *, protects_reads: bool = False) -> None:
@@ -26,7 +26,7 @@ class Guard:
         self.protects_reads = protects_reads
 
     def may_look(self, request: web.BaseRequest) -> bool:
-        """Whether the request may see what the router knows."""
+        """Return whether the request may read the router's state."""
         try:
             self.check_look(request)
         except (ForbiddenError, NeedsTokenError):
@@ -34,20 +34,20 @@ class Guard:
         return True
 
     def check_look(self, request: web.BaseRequest) -> None:
-        """Raises NeedsTokenError or ForbiddenError unless the request may look.
+        """Raise NeedsTokenError or ForbiddenError unless the request may read.
 
-        The token may also come as the password of HTTP Basic, with any name: a browser then asks
-        for it and shows it again for everything that the live page loads, its event stream too.
-        Good for looking only: a browser shows it for requests that another page makes, as well.
+        The token may also be the password of HTTP Basic, with any user name: a browser asks for
+        the password and sends it with everything that the live page loads, the event stream too.
+        A password allows reading only: a browser sends it with requests of other pages, too.
         """
         if not self.protects_reads:
             return
         if self._token is None:
-            # As `check`, but a page that this router served may ask, too: by a name that nobody
-            # else's DNS can have led here.
+            # As `check`, but pages of this router may read, too. Their host name must be one that
+            # no foreign DNS can resolve to this machine.
             if not _names_this_machine(request.headers.get("Host", "")):
                 raise ForbiddenError(
-                    "ask by the name localhost or a loopback address, or set admin.token_env"
+                    "use the host name localhost or a loopback address, or set admin.token_env"
                 )
             ours = request.headers.get("Sec-Fetch-Site") in ("same-origin", "none")
             self.check(request, from_page=ours)
@@ -58,12 +58,12 @@ class Guard:
             )
 
     def check(self, request: web.BaseRequest, *, from_page: bool = False) -> None:
-        """Raises ForbiddenError unless the request may change something.
+        """Raise ForbiddenError unless the request may change something.
 
-        1. With a token: whoever shows it, from anywhere. No browser adds it by itself.
-        2. Without: who connects from this machine, but no page in a browser on it, whatever name
-           the page was reached by, and nobody that a proxy on it speaks for. `from_page`: but one
-           that is known to be ours.
+        1. With a token: the request must show it, from any machine. No browser adds it by itself.
+        2. Without a token: the request must come from this machine. Refuse pages in a browser on
+           it, whatever their host name, and requests that a proxy on it forwards.
+           `from_page`: the page is known to be the router's own, and accepted.
         """
         if self._token is not None:
             if not self._shows_token(request):
@@ -110,7 +110,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _is_local(remote: str | None) -> bool:
-    """A loopback address, also one of IPv4 on a socket of IPv6."""
+    """Return True for a loopback address, also for one of IPv4 on a socket of IPv6."""
     try:
         address = ip_address(remote or "")
     except ValueError:

@@ -1,8 +1,8 @@
 """`GET /kvferry/events`: the live page's server-sent events.
 
-The engine is looked at once a second while somebody watches, and not at all otherwise. All viewers
-read the same few messages: each gets a whole picture first and then what changed. One that is too
-slow for that misses some and gets another whole picture, so nothing piles up for it.
+The router reads the engine's state once a second while there are viewers, and not otherwise. All
+viewers read the same few messages: each gets a full `picture` first and then the changes. A viewer
+that is too slow misses messages and gets another full picture, so its backlog is bounded.
 """
 
 import asyncio
@@ -24,36 +24,36 @@ from router.web.server.error_responses import OWN_HEADERS, REQUEST_ID
 
 LOOK_EVERY_S = 1.0
 MAX_VIEWERS = 32
-DECISIONS = 100  # in a whole picture, and in a change: of more, the newest
-HISTORY = 500  # decisions in a whole picture, the older ones as points of the charts only
+DECISIONS = 100  # in a full picture and in a change; the newest
+HISTORY = 500  # decisions in a full picture; the older ones only as points of the charts
 POINT = ("time", "ttft_s", "source", "prompt_tokens", "computed_tokens")
-_KEPT = 10  # messages: ten seconds, so that a short pause of a viewer costs no whole picture
-_HEARTBEAT_S = 15.0  # a comment, so that nobody in between takes silence for an end
-_PATIENCE_S = 30.0  # for a viewer that takes nothing
+_KEPT = 10  # messages: a viewer that stalls for less than 10 s needs no full picture
+_HEARTBEAT_S = 15.0  # until a comment: no proxy shall close a silent connection
+_PATIENCE_S = 30.0  # then a viewer that reads nothing is dropped
 _SURVEY_EVERY_S = 5.0
-_SURVEYED_PER_S = 2000  # snapshots; of more, the survey is made less often
+_SURVEYED_PER_S = 2000  # snapshots: N are surveyed at most every N / 2000 s
 _RETRY_MS = 2000
 
 _HEADERS = OWN_HEADERS | {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-store",
-    "X-Accel-Buffering": "no",  # nginx would keep events back
+    "X-Accel-Buffering": "no",  # nginx would buffer events
     "X-Content-Type-Options": "nosniff",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What there is to look at."""
+    """The sources of the live page's data."""
 
     picture: Callable[[], Picture]
     n_snapshots: Callable[[], int]
     survey: Callable[[], Awaitable[Row]]
-    decisions: Callable[[int], list[Entry]]  # the last so many, the newest first
+    decisions: Callable[[int], list[Entry]]  # the last N, newest first
 
 
 class Live:
-    """See the module. `stop` ends all streams; nobody can watch from then on."""
+    """The event streams of all viewers. After `stop` all streams end, also new ones."""
 
     def __init__(
         self,
@@ -75,24 +75,26 @@ class Live:
         self._told: dict[int, Entry] = {}  # the newest decisions, by identity
         self._id = 0  # of the newest message
         self._messages: deque[bytes] = deque(maxlen=_KEPT)
-        # The picture as of a message, and when it was made.
+        # The number of a message, and the full picture as of that, with its time.
         self._whole: tuple[int, float, bytes] | None = None
         self._news = asyncio.Event()
 
     def stop(self) -> None:
-        """The router stops, and an open page is no reason to wait."""
+        """End all streams: an open page must not delay the stop of the router."""
         self._stopping = True
         self._tell()
 
     async def events(self, request: web.BaseRequest, name: RequestId) -> web.StreamResponse:
-        """The stream, until the viewer leaves, may not look any more, or the router
-        stops. Raises TooManyViewersError."""
+        """Send the stream until the viewer disconnects or loses access, or the router stops.
+
+        Raises TooManyViewersError.
+        """
         response = web.StreamResponse(headers=_HEADERS | {REQUEST_ID: name})
         if request.method == "HEAD":
             await response.prepare(request)
             return response
         if self._viewers >= MAX_VIEWERS:
-            raise TooManyViewersError(f"{MAX_VIEWERS} others watch already; try again later")
+            raise TooManyViewersError(f"{MAX_VIEWERS} viewers watch already; try again later")
         self._viewers += 1
         try:
             await response.prepare(request)
@@ -105,12 +107,15 @@ class Live:
         return response
 
     async def _show(self, response: web.StreamResponse, may_look: Callable[[], bool]) -> None:
-        """Raises TimeoutError if the viewer takes nothing, ConnectionError if it is gone."""
+        """Send messages to one viewer.
+
+        Raises TimeoutError if the viewer reads nothing, ConnectionError if it disconnected.
+        """
         if not self._looking:
             self._look()
             self._looking = True
             self._spawn(self.keep_looking(), name="live page")
-        seen: int | None = None  # of the messages; what a browser saw of another stream is no use
+        seen: int | None = None  # the last message; an earlier stream's Last-Event-ID is no use
         while self._looking and not self._stopping and may_look():
             news = self._news
             if seen is None:
@@ -125,23 +130,23 @@ class Live:
                 await _wait(news, _HEARTBEAT_S)
 
     def _since(self, seen: int) -> bytes:
-        """The messages after `seen`; a whole picture if they are no longer all there."""
+        """Return the messages after `seen`; a full picture if some are no longer kept."""
         missed = self._id - seen
         if missed <= len(self._messages):
             return b"".join(self._messages[i] for i in range(-missed, 0))
         return self._whole_picture()
 
     def _whole_picture(self) -> bytes:
-        """As of the newest message; made once for all who come."""
+        """Return the full picture as of the newest message; cached for all new viewers."""
         now = self._wall_now()
-        # It tells the time, so it does not keep, even where nothing happens.
+        # The picture contains the time: it is stale after 1 s, even without changes.
         if self._whole is None or self._whole[0] != self._id or now - self._whole[1] > 1:
             self._whole = (self._id, now, _message(self._id, "picture", self._in_full()))
         return self._whole[2]
 
     def _in_full(self) -> dict[str, object]:
         recent = self._subject.decisions(HISTORY)
-        # Those since the last look will be told as a change.
+        # Decisions since the last look will be sent as a change.
         entries = [entry.as_json() for entry in itertools.dropwhile(self._is_new, recent)]
         return {
             "time": self._wall_now(),
@@ -151,7 +156,7 @@ class Live:
         }
 
     async def keep_looking(self) -> None:
-        """Look again and again, until nobody watches any more."""
+        """Look once a second until there are no viewers, or the router stops."""
         try:
             while self._viewers and not self._stopping:
                 await self._survey_if_due()
@@ -159,10 +164,10 @@ class Live:
                 self._look()
         finally:
             self._looking = False
-            self._tell()  # whoever is left, after a bug: a page that stands still looks alive
+            self._tell()  # after a bug: end the streams, since a frozen page looks alive
 
     async def _survey_if_due(self) -> None:
-        """As often as its costs allow: they grow with the number of snapshots."""
+        """Survey the snapshots if due: the interval grows with their number, as the cost does."""
         now = asyncio.get_running_loop().time()
         if now >= self._survey_due:
             pause_s = max(_SURVEY_EVERY_S, self._subject.n_snapshots() / _SURVEYED_PER_S)
@@ -170,7 +175,7 @@ class Live:
             self._survey = await self._subject.survey()
 
     def _look(self) -> None:
-        """Find out what is new; tell it, if there is something."""
+        """Read the engine's state, and send what changed, if anything."""
         picture = self._subject.picture()
         picture["fleet"]["snapshots"] = self._survey
         told: dict[str, object] = {**changes(self._picture, picture)}
@@ -183,10 +188,10 @@ class Live:
             self._tell()
 
     def _new_decisions(self) -> list[Row]:
-        """The newest first; at most `DECISIONS`."""
+        """Return the new decisions, newest first, at most `DECISIONS`."""
         recent = self._subject.decisions(DECISIONS)
         new = [entry.as_json() for entry in itertools.takewhile(self._is_new, recent)]
-        # Not only the newest: it is no longer there if its request was sent once more.
+        # Keep all, not only the newest: a retry of its request replaces that entry.
         self._told = {id(entry): entry for entry in recent}
         return new
 

@@ -1,7 +1,7 @@
 """The live page's files, from memory: `router/web/admin/static/`, plain HTML, CSS and JavaScript.
 
-The page takes everything from its own server: the policy below lets a browser load nothing else
-and run no script that stands in the page, whatever a request managed to get shown.
+The page loads everything from its own server: the policy below lets a browser load nothing else
+and run no inline script, whatever content of a request the page shows.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _TYPES = {
     "svg": "image/svg+xml",
 }
 _HEADERS = OWN_HEADERS | {
-    # Kept, and asked for at each visit: a new version of the router has a new page at once.
+    # Browsers keep the files but revalidate them: a new router version shows its new page at once.
     "Cache-Control": "no-cache",
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -35,14 +35,14 @@ _HEADERS = OWN_HEADERS | {
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file as it is sent."""
+    """One file of the page as it is sent."""
 
     content: bytes
     content_type: str
     etag: str
 
     def answer(self, request: web.BaseRequest) -> web.Response:
-        """The file, or 304 if the browser has it."""
+        """Answer with the file, or with 304 if the browser has it."""
         headers = _HEADERS | {"ETag": self.etag}
         known = request.headers.get("If-None-Match", "")
         if known == "*" or self.etag in (
@@ -55,13 +55,15 @@ class File:
 
 
 async def to_page(_request: web.BaseRequest, _name: RequestId) -> web.StreamResponse:
-    """From `/kvferry` to the page. Relative: somebody in front of the router may have put a path
-    before it."""
+    """Redirect `/kvferry` to the page.
+
+    The target is relative, since a proxy may have put a path before it.
+    """
     return web.Response(status=308, headers=OWN_HEADERS | {"Location": PREFIX.lstrip("/")})
 
 
 def load_page() -> dict[str, File]:
-    """All files by the path that they are served at. Blocking: call it in a thread."""
+    """Return all files by the path that they are served at. Blocking: call it in a thread."""
     found = {}
     for path in files("router.web.admin").joinpath("static").iterdir():
         content_type = _TYPES.get(path.name.rpartition(".")[2])

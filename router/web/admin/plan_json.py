@@ -1,11 +1,10 @@
-"""A plan as JSON: the candidates and their prices, for `POST /kvferry/plan` and for a request that
-is over."""
+"""A plan as JSON: candidates and prices, for `POST /kvferry/plan` and for finished requests."""
 
 from router.core.model.plan import Candidate, Plan
 
 
 def plan_json(made: Plan) -> dict[str, object]:
-    """The chosen candidate and the losers, each with its price by part in seconds."""
+    """Return the chosen candidate and the losers, each with its price by part in seconds."""
     return {
         "chosen": _candidate(made.chosen),
         "prefill_first": made.prefill_first,

@@ -1,6 +1,6 @@
-"""Decisions that are over: what was planned and reported, and why the rest was computed.
+"""Finished requests: what was planned and reported, and why the rest was computed.
 
-Kept by the journal; what takes a backend to find out is found out when somebody asks.
+The decision log keeps the requests. Facts that need a backend are looked up when a client asks.
 """
 
 from contextlib import suppress
@@ -25,12 +25,12 @@ Json = dict[str, Any]
 PATH = "/kvferry/requests"
 
 _LIMIT = 100
-_NAMED = 3  # of those that a short id could mean
+_NAMED = 3  # ids that an ambiguous id is reported to match
 _FILTERS = ("outcome", "source", "backend")
 
 
 class Requests:
-    """`show_content`: the operator allows pieces of prompts to be shown as text."""
+    """The routes of finished requests. `show_content`: parts of prompts may be shown as text."""
 
     def __init__(self, journal: Journal, directory: Directory, *, show_content: bool) -> None:
         self._journal = journal
@@ -38,7 +38,10 @@ class Requests:
         self._show_content = show_content
 
     async def recent(self, request: web.BaseRequest, name: RequestId) -> web.Response:
-        """The newest first: at most `?limit=`, with the given `outcome`, `source` and `backend`."""
+        """List the newest requests first.
+
+        At most `?limit=`, with the given `outcome`, `source` and `backend`.
+        """
         limit = request.query.get("limit", str(_LIMIT))
         if not (limit.isascii() and limit.isdecimal() and len(limit) < 10):
             problem = BadRequestError(f"limit: {limit!r} is not a number of requests")
@@ -49,7 +52,7 @@ class Requests:
         return json_response({"requests": list(islice(found, int(limit)))})
 
     async def one(self, _: web.BaseRequest, name: RequestId, wanted: str) -> web.Response:
-        """All that is known of one, by its id or the beginning of it; 404 if it is not known."""
+        """Show all that is known of one request, by its id or a prefix of it; 404 if unknown."""
         exact = self._journal.get(RequestId(wanted))
         alike = self._journal.find(wanted) if exact is None else [exact]
         if len(alike) > 1:
@@ -60,8 +63,8 @@ class Requests:
             return error_response(problem, name)
         if not alike:
             problem = NotFoundError(
-                f"no request {wanted!r} is known: it is not over, or it was too long ago"
-                f" ({self._journal.limit} are kept, diagnostics.requests)"
+                f"no request {wanted!r} is known: it is not over, or is no longer kept"
+                f" (the last {self._journal.limit} are, see diagnostics.requests)"
             )
             return error_response(problem, name)
         (entry,) = alike
@@ -95,26 +98,26 @@ class Requests:
     async def _part(
         self, backend: BackendId, nearest: Nearest, chat: Json | None
     ) -> tuple[Part | None, str | None]:
-        """The part of the chat where the two part; or why that cannot be told."""
+        """Return the part of the chat where the prompts diverge, or why it is unknown."""
         if not nearest.parts:
             return None, None
         if chat is None:
-            return None, "it is no chat, has media in it, or was too long ago"
+            return None, "it is no chat, has media, or its text is no longer kept"
         reader = self._directory.reader_of(backend)
         if reader is None:
-            return None, "nobody can render the chat"
+            return None, "no backend can render the chat"
         try:
             part = await reader.part(chat, nearest)
         except BackendError as error:
             return None, f"the backend does not render the chat: {without_prompt(error)}"
-        return part, None if part else "the chat is rendered otherwise by now"
+        return part, None if part else "the chat renders differently now"
 
     async def _shown(self, backend: BackendId, tokens: Tokens) -> dict[str, object]:
-        """The ids; and their text, if it may be shown and can be had."""
+        """Return token ids, and their text if it may be shown and the backend answers."""
         ids = unpack(tokens)
         text = None
-        monitor = self._directory.monitors.get(backend)  # a reload may have removed it
-        wanted = self._show_content and all(token >= 0 for token in ids)  # others stand for media
+        monitor = self._directory.monitors.get(backend)  # None after a reload that removed it
+        wanted = self._show_content and all(token >= 0 for token in ids)  # < 0: media
         if monitor is not None and wanted:
             with suppress(BackendError):
                 text = await monitor.client.detokenize(ids)

@@ -1,6 +1,6 @@
-"""The router's own routes, `/kvferry/` and `/metrics`: which there are, and who may use them.
+"""Dispatch of the router's own routes, `/kvferry/` and `/metrics`, with access checks.
 
-Nothing under these paths ever goes on to a backend, whatever its method and spelling.
+No request under these paths ever goes on to a backend, whatever its method and spelling.
 """
 
 import posixpath
@@ -24,16 +24,16 @@ HandlerOfOne = Callable[[web.BaseRequest, RequestId, str], Awaitable[web.StreamR
 
 
 class Side(Enum):
-    """Who connects to an address."""
+    """The kind of callers that an address is for."""
 
-    ALL = auto()  # there is only one
+    ALL = auto()  # there is only one address
     CLIENTS = auto()
     OPERATORS = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`path` as OpenAPI has it: what braces stand for is handed to a HandlerOfOne."""
+    """A route. `path` as in OpenAPI: the parameter in braces goes to a HandlerOfOne."""
 
     method: str
     path: str
@@ -41,16 +41,19 @@ class Route:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """What fits `path`; what braces stand for is one group, to the end."""
+        """Return the pattern of `path`; a parameter in braces is one group, to the end."""
         fixed, brace, _ = self.path.partition("{")
         return re.compile(re.escape(fixed) + ("(.+)" if brace else ""), re.DOTALL)
 
 
 class OwnRoutes:
-    """Finds the handler of a request for the router itself."""
+    """The table of the router's own routes."""
 
     def __init__(self, routes: Sequence[Route], guard: Guard, brief_health: Handler) -> None:
-        """`brief_health` is for who may not look: what is wrong with a backend names files."""
+        """Build the table. `brief_health` serves callers without read access.
+
+        The full health names files in the problems of a backend.
+        """
         self._brief_health = brief_health
         self.routes = tuple(routes)
         self._guard = guard
@@ -63,10 +66,10 @@ class OwnRoutes:
                 self._exact.setdefault(route.path, {})[route.method] = route.handler  # type: ignore[assignment]
 
     def find(self, request: web.BaseRequest, path: str, side: Side) -> Handler | None:
-        """What answers; None if a request is not for the router itself. `path` is decoded.
+        """Return the handler of a request; None if it is not for the router. `path` is decoded.
 
-        1. On the operators' address there is nothing else; on the clients' there is health alone.
-        2. What changes something checks for itself who may; looking is checked here.
+        1. The operators' address has only these routes; the clients' address has only health.
+        2. Read access is checked here; a handler that changes something checks that right itself.
 
         Raises NotFoundError, MethodError, NeedsTokenError, ForbiddenError.
         """
@@ -89,7 +92,7 @@ class OwnRoutes:
         return handler
 
     def _fitting(self, path: str) -> dict[str, Handler]:
-        """By method."""
+        """Return the handlers of a path by method."""
         if path in self._exact:
             return self._exact[path]
         return {
@@ -106,8 +109,8 @@ async def _call(
 
 
 def is_own(path: str) -> bool:
-    """Whether a decoded path is the router's, read as the most lenient server would."""
+    """Return whether a decoded path is the router's own, read as the most lenient server would."""
     if not path.startswith(("/kvferry", METRICS, "//", "/.")) and "/." not in path:
-        return False  # nearly all: not worth a closer look
+        return False  # nearly all paths, so skip the normalization
     path = posixpath.normpath("/" + path.lstrip("/"))
     return path in (METRICS, "/kvferry") or path.startswith("/kvferry/")

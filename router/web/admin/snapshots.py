@@ -1,7 +1,7 @@
-"""Snapshots for an operator: list them, look at one, give some up.
+"""Snapshots for an operator: list them, show one, purge some.
 
-Answers are bounded, whatever there is, and hold no text. What is given up is decided here and
-carried out by the engine, like everything that changes core state.
+Answers are bounded in size and hold no text. This module selects the snapshots to purge; the
+engine purges them, like everything that changes core state.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ log = structlog.get_logger(__name__)
 
 PATH = "/kvferry/snapshots"
 MOST_AT_ONCE = 1000
-# Enough to tell a template or a system prompt by, and not what somebody said.
+# Enough to recognize a template or a system prompt, but not what a user wrote.
 _SHOWN_IDS = 8
 _BATCH = 250  # about a millisecond
-# So much of an id names a snapshot, if no other begins with it.
+# The shortest prefix of an id that names a snapshot, if it is unique.
 _LEAST_OF_AN_ID = 6
 
 
 class Order(StrEnum):
-    """What comes first in a list."""
+    """The sort order of a list."""
 
     NEWEST = "newest"
     OLDEST = "oldest"
@@ -52,9 +52,9 @@ class Order(StrEnum):
 
 
 class Filter(ConfigSection):
-    """Which snapshots; all conditions that are given must hold.
+    """A selection of snapshots; all given conditions must hold.
 
-    `namespace` is how it begins, or with a tenant (`NAME@TENANT`) all of it.
+    `namespace` is a prefix of the snapshot's namespace, or with a tenant (`NAME@TENANT`) all of it.
     """
 
     namespace: Annotated[str, BeforeValidator(values.text)] = ""
@@ -70,7 +70,7 @@ class Filter(ConfigSection):
 
     @property
     def takes_all(self) -> bool:
-        """No condition is given, or none that anything fails: null, 0, false, an empty list."""
+        """Return True if no condition excludes any: each is missing, null, 0, false or empty."""
         conditions = Filter.model_fields.items()
         return all(getattr(self, name) == field.default for name, field in conditions)
 
@@ -84,7 +84,7 @@ class Listing(Filter):
 
 
 class Purge(Filter):
-    """What to give up. `all`, if no condition is meant."""
+    """A purge. `all` is required if there is no condition."""
 
     all: values.Flag = False
     dry_run: values.Flag = False
@@ -95,7 +95,7 @@ _F = TypeVar("_F", bound=Filter)
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A snapshot now. `uses` counts its save; `idle_s`: since its last restore, None if none."""
+    """A snapshot now. `uses` counts the save too; `idle_s` is since the last restore, or None."""
 
     snapshot: Snapshot
     uses: int
@@ -104,7 +104,7 @@ class Item:
     idle_s: float | None
 
     def fits(self, wanted: Filter, ids: frozenset[SnapshotId]) -> bool:
-        """All conditions hold. `ids` are those of the filter, in full."""
+        """Return True if all conditions hold. `ids` are those of the filter, in full."""
         snapshot = self.snapshot
         return (
             (not ids or snapshot.id in ids)
@@ -116,7 +116,7 @@ class Item:
         )
 
     def row(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the snapshot as JSON."""
         snapshot = self.snapshot
         return snapshot_row(snapshot, self.uses, self.in_use) | {
             "media": snapshot.shape.media,
@@ -129,7 +129,7 @@ class Item:
 
 @dataclass(slots=True)
 class Sums:
-    """How much some snapshots are together; `in_use`: how many of them are."""
+    """Totals of some snapshots; `in_use` is the number of those in use."""
 
     count: int = 0
     tokens: int = 0
@@ -137,7 +137,7 @@ class Sums:
     in_use: int = 0
 
     def add(self, items: Sequence[Item]) -> Self:
-        """These too."""
+        """Add these to the totals. Returns self."""
         self.count += len(items)
         self.tokens += sum(len(item.snapshot) for item in items)
         self.size_bytes += sum(item.snapshot.size_bytes for item in items)
@@ -170,7 +170,7 @@ class Snapshots:
         self._wall_now = wall_now
 
     async def all(self, request: web.BaseRequest, _: RequestId) -> web.Response:
-        """A page of those that fit the query, and how much all of them are together."""
+        """List one page of the snapshots that match the query, with the totals of all matches."""
         query = _parsed(Listing, _of_query(request.query))
         rank = _RANKS[query.sort]
 
@@ -191,7 +191,7 @@ class Snapshots:
         )
 
     async def one(self, request: web.BaseRequest, _: RequestId, number: str) -> web.Response:
-        """GET: everything that is known of one. DELETE: give it up. Raises NotFoundError."""
+        """Show (GET) or purge (DELETE) one snapshot. Raises NotFoundError, ForbiddenError."""
         (wanted,) = self._named([number])
         item = next(item for item in self._items() if item.snapshot.id == wanted)
         if request.method == "DELETE":
@@ -204,16 +204,17 @@ class Snapshots:
         return json_response(item.row() | {"prefix_ids": prefix})
 
     async def purge(self, request: web.BaseRequest, raw: bytes) -> web.Response:
-        """Give up all that fit the body; what is in use goes when its last user is done.
+        """Purge all snapshots that match the body; those in use go after their last use.
 
-        Raises ForbiddenError, BadRequestError. JSON must be declared: no form can do that.
+        Raises ForbiddenError, BadRequestError, UnsupportedMediaTypeError. The content type must be
+        JSON, which no HTML form can send.
         """
         self._guard.check(request)
         if request.content_type != "application/json":
             raise UnsupportedMediaTypeError("the body must be application/json")
         wanted = _parsed(Purge, parse_body(raw))
         if wanted.all != wanted.takes_all:
-            raise BadRequestError("name a condition, or `all` and none")
+            raise BadRequestError("name a condition, or `all` without a condition")
         sums, doomed = Sums(), list[SnapshotId]()
         async for found in self._fitting(wanted):
             sums.add(found)
@@ -228,12 +229,12 @@ class Snapshots:
         now, wall_now = self._now(), self._wall_now()
         for snapshot, uses, references in catalog.snapshots():
             used_at = catalog.used_at(snapshot.id)
-            age_s = max(wall_now - snapshot.saved_at, 0.0)  # a clock may have been set back
+            age_s = max(wall_now - snapshot.saved_at, 0.0)  # the wall clock may have been set back
             idle_s = None if used_at is None else now - used_at
             yield Item(snapshot, uses, references, age_s, idle_s)
 
     async def _fitting(self, wanted: Filter) -> AsyncIterator[list[Item]]:
-        """Those that fit, a batch after the other: everybody else gets a turn in between."""
+        """Yield the matching snapshots in batches; other tasks run between two batches."""
         ids = frozenset(self._named(wanted.id))
         items = self._items()
         while batch := list(islice(items, _BATCH)):
@@ -241,7 +242,7 @@ class Snapshots:
             await asyncio.sleep(0)
 
     def _named(self, numbers: Sequence[str]) -> list[SnapshotId]:
-        """The snapshots whose ids are, or alone begin with, these. Raises NotFoundError."""
+        """Return the snapshot ids given in full or as unique prefixes. Raises NotFoundError."""
         catalog = self._engine.scheduler.state.fleet.catalog
         known = sorted(s.id for s, _, _ in catalog.snapshots()) if numbers else []
         named = []
@@ -259,12 +260,12 @@ class Snapshots:
 
 
 def _in_namespace(namespace: str, wanted: str) -> bool:
-    """One tenant's name may begin with another's."""
+    """Compare in full with a tenant: one tenant's name may begin with another's."""
     return namespace == wanted if "@" in wanted else namespace.startswith(wanted)
 
 
 def _of_query(query: Mapping[str, str]) -> dict[str, object]:
-    """A query as JSON would have it: what looks like a number or a switch is one."""
+    """Return a query string as JSON values: numbers and booleans are converted."""
     made: dict[str, object] = {}
     for key, text in query.items():
         if key == "id":
@@ -279,7 +280,7 @@ def _of_query(query: Mapping[str, str]) -> dict[str, object]:
 
 
 def _parsed(kind: type[_F], value: dict[str, Any]) -> _F:
-    """Raises BadRequestError with every problem."""
+    """Validate a query or body. Raises BadRequestError with every problem."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -292,4 +293,4 @@ def _read_cursor(text: str) -> tuple[float, str]:
     try:
         return float(rank), number
     except ValueError:
-        raise BadRequestError("after: must be the `next` of a page before") from None
+        raise BadRequestError("after: must be the `next` of a previous page") from None

@@ -1,6 +1,6 @@
-"""The fleet as rows of JSON: what `/kvferry/state` and the live page show, and what changed in it.
+"""The fleet as rows of JSON, for `/kvferry/state` and the live page, and the changes of rows.
 
-Rows hold no prompt text and no key. Nothing here keeps anything or changes the scheduler's state.
+Rows hold no prompt text and no key. This module has no state and does not change the scheduler's.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ Picture = dict[str, Rows]
 """Section, key, row. Sections: `fleet`, `backends` (by name) and `slots` (by `name/index`)."""
 
 Changes = dict[str, dict[str, Row | None]]
-"""A picture's rows that are new or differ; None for one that is gone."""
+"""The rows of a picture that are new or differ; None for a removed row."""
 
-_BATCH = 1000  # snapshots that are looked at before others have their turn
+_BATCH = 1000  # snapshots per event-loop iteration
 _TOP = 10
 
 _DOING: dict[type[Step | InLine | AtGate], str] = {
@@ -54,7 +54,7 @@ _DOING: dict[type[Step | InLine | AtGate], str] = {
 
 
 def backend_row(name: BackendId, directory: Directory, engine: Engine) -> Row:
-    """What is known of one backend; of one that is down, why."""
+    """Return the row of a backend; if it is down, with the problem instead of its properties."""
     monitor = directory.monitors[name]
     attached = monitor.attached
     if attached is None:
@@ -101,9 +101,11 @@ def backend_row(name: BackendId, directory: Directory, engine: Engine) -> Row:
 
 
 def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
-    """One slot, and what the job that holds it does with it: `doing` is a step, `in line`,
-    `at the gate`, or `answer`, `source` and `copy_from` are the plan's, and `pending_tokens` is
-    what the slot will hold when the step is over."""
+    """Return the row of a slot, with what its job does.
+
+    `doing` is a step, `in line`, `at the gate`, or `answer`. `source` and `copy_from` are the
+    plan's. `pending_tokens` is what the slot will hold after the step.
+    """
     job = jobs.get(slot.holder) if slot.holder is not None else None
     chosen = job.plan.chosen if job is not None and job.plan is not None else None
     return {
@@ -131,7 +133,7 @@ def _doing(slot: Slot, job: Job | None) -> str | None:
 
 
 def store_row(catalog: Catalog) -> Row:
-    """All snapshots together, and their limits (-1: none)."""
+    """Return the totals of all snapshots, and their limits (-1: none)."""
     return {
         "count": len(catalog),
         "size_bytes": catalog.total_bytes,
@@ -143,7 +145,7 @@ def store_row(catalog: Catalog) -> Row:
 
 
 def snapshot_row(snapshot: Snapshot, uses: int, references: int) -> Row:
-    """One snapshot."""
+    """Return the row of a snapshot."""
     return {
         "id": snapshot.id,
         "namespace": snapshot.namespace,
@@ -159,7 +161,7 @@ def snapshot_row(snapshot: Snapshot, uses: int, references: int) -> Row:
 
 
 def picture_of(engine: Engine, directory: Directory, now: float) -> Picture:
-    """All but the single snapshots, which `survey` sums up. `now` is the engine's clock."""
+    """Return all but the snapshots, which `survey` sums up. `now` is the engine's clock."""
     state = engine.scheduler.state
     fleet = state.fleet
     return {
@@ -183,10 +185,10 @@ def _queue_row(queue: Queue, waiting_for_backend: int, now: float) -> Row:
 
 
 async def survey(catalog: Catalog) -> Row:
-    """The snapshots in few numbers, however many there are.
+    """Return a summary of bounded size of all snapshots.
 
-    `sizes`: `[at most so many tokens, snapshots, bytes]`, in powers of two. `top`: the rows of
-    those that are used most. Others have their turn in between.
+    `sizes`: `[most tokens, snapshots, bytes]`, in powers of two. `top`: the rows of the most used
+    snapshots. Other tasks run after each batch.
     """
     found = catalog.snapshots()
     sizes: dict[int, list[int]] = {}
@@ -211,7 +213,7 @@ def _most_used(one: tuple[Snapshot, int, int]) -> tuple[int, int, int]:
 
 
 def changes(before: Mapping[str, Rows], after: Mapping[str, Rows]) -> Changes:
-    """What turns one picture into the other: rows to put in place of those of their key."""
+    """Return the rows that turn `before` into `after`: each replaces the row of its key."""
     found: Changes = {}
     for section in before.keys() | after.keys():
         old, new = before.get(section, {}), after.get(section, {})

@@ -1,4 +1,4 @@
-"""What operators ask for: state, health, metrics, and what would be done with a request."""
+"""Read-only routes for operators: state, health, metrics, and dry runs of the planner."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from router.web.api.backend_selection import Directory
 from router.web.api.completions import Completions
 from router.web.server.error_responses import OWN_HEADERS, error_response, json_response
 
-# Of a scrape, in one turn of the loop.
+# Of a scrape, in one event-loop iteration.
 _LONG_S = 0.002
 
 
 class _One(Collector):
-    """For `generate_latest`: the text of one metric."""
+    """A registry of one metric, for `generate_latest`."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
@@ -36,7 +36,7 @@ class _One(Collector):
 
 
 class Admin:
-    """Read-only views."""
+    """The handlers of the read-only routes."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Admin:
         self._now = now
 
     async def metrics(self, request: web.BaseRequest) -> web.Response:
-        """Prometheus text; with `?backends=1` every backend's own metrics too."""
+        """Return Prometheus text; with `?backends=1` every backend's own metrics too."""
         body, began = b"", perf_counter()
         for metric in self._registry.collect():
             body += generate_latest(_One(metric))
-            if perf_counter() - began > _LONG_S:  # all of them take many milliseconds
+            if perf_counter() - began > _LONG_S:  # all metrics together take many milliseconds
                 await asyncio.sleep(0)
                 began = perf_counter()
         if request.query.get("backends") == "1":
@@ -67,7 +67,7 @@ class Admin:
         return web.Response(body=body, headers=OWN_HEADERS | {"Content-Type": CONTENT_TYPE_LATEST})
 
     async def health(self, *, brief: bool) -> web.Response:
-        """200 once a backend can be used, else 503; with what is wrong with each, unless brief."""
+        """Answer 200 if a backend is up, else 503; unless `brief`, with each backend's state."""
         standing = {name: self._directory.standing(name) for name in self._directory.monitors}
         usable = Standing.UP in standing.values()
         told: dict[str, object] = {"status": "ok" if usable else "no backend"}
@@ -79,7 +79,7 @@ class Admin:
         return json_response(told, status=200 if usable else 503)
 
     async def state(self, _: web.BaseRequest) -> web.Response:
-        """Backends, slots, snapshots and queue as the scheduler sees them."""
+        """Show backends, slots, snapshots and queue as the scheduler sees them."""
         state = self._engine.scheduler.state
         fleet, now = state.fleet, self._now()
         return json_response(
@@ -113,8 +113,11 @@ class Admin:
         )
 
     async def plan(self, request: web.BaseRequest, raw: bytes, name: RequestId) -> web.Response:
-        """A dry run: candidates, prices, choice. `?path=` names the route, chat by default;
-        `?tenant=` whose it would be, where tenants are kept apart."""
+        """Run the planner without effect: candidates, prices, choice.
+
+        `?path=` names the route, chat by default; `?tenant=` the tenant, where tenants are kept
+        apart.
+        """
         path = request.query.get("path", "/v1/chat/completions")
         route = route_of(path)
         if route is None:

@@ -1,4 +1,4 @@
-"""Which backends there are for a request: by model, by what is up, by what is busy."""
+"""Select backends for a request: by model, by state, by load; and read its prompt."""
 
 import asyncio
 from collections.abc import Mapping, Set
@@ -18,7 +18,7 @@ from router.prompts.reader import PromptReader
 
 
 class Directory:
-    """A view on the monitors and the engine; owns only the line of those it lets wait."""
+    """A view on the monitors and the engine; owns only the requests that wait for a reader."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Directory:
         reads_prompts: bool,
     ) -> None:
         self.monitors = monitors
-        self.waiting = 0  # requests whose prompt nobody can read yet
+        self.waiting = 0  # requests that no backend can tokenize yet
         self._readers = readers
         self._engine = engine
         self._reads_prompts = reads_prompts
@@ -37,10 +37,10 @@ class Directory:
         self._news = asyncio.Event()
 
     def resolve(self, model: str | None) -> str | None:
-        """The model to route by. Raises ModelNotFoundError.
+        """Return the model to route by; None for any. Raises ModelNotFoundError.
 
-        llama-server ignores the field, so where all backends answer to the same names any name
-        will do; where they differ, a wrong name is an error.
+        llama-server ignores the field. If all backends answer to the same names, any name is
+        accepted; if their names differ, an unknown name is an error.
         """
         known = [monitor.models for monitor in self.monitors.values() if monitor.models]
         if model is None or not known or any(model in names for names in known):
@@ -51,8 +51,10 @@ class Directory:
         raise ModelNotFoundError(f"no backend serves the model {model!r}; there are: {names}")
 
     def fitting(self, model: str | None) -> list[LlamaClient]:
-        """Backends for a request that takes no slot, the best first. Raises NoBackendError if there
-        is none."""
+        """Return the backends for a request that takes no slot, best first.
+
+        Raises NoBackendError if there is none.
+        """
         if self._stopping:
             raise NoBackendError("the router is stopping")
         fleet = self._engine.scheduler.state.fleet
@@ -69,8 +71,10 @@ class Directory:
         return sorted(clients, key=lambda one: (one.doubted, one.relaying, one.id))
 
     def all_up(self, model: str | None) -> list[LlamaClient]:
-        """Every backend for a model that may be at work, also if it takes nothing new. Raises
-        NoBackendError if there is none."""
+        """Return every backend for a model that may be at work, draining ones included.
+
+        Raises NoBackendError if there is none.
+        """
         infos = self._engine.infos.values()
         clients = [self.monitors[info.id].client for info in infos if info.answers_to(model)]
         if not clients:
@@ -78,8 +82,10 @@ class Directory:
         return clients
 
     def for_each_model(self) -> list[list[LlamaClient]]:
-        """The backends for each set of model names that are up, those in doubt last; in the order
-        of the configuration."""
+        """Return the backends that are up, grouped by set of model names.
+
+        Groups are in the order of the configuration; in a group, doubted backends come last.
+        """
         found: dict[frozenset[str], list[LlamaClient]] = {}
         for name, monitor in self.monitors.items():
             if name in self._engine.infos:
@@ -93,12 +99,12 @@ class Directory:
         tenant: Tenant,
         but: frozenset[BackendId],
     ) -> tuple[Prompt, PromptReader | None]:
-        """The prompt of a request, and who has read it; unknown and nobody, if nobody can. `but`
-        those that `without_kv` named.
+        """Return the prompt of a request and its reader; an unknown prompt and None without one.
 
-        A backend that does not answer says nothing of the prompt: the next one is asked, each one
-        once at most. If one is slow it is looked at, and given up if it hangs; one that is alive
-        is waited for, as another would have to do the same work again.
+        `but`: backends not to ask, those that `without_kv` named. A backend that does not answer
+        says nothing about the prompt: the next one is asked, each at most once. A slow backend
+        is checked, and given up if it hangs. A slow backend that is alive is waited for: another
+        one would have to repeat the same work.
         """
         unknown = "no backend to tokenize with"
         while (backend := self._who_reads(model, but)) is not None:
@@ -114,10 +120,10 @@ class Directory:
         return Prompt(unknown=unknown), None
 
     def _who_reads(self, model: str | None, but: Set[BackendId]) -> BackendId | None:
-        """Whom to ask about prompts for a model, but these; None while no backend can tell.
+        """Return the backend that reads prompts for a model, none of `but`; None if there is none.
 
-        The same one each time, since each remembers what it has read; one that is in doubt only
-        if there is no other.
+        The choice is the same each time, since each reader remembers what it has read. A doubted
+        backend is chosen only if there is no other.
         """
         able = [
             info.id
@@ -127,11 +133,14 @@ class Directory:
         return min(able, key=lambda name: self.monitors[name].client.doubted, default=None)
 
     def reader_of(self, backend: BackendId) -> PromptReader | None:
-        """How prompts for one backend are read; None if nobody has found out."""
+        """Return the prompt reader of a backend; None if it has none yet."""
         return self._readers.get(backend)
 
     def wants_boundaries(self, model: str | None) -> bool:
-        """Whether a request for `model` may meet states that can only be extended, and saved."""
+        """Return whether requests for `model` need boundaries.
+
+        True if a backend saves state files that can perhaps only be extended.
+        """
         return any(
             info.memory_kind not in (MemoryKind.FULL, MemoryKind.UNKNOWN) and info.place is not None
             for info in self._engine.infos.values()
@@ -139,17 +148,17 @@ class Directory:
         )
 
     def can_wait_for_reader(self, model: str | None) -> bool:
-        """Nobody can read prompts for `model` now, and somebody may soon."""
+        """Return True if no backend can read prompts for `model` now, but one may soon."""
         if not self._reads_prompts or self._stopping:
             return False
-        # Which names there are is known only when the first backend is up: resolve it each time.
+        # The model names are known only when the first backend is up: resolve the model each time.
         model = self.resolve(model)
         return self._who_reads(model, self.without_kv(model)) is None
 
     async def wait_for_reader(self, model: str | None) -> None:
-        """Return once prompts for `model` can be read; at once if they never are.
+        """Wait until prompts for `model` can be read; return at once if they never can.
 
-        A request that came in unread would be served without the snapshots that it could use.
+        A request with an unknown prompt would be served without the snapshots that fit it.
         Raises NoBackendError after `queue.no_backend_wait`, and QueueFullError.
         """
         limits = self._engine.scheduler.state.queue.limits
@@ -168,25 +177,25 @@ class Directory:
             self.waiting -= 1
 
     def backend_came(self) -> None:
-        """A backend is up: those who wait look again."""
+        """Wake the requests that wait for a reader: a backend is up."""
         self._news.set()
         self._news = asyncio.Event()
 
     def stop(self) -> None:
-        """Nobody waits any more; the engine tells them no. Nobody new, where no slot is taken."""
+        """Wake all waiting requests, which the engine refuses; `fitting` refuses from now on."""
         self._stopping = True
         self._news.set()
 
     async def until_quiet(self) -> None:
-        """Wait for the ends of all answers, also of those that the engine knows nothing of."""
+        """Wait until all answers are over, also those that the engine knows nothing of."""
         for monitor in tuple(self.monitors.values()):
             await monitor.client.until_quiet()
 
     def standing(self, backend: BackendId) -> Standing:
-        """What a backend is to the router now. Raises KeyError.
+        """Return the standing of a backend now. Raises KeyError.
 
-        One that was released still counts as draining while answers are on their way that took no
-        slot, as with policy `passthrough`.
+        A released backend counts as draining while it still sends answers that took no slot,
+        as with policy `passthrough`.
         """
         monitor = self.monitors[backend]
         if backend in self._engine.draining or (monitor.let_go and monitor.client.relaying):
@@ -196,23 +205,26 @@ class Directory:
         return Standing.UP if monitor.attached else Standing.DOWN
 
     def doubt(self, backend: BackendId) -> None:
-        """A request to this backend failed."""
+        """Tell the monitor of this backend that a request failed."""
         if backend in self.monitors:
             self.monitors[backend].doubt()
 
     async def look_anew(self, backend: BackendId) -> None:
-        """Find out whether this backend is still there."""
+        """Check whether this backend is still there; return when that is known."""
         if backend in self.monitors:
             await self.monitors[backend].look_anew()
 
     def without_kv(self, model: str | None) -> frozenset[BackendId]:
-        """Backends that cannot complete a prompt, unless all for `model` are such, whether they
-        are up or not: a client that names no model does not mean them."""
+        """Return the backends that cannot complete a prompt, up or down.
+
+        Empty if all backends for `model` are of this kind. A client that names no model does not
+        mean such a backend.
+        """
         able = [m for m in self.monitors.values() if model is None or model in m.models]
         cannot = frozenset(monitor.client.id for monitor in able if not monitor.generates)
         return cannot if len(cannot) < len(able) else frozenset()
 
     def others(self, backend: BackendId, request: Request) -> bool:
-        """Whether any backend but this one could serve a request."""
+        """Return whether any backend but this one could serve a request."""
         fleet = self._engine.scheduler.state.fleet
         return any(fleet.serves(other, request) for other in fleet.infos if other != backend)

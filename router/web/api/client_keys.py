@@ -1,7 +1,7 @@
-"""Who a client's request comes from: its key, and the tenant behind it. Without keys, anybody.
+"""Identify the client of a request by its key, and the key's tenant; without keys, accept all.
 
-Owns what a request without a good key may still do, and how many requests a tenant may have. What
-tenants share is the scheduler's business.
+Decides what a request without a valid key may still do, and limits the requests of a tenant. What
+tenants share is decided in the scheduler.
 """
 
 import re
@@ -18,8 +18,8 @@ from router.base.ports import Telemetry
 from router.base.types import NOBODY, Caller, Tenant
 from router.web.server.relay import CALLER, KEYED
 
-# Open on a llama-server with --api-key (server-http.cpp:237-258): these, and its page, whose files
-# have names that change with each build. None of its other routes has a dot in its name.
+# Open on a llama-server with --api-key (server-http.cpp:237-258): these routes and its page. The
+# page's file names change with each build; no other route of llama-server has a dot in its name.
 _PUBLIC = frozenset({"/health", "/v1/health"})
 _PAGE = re.compile(
     r"/(?:(?:_app/(?:[\w-][\w.-]*/)*)?[\w-][\w.-]*"
@@ -30,7 +30,7 @@ _NO_LIMIT = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What of the configuration counts here. `callers` by the digest of their key."""
+    """The configuration of keys. `callers` is by the digest of the key."""
 
     callers: Mapping[bytes, Caller] = field(default_factory=dict)
     max_requests: Mapping[str, int] = field(default_factory=dict)  # by tenant
@@ -38,7 +38,7 @@ class Known:
 
 
 class Keys:
-    """Lets requests in. `known` may be replaced: it counts for what comes after."""
+    """The check of keys and of tenant limits. A replaced `known` counts for later requests."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self.known = Known()
@@ -46,13 +46,13 @@ class Keys:
         self._busy: Counter[str] = Counter()
 
     def admit(self, request: web.BaseRequest) -> None:
-        """Note whose request it is. Raises UnauthorizedError.
+        """Note the caller of a request. Raises UnauthorizedError.
 
-        1. There are no keys: everybody may.
-        2. What a llama-server with a key leaves open. Browsers ask with OPTIONS before they send
-           a key. Nobody asks for any of it with a body, which would be read and sent on.
-        3. Whoever has a key. The digest is looked up in a table: how long that takes may tell
-           something of a digest, from which no key can be made.
+        1. Without configured keys every request is accepted.
+        2. Routes that a llama-server with a key leaves open, and OPTIONS, which browsers send
+           before a key. No body is accepted there: it would be read and passed on.
+        3. Requests with a valid key. The time of the table look-up may reveal something about a
+           digest, but no key can be made from a digest.
         """
         if not self.known.callers:  # (1)
             return
@@ -67,13 +67,16 @@ class Keys:
         request[CALLER] = caller
 
     def tenant(self, caller: Caller | None) -> Tenant:
-        """Whose tokens a caller's prompts are."""
+        """Return the tenant that owns the tokens of a caller's prompts."""
         if caller is None or not self.known.keeps_apart:
             return NOBODY
         return Tenant(caller.tenant)
 
     def room(self, caller: Caller | None) -> AbstractContextManager[None]:
-        """While a request arrives, waits or runs. Raises TenantBusyError if there are too many."""
+        """Count a request of the tenant while it arrives, waits or runs.
+
+        Raises TenantBusyError if the tenant has too many.
+        """
         return _NO_LIMIT if caller is None else self._room(caller.tenant)
 
     @contextmanager
@@ -97,6 +100,6 @@ def _is_open(method: str, path: str) -> bool:
 
 
 def _key_of(request: web.BaseRequest) -> str:
-    """As llama-server reads it (server-http.cpp:269-279)."""
+    """Return the key, read as llama-server reads it (server-http.cpp:269-279)."""
     given = request.headers.get("Authorization") or request.headers.get("X-Api-Key") or ""
     return given.removeprefix("Bearer ")

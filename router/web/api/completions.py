@@ -1,7 +1,7 @@
 """A completion from its body to its last byte: parse, tokenize, wait for a slot, relay.
 
-Also for other requests that take a slot of the server's choice (embeddings and the like). What a
-slot is and which one it will be is the engine's business.
+Serves also the other requests that take a slot of the server's choice (embeddings and the like).
+The engine chooses the slot.
 """
 
 import asyncio
@@ -49,16 +49,17 @@ from router.web.server.error_responses import clients_id, names, sender_of, sess
 from router.web.server.relay import CALLER, Capture, forward_headers, forward_target, relay
 from router.web.server.settings import Settings
 
-# Times a request is sent anew because its backend failed before the first byte.
+# Times a request is sent at most; again only if its backend failed before the first byte.
 _ATTEMPTS = 3
-# A stream up to this size is read in place, at about 1 µs for 100 bytes; of more the two ends, and
-# the rest in a thread. A plain answer is one object, of which an end says nothing: 4 ms at most.
+# A stream up to this size is parsed in place, at about 1 µs for 100 bytes. Of a longer stream the
+# two ends are parsed in place, the rest in a thread. A plain answer is one JSON object, of which
+# an end says nothing: it is parsed whole, in 4 ms at most.
 _INLINE_BYTES = 32 * 1024
 _STATELESS = ("/embedding", "/embeddings", "/rerank", "/reranking")
 
 
 class _From(TypedDict):
-    """Whose request it is."""
+    """The sender of a request: the fields of `Request` that name it."""
 
     tenant: Tenant
     client: str | None
@@ -68,7 +69,7 @@ class _From(TypedDict):
 
 @dataclass(slots=True)
 class _Exchange:
-    """One client request on its way."""
+    """One client request in progress; times are from `perf_counter`."""
 
     http: web.BaseRequest
     raw: bytes
@@ -78,13 +79,13 @@ class _Exchange:
     reader: PromptReader | None
     arrived: float
     first_byte: float | None = None
-    asked: float = 0.0  # for a slot; like `arrived`
+    asked: float = 0.0  # when a slot was requested
     granted: float = 0.0
     trace: Trace | None = None
 
 
 class Completions:
-    """Handles every request that takes a slot."""
+    """The handlers of all requests that take a slot."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class Completions:
     async def completion(
         self, http: web.BaseRequest, route: Route, raw: bytes, request_id: RequestId
     ) -> web.StreamResponse:
-        """One of the completion routes. Raises RouterError."""
+        """Serve a completion route. Raises RouterError."""
         arrived = perf_counter()
         parsed = await json_offload.read(raw, parse_completion, http, route, raw)
         request, reader = await self._read(http, parsed, request_id)
@@ -118,9 +119,9 @@ class Completions:
     async def _read(
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
     ) -> tuple[Request, PromptReader | None]:
-        """`describe`, once there is a backend to read the prompt. Raises RouterError."""
+        """Wait for a backend that can read the prompt, then `describe`. Raises RouterError."""
         request, reader = await self.describe(http, parsed, request_id)
-        while reader is None and not parsed.lora:  # whose prompt is not read anyway
+        while reader is None and not parsed.lora:  # with LoRA adapters the prompt is not read
             if not self._directory.can_wait_for_reader(parsed.model):
                 break
             await self._directory.wait_for_reader(parsed.model)
@@ -130,12 +131,12 @@ class Completions:
     async def describe(
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
     ) -> tuple[Request, PromptReader | None]:
-        """What the scheduler has to know of a completion. Raises ModelNotFoundError."""
+        """Return a completion for the scheduler, and its reader. Raises ModelNotFoundError."""
         model = self._directory.resolve(parsed.model)
         whose, avoid = self._from(http), self._directory.without_kv(model)
         reader: PromptReader | None = None
         if parsed.lora:
-            # Its KV is another model's (llama-server.md section 1.7).
+            # KV computed with an adapter is another model's (llama-server.md section 1.7).
             prompt = Prompt(unknown="a LoRA adapter for this request alone")
         else:
             prompt, reader = await self._directory.read(parsed, model, whose["tenant"], avoid)
@@ -161,7 +162,7 @@ class Completions:
     async def other(
         self, http: web.BaseRequest, raw: bytes, request_id: RequestId, asked: SlotsAsked
     ) -> web.StreamResponse:
-        """A request that takes slots as the server likes. Raises RouterError."""
+        """Serve a server-placed request that is no completion. Raises RouterError."""
         stateless = http.path.rstrip("/").endswith(_STATELESS)
         model = self._directory.resolve(asked.model)
         request = Request(
@@ -171,7 +172,7 @@ class Completions:
             pinnable=False,
             whole_backend=asked.many or (asked.in_form and stateless),
             max_new_tokens=0,
-            # Their tasks start from nothing, whatever the slot holds (server-context.cpp:3440).
+            # Stateless tasks start from nothing, whatever the slot holds (server-context.cpp:3440).
             reuse=not stateless,
             avoid=frozenset() if stateless else self._directory.without_kv(model),
             **self._from(http),
@@ -205,10 +206,10 @@ class Completions:
             trace.end(perf_counter() - arrived, error)
 
     async def _serve_untraced(self, exchange: _Exchange) -> web.StreamResponse:
-        """Wait for a slot and send; elsewhere if the backend fails before the first byte.
+        """Wait for a slot and send; retry if the backend fails before the first byte.
 
-        With nowhere else to go it is the same backend again, if it is there or comes back within
-        `queue.no_backend_wait`: like anybody else who comes while it is down.
+        Retry on another backend. If there is none, retry on the same backend if it comes back
+        within `queue.no_backend_wait`, like any request that arrives while it is down.
         """
         first = exchange.request
         for attempt in range(1, _ATTEMPTS + 1):
@@ -220,7 +221,7 @@ class Completions:
                 backend = grant.lease.slot.backend
                 return await self._send(exchange, grant)
             except BackendError as error:
-                if error.backend is not None:  # it failed before there was a grant
+                if error.backend is not None:  # the backend failed before the grant
                     backend = error.backend
                     self._directory.doubt(backend)
                 if attempt == _ATTEMPTS:
@@ -229,16 +230,16 @@ class Completions:
             if backend is not None and self._directory.others(backend, anew):
                 anew = replace(anew, avoid=first.avoid | {backend})
             elif backend is not None:
-                await self._directory.look_anew(backend)  # rather than ask three times in a row
-            if exchange.reader is None and exchange.parsed is not None:  # nobody could read it
+                await self._directory.look_anew(backend)  # instead of three failures in a row
+            if exchange.reader is None and exchange.parsed is not None:  # not read yet
                 read, exchange.reader = await self._read(exchange.http, exchange.parsed, first.id)
                 anew = replace(read, avoid=anew.avoid)
-            # A new id: late news of the first attempt must not be taken for the second's.
+            # A new id: a late event of the first attempt must not count for the second.
             exchange.request = replace(anew, id=RequestId(f"{first.id}.{attempt + 1}"))
         raise AssertionError("unreachable")
 
     async def _send(self, exchange: _Exchange, grant: Grant) -> web.StreamResponse:
-        """Relay one granted request; the grant is used up on return and on exception."""
+        """Relay one admitted request; the grant is used up on return and on exception."""
         backend = grant.lease.slot.backend
         monitor = self._directory.monitors[backend]
         capture = Capture()
@@ -285,8 +286,8 @@ class Completions:
             if exchange.trace is not None:
                 finish()
             elif outcome in (Outcome.OK, Outcome.REFUSED):
-                # uvloop sends what was written when this turn is over: the books can wait for the
-                # next one, which comes before anything else that the client may send.
+                # uvloop sends what was written at the end of this event-loop iteration. The next
+                # iteration finishes the request, before anything that the client sends later.
                 asyncio.get_running_loop().call_soon(self._turnstile.call, finish)
             else:
                 self._turnstile.call(finish)
@@ -301,7 +302,7 @@ class Completions:
         readable: RelayedResponse | None,
         ended: float,
     ) -> None:
-        """Report the end, without awaiting anything: a cancellation cannot skip it."""
+        """Report the end. Awaits nothing, so that a cancellation cannot skip it."""
         reported, whole = Reported(), True
         if readable is not None and exchange.route is not None and exchange.parsed is not None:
             one_object = capture.complete and not exchange.parsed.stream
@@ -318,7 +319,7 @@ class Completions:
         if exchange.first_byte is not None:
             ttft_s = exchange.first_byte - exchange.arrived
             if exchange.parsed is not None and not exchange.parsed.stream:
-                # All of it came at once; the first token was ready when generation began.
+                # The answer came at once; its first token was ready when generation began.
                 ttft_s = max(ttft_s - (reported.generated_s or 0.0), 0.0)
         if exchange.trace is not None:
             exchange.trace.attempt(_attempt(exchange, grant, outcome, reported, ended))
@@ -347,7 +348,7 @@ class Completions:
     async def _learn(
         self, exchange: _Exchange, grant: Grant, reported: Reported, capture: Capture | None
     ) -> None:
-        """Read the answer's ids, and see whether the tokenizer is still right."""
+        """Read the answer's token ids, and compare the tokenizer's count with the backend's."""
         prompt, parsed, reader = exchange.request.prompt, exchange.parsed, exchange.reader
         if prompt.unknown or prompt.n_media or parsed is None or reader is None:
             return
@@ -359,7 +360,7 @@ class Completions:
             )
         answer = reported.generated
         if answer is None and reported.text:
-            with contextlib.suppress(BackendError):  # it may have gone; a save reads them as well
+            with contextlib.suppress(BackendError):  # the backend is gone; a save reads the ids too
                 answer = await reader.answer(reported.text)
         if answer:
             self._engine.answer_read(grant.lease, prompt.tokens, answer)
@@ -368,7 +369,7 @@ class Completions:
 def _attempt(
     exchange: _Exchange, grant: Grant, outcome: Outcome, reported: Reported, ended: float
 ) -> Attempt:
-    """What a trace tells of it. Of an answer that came at once, the first byte is the last."""
+    """Return one attempt for the trace. For an unstreamed answer the first byte is the last."""
     arrived, first, chosen = exchange.arrived, exchange.first_byte, grant.plan.chosen
     return Attempt(
         slot=grant.lease.slot,
@@ -385,9 +386,9 @@ def _attempt(
 
 
 def parse_completion(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedRequest:
-    """Raises BadRequestError; where the content type explains it, it is named.
+    """Parse a body. Raises BadRequestError, which names a content type that explains the error.
 
-    Any content type will do for JSON: llama-server does not look at it either.
+    Any content type is accepted for JSON: llama-server does not check it either.
     """
     try:
         parsed = parse_request(route, parse_body(raw))

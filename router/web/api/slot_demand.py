@@ -1,4 +1,4 @@
-"""What a request that is no completion says of itself: the model, and how many slots it takes."""
+"""Read from a request that is no completion: the model, and how many slots it takes."""
 
 from typing import Any
 
@@ -14,22 +14,25 @@ _INPUTS = ("input", "content", "documents", "texts")
 
 @dataclass(frozen=True, slots=True)
 class SlotsAsked:
-    """Of a request that takes slots."""
+    """The model and the slots that a request asks for."""
 
     model: str | None
-    many: bool  # several prompts: llama-server makes a task of each
+    many: bool  # several prompts: llama-server makes one task of each
     in_form: bool
 
 
 async def model_asked(request: web.BaseRequest, raw: bytes) -> str | None:
-    """The `model` of a JSON body or a form, whatever else is in it."""
+    """Return the `model` of a JSON body or a form; None if it names none."""
     kind = request.headers.get("Content-Type", "")
     return await json_offload.read(raw, _model_of, raw, kind)
 
 
 async def slots_asked(request: web.BaseRequest, raw: bytes) -> SlotsAsked:
-    """The same of a request that takes slots. What cannot be read is one: the server refuses it,
-    or it is a form with a sound file."""
+    """Return the model and the slots that a body asks for.
+
+    A body that cannot be read counts as one prompt: the server refuses it, or it is a form with
+    a sound file.
+    """
     kind = request.headers.get("Content-Type", "")
     return await json_offload.read(raw, _slots_of, raw, kind)
 
@@ -42,7 +45,7 @@ def _model_of(raw: bytes, content_type: str) -> str | None:
 
 def _slots_of(raw: bytes, content_type: str) -> SlotsAsked:
     if multipart.is_form(content_type):
-        # A field that a form has twice is an array: several inputs, or prompts.
+        # A form field that occurs twice is an array: several inputs or prompts.
         many = multipart.is_array(raw, content_type, "prompt")
         return SlotsAsked(_model_of(raw, content_type), many, in_form=True)
     body = _json_object(raw)
@@ -65,5 +68,5 @@ def _model_in(body: dict[str, Any]) -> str | None:
 
 
 def _is_many(value: object) -> bool:
-    """An array of anything but the ids of one prompt."""
+    """Return True for an array of several prompts, not of the token ids of one."""
     return isinstance(value, list) and len(value) > 1 and not all(map(is_int, value))

@@ -1,18 +1,20 @@
-"""What a granted request is sent with, and what its answer says of it."""
+"""The body that an admitted request is sent with, and the headers that its answer gets."""
 
 from router.engine.engine import Grant
 from router.llama.wire import ParsedRequest, kept_in_place, pin_slot, strip_slot
 
 
 def body(grant: Grant, raw: bytes, parsed: ParsedRequest | None, *, saved: bool = False) -> bytes:
-    """The client's body, pinned to the slot that was granted. `parsed` None: as it is. `saved`:
-    what it leaves may become a state file."""
+    """Return the client's body, pinned to the leased slot if the grant says so.
+
+    Without `parsed` the body is unchanged. `saved`: the slot may become a state file afterwards.
+    """
     if parsed is None:
         return raw
     more = kept_in_place(parsed.body) if saved else {}
     slot = grant.lease.slot.index
     if parsed.lora:
-        # Nothing that is there was computed with its adapters, though the server may believe it.
+        # No KV in the slot was computed with these adapters, though the server may assume so.
         return pin_slot(raw, parsed.body, slot if grant.pin else -1, cache_prompt=False, **more)
     if grant.pin:
         return pin_slot(raw, parsed.body, slot, **more)
@@ -20,7 +22,7 @@ def body(grant: Grant, raw: bytes, parsed: ParsedRequest | None, *, saved: bool 
 
 
 def headers(grant: Grant) -> dict[str, str]:
-    """Where it runs and what was there already."""
+    """Return the answer's headers: backend, slot, source and reused tokens."""
     chosen = grant.plan.chosen
     return {
         "x-kvferry-backend": grant.lease.slot.backend,

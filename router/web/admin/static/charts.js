@@ -1,5 +1,5 @@
-// TTFT and reuse over the last minutes, from the decisions as they come. Bounded: a bucket keeps
-// so many times for its percentiles, and buckets that are too old go.
+// TTFT and reuse over the last minutes, from the stream of decisions. Memory is bounded: a bucket
+// keeps up to TIMES values for its percentiles, and old buckets are deleted.
 
 import { clock, h, percent, seconds, svg, whole } from "./show.js";
 
@@ -13,7 +13,7 @@ const PARTS = ["resident", "snapshot", "computed"];
 
 export class Timeline {
   constructor() {
-    this.buckets = new Map(); // number to {ttft, resident, snapshot, computed, n}
+    this.buckets = new Map(); // number to {ttft, resident, snapshot, computed}
   }
 
   add({ time_s, ttft_s, source, prompt_tokens, computed_tokens }) {
@@ -34,7 +34,7 @@ export class Timeline {
     }
   }
 
-  // The buckets to show, oldest first, and all of them together.
+  // Return the buckets to show, oldest first, and their totals.
   window(now_s) {
     const last = Math.floor(now_s / BUCKET_S);
     const rows = [];
@@ -50,7 +50,7 @@ export class Timeline {
   }
 }
 
-// p50 and p90 by nearest rank; of nothing, null.
+// Return p50 and p90 by nearest rank; null without values.
 export function percentiles(values) {
   const ordered = Float64Array.from(values).sort();
   return [0.5, 0.9].map((p) => ordered[Math.max(Math.ceil(p * ordered.length) - 1, 0)] ?? null);
@@ -61,7 +61,7 @@ export const promptTokens = (all) => all.resident + all.snapshot + all.computed;
 export function drawTtft(root, note, { rows, all }) {
   const points = rows.map(({ ttft }) => percentiles(ttft));
   const seen = points.flat().filter((value) => value !== null);
-  // Decades: the time of a restore and that of a cold prompt lie far apart.
+  // Logarithmic: the times of a restore and of a cold prompt differ by orders of magnitude.
   const low = Math.floor(Math.log10(Math.max(Math.min(...seen, 0.1), 0.001)));
   const high = Math.max(Math.ceil(Math.log10(Math.max(...seen, 1))), low + 1);
   const { picture, x, y, width } = frame(root, rows);
@@ -143,7 +143,7 @@ function rule(picture, at, width, label) {
   picture.append(svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, label));
 }
 
-// The same in words: under the title, and as the picture's name.
+// Describe the chart in words, under the title and as the label of the picture.
 function describe(picture, note, parts) {
   note.replaceChildren(...parts.flatMap(([attributes, text]) => [h("span", attributes, text), " "]));
   picture.setAttribute("aria-label", parts.map(([, text]) => text).join(", "));

@@ -1,4 +1,4 @@
-// What was decided for each request that is over.
+// The table of decisions: one row for each finished request.
 
 import { clock, h, place, seconds, whole } from "./show.js";
 
@@ -18,7 +18,7 @@ export class Decisions {
     this.fresh = true;
   }
 
-  // Newest first.
+  // Add decisions, newest first.
   add(decisions) {
     this.waiting = [...decisions, ...this.waiting].slice(0, SHOWN);
     this.fresh = false;
@@ -27,7 +27,7 @@ export class Decisions {
   show() {
     const rows = this.waiting.map((decision) => this.row(decision));
     this.waiting = [];
-    // Whoever is on an id with the keyboard keeps it.
+    // Keep the row with the keyboard focus.
     const focused = document.activeElement?.closest("tr");
     this.body.prepend(...rows);
     while (this.body.rows.length > SHOWN && this.body.lastElementChild !== focused) {
@@ -67,7 +67,7 @@ export class Decisions {
 }
 
 
-// Why prompt tokens were computed: the largest parts first.
+// Return the reasons for computed prompt tokens, the largest count first.
 function missed({ missed: parts }) {
   const sorted = Object.entries(parts ?? {}).sort(([, a], [, b]) => b - a);
   if (!sorted.length) return null;

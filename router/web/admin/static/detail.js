@@ -1,5 +1,5 @@
-// One decision in full: what was planned and reported, the candidates, and where its prompt left
-// what was held. What only `requests/{id}` knows is asked for when it is opened.
+// One decision in full: plan, report, candidates, and the point of divergence from held content.
+// The dialog fetches `requests/{id}` for what the event stream does not contain.
 
 import { h, place, seconds, tableOf, whole } from "./show.js";
 
@@ -33,10 +33,10 @@ export class Detail {
     if (!this.dialog.open) this.dialog.showModal();
     const answer = await fetch(`requests/${encodeURIComponent(decision.id)}`).catch(() => null);
     const known = answer?.ok ? await answer.json().catch(() => null) : null;
-    if (this.asked !== decision.id) return; // another was opened meanwhile
+    if (this.asked !== decision.id) return; // another decision was opened meanwhile
     if (known?.nearest) this.body.append(...nearest(known.nearest));
     if (known?.plan) this.body.append(...candidates(known.plan));
-    if (!known) this.body.append(h("p", { class: "note" }, "No more is remembered of it."));
+    if (!known) this.body.append(h("p", { class: "note" }, "No more details are kept."));
   }
 }
 
@@ -63,15 +63,15 @@ function nearest(found) {
   const where = slot ? `slot ${slot.backend}/${slot.index}` : `snapshot ${snapshot}`;
   const shared = `${whole(found.common_tokens)} of its ${whole(found.held_tokens)} tokens`;
   return [
-    h("h3", {}, "Nearest that was held"),
+    h("h3", {}, "Nearest held content"),
     list([
       ["in", where],
       ["shared", shared],
-      found.part && ["parted in", partName(found.part)],
-      found.part_unknown && ["parted in", found.part_unknown],
-      found.parts && ["up to there", pieces(found.before)],
-      found.parts && ["then held", pieces(found.held)],
-      found.parts && ["then prompt", pieces(found.prompt)],
+      found.part && ["diverged in", partName(found.part)],
+      found.part_unknown && ["diverged in", found.part_unknown],
+      found.parts && ["tokens before", pieces(found.before)],
+      found.parts && ["held after it", pieces(found.held)],
+      found.parts && ["prompt after it", pieces(found.prompt)],
     ]),
   ];
 }
@@ -79,7 +79,7 @@ function nearest(found) {
 const partName = ({ what, index, role, n_messages }) =>
   what === "message" ? `message ${index + 1} of ${n_messages} (${role})` : what;
 
-// Text only where the operator allows it; the server leaves it out otherwise.
+// The server sends text only if the operator allows it.
 const pieces = ({ ids, text }) => h("code", {}, text ?? ids.join(" "));
 
 function candidates({ chosen, losers }) {

@@ -1,4 +1,4 @@
-// Backends with their slots: cells to look at, words for those who cannot, a table for both.
+// Backends with their slots: cells, words for screen readers, and a table with the same data.
 
 import { h, percent, setText, short, tableOf, whole } from "./show.js";
 
@@ -12,7 +12,7 @@ export class Fleet {
   constructor(root, legend, table) {
     this.root = root;
     this.table = table;
-    this.backends = new Map(); // name to its elements
+    this.backends = new Map(); // backend name to its elements
     legend.append(
       ...PHASES.map((phase) => h("li", { "data-phase": phase }, phase)),
       ...SOURCES.map((source) => h("li", { class: "source", "data-source": source }, source)),
@@ -34,7 +34,7 @@ export class Fleet {
     this.showTable();
   }
 
-  // Most moves are over between two looks: the cell of one that is over lights up shortly.
+  // Most restores and copies end between two updates: flash the cell when the request is over.
   flash(decisions) {
     if (CALM.matches) return;
     for (const { backend, slot, source } of decisions) {
@@ -48,7 +48,7 @@ export class Fleet {
     const made = {
       name: h("h3", {}, name),
       about: h("p"),
-      size: h("p", { title: "Slots, tokens of each; prefill rate" }),
+      size: h("p", { title: "Slots × context of each in tokens; prefill rate" }),
       problem: h("p", { class: "bad" }),
       cells: [],
       list: h("ul", { class: "slots", "aria-label": `Slots of ${name}` }),

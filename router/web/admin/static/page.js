@@ -1,4 +1,4 @@
-// The live page: one stream of events in, everything shown from what it said last.
+// The live page: one event stream updates the picture, from which everything is drawn.
 
 import { Timeline, drawReuse, drawTtft, percentiles, promptTokens } from "./charts.js";
 import { Decisions } from "./decisions.js";
@@ -8,9 +8,9 @@ import { apply, pictureOf } from "./picture.js";
 import { h, percent, seconds, setText, short, whole } from "./show.js";
 import { fullness, showSnapshots } from "./snapshots.js";
 
-const REDRAW_MS = 5000; // charts move on also when nothing happens
+const REDRAW_MS = 5000; // charts move with time, also without events
 const CHARTS_MS = 900; // every other event
-const AGAIN_MS = 10_000; // after a refusal, where a browser does not try again by itself
+const AGAIN_MS = 10_000; // after a refusal, when a browser does not reconnect by itself
 
 const find = (id) => document.getElementById(id);
 const fleet = new Fleet(find("fleet"), find("legend"), find("slots-table"));
@@ -19,7 +19,7 @@ const snapshots = { note: find("snapshots-note"), sizes: find("sizes"), top: fin
 
 let picture = null;
 let timeline = new Timeline();
-let clockOffset_ms = 0; // the server's clock less ours
+let clockOffset_ms = 0; // the server's clock minus the browser's
 let paused = false;
 let due = false;
 let chartsShown = 0;
@@ -67,7 +67,7 @@ function connection(state, text) {
   setText(find("connection"), text);
 }
 
-// At most once for each frame, and not for a page that nobody sees.
+// Draw at most once per frame, and not while the page is hidden.
 function render() {
   if (due || paused || !picture) return;
   due = true;
@@ -112,8 +112,8 @@ function figures(all) {
   const shown = [
     ["Reused", percent(total - all.computed, total), `of ${short(total)} prompt tokens`],
     ["TTFT p50", seconds(p50), `p90 ${seconds(p90)}`],
-    ["Slots at work", `${busy} / ${slots.length}`, `${nUp} of ${picture.backends.size} backends up`],
-    ["Queue", whole(waiting), waiting ? `oldest ${seconds(queue.oldest_s)}` : "nobody waits"],
+    ["Busy slots", `${busy} / ${slots.length}`, `${nUp} of ${picture.backends.size} backends up`],
+    ["Queue", whole(waiting), waiting ? `oldest ${seconds(queue.oldest_s)}` : "none waiting"],
     ["Snapshots", whole(store.count), fullness(store)],
   ];
   const root = find("figures");
@@ -130,7 +130,7 @@ function figures(all) {
   });
 }
 
-// For screen readers, and only what somebody would want to be interrupted for.
+// Announce to screen readers only changes that justify an interruption.
 function announce() {
   const before = up;
   up = new Map([...picture.backends].map(([name, row]) => [name, row.up]));

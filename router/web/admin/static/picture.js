@@ -1,4 +1,4 @@
-// The fleet as the server last described it. A change holds whole rows; null takes one away.
+// The fleet as the server last described it. A change holds whole rows; null removes a row.
 
 const SECTIONS = ["fleet", "backends", "slots"];
 

@@ -1,5 +1,5 @@
-// Numbers for people, and elements. Text only ever goes in as text: what comes from requests is
-// never read as markup.
+// Formats of numbers, and builders of elements. Text is always inserted as text: content of
+// requests is never parsed as markup.
 
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -54,7 +54,7 @@ export const percent = (part, all) => (all ? `${Math.round((100 * part) / all)} 
 
 export const place = ({ backend, slot }) => (backend ? `${backend}/${slot}` : "–");
 
-// The rows of a table: names of columns, then lists of texts or elements.
+// Return the head and body of a table: column names, then rows of texts or elements.
 export function tableOf(head, rows) {
   return [
     h("thead", {}, h("tr", {}, ...head.map((name) => h("th", { scope: "col" }, name)))),

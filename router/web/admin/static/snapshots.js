@@ -1,4 +1,4 @@
-// Snapshots in few numbers: what they take of their limits, how long they are, which are used most.
+// The summary of snapshots: totals and limit, a histogram of lengths, the most used ones.
 
 import { bytes, h, percent, short, tableOf, whole } from "./show.js";
 
