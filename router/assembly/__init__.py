@@ -1,4 +1,4 @@
 """Builds a running router from a configuration, and rebuilds parts of it at a reload.
 
-Besides `tools` the only package that knows all others.
+Only this package and `tools` import all others.
 """

@@ -1,6 +1,6 @@
-"""Backends that come, go and change while the router runs: making one, draining it, ending it.
+"""Starts, drains and ends backends while the router runs.
 
-The engine decides when a backend is drained; here its monitor and its client are made and ended.
+The engine decides when a backend is drained; this module makes and ends its monitor and client.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ log = structlog.get_logger(__name__)
 
 
 class StartError(RouterError):
-    """The router cannot work as it is configured; the message names the key and the way out."""
+    """The router cannot work as configured; the message names the key and the remedy."""
 
 
 def timeouts_of(config: Config) -> Timeouts:
-    """The client's limits, from the configuration."""
+    """Return the timeouts of the clients, from the configuration."""
     return Timeouts(
         connect_s=config.limits.connect_timeout_s,
         control_s=config.limits.control_timeout_s,
@@ -38,23 +38,29 @@ def timeouts_of(config: Config) -> Timeouts:
 
 
 def watch_of(config: Config) -> Watch:
-    """How backends are watched, from the configuration."""
+    """Return the settings of the monitors, from the configuration."""
     health = config.health
     return Watch(health.interval_s, health.failures, config.probe.enabled, config.auth.keeps_apart)
 
 
 def client_of(backend: BackendConfig, connections: Connections, timeouts: Timeouts) -> LlamaClient:
-    """Raises StartError if the environment lacks the key that the configuration names."""
+    """Return a client for a backend. Raises StartError if its API key is not set."""
     return LlamaClient(backend.name, backend.url, connections, timeouts, key_of(backend))
 
 
 def key_of(backend: BackendConfig) -> str | None:
-    """The API key of a backend. Raises StartError if it is not where the configuration says."""
+    """Return the API key of a backend; None: none is configured.
+
+    Raises StartError if the environment variable in the configuration is not set.
+    """
     return secret_of(f"backends: {backend.name}: api_key_env", backend.api_key_env)
 
 
 def secret_of(key: str, variable: str | None) -> str | None:
-    """What the environment variable that `key` names holds. Raises StartError."""
+    """Return the value of the environment variable that `key` names; None: it names none.
+
+    Raises StartError if the variable is not set.
+    """
     if variable is None:
         return None
     secret = os.environ.get(variable)
@@ -64,7 +70,7 @@ def secret_of(key: str, variable: str | None) -> str | None:
 
 
 def place_of(backend: BackendConfig, config: Config) -> Place | None:
-    """Where the backend's state files are; None if nothing is ever saved."""
+    """Return the KV directory of a backend; None: nothing is ever saved."""
     moves_kv = Policy(name=config.policy.name).moves_kv
     if backend.kv_dir is None or not config.store.enabled or not moves_kv:
         return None
@@ -73,7 +79,7 @@ def place_of(backend: BackendConfig, config: Config) -> Place | None:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A backend as it was configured when it was made. A released one is not watched any more."""
+    """A backend as configured when it was made. A released one is no longer watched."""
 
     backend: BackendConfig
     monitor: Monitor
@@ -85,10 +91,10 @@ class _Member:
 
 
 class Backends:
-    """The backends that there are, made to follow those that are configured.
+    """The present backends, kept in line with the configured ones.
 
-    One that is not configured any more, or otherwise, is drained first; what was configured in
-    its place, or for its server under another name, comes when it is gone.
+    A backend that was removed from the configuration or changed in it is drained first. Its
+    replacement, or a backend for the same server under another name, starts when it is gone.
     """
 
     def __init__(
@@ -97,18 +103,18 @@ class Backends:
         clients: dict[BackendId, LlamaClient],
         make: Callable[[BackendConfig, Config], Monitor],
     ) -> None:
-        """`clients` is what the engine reaches them by; `make` makes a monitor for one."""
+        """Begin without backends. `clients`: used by the engine; `make`: makes a monitor."""
         self.monitors: dict[BackendId, Monitor] = {}
         self._engine = engine
         self._clients = clients
         self._make = make
         self._config: Config
         self._members: dict[BackendId, _Member] = {}
-        self._leaving: set[BackendId] = set()  # not wanted as they are, and not gone yet
+        self._leaving: set[BackendId] = set()  # removed from the configuration or changed
         self._tasks = Tasks()
 
     def configure(self, config: Config) -> None:
-        """Have these backends, watched like this."""
+        """Take over the backends and limits of a configuration."""
         self._config = config
         for monitor in self.monitors.values():
             monitor.watch = watch_of(config)
@@ -116,16 +122,22 @@ class Backends:
         self._settle()
 
     def drain(self, name: BackendId) -> None:
-        """Nothing new for a backend; then let go of it, until `undrain`. Raises KeyError."""
+        """Give a backend nothing new, then release it, until `undrain`. Raises KeyError."""
         if not self._members[name].monitor.let_go:
             log.info("draining", backend=name)
             self._engine.drain(name)
 
     def undrain(self, name: BackendId) -> None:
-        """Use a backend again. Raises KeyError, and ConflictError if it is not to stay."""
+        """Use a backend again.
+
+        Raises KeyError, and ConflictError if the configuration no longer has it like this.
+        """
         member = self._members[name]
         if name in self._leaving:
-            raise ConflictError(f"{name} is not in the configuration any more, or otherwise")
+            raise ConflictError(
+                f"{name} was removed from the configuration or changed in it;"
+                " restore its entry there and reload"
+            )
         log.info("undrained", backend=name)
         if member.monitor.let_go:
             self._start(member.backend)
@@ -133,14 +145,14 @@ class Backends:
             self._engine.undrain(name)
 
     def released(self, name: BackendId) -> None:
-        """The engine has let go of a backend. Never blocks; it is not heard of any more."""
+        """End a backend that the engine has released. Never blocks; its monitor reports no more."""
         member = self._members[name]
         member.watching.cancel()
         member.monitor.release()
         self._tasks.spawn(self._end(member), name=f"end {name}")
 
     async def aclose(self) -> None:
-        """Watch nobody any more."""
+        """Stop watching all backends."""
         await self._tasks.aclose()
         watching = [member.watching for member in self._members.values()]
         for task in watching:
@@ -156,12 +168,11 @@ class Backends:
         self._clients[backend.name] = monitor.client
 
     def _settle(self) -> None:
-        """One step from what there is to what is wanted; each end of a drain is followed by
-        another."""
+        """Take one step from the present to the configured backends; another follows each drain."""
         for member in tuple(self._members.values()):
             name = member.name
             if member.backend in self._config.backends:
-                if name in self._leaving:  # wanted again in time
+                if name in self._leaving:  # configured again in time
                     self._leaving.discard(name)
                     self.undrain(name)
             elif name not in self._leaving:
@@ -171,7 +182,7 @@ class Backends:
                 else:
                     self.drain(name)
         for backend in self._config.backends:
-            # Two for one server would take the same slots.
+            # Two backends for one server would take the same slots.
             if not any(
                 member.name == backend.name or member.backend.url == backend.url
                 for member in self._members.values()
@@ -179,7 +190,7 @@ class Backends:
                 self._start(backend)
 
     async def _end(self, member: _Member) -> None:
-        """When the last answer is over, say so; and forget it, if it is not to come back."""
+        """Log the end of a drain after the last answer; forget a backend that is to go."""
         await member.monitor.client.until_quiet()
         name = member.name
         if self._members.get(name) is not member:

@@ -1,4 +1,4 @@
-"""What each part of the router takes of a configuration."""
+"""Derives the settings of each part of the router from a configuration."""
 
 from router.base.types import Caller
 from router.config.schema import Config
@@ -10,7 +10,7 @@ from router.web.server.settings import Settings
 
 
 def policy_of(config: Config) -> Policy:
-    """How to decide."""
+    """Return the policy of the scheduler."""
     return Policy(
         name=config.policy.name,
         max_wait_s=config.policy.max_wait_s,
@@ -23,19 +23,19 @@ def policy_of(config: Config) -> Policy:
 
 
 def limits_of(config: Config) -> SnapshotLimits:
-    """How much to keep."""
+    """Return the limits on snapshots."""
     return SnapshotLimits(config.store.max_bytes, config.store.max_tokens, config.store.min_tokens)
 
 
 def queue_limits_of(config: Config) -> QueueLimits:
-    """Who may wait, and for how long."""
+    """Return the limits of the request queue."""
     return QueueLimits(
         config.queue.max_requests, config.queue.deadline_s, config.queue.no_backend_wait_s
     )
 
 
 def take_settings(settings: Settings, config: Config) -> None:
-    """Put in force what the web layer reads with every request."""
+    """Update the settings that the web layer reads with every request."""
     limits = config.limits
     settings.connections = limits.connections
     settings.connections_per_client = limits.connections_per_client
@@ -52,7 +52,7 @@ def take_settings(settings: Settings, config: Config) -> None:
 
 
 def known_of(config: Config) -> Known:
-    """Who may come in, and as whom."""
+    """Return the accepted keys with their callers, and the limits of tenants."""
     auth = config.auth
     limits = [(tenant.name, tenant.max_requests) for tenant in auth.tenants]
     return Known(

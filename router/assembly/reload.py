@@ -1,4 +1,4 @@
-"""The configuration file, read again while the router runs: all of it, or nothing."""
+"""Reads the configuration file again while the router runs: takes over all of it, or nothing."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ log = structlog.get_logger(__name__)
 
 
 class Reload:
-    """Holds the configuration that is in force. Call it to read the file again."""
+    """The configuration in force. A call reads the file again."""
 
     def __init__(
         self,
@@ -25,8 +25,10 @@ class Reload:
         take: Callable[[Config], Awaitable[None]],
         spawn: Spawn,
     ) -> None:
-        """`path` None: there is no file. `take` puts a configuration in force, or raises
-        StartError or KvError and has changed nothing."""
+        """Start with `config` in force. `path` None: there is no file.
+
+        `take` puts a configuration in force, or raises StartError or KvError with nothing changed.
+        """
         self.config = config
         self._path = path
         self._take = take
@@ -34,10 +36,10 @@ class Reload:
         self._spawn = spawn
 
     async def __call__(self) -> dict[str, object]:
-        """What changed, for JSON. Raises InvalidConfigError, ConflictError; nothing changed then.
+        """Read the file again and return what changed, for JSON.
 
-        One line in the log either way. Goes on if whoever asked does not wait for it: half of it
-        must not be left.
+        Raises InvalidConfigError or ConflictError with nothing changed. Logs one line either way.
+        A cancelled caller does not stop it: a reload must not end halfway.
         """
         done: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
         self._spawn(self._to_its_end(done), name="reload")
@@ -48,7 +50,7 @@ class Reload:
             done.set_result(await self._told())
         except BaseException as error:
             done.set_exception(error)
-            done.exception()  # nobody may be waiting any more: nothing to log
+            done.exception()  # marks it retrieved: the caller may be gone
             if not isinstance(error, RouterError):
                 raise
 

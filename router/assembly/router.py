@@ -1,4 +1,4 @@
-"""Builds everything, once, from a configuration; the only module that knows all the others."""
+"""Builds the router from a configuration; the only module that knows all others."""
 
 import asyncio
 import gc
@@ -73,14 +73,16 @@ from router.web.server.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-# How long answers that are under way may go on when everything else has stopped.
+# For answers still under way when everything else has stopped.
 _CLOSE_S = 1.0
 
 
 @dataclass(slots=True)
 class Router:
-    """A running router, without its listening sockets. `admin_url` is where its own routes are;
-    None while nobody listens, or where clients connect."""
+    """A running router, without its listening sockets.
+
+    `admin_url`: the operators' address; None while it is closed, or if it is the clients' address.
+    """
 
     app: App
     engine: Engine
@@ -93,11 +95,11 @@ class Router:
 
     @property
     def config(self) -> Config:
-        """What is in force now."""
+        """Return the configuration in force."""
         return self.reload.config
 
     async def stop(self) -> None:
-        """Let running requests end and save what is worth it, within `shutdown_grace`."""
+        """Let running requests end and save slots where that pays, within `shutdown_grace`."""
         grace_s = self.config.shutdown_grace_s
         self.directory.stop()
         try:
@@ -115,10 +117,10 @@ async def build(
     path: Path | None = None,
     tracing: Tracing | None = None,
 ) -> AsyncIterator[Router]:
-    """A router that watches its backends; what was started is stopped on exit.
+    """Yield a router that watches its backends; stop on exit all that was started.
 
-    `path` is where the configuration was read, and will be again. `tracing`: instead of what is
-    configured.
+    `path`: the file of the configuration, which a reload reads again. `tracing`: replaces the
+    configured one.
 
     Raises StartError, or KvError if a kv_dir cannot be used.
     """
@@ -216,7 +218,7 @@ async def build(
         keys = Keys(telemetry)
 
         async def take(wanted: Config) -> None:
-            """Put a configuration in force. All that can go wrong comes first."""
+            """Put a configuration in force. All steps that can fail come first."""
             for backend in wanted.backends:
                 key_of(backend)
             places = [place_of(backend, wanted) for backend in wanted.backends]
@@ -277,7 +279,7 @@ async def build(
 
 
 def _show_certificate(context: ssl.SSLContext, files: TlsConfig) -> None:
-    """Blocking. Raises StartError."""
+    """Load the certificate into `context`. Blocking. Raises StartError."""
     assert files.certificate is not None and files.key is not None  # noqa: PT018 - for mypy
     try:
         problem = tls.load(context, files.certificate, files.key)
@@ -288,20 +290,22 @@ def _show_certificate(context: ssl.SSLContext, files: TlsConfig) -> None:
 
 
 async def _exporting(endpoint: str, stack: AsyncExitStack) -> Tracing:
-    """Raises StartError if the SDK is not there: it is an extra."""
+    """Return tracing to `endpoint`. Raises StartError if the SDK, an extra, is missing."""
     try:
         from router.telemetry.tracing import exporting
     except ModuleNotFoundError as error:
         raise StartError("tracing: endpoint needs `pip install 'kvferry[otel]'`") from error
-    made = await asyncio.to_thread(exporting, endpoint)  # it looks around on this machine
+    made = await asyncio.to_thread(exporting, endpoint)  # blocking: it inspects this machine
     stack.push_async_callback(made.aclose)
     return made
 
 
 @asynccontextmanager
 async def listening(router: Router) -> AsyncIterator[str]:
-    """Serve on the configured addresses; yields the clients' URL. Raises StartError if one cannot
-    be had."""
+    """Serve on the configured addresses; yield the clients' URL.
+
+    Raises StartError if an address cannot be used.
+    """
     config = router.config
     own = config.admin.listen
     async with AsyncExitStack() as stack:
@@ -311,7 +315,7 @@ async def listening(router: Router) -> AsyncIterator[str]:
         side = Side.ALL if own is None else Side.CLIENTS
         address = _address(router, config.listen, side, "listen (--listen)")
         url = await stack.enter_async_context(address)
-        # Last in, first out: an open page must not hold up the end.
+        # Last in, first out: an open live page must not delay the shutdown.
         stack.callback(router.live.stop)
         yield url
 
@@ -338,15 +342,17 @@ async def _address(router: Router, address: Address, side: Side, key: str) -> As
     finally:
         server.close()
         try:
-            listener.turnstile.open()  # else who waits there for a turn would be closed as idle
+            listener.turnstile.open()  # else waiting connections would be closed as idle
         finally:
             listener.pre_shutdown()
             await listener.shutdown(_CLOSE_S)
 
 
 async def serve(config: Config, path: Path | None = None) -> None:
-    """Run until SIGINT or SIGTERM; a second signal ends it at once. SIGHUP reads `path` again, or
-    ends it where there is none."""
+    """Run until SIGINT or SIGTERM; a second signal ends the process at once.
+
+    SIGHUP reads `path` again, or ends the router if there is none.
+    """
     stopping = asyncio.Event()
 
     def stop() -> None:
@@ -359,8 +365,8 @@ async def serve(config: Config, path: Path | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     asked = asyncio.Event()
-    # Before anything that takes long: unhandled it would end the process. Without a file it means
-    # that the terminal was closed.
+    # Before anything that takes long: an unhandled SIGHUP would end the process. Without a file,
+    # SIGHUP means that the terminal was closed.
     loop.add_signal_handler(signal.SIGHUP, stop if path is None else asked.set)
     async with build(config, path=path) as router, listening(router) as url:
         rereading = spawn(_reread(router, asked), name="reload")
@@ -382,29 +388,35 @@ async def _reread(router: Router, asked: asyncio.Event) -> None:
     while True:
         await asked.wait()
         asked.clear()
-        with suppress(RouterError):  # its log line says why
+        with suppress(RouterError):  # the reload has logged it
             await router.reload()
 
 
 def _left(telemetry: PrometheusTelemetry, journal: Journal, request: Request) -> None:
-    """It waited, or its prompt was being computed: it is told of like one that was answered."""
-    outcome, why = Outcome.CLIENT_GONE, "the client left before its request was sent"
+    """Report a request that was abandoned in the queue or during its preparation."""
+    outcome, why = Outcome.CLIENT_GONE, "the client disconnected before its request was sent"
     telemetry.rejected(request.id, outcome, why, request.clients_id, request.caller)
     journal.rejected(request.id, outcome, why, request.caller)
 
 
 def _allow_descriptors() -> None:
-    """As many as the system allows: each client takes two, and 1,024 are a usual default."""
+    """Raise the limit of open files as far as allowed.
+
+    Each client takes two, and 1,024 are a usual default.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # a system may have a lower limit of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _calm_garbage_collector() -> None:
-    """What is there by now stays; and a request makes more objects than Python's default of 700,
-    so that each would pay for collections that find nothing. Seen in a loop over the router's own
-    steps; in `bench.latency` the difference is within the noise. A collection stops everybody: one
-    of 50,000 objects took 20 to 40 ms of CPU."""
+    """Make garbage collections rare, and freeze the objects that exist by now.
+
+    A request makes more objects than Python's default of 700, so each request would pay for
+    collections that find nothing. The cost was seen in a loop over the router's own steps; in
+    `bench.latency` the difference is within the noise. A collection stops everything: one of 50,000
+    objects took 20 to 40 ms of CPU.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 100, 100)

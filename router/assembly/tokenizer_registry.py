@@ -1,4 +1,4 @@
-"""How prompts are read: a tokenizer for each namespace, a reader for each backend."""
+"""A tokenizer for each namespace, and a prompt reader for each backend."""
 
 import asyncio
 import logging
@@ -24,15 +24,17 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Speakers:
-    """The backends of one namespace that are up. What one of them says holds for all."""
+    """The backends of one namespace that are up. The answer of one holds for all."""
 
     clients: dict[BackendId, LlamaClient] = field(default_factory=dict)
 
     async def tokenize(
         self, content: str | list[str | int], *, add_special: bool, parse_special: bool
     ) -> list[int]:
-        """Ask one of them; the next, if it is gone and nobody knows yet. One in doubt comes last.
-        Raises BackendError."""
+        """Tokenize with one backend, or with the next if one does not answer.
+
+        A doubted backend comes last. Raises BackendError.
+        """
         failed = BackendError("no backend to tokenize with")
         for client in sorted(self.clients.values(), key=lambda one: one.doubted):
             try:
@@ -47,7 +49,7 @@ class _Speakers:
 
 
 class Vocabularies:
-    """A tokenizer for each backend, shared by those of the same namespace."""
+    """The tokenizers and readers; backends of the same namespace share a tokenizer."""
 
     def __init__(self, config: TokenizerConfig, tasks: Tasks) -> None:
         self._config = config
@@ -57,8 +59,10 @@ class Vocabularies:
         self.readers: dict[BackendId, PromptReader] = {}
 
     def leave(self, backend: BackendId) -> None:
-        """A backend is not up any more: others are asked in its place. What nobody speaks any more
-        is forgotten; who speaks it next is asked anew."""
+        """Remove a backend that is not up any more; others of its namespace tokenize instead.
+
+        Drop a namespace's tokenizer when its last backend goes; probe again when one comes back.
+        """
         self.readers.pop(backend, None)
         for namespace, speakers in tuple(self._speakers.items()):
             speakers.clients.pop(backend, None)
@@ -103,9 +107,9 @@ class Vocabularies:
         return PromptReader(Vocabulary(client, tokenizer, props.media_marker, template))
 
     async def _local(self, props: Props, specials: dict[str, int]) -> Encoder | None:
-        """The local tokenizer: the one that is configured, or the model's own file if it is here.
+        """Load the local tokenizer: the configured one, or the model's own file if it is here.
 
-        None with a line in the log; the backend is asked then.
+        None: the backend tokenizes. A failure is logged.
         """
         path = self._config.path
         if self._config.mode is TokenizerMode.AUTO:
@@ -117,7 +121,7 @@ class Vocabularies:
         try:
             return await asyncio.to_thread(load_local, path, tuple(specials))
         except LocalTokenizerError as error:
-            # Without the package `auto` is `backend`, as documented; `local` was asked for.
+            # Without the package `auto` means `backend`, as documented; `local` was asked for.
             asked = self._config.mode is TokenizerMode.LOCAL
             log.log(
                 logging.WARNING if asked else logging.INFO,

@@ -1,4 +1,4 @@
 """Types, errors, tokens, ports and tasks that every other package uses.
 
-Knows no other package of kvferry.
+Imports no other package of kvferry.
 """

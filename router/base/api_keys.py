@@ -1,34 +1,36 @@
-"""What a client's key is: 256 random bits, of which only a digest is kept.
+"""Client keys: 256 random bits each, of which only a digest is kept.
 
-A plain SHA-256 is enough. Slow hashes protect what people choose, which can be guessed; of 2^256
-keys none can be. It takes a microsecond, and each request pays it.
+A plain SHA-256 is enough. Slow hashes protect passwords that can be guessed; none of 2^256 keys
+can be. The digest takes a microsecond, and each request pays it.
 """
 
 import secrets
 from hashlib import sha256
 
-PREFIX = "kvf_"  # so that a key that got somewhere it should not be can be recognised
+PREFIX = "kvf_"  # makes a leaked key recognisable
 _FORM = "sha256:"
 
 
 def new_key() -> str:
-    """A key, to be shown once."""
+    """Return a new key, to be shown once."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def digest_of(key: str) -> bytes:
-    """What a key is known by: 32 bytes."""
+    """Return the 32-byte digest that identifies a key."""
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def hash_text(key: str) -> str:
-    """The digest as the configuration has it."""
+    """Return the digest in the form that the configuration uses."""
     return _FORM + digest_of(key).hex()
 
 
 def read_hash(text: object) -> bytes:
-    """The digest in `hash_text`'s form. Raises ValueError, which repeats nothing: it may be the
-    key itself."""
+    """Return the digest in a text of `hash_text`'s form.
+
+    Raises ValueError without the text, which may be the key itself.
+    """
     if isinstance(text, str) and text.startswith(_FORM):
         digits = text.removeprefix(_FORM)
         if len(digits) == 64 and all(digit in "0123456789abcdefABCDEF" for digit in digits):

@@ -1,21 +1,24 @@
-"""Time, for those who are given it as an argument."""
+"""Clocks, to be passed as arguments."""
 
 import time
 
 
 class MonotonicClock:
-    """ports.Clock: the machine's monotonic clock."""
+    """The machine's monotonic clock (`ports.Clock`)."""
 
     def now(self) -> float:
-        """Seconds that only go forward."""
+        """Return seconds that only go forward."""
         return time.monotonic()
 
 
 def wall_ns() -> int:
-    """Nanoseconds since the epoch; for traces, which other machines add to."""
+    """Return nanoseconds since the epoch; for traces, which other machines add to."""
     return time.time_ns()
 
 
 def wall_now() -> float:
-    """Seconds since the epoch; for records that outlive the process, never for durations."""
+    """Return seconds since the epoch.
+
+    For records that outlive the process, never for durations.
+    """
     return time.time()  # noqa: TID251 - the one place where wall time is read

@@ -1,4 +1,4 @@
-"""Every error that a client can be told about: one class, one status, one metric label."""
+"""Errors that a client can be told about: one class, one status, one metric label each."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ from router.base.types import BackendId
 
 
 class RouterError(Exception):
-    """Base of all. `status` is the HTTP status, `kind` the OpenAI-style `type`.
+    """Base of all client errors. `status`: HTTP status; `kind`: the OpenAI-style `type`.
 
     The message goes to the client: it never holds a backend URL, a file path or prompt text.
     """
@@ -26,14 +26,14 @@ class BadRequestError(RouterError):
 
 
 class NotFoundError(BadRequestError):
-    """The router has nothing by that name."""
+    """The router has no object or route of that name."""
 
     status = 404
     kind = "not_found_error"
 
 
 class UnauthorizedError(RouterError):
-    """No key, or not a good one; in llama-server's own words."""
+    """The key is missing or wrong; the wording is llama-server's own."""
 
     status = 401
     kind = "authentication_error"
@@ -41,7 +41,7 @@ class UnauthorizedError(RouterError):
 
 
 class TenantBusyError(RouterError):
-    """`max_requests` of the tenant are running or waiting."""
+    """The tenant's `max_requests` requests are already running or waiting."""
 
     status = 429
     kind = "rate_limit_error"
@@ -50,17 +50,17 @@ class TenantBusyError(RouterError):
 
 
 class FramingError(BadRequestError):
-    """Where the request ends is in doubt: its connection is closed after the answer."""
+    """The end of the request is in doubt: its connection is closed after the answer."""
 
 
 class UnknownMethodError(FramingError):
-    """A method of which nobody here knows what follows its headers."""
+    """A method that the router does not know, nor what follows its headers."""
 
     status = 405
 
 
 class MethodError(BadRequestError):
-    """The router has it, but not for this method. `allowed` are those that it is for."""
+    """The route exists, but not for this method. `allowed`: its methods."""
 
     status = 405
 
@@ -70,7 +70,7 @@ class MethodError(BadRequestError):
 
 
 class NeedsTokenError(RouterError):
-    """A look at what only operators may see. A browser asks for the token."""
+    """A read that only operators may do, without the token. A browser asks for the token."""
 
     status = 401
     kind = "authentication_error"
@@ -116,7 +116,7 @@ class TargetTooLongError(HeaderTooLargeError):
 
 
 class TooManyConnectionsError(RouterError):
-    """`limits.connections` or `limits.connections_per_client` are open."""
+    """`limits.connections` or `limits.connections_per_client` connections are open."""
 
     status = 503
     kind = "unavailable_error"
@@ -142,7 +142,7 @@ class UnsupportedMediaTypeError(RouterError):
 
 
 class ExpectationError(RouterError):
-    """The client wants to hear something before it sends its body that no server says."""
+    """The `Expect` header asks for something other than 100-continue."""
 
     status = 417
     kind = "invalid_request_error"
@@ -166,8 +166,10 @@ class ContextTooLongError(RouterError):
 
 
 class InvalidConfigError(RouterError):
-    """A configuration that cannot be used. `problems`: key, line and message of each, if it is the
-    file that is wrong. For an operator: the message names files and keys."""
+    """A configuration that cannot be used. For an operator: the message names files and keys.
+
+    `problems`: key, line and message of each problem, if the file is wrong.
+    """
 
     status = 422
     kind = "invalid_config_error"
@@ -179,7 +181,7 @@ class InvalidConfigError(RouterError):
 
 
 class ConflictError(RouterError):
-    """It cannot be done as things are; the message says why."""
+    """The operation is not possible in the present state; the message says why."""
 
     status = 409
     kind = "conflict_error"
@@ -187,7 +189,7 @@ class ConflictError(RouterError):
 
 
 class QueueFullError(RouterError):
-    """`queue.max_requests` are waiting already."""
+    """`queue.max_requests` requests are already waiting."""
 
     status = 503
     kind = "unavailable_error"
@@ -205,7 +207,7 @@ class NoBackendError(RouterError):
 
 
 class TooManyViewersError(RouterError):
-    """As many as may watch the live page do."""
+    """The live page has as many viewers as it may have."""
 
     status = 503
     kind = "unavailable_error"
@@ -214,7 +216,10 @@ class TooManyViewersError(RouterError):
 
 
 class DeadlineError(RouterError):
-    """The request waited for a slot, or for its turn, for longer than `queue.deadline`."""
+    """The request waited longer than `queue.deadline`.
+
+    The wait was for a slot, in the prefill queue or at the placement gate.
+    """
 
     status = 504
     kind = "timeout_error"
@@ -229,7 +234,7 @@ class BackendError(RouterError):
     kind = "server_error"
     outcome = "backend_error"
     retry_after_s = 1.0
-    backend: BackendId | None = None  # which, where whoever catches it cannot know
+    backend: BackendId | None = None  # set where the code that catches it cannot know
 
 
 class BackendTimeoutError(BackendError):
@@ -256,12 +261,12 @@ class TwinError(BackendError):
 
 
 class KvError(Exception):
-    """KV trouble. Never reaches a client: the request becomes a cold prefill."""
+    """A KV operation failed. Never reaches a client: the request becomes a cold prefill."""
 
 
 class KvFileError(KvError):
-    """A state file that is not what it should be; the message says in which way."""
+    """A state file is not as it should be; the message says in which way."""
 
 
 class StaleLeaseError(RuntimeError):
-    """A lease was used after its slot had gone on to another: a bug here, never in a client."""
+    """A lease was used after its slot changed hands: a bug in the router, never in a client."""

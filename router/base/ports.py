@@ -1,4 +1,4 @@
-"""What the engine and the web layer ask of the outside world: only the methods they call."""
+"""Protocols of the outside world: only the methods that the engine and the web layer call."""
 
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ from router.base.types import (
 
 
 class Clock(Protocol):
-    """Seconds that only go forward; their zero means nothing."""
+    """A clock in seconds that only goes forward; its zero has no meaning."""
 
     def now(self) -> float: ...
 
 
 class Backend(Protocol):
-    """Control calls to one llama-server. Every method raises only BackendError and its kin.
+    """Control calls to one llama-server. Every method raises only BackendError.
 
     Slot actions must only be sent to a slot that is known to be idle: on a busy one they can
     hang for ever (llama-server.md section 0.2).
@@ -50,48 +50,49 @@ class Tokenizer(Protocol):
 
 
 class SnapshotStore(Protocol):
-    """State files on disk. Raises KvError and its kin, and OSError never.
+    """State files on disk. Raises KvError, and OSError never.
 
-    A file exists when the manifest says so; names are ours alone.
+    A file exists when the manifest says so; only the router chooses names.
     """
 
     def staging_name(self) -> str:
-        """A fresh name to let a backend write to."""
+        """Return a fresh name for a backend to write to."""
 
     async def verify(self, place: Place, name: str, size_bytes: int) -> StagedFile:
-        """Check what a backend wrote: size as reported, every section readable.
+        """Check a file that a backend wrote: size as reported, every section readable.
 
         A sliding-window state is padded so that it can be extended after a restore: `size_bytes`
         of the result is then larger.
         """
 
     async def cut(self, snapshot: Snapshot, n_tokens: int) -> StagedFile:
-        """The first `n_tokens` of a full-attention snapshot as a file to commit."""
+        """Cut the first `n_tokens` out of a full-attention snapshot, as a file to commit."""
 
     async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
-        """Give the file its final name. Usable at once, durable once it is in the manifest."""
+        """Give the file its final name: usable at once, durable once it is in the manifest."""
 
     async def discard(self, place: Place, name: str) -> None:
-        """Remove a staged file that is not wanted."""
+        """Remove a staged file that is not needed."""
 
     async def open(self, snapshot: Snapshot, place: Place, n_stream: int) -> str:
-        """A name under which a backend of `place` can read the snapshot, checked unchanged.
+        """Return a name under which a backend of `place` can read the snapshot.
 
-        Rewritten, if the backend's files have another number of streams.
+        The file is checked to be unchanged, and restreamed if the backend's files have another
+        number of streams.
         """
 
     async def close(self, snapshot: Snapshot, place: Place, name: str) -> None:
-        """Give back what `open` returned."""
+        """Give back a name that `open` returned."""
 
     async def delete(self, snapshot: Snapshot) -> None:
         """Remove a snapshot: from the manifest first, then the file."""
 
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
-        """Take a snapshot that misbehaved out of the manifest; keep its file for the operator."""
+        """Remove a snapshot that misbehaved from the manifest; keep its file for the operator."""
 
 
 class Telemetry(Protocol):
-    """What the engine has to tell an operator."""
+    """Reports of the engine to an operator."""
 
     def request(self, record: RequestRecord) -> None: ...
     def rejected(
@@ -113,13 +114,13 @@ class Telemetry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A request that was with a backend. Times are seconds since it came to the router."""
+    """One attempt of a request at a backend. Times are seconds since its arrival at the router."""
 
     slot: SlotId
     source: Source
     planned_tokens: int
-    asked_s: float  # for a slot
-    waited_s: float  # in the queue; a length of time
+    asked_s: float  # when it asked for a slot
+    waited_s: float  # in the queue (a duration)
     granted_s: float
     first_byte_s: float | None
     ended_s: float
@@ -128,7 +129,7 @@ class Attempt:
 
 
 class Trace(Protocol):
-    """One request of a client, as somebody follows it through several systems."""
+    """One client request in a trace through several systems."""
 
     def inject(self, headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]: ...
     def attempt(self, told: Attempt) -> None: ...
@@ -136,7 +137,7 @@ class Trace(Protocol):
 
 
 class Tracing(Protocol):
-    """Where traces begin. `ns`: when the request came, in nanoseconds since the epoch."""
+    """Begins traces. `ns`: arrival of the request, in nanoseconds since the epoch."""
 
     def begin(
         self, path: str, headers: Mapping[str, str], request: RequestId, model: str | None, ns: int
@@ -144,7 +145,7 @@ class Tracing(Protocol):
 
 
 class Spawn(Protocol):
-    """Run something in the background of whoever was given this (router.tasks.Tasks.spawn)."""
+    """Runs a coroutine as a background task of its owner (`router.base.tasks.Tasks.spawn`)."""
 
     def __call__(self, coro: Coroutine[Any, Any, None], *, name: str) -> None: ...
 

@@ -1,8 +1,8 @@
 """Background tasks that cannot get lost: referenced until done, named, their exceptions logged.
 
-The event loop keeps only weak references to tasks, and an exception that nobody retrieves is
-reported when the garbage collector gets there, if it does. `asyncio.create_task` is banned for
-these two reasons.
+The event loop keeps only weak references to tasks. An exception that is not retrieved is reported
+when the garbage collector gets there, if it does. For these two reasons `asyncio.create_task` is
+banned.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-# Strong references; a task leaves in its done callback.
+# Strong references; the done callback of a task removes it.
 _running: set[asyncio.Task[None]] = set()
 
 
 def spawn(coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
     """Run `coro` in the background of the running loop.
 
-    The task does not raise when awaited: an exception of `coro` is logged with its traceback,
-    and a cancellation is the end that was asked for. (A task cancelled before its first step is
-    the exception: awaiting that one raises CancelledError.)
+    Awaiting the task does not raise: an exception of `coro` is logged with its traceback, and a
+    cancellation ends the task normally. Only a task that was cancelled before its first step
+    raises CancelledError.
     """
     return _spawn(coro, name, _running)
 
@@ -37,7 +37,7 @@ def _spawn(
     def done(task: asyncio.Task[None]) -> None:
         _running.discard(task)
         owned.discard(task)
-        coro.close()  # one that never started would warn; a finished one does not mind
+        coro.close()  # one that never started would warn; no effect on a finished one
 
     task.add_done_callback(done)
     return task
@@ -53,7 +53,7 @@ async def _guard(coro: Coroutine[Any, Any, None], name: str) -> None:
 
 
 class Tasks:
-    """The tasks of one owner, which ends them when it ends itself."""
+    """The tasks of one owner, which cancels them when it ends."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -62,16 +62,16 @@ class Tasks:
         return len(self._tasks)
 
     def spawn(self, coro: Coroutine[Any, Any, None], *, name: str) -> None:
-        """As the function `spawn`; the task is this object's until it is done."""
+        """Run `coro` as the function `spawn` does; this object owns the task until it is done."""
         _ = _spawn(coro, name, self._tasks)
 
     async def join(self) -> None:
-        """Wait until none is left, those included that are spawned meanwhile."""
+        """Wait until no task is left, including tasks that are spawned meanwhile."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def aclose(self) -> None:
-        """Cancel what still runs and wait until all of it has ended."""
+        """Cancel the running tasks and wait until all have ended."""
         while self._tasks:
             for task in self._tasks:
                 task.cancel()

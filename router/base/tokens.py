@@ -11,8 +11,8 @@ from typing import NewType
 Tokens = NewType("Tokens", bytes)
 
 WIDTH = 4
-PIECE = 64 * 1024  # ids that are dealt with at once, in 1 ms
-_SHORT = 128  # bytes; as a number they cost less than one more halving
+PIECE = 64 * 1024  # ids that are handled at once, in 1 ms
+_SHORT = 128  # bytes; comparing them as a number costs less than one more halving
 EMPTY = Tokens(b"")
 
 
@@ -27,18 +27,18 @@ def pack(ids: Iterable[int]) -> Tokens:
 
 
 def pieces(ids: list[int]) -> Iterator[list[int]]:
-    """So many that one call does not hold the GIL for long; together all."""
+    """Yield all ids in parts so small that one call does not hold the GIL for long."""
     for start in range(0, len(ids), PIECE):
         yield ids[start : start + PIECE]
 
 
 def unpack(tokens: Tokens) -> list[int]:
-    """The ids, as ints."""
+    """Return the ids as a list of ints."""
     return list(iterate(tokens))
 
 
 def iterate(tokens: Tokens) -> Iterator[int]:
-    """The ids, one by one."""
+    """Return an iterator over the ids."""
     packed = array("i")
     packed.frombytes(tokens)
     if sys.byteorder == "big":  # pragma: no cover - no such machine here
@@ -47,33 +47,33 @@ def iterate(tokens: Tokens) -> Iterator[int]:
 
 
 def count(tokens: Tokens) -> int:
-    """How many tokens."""
+    """Return the number of tokens."""
     return len(tokens) // WIDTH
 
 
 def head(tokens: Tokens, n: int) -> Tokens:
-    """The first `n` tokens."""
+    """Return the first `n` tokens."""
     return Tokens(tokens[: n * WIDTH])
 
 
 def tail(tokens: Tokens, n: int) -> Tokens:
-    """All but the first `n` tokens."""
+    """Return all but the first `n` tokens."""
     return Tokens(tokens[n * WIDTH :])
 
 
 def join(parts: Iterable[Tokens]) -> Tokens:
-    """One sequence after the other."""
+    """Concatenate sequences."""
     return Tokens(b"".join(parts))
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Length in tokens of the longest common prefix.
+    """Return the length in tokens of the longest common prefix.
 
-    Halving, comparing only the undecided part: memcmp does the work and every byte is looked at
-    at most twice. What is left is compared as two numbers, by the lowest bit in which they differ.
+    Halves the undecided part and compares it with memcmp, which reads each byte at most twice.
+    The rest is compared as two numbers, by the lowest bit in which they differ.
     """
     if a[:WIDTH] != b[:WIDTH]:
-        return 0  # most have nothing in common
+        return 0  # most pairs have nothing in common
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high // WIDTH

@@ -1,4 +1,4 @@
-"""The words of kvferry as types. `docs/glossary.md` explains them; nothing here does anything."""
+"""Data types of all packages, without behaviour; `docs/glossary.md` explains the terms."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -13,11 +13,11 @@ BackendId = NewType("BackendId", str)
 RequestId = NewType("RequestId", str)
 SnapshotId = NewType("SnapshotId", str)
 Namespace = NewType("Namespace", str)
-"""Names all that must be equal for KV to be reusable: model, adapters, RoPE, cache layout."""
+"""Names all that must be equal for reusable KV: model, adapters, RoPE, cache layout."""
 Tenant = NewType("Tenant", str)
-"""Whose tokens: nothing of one is used for another. No name, `NOBODY`: nobody's in particular."""
+"""The owner of tokens; none are reused for another one. `NOBODY`, no name: no particular tenant."""
 Place = NewType("Place", str)
-"""A directory that holds state files; the `--slot-save-path` of one or more backends."""
+"""A KV directory: holds state files; the `--slot-save-path` of one or more backends."""
 
 NOBODY = Tenant("")
 
@@ -34,7 +34,7 @@ class SlotId:
 
 
 class MemoryKind(StrEnum):
-    """How a model remembers, as far as it decides which prefixes of a state are reusable."""
+    """A model's kind of memory, as far as it decides which prefixes of a state are reusable."""
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
@@ -44,30 +44,31 @@ class MemoryKind(StrEnum):
 
 
 class Source(StrEnum):
-    """Where the reused tokens of a request come from (`x-kvferry-source`)."""
+    """The source of a request's reused tokens (`x-kvferry-source`)."""
 
     RESIDENT = "resident"
     SNAPSHOT = "snapshot"
     COPY = "copy"
     COLD = "cold"
-    NONE = "none"  # the router has no say: passed through, or the tokens are unknown
+    NONE = "none"  # not the router's choice: passed through, or the tokens are unknown
 
 
 class Left(StrEnum):
-    """How far a request was when the slot was left with it: what it takes to know that it is over.
+    """A request's last known progress; decides how its slot is known to be idle again.
 
-    A stream is ended at the next piece that cannot be written; of anything else a server notices
-    after a second without results, looks at `/slots` among them (llama-server.md section 5.6).
+    llama-server ends an abandoned stream at the next chunk that it cannot write. Other disconnects
+    are noticed after a second without results; a poll of `/slots` is a result (llama-server.md
+    section 5.6).
     """
 
-    UNSEEN = "unseen"  # nobody knows of one; it may be somebody else's
-    SENT = "sent"  # it may still be in the server's queue
-    BEGUN = "begun"  # as a stream, of which there was a piece
-    ANSWERED = "answered"  # to the end
+    UNSEEN = "unseen"  # no request is known; an unknown client may use the slot
+    SENT = "sent"  # may still be in the server's queue
+    BEGUN = "begun"  # a stream with a chunk received
+    ANSWERED = "answered"  # answered to the end
 
 
 class Outcome(StrEnum):
-    """How a request that reached a backend ended."""
+    """The end of a request that reached a backend."""
 
     OK = "ok"
     REFUSED = "refused"  # the backend answered with an error status; passed on as it is
@@ -76,41 +77,41 @@ class Outcome(StrEnum):
 
 
 class Standing(StrEnum):
-    """What a backend is to the router."""
+    """A backend's state, as the router treats it."""
 
     UP = "up"
     DOWN = "down"
-    DRAINING = "draining"  # gets nothing new; what it has is not over
-    DRAINED = "drained"  # nobody uses it or looks at it, until somebody says otherwise
+    DRAINING = "draining"  # gets no new requests; its present work is not over
+    DRAINED = "drained"  # neither used nor watched, until it is undrained
 
 
 class Miss(StrEnum):
-    """Why prompt tokens were computed; `docs/metrics.md` tells each. A token has one of these."""
+    """The reason why a prompt token was computed, one per token; see `docs/metrics.md`."""
 
-    NEW = "new"  # nobody ever held them, and what was held ends there; and the last token
-    DIVERGED = "diverged"  # what is held goes on otherwise
-    COLD = "cold"  # what is held begins otherwise
-    BUSY = "busy"  # held by a slot that was busy, and not waited for
+    NEW = "new"  # never held, what was held ends there; also the last token
+    DIVERGED = "diverged"  # what is held continues differently
+    COLD = "cold"  # what is held begins differently
+    BUSY = "busy"  # held by a busy slot that was not waited for
     KIND = "kind"  # held, but states of this memory kind cannot go back there
-    PRICE = "price"  # held and usable, but another way was cheaper or the policy's
-    DISPLACED = "displaced"  # was held by a slot, which gave it up unsaved
-    EVICTED = "evicted"  # was held by a snapshot, which is gone
-    FAILED = "failed"  # planned, but a restore, a cut or a copy came to nothing
-    MISPREDICTED = "mispredicted"  # planned, and computed all the same
+    PRICE = "price"  # held and usable, but another source was cheaper or the policy's choice
+    DISPLACED = "displaced"  # was held by a slot, and lost unsaved
+    EVICTED = "evicted"  # was held by a snapshot that is gone
+    FAILED = "failed"  # planned, but a restore, a cut or a copy failed
+    MISPREDICTED = "mispredicted"  # planned, but the backend computed it
     UNKNOWN = "unknown"  # the router does not know the tokens
-    DECLINED = "declined"  # the client wanted no reuse, or several answers at once
+    DECLINED = "declined"  # the client asked for no reuse, or for several answers at once
 
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """What was held and shared most with a prompt, at the time of the decision.
+    """The slot or snapshot that shared most with a prompt, at the time of the decision.
 
-    `common` tokens are shared, of `length` that are held. `before`, `ours` and `theirs` are some
-    tokens up to the place where the two part, and what the prompt and the other have after it.
+    `common` of its `length` tokens are shared. `before`: some tokens up to the point of divergence.
+    `ours`, `theirs`: some tokens after it, of the prompt and of the slot or snapshot.
     """
 
-    slot: SlotId | None  # either this
-    snapshot: SnapshotId | None  # or that
+    slot: SlotId | None  # either a slot
+    snapshot: SnapshotId | None  # or a snapshot
     common: int
     length: int
     before: Tokens
@@ -119,17 +120,17 @@ class Nearest:
 
     @property
     def parts(self) -> bool:
-        """The two go on in different ways; else one is the beginning of the other."""
+        """Return whether the two diverge; if not, one is a prefix of the other."""
         return bool(self.ours and self.theirs)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids that the engine will see, or the reason why they are not known.
+    """The ids that llama-server will see, or the reason why they are unknown.
 
-    `boundaries` are token positions where a snapshot stays useful, ascending and shorter than
-    the prompt; read for memory kinds that cannot go back in a state. Media parts stand
-    in `tokens` as one negative id each (a fingerprint); `n_media` counts them.
+    `boundaries`: token positions where a snapshot stays useful, ascending and shorter than the
+    prompt; found for memory kinds that cannot go back in a state. Each media part is one negative
+    id (a fingerprint) in `tokens`; `n_media` counts the media parts.
     """
 
     tokens: Tokens = EMPTY
@@ -143,7 +144,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request, as the configuration calls them."""
+    """The sender of a request: the names of its key and tenant in the configuration."""
 
     key: str
     tenant: str
@@ -151,61 +152,61 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the scheduler has to know of one completion request."""
+    """One completion request, as far as the scheduler has to know it."""
 
     id: RequestId
     prompt: Prompt
     model: str | None = None  # None: any backend will do
     max_new_tokens: int | None = None
     pinnable: bool = True  # False: the route drops `id_slot` (llama-server.md section 2.1)
-    # The server picks a better slot for it, as it alone can read the prompt; if it may pick one.
+    # Better sent unpinned: only the server can read the prompt and pick the slot with its prefix.
     left: bool = False
     whole_backend: bool = False  # n > 1 or a batch: takes slots of llama-server's own choice
     reuse: bool = True  # False: `cache_prompt: false`
-    streams: bool = True  # its client sees the first token when it comes
-    adapted: bool = False  # a LoRA adapter for it alone: its KV is another model's
+    streams: bool = True  # the client sees the first token when it comes
+    adapted: bool = False  # has a LoRA adapter of its own: its KV is another model's
     shifts: bool = False  # the server may shift chunks of KV for it (llama-server.md section 2.3)
     slot_hint: int | None = None
-    tenant: Tenant = NOBODY  # whose prompt it is, where tenants are kept apart
-    client: str | None = None  # between these the queue is fair
-    session: str | None = None  # a hint for `sticky`; tokens are the truth everywhere else
-    avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not meant
-    clients_id: str | None = None  # what its client calls it; for the log
-    caller: Caller | None = None  # for the log; None: there are no keys
+    tenant: Tenant = NOBODY  # the prompt's tenant, where tenants are kept apart
+    client: str | None = None  # the queue is fair between clients
+    session: str | None = None  # a hint for `sticky`; everything else goes by tokens
+    avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not to be used for it
+    clients_id: str | None = None  # the client's own id for it; for the log
+    caller: Caller | None = None  # for the log; None: no keys are configured
 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """What is known of a backend once it is attached; a new one after every restart."""
+    """Facts about an attached backend; a new object after every restart."""
 
     id: BackendId
     n_slots: int
     n_ctx: int  # tokens a slot can hold
     namespace: Namespace
     models: frozenset[str] = frozenset()
-    place: Place | None = None  # None: no snapshots on this backend
+    place: Place | None = None  # KV directory; None: no snapshots here
     memory_kind: MemoryKind = MemoryKind.UNKNOWN
     keeps_idle_slots: bool = True  # False: unified KV + RAM cache (llama-server.md section 0.6)
-    generates: bool = True  # False: a model for embeddings, whose slots hold nothing (section 2.1)
-    n_stream: int = 1  # KV streams of its state files; 0 where it has no attention
-    window: int = 0  # tokens of a sliding window, as far as its length was seen
+    generates: bool = True  # False: an embedding model; its slots hold nothing (section 2.1)
+    n_stream: int = 1  # KV streams of its state files; 0: no attention
+    window: int = 0  # tokens of the sliding window, as far as seen
     cuts: bool = False  # a prefix cut out of a state file was seen to work
     bytes_per_token: float = 0.0
-    prefill_s_per_token: float | None = None  # measured by the probe; a prior, no more
+    prefill_s_per_token: float | None = None  # measured by the probe; only a prior
 
     def answers_to(self, model: str | None) -> bool:
-        """It has this model; None is any."""
+        """Return whether the backend has this model; None: any model."""
         return model is None or model in self.models
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What a state file can do beyond holding its tokens.
+    """Properties of a state file beyond its tokens.
 
-    `checkpoints` are the lengths that a slot can go back to after a restore, where the server
-    writes such into the file. Not `extendable`: a restore gives no token but through them
-    (a sliding window that is longer than the state, llama-server.md section 4.3). With `media` in
-    it no prefix can be cut out.
+    `checkpoints`: lengths that a slot can go back to after a restore, where the server writes them
+    into the file. Not `extendable`: a restore gives tokens only through checkpoints (a sliding
+    window that is longer than the state, llama-server.md section 4.3). With `media`, no prefix can
+    be cut out.
     """
 
     n_stream: int = 1
@@ -215,12 +216,14 @@ class StateShape:
 
     @property
     def useful(self) -> bool:
-        """A restore can give tokens at all."""
+        """Return whether a restore can give tokens at all."""
         return self.extendable or bool(self.checkpoints)
 
     def needs_restream(self, n_stream: int) -> bool:
-        """A backend whose files have `n_stream` KV streams reads such a file rewritten only; 0:
-        it has none."""
+        """Return whether a backend with `n_stream` KV streams can only read the file restreamed.
+
+        0: the backend's files have no KV streams.
+        """
         return n_stream > 0 and self.n_stream not in (0, n_stream)
 
 
@@ -229,7 +232,7 @@ PLAIN = StateShape()
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A committed state file. Immutable. `saved_at` is in seconds since the epoch, to be shown."""
+    """A committed state file. Immutable. `saved_at`: seconds since the epoch, for display."""
 
     id: SnapshotId
     namespace: Namespace
@@ -254,7 +257,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What a backend said of one request that it finished. None: it did not say."""
+    """A backend's report on one request that it finished. None: not reported."""
 
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -266,7 +269,7 @@ class Reported:
 
     @property
     def computed_tokens(self) -> int | None:
-        """Prompt tokens that were not cached."""
+        """Return the number of prompt tokens that were not cached. None: not reported."""
         if self.prompt_tokens is None or self.cached_tokens is None:
             return None
         return self.prompt_tokens - self.cached_tokens
@@ -274,7 +277,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A dispatched request from end to end, for the log and the metrics. Seconds, tokens."""
+    """A dispatched request from end to end, for log and metrics, in seconds and tokens."""
 
     request: RequestId
     slot: SlotId
@@ -296,11 +299,11 @@ class RequestRecord:
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
     missed: Mapping[Miss, int] = field(default_factory=dict)  # adds up to the computed tokens
     nearest: Nearest | None = None
-    stood_s: float = 0.0  # of `prepared_s`, while others' prompts were computed
+    stood_s: float = 0.0  # the part of `prepared_s` in the prefill queue
 
 
 class Stall(StrEnum):
-    """What makes the running streams of a backend stand still, or nearly."""
+    """A cause that stops the running streams of a backend, or nearly."""
 
     SAVE = "save"
     RESTORE = "restore"
@@ -309,7 +312,7 @@ class Stall(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What was learned of a backend, each a second; at the size of a state of 1,000 tokens."""
+    """Learned speeds of a backend, each per second, for a state of 1,000 tokens."""
 
     prefill_tokens: float
     output_tokens: float
@@ -324,7 +327,7 @@ class BackendStats:
     backend: BackendId
     up: bool
     slots: dict[str, int]  # by phase
-    drained: bool = False  # or being drained: somebody wants it so
+    drained: bool = False  # or being drained
     resident_tokens: int = 0
     speeds: Speeds | None = None  # None: it was never up
     stalled_s: Mapping[Stall, float] = field(default_factory=dict)  # so far, summed over streams
@@ -332,7 +335,7 @@ class BackendStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The engine at the time of a scrape: what gauges are made of, so that none can drift."""
+    """The engine at the time of a scrape: gauges are made of it, so that none can drift."""
 
     backends: tuple[BackendStats, ...]
     queue_depth: int
@@ -358,7 +361,7 @@ class SlotStatus:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a slot save or restore reported, and how long the backend took."""
+    """The report of a slot save or restore, with the seconds that the backend took."""
 
     n_tokens: int
     size_bytes: int

@@ -1,4 +1,4 @@
-"""The only writer of core state: tells the scheduler what happened, carries out what it answers.
+"""The only writer of core state: feeds the scheduler events and carries out its effects.
 
 Every method runs on one event loop and the scheduler is synchronous, so no lock is needed and no
 two events overlap. Effects that take time run as tasks and report back as events.
@@ -56,7 +56,7 @@ _FOUND_AT_ONCE = 100  # about 5 ms
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The right to send one request now. Whoever holds it calls `Engine.finish` once."""
+    """The right to send one request now. Its holder calls `Engine.finish` once."""
 
     lease: Lease
     plan: Plan
@@ -66,14 +66,14 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What only the web layer can measure, in seconds."""
+    """Times that only the web layer can measure, in seconds."""
 
     ttft_s: float | None
     total_s: float
 
 
 class Engine:
-    """See the module."""
+    """The only writer of core state; see the module docstring."""
 
     def __init__(
         self,
@@ -87,9 +87,11 @@ class Engine:
         on_over: Callable[[RequestRecord, Plan], None] = lambda *_: None,
         on_left: Callable[[Request], None] = lambda _: None,
     ) -> None:
-        """`backends` may change; `on_release` is told of each that was drained, when that is so,
-        `on_over` of each request that reached a backend, when it is over, `on_left` of each whose
-        client left before."""
+        """Connect the scheduler to its surroundings. `backends` may change.
+
+        `on_release` is called for each backend once it is drained. `on_over` is called for each
+        request that reached a backend, at its end; `on_left` for each abandoned before its grant.
+        """
         self._on_over, self._on_left, self._on_release = on_over, on_left, on_release
         self._scheduler = scheduler
         self._backends = backends
@@ -98,7 +100,7 @@ class Engine:
         self._telemetry = telemetry
         self._turnstile = turnstile
         self._tasks = Tasks()
-        self._prefills: dict[RequestId, asyncio.Task[None] | None] = {}  # None: about to begin
+        self._prefills: dict[RequestId, asyncio.Task[None] | None] = {}  # None: not started
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
         self._timings: dict[RequestId, Timing] = {}
         self._placing = Placing(scheduler, backends)
@@ -106,13 +108,16 @@ class Engine:
         self._alarm_due = False
         self._closed = False
         self._lookout = Lookout(backends)
-        self._calm: asyncio.Event | None = None  # set when no job is under way, if one waits
+        self._calm: asyncio.Event | None = None  # made by `stop`; set when no job is under way
 
     # -- for the web layer ---------------------------------------------------------------------
 
     async def submit(self, request: Request) -> Grant:
-        """Wait for a slot. Raises RouterError. Cancelled before the grant, nothing happens for the
-        request; afterwards the grant is the caller's, who must call `finish`."""
+        """Wait for a slot. Raises RouterError.
+
+        If cancelled before the grant, the request is withdrawn. After the grant, the caller must
+        call `finish`.
+        """
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._grants[request.id] = future
         try:
@@ -122,7 +127,8 @@ class Engine:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self.finish(request.id, Outcome.CLIENT_GONE, Reported(), Timing(None, 0.0))
             else:
-                # Or one who left at the turnstile would be granted what is under way, and keep it.
+                # Abandoned at the loop throttle, `future` is not cancelled yet: a dispatch under
+                # way would grant it, and the lease would never be released.
                 future.cancel()
                 self._feed(ev.Cancelled(request.id))
                 self._on_left(request)
@@ -138,10 +144,10 @@ class Engine:
         timing: Timing,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """The response is over. Called once for each grant, on every path; never blocks.
+        """End a granted request. Call once for each grant, on every path; never blocks.
 
-        One that nobody has seen at work yet is over a moment later: when it is known where it ran.
-        `then` is called when it is.
+        A request that was not yet seen at work ends a moment later, when its slot is known. `then`
+        is called at the end.
         """
 
         def end(index: int | None = None) -> None:
@@ -155,109 +161,115 @@ class Engine:
             end()
 
     def begun(self, request: RequestId) -> None:
-        """The first token of a granted request is there."""
+        """Note that the first token of a granted request has arrived."""
         self._feed(ev.Begun(request))
 
     def answer_read(self, lease: Lease, prompt: Tokens, answer: Tokens) -> None:
-        """The ids of an answer that `lease` produced."""
+        """Note the ids of an answer that `lease` produced."""
         self._feed(ev.AnswerRead(lease.slot, lease.generation, prompt, answer))
 
     def plan(self, request: Request) -> Plan | None:
-        """What would be done with a request now; nothing is done."""
+        """Return what would be done with a request now. None: it would wait. No side effects."""
         return make_plan(request, self._scheduler.state.fleet, self._clock.now())
 
     # -- for the monitors and the store --------------------------------------------------------
 
     def backend_up(self, info: BackendInfo, slots: tuple[SlotStatus, ...]) -> None:
-        """A backend can be used from now on."""
+        """Take a backend into use."""
         self._tasks.spawn(self._transfers.tidy(info.id), name=f"tidy {info.id}")
         self._feed(ev.BackendUp(info, slots))
 
     def borrow(self, backend: BackendId) -> set[int]:
-        """Idle slots to try a backend in, nobody else's until `probed` or `backend_down`."""
+        """Borrow idle slots for a probe, until `probed` or `backend_down`; return their indices."""
         self._feed(ev.ProbeDue(backend))
         ours = probe_name(backend)
         return {slot.id.index for slot in self._slots_of(backend) if slot.holder == ours}
 
     def look_around(self, backend: BackendId) -> None:
-        """See in the background whether somebody else uses slots that are idle to us."""
+        """Check in the background whether an unknown client uses slots that should be idle."""
         self._tasks.spawn(self._look_around(backend), name=f"look around {backend}")
 
     def probed(self, info: BackendInfo) -> None:
-        """A backend was tried out in the slots that were borrowed; they come back."""
+        """Take over the result of a probe, and take back the borrowed slots."""
         self._feed(ev.Probed(info))
 
     def backend_down(self, backend: BackendId) -> None:
-        """A backend cannot be used from now on."""
+        """Take a backend out of use."""
         self._feed(ev.BackendDown(backend))
 
     def drain(self, backend: BackendId) -> None:
-        """Nothing new for a backend; `on_release` follows, perhaps before this returns."""
+        """Give a backend nothing new; `on_release` follows, perhaps before this returns."""
         self._feed(ev.Draining(backend))
 
     def undrain(self, backend: BackendId) -> None:
-        """A backend that is draining is to be kept."""
+        """Keep a backend that is draining."""
         self._feed(ev.Undrained(backend))
 
     def removed(self, backend: BackendId) -> None:
-        """A backend that was released does not come back."""
+        """Forget a released backend, which does not come back."""
         self._feed(ev.Removed(backend))
 
     def configure(self, policy: Policy, limits: SnapshotLimits, queue: QueueLimits) -> None:
-        """Decide by these from now on; snapshots over the limits go."""
+        """Decide by these settings from now on; evict snapshots over the limits."""
         self._feed(ev.Configured(policy, limits, queue))
 
     async def snapshots_found(self, snapshots: Sequence[Snapshot]) -> None:
-        """What the store had in directories that it has opened; some at a time, as in `purge`."""
+        """Offer the snapshots that the store found in opened directories.
+
+        Takes a few at a time, as `purge` does.
+        """
         for start in range(0, len(snapshots), _FOUND_AT_ONCE):
             self._feed(ev.SnapshotsFound(tuple(snapshots[start : start + _FOUND_AT_ONCE])))
             await asyncio.sleep(0)
 
     def snapshot_lost(self, snapshot: SnapshotId) -> None:
-        """A committed snapshot turned out to be unusable."""
+        """Drop a committed snapshot that turned out to be unusable."""
         self._feed(ev.SnapshotLost(snapshot))
 
     async def purge(self, snapshots: Sequence[SnapshotId]) -> None:
-        """Take snapshots out of use, a few at a time: finding ten thousand in the index would hold
-        everybody else up. Their files go in the background, each when nobody reads it."""
+        """Take snapshots out of use, a few at a time.
+
+        Finding ten thousand in the index at once would block the event loop. Each file is deleted
+        in the background, when no request reads it.
+        """
         for start in range(0, len(snapshots), _PURGED_AT_ONCE):
             self._feed(ev.Purged(tuple(snapshots[start : start + _PURGED_AT_ONCE])))
             await asyncio.sleep(0)
 
     @property
     def infos(self) -> Mapping[BackendId, BackendInfo]:
-        """The backends that are up."""
+        """Return the backends that are up."""
         return self._scheduler.state.fleet.infos
 
     @property
     def draining(self) -> Set[BackendId]:
-        """The backends that get nothing new and are not done."""
+        """Return the backends that get nothing new and are not done."""
         return self._scheduler.state.fleet.draining
 
     def keeps_snapshots(self, backend: BackendId) -> bool:
-        """What this backend's slots hold can be saved and restored with effect."""
+        """Return whether saving and restoring this backend's slots has any effect."""
         return keeps_snapshots(self._scheduler.state.fleet, backend)
 
     @property
     def scheduler(self) -> Scheduler:
-        """For showing; whoever changes it breaks the one-writer rule."""
+        """Return the scheduler, for display: changing it would break the one-writer rule."""
         return self._scheduler
 
     async def stop(self, *, save: bool) -> None:
-        """Admit nobody, let running requests end, save what is worth it if asked to."""
+        """Admit no more requests, let running ones end; `save`: save slots where that pays."""
         self._calm = self._calm or asyncio.Event()
         self._feed(ev.Stopping(save))
         await self._calm.wait()
 
     async def aclose(self) -> None:
-        """Cancel everything that is still under way."""
+        """Cancel all tasks that are still under way."""
         self._closed = True
         if self._wakeup is not None:
             self._wakeup.cancel()
         await self._tasks.aclose()
 
     def stats(self) -> Stats:
-        """For gauges."""
+        """Return the numbers for gauges."""
         return stats_of(self._scheduler.state, self._backends)
 
     # -- events in, effects out ----------------------------------------------------------------
@@ -271,7 +283,7 @@ class Engine:
         if self._calm is not None and not any(job.is_ours for job in jobs.values()):
             self._calm.set()
         if not self._alarm_due:
-            # Whoever was granted something goes first, then the ids that follow an answer.
+            # Two iterations later: first the granted requests, then the ids that follow an answer.
             self._alarm_due = True
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.call_soon, self._set_alarm)
@@ -285,7 +297,7 @@ class Engine:
         now = self._clock.now()
         at = None if self._closed else self._scheduler.next_wakeup(now)
         if at is not None:
-            # A moment late rather than early: an early tick would find nothing to do.
+            # 1 ms late rather than early: an early tick would find nothing to do.
             delay_s = max(at - now, 0.0) + 0.001
             self._wakeup = asyncio.get_running_loop().call_later(delay_s, self._feed, ev.Tick())
 
@@ -319,13 +331,13 @@ class Engine:
             self._grant(effect, future)
         else:
             at_once = self._placing.may_go(effect)
-            if at_once:  # on its way before anything else is done about it
+            if at_once:  # sent before the search for its slot begins
                 self._grant(effect, future)
             grant = (lambda: None) if at_once else partial(self._grant, effect, future)
             self._tasks.spawn(self._place(effect, grant), name=f"place {effect.lease.slot}")
 
     def _grant(self, effect: ef.Dispatch, future: asyncio.Future[Grant] | None) -> None:
-        if future is None or future.done():  # the client left in this very moment
+        if future is None or future.done():  # the client has just disconnected
             self.finish(effect.request, Outcome.CLIENT_GONE, Reported(), Timing(None, 0.0))
         else:
             future.set_result(Grant(effect.lease, effect.plan, effect.pin, effect.waited_s))
@@ -346,11 +358,11 @@ class Engine:
         self._feed(await self._transfers.carry_out(effect, self.infos))
 
     async def _prefill(self, effect: ef.Prefill) -> None:
-        event: ev.Event = ev.PrefillFailed(effect.request, "the client left")
+        event: ev.Event = ev.PrefillFailed(effect.request, "the client disconnected")
         if effect.request in self._prefills:
             self._prefills[effect.request] = asyncio.current_task()
             event = await self._prefilled(effect)
-        self._prefills.pop(effect.request, None)  # before another for the same request begins
+        self._prefills.pop(effect.request, None)  # before another prefill of the request begins
         self._feed(event)
 
     async def _prefilled(self, effect: ef.Prefill) -> ev.Event:
@@ -364,9 +376,9 @@ class Engine:
         except asyncio.CancelledError:
             if self._closed:
                 raise
-            failure = BackendError("the client left")
-        # The connection is closed, and the slot free once the server knows: until then it may be at
-        # work, and nothing may be sent to it. There is nothing left to stop.
+            failure = BackendError("the client disconnected")
+        # The connection is closed. Until the server notices, the slot may be at work and nothing
+        # may be sent to it. No task is left to cancel.
         self._prefills.pop(request, None)
         self._feed(ev.PrefillBroke(request))
         failure.backend = effect.slot.backend
@@ -375,13 +387,16 @@ class Engine:
         return ev.PrefillFailed(request, str(failure), n_tokens)
 
     def _send_elsewhere(self, request: RequestId, failure: BackendError) -> None:
-        """The slot is nobody's until it is idle; a client who is still there need not wait."""
+        """Fail a request if its client still waits, so that another backend can serve it.
+
+        Its slot stays reserved until it is idle.
+        """
         if request in self._grants:
             self._reject(ef.Reject(request, failure))
             self._feed(ev.Cancelled(request))
 
     def _stop_prefill(self, request: RequestId) -> None:
-        """One that has not begun does not begin."""
+        """Cancel a prefill, or prevent its start."""
         if task := self._prefills.get(request):
             task.cancel()
         else:
@@ -409,7 +424,7 @@ class Engine:
         return tuple(self._scheduler.state.fleet.slots.of(backend))
 
     async def _place(self, effect: ef.Dispatch, grant: Callable[[], object]) -> None:
-        """Send a request that the server may place, find out where it runs, open the gate."""
+        """Send a request, find out in which slot it runs, then open the placement gate."""
         index, end = await self._placing.place(effect, grant)
         if end is not None:
             end(index)

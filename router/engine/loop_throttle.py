@@ -1,9 +1,8 @@
-"""Where those who may come all at once pass a few at a time, so that no turn of the event loop is
-long: requests that begin, decisions, ends.
+"""Loop throttle: only a few requests begin, are decided or end per event-loop iteration.
 
-uvloop runs whatever is ready in one turn, and what a thousand clients do in the same moment is
-ready in the same turn. What is under way (the streams) has its chance after each; where there is
-too much of that too, the rest of it stands aside until a later turn.
+uvloop runs all that is ready in one iteration. The actions of a thousand clients in one moment are
+ready in one iteration. The running streams continue after each iteration; if there are too many
+chunks, the rest of them waits for a later iteration.
 """
 
 import asyncio
@@ -16,32 +15,34 @@ from router.base.ports import Clock
 
 T = TypeVar("T")
 
-# In one turn: what is decided may take long with many slots, and what is decided quickly still
-# has consequences in the next turn, of some 0.3 ms of CPU each.
+# Per iteration. A decision may take long with many slots. A quick one still causes work in the
+# next iteration, about 0.3 ms of CPU each.
 MOST = 16
 LONG_S = 0.005
-# Of those who stood aside; a piece of a stream takes about 0.1 ms.
+# Waiting chunks per iteration; a chunk of a stream takes about 0.1 ms.
 MOST_BACK = 32
 
 
 class Turnstile:
-    """First come, first served. One event loop. `clock` is that of the machine."""
+    """A throttle for one event loop: first come, first served. `clock`: the machine's."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._waiting: deque[Callable[[], object]] = deque()
-        self._passed = 0  # in this turn
-        self._since = 0.0  # when the first of them did, in clock seconds
+        self._passed = 0  # in this iteration
+        self._since = 0.0  # when the first of them started, in clock seconds
         self._aside: deque[asyncio.Future[None]] = deque()
-        self._under_way_since: float | None = None  # in this turn; in clock seconds
+        self._under_way_since: float | None = None  # in this iteration; in clock seconds
 
     def __len__(self) -> int:
-        """Those who wait."""
+        """Return the number of waiting calls."""
         return len(self._waiting)
 
     def call(self, work: Callable[[], object]) -> bool:
-        """Do it now, or in a later turn when it is its turn; then an exception is the loop's.
-        Returns whether it is done."""
+        """Run `work` now, or in order in a later iteration; return whether it has run.
+
+        In a later iteration, the event loop handles its exception.
+        """
         if self._waiting or not self._has_room():
             self._waiting.append(work)
             return False
@@ -50,8 +51,10 @@ class Turnstile:
         return True
 
     async def do(self, work: Callable[[], T]) -> T:
-        """The same; returns what `work` returns and raises what it raises. It is not done for a
-        caller who was cancelled before."""
+        """Run `work` as `call` does; return its result or raise its exception.
+
+        `work` does not run if the caller was cancelled before.
+        """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def for_caller() -> None:
@@ -66,15 +69,17 @@ class Turnstile:
         return await done
 
     async def pass_by(self) -> None:
-        """For each piece of what is under way. Returns at once, or if this turn has been long in a
-        later one, in the order of those who ask."""
+        """Wait for a later iteration if this one has been long; else return at once.
+
+        To be called before each chunk of a stream. Waiting callers continue in order.
+        """
         if self._is_crowded():
             back: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._aside.append(back)
             await back
 
     def open(self) -> None:
-        """Let everybody through who waits: this is the end. One that fails is told at last."""
+        """Run all waiting calls, at shutdown; raise an exception only after the last."""
         with ExitStack() as stack:
             while self._waiting:
                 stack.callback(self._waiting.pop())

@@ -1,7 +1,6 @@
-"""Requests that llama-server puts in a slot of its own choice: when they may go, and where they
-went.
+"""Server-placed requests: when one may be sent, and in which slot it runs.
 
-Reads the scheduler's state, and changes nothing of it: what is found out is the engine's to tell.
+Reads the scheduler's state without changing it; the engine reports the findings.
 """
 
 import asyncio
@@ -16,21 +15,24 @@ from router.core.scheduler import Scheduler
 from router.engine.slot_watch import find_start, wait_started
 
 End = Callable[[int | None], None]
-"""Tells of the end of a request, and in which slot it turned out to have run; None: not known."""
+"""Reports the end of a request, with the slot in which it ran; None: not known."""
 
 
 class Placing:
-    """Those that are on their way, and the ends of those that were over before they were seen."""
+    """Server-placed requests on their way, and the ends of those not seen at work."""
 
     def __init__(self, scheduler: Scheduler, backends: Mapping[BackendId, Backend]) -> None:
         self._scheduler = scheduler
         self._backends = backends
         self._unseen: dict[RequestId, asyncio.Future[End]] = {}
-        # While nobody waits for the answer; done when somebody does, or nobody will.
+        # For each slot that no request waits to know; done once one waits, or none will.
         self._leisurely: dict[RequestId, asyncio.Future[None]] = {}
 
     def keeps(self, request: RequestId, end: End) -> bool:
-        """A request was answered well. True: where is not known yet; `place` returns `end`."""
+        """Keep the `end` of an answered request if its slot is not known yet.
+
+        Return whether it is kept; `place` returns it then.
+        """
         over = self._unseen.get(request)
         if over is not None:
             over.set_result(end)
@@ -39,21 +41,21 @@ class Placing:
         return over is not None
 
     def hurry(self) -> None:
-        """Somebody waits, perhaps for one of them to be found."""
+        """Speed up the polls: a request waits, perhaps for one of these slots to be known."""
         while self._leisurely:
             self._leisurely.popitem()[1].set_result(None)
 
     def may_go(self, effect: Dispatch) -> bool:
-        """Nothing was sent before that is not over: there is nothing to wait for."""
+        """Return whether a request need not wait: all that were sent before have ended."""
         return not self._at_work(effect, Phase.RUNNING)
 
     async def place(
         self, effect: Dispatch, grant: Callable[[], object]
     ) -> tuple[int | None, End | None]:
-        """Let a request go when all before it are seen at work, and look where it runs.
+        """Send a request when all before it are seen at work, and find out where it runs.
 
-        Returns the index of its slot, None if that is not to be found out, and the end that is to
-        be told with it; None: that is still to come.
+        Return the index of its slot (None: unknown) and the end to report with it (None: the
+        request has not ended).
         """
         slot, request = effect.lease.slot, effect.request
         backend = self._backends[slot.backend]
@@ -75,7 +77,7 @@ class Placing:
             self._leisurely[request] = awaited
         if self._would_be_forgotten(effect):
             self._unseen[request] = over
-        # What is prepared at this moment goes on, and nothing else begins.
+        # Jobs that prepare a slot now continue; no other job begins.
         beside = self._at_work(effect, Phase.PREPARING) - self._at_gate(slot.backend)
         grant()
         try:
@@ -86,20 +88,22 @@ class Placing:
         return index, over.result() if over.done() else None
 
     def _at_work(self, effect: Dispatch, *phases: Phase) -> set[int]:
-        """Slots of others, in one of these phases."""
+        """Return the slots of other requests in one of these phases."""
         slots = self._scheduler.state.fleet.slots.of(effect.lease.slot.backend)
         return {s.id.index for s in slots if s.phase in phases and s.holder != effect.request}
 
     def _at_gate(self, backend: BackendId) -> set[int]:
-        """Slots of requests that wait until they may be sent: nothing is under way in these."""
+        """Return the slots of requests at the placement gate: nothing is under way in them."""
         jobs = self._scheduler.state.jobs.values()
         waiting = (job.slot for job in jobs if isinstance(job.doing, AtGate))
         return {slot.index for slot in waiting if slot.backend == backend}
 
     def _is_no_matter(self, effect: Dispatch) -> bool:
-        """Where a request runs makes no difference until somebody else comes: its own tokens are
-        not known, nothing is known of any slot, and nobody is at work who would leave something.
-        Embeddings, as a rule."""
+        """Return whether a request's slot makes no difference until another request comes.
+
+        True if its tokens are unknown, nothing is known of any slot, and no other slot is in use.
+        Embeddings, as a rule.
+        """
         job = self._scheduler.state.jobs.get(effect.request)
         if effect.pin or job is None or job.request is None or not job.request.prompt.unknown:
             return False
@@ -108,8 +112,10 @@ class Placing:
         return all(slot.is_idle for slot in others) and not self._would_be_forgotten(effect)
 
     def _would_be_forgotten(self, effect: Dispatch) -> bool:
-        """Something is known of a slot where the server may put the request, and would not be, if
-        nobody saw where it did."""
+        """Return whether knowledge of a slot is lost if the request's slot stays unknown.
+
+        True if the server may choose a slot that is known to hold tokens.
+        """
         state, lease = self._scheduler.state, effect.lease
         job = state.jobs.get(effect.request)
         if effect.pin or job is None or job.others:

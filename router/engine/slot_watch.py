@@ -1,8 +1,8 @@
-"""Looks at a backend's slots: is one idle again, has a request started, and where.
+"""Polls of a backend's slots: is one idle again, has a request started, and where.
 
-Each look is a `GET /slots`, which a backend answers between two batches. More than one a second
-for long hides leaving clients from it (llama-server.md section 5.6), so looks are few, and those
-who wait for slots of the same backend share them.
+Each poll is a `GET /slots`, which a backend answers between two batches. More than one a second
+for long hides client disconnects from the backend (llama-server.md section 5.6). Polls are
+therefore few, and tasks that wait for slots of the same backend share them.
 """
 
 import asyncio
@@ -18,39 +18,41 @@ from router.base.types import BackendId, Left, SlotId, SlotStatus
 
 log = structlog.get_logger(__name__)
 
-# After a client left. The first two see a server that was about to finish anyway; the rest stay
-# under one a second, or the server would not notice that nobody reads a plain answer.
+# After an abandoned request. The first two polls see a server that was about to finish anyway. The
+# rest stay under one a second, or the server would not notice the disconnect of a plain request.
 _QUIET_DELAYS_S = (0.02, 0.1, 1.2)
-# After a stream was left, which the server ends by itself whether anybody looks or not.
+# After an abandoned stream, which the server ends by itself, polled or not.
 _STREAM_DELAYS_S = (0.02, 0.03, 0.05, 0.1, 0.2, 1.2)
-# Without /slots: by then a server has noticed that a client left (about 1 s, section 5.6).
+# Without /slots: by then a server has noticed a disconnect (about 1 s, section 5.6).
 _BLIND_S = 3.0
-# By then a server has noticed, or is busy with a batch that takes long, or hangs.
+# By then a server has noticed a disconnect, or computes a long batch, or hangs.
 _LATE_S = 10.0
-# Where a request went that the server placed. Others may wait for the answer; while nobody does,
-# there is time, and most embeddings are over before the first look.
+# Polls for the slot of a server-placed request, as other requests may wait for it. While none does,
+# the first poll waits for `_LEISURE_S`; most embeddings are over by then.
 _LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
 _LEISURE_S = 0.02
-# A request that was sent and is nowhere to be seen by then ended before it was looked for.
+# In polls. A request that is not seen at work by then ended before the first poll.
 _LAUNCHED_WITHIN = 40
-# After a wipe that failed. The slot is nobody's until one succeeds.
+# After a failed wipe. The slot stays reserved until one succeeds.
 _WIPE_AGAIN_S = 1.0
 
 
 class Looks:
-    """Those that are shared, at one backend. One event loop."""
+    """The shared polls of one backend. One event loop."""
 
     def __init__(self, backend: Backend) -> None:
-        self.watchers = 0  # who wait for a slot to be idle
-        self.disturbed = 0  # of these, for requests that a server forgets only if it has its peace
+        self.watchers = 0  # tasks that wait for a slot to be idle
+        self.disturbed = 0  # of these, for requests that a server drops only if polls are rare
         self.backend = backend
         self._lock = asyncio.Lock()
-        self._at = -inf  # loop time
+        self._at = -inf  # of the last poll, in loop time
         self._seen: list[SlotStatus] = []
 
     async def after(self, delay_s: float) -> list[SlotStatus]:
-        """What is seen in so many seconds, or was by somebody else since this was asked. Raises
-        BackendError."""
+        """Return all slots as polled in `delay_s` seconds, or by another task since this call.
+
+        Raises BackendError.
+        """
         loop = asyncio.get_running_loop()
         asked = loop.time()
         if delay_s:
@@ -64,14 +66,14 @@ class Looks:
 
 
 class Lookout:
-    """Looks at all backends, which may come and go."""
+    """The shared polls of all backends, which may come and go."""
 
     def __init__(self, backends: Mapping[BackendId, Backend]) -> None:
         self._backends = backends
         self._looks: dict[BackendId, Looks] = {}
 
     def at(self, name: BackendId) -> Looks:
-        """Those at one backend. Raises KeyError."""
+        """Return the shared polls of one backend. Raises KeyError."""
         known, backend = self._looks.get(name), self._backends[name]
         if known is None or known.backend is not backend:
             known = self._looks[name] = Looks(backend)
@@ -79,8 +81,11 @@ class Lookout:
 
 
 async def find_busy(looks: Looks, idle: Mapping[SlotId, int]) -> dict[SlotId, int]:
-    """Those of `idle`, all of one backend, that are at work. Nobody looks while others wait for
-    the server to come to rest, and none is found if it does not answer."""
+    """Return those of `idle`, all of one backend, that are at work.
+
+    None are found while a task waits for an idle slot, as no poll is sent then, nor if the backend
+    does not answer.
+    """
     if not idle or looks.watchers:
         return {}
     try:
@@ -97,11 +102,12 @@ async def wait_quiet(
     left: Left = Left.UNSEEN,
     late: Callable[[], None] = lambda: None,
 ) -> int | None:
-    """Returns when a slot is idle, with the tokens it holds; None if that cannot be known, or
-    concerns nobody any more. Calls `late` once, if that takes long.
+    """Wait until a slot is idle, and return the number of tokens it holds.
 
-    Unless its answer has begun, a request may still be in the server's queue at the first look: two
-    have to agree, or the first saw it at work. Of what is not known to be ours, always two.
+    None: that cannot be known, or `concerned` is false. `late` is called once, if it takes 10 s.
+
+    Before its answer begins, a request may still be in the server's queue at the first poll: two
+    polls must see the slot idle, or one after a poll that saw it at work. UNSEEN: always two.
     """
     disturbed = left in (Left.SENT, Left.UNSEEN)
     looks.watchers += 1
@@ -121,7 +127,7 @@ async def _wait_quiet(
     delays = _STREAM_DELAYS_S if left is Left.BEGUN else _QUIET_DELAYS_S
     idle_seen, n = int(left in (Left.BEGUN, Left.ANSWERED)), 0
     while concerned():
-        # Quick ones of many who leave one after the other would never let the server come to rest.
+        # Quick polls after many disconnects in a row would hide all of them from the server.
         alone = looks.watchers == 1 or not looks.disturbed
         step = min(n, len(delays) - 1) if alone else -1
         delay_s = 0.0 if left is Left.ANSWERED and not n else delays[step]
@@ -132,7 +138,7 @@ async def _wait_quiet(
             await asyncio.sleep(_BLIND_S)
             return None
         except BackendError:
-            continue  # the monitor will say that it is down, and it concerns nobody then
+            continue  # the monitor will report it down, which ends `concerned`
         status = next((s for s in statuses if s.index == slot), None)
         if status is None:
             return None
@@ -145,8 +151,10 @@ async def _wait_quiet(
 async def wipe(
     backend: Backend, slot: int, concerned: Callable[[], bool], *, flush: bool = False
 ) -> None:
-    """Returns when an idle slot was wiped, or that concerns nobody any more. `flush`: it computes
-    something first."""
+    """Empty an idle slot; retry until that succeeds or `concerned` is false.
+
+    `flush`: run one token first.
+    """
     while concerned():
         try:
             if flush:
@@ -162,10 +170,10 @@ async def wipe(
 async def wait_started(
     backend: Backend, sent: Callable[[], set[int]], concerned: Callable[[], bool]
 ) -> None:
-    """Returns when all slots in `sent` are seen at work.
+    """Wait until all slots in `sent` are seen at work, for 40 polls at most.
 
-    A pinned request on its way could else find its slot taken by one that the server places, and
-    with a RAM cache that destroys an answer (llama-server.md section 0.1).
+    A server-placed request could otherwise take the slot of a pinned request on its way. With a RAM
+    cache, that destroys an answer (llama-server.md section 0.1).
     """
     for look in range(_LAUNCHED_WITHIN):
         if not sent() or not concerned():
@@ -184,12 +192,12 @@ async def find_start(
     awaited: "asyncio.Future[None]",
     over: "asyncio.Future[Any]",
 ) -> int | None:
-    """The slot on which the server placed a request; None if that cannot be seen, or concerns
-    nobody any more.
+    """Return the slot on which the server placed a request.
 
-    `taken` are those that work for others; `awaited` is done as soon as somebody waits, or nobody
-    will. Of a request that is `over` before it was seen at work, it is the one with the latest
-    task: nothing else was started meanwhile.
+    None: that cannot be seen, or `concerned` is false. `taken`: slots at work for other requests.
+    `awaited`: done once another request waits for the result, or none will. If the request is
+    `over` before it was seen at work, its slot is the one with the latest task: nothing else was
+    started meanwhile.
     """
     looks = 0
     while True:
@@ -216,13 +224,16 @@ async def find_start(
 
 
 async def _busy(backend: Backend) -> set[int] | None:
-    """The slots at work. None: started with --no-slots."""
+    """Return the slots at work. None: the server was started with --no-slots."""
     statuses = await _look(backend)
     return None if statuses is None else {s.index for s in statuses if s.is_processing}
 
 
 async def _look(backend: Backend) -> list[SlotStatus] | None:
-    """All slots; none while the backend does not answer. None: started with --no-slots."""
+    """Return all slots; an empty list while the backend does not answer.
+
+    None: the server was started with --no-slots.
+    """
     try:
         return await backend.slots()
     except BackendRefusedError:

@@ -1,6 +1,6 @@
-"""Effects that move state files, carried out: each ends in the event that answers it.
+"""Carries out the effects that move state files; each ends in the event that answers it.
 
-Knows no slots' owners and no plans; whatever fails is told as an event, never raised.
+Knows no plans and no holders of slots. Failures are reported as events, never raised.
 """
 
 from collections.abc import Mapping
@@ -24,20 +24,22 @@ Transferred = ef.Save | ef.Cut | ef.Restore | ef.Erase
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """`info` is what is known of the backend now; None: it is down."""
+    """Saves, restores, erases, cuts. `info`: facts about the backend now; None: it is down."""
 
     backends: Mapping[BackendId, Backend]
     store: SnapshotStore | None
     clock: Clock
     telemetry: Telemetry
-    # Files that a backend may still write: it was asked to, and no answer came, or not in time.
+    # Files that a backend may still write: no answer came to a save, or not in time.
     orphans: dict[BackendId, list[tuple[Place, str]]] = field(default_factory=dict)
 
     async def carry_out(
         self, effect: Transferred, infos: Mapping[BackendId, BackendInfo]
     ) -> ev.Event:
-        """Any of them. A bug in here fails the effect: unanswered, its slot would be out of use
-        for good."""
+        """Carry out one effect and return its event.
+
+        A bug in here fails the effect: unanswered, its slot would be out of use for good.
+        """
         try:
             match effect:
                 case ef.Save():
@@ -53,7 +55,7 @@ class Transfers:
             return _failed(effect, type(error).__name__)
 
     async def save(self, effect: ef.Save, info: BackendInfo | None) -> ev.Event:
-        """Let the backend write a slot to a file, and make a snapshot of it."""
+        """Let the backend write a slot to a file, and commit the file as a snapshot."""
         slot = effect.slot
         if self.store is None or info is None or info.place is None:
             return ev.SaveFailed(effect.request, slot, _NO_STORE)
@@ -75,15 +77,17 @@ class Transfers:
         return ev.Saved(effect.request, slot, snapshot, transfer.seconds, handling_s)
 
     async def tidy(self, backend: BackendId) -> None:
-        """The backend does what it is asked again, and actions one after the other: what it still
-        had to write is written. It belongs to nobody."""
+        """Discard the orphaned files of a backend that answers again.
+
+        The backend runs actions one after the other, so these files are written by now.
+        """
         for place, name in self.orphans.pop(backend, ()):
             with suppress(KvError):
                 assert self.store is not None
                 await self.store.discard(place, name)
 
     async def restore(self, effect: ef.Restore, info: BackendInfo | None) -> ev.Event:
-        """Let the backend read a snapshot into a slot, rewritten for it where that is needed."""
+        """Let the backend read a snapshot into a slot, restreamed where needed."""
         slot, snapshot = effect.slot, effect.snapshot
         if self.store is None or info is None or info.place is None:
             return ev.RestoreFailed(effect.request, snapshot.id, _NO_STORE, ev.Blame.DISK)
@@ -118,7 +122,7 @@ class Transfers:
         return ev.Erased(effect.request, effect.slot)
 
     async def cut(self, effect: ef.Cut) -> ev.Event:
-        """Make a snapshot of the first tokens of one. No backend takes part."""
+        """Make a snapshot of the first tokens of another one. No backend takes part."""
         start = self.clock.now()
         try:
             made = await self._cut(effect)
@@ -141,7 +145,7 @@ class Transfers:
             raise
 
     async def delete(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot that nobody uses."""
+        """Delete an unused snapshot."""
         if self.store is not None:
             try:
                 await self.store.delete(snapshot)
@@ -151,7 +155,7 @@ class Transfers:
                 self.telemetry.deleted(snapshot, "")
 
     async def quarantine(self, effect: ef.Quarantine) -> None:
-        """Set a snapshot that misbehaved aside."""
+        """Quarantine a snapshot that misbehaved."""
         if self.store is not None:
             try:
                 await self.store.quarantine(effect.snapshot, effect.reason)
