@@ -1,7 +1,7 @@
-"""The bytes of a rewritten state file, from descriptor to descriptor.
+"""Copy the bytes of a rewritten state file from one file descriptor to another.
 
-Owns how: big ranges by the kernel, many small ones by few system calls. Knows no paths and not
-what the bytes mean. Blocking. Raises OSError, or KvFileError if the source is not long enough.
+The kernel copies big ranges; few system calls copy many small ones. Knows neither paths nor the
+meaning of the bytes. Blocking. Raises OSError, or KvFileError if the source is too short.
 """
 
 import os
@@ -11,21 +11,21 @@ from router.base.errors import KvFileError
 from router.store.format.rewrite import Piece, Rewrite, Rows, Span
 
 # Measured on ext4 with a warm page cache: preadv and pwrite of 128 KiB to 4 MiB at a time are as
-# fast as copy_file_range; below 64 KiB the calls show.
-_BATCH = 1 << 19  # bytes; stays in the processor's cache between the read and the write
-_COPY = 1 << 18  # bytes of a plain copy at a time
-_BLOCK = 1 << 12  # bytes; file systems share no less
-_LARGE = 1 << 18  # bytes: a span of this size is worth a system call of its own
-# A gap of this size is read over: that costs what it has in bytes, a call some microseconds. Rows
-# of 8 KiB with gaps of 8 KiB were read as fast with a call each as all together.
+# fast as copy_file_range; below 64 KiB the calls take a visible share of the time.
+_BATCH = 1 << 19  # bytes; a batch stays in the CPU cache between the read and the write
+_COPY = 1 << 18  # bytes that a plain copy reads and writes at a time
+_BLOCK = 1 << 12  # bytes; the smallest unit that file systems share
+_LARGE = 1 << 18  # bytes; a span of this size gets a system call of its own
+# Bytes. A gap up to this size is read and thrown away: another call costs some microseconds. Rows
+# of 8 KiB with gaps of 8 KiB were read as fast with one call each as all together.
 _GAP = 1 << 12
 _BUFFERS = 1024  # IOV_MAX of Linux
 
-_Call = tuple[int, list[memoryview], int]  # how far behind the first, where to, how many bytes
+_Call = tuple[int, list[memoryview], int]  # bytes behind the first row, destinations, bytes
 
 
 def write(reader: int, writer: int, rewrite: Rewrite) -> None:
-    """Write the whole result to the empty file `writer`."""
+    """Write the whole rewritten file to the empty file `writer`."""
     copy_range(reader, writer, 0, 0, rewrite.start)
     buffer = _Buffer()
     for target, pieces in _batches(rewrite):
@@ -39,10 +39,10 @@ def write(reader: int, writer: int, rewrite: Rewrite) -> None:
 
 
 def shift(file: int, rewrite: Rewrite) -> None:
-    """Make the open file the result, from its end to `rewrite.start`.
+    """Rewrite the open file in place, from its end back to `rewrite.start`.
 
-    From the end, each byte is read before something else is written in its place: every span has
-    to move to a higher offset, or stay. Half the writing of a detour through another file.
+    Every span has to stay or move to a higher offset: then each byte is read before its place is
+    overwritten. Raises KvFileError otherwise. Writes half as much as a detour through another file.
     """
     batches = list(_batches(rewrite))
     end = 0
@@ -53,7 +53,7 @@ def shift(file: int, rewrite: Rewrite) -> None:
                 at += len(piece)
                 continue
             if isinstance(piece, Rows) or not end <= piece.offset <= at:
-                raise KvFileError("not a change that can be made in place")
+                raise KvFileError("the rewrite cannot be made in place")
             end = piece.offset + piece.size
             at += piece.size
     buffer = _Buffer()
@@ -69,7 +69,7 @@ def shift(file: int, rewrite: Rewrite) -> None:
 
 
 def _write_rows(reader: int, writer: int, buffer: "_Buffer", rows: Rows, target: int) -> None:
-    """With nothing but a call for each row: a file can have ten thousands."""
+    """Write `rows` with no more than a call for each: a file can have tens of thousands."""
     room = _BATCH // rows.size
     calls: list[_Call] = []
     for done in range(0, rows.n, room):
@@ -83,8 +83,10 @@ def _write_rows(reader: int, writer: int, buffer: "_Buffer", rows: Rows, target:
 
 
 def copy_range(reader: int, writer: int, source: int, target: int, size: int) -> None:
-    """By the kernel where it may share whole blocks; else by reading and writing, which is then
-    the faster of the two."""
+    """Copy `size` bytes from offset `source` of `reader` to offset `target` of `writer`.
+
+    The kernel copies where it may share whole blocks; elsewhere reading and writing is faster.
+    """
     done = 0
     if source % _BLOCK == target % _BLOCK == 0:
         done = _copy_by_kernel(reader, writer, source, target, size)
@@ -99,7 +101,7 @@ def copy_range(reader: int, writer: int, source: int, target: int, size: int) ->
 
 
 def _copy_by_kernel(reader: int, writer: int, source: int, target: int, size: int) -> int:
-    """How much was copied: nothing, where the file systems do not allow it."""
+    """Return the number of bytes copied: 0 where the file systems do not allow it."""
     done = 0
     try:
         while done < size and (
@@ -113,9 +115,9 @@ def _copy_by_kernel(reader: int, writer: int, source: int, target: int, size: in
 
 
 def _batches(rewrite: Rewrite) -> Iterator[tuple[int, list[Piece]]]:
-    """Pieces that are written together, and where to: one large span, rows, or up to _BATCH bytes.
+    """Yield the pieces that are written together, each batch with its target offset.
 
-    New bytes of any number are cut to fit.
+    A batch is one large span, one `Rows`, or up to _BATCH bytes. Longer new bytes are split to fit.
     """
     at = rewrite.start
     size = 0
@@ -161,9 +163,9 @@ class _Buffer:
         self._waste = memoryview(bytearray(_GAP))
 
     def fill(self, reader: int, pieces: list[Piece]) -> memoryview:
-        """The pieces, one behind the other. Good until the next call.
+        """Return the pieces one behind the other; valid until the next call.
 
-        Spans that lie near each other are read by one call that scatters them.
+        One scattering call reads spans that lie near each other.
         """
         at = end = first = 0
         parts: list[memoryview] = []
@@ -189,7 +191,7 @@ class _Buffer:
         return self.filled(at)
 
     def calls(self, rows: Rows, n: int) -> list[_Call]:
-        """What reads `n` rows: `distance` from the first, to one behind the other in the buffer."""
+        """Return the reads that put `n` rows one behind the other into the buffer."""
         gap = rows.stride - rows.size
         each = min(n, _BUFFERS // 2) if gap <= _GAP else 1
         calls: list[_Call] = []
@@ -202,7 +204,7 @@ class _Buffer:
         return calls
 
     def filled(self, size: int) -> memoryview:
-        """The first `size` bytes."""
+        """Return the first `size` bytes of the buffer."""
         return self._bytes[:size]
 
 

@@ -1,7 +1,7 @@
-"""What `kv_store.py` does to files, one blocking step each: names, identity, checksum, copies.
+"""Blocking file operations of the store: names, identity, checksum, copies, permissions.
 
 Knows paths, not snapshots. Every function may raise OSError (the store maps it) or KvFileError.
-Nothing here follows a symbolic link or opens a pipe: the directory is written by another process.
+No function follows a symbolic link or opens a pipe: another process writes the directory.
 """
 
 import os
@@ -34,7 +34,7 @@ _CHUNK = 4 << 20  # bytes; xxh3 does about 10 GB/s, so the chunk only has to amo
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Tells without reading that a file is still the one that was looked at."""
+    """The attributes that show, without a read, that a file is still the same one."""
 
     size_bytes: int
     mtime_ns: int
@@ -42,26 +42,26 @@ class Identity:
 
 
 def staging_name() -> str:
-    """A fresh name; 128 random bits, so that no two routers ever meet."""
+    """Return a fresh name; its 128 random bits keep the names of two routers apart."""
     return f"kvf-{secrets.token_hex(16)}.part"
 
 
 def final_name(number: str) -> str:
-    """What the file of a snapshot is called, by its id."""
+    """Return the file name of the snapshot with the id `number`."""
     return f"kvf-{number}.kv"
 
 
 def identity(path: Path) -> Identity:
-    """Of a regular file. Raises KvFileError for anything else."""
+    """Return the identity of a regular file. Raises KvFileError for anything else."""
     return _identity(path.lstat(), path)
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open for reading. Raises KvFileError for what is no regular file."""
+    """Open a regular file for reading. Raises KvFileError for anything else."""
     # Without O_NONBLOCK the open of a pipe waits for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    _identity(path.lstat(), path)  # first: opening a socket or a symlink gives a stranger error
-    file = open(os.open(path, flags), "rb")  # noqa: SIM115 - the caller's
+    _identity(path.lstat(), path)  # first: opening a socket or a symlink fails obscurely
+    file = open(os.open(path, flags), "rb")  # noqa: SIM115 - the caller closes it
     try:
         _identity(os.fstat(file.fileno()), path)
     except KvFileError:
@@ -71,7 +71,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def identity_of(file: BinaryIO) -> Identity:
-    """Of an open file."""
+    """Return the identity of an open file. Raises KvFileError unless it is regular."""
     return _identity(os.fstat(file.fileno()), Path(str(file.name)))
 
 
@@ -82,7 +82,7 @@ def _identity(status: os.stat_result, path: Path) -> Identity:
 
 
 def checksum(file: BinaryIO) -> str:
-    """xxh3_128 of the whole, in hex."""
+    """Return the xxh3_128 of the whole file, in hex."""
     digest = xxhash.xxh3_128()
     file.seek(0)
     while chunk := file.read(_CHUNK):
@@ -91,7 +91,7 @@ def checksum(file: BinaryIO) -> str:
 
 
 def link(source: Path, target: Path) -> bool:
-    """Make `target` another name of `source`; False where that cannot be done."""
+    """Hard-link `source` as `target`; return False where the system does not allow it."""
     try:
         os.link(source, target, follow_symlinks=False)
     except FileNotFoundError:
@@ -102,18 +102,18 @@ def link(source: Path, target: Path) -> bool:
 
 
 def copy(source: Path, target: Path, expected: Identity) -> None:
-    """Copy the bytes; `target` is gone again if that fails.
+    """Copy `source` to the new file `target`, which is removed again on failure.
 
-    Owner and mode come along as far as allowed: the backend that reads it may be another user.
+    Keep owner and mode as far as allowed: the backend that reads the file may be another user.
     """
     size = expected.size_bytes
     write_rewritten(source, target, expected, Rewrite(size, (), size))
 
 
 def write_rewritten(source: Path, target: Path, expected: Identity, rewrite: Rewrite) -> Identity:
-    """Write what `source` becomes to the new file `target`; it is gone again if that fails.
+    """Write the rewritten `source` to the new file `target`, removed again on failure.
 
-    Owner and mode as `copy`. Raises KvFileError if `source` is no longer what was looked at.
+    Keep owner and mode as `copy` does. Raises KvFileError if `source` is no longer `expected`.
     """
     with open_regular(source) as reader:
         if identity_of(reader) != expected:
@@ -136,9 +136,9 @@ def write_rewritten(source: Path, target: Path, expected: Identity, rewrite: Rew
 
 
 def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
-    """Make `path` what it becomes, in place: only what lies behind `rewrite.start` is written.
+    """Rewrite `path` in place: write only the bytes behind `rewrite.start`.
 
-    For staged files that nobody else reads yet. The file is worthless if this fails midway.
+    For staged files that have no other reader yet. A failure midway leaves a worthless file.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     _identity(path.lstat(), path)
@@ -152,17 +152,17 @@ def rewrite_tail(path: Path, rewrite: Rewrite) -> Identity:
 
 
 def quarantine(path: Path) -> None:
-    """Set a file aside for the operator; only the newest few are kept."""
+    """Set a file aside for the operator; keep only the newest few."""
     with suppress(FileNotFoundError):
         path.rename(path.with_name(path.name + ".quarantined"))
     prune_quarantined(path.parent)
 
 
 def prune_quarantined(directory: Path) -> None:
-    """Keep KEEP_QUARANTINED files. By ctime: a rename sets that, and not mtime.
+    """Delete all but the newest KEEP_QUARANTINED files, by ctime: a rename leaves mtime as it is.
 
-    Never raises: another thread may be at it, and what cannot be removed (a directory that
-    somebody put in a file's place) stays.
+    Never raises: another thread may prune too. An object that cannot be removed (a directory in a
+    file's place) stays.
     """
     found: list[tuple[int, Path]] = []
     with suppress(OSError):
@@ -176,8 +176,10 @@ def prune_quarantined(directory: Path) -> None:
 
 
 def sweep(directory: Path, known: frozenset[str]) -> int:
-    """Remove files of ours that no record names; returns how many. Others stay alone, and what
-    cannot be removed."""
+    """Remove the router's own files that no record names; return their number.
+
+    Other files stay, and files that cannot be removed.
+    """
     removed = 0
     for path in directory.iterdir():
         if path.name in known or not (STAGING.fullmatch(path.name) or FINAL.fullmatch(path.name)):
@@ -190,19 +192,18 @@ def sweep(directory: Path, known: frozenset[str]) -> int:
 
 
 def file_mode(*, group_access: bool) -> int:
-    """Of a state file, whatever the umask of the backend that wrote it."""
+    """Return the mode for a state file, whatever the umask of the backend that wrote it."""
     return 0o660 if group_access else 0o600
 
 
 def set_mode(path: Path, mode: int) -> None:
-    """Unless the file is another user's: the directory alone keeps others out then."""
+    """Set the mode, unless another user owns the file: then only the directory protects it."""
     with open_regular(path) as file, suppress(PermissionError):
         os.fchmod(file.fileno(), mode)
 
 
 def openness(mode: int, *, group_access: bool) -> tuple[str, str] | None:
-    """To whom a directory of this mode is open that it must not be open to, and the mode to give
-    it; None if all is well."""
+    """Return which users must not have access but do, and the mode to set; None if all is well."""
     right = "770" if group_access else "700"
     if mode & stat.S_IRWXO:
         return "all users", right
@@ -210,24 +211,24 @@ def openness(mode: int, *, group_access: bool) -> tuple[str, str] | None:
 
 
 def prepare_directory(directory: Path, *, group_access: bool = False) -> None:
-    """Create it, for the owner only, if missing; prove that files can be made in it.
+    """Create a private directory if missing; prove that files can be made in it.
 
-    Raises KvError if others can look into it: state files are transcripts; and if there is nothing
-    to create it in: the path is a mistake then, or a file system is not mounted.
+    Raises KvError if other users have access to it: state files are transcripts. Raises KvError if
+    its parent is missing: the path is a mistake then, or a file system is not mounted.
     """
     try:
         directory.mkdir(mode=0o770 if group_access else 0o700, exist_ok=True)
     except FileNotFoundError as error:
         raise KvError(
             f"{directory} cannot be used for state files: there is no {directory.parent}; correct"
-            " kv_dir (--kv-dir), or mount or make that first"
+            " kv_dir (--kv-dir), or mount or create that directory first"
         ) from error
     mode = stat.S_IMODE(directory.stat().st_mode)
     if found := openness(mode, group_access=group_access):
         whom, right = found
         way_out = f"chmod {right} {shlex.quote(str(directory))}"
         if whom == "its group":
-            way_out += ", or store.group_access: true if llama-server is another user of it"
+            way_out += ", or set store.group_access: true if llama-server is another user of it"
         raise KvError(
             f"{directory} is open to {whom} (mode {mode:o}), and state files are transcripts of"
             f" conversations: {way_out}"

@@ -1,8 +1,8 @@
-"""The threads in which one directory is worked on, and how long anybody waits for them.
+"""Threads for the file work of one directory, with limits on the wait for them.
 
-A file system can hang, a network's above all: a call then returns after minutes or never, and no
-thread in it can be ended. What waits for such a directory is told no, at once from the second
-time on, until the call that hangs has returned. A call that only waits for a thread does not hang.
+A file system can hang, a network's above all: a call then returns after minutes or never, and its
+thread cannot be ended. The wait for such a call fails at its limit. Later calls fail at once, until
+the call that hangs has returned. A call that only waits for a thread does not hang.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-# Seconds. A stat takes microseconds, a rename while a journal is written some seconds.
+# Seconds. A stat takes microseconds; a rename while the file system's journal is written, seconds.
 QUICK_S = 10.0
-# A copy or a checksum of tens of gigabytes; as long as a server may take for a save.
+# Seconds. A copy or a checksum of tens of gigabytes; as long as a server may take for a save.
 BULK_S = 120.0
 
 
 class _Call(Generic[T]):
-    """A function in a thread. Its effect is undone if nobody wants it when it returns."""
+    """A function call in a thread; its effect is undone if it was abandoned before it returned."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class _Call(Generic[T]):
         undo: Callable[[T], object] | None,
         on_begun: Callable[["_Call[Any]"], None],
     ) -> None:
-        """`on_begun` is called in the loop when a thread has begun with it."""
+        """Submit `function`; call `on_begun` in the loop when a thread has begun it."""
         self._loop = asyncio.get_running_loop()
         self._function = function
         self._undo = undo
         self._on_begun = on_begun
         self._returned = self._abandoned = False
-        self._lock = threading.Lock()  # of these two
+        self._lock = threading.Lock()  # guards `_returned` and `_abandoned`
         self.late: asyncio.Future[Any] = self._loop.create_future()
         self.job = pool.submit(self._run)
         self.future: asyncio.Future[Any] = asyncio.wrap_future(self.job)
@@ -60,22 +60,25 @@ class _Call(Generic[T]):
         return result
 
     def abandon(self) -> bool:
-        """Nobody wants the effect. True if it came already, and the thread will not undo it."""
+        """Give up the effect; return True if it is there and the thread will not undo it."""
         with self._lock:
             self._abandoned = True
             return self._returned
 
     async def ended(self) -> None:
-        """Wait until it has returned, or was cancelled before it began."""
+        """Wait until the call has returned, or was cancelled before it began."""
         await asyncio.wait([self.future])
 
 
 class Threads:
-    """Small pools: a stat does not queue behind the checksum of ten gigabytes, nor what a request
-    waits for behind what nobody waits for."""
+    """Small pools of threads for one directory.
+
+    A stat does not queue behind the checksum of ten gigabytes. Work that a request waits for does
+    not queue behind background work.
+    """
 
     def __init__(self, place: str, on_change: Callable[[], None], spawn: Spawn) -> None:
-        """`on_change` is called in the loop when `hangs` has become another."""
+        """Create the pools; `on_change` is called in the loop when `hangs` has changed."""
         self.place = place
         self._on_change = on_change
         self._spawn = spawn
@@ -88,12 +91,12 @@ class Threads:
 
     @property
     def hangs(self) -> bool:
-        """Somebody gave up waiting for a call that has not returned yet."""
+        """Return True if a call is past its limit and has not returned yet."""
         return bool(self._stuck)
 
     @property
     def works(self) -> bool:
-        """A call has not returned, whether anybody waits for it or not."""
+        """Return True if a call has not returned, awaited or not."""
         return self._n_working > 0
 
     async def quick(
@@ -103,11 +106,11 @@ class Threads:
         *,
         blame_file: bool = False,
     ) -> T:
-        """Do what only looks, or renames. Raises KvError; with `blame_file`, an OSError means that
-        the file is not what it should be: KvFileError.
+        """Run a function that only looks or renames; give up after QUICK_S.
 
-        If nobody waits to its end, `undo` is called in a thread with what it returned: a thread
-        cannot be cancelled, and the file that it makes would belong to nobody.
+        Raises KvError; with `blame_file`, an OSError means a wrong file and raises KvFileError.
+        If the wait ends before the function does, `undo` gets its result, in a thread: a thread
+        cannot be cancelled, and the file that it makes would have no owner.
         """
         return await self._do(self._quick, function, QUICK_S, undo, blame_file=blame_file)
 
@@ -118,12 +121,14 @@ class Threads:
         *,
         blame_file: bool = False,
     ) -> T:
-        """As `quick`, for what reads or writes as much as a file has."""
+        """Run a function that reads or writes a whole file, as `quick`, for up to BULK_S."""
         return await self._do(self._bulk, function, BULK_S, undo, blame_file=blame_file)
 
     async def unhurried(self, function: Callable[[], T]) -> T:
-        """What no request waits for: it takes as long as it takes. Where the directory hangs, it
-        is done when that answers."""
+        """Run a function that no request waits for, without a limit.
+
+        Where the directory hangs, the function runs when the directory answers.
+        """
         return await self._do(self._unhurried, function, None, None)
 
     async def _do(
@@ -161,8 +166,7 @@ class Threads:
         return call
 
     async def _result(self, call: _Call[T]) -> T:
-        """Wait for what was begun, and cancel nothing if cancelled. It goes on if it takes longer
-        than anybody waits."""
+        """Wait for a call, which goes on if this wait is cancelled or reaches the call's limit."""
         await asyncio.wait([call.future, call.late], return_when=asyncio.FIRST_COMPLETED)
         if not call.future.done() or call.future.cancelled():
             raise KvError(f"{self.place} does not answer")
@@ -177,12 +181,12 @@ class Threads:
             self._spawn(unwanted.ended(), name="kv_undo")
 
     def close(self) -> None:
-        """Take nothing more. What is under way goes on."""
+        """Refuse further calls. A call that a thread has begun goes on."""
         for pool in (self._quick, self._bulk, self._unhurried):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _begun(self, limit_s: float | None, call: _Call[Any]) -> None:
-        """The clock runs whether somebody waits or not: others wait for the thread."""
+        """Start the timer of a call, awaited or not: other calls wait for its thread."""
         if limit_s is not None and not call.future.done():
             clock = asyncio.get_running_loop().call_later(limit_s, self._give_up, call)
             call.future.add_done_callback(lambda _: clock.cancel())
@@ -193,7 +197,7 @@ class Threads:
         call.late.set_result(None)
         if not hung_before:
             for other in self._limited:
-                other.job.cancel()  # if no thread has begun with it
+                other.job.cancel()  # only if no thread has begun it
             log.error("kv_dir_hangs", kv_dir=self.place)
             self._on_change()
 
@@ -201,7 +205,7 @@ class Threads:
         self._n_working -= 1
         self._limited.discard(call)
         if not call.future.cancelled():
-            call.future.exception()  # perhaps nobody else asks for it any more
+            call.future.exception()  # perhaps its caller no longer asks for it
         if call in self._stuck:
             self._stuck.discard(call)
             if not self.hangs:

@@ -1,7 +1,7 @@
-"""The journal that says which state files of a directory exist, and the lock on the directory.
+"""The manifest of a directory, which lists its state files, and the lock on the directory.
 
-Owns `kvferry.manifest` and `kvferry.lock`. Knows nothing of state files: whether an entry still
-agrees with its file is asked in `kv_store.py`. Everything here blocks: call it in a thread.
+Owns `kvferry.manifest` and `kvferry.lock`. Knows nothing of state files: `records.py` checks
+whether an entry still agrees with its file. Everything here blocks: call it in a thread.
 """
 
 import fcntl
@@ -27,8 +27,8 @@ NEW_MANIFEST = "kvferry.manifest.new"
 LOCK = "kvferry.lock"
 FORMAT_VERSION = 1
 
-# Below this many drops a compaction costs more than the lines it saves (a line is about 300
-# bytes, a compaction two fsyncs).
+# Below this many drops a compaction (two fsyncs) costs more than the lines that it saves (about
+# 300 bytes each).
 MIN_DROPS = 64
 
 _HEADER = {"format": "kvferry.manifest", "version": FORMAT_VERSION}
@@ -37,7 +37,7 @@ _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 @contextmanager
 def os_errors(what: str, error: type[KvError] = KvError) -> Iterator[None]:
-    """An OSError inside becomes `error`: no caller of an adapter sees another kind."""
+    """Turn an OSError inside into `error`, the only kind that callers of the store see."""
     try:
         yield
     except OSError as exc:
@@ -46,12 +46,12 @@ def os_errors(what: str, error: type[KvError] = KvError) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is recorded of one committed file.
+    """The record of one committed file.
 
-    `mtime_ns` and `inode` tell cheaply that a file is still the same one; `checksum` (xxh3_128,
-    hex) tells it for certain. `media` holds the fingerprints that stand for media in the tokens:
-    they are the only part of the tokens that the file itself does not tell. `added_at` is wall
-    time in seconds. The last three are the file's shape (router.types.StateShape).
+    `mtime_ns` and `inode` show cheaply that a file is still the same one; `checksum` (xxh3_128,
+    hex) proves it. `media` holds the fingerprints that stand for media in the tokens: the only part
+    of the tokens that is not in the file. `added_at` is wall time in seconds. The last three are
+    the file's shape (router.base.types.StateShape).
     """
 
     id: SnapshotId
@@ -70,7 +70,7 @@ class Entry:
 
 
 _NAMES = frozenset(field.name for field in fields(Entry))
-# Records of routers that knew no shapes have none.
+# For records of older routers, which have no shape.
 _SHAPE: dict[str, Any] = {"n_stream": 1, "checkpoints": [], "extendable": True}
 _STRINGS = ("id", "namespace", "file", "checksum")
 _INTS = ("n_tokens", "size_bytes", "mtime_ns", "inode", "n_stream")
@@ -78,14 +78,14 @@ _INT_LISTS = ("media", "checkpoints")
 
 
 class DirectoryLock:
-    """One router per directory. The kernel lets go of the lock when the process ends."""
+    """A lock for one router per directory; the kernel releases it when the process ends."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._fd = -1
 
     def acquire(self) -> None:
-        """Raises KvError if another router, or another store of this process, holds it."""
+        """Take the lock. Raises KvError if another router or store of this process holds it."""
         with os_errors(f"{self._directory}: cannot open the lock file"):
             fd = os.open(self._directory / LOCK, _OPEN, 0o600)
         try:
@@ -98,18 +98,17 @@ class DirectoryLock:
         self._fd = fd
 
     def release(self) -> None:
-        """Harmless if it is not held."""
+        """Release the lock, if it is held."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 class Manifest:
-    """Append-only, one record a line: `crc32-of-json json`. Safe to call from several threads.
+    """An append-only file of one record per line, `crc32-of-json json`. Thread-safe.
 
-    A record counts from its newline on. A torn last line is cut off, a damaged one is skipped
-    and counted; losing a drop is harmless (its file is gone, which is noticed), losing an add
-    costs one snapshot.
+    A record counts from its newline on. A torn last line is cut off; a damaged line is skipped and
+    counted. A lost drop is harmless (its missing file is noticed); a lost add costs one snapshot.
     """
 
     def __init__(self, directory: Path, *, fsync: bool = True) -> None:
@@ -118,28 +117,28 @@ class Manifest:
         self._lock = threading.Lock()
         self._entries: dict[SnapshotId, Entry] = {}
         self._fd = -1
-        # Device and inode of the file that is written to; while it is replaced, of both.
+        # Device and inode of the manifest; during a compaction, of the old and the new file.
         self._ours: frozenset[tuple[int, int]] = frozenset()
         self._end = 0  # bytes of whole lines
-        self._torn = False  # bytes behind `_end` that are no record
+        self._torn = False  # whether bytes behind `_end` are no record
         self._drops = 0
         self.corrupt = 0
 
     @property
     def entries(self) -> dict[SnapshotId, Entry]:
-        """The live records, oldest first; a copy."""
+        """Return a copy of the live records, oldest first."""
         with self._lock:
             return dict(self._entries)
 
     def get(self, snapshot: SnapshotId) -> Entry | None:
-        """One live record. Of the copy above, each would cost as much as all."""
+        """Return one live record, or None, without the copy of all that `entries` makes."""
         with self._lock:
             return self._entries.get(snapshot)
 
     def open(self) -> None:
-        """Replay, or begin a new one. Raises KvError (also for a version of the future)."""
+        """Replay the manifest, or begin a new one. Raises KvError, also for a later version."""
         with self._lock, os_errors(f"{self._directory}: cannot open the manifest"):
-            # Left behind by a compaction that did not get to its rename.
+            # Left behind by a compaction that did not reach its rename.
             with suppress(FileNotFoundError):
                 os.unlink(self._directory / NEW_MANIFEST)
             self._fd = os.open(self._directory / MANIFEST, _OPEN, 0o600)
@@ -153,16 +152,16 @@ class Manifest:
                 self._compact()
 
     def add(self, entry: Entry) -> None:
-        """Record a file, durably. Raises KvError; the manifest is then as it was before."""
+        """Record a file durably. Raises KvError and leaves the manifest as it was before."""
         with self._lock, os_errors(f"{self._directory}: cannot write the manifest"):
             self._append(_line({"op": "add"} | asdict(entry)), sync=self._fsync)
             self._entries.pop(entry.id, None)
             self._entries[entry.id] = entry
 
     def drop(self, snapshot: SnapshotId) -> None:
-        """Take a file out; nothing happens if it is not in.
+        """Drop the record of a file, if there is one.
 
-        Not synced: should the record get lost, the file is missing, and that is noticed too.
+        Not synced: if the drop gets lost, the file is missing, which is noticed too.
         """
         with self._lock, os_errors(f"{self._directory}: cannot write the manifest"):
             if snapshot not in self._entries:
@@ -174,21 +173,21 @@ class Manifest:
                 self._compact()
 
     def is_there(self) -> bool:
-        """The file that is written to is the one in the directory. Raises OSError.
+        """Return whether the open manifest is the file in the directory. Raises OSError.
 
-        Waits for nobody: somebody may be writing, which can take a disk seconds.
+        Takes no lock: a thread that holds it may be writing, which can take a disk seconds.
         """
         with suppress(FileNotFoundError):
             return _which(os.stat(self._directory / MANIFEST)) in self._ours
         return False
 
     def compact(self) -> None:
-        """Rewrite with the live records only. Never raises: the old one stays good."""
+        """Rewrite with the live records only. Never raises: the old manifest stays valid."""
         with self._lock:
             self._compact()
 
     def close(self) -> None:
-        """Afterwards every write raises KvError."""
+        """Close the file; afterwards every write raises KvError."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -210,7 +209,7 @@ class Manifest:
                     self.corrupt += 1
 
     def _apply(self, record: dict[str, Any] | None) -> bool:
-        """One record into the entries; False if it is none."""
+        """Apply one record to the entries; return False if it is invalid."""
         if record is None:
             return False
         if record.get("op") == "drop" and isinstance(record.get("id"), str):
@@ -258,12 +257,12 @@ class Manifest:
             with suppress(OSError):
                 os.unlink(new)
             self._ours = old
-            self._drops = 0  # not again at once
+            self._drops = 0  # no retry at once
             return
         os.close(self._fd)
         self._ours -= old
         self._fd, self._end, self._torn, self._drops = fd, len(content), False, 0
-        with suppress(OSError):  # both the old and the new one are good
+        with suppress(OSError):  # both the old and the new one are valid
             self._sync_directory()
 
     def _sync_directory(self) -> None:
@@ -297,7 +296,7 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record in `line`; None unless every byte of it is as it was written."""
+    """Return the record in `line`; None unless every byte of it is as it was written."""
     payload = line[9:-1]
     if line[:9] != b"%08x " % zlib.crc32(payload):
         return None

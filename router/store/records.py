@@ -1,7 +1,7 @@
-"""Snapshots that exist: the file and its record, kept in agreement.
+"""Snapshots on disk: each file and its record, kept in agreement.
 
-The blocking half of `kv_store.py`. The order of writes here is what makes a crash harmless: data,
-then name, then directory, then record; and a record goes before its file does.
+The blocking half of `store.py`. The order of writes makes a crash harmless: data, then name, then
+directory, then record. A deletion removes the record before the file.
 """
 
 import os
@@ -27,26 +27,26 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Directory:
-    """A place that this process has locked."""
+    """A KV directory that this process has locked."""
 
     path: Path
     place: Place
     lock: DirectoryLock
     manifest: Manifest
     threads: Threads
-    status: os.stat_result  # when it was opened: asked again, it could hang
+    status: os.stat_result  # from the opening: a later stat could hang
 
 
 @dataclass(slots=True)
 class Held:
-    """A snapshot that exists. `checksum` is empty until the background part got that far."""
+    """A snapshot on disk. `checksum` is empty until the background work has computed it."""
 
     snapshot: Snapshot
     directory: Directory
     identity: Identity
     checksum: str = ""
-    gone: bool = False  # deleted, quarantined or lost: no record may be written any more
-    lock: threading.Lock = field(default_factory=threading.Lock)  # `gone` against `manifest.add`
+    gone: bool = False  # deleted, quarantined or lost: its record may not be written any more
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards `gone`, `manifest.add`
 
     @property
     def path(self) -> Path:
@@ -64,7 +64,10 @@ def open_directory(
     fsync: bool,
     group_access: bool,
 ) -> Directory:
-    """Lock it and read its manifest; one of `others`, if it is the same. Raises KvError."""
+    """Lock a directory and read its manifest. Raises KvError.
+
+    Return the one of `others` that is the same directory, if there is one.
+    """
     path = Path(place)
     with os_errors(f"{place} cannot be used for state files"):
         files.prepare_directory(path, group_access=group_access)
@@ -84,19 +87,19 @@ def open_directory(
 
 
 def close_directory(directory: Directory) -> None:
-    """Leave it to the next."""
+    """Close the manifest and release the lock."""
     directory.manifest.close()
     directory.lock.release()
 
 
 def recover_all(directory: Directory, entries: Iterable[Entry]) -> list[Held]:
-    """As `recover`; those that are to be offered."""
+    """Recover the snapshots of `entries`; return those that may be offered."""
     found = (recover(directory, entry) for entry in entries)
     return [held for held in found if held is not None]
 
 
 def recover(directory: Directory, entry: Entry) -> Held | None:
-    """Cross-check a record with its file; None if it is not to be offered."""
+    """Cross-check a record with its file; return None if it may not be offered."""
     path = directory.path / files.final_name(entry.id)
     if entry.file != path.name or not files.FINAL.fullmatch(entry.file):
         drop(directory, entry.id)
@@ -106,22 +109,22 @@ def recover(directory: Directory, entry: Entry) -> Held | None:
             head = read_head(file)
             found = files.identity_of(file)
             if found.size_bytes != entry.size_bytes:
-                raise KvFileError(f"{found.size_bytes} bytes, recorded {entry.size_bytes}")
+                raise KvFileError(f"file of {found.size_bytes} bytes, record of {entry.size_bytes}")
             if head.n_tokens != entry.n_tokens:
-                raise KvFileError(f"{head.n_tokens} tokens, recorded {entry.n_tokens}")
+                raise KvFileError(f"file of {head.n_tokens} tokens, record of {entry.n_tokens}")
             if found != Identity(entry.size_bytes, entry.mtime_ns, entry.inode):
-                # A directory that was copied or restored from a backup.
+                # The directory was copied or restored from a backup.
                 if files.checksum(file) != entry.checksum:
-                    raise KvFileError("another checksum than recorded")
+                    raise KvFileError("the checksum of the file is not the recorded one")
                 _refresh(directory, entry, found)
     except (KvFileError, OSError) as error:
         log.warning("snapshot_not_recovered", snapshot=entry.id, reason=str(error))
         drop(directory, entry.id)
-        with suppress(OSError):  # the router starts all the same
+        with suppress(OSError):  # the router starts nevertheless
             files.quarantine(path)
         return None
     tokens = collapse_media(head, entry.media)
-    if tokens is None:  # committed without fingerprints: matches nothing, and ages out
+    if tokens is None:  # committed without fingerprints: matches no prompt, and ages out
         tokens = head.tokens
     snapshot = Snapshot(
         entry.id,
@@ -138,14 +141,14 @@ def recover(directory: Directory, entry: Entry) -> Held | None:
 
 
 def sweep(directory: Directory) -> None:
-    """Remove what no record names."""
+    """Remove the router's own files that no record names."""
     known = frozenset(entry.file for entry in directory.manifest.entries.values())
     if removed := files.sweep(directory.path, known):
         log.info("leftovers_removed", place=directory.place, files=removed)
 
 
 def record(held: Held, *, fsync: bool) -> None:
-    """Make a committed file durable. Order matters: data, name, directory; only then the record."""
+    """Make a committed file durable in this order: data, name, directory, record."""
     with files.open_regular(held.path) as file:
         if fsync:
             os.fsync(file.fileno())
@@ -178,7 +181,10 @@ def record(held: Held, *, fsync: bool) -> None:
 
 
 def check_again(held: Held) -> None:
-    """The file was touched or replaced since the commit: only the same bytes will do."""
+    """Check a file that was touched or replaced since the commit.
+
+    Raises KvFileError unless its bytes are the same.
+    """
     with files.open_regular(held.path) as file:
         found = files.identity_of(file)
         same = found.size_bytes == held.identity.size_bytes
@@ -187,15 +193,15 @@ def check_again(held: Held) -> None:
     with held.lock:
         held.identity = found
         entry = held.directory.manifest.get(held.snapshot.id)
-        if entry is not None and not held.gone:  # there is none if its record cannot be written
+        if entry is not None and not held.gone:  # None if its record cannot be written
             _refresh(held.directory, entry, found)
 
 
 def rename(staged: Path, held: Held, mode: int) -> None:
     """Give a staged file its mode and its final name, if it is still the one that was verified.
 
-    Not in a directory that came in the place of the one that was opened (a file system was
-    unmounted, say): there is no manifest of ours in it.
+    Raises KvFileError if another directory has replaced the opened one (a file system was
+    unmounted, say): the router's manifest is not in it.
     """
     if not held.directory.manifest.is_there():
         raise KvFileError(f"{held.directory.place} is not the directory that was opened")
@@ -206,15 +212,18 @@ def rename(staged: Path, held: Held, mode: int) -> None:
 
 
 def take_out(held: Held, remove: Callable[[], None]) -> None:
-    """The record first, then the file."""
+    """Drop the record first, then call `remove` for the file."""
     with held.lock:
         drop(held.directory, held.snapshot.id)
     remove()
 
 
 def drop(directory: Directory, snapshot: SnapshotId) -> None:
-    """Take a record out, or not: one without a file is dropped at the next start, and a full
-    disk must not be kept full by a drop that cannot be written."""
+    """Drop a record; only log a failure.
+
+    The next start drops a record without a file. A drop that cannot be written must not keep a
+    full disk full.
+    """
     try:
         directory.manifest.drop(snapshot)
     except KvError as error:
@@ -222,6 +231,6 @@ def drop(directory: Directory, snapshot: SnapshotId) -> None:
 
 
 def _refresh(directory: Directory, entry: Entry, found: Identity) -> None:
-    """Record how the same bytes are to be recognised from now on; only saves a checksum later."""
+    """Record the new identity of the same bytes; this only saves a checksum later."""
     with suppress(KvError):
         directory.manifest.add(replace(entry, mtime_ns=found.mtime_ns, inode=found.inode))

@@ -1,6 +1,6 @@
-"""What a state file can do beyond holding its tokens, and the files that are made from it.
+"""Inspect state files and make other files from them: padded, cut, restreamed.
 
-Between `kv_store.py`, which owns names and records, and `router/kvfile`, which knows bytes.
+The layer between `store.py`, which owns names and records, and `format`, which knows bytes.
 Everything here blocks and may raise OSError or KvFileError.
 """
 
@@ -21,7 +21,7 @@ from router.store.format.layout import Layout, check_agreement, read_layout
 
 log = structlog.get_logger(__name__)
 
-# As `-ctk` and `-ctv` call them.
+# Names as in `-ctk` and `-ctv`.
 _TYPES = {
     0: "f32",
     1: "f16",
@@ -37,7 +37,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A file that was read to its last byte."""
+    """A state file that was checked to its last byte."""
 
     identity: Identity
     head: Head
@@ -46,7 +46,10 @@ class Inspected:
 
     @property
     def shape(self) -> StateShape:
-        """A window that was not padded gives nothing to a longer prompt (section 4.3)."""
+        """Return the shape of the file.
+
+        An unpadded window gives nothing to a longer prompt (docs/llama-server.md section 4.3).
+        """
         return StateShape(
             n_stream=self.layout.n_stream,
             checkpoints=tuple(sorted(c.n_tokens for c in self.layout.checkpoints)),
@@ -56,15 +59,15 @@ class Inspected:
 
     @property
     def has_window(self) -> bool:
-        """It has a sliding window, as far as its blocks tell."""
+        """Return True if the blocks of the file show a sliding window."""
         return self.layout.memory_kind is MemoryKind.SLIDING_WINDOW
 
 
 def inspect(path: Path, size_bytes: int) -> Inspected:
-    """Check a file that a backend reports to have written with `size_bytes`, to the last byte.
+    """Check a file to its last byte; the backend reported `size_bytes` written.
 
-    The size comes first: a backend reports success on a full disk, and aborts when it reads a
-    file that is short (docs/llama-server.md sections 0.3 and 0.4).
+    The size is checked first: a backend reports success on a full disk, and aborts when it reads
+    a short file (docs/llama-server.md sections 0.3 and 0.4).
     """
     with files.open_regular(path) as file:
         found = files.identity_of(file)
@@ -79,10 +82,10 @@ def inspect(path: Path, size_bytes: int) -> Inspected:
 
 
 def pad(path: Path, found: Inspected) -> Inspected:
-    """Make a staged file with a sliding window extendable, in place; any other stays as it is.
+    """Make a staged file with a sliding window extendable, in place.
 
-    One that cannot be padded stays as it is too. One that was being written when something went
-    wrong is worthless: raises then.
+    A file without a window, or one that cannot be padded, stays as it is. Raises if a write or the
+    check after it fails: the file is worthless then.
     """
     if not found.has_window:
         return found
@@ -102,9 +105,9 @@ def pad(path: Path, found: Inspected) -> Inspected:
 
 
 def cut(source: Path, target: Path, expected: Identity, n_tokens: int) -> Inspected:
-    """The first `n_tokens` of `source` as the new file `target`, checked like any other.
+    """Cut the first `n_tokens` out of `source` into the new file `target`, and check it.
 
-    Raises if `source` is not `expected` any more; `target` is gone then.
+    Raises KvFileError if `source` is no longer `expected`. No `target` is left on failure.
     """
     with files.open_regular(source) as file:
         head = read_head(file)
@@ -122,7 +125,7 @@ def cut(source: Path, target: Path, expected: Identity, n_tokens: int) -> Inspec
 
 
 def restream(source: Path, target: Path, expected: Identity, n_stream: int) -> None:
-    """Copy `source` to the new file `target` with another number of streams."""
+    """Copy `source` to the new file `target` with `n_stream` streams."""
     with files.open_regular(source) as file:
         layout = read_layout(file, read_head(file), expected.size_bytes)
     plan = rewrite.restream(layout, n_stream, expected.size_bytes)
@@ -130,7 +133,7 @@ def restream(source: Path, target: Path, expected: Identity, n_stream: int) -> N
 
 
 def cache_types(layout: Layout) -> tuple[str, str]:
-    """Types of the K and the V cache, as `-ctk` and `-ctv` call them; "none" without any."""
+    """Return the types of the K and V caches, as in `-ctk` and `-ctv`; "none" without cells."""
     for block in layout.attention:
         for stream in block.streams:
             if stream.cell_count:

@@ -1,11 +1,11 @@
-"""Snapshots as files in the directories that the backends save to (the SnapshotStore port).
+"""Snapshots as files in the KV directories that the backends save to (the SnapshotStore port).
 
-Owns every file in them that is named `kvf-*`, and through the manifest the answer to which of
-them exist. Decides nothing: what is saved, restored or evicted, and when a file is no longer in
-use, is the engine's business.
+Owns every file in them that is named `kvf-*`; the manifest says which of them exist. Decides
+nothing: the engine decides which snapshots are saved, restored or evicted, and when a file is no
+longer in use.
 
-Blocking work runs in threads, each directory's own (`io_pool.py`): what is in one that hangs is
-withdrawn, and offered again when it answers. What a call may raise is KvError or KvFileError.
+Each directory has its own threads for blocking work (`io_pool.py`). The snapshots of a directory
+that hangs are withdrawn, and offered again when it answers. Calls raise KvError or KvFileError.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from router.store.records import Directory, Held
 
 log = structlog.get_logger(__name__)
 
-# Records that one turn of a thread checks: handing over ten thousand one by one would hold up the
+# Records that one call in a thread checks: ten thousand calls for one record each would hold up the
 # event loop for a third of a second.
 _RECOVERED_AT_ONCE = 100
-_TOLD_AT_ONCE = 10  # finding ten thousand in an index would hold everybody up
+_TOLD_AT_ONCE = 10  # to find ten thousand in an index at once would hold up the event loop
 
 
 class KvStore:
-    """See the module. `load` comes first, `aclose` last; all calls from one event loop."""
+    """The store of snapshots. Call `load` first, `aclose` last, and all from one event loop."""
 
     def __init__(
         self,
@@ -46,12 +46,13 @@ class KvStore:
         fsync: bool = True,
         group_access: bool = False,
     ) -> None:
-        """`on_lost` is told of a snapshot whose file could not be made durable, or is in a
-        directory that hangs; `on_found` of the latter when the directory answers again.
+        """Configure the store; `load` opens `places`.
 
-        `wall_now` is seconds since the epoch. Without `fsync` a crash of the machine (not of
-        the router) may lose snapshots; it never brings back a wrong one. `group_access`: the
-        group of a directory may read and write in it, as a backend of another user has to.
+        `on_lost` gets a snapshot that could not be made durable or is in a directory that hangs.
+        `on_found` gets the latter when the directory answers again. `wall_now` returns seconds
+        since the epoch. Without `fsync` a crash of the machine (not of the router) may lose
+        snapshots, but never brings back a wrong one. `group_access`: the group of a directory may
+        read and write in it, as a backend of another user has to.
         """
         self._places = tuple(dict.fromkeys(places))
         self._on_lost = on_lost
@@ -63,16 +64,16 @@ class KvStore:
         self._held: dict[SnapshotId, Held] = {}
         self._staged: dict[tuple[Place, str], Identity] = {}
         self._opened: set[tuple[Place, str]] = set()
-        self._unwanted: list[tuple[Place, str]] = []  # in directories that hang
+        self._unwanted: list[tuple[Place, str]] = []  # to delete when their directory answers
         self._threads: list[Threads] = []
         self._between: dict[tuple[Place, Place], Threads] = {}
         self._telling: defaultdict[Place, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._background = Tasks()
 
     async def load(self) -> list[Snapshot]:
-        """Lock and read the directories; what is left after a cross-check, oldest first.
+        """Lock and read the directories; return the snapshots that pass a cross-check.
 
-        Raises KvError if a directory cannot be used; none is locked then.
+        Oldest first. Raises KvError if a directory cannot be used; none is locked then.
         """
         try:
             return await self.add(self._places)
@@ -81,10 +82,10 @@ class KvStore:
             raise
 
     async def add(self, places: Sequence[Place]) -> list[Snapshot]:
-        """Lock and read more directories; those that are open already stay as they are.
+        """Lock and read more directories; return their snapshots that pass a cross-check.
 
-        What is left of the new ones after a cross-check, oldest first. Raises KvError if one
-        cannot be used; none of them is locked then.
+        Oldest first. Directories that are open already stay as they are. Raises KvError if a new
+        one cannot be used; none of the new ones is locked then.
         """
         before = dict(self._directories)
         fresh: list[Directory] = []
@@ -117,7 +118,7 @@ class KvStore:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The directories that are open."""
+        """Return the directories that are open."""
         return tuple(self._directories)
 
     async def flush(self) -> None:
@@ -125,9 +126,9 @@ class KvStore:
         await self._background.join()
 
     async def aclose(self) -> None:
-        """Finish the background work, remove what `open` made, let go of the directories.
+        """Finish the background work, remove the files that `open` made, release the directories.
 
-        Those that hang are let go of as they are: a thread that waits there cannot be ended.
+        A directory that hangs is released as it is: a thread that waits there cannot be ended.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(io_pool.QUICK_S if self.hangs else io_pool.BULK_S):
@@ -148,30 +149,30 @@ class KvStore:
             if not directory.threads.hangs:
                 with suppress(KvError, TimeoutError):
                     async with asyncio.timeout(io_pool.BULK_S):
-                        # Behind the deletes that have been asked for.
+                        # Queued behind the deletes that have been requested.
                         await directory.threads.unhurried(directory.manifest.close)
             directory.threads.close()
             directory.lock.release()
 
     @property
     def hangs(self) -> bool:
-        """Some directory does not answer."""
+        """Return True if a directory does not answer."""
         return any(threads.hangs for threads in self._threads)
 
     @property
     def works(self) -> bool:
-        """Some thread has not come back; after `aclose` it will not be waited for."""
+        """Return True if a call in a thread has not returned; after `aclose` nothing awaits it."""
         return any(threads.works for threads in self._threads)
 
     def staging_name(self) -> str:
-        """A fresh name to let a backend write to."""
+        """Return a fresh name for a backend to write to."""
         return files.staging_name()
 
     async def verify(self, place: Place, name: str, size_bytes: int) -> StagedFile:
-        """Check what a backend wrote: its size as reported, and every section of it.
+        """Check a file that a backend wrote: its size as reported, and every section of it.
 
-        A sliding window is padded, where that can be done: `size_bytes` of the result is then
-        larger. Raises KvFileError, and the file is removed then.
+        A sliding window is padded where possible; `size_bytes` of the result is then larger.
+        Raises KvFileError and removes the file then.
         """
         path = self._staging_path(place, name)
         try:
@@ -186,9 +187,9 @@ class KvStore:
         return self._stage(place, name, found)
 
     async def cut(self, snapshot: Snapshot, n_tokens: int) -> StagedFile:
-        """The first `n_tokens` of a full-attention snapshot as a file to commit.
+        """Cut the first `n_tokens` out of a full-attention snapshot, as a file to commit.
 
-        Raises KvFileError with the reason if that cannot be done; nothing is left then.
+        Raises KvFileError with the reason if the cut is impossible; no file is left then.
         """
         held = await self._unchanged(snapshot)
         name = files.staging_name()
@@ -202,9 +203,9 @@ class KvStore:
         return StagedFile(place, name, found.head.tokens, found.identity.size_bytes, found.shape)
 
     async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
-        """Give a verified file its final name. Usable at once; durable after `flush`.
+        """Give a verified file its final name: usable at once, durable after `flush`.
 
-        `staged.tokens` may have been replaced by tokens in which media is one negative id each.
+        `staged.tokens` may have been replaced by tokens with one negative id for each medium.
         Raises KvFileError if the file was not verified or has changed since.
         """
         known = self._staged.pop((staged.place, staged.name), None)
@@ -231,17 +232,17 @@ class KvStore:
         return snapshot
 
     async def discard(self, place: Place, name: str) -> None:
-        """Remove a staged file that is not wanted; it need not exist."""
+        """Remove an unwanted staged file, if it exists."""
         self._staged.pop((place, name), None)
         self._staging_path(place, name)
         await self._unlink(place, name)
 
     async def open(self, snapshot: Snapshot, place: Place, n_stream: int) -> str:
-        """A name under which a backend of `place` can read the snapshot, checked unchanged.
+        """Return a name under which a backend of `place` can read the snapshot, checked unchanged.
 
-        Raises KvFileError if the file is not what was committed. The name is the caller's until
-        `close`; in another directory it is a link or a copy, made here. `n_stream` is what the
-        backend's files have: one of another number is rewritten, and 0 takes any.
+        Raises KvFileError if the file is not as committed. The caller owns the name until `close`;
+        in another directory it is a link or a copy, made here. `n_stream` is the number of streams
+        in the backend's files: a file with another number is restreamed; 0 takes any.
         """
         target_directory = self._directory(place)
         held = await self._unchanged(snapshot)
@@ -264,11 +265,11 @@ class KvStore:
         return target.name
 
     def _threads_of(self, source: Directory, target: Directory) -> Threads:
-        """Where to read one directory and write another. Raises KvError if the latter hangs.
+        """Return the threads that read one directory and write another.
 
-        Threads of the two together: from a call that takes too long nobody can tell which of them
-        hangs. Neither is blamed, only this way between them is not tried again; each is found
-        out by what is done in it alone.
+        Raises KvError if the target hangs. Two directories have threads in common, because a call
+        that takes too long does not show which of the two hangs. Neither is blamed: only transfers
+        in this direction fail until it returns. Work in each directory alone shows which one hangs.
         """
         if source is target:
             return source.threads
@@ -282,7 +283,7 @@ class KvStore:
         return self._between[way]
 
     async def _unchanged(self, snapshot: Snapshot) -> Held:
-        """Raises KvFileError unless the file is what was committed."""
+        """Return the held snapshot. Raises KvFileError unless its file is as committed."""
         held = self._held.get(snapshot.id)
         if held is None:
             raise KvFileError(f"snapshot {snapshot.id} does not exist")
@@ -294,20 +295,20 @@ class KvStore:
         return held
 
     async def close(self, snapshot: Snapshot, place: Place, name: str) -> None:
-        """Give back what `open` returned."""
+        """Release a name that `open` returned; remove its link or copy."""
         if (place, name) in self._opened:
             self._opened.discard((place, name))
             await self._unlink(place, name)
 
     async def delete(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot: from the manifest first, then the file. Idempotent."""
+        """Remove a snapshot: first its record, then its file. Idempotent."""
         held = self._held.pop(snapshot.id, None)
         if held is not None:
             held.gone = True
             await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))
 
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
-        """Take a snapshot that misbehaved out of the manifest; keep its file for the operator."""
+        """Drop a misbehaving snapshot from the manifest; keep its file for the operator."""
         held = self._held.pop(snapshot.id, None)
         if held is not None:
             held.gone = True
@@ -322,7 +323,7 @@ class KvStore:
         try:
             return self._directories[place]
         except KeyError:
-            raise KvError(f"{place} is not a place of this store") from None
+            raise KvError(f"{place} is not a KV directory of this store") from None
 
     def _staging_path(self, place: Place, name: str) -> Path:
         if not files.STAGING.fullmatch(name):
@@ -362,14 +363,14 @@ class KvStore:
             self._drop_threads()
 
     def _drop_threads(self) -> None:
-        """Those of directories that were not opened, or are open under another name."""
+        """Close idle threads of directories that were not opened, or are open by another name."""
         used = [d.threads for d in self._directories.values()] + [*self._between.values()]
         for threads in [t for t in self._threads if t not in used and not t.works]:
             threads.close()
             self._threads.remove(threads)
 
     def _changed(self, place: Place) -> None:
-        """A directory hangs, or answers again: nobody is to wait for what is in it, until then."""
+        """Withdraw the snapshots of a directory that hangs, or offer them when it answers again."""
         directory = self._directories.get(place)
         if directory is None:
             return
@@ -383,8 +384,10 @@ class KvStore:
         tell: Callable[[list[Snapshot]], Awaitable[None]],
         snapshots: list[Snapshot],
     ) -> None:
-        """What became of a directory is told to its end before what became of it next: a loss
-        that is told late would take away what was offered again."""
+        """Report one change of a directory completely before its next change.
+
+        A loss that is reported late would withdraw snapshots that were offered again.
+        """
         async with self._telling[place]:
             await tell(snapshots)
 

@@ -1,7 +1,7 @@
-"""The routes: which requests take a slot, which pass through, which a client must not make.
+"""The routes: requests that take a slot, that pass through, and that a client must not make.
 
-Everything that llama-server answers, the router answers with the same bytes; what it adds lives
-under `/kvferry/` and `/metrics`.
+Everything that llama-server answers, the router answers with the same bytes. The router's own
+routes are under `/kvferry/` and `/metrics`.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ from router.web.server.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-# Routes that run in slots of llama-server's own choice and overwrite what those hold
+# Routes that run in slots of llama-server's own choice and overwrite the content of these slots
 # (llama-server.md section 2.1).
 _TAKES_SLOTS = frozenset(
     {
@@ -87,7 +87,7 @@ _TAKES_SLOTS = frozenset(
 )
 _MODELS = frozenset({"/models", "/v1/models"})
 _CONTROL = "/v1/chat/completions/control"
-# What changes nothing, although it is a POST.
+# Routes that change nothing, although they are POST.
 _READS = frozenset(
     {
         "/tokenize",
@@ -98,15 +98,15 @@ _READS = frozenset(
         "/v1/responses/input_tokens",
     }
 )
-# A server tells its models in milliseconds, however busy its slots are.
+# A server lists its models in milliseconds, however busy its slots are.
 _MODELS_WITHIN_S = 2.0
 
 
 def forbidden(method: str, path: str) -> str | None:
-    """Why a client must not do this; None if it may. `path` is decoded.
+    """Return why a client must not make a request; None if it may. `path` is decoded.
 
-    Read as the most lenient server would: whatever stands between us and llama-server may drop
-    empty segments and resolve dots.
+    The path is read as the most lenient server would: a proxy between the router and llama-server
+    may drop empty segments and resolve dots.
     """
     path = posixpath.normpath("/" + path.lstrip("/"))
     if path == "/slots" or path.startswith("/slots/"):
@@ -121,7 +121,7 @@ def forbidden(method: str, path: str) -> str | None:
 
 
 class App:
-    """Every request of every client; owns no state but what it was given."""
+    """The handler of every request of every client; owns no state but its arguments."""
 
     def __init__(
         self,
@@ -174,8 +174,10 @@ class App:
         )
 
     def listener(self, side: Side) -> Listener:
-        """What makes a protocol for each connection to an address; requests are cancelled when
-        their client leaves. Needs a running loop."""
+        """Return the protocol factory for an address. Needs a running loop.
+
+        A request is cancelled when its client disconnects.
+        """
         handle = partial(self._handle, side)
         return Listener(handle, self._settings, self._refused, self._turnstile)
 
@@ -183,11 +185,11 @@ class App:
         self._telemetry.rejected(name, error.outcome, str(error))
 
     async def _handle(self, side: Side, request: web.BaseRequest) -> web.StreamResponse:
-        """Give the request an id, and an error the router's own shape.
+        """Give the request an id, and each error the router's own shape.
 
-        1. An answer that the router gives on purpose.
-        2. The client left while it was written to.
-        3. A bug. The client learns nothing of it; half an answer must not look like a whole one.
+        1. RouterError: an answer that the router gives on purpose.
+        2. ConnectionError: the client disconnected while the router sent its answer.
+        3. Any other: a bug. The client gets no details; a partial answer must not look complete.
         """
         name = request_id()
         try:
@@ -196,14 +198,14 @@ class App:
             own = self.own.find(request, path, side)
             if own is None:
                 self._keys.admit(request)
-            _expects(request)  # if it is an odd one, nothing is done
+            _expects(request)  # an unknown one is refused before any work
             if own is not None:
                 return await own(request, name)
             return await self._any(request, path, name)
         except RouterError as error:
             caller = request.get(CALLER)
             self._telemetry.rejected(name, error.outcome, str(error), clients_id(request), caller)
-            # What operators do is not for everybody.
+            # Operators' requests are not for every reader of the decision log.
             if not is_own(request.path):
                 self._note(name, error, str(error), caller)
             response = error_response(error, name, clients_id(request))
@@ -219,7 +221,7 @@ class App:
         self, request: web.BaseRequest, name: RequestId, error: Exception
     ) -> web.StreamResponse:
         log.error("request_failed", request_id=name, exc_info=error)
-        told = RouterError("an error inside the router; its log has it under this request's id")
+        told = RouterError("an error inside the router; see its log for this request's id")
         self._telemetry.rejected(name, told.outcome, type(error).__name__, clients_id(request))
         self._note(name, told, type(error).__name__, request.get(CALLER))
         started: web.StreamResponse | None = request.get(STARTED)
@@ -230,8 +232,11 @@ class App:
         return started
 
     def _note(self, name: RequestId, error: RouterError, why: str, caller: Caller | None) -> None:
-        """Into the journal, where there is only so much room: who shows no key pushes nobody's
-        requests out of it."""
+        """Record a rejection in the decision log.
+
+        Where keys are configured, a request without a key is left out: the log has limited room,
+        and such requests must not push others out of it.
+        """
         if caller is not None or not self._keys.known.callers:
             self._journal.rejected(name, error.outcome, why, caller)
 
@@ -242,7 +247,7 @@ class App:
         looks_at_it = request.method == "POST" and not self._settings.passthrough
         route = route_of(path) if looks_at_it else None
         if route or (looks_at_it and path in _TAKES_SLOTS):
-            with self._keys.room(request.get(CALLER)):  # before its body, which takes memory
+            with self._keys.room(request.get(CALLER)):  # before the body, which takes memory
                 return await self._takes_slots(request, route, name)
         if reason := forbidden(request.method, path):
             raise ForbiddenError(reason)
@@ -258,7 +263,7 @@ class App:
         self, request: web.BaseRequest, route: Completion | None, name: RequestId
     ) -> web.StreamResponse:
         raw = await self._read(request)
-        # To the server a form is an object of strings: no slot can be written into it.
+        # A form is an object of strings to the server: no slot can be written into it.
         if route and not is_form(request.headers.get("Content-Type", "")):
             return await self._completions.completion(request, route, raw, name)
         asked = await slots_asked(request, raw)
@@ -286,12 +291,12 @@ class App:
         return self._page[request.path].answer(request)
 
     async def _read(self, request: web.BaseRequest) -> bytes:
-        """The body, within limits of size and time. Raises RouterError."""
+        """Return the body, within limits of size and time. Raises RouterError."""
         if not request.can_read_body:
             return b""
         if _expects(request):
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if request.content.is_eof():  # all of it has come: nothing to wait for
+        if request.content.is_eof():  # the whole body has come: nothing to wait for
             return await self._read_all(request)
         limit_s = self._settings.body_timeout_s
         try:
@@ -322,8 +327,11 @@ class App:
     async def _pass(
         self, request: web.BaseRequest, name: RequestId, raw: bytes, model: str | None
     ) -> web.StreamResponse:
-        """Send a request on as it is, to a backend that fits; if that fails before it answers, and
-        nothing can have been changed by it, to another. Raises RouterError."""
+        """Forward a request as it is to a backend that fits. Raises RouterError.
+
+        If the backend fails before it answers, and the request cannot have changed anything, try
+        another backend.
+        """
         clients = self._directory.fitting(self._directory.resolve(model))
         if request.method not in ("GET", "HEAD") and request.path.rstrip("/") not in _READS:
             del clients[1:]
@@ -340,8 +348,10 @@ class App:
     async def _control(
         self, request: web.BaseRequest, name: RequestId, raw: bytes, model: str | None
     ) -> web.StreamResponse:
-        """Send on what names an answer that is being written, to one backend after the other until
-        it is the one that writes it. Raises RouterError."""
+        """Forward a request that names an answer in progress. Raises RouterError.
+
+        Try one backend after the other, until one is writing that answer.
+        """
         *others, last = self._directory.all_up(self._directory.resolve(model))
         for client in others:
             with contextlib.suppress(BackendError):
@@ -377,21 +387,24 @@ class App:
         return response
 
     async def _models(self, request: web.BaseRequest, name: RequestId) -> web.StreamResponse:
-        """The models of all backends; a fleet with one model gives its server's own answer. One of
-        which no server answers is left out. Raises RouterError."""
+        """Return the models of all backends. Raises RouterError.
+
+        A fleet with one model gives its server's own answer. A model is left out if none of its
+        servers answers.
+        """
         models = self._directory.for_each_model()
         if len(models) < 2:
             return await self._pass(request, name, b"", None)
         told = await asyncio.gather(*(_models_of(clients) for clients in models))
         answers = [answer for answer in told if answer is not None]
         if not answers:
-            raise BackendError("no backend tells its models")
+            raise BackendError("no backend lists its models")
         merged = json_response(merge_models(answers), headers=names(request, name))
         return open_to_browsers(request, merged)
 
 
 async def _models_of(clients: Sequence[LlamaClient]) -> bytes | None:
-    """What the first one says that answers; None if none does."""
+    """Return the answer of the first backend that gives one; None if none does."""
     for client in clients:
         with contextlib.suppress(BackendError, TimeoutError):
             async with asyncio.timeout(_MODELS_WITHIN_S):
@@ -400,9 +413,9 @@ async def _models_of(clients: Sequence[LlamaClient]) -> bytes | None:
 
 
 def _expects(request: web.BaseRequest) -> bool:
-    """The client sends its body when it is told to go on. Raises ExpectationError."""
+    """Return True if the client waits for a 100 Continue. Raises ExpectationError."""
     if "Expect" not in request.headers or request.version < HttpVersion11:
         return False
     if request.headers["Expect"].lower() != "100-continue":
-        raise ExpectationError("the only Expect header that is understood is 100-continue")
+        raise ExpectationError("the only supported Expect header is 100-continue")
     return True

@@ -1,1 +1,1 @@
-"""Connections, limits, TLS, framing, and the copying of a response. Knows no routes."""
+"""The HTTP server: connections, limits, TLS, framing, relay of responses. Knows no routes."""

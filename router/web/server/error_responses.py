@@ -1,4 +1,4 @@
-"""What the router says in its own name: errors in the OpenAI shape, with what to do about them."""
+"""Responses of the router itself: errors in the OpenAI shape, with their remedy."""
 
 import re
 import secrets
@@ -16,27 +16,27 @@ from router.base.errors import (
 from router.base.types import RequestId
 
 REQUEST_ID = "x-kvferry-request-id"
-# What clients call a request themselves: told back, and written into the log.
+# The client's own id of a request: returned to the client, and written to the log.
 CLIENTS_ID = "x-request-id"
 _ID = re.compile(r"[!-~]{1,128}")
 _ORIGIN = re.compile(r"[!-~]{1,512}")
-# Not the name and version of the HTTP library, which would be there otherwise.
+# Replaces the name and version of the HTTP library.
 OWN_HEADERS = {"Server": "kvferry"}
 
 
 def request_id() -> RequestId:
-    """A name for a request that just came."""
+    """Return a fresh id for a request."""
     return RequestId(secrets.token_hex(8))
 
 
 def clients_id(request: web.BaseRequest) -> str | None:
-    """The client's own name for a request, if it is fit for a log line."""
+    """Return the client's own id of a request, or None if it is unfit for a log line."""
     found = request.headers.get(CLIENTS_ID)
     return found if found is not None and _ID.fullmatch(found) else None
 
 
 def names(request: web.BaseRequest, name: RequestId) -> dict[str, str]:
-    """What a request is called, for its answer: by the router, and by its client."""
+    """Return the response headers with the router's and the client's id of a request."""
     return _names(name, clients_id(request))
 
 
@@ -47,7 +47,7 @@ def _names(ours: RequestId, theirs: str | None) -> dict[str, str]:
 def error_response(
     error: RouterError, request: RequestId, clients_id: str | None = None
 ) -> web.Response:
-    """The same fields as llama-server's own errors."""
+    """Return an error response with the same fields as llama-server's own errors."""
     fields: dict[str, object] = {
         "code": error.status,
         "message": str(error),
@@ -70,7 +70,7 @@ def error_response(
 def json_response(
     value: object, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> web.Response:
-    """JSON, compact."""
+    """Return a response with compact JSON."""
     return web.Response(
         body=orjson.dumps(value),
         status=status,
@@ -81,7 +81,7 @@ def json_response(
 
 
 def open_to_browsers(request: web.BaseRequest, response: web.Response) -> web.Response:
-    """Let the page that asked read the answer, as llama-server does with all of its own."""
+    """Let the requesting web page read the response, as llama-server does with all of its own."""
     origin = request.headers.get("Origin")
     if origin is not None and _ORIGIN.fullmatch(origin):
         response.headers["Access-Control-Allow-Origin"] = origin
@@ -89,7 +89,7 @@ def open_to_browsers(request: web.BaseRequest, response: web.Response) -> web.Re
 
 
 def session_of(http: web.BaseRequest) -> str | None:
-    """The conversation that a client says it is in."""
+    """Return the conversation that a client names in a header, or None."""
     for name in ("x-session-id", "session-id", "x-session-affinity", "x-litellm-session-id"):
         if value := http.headers.get(name):
             return value[:256]
@@ -97,6 +97,9 @@ def session_of(http: web.BaseRequest) -> str | None:
 
 
 def sender_of(http: web.BaseRequest) -> str | None:
-    """Between whom the queue is fair: keys, or without one addresses. No key is kept as it is."""
+    """Return the client that the queue is fair to: its key, or its address without a key.
+
+    The key is hashed: no key is kept as it is.
+    """
     key = http.headers.get("authorization") or http.headers.get("x-api-key")
     return http.remote if key is None else f"key {hash(key):x}"

@@ -1,7 +1,7 @@
-"""A listening address: who may connect, how many, and how long the head of a request may take.
+"""Listen at an address: limit its connections, and the time for the head of a request.
 
-aiohttp reads the requests; this counts connections, sets its limits, and says in the router's own
-shape what was wrong with bytes that are no request. Knows no routes.
+aiohttp reads the requests. This module counts connections, sets aiohttp's limits, and answers bytes
+that are no request with errors in the router's own shape. Knows no routes.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ OnRefused = Callable[[RequestId, RouterError], None]
 
 
 class Listener(web.Server):
-    """Makes a protocol for each connection to one address; needs a running loop.
+    """The factory of a protocol for each connection to one address; needs a running loop.
 
-    `settings` may change: what is changed counts for connections that come after.
+    `settings` may change: a change counts for later connections.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Listener(web.Server):
         on_refused: OnRefused,
         turnstile: Turnstile,
     ) -> None:
-        """`on_refused` is told of what got an error and never reached `handler`."""
-        # Without cancellation the slot of a client that left during a long prefill stays taken.
+        """Set up the factory; `on_refused` gets errors of input that never reached `handler`."""
+        # Without cancellation a request abandoned during a long prefill keeps its slot.
         super().__init__(handler, handler_cancellation=True)
         self.settings = settings
         self.on_refused = on_refused
@@ -87,7 +87,7 @@ class Listener(web.Server):
         self._open[client] += 1
 
     def leave(self, client: str) -> None:
-        """A connection that was admitted is closed."""
+        """Stop counting a connection that was admitted and is closed."""
         self._n_open -= 1
         self._open[client] -= 1
         if not self._open[client]:
@@ -95,9 +95,12 @@ class Listener(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    """One connection. The head of a request may take `limits.header_timeout` from its first byte,
-    or from the end of the answer that it came before, less the time that it was we who did not
-    look; before that the connection is idle, and `limits.keep_alive_timeout` is aiohttp's to keep.
+    """One connection of a client.
+
+    The head of a request may take `limits.header_timeout`: from its first byte, or from the end of
+    the previous answer if the head began before that. The time that the loop throttle holds the
+    connection does not count. Before the head the connection is idle; aiohttp applies
+    `limits.keep_alive_timeout` then.
     """
 
     __slots__ = (
@@ -117,12 +120,12 @@ class _Connection(web.RequestHandler):
         self._listener = listener
         self._client: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
-        self._head_left_s: float | None = None  # of a head that had begun when it was held
-        self._held = False  # at the turnstile; nothing more is read meanwhile
+        self._head_left_s: float | None = None  # of a head that had begun before it was held
+        self._held = False  # by the loop throttle; nothing more is read meanwhile
         self._answered = 0  # of `_request_count`
-        self._begun = False  # a head, of which the end has not come
+        self._begun = False  # a head: its end has not come
         self._body: StreamReader = EMPTY_PAYLOAD  # of the last request
-        self._body_left = 0  # bytes of it that have not come, or more than that
+        self._body_left = 0  # bytes of it that have not come, at most
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         client = client_of(transport.get_extra_info("peername"))
@@ -141,19 +144,19 @@ class _Connection(web.RequestHandler):
             self._listener.leave(self._client)
             self._client = None
         super().connection_lost(exc)
-        self._body = EMPTY_PAYLOAD  # which knew of us
+        self._body = EMPTY_PAYLOAD  # the old one refers to this connection
 
     def data_received(self, data: bytes) -> None:
         if not data or self._messages or self._current_request is not None:
-            self._receive(data)  # more of what has begun
+            self._receive(data)  # more of a request that has begun
             return
         if not self._listener.turnstile.call(partial(self._begin, data)):
             self._held = True
-            self._stop_head_timer()  # goes on with what is left
+            self._stop_head_timer()  # it goes on with the time that is left
             self._pause_transport_reading()
 
     def _process_keepalive(self) -> None:
-        """For aiohttp: the connection was idle for long. Not if it is we who did not look."""
+        """Close a long idle connection (for aiohttp), unless the loop throttle holds it."""
         if self._held:
             timeout_s = self._listener.settings.keep_alive_timeout_s
             self._keepalive_handle = self._loop.call_later(timeout_s, self._process_keepalive)
@@ -161,7 +164,7 @@ class _Connection(web.RequestHandler):
             super()._process_keepalive()
 
     def _begin(self, data: bytes) -> None:
-        if self.transport is None:  # lost while it waited
+        if self.transport is None:  # lost while the loop throttle held it
             return
         if self._held:
             self._held = False
@@ -177,10 +180,11 @@ class _Connection(web.RequestHandler):
         self._wait_for_head()
 
     def _follow(self, data: bytes, n_new: int) -> None:
-        """Keep whether a head has begun. aiohttp's parser does not tell, so it is looked for behind
-        the last request that it found. Not seen is one behind a body that is chunked and came
-        in pieces, or that was sent together with other requests: it counts as idle until more of
-        it comes.
+        """Track whether a head has begun, which aiohttp's parser does not report.
+
+        The search begins behind the last request that the parser found. A head is missed behind
+        a body that is chunked and came in parts, or that came together with other requests. The
+        connection then counts as idle until more of the head comes.
         """
         behind = data[self._body_left :]
         left = self._body_left - len(data)
@@ -194,12 +198,12 @@ class _Connection(web.RequestHandler):
         if self._upgraded or not self._body.is_eof():
             self._begun, self._body_left = False, 0 if self._upgraded else max(left, 0)
             return
-        # A whole head in it would be a request, and empty lines before one are nothing.
+        # A whole head would be a request; empty lines before a head do not count.
         begins = bool(behind.rpartition(_END)[2].lstrip(_NEW_LINE))
         self._begun, self._body_left = begins or (self._begun and not n_new), 0
 
     def _wait_for_head(self) -> None:
-        """Not long for the rest of one, if nothing else is to be done meanwhile."""
+        """Start the timer for the rest of a head, if no request is unanswered."""
         idle = self._answered == self._request_count and not self._held
         if idle and self._begun and self._head_timer is None:
             limit_s = self._listener.settings.header_timeout_s
@@ -218,13 +222,13 @@ class _Connection(web.RequestHandler):
 
     def _head_is_late(self, limit_s: float) -> None:
         self._head_timer = None
-        if self._waiter is None:  # it is being closed
+        if self._waiter is None:  # the connection is being closed
             return
         told = f"the headers did not arrive within {limit_s:g} s (limits.header_timeout)"
         self._refuse(ClientTooSlowError(told))
 
     def _refuse(self, error: RouterError) -> None:
-        """Say why, and close: nothing was asked that could be answered."""
+        """Send an error and close: there is no request to answer."""
         name = request_id()
         self._listener.on_refused(name, error)
         response = error_response(error, name)
@@ -243,14 +247,14 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """For aiohttp: the answer to bytes that are no request. Nothing of them is repeated."""
+        """Answer bytes that are no request (for aiohttp), without repeating any of them."""
         if status < 500:
             error = self._wrong_with(exc)
         else:
             log.error("request_failed", exc_info=exc)
             error = RouterError("an error inside the router")
         if request.writer.output_size > 0:
-            raise ConnectionError("half an answer is on its way already")
+            raise ConnectionError("part of an answer has been sent already")
         name = request_id()
         self._listener.on_refused(name, error)
         response = error_response(error, name)
@@ -258,15 +262,17 @@ class _Connection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: object, **options: object) -> None:
-        """For aiohttp: something ended a connection. Not worth a traceback is the rest of a body
-        that cannot be read, behind the answer to what could be read of the request."""
+        """Log the error that ended a connection (for aiohttp).
+
+        An unreadable rest of a body gets no traceback: its request has been answered.
+        """
         if not isinstance(options.get("exc_info"), web.RequestPayloadError):
             super().log_exception(*args, **options)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """For aiohttp: send what a handler has made. True: the client is gone."""
+        """Send the response of a handler (for aiohttp); True if the client has disconnected."""
         sent = await self._finish(request, resp, start_time)
         self._answered += 1
         self._wait_for_head()
@@ -275,8 +281,10 @@ class _Connection(web.RequestHandler):
     async def _finish(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """An own answer goes out as a whole here, within `limits.send_timeout`; of a backend's
-        nothing is left."""
+        """Send the router's own answer as a whole, within `limits.send_timeout`.
+
+        A relayed answer has been sent already.
+        """
         if resp.prepared:
             return await super().finish_response(request, resp, start_time)
         try:
@@ -290,7 +298,7 @@ class _Connection(web.RequestHandler):
     def _wrong_with(self, exc: BaseException | None) -> RouterError:
         settings = self._listener.settings
         if isinstance(exc, LineTooLong):
-            # aiohttp says how much was allowed, and not of what.
+            # aiohttp reports the size of the limit, and not which limit.
             limit = exc.args[1]
             if limit == settings.max_request_line_bytes != settings.max_header_bytes:
                 return TargetTooLongError(
@@ -301,19 +309,21 @@ class _Connection(web.RequestHandler):
             return HeaderTooLargeError(
                 f"there are more than {settings.max_headers} headers (limits.max_headers)"
             )
-        return FramingError("this is not HTTP/1.1 as it should be")
+        return FramingError("the request is not valid HTTP/1.1")
 
 
 def _length(message: object) -> int:
-    """What the head of a request says of its body; 0 of one that is sent in chunks. Zeros in front
-    are allowed, and there may be more than `int` takes."""
+    """Return the length of a request's body as its head states it; 0 for a chunked body.
+
+    Leading zeros are allowed, and there may be more of them than `int` takes.
+    """
     if isinstance(message, RawRequestMessage):
         return int(message.headers.get("Content-Length", "").lstrip("0") or 0)
     return 0
 
 
 def client_of(peername: object) -> str:
-    """Whose connection it is. One client has a whole /64 of IPv6 to itself."""
+    """Return the client of a connection: its address, or its whole /64 of IPv6."""
     host = peername[0] if isinstance(peername, tuple) and peername else ""
     try:
         address: IPv4Address | IPv6Address = ip_address(str(host).partition("%")[0])

@@ -1,4 +1,4 @@
-"""Bytes from a backend to a client: one coroutine, nothing in between, one end.
+"""Relay bytes from a backend to a client: one coroutine, no buffer in between, one end.
 
 Knows nothing of slots or prompts. Back-pressure of the client reaches the backend because the
 next chunk is read only after the last one was written.
@@ -20,19 +20,20 @@ from router.llama.http1 import Header
 from router.web.server.relayed_response import HOP_BY_HOP, Answer, named_in_connection
 from router.web.server.settings import Settings
 
-# Our own server has already decoded a compressed body.
+# The router's server has already decoded a compressed body.
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"content-encoding", b"expect"}
-# It would make the server go on generating after its client has left (llama-server.md section 5.6).
+# This header makes the server go on after its client disconnected (llama-server.md section 5.6).
 _RESUMABLE = {b"x-conversation-id"}
 
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 
-# There are keys, so what a request carries as one is ours; and whose it is, if it needed any.
+# Set where clients have keys: a key in the request is for the router.
 KEYED = web.RequestKey("keyed", bool)
+# The owner of the key, if the request needed one.
 CALLER = web.RequestKey("caller", Caller)
 
-# Of an answer that has come as a whole, and those before it that the client has not taken yet;
-# nobody waits for the client then.
+# Bytes of a complete answer, and of answers before it that are not yet sent: up to this number the
+# router does not wait for the client.
 _SENT_AT_ONCE = 64 * 1024
 _HEAD_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
@@ -40,8 +41,11 @@ _WHOLE_BYTES = 1024 * 1024
 
 
 def forward_headers(request: web.BaseRequest, *, resumable: bool = False) -> list[Header]:
-    """The client's headers as the backend gets them. Where clients have keys, those are ours.
-    `resumable`: the client may make a stream one that goes on without it."""
+    """Return the client's headers as the backend gets them.
+
+    Where clients have keys, they are for the router and left out. `resumable`: the client may ask
+    for a stream that goes on without it.
+    """
     left_out = _NOT_FORWARDED if resumable else _NOT_FORWARDED | _RESUMABLE
     if KEYED in request:
         left_out = left_out | _KEYS
@@ -51,9 +55,9 @@ def forward_headers(request: web.BaseRequest, *, resumable: bool = False) -> lis
 
 
 def forward_target(request: web.BaseRequest) -> str:
-    """Path and query as the backend gets them: as they came. Raises BadRequestError.
+    """Return path and query for the backend, as they came. Raises BadRequestError.
 
-    A target may also be a whole URL, as for a forward proxy; the host in it is not ours to visit.
+    A target may also be a whole URL, as for a forward proxy; its host is ignored.
     """
     raw = request.raw_path
     if not raw.startswith("/"):
@@ -68,7 +72,7 @@ STARTED = web.RequestKey("started", web.StreamResponse)
 
 
 class Capture:
-    """What went by, to be read when it is over: all of it, or the two ends of something huge."""
+    """The bytes of a response, to be read at its end: all, or the two ends of a huge one."""
 
     def __init__(self) -> None:
         self._head: list[bytes] = []
@@ -94,21 +98,22 @@ class Capture:
 
     @property
     def chunks(self) -> list[bytes]:
-        """The bytes in order; with a gap in the middle unless `complete`."""
+        """Return the bytes in order; with a gap in the middle unless `complete`."""
         return [*self._head, *self._tail]
 
     def ends(self, limit: int) -> list[bytes]:
-        """The first and the last `limit` bytes."""
+        """Return the first and the last `limit` bytes, with an empty line between."""
         whole = b"".join(self.chunks)
         return [whole[:limit], b"\n\n", whole[-limit:]]
 
 
 class _Silence:
-    """Cancels a wait that has lasted too long: for a backend that sends nothing (`since` when, in
-    loop time), or for a client that takes nothing (`since` is None).
+    """The idle timeouts of a relay: cancel a wait that has lasted too long.
 
-    Timers that look now and then: one for each event of a stream would cost as much as sending it.
-    Of a client it is seen that nothing has changed from one look to the next.
+    The wait is for a backend that sends nothing (`since`: from when, in loop time), or for a client
+    that takes nothing (`since` is None). The timers check only now and then: a timer for each event
+    of a stream would cost as much as to send it. A client is idle if nothing has changed between
+    two checks.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class _Silence:
         self.client_timer = self._loop.call_later(self._send_s, self.look_at_client)
 
     def look(self) -> None:
-        """End the wait for a backend, or look again when it could be time to."""
+        """End the wait for a backend, or check again at its earliest timeout."""
         now = self._loop.time()
         since = now if self.since is None else self.since
         if since + self._idle_s <= now:
@@ -133,7 +138,7 @@ class _Silence:
             self.timer = self._loop.call_at(since + self._idle_s, self.look)
 
     def look_at_client(self) -> None:
-        """End the wait for a client, or look again."""
+        """End the wait for a client, or check again later."""
         seen = self._taken() if self.since is None else None
         if seen is not None and seen == self._seen:
             self._timeout.reschedule(self._loop.time())
@@ -146,11 +151,13 @@ class _Silence:
 async def _silence(
     request: web.BaseRequest, settings: Settings, capture: Capture
 ) -> AsyncIterator[_Silence]:
-    """Raises TimeoutError inside when the backend has been silent for too long, and
-    ConnectionResetError when the client has."""
+    """Limit the silence of both sides.
+
+    Raises TimeoutError if the backend was silent for too long, ConnectionResetError if the client.
+    """
 
     def taken() -> object:
-        """Another value if the client has taken something."""
+        """Return a value that differs once the client has taken something."""
         transport = request.transport
         return capture.size_bytes, transport.get_write_buffer_size() if transport else None
 
@@ -181,14 +188,14 @@ async def relay(
     """Copy a response until one side stops.
 
     Raises BackendError if the backend fails before anything was sent, so that another can be
-    tried. Afterwards a failure aborts the client's connection: it must not look like an end.
+    tried. A later failure aborts the client's connection: a partial answer must not look complete.
     """
     response = Answer(upstream, headers)
     outcome = Outcome.OK if upstream.status < 400 else Outcome.REFUSED
     loop = asyncio.get_running_loop()
     failed: type[BackendError] | None = None
     try:
-        if upstream.is_complete:  # nothing to wait for but the client, if it is much
+        if upstream.is_complete:  # only the client may have to be awaited
             body = await upstream.read()
             await turnstile.pass_by()
             capture.add(body)
@@ -205,8 +212,7 @@ async def relay(
             return response, outcome
         async with _silence(request, settings, capture) as silence:
             async for chunk in upstream:
-                # Neither a turn that is waited for nor the client's slowness is the backend's
-                # silence.
+                # A wait at the loop throttle or for a slow client is not the backend's silence.
                 silence.since = None
                 await turnstile.pass_by()
                 if not response.prepared:
@@ -221,7 +227,7 @@ async def relay(
             await response.write_eof()
             await request.writer.drain()
     except (ConnectionResetError, aiohttp.ClientConnectionResetError):
-        _abort(request)  # it may be there, and take nothing
+        _abort(request)  # the client may be connected and take nothing
         return response, Outcome.CLIENT_GONE
     except TimeoutError:
         failed = BackendTimeoutError
@@ -229,7 +235,7 @@ async def relay(
         failed = BackendError
     if failed is not None:
         if not response.prepared:
-            raise failed("the backend broke off before it answered")
+            raise failed("the backend failed before it answered")
         _abort(request)
         return response, Outcome.BACKEND_ERROR
     return response, outcome

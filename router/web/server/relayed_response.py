@@ -1,7 +1,7 @@
-"""A backend's answer as it goes to a client: its head made as bytes, once, and sent with the body.
+"""A backend's answer as sent to a client: its head made as bytes, once, and sent with the body.
 
-Headers of one hop stay behind, and how the body is framed is said anew: a client may speak another
-version of HTTP than the router does to the backend. Why not aiohttp's own: docs/adr/0009.
+Hop-by-hop headers are dropped, and the body is framed anew: a client may speak another version of
+HTTP than the router does to the backend. Why not aiohttp's own response: docs/adr/0009.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from router.base.clock import wall_now
 from router.llama.client import RelayedResponse
 from router.llama.http1 import Header
 
-# Of a hop, not of the message (RFC 9110 section 7.6.1), or set anew for the next hop.
+# Headers of a hop, not of the message (RFC 9110 section 7.6.1), or set anew for the next hop.
 HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -32,7 +32,7 @@ HOP_BY_HOP = frozenset(
 
 
 def named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:
-    """What else is of one hop in a message, in lower case: what `Connection` names."""
+    """Return the hop-by-hop headers that `Connection` names, in lower case."""
     return frozenset(
         one.strip().lower()
         for name, value in headers
@@ -42,11 +42,13 @@ def named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:
 
 
 class Answer(web.StreamResponse):
-    """What aiohttp's server needs of a response. The head waits for the first bytes of the body:
-    one packet less for the client to wake up for."""
+    """A relayed answer, as aiohttp's server needs it.
+
+    The head waits for the first bytes of the body: the client wakes up for one packet less.
+    """
 
     def __init__(self, upstream: RelayedResponse, own: Mapping[str, str]) -> None:
-        """`own` are headers of ours, names in lower case."""
+        """Set up the answer; `own` are the router's headers, names in lower case."""
         super().__init__(status=upstream.status, reason=upstream.reason)
         self._upstream = upstream
         self._own = own
@@ -59,16 +61,16 @@ class Answer(web.StreamResponse):
 
     @property
     def prepared(self) -> bool:
-        """The head is made; from now on there is no other answer."""
+        """Return True if the head is made; no other answer is possible then."""
         return self._writer is not None
 
     @property
     def keep_alive(self) -> bool:
-        """The connection may be used for another request."""
+        """Return True if the connection may be used for another request."""
         return self._keeps_open
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter:
-        """Make the head. Raises ValueError if a header of ours holds a line break."""
+        """Make the head. Raises ValueError if one of the router's headers holds a line break."""
         if self._writer is None:
             self._keeps_open = request.keep_alive
             self._head = self._head_for(request.method, request.version)
@@ -76,11 +78,11 @@ class Answer(web.StreamResponse):
         return self._writer
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Some of the body; waits while the client is slow. Raises ConnectionError."""
+        """Send some of the body; wait while the client is slow. Raises ConnectionError."""
         await self._send(bytes(data), last=False)
 
     async def write_eof(self, data: bytes | bytearray | memoryview = b"") -> None:
-        """The end, and what of the body is left. Raises ConnectionError."""
+        """Send the rest of the body, and end it. Raises ConnectionError."""
         if not self._ended:
             self._ended = True
             await self._send(bytes(data), last=True)
@@ -99,7 +101,7 @@ class Answer(web.StreamResponse):
 
     def _head_for(self, method: str, version: HttpVersion) -> bytes:
         status = self._upstream.status
-        # RFC 9110 section 8.6: a HEAD says the length that a GET would have, these have none.
+        # RFC 9110 section 8.6: a HEAD states the length of a GET; these statuses have none.
         lengthless = status < 200 or status in (204, 304)
         self._bodiless = lengthless or method == "HEAD"
         left_out = HOP_BY_HOP | {b"content-length"} if lengthless else HOP_BY_HOP

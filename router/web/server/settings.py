@@ -1,11 +1,11 @@
-"""What of the configuration the web layer goes by, and may change while it runs."""
+"""The configuration of the web layer that may change while it runs."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Settings:
-    """Sizes in bytes, times in seconds. What is changed counts for what comes after."""
+    """Sizes in bytes, times in seconds. A change counts for later connections and requests."""
 
     connections: int = 0  # -1: no limit
     connections_per_client: int = 0

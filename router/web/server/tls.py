@@ -1,7 +1,7 @@
-"""The certificate that the router shows: two files, checked before they are used, read again later.
+"""The router's TLS certificate: two files, checked before use and read again later.
 
-A context is made once for each listening address; other files go into the same one, so that
-connections which are open stay, and new ones see what is new.
+Each listening address has one context, and new files are loaded into it. Open connections stay, and
+new connections get the new certificate.
 """
 
 import ssl
@@ -10,11 +10,11 @@ from pathlib import Path
 
 
 class TlsError(Exception):
-    """The files cannot be used. The message begins with the key that names the file."""
+    """Unusable files; the message begins with the configuration key that names the file."""
 
 
 def server_context() -> ssl.SSLContext:
-    """TLS 1.2 and up with OpenSSL's ciphers for servers; without a certificate yet."""
+    """Return a context for TLS 1.2 and up with OpenSSL's server ciphers, without certificate."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -22,9 +22,9 @@ def server_context() -> ssl.SSLContext:
 
 
 def load(context: ssl.SSLContext, certificate: Path, key: Path) -> str | None:
-    """Have a context show this certificate from now on; what `warning` says of it. Blocking.
+    """Load a certificate into a context; return the result of `warning` for it. Blocking.
 
-    Raises TlsError, and the context is as it was then: the files are tried on another first.
+    Raises TlsError and leaves the context as it was: the files are tried on another first.
     """
     problem = warning(certificate, key)
     _load(context, certificate, key)
@@ -42,7 +42,7 @@ def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     except _EncryptedError:
         raise TlsError(
             f"tls.key: {key} is encrypted; write it without a password (openssl pkey -in KEY -out"
-            " PLAIN) and let nobody else read it"
+            " PLAIN) and make the result readable by its owner only"
         ) from None
     except ssl.SSLError as error:
         if "MISMATCH" in (error.reason or ""):
@@ -57,7 +57,7 @@ def _load(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
 
 
 class _EncryptedError(Exception):
-    """OpenSSL asked for a password."""
+    """Raised when OpenSSL asks for a password."""
 
 
 def _no_password() -> str:
@@ -69,11 +69,11 @@ def _has(path: Path, words: bytes) -> bool:
 
 
 def warning(certificate: Path, key: Path) -> str | None:
-    """What a client that trusts the certificate's issuer has against it all the same: expired, not
-    yet valid, not for servers; else whether everybody can read the key. None if nothing. Blocking.
-    Raises TlsError.
+    """Return why a client that trusts the issuer would refuse the certificate. Blocking.
 
-    Found out by a handshake in memory, in which the certificate itself is all that is trusted.
+    Reasons: expired, not yet valid, not for servers; else warn of a key that all users can read.
+    None if all is well. Raises TlsError. Tested by a handshake in memory that trusts only the
+    certificate itself.
     """
     server = server_context()
     _load(server, certificate, key)
@@ -93,7 +93,7 @@ def warning(certificate: Path, key: Path) -> str | None:
     except ssl.SSLCertVerificationError as error:
         return f"tls.certificate: {certificate}: {error.verify_message}"
     mode = stat.S_IMODE(key.stat().st_mode)
-    # Its group may be meant: it is how a key is given to a service.
+    # Access for the group may be intended: a service gets its key that way.
     if mode & stat.S_IROTH:
         return f"tls.key: {key} can be read by all users (mode {mode:o}): chmod o-rwx"
     return None
