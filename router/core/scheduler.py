@@ -1,8 +1,8 @@
-"""Event in, effects out: who gets which slot, what is saved and restored, and when.
+"""Scheduler: events in, effects out. Decides on slots, saves and restores, and their times.
 
-Owns the queue, the slots, the leases and the catalog. Performs no I/O and knows no clock but the
-`now` it is told, in seconds. `docs/architecture.md` draws a request's way through it; each kind
-of fact is dealt with in `grants`, `steps`, `endings`, `drains` or `background`.
+Owns the queue, the slots, the leases and the catalog. Performs no I/O and has no clock but the
+argument `now`, in seconds. `docs/architecture.md` draws the way of a request. Events are handled
+in the modules of `admission` and `execution`.
 """
 
 from typing import assert_never
@@ -24,13 +24,13 @@ from router.core.planning import wait_candidates
 
 
 class Scheduler:
-    """The one entrance to core state."""
+    """The only entry point to core state."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
-        """Take in one fact; returns what to do about it, in order."""
+        """Take in one event; return the effects to carry out, in order."""
         state = self.state
         admission.look_back(state)
         state.out = []
@@ -43,7 +43,7 @@ class Scheduler:
         if state.queue and not state.stopping:
             admission.serve_queue(state, now)
             admission.turn_away(state)
-            # Who was turned down at once may have been in somebody's way, and left a slot.
+            # A request refused at once may have kept a job at the placement gate, and freed a slot.
             if job_steps.pass_gate(state, now):
                 state.look_on_at = now
         if state.queue or state.unserved:
@@ -54,15 +54,17 @@ class Scheduler:
         return state.out
 
     def look_back(self) -> None:
-        """What can wait until what the last event granted is on its way; else the next event does
-        it first."""
+        """Do the work that can wait until the effects of the last event are on their way.
+
+        If not called, the next event does the work first.
+        """
         state = self.state
         admission.look_back(state)
-        if not state.jobs:  # else it would be done for each step of them
+        if not state.jobs:  # else each step of a job would repeat it
             state.fleet.holdings.catch_up(state.fleet.slots)
 
     def next_wakeup(self, now: float) -> float | None:
-        """When a Tick would change something, in clock seconds. None: only an event would."""
+        """Return when a `Tick` would change something, in clock seconds. None: never by itself."""
         state = self.state
         if state.fleet.catalog.is_over:
             return now
@@ -87,7 +89,7 @@ class Scheduler:
     def _take(self, event: ev.Event, now: float) -> None:  # noqa: C901 - an arm for each event
         state = self.state
         match event:
-            # Each arm costs a look at the kind: those of every request come first.
+            # Each arm costs a type check: the events of every request come first.
             case ev.Arrived():
                 admission.arrived(state, event.request, now)
             case ev.Finished():

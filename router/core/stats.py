@@ -1,4 +1,4 @@
-"""What the scheduler's state is like now, in numbers."""
+"""Statistics of the scheduler's current state."""
 
 from collections.abc import Iterable
 from math import inf
@@ -10,7 +10,7 @@ from router.core.model.snapshot_limits import UNLIMITED
 
 
 def stats_of(state: State, backends: Iterable[BackendId]) -> Stats:
-    """`backends` are all that there are, whether in use or not."""
+    """Return the statistics. `backends` are all backends, in use or not."""
     catalog = state.fleet.catalog
     limits = catalog.limits
     return Stats(

@@ -1,4 +1,4 @@
-"""All backends, slots and snapshots, with the indexes over them and the order of eviction.
+"""All backends, slots and snapshots, with their indexes and the eviction order.
 
-Knows nothing of requests in the queue, prices or jobs.
+Knows nothing of queued requests, prices or jobs.
 """

@@ -1,7 +1,7 @@
-"""Which snapshots exist, who is using them, and which to give up when the limits are reached.
+"""Catalog of snapshots: which exist, which are in use, and which to evict at the limits.
 
-Tells what to delete; deletes nothing itself. A snapshot in use is never among what it names:
-it is named when its last user lets go.
+Names the snapshots to delete; deletes nothing itself. A snapshot in use is named only when its
+last reference is released.
 """
 
 from collections.abc import Callable, Set
@@ -17,18 +17,17 @@ from router.core.fleet.prefix_index import Match, PrefixIndex
 from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
 from router.core.model.snapshot_limits import SnapshotLimits
 
-# Evicted before others have their turn: one takes up to 0.1 ms, and a limit that was lowered may
-# mean ten thousand of them.
+# Evictions per call: each takes up to 0.1 ms, and a lowered limit may need ten thousand.
 _AT_ONCE = 32
-_VALUED_AT_ONCE = 200  # of those that are valued anew; 2 ms, and longer with many backends
+_VALUED_AT_ONCE = 200  # revaluations per call; 2 ms, longer with many backends
 
 
 class Basis(IntEnum):
-    """By whose rates a snapshot was valued; the better come first."""
+    """Origin of the rates that a snapshot was valued by; a better one is a lower number."""
 
     OWN = 0  # of a backend that can use it
-    OTHERS = 1  # of backends that cannot: those that could are not up
-    GUESS = 2  # nobody's: no backend is known yet
+    OTHERS = 1  # of other backends: those that can use it are not up
+    GUESS = 2  # priors: no backend is known yet
 
 
 @dataclass(slots=True)
@@ -39,15 +38,15 @@ class _Entry:
     basis: Basis
     uses: int = 1
     references: int = 0
-    used_at: float | None = None  # last, in clock seconds; None: not since it was added
-    doomed: bool = False  # out of the index; named for deletion with its last reference
-    kept: bool = False  # never named for deletion: the file is somebody else's concern now
-    given_up: bool = False  # it had been named for deletion, had nobody used it, and then `kept`
-    own: float = 1.0  # share of its tokens that no longer one holds as well
+    used_at: float | None = None  # last use, in clock seconds; None: not since it was added
+    doomed: bool = False  # out of the index; to delete after its last reference
+    kept: bool = False  # never named for deletion: `forget` took it out of use
+    given_up: bool = False  # it was `doomed` before it was `kept`
+    own: float = 1.0  # share of its tokens that no longer snapshot also holds
 
     @property
     def density(self) -> float:
-        """Seconds saved by a byte of it."""
+        """Return its value in seconds saved per byte."""
         return self.own * self.value_s / max(self.snapshot.size_bytes, 1)
 
 
@@ -55,23 +54,23 @@ class _Entry:
 class Catalog:
     """All usable snapshots, by namespace and by prefix.
 
-    Evicted is what saves least: seconds / bytes / time since its last use. Seconds are saved by
-    what no longer one holds as well: of a conversation whose answers come back changed, as without
-    their reasoning, each state leaves the one before it little.
+    The snapshot with the least seconds / bytes / time since its last use is evicted first. Tokens
+    that a longer snapshot also holds save no seconds. In a conversation with answers that come
+    back changed, as without their reasoning, each state leaves the one before it little value.
     """
 
     limits: SnapshotLimits = field(default_factory=SnapshotLimits)
     _entries: dict[SnapshotId, _Entry] = field(default_factory=dict)
     _index: dict[Namespace, PrefixIndex[SnapshotId]] = field(default_factory=dict)
     _ranks: Ranks[SnapshotId] = field(default_factory=Ranks)
-    _doubtful: dict[SnapshotId, None] = field(default_factory=dict)  # not valued by their own
-    _anew: list[SnapshotId] = field(default_factory=list)  # of these; still to be valued anew
-    _value: Callable[[Snapshot], tuple[float, Basis]] = lambda _: (0.0, Basis.GUESS)  # how
+    _doubtful: dict[SnapshotId, None] = field(default_factory=dict)  # basis is not `OWN`
+    _anew: list[SnapshotId] = field(default_factory=list)  # of these, still to value again
+    _value: Callable[[Snapshot], tuple[float, Basis]] = lambda _: (0.0, Basis.GUESS)
     total_bytes: int = 0
     total_tokens: int = 0
     evicted: int = 0
-    gone: Ghosts = field(default_factory=Ghosts)  # evicted, or found to be unusable
-    changes: int = 0  # of what there is; what was found out before the last one may be wrong
+    gone: Ghosts = field(default_factory=Ghosts)  # evicted or unusable snapshots
+    changes: int = 0  # additions and removals; results from before the last may be stale
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -84,26 +83,26 @@ class Catalog:
         return self._entries[snapshot].snapshot
 
     def snapshots(self) -> list[tuple[Snapshot, int, int]]:
-        """Every usable snapshot with its uses and references."""
+        """Return every usable snapshot with its uses and references."""
         return [(e.snapshot, e.uses, e.references) for e in self._entries.values() if not e.doomed]
 
     def namespaces(self) -> Set[Namespace]:
-        """Of the usable snapshots."""
+        """Return the namespaces of the usable snapshots."""
         return self._index.keys()
 
     def add(
         self, snapshot: Snapshot, kind: MemoryKind, value_s: float, basis: Basis = Basis.OWN
     ) -> list[Snapshot]:
-        """Take in a committed snapshot; returns the ones to delete now, perhaps itself.
+        """Add a committed snapshot; return the snapshots to delete now, perhaps itself.
 
-        1. It is there: nothing changes. It was withdrawn and is still being read: it is taken
-           back, or else leaves with its last reader.
-        2. Larger than a limit by itself, or of no use to anybody: the newcomer goes, and not
-           everything else before it.
-        3. Equal tokens are stored once: the newcomer goes.
-        4. What it makes superfluous goes, unless other prompts branch off there.
-        5. What it holds of others that end otherwise is theirs no more.
-        6. The least valuable go, as with `shrink`.
+        1. It is in the catalog: nothing changes. If it was forgotten but is still being read, it
+           becomes usable again, or is deleted after its last use.
+        2. It exceeds a limit by itself, or can never be reused: reject it. Else everything else
+           would be evicted before it.
+        3. A snapshot with equal tokens exists: reject the new one.
+        4. Remove the snapshots that it makes superfluous, unless other prompts branch off there.
+        5. Shorter snapshots that diverge from it lose the value of the shared prefix.
+        6. Evict the least valuable, as in `shrink`.
         """
         known = self._entries.get(snapshot.id)
         if known is not None and not known.kept:
@@ -128,7 +127,7 @@ class Catalog:
         self.total_bytes += snapshot.size_bytes
         self.total_tokens += len(snapshot)
         self._ranks.use(snapshot.id, entry.density)
-        # Asked after the insertion: one branch at a prefix is then the newcomer's own.
+        # Counted after the insertion: a single branch at a prefix is the new snapshot's own.
         superfluous = [
             match.item
             for match in index.prefixes(snapshot.tokens)
@@ -141,15 +140,17 @@ class Catalog:
         return doomed + self.shrink()
 
     def _turn_away(self, snapshot: Snapshot, known: _Entry | None) -> list[Snapshot]:
-        """There is to be no such snapshot. One that is being read leaves with its last reader."""
+        """Return the snapshot for deletion; if it is being read, delete it after its last use."""
         if known is None:
             return [snapshot]
         known.kept = False
         return []
 
     def value_anew(self, value: Callable[[Snapshot], tuple[float, Basis]]) -> None:
-        """More is known of what snapshots are worth: those that were not valued by their own are,
-        if that is better now. Little by little (`shrink`): one takes 10 µs."""
+        """Value again the snapshots not valued by `Basis.OWN`, where `value` has a better basis.
+
+        `shrink` does so step by step: one snapshot takes 10 µs.
+        """
         self._value, self._anew = value, list(self._doubtful)
 
     def _value_some(self) -> None:
@@ -166,7 +167,7 @@ class Catalog:
         del self._anew[-_VALUED_AT_ONCE:]
 
     def _outdate(self, shorter: list[Match[SnapshotId]]) -> None:
-        """A longer one holds what these have in common with it, and can be cut to that."""
+        """Lower the `own` share of shorter snapshots: a cut of the longer one can replace them."""
         for match in shorter:
             entry = self._entries.get(match.item)
             own = 1 - match.common / match.length
@@ -175,7 +176,7 @@ class Catalog:
                 self._ranks.value(match.item, entry.density)
 
     def _regains(self, entry: _Entry) -> bool:
-        """The longer one is gone, and what it held is of worth here again."""
+        """Update the `own` share; return whether it rose because a longer one was removed."""
         if entry.own == 1:
             return False
         tokens = entry.snapshot.tokens
@@ -187,7 +188,7 @@ class Catalog:
 
     @property
     def is_over(self) -> bool:
-        """`shrink` has more to do: some are to be valued anew, or the limits do not hold yet."""
+        """Return whether `shrink` has more to do: snapshots to value again, or to evict."""
         return bool(self._anew) or self._exceeds
 
     @property
@@ -195,8 +196,10 @@ class Catalog:
         return self.limits.exceeded_by(self.total_tokens, self.total_bytes)
 
     def shrink(self) -> list[Snapshot]:
-        """Give up the least valuable until the limits hold, or as many as there is time for;
-        returns the ones to delete now. None while it is not known which those are."""
+        """Evict the least valuable until the limits hold; return the snapshots to delete now.
+
+        Evicts at most `_AT_ONCE` per call, and none while snapshots are still to value again.
+        """
         doomed: list[Snapshot] = []
         self._value_some()
         if self._anew:
@@ -208,23 +211,23 @@ class Catalog:
         return doomed
 
     def covered(self, namespace: Namespace, tokens: Tokens) -> int:
-        """How many leading tokens of `tokens` some snapshot holds."""
+        """Return the most leading tokens of `tokens` that a snapshot holds."""
         index = self._index.get(namespace)
         return index.longest(tokens) if index else 0
 
     def nearest(self, namespace: Namespace, tokens: Tokens) -> tuple[int, bool]:
-        """As `covered`, and whether a snapshot that holds so many goes on after them."""
+        """Return `covered`, and whether a snapshot that holds so many tokens has more."""
         index = self._index.get(namespace)
         return index.nearest(tokens) if index else (0, False)
 
     def useful(
         self, kind: MemoryKind, namespace: Namespace, tokens: Tokens, n_prompt: int, limit: int = 4
     ) -> list[tuple[Match[SnapshotId], int]]:
-        """Snapshots that spare a prompt of `n_prompt` tokens, which begins with `tokens`,
-        something; and how many tokens. At least the best are among them.
+        """Return snapshots that a prompt can reuse, each with its number of reused tokens.
 
-        Kinds that cannot go back: those that share most are of no use if they are longer, so the
-        whole prefixes are looked at as well.
+        The prompt has `n_prompt` tokens and begins with `tokens`. The result includes the best
+        snapshots. For kinds that cannot go back, a longer snapshot may be of no use although it
+        shares most. For these kinds, whole prefixes are therefore examined as well.
         """
         index = self._index.get(namespace)
         if index is None:
@@ -250,7 +253,7 @@ class Catalog:
         return found
 
     def reach(self, kind: MemoryKind, namespace: Namespace, tokens: Tokens) -> int:
-        """How many of `tokens` a restore would spare a prompt that goes on after them."""
+        """Return how many of `tokens` a restore would spare a prompt that goes on after them."""
         if goes_back(kind):
             return self.covered(namespace, tokens)
         found = self.useful(kind, namespace, tokens, count(tokens) + 1)
@@ -259,18 +262,20 @@ class Catalog:
     def match(
         self, namespace: Namespace, tokens: Tokens, limit: int = 8
     ) -> list[Match[SnapshotId]]:
-        """Snapshots that share a prefix with `tokens`, the longest share first."""
+        """Return snapshots that share a prefix with `tokens`, the longest share first."""
         index = self._index.get(namespace)
         return index.match(tokens, limit) if index else []
 
     def used_at(self, snapshot: SnapshotId) -> float | None:
-        """When a snapshot was acquired last, in clock seconds. None: not since it was added, or
-        there is none."""
+        """Return when a snapshot was last acquired, in clock seconds.
+
+        None: not since it was added, or there is no such snapshot.
+        """
         entry = self._entries.get(snapshot)
         return None if entry is None else entry.used_at
 
     def acquire(self, snapshot: SnapshotId, now: float) -> Snapshot:
-        """Use a snapshot; it stays on disk until `release`."""
+        """Use a snapshot and return it; it stays on disk until `release`."""
         entry = self._entries[snapshot]
         entry.references += 1
         entry.uses += 1
@@ -280,7 +285,7 @@ class Catalog:
         return entry.snapshot
 
     def release(self, snapshot: SnapshotId) -> list[Snapshot]:
-        """End a use; returns the snapshot if it was only waiting for this to be deleted."""
+        """End a use; return the snapshot if its deletion waited for this."""
         entry = self._entries[snapshot]
         entry.references -= 1
         if entry.doomed and entry.references == 0:
@@ -289,7 +294,10 @@ class Catalog:
         return []
 
     def forget(self, snapshot: SnapshotId) -> bool:
-        """Take a snapshot out of use and never name it for deletion. False: done already."""
+        """Take a snapshot out of use and never name it for deletion.
+
+        Return False if this was done before.
+        """
         entry = self._entries.get(snapshot)
         if entry is None or entry.kept:
             return False
@@ -299,11 +307,11 @@ class Catalog:
         return True
 
     def is_forgotten(self, snapshot: SnapshotId) -> bool:
-        """Somebody who acquired it earlier must not use it any more."""
+        """Return whether a snapshot was forgotten: its earlier users must not read it."""
         return self._entries[snapshot].kept
 
     def remove(self, snapshot: SnapshotId) -> list[Snapshot]:
-        """Take a snapshot out of use; returns it if its file may be deleted now."""
+        """Take a snapshot out of use; return it if its file may be deleted now."""
         entry = self._entries.get(snapshot)
         if entry is None or entry.doomed:
             return []
@@ -323,7 +331,7 @@ class Catalog:
         return [entry.snapshot]
 
     def _evict(self) -> list[Snapshot]:
-        """Give up the least valuable. There is one: the limits are exceeded."""
+        """Evict the least valuable snapshot. There is one, because the limits are exceeded."""
         while self._regains(entry := self._entries[self._ranks.least()]):
             self._ranks.value(entry.snapshot.id, entry.density)
         self.evicted += 1

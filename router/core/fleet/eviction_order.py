@@ -1,9 +1,9 @@
-"""Which of many things to give up first: what is worth least for the time since it was used.
+"""Eviction order: the item with the least value for the time since its last use goes first.
 
-Time is counted in uses and additions, of all of them. The chance that something is used next is
-taken for 1 / (that time): who came back a moment ago will again, and who has not for long has left
-("hyperbolic caching", Blankstein et al., 2017, with the last use for the first). What was chosen,
-and what it is better than: docs/adr/0015.
+Time is counted in uses and additions of all items. The chance that an item is used next is taken
+as 1 / (that time): a recently used item will be used again, an item unused for long will not. The
+rule is "hyperbolic caching" (Blankstein et al., 2017), with the last use instead of the first. For
+the choice and its alternatives see docs/adr/0015.
 """
 
 import heapq
@@ -15,30 +15,30 @@ from router.base.frozen import dataclass
 
 Item = TypeVar("Item", bound=str)
 
-# Of those of about one worth the one that was used longest ago is first, whatever time it is; so
-# only one of each class has to be compared. A class is so wide:
+# Of items with about equal value, the one used longest ago is evicted first at any time. Only one
+# item of each class is compared, therefore. Width of a class, in log(value):
 _WIDTH = log(1.2)
-_NOTHING = -(2**31)  # the class of what is worth nothing
+_NOTHING = -(2**31)  # the class of items without value
 
 
 @dataclass(slots=True)
 class _Rank:
     worth: float
-    number: int  # of its class
+    number: int  # the number of its class
     used: int
 
 
 @dataclass(slots=True)
 class _Class(Generic[Item]):
-    """Those of about one worth. Rows of who has left or was used since stay until they come up."""
+    """Items of about equal value. Stale rows (dropped or used since) stay until they come up."""
 
     heap: list[tuple[int, Item]] = field(default_factory=list)  # by last use
-    n: int = 0  # without the stale ones
+    n: int = 0  # items, without the stale rows
 
 
 @dataclass(slots=True)
 class Ranks(Generic[Item]):
-    """Finding the least takes as long as there are classes, some ten or twenty."""
+    """Items with value and last use. `least` takes one step per class, some 10 to 20."""
 
     _ranks: dict[Item, _Rank] = field(default_factory=dict)
     _classes: dict[int, _Class[Item]] = field(default_factory=dict)
@@ -48,24 +48,24 @@ class Ranks(Generic[Item]):
         return len(self._ranks)
 
     def use(self, item: Item, worth: float) -> None:
-        """It is new, or was used just now; what it is worth, in any unit."""
+        """Add an item, or note that it was used just now. `worth` is its value, in any unit."""
         self._now += 1
         self._put(item, worth, self._now)
 
     def value(self, item: Item, worth: float) -> None:
-        """What it is worth has changed, if it is still there."""
+        """Change the value of an item, if it is still there."""
         rank = self._ranks.get(item)
         if rank is not None and rank.worth != worth:
             self._put(item, worth, rank.used)
 
     def drop(self, item: Item) -> None:
-        """It is gone."""
+        """Remove an item, if it is there."""
         rank = self._ranks.pop(item, None)
         if rank is not None:
             self._leave(rank.number)
 
     def least(self) -> Item:
-        """The first to go. Raises LookupError if there is none."""
+        """Return the item to evict first. Raise LookupError if there is none."""
         least, lowest = None, inf
         for number, one in self._classes.items():
             while not self._is_current(number, *one.heap[0]):
@@ -76,7 +76,7 @@ class Ranks(Generic[Item]):
             if least is None or here < lowest:
                 least, lowest = item, here
         if least is None:
-            raise LookupError("there is none")
+            raise LookupError("the eviction order is empty")
         return least
 
     def _put(self, item: Item, worth: float, used: int) -> None:
@@ -86,7 +86,7 @@ class Ranks(Generic[Item]):
         one = self._classes.setdefault(number, _Class())
         one.n += 1
         heapq.heappush(one.heap, (used, item))
-        # Every use leaves a stale row behind. Most come up soon, and two at a time are taken off.
+        # Every use leaves a stale row. Most come up soon, and each call removes up to two.
         for _ in range(2):
             if not self._is_current(number, *one.heap[0]):
                 heapq.heappop(one.heap)
@@ -97,7 +97,7 @@ class Ranks(Generic[Item]):
     def _leave(self, number: int) -> None:
         one = self._classes[number]
         one.n -= 1
-        if not one.n:  # its rows need not be looked at
+        if not one.n:  # its stale rows go with it
             del self._classes[number]
 
     def _is_current(self, number: int, used: int, item: Item) -> bool:

@@ -1,6 +1,6 @@
-"""What was held once and is not any more, so that a miss can be told from a prompt nobody had.
+"""Ghost list: token sequences that were held once, to tell a lost prefix from a new prompt.
 
-Bounded, and gone with the process: it explains, and decides nothing.
+Bounded in size, and lost with the process.
 """
 
 from collections import OrderedDict
@@ -10,14 +10,14 @@ from router.base.tokens import Tokens, count
 from router.base.types import Namespace
 from router.core.fleet.prefix_index import PrefixIndex
 
-# Together, at four bytes a token, and about as much again in the index: 16 MB.
+# Of all sequences, at four bytes a token and about as much again in the index: 16 MB.
 _MAX_TOKENS = 2 * 1024 * 1024
-_ITEM_TOKENS = 64  # what a sequence takes beside its tokens, in tokens
+_ITEM_TOKENS = 64  # overhead of a sequence, in tokens
 
 
 @dataclass(slots=True)
 class Ghosts:
-    """Token sequences by namespace; of too many the oldest are forgotten.
+    """Token sequences by namespace; beyond `max_tokens` the oldest are dropped.
 
     A lookup walks a prompt once, however many sequences there are.
     """
@@ -32,7 +32,7 @@ class Ghosts:
         return len(self._kept)
 
     def add(self, namespace: Namespace, tokens: Tokens) -> None:
-        """This was held. What is a beginning of it, or the same, is forgotten for it."""
+        """Add tokens that were held. Drop the sequences that are a prefix of them or equal."""
         if not tokens:
             return
         index = self._index.setdefault(namespace, PrefixIndex())
@@ -46,12 +46,12 @@ class Ghosts:
             self._forget(next(iter(self._kept)))
 
     def nearest(self, namespace: Namespace, tokens: Tokens) -> tuple[int, bool]:
-        """How many leading tokens of `tokens` were held once, and whether more after them."""
+        """Return how many leading tokens were held once, and whether others followed them."""
         index = self._index.get(namespace)
         return index.nearest(tokens) if index else (0, False)
 
     def drop(self, namespace: Namespace) -> None:
-        """Nothing is known of a namespace any more."""
+        """Drop all sequences of a namespace."""
         for item in [item for item, (whose, _) in self._kept.items() if whose == namespace]:
             self._forget(item)
         self._index.pop(namespace, None)

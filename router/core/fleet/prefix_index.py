@@ -1,7 +1,7 @@
-"""A radix tree over token sequences: which items share how much with a prompt.
+"""A radix tree over token sequences: which items share how many tokens with a prompt.
 
-A lookup walks the prompt once, so its cost depends on the prompt and not on how many items there
-are. Shared prefixes are stored once. Owns no meaning: items are opaque and hashable.
+A lookup walks the prompt once, so its cost depends on the prompt and not on the number of items.
+Shared prefixes are stored once. Items are opaque and hashable.
 """
 
 from collections.abc import Hashable, Iterator
@@ -14,8 +14,8 @@ from router.base.tokens import WIDTH, Tokens, common_prefix
 
 Item = TypeVar("Item", bound=Hashable)
 
-# Nodes looked at below the point where the prompt leaves the tree, and children of each. Every item
-# there shares exactly the same prefix, so looking at all of them could only find a smaller file.
+# Nodes examined below the point of divergence, and children of each node. Every item there shares
+# the same prefix, so examining all of them could only find a smaller file.
 _BELOW = 8
 
 
@@ -38,7 +38,7 @@ class Match(Generic[Item]):
 
     @property
     def is_prefix(self) -> bool:
-        """The whole item is a prefix of the prompt."""
+        """Return whether the whole item is a prefix of the prompt."""
         return self.common == self.length
 
 
@@ -71,7 +71,7 @@ class PrefixIndex(Generic[Item]):
         self._size += 1
 
     def remove(self, tokens: Tokens, item: Item) -> None:
-        """Take an item out. Raises KeyError if it is not there."""
+        """Remove an item. Raise KeyError if it is not there."""
         path = [self._root]
         at = 0
         while at < len(tokens):
@@ -87,10 +87,10 @@ class PrefixIndex(Generic[Item]):
         self._tidy(path)
 
     def match(self, tokens: Tokens, limit: int = 8) -> list[Match[Item]]:
-        """Up to `limit` items that share a prefix with `tokens`, the longest share first.
+        """Return up to `limit` items that share a prefix with `tokens`, the longest share first.
 
-        At equal share the shorter item comes first: fewer bytes to move for the same gain. Where
-        there are more than are looked at, it may be another.
+        At equal share the shorter item comes first: fewer bytes to move for the same gain. The
+        shortest item may be missed where more items exist than are examined.
         """
         found: list[Match[Item]] = []
         path, common = self._walk(tokens)
@@ -108,7 +108,7 @@ class PrefixIndex(Generic[Item]):
         return found
 
     def shares(self, tokens: Tokens) -> Iterator[tuple[Item, int]]:
-        """Every item that shares a prefix with `tokens`, and how many tokens; in any order."""
+        """Yield every item that shares a prefix with `tokens`, and its length, in any order."""
         path, common = self._walk(tokens)
         covered: _Node[Item] | None = None  # by a deeper step
         for node, end in reversed(path):
@@ -122,12 +122,11 @@ class PrefixIndex(Generic[Item]):
             covered = node
 
     def longest(self, tokens: Tokens) -> int:
-        """How many leading tokens some item shares with `tokens`."""
+        """Return the most leading tokens that an item shares with `tokens`."""
         return self._walk(tokens)[1] // WIDTH
 
     def nearest(self, tokens: Tokens) -> tuple[int, bool]:
-        """How many leading tokens some item shares with `tokens`, and whether one of those that
-        share so many goes on after them."""
+        """Return `longest(tokens)`, and whether an item that shares so many tokens has more."""
         path, at = self._walk(tokens)
         if not path:
             return 0, False
@@ -135,12 +134,12 @@ class PrefixIndex(Generic[Item]):
         return at // WIDTH, at < end or bool(node.children)
 
     def prefixes(self, tokens: Tokens) -> Iterator[Match[Item]]:
-        """Items that are a strict prefix of `tokens`, the shortest first."""
+        """Yield the items that are a strict prefix of `tokens`, the shortest first."""
         whole = len(tokens) // WIDTH
         return (match for match in self.beginnings(tokens) if match.length < whole)
 
     def beginnings(self, tokens: Tokens) -> Iterator[Match[Item]]:
-        """Items that `tokens` begins with, the same tokens included; the shortest first."""
+        """Yield the items that are a prefix of `tokens` or equal to them, the shortest first."""
         path, matched = self._walk(tokens)
         for node, end in path:
             if end <= matched:
@@ -148,14 +147,14 @@ class PrefixIndex(Generic[Item]):
                     yield Match(item, end // WIDTH, end // WIDTH)
 
     def branches_at(self, tokens: Tokens) -> int:
-        """Into how many different continuations the tree splits right after `tokens`."""
+        """Count the different continuations that the tree has right after `tokens`."""
         path, common = self._walk(tokens)
         if common < len(tokens) or not path or path[-1][1] != len(tokens):
             return 0
         return len(path[-1][0].children)
 
     def _walk(self, tokens: Tokens) -> tuple[list[tuple[_Node[Item], int]], int]:
-        """Nodes along `tokens` with the byte position where each ends, and the bytes matched.
+        """Return the nodes along `tokens` with their ends, and the length that matches; in bytes.
 
         The last node may be matched in part only.
         """
@@ -176,8 +175,8 @@ class PrefixIndex(Generic[Item]):
     def _nearest(
         self, node: _Node[Item], end: int, skip: _Node[Item] | None
     ) -> Iterator[tuple[Item, int]]:
-        """Items at or below `node`, the shortest first, with their length in bytes; bounded."""
-        frontier = [(end, 0, node)]  # the number is another for each: nodes have no order
+        """Yield some items at or below `node` with their length in bytes, the shortest first."""
+        frontier = [(end, 0, node)]  # the second number is unique: nodes have no order
         seen = 1
         for _ in range(_BELOW):
             if not frontier:
@@ -185,7 +184,7 @@ class PrefixIndex(Generic[Item]):
             length, _, here = heappop(frontier)
             for item in here.items:
                 yield item, length
-            # A root shared by everybody has thousands of children; take the first few.
+            # A prefix that all prompts share has thousands of children; take the first few.
             for child in islice(here.children.values(), _BELOW):
                 if child is not skip:
                     heappush(frontier, (length + len(child.edge), seen, child))
@@ -213,7 +212,7 @@ class PrefixIndex(Generic[Item]):
 
 
 def _common_bytes(edge: bytes, tokens: bytes, at: int) -> int:
-    """Bytes of `edge` that `tokens` repeats from `at` on, in whole tokens."""
+    """Return the bytes of `edge` that `tokens` repeats from `at` on, in whole tokens."""
     part = tokens[at : at + len(edge)]
     if part == edge:
         return len(edge)

@@ -1,4 +1,4 @@
-"""Which slots hold, or are computing, something that a prompt begins with."""
+"""Index over slots: which of them hold or compute tokens that a prompt begins with."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from router.core.model.slots import Bench, Phase, SlotTable
 
 
 class Holdings:
-    """An index over the slots of a table, so that a prompt is compared with all of them at once.
+    """An index over the slots of a table, to compare a prompt with all of them at once.
 
-    It follows the table: asked, it takes in what has changed since it was asked before. Changes
-    are few, and telling that there was none takes a look at each backend.
+    A query first takes in the changes since the last query. Changes are few, and finding none
+    takes one comparison per backend.
     """
 
     def __init__(self) -> None:
@@ -22,8 +22,10 @@ class Holdings:
     def shared(
         self, slots: SlotTable, tokens: Tokens, tenant: Tenant | None = None
     ) -> dict[SlotId, int]:
-        """How many leading tokens of `tokens` each slot of a tenant shares, of any if it is None;
-        those that share none are left out. Of a leased slot counts what its lease computes."""
+        """Return the number of leading tokens that each slot of `tenant` shares; None: any tenant.
+
+        Slots that share none are left out. A leased slot counts with what its lease computes.
+        """
         self.catch_up(slots)
         found = self._index.shares(tokens)
         if tenant is None:
@@ -31,7 +33,7 @@ class Holdings:
         return {name: common for name, common in found if slots[name].whose == tenant}
 
     def catch_up(self, slots: SlotTable) -> None:
-        """Take in what has changed, so that the next to ask need not wait for it."""
+        """Take in the changes of the table, so that the next query need not wait for it."""
         idle = Phase.IDLE
         for backend, bench in slots.benches():
             known = self._known.get(backend)
@@ -47,13 +49,13 @@ class Holdings:
                     tokens_of[at] = held
 
     def forget(self, backend: BackendId) -> None:
-        """A backend has no slots any more."""
+        """Drop the slots of a backend."""
         known = self._known.pop(backend, None)
         for index, before in enumerate(known.tokens if known else ()):
             self._change(SlotId(backend, index), before, EMPTY)
 
     def _anew(self, backend: BackendId, bench: Bench, n_slots: int) -> "_Known":
-        """A backend is new, or came back."""
+        """Start the entry of a backend that is new or came back."""
         self.forget(backend)
         known = self._known[backend] = _Known(bench, -1, [EMPTY] * n_slots)
         return known
@@ -67,7 +69,7 @@ class Holdings:
 
 @dataclass(slots=True)
 class _Known:
-    """What the index has of each slot of a backend, and how often those had changed by then."""
+    """The indexed tokens of each slot of a backend, and `Bench.changes` at that time."""
 
     bench: Bench
     changes: int

@@ -1,4 +1,4 @@
-"""What to do: everything the scheduler answers. The engine carries each out and reports back."""
+"""Effects: what the scheduler orders. The engine carries out each effect and reports back."""
 
 from enum import StrEnum
 
@@ -21,18 +21,18 @@ from router.core.model.plan import Plan
 
 
 class SaveReason(StrEnum):
-    """Why a slot is saved."""
+    """Reason for saving a slot."""
 
     DISPLACED = "displaced"
     COPY = "copy"
-    SHARED = "shared"  # others wait for the same prefix
-    BOUNDARY = "boundary"  # prompts part there, and the memory kind cannot go back
+    SHARED = "shared"  # queued requests wait for the same prefix
+    BOUNDARY = "boundary"  # prompts diverge there, and the memory kind cannot go back
     IDLE = "idle"
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Save an idle slot. Answered by Saved or SaveFailed."""
+    """Save a slot that has no running request. Answered by `Saved` or `SaveFailed`."""
 
     request: RequestId
     slot: SlotId
@@ -42,7 +42,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Make a snapshot of the first `n_tokens` of one. Answered by WasCut or CutFailed."""
+    """Cut the first `n_tokens` out of a snapshot. Answered by `WasCut` or `CutFailed`."""
 
     request: RequestId
     snapshot: Snapshot
@@ -51,10 +51,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Restore a snapshot into an idle slot. Answered by Restored or RestoreFailed.
+    """Restore a snapshot into the leased slot. Answered by `Restored` or `RestoreFailed`.
 
-    `erase` it first: with a draft model, a longer state over a shorter one would kill every
-    request on the backend (llama-server.md section 0.10), and unified KV needs the room.
+    `erase`: empty the slot first. With a draft model, a longer state restored over a shorter one
+    would kill every request on the backend (llama-server.md section 0.10). Unified KV needs the
+    room.
     """
 
     request: RequestId
@@ -65,7 +66,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Erase:
-    """Empty an idle slot. Answered by Erased or EraseFailed."""
+    """Empty the leased slot. Answered by `Erased` or `EraseFailed`."""
 
     request: RequestId
     slot: SlotId
@@ -73,8 +74,10 @@ class Erase:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute tokens in an idle slot, no answer wanted. Answered by Prefilled, or PrefillFailed and
-    perhaps PrefillBroke before it."""
+    """Compute tokens in the leased slot and generate no answer.
+
+    Answered by `Prefilled` or `PrefillFailed`; `PrefillBroke` may come before `PrefillFailed`.
+    """
 
     request: RequestId
     slot: SlotId
@@ -83,7 +86,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send the client's request. Answered by Finished; by Launched before it if `confirm`."""
+    """Send the client's request. Answered by `Finished`; with `confirm` by `Launched` first."""
 
     request: RequestId
     lease: Lease
@@ -95,7 +98,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Tell the client no."""
+    """Refuse the request with `error`."""
 
     request: RequestId
     error: RouterError
@@ -103,11 +106,11 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Find out when a slot is idle and how much it holds. Answered by Quiet.
+    """Find out when a slot is idle and how many tokens it holds. Answered by `Quiet`.
 
-    `wipe`: what it holds is of no use to anybody, and must not be taken for what it looks like:
-    empty it then. `flush`: and compute a token in it before, which ends what the server has put off
-    until its next batch.
+    `wipe`: empty the slot once it is idle, because its KV is not what its tokens say.
+    `flush`: compute one token before that, to complete what the server has put off until its
+    next batch.
     """
 
     request: RequestId
@@ -119,21 +122,21 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class StopWork:
-    """A cancelled request has a step under way: give it up where that is possible."""
+    """Abort the step that is under way for a cancelled request, where that is possible."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete a snapshot that nobody uses."""
+    """Delete a snapshot that is not in use."""
 
     snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Keep a snapshot that misbehaved, but never offer it again."""
+    """Keep the file of a snapshot that failed to restore, but never offer it again."""
 
     snapshot: Snapshot
     reason: str
@@ -141,14 +144,14 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Let go of a backend that was drained: nothing of ours is on it, and nothing more will be."""
+    """Detach a drained backend: the router has nothing on it and will send nothing more."""
 
     backend: BackendId
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A dispatched request is over: what was planned and what was reported."""
+    """Account for a finished request that was dispatched: its plan and what was reported."""
 
     request: Request
     slot: SlotId
@@ -159,7 +162,7 @@ class Account:
     prepared_s: float
     prefilled: Reported | None
     avoided_s: float = 0.0  # prefill that reuse made unnecessary
-    stood_s: float = 0.0  # in line, of `prepared_s`
+    stood_s: float = 0.0  # part of `prepared_s` spent in the prefill queue
 
 
 Effect = (

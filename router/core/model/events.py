@@ -1,4 +1,4 @@
-"""What can happen: everything the scheduler is told. Each is a fact, in the past tense."""
+"""Events: the facts that the scheduler is told, in the past tense."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -26,7 +26,7 @@ from router.core.model.snapshot_limits import SnapshotLimits
 class BackendUp:
     """A backend is attached, for the first time or after a restart.
 
-    `slots` is what it says of them; what they hold is known in number only.
+    `slots` is what the backend reports of its slots: lengths, but no token ids.
     """
 
     info: BackendInfo
@@ -35,36 +35,38 @@ class BackendUp:
 
 @dataclass(frozen=True, slots=True)
 class BackendDown:
-    """A backend is gone, and with it what its slots held."""
+    """A backend is down, and the content of its slots is lost."""
 
     backend: BackendId
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """A backend is to be let go of: nothing new for it. Answered by Release, when what it has is
-    done and what it holds is saved; at once if it is down."""
+    """A backend is to be drained: it gets no new requests.
+
+    Answered by `Release` when its jobs have ended and its slots are saved; at once if it is down.
+    """
 
     backend: BackendId
 
 
 @dataclass(frozen=True, slots=True)
 class Undrained:
-    """A backend that was not let go of yet is to be kept."""
+    """A backend that is still draining is to be kept."""
 
     backend: BackendId
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A backend that was let go of does not come back; its name may, for another."""
+    """A released backend does not come back; its name may be used for another backend."""
 
     backend: BackendId
 
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """The configuration was read again; all three are in force from now on."""
+    """The configuration was reloaded; all three fields are in force from now on."""
 
     policy: Policy
     limits: SnapshotLimits
@@ -73,21 +75,21 @@ class Configured:
 
 @dataclass(frozen=True, slots=True)
 class ProbeDue:
-    """A backend is up that could not be tried out yet; its monitor wants idle slots for that."""
+    """A backend is up but not probed yet; its monitor wants idle slots for the probe."""
 
     backend: BackendId
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """It was tried out, in the slots that were lent for it; more is known of the same backend."""
+    """A backend was probed in the slots lent for the probe; `info` now holds more about it."""
 
     info: BackendInfo
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotsFound:
-    """What the store had on disk when the router started."""
+    """The store found these snapshots on disk when the router started."""
 
     snapshots: tuple[Snapshot, ...]
 
@@ -101,7 +103,7 @@ class SnapshotLost:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """Somebody wants these snapshots gone; they need not exist any more."""
+    """An operator wants these snapshots deleted; some may not exist any more."""
 
     snapshots: tuple[SnapshotId, ...]
 
@@ -115,16 +117,16 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """A client left before its request was dispatched."""
+    """A client disconnected before its request was dispatched."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A slot's content is a committed snapshot; its tokens are the truth about the slot.
+    """A slot was saved as a committed snapshot, which tells the tokens that the slot holds.
 
-    The backend took `seconds`; asking it and checking the file took `handling_s` more.
+    The backend took `seconds`; the request to it and the check of the file took `handling_s` more.
     """
 
     request: RequestId
@@ -136,7 +138,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """No snapshot came of a save; the slot is as it was."""
+    """A save failed and made no snapshot; the slot is as it was."""
 
     request: RequestId
     slot: SlotId
@@ -145,7 +147,7 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True)
 class WasCut:
-    """A part of a snapshot is a committed snapshot, after `seconds`."""
+    """A prefix was cut out of a snapshot, in `seconds`; `snapshot` is the committed prefix."""
 
     request: RequestId
     snapshot: Snapshot
@@ -154,7 +156,7 @@ class WasCut:
 
 @dataclass(frozen=True, slots=True)
 class CutFailed:
-    """No snapshot came of a cut; the one it was to be cut out of is as it was."""
+    """A cut failed and made no snapshot; the source snapshot is as it was."""
 
     request: RequestId
     reason: str
@@ -162,8 +164,10 @@ class CutFailed:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A slot holds a snapshot. `rewrite_s`: what making its file readable there took, if it was
-    not."""
+    """A snapshot was restored into a slot, in `seconds`.
+
+    `rewrite_s`: seconds spent on rewriting its file for this backend; 0 if that was not needed.
+    """
 
     request: RequestId
     snapshot: SnapshotId
@@ -173,16 +177,16 @@ class Restored:
 
 
 class Blame(Enum):
-    """Why a restore came to nothing."""
+    """Cause of a failed restore."""
 
-    FILE = "file"  # it is not what was committed
-    DISK = "disk"  # it could not be made ready for the backend
-    BACKEND = "backend"  # it refused, or went away
+    FILE = "file"  # the file is not what was committed
+    DISK = "disk"  # the file could not be prepared for the backend
+    BACKEND = "backend"  # the backend refused the restore, or went down
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreFailed:
-    """The slot is empty now (llama-server.md section 0.5)."""
+    """A restore failed; the slot is empty now (llama-server.md section 0.5)."""
 
     request: RequestId
     snapshot: SnapshotId
@@ -192,7 +196,7 @@ class RestoreFailed:
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    """A slot holds nothing."""
+    """A slot was emptied."""
 
     request: RequestId
     slot: SlotId
@@ -200,7 +204,7 @@ class Erased:
 
 @dataclass(frozen=True, slots=True)
 class EraseFailed:
-    """It is not known what the slot holds."""
+    """An erase failed; the content of the slot is unknown."""
 
     request: RequestId
     slot: SlotId
@@ -209,7 +213,7 @@ class EraseFailed:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The prompt, less its last token, is in the slot."""
+    """A prefill ended: the tokens of its `Prefill` are in the slot."""
 
     request: RequestId
     reported: Reported
@@ -217,14 +221,14 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class PrefillBroke:
-    """It is not known to have ended: its connection broke, or was closed. PrefillFailed follows."""
+    """A prefill's connection broke or was closed; it may still run. `PrefillFailed` follows."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
-    """What the slot holds is not known, or a beginning of the prompt: so many tokens are in it."""
+    """A prefill failed. The slot holds the first `n_tokens` of the prompt; None: unknown."""
 
     request: RequestId
     reason: str
@@ -233,7 +237,7 @@ class PrefillFailed:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The backend works on the request, on the slot that it chose."""
+    """The backend runs the request, on the slot `index` that it chose."""
 
     request: RequestId
     index: int
@@ -241,16 +245,18 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The first token is there, of a request whose prompt was computed first."""
+    """The first token has arrived, of a request with a prefill before it."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The response is over, one way or the other. `index`: the slot that the backend chose, of a
-    request that was over before it was seen at work; told by itself, it would let somebody in
-    who takes the slot for busy. `begun`: there was a part of the answer."""
+    """The response is over, well or badly. `begun`: a part of the answer had arrived.
+
+    `index`: the slot that the backend chose, if the request ended before a poll saw it run. A
+    `Launched` event for that would admit requests while this slot still counts as busy.
+    """
 
     request: RequestId
     outcome: Outcome
@@ -261,7 +267,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRead:
-    """The ids of an answer, known a little later than its end."""
+    """The token ids of an answer are known, a little after its end."""
 
     slot: SlotId
     generation: int
@@ -271,7 +277,7 @@ class AnswerRead:
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """A slot whose client left is known to be idle. None: it is not known what it holds."""
+    """A watched slot is idle and holds `n_tokens`; None: its length is unknown."""
 
     request: RequestId
     n_tokens: int | None
@@ -279,7 +285,7 @@ class Quiet:
 
 @dataclass(frozen=True, slots=True)
 class FoundBusy:
-    """Slots that were idle to us, each at its generation, are at work: for somebody else."""
+    """Slots that the router has not leased, by generation, run a request."""
 
     slots: Mapping[SlotId, int]
 
@@ -291,7 +297,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The router is about to stop: no more requests; `save` what is worth it."""
+    """The router is about to stop and takes no more requests; `save` what pays off."""
 
     save: bool
 

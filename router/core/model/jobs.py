@@ -1,4 +1,4 @@
-"""A lease at work: the steps between a grant and the client's request, one after the other."""
+"""Jobs: the steps from the admission of a request until it is sent, one after the other."""
 
 from collections import deque
 from dataclasses import field, replace
@@ -30,7 +30,7 @@ class SaveStep:
 
 @dataclass(frozen=True, slots=True)
 class CutStep:
-    """Make a snapshot of the first `n_tokens` of one, for the restore that comes next."""
+    """Cut the first `n_tokens` out of a snapshot, for the restore that comes next."""
 
     snapshot: SnapshotId
     n_tokens: int
@@ -38,60 +38,60 @@ class CutStep:
 
 @dataclass(frozen=True, slots=True)
 class EraseStep:
-    """Empty a slot that the job holds, of another tenant's tokens."""
+    """Empty a slot that the job holds and that has another tenant's tokens."""
 
     slot: SlotId
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreStep:
-    """Restore into the job's slot. None: whatever the copy's save has just made."""
+    """Restore into the job's slot. None: the snapshot that the copy's save makes."""
 
     snapshot: SnapshotId | None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
-    """Compute tokens into the job's slot; `upto` so many of them for now, where it is a piece."""
+    """Prefill the job's slot with `tokens`; only the first `upto` if this is one chunk."""
 
     tokens: Tokens
     upto: int | None = None
 
     @property
     def now(self) -> Tokens:
-        """What is computed for now."""
+        """Return the tokens to compute in this step."""
         return self.tokens if self.upto is None else head(self.tokens, self.upto)
 
 
 @dataclass(frozen=True, slots=True)
 class InLine:
-    """No step: the job waits until it may compute these tokens (`core/turns.py`)."""
+    """No step: the job waits in the prefill queue (`execution/prefill_queue.py`)."""
 
     tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class AtGate:
-    """No step: the job waits until its request may be sent (`core/gate.py`)."""
+    """No step: the job waits at the placement gate (`execution/placement_gate.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookStep:
-    """Find out whether a slot that the job holds is what it was."""
+    """Poll a slot that the job holds, to find out whether its content changed."""
 
     slot: SlotId
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchStep:
-    """Let the client's request go."""
+    """Send the client's request."""
 
 
 Step = SaveStep | CutStep | EraseStep | RestoreStep | PrefillStep | LookStep | DispatchStep
 
 
 class Stage(StrEnum):
-    """How far a job is."""
+    """Progress of a job."""
 
     PREPARING = "preparing"
     DISPATCHED = "dispatched"
@@ -100,34 +100,34 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class Job:
-    """Who holds which leases, for what, and what comes next. Owned by the scheduler."""
+    """The leases of a request or a save, and its next steps. Owned by the scheduler."""
 
     id: RequestId
     lease: Lease
-    request: Request | None = None  # None: a save in the background
+    request: Request | None = None  # None: an idle save, a probe or a watch
     plan: Plan | None = None
     others: list[Lease] = field(default_factory=list)
     steps: deque[Step] = field(default_factory=deque)
     doing: Step | InLine | AtGate | None = None
-    using: SnapshotId | None = None  # a reference to give back
+    using: SnapshotId | None = None  # a reference to release
     stage: Stage = Stage.PREPARING
-    gated: bool = False
-    late: bool = False  # it needs the gate when it is sent, and not before (`core/gate.py`)
+    gated: bool = False  # holds the placement gate of its backend
+    late: bool = False  # needs the placement gate only when sent
     cancelled: bool = False
-    called: bool = False  # it was its turn, and it has not begun yet
-    stood_s: float = 0.0  # in line, until it was called last
-    placed: bool = False  # it is known on which slot an unpinned request ran
+    called: bool = False  # has the prefill permit, not begun
+    stood_s: float = 0.0  # in the prefill queue, up to the last permit
+    placed: bool = False  # the slot of a server-placed request is known
     since: float = 0.0
     waited_s: float = 0.0
     prepared_s: float = 0.0
     prefilled: Reported | None = None
-    sent_over: Resident = NOTHING  # what the slot held when the request went
-    doubted: bool = False  # nothing can be said of what its slot holds when it is over
-    untouched: bool = False  # very likely its slot holds what it held: its length will tell
+    sent_over: Resident = NOTHING  # slot content when the request was sent
+    doubted: bool = False  # the slot content will be unknown at its end
+    untouched: bool = False  # slot content is probably unchanged: its length will tell
 
     @property
     def is_ours(self) -> bool:
-        """A request or a save; else a slot that somebody unknown may be using is waited for."""
+        """Return whether this is a request, save or probe of the router, not a mere watch."""
         return self.request is not None or self.stage is not Stage.DRAINING
 
     @property
@@ -135,11 +135,11 @@ class Job:
         return self.lease.slot
 
     def lease_of(self, slot: SlotId) -> Lease | None:
-        """The job's lease on a slot. None: it has none, or no longer."""
+        """Return the job's lease on a slot. None: it has none, or no longer."""
         return next((x for x in (self.lease, *self.others) if x.slot == slot), None)
 
     def note_prefill(self, reported: Reported) -> None:
-        """One more part of the prompt was computed for this job; none twice, so they add up."""
+        """Add one more prefill of this job; no token is computed twice, so they add up."""
         before = self.prefilled.computed_tokens if self.prefilled is not None else None
         if before is not None and reported.cached_tokens is not None:
             reported = replace(reported, cached_tokens=reported.cached_tokens - before)
@@ -147,13 +147,13 @@ class Job:
 
     @property
     def has_used_slot(self) -> bool:
-        """What it leaves is of its request, which was sent, or computed in part."""
+        """Return whether the slot holds content of its request: it was sent or prefilled."""
         if self.request is None or not self.request.reuse:
             return False
         return self.stage is not Stage.PREPARING or self.prefilled is not None
 
     def went_cold(self, reason: str) -> None:
-        """What the plan meant to reuse did not come."""
+        """Change the plan to a cold prefill, because its source of tokens failed."""
         assert self.plan is not None
         chosen = replace(self.plan.chosen, source=Source.COLD, reused_tokens=0, snapshot=None)
         self.plan = replace(self.plan, chosen=chosen, reason=reason)

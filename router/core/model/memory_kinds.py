@@ -1,11 +1,11 @@
-"""The one place that knows memory kinds: how much of a state a prompt can reuse."""
+"""Memory kinds: how much of a state a prompt can reuse. No other module knows them."""
 
 from router.base.types import MemoryKind
 
 # llama-server takes a checkpoint this many tokens before the end of every prompt
-# (llama-server.md section 4.1), which is what saves an identical prompt on a live slot.
+# (llama-server.md section 4.1). An identical prompt on a live slot resumes there.
 CHECKPOINT_BEFORE_END = 4
-MAX_CHECKPOINTS = 32  # of a slot: `--ctx-checkpoints`, by default (llama-server.md section 3)
+MAX_CHECKPOINTS = 32  # of a slot; default of `--ctx-checkpoints` (llama-server.md section 3)
 
 
 def reusable_tokens(
@@ -17,18 +17,18 @@ def reusable_tokens(
     checkpoints: tuple[int, ...] = (),
     extendable: bool = True,
 ) -> int:
-    """Tokens that need no computing when `common` leading tokens of prompt and state are equal.
+    """Return the prompt tokens that need no computing if `common` leading tokens are in a state.
 
     `held_tokens` is the state's length. `checkpoints` are the lengths that the slot can go back
-    to: of a live slot those that the server has made, of a restored one those in the file, if
-    there are any. Not `extendable`: restored, and of use by its checkpoints only. The last token
-    of a prompt is always evaluated (llama-server.md section 2.3); the table is of section 4.3.
+    to: for a live slot those that the server has made, for a restored one those in the file.
+    Not `extendable`: a restored state that is useful through its checkpoints only. The last token
+    of a prompt is always evaluated (llama-server.md section 2.3). The cases follow section 4.3:
 
     1. Full attention: the common prefix.
     2. Every other kind, state a strict prefix of the prompt: the whole state.
-    3. Every other kind, diverging: the last checkpoint before the divergence; of a window the
-       server computes the last token of that again (section 4.2).
-    4. Nothing known of the kind: only what case 2 gives is safe to promise.
+    3. Every other kind, diverging: the last checkpoint before the point of divergence. With a
+       sliding window, the server computes the last token of that again (section 4.2).
+    4. Unknown kind: only case 2 is safe to promise.
     """
     usable = min(common, prompt_tokens - 1)
     if usable <= 0:
@@ -42,18 +42,18 @@ def reusable_tokens(
 
 
 def can_restore(kind: MemoryKind) -> bool:
-    """A restored state of this kind is of use at all."""
+    """Return whether a restored state of this kind is of use at all."""
     return kind is not MemoryKind.UNKNOWN
 
 
 def goes_back(kind: MemoryKind) -> bool:
-    """Any prefix of a state can be used, and be cut out of its file.
+    """Return whether any prefix of a state can be used, and be cut out of its file.
 
-    Of the other kinds only the whole: they need a snapshot wherever prompts part.
+    The other kinds reuse whole states only: they need a snapshot wherever prompts diverge.
     """
     return kind is MemoryKind.FULL
 
 
 def subsumes(kind: MemoryKind) -> bool:
-    """A longer state serves every prompt that a prefix of it would serve."""
+    """Return whether a longer state serves every prompt that a prefix of it would serve."""
     return kind is MemoryKind.FULL

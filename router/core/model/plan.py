@@ -1,4 +1,4 @@
-"""A decision as data: the candidates, their prices in seconds, and which one won."""
+"""A decision as data: the candidates, their prices in seconds, and the chosen one."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -9,20 +9,20 @@ from router.base.types import Nearest, SlotId, SnapshotId, Source
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Predicted seconds by part; `total` is what candidates are compared by."""
+    """Predicted seconds by component; candidates are compared by `total_s`."""
 
     wait_s: float = 0.0
-    save_s: float = 0.0  # of content that is displaced
-    rewrite_s: float = 0.0  # of a state file, before it is restored; stops nobody
+    save_s: float = 0.0  # of displaced content
+    rewrite_s: float = 0.0  # of a state file, before its restore; stops no stream
     restore_s: float = 0.0
-    handling_s: float = 0.0  # of what is saved, by the router; stops nobody
+    handling_s: float = 0.0  # the router's own share of a save; stops no stream
     prefill_s: float = 0.0
-    stall_s: float = 0.0  # caused to running streams, which stop for transfers and prefills
-    loss_s: float = 0.0  # expected, from what is displaced and not saved
+    stall_s: float = 0.0  # of running streams, which stop for transfers and prefills
+    loss_s: float = 0.0  # expected, from unsaved displaced content
 
     @property
     def ttft_s(self) -> float:
-        """What the request itself waits for."""
+        """Return the predicted seconds until the first token of this request."""
         files_s = self.save_s + self.rewrite_s + self.restore_s + self.handling_s
         return self.wait_s + files_s + self.prefill_s
 
@@ -40,15 +40,15 @@ class Candidate:
     reused_tokens: int
     price: Price
     snapshot: SnapshotId | None = None
-    cut: int | None = None  # restore this many tokens of the snapshot, cut out of its file
+    cut: int | None = None  # restore only this many tokens, cut out of the snapshot
     copy_from: SlotId | None = None
     save_displaced: bool = False
-    wait_for: SlotId | None = None  # not now: when this busy slot is done
+    wait_for: SlotId | None = None  # start only when this busy slot is done
 
     def order(self) -> tuple[float, int, bool, bool, SlotId]:
-        """Cheapest first. On a tie, in this order:
+        """Return the sort key: cheapest first. A tie goes, in this order, to:
 
-        1. more tokens reused;
+        1. more reused tokens;
         2. no wait;
         3. no restore (a restore can fail, a resident prefix cannot);
         4. the lowest slot, so that the same input always gives the same plan.
@@ -64,12 +64,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """How many leading tokens of a prompt were held, when it was decided what to do with it.
+    """The numbers of leading tokens of a prompt that were held when its plan was made.
 
-    `planned`: meant to be reused. `usable`: an idle slot or a snapshot could have spared so many.
-    `waiting`: a busy slot could have, later. `held`: shared with anything there is, of use or not.
-    `evicted`, `displaced`: with what is not there any more. `parts`: what shares most of all goes
-    on otherwise. `worth`: fewer are not worth a snapshot.
+    - `planned`: meant to be reused.
+    - `usable`: reusable from an idle slot or a snapshot.
+    - `waiting`: reusable from a busy slot, later.
+    - `held`: shared with any slot or snapshot, reusable or not.
+    - `evicted`, `displaced`: shared with an evicted snapshot, with displaced slot content.
+    - `parts`: the content that shares most goes on after the shared prefix.
+    - `worth`: the fewest tokens that are worth a snapshot.
     """
 
     planned: int = 0
@@ -85,12 +88,12 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The chosen candidate, the losers in order, and the reason in words.
+    """The chosen candidate, the other candidates in order, and the reason in words.
 
-    `shared`: how many of its tokens each slot shared. None where the router has no say, or the
-    request is to wait. `sight`: what was known of the prompt, for an explanation; see `misses`.
+    `shared`: how many of the prompt's tokens each slot shared. None: the router has no say, or
+    the request is to wait. `sight`: what was known of the prompt; see `reporting/miss_reasons.py`.
 
-    `pauses` are lengths at which the prefill stops for a snapshot, which takes `pauses_s`.
+    `pauses`: prefill lengths with a boundary save; these saves take `pauses_s` in all.
     """
 
     chosen: Candidate
@@ -104,5 +107,5 @@ class Plan:
 
     @property
     def ttft_s(self) -> float:
-        """What the request itself waits for once it is granted."""
+        """Return the predicted seconds from admission to the first token."""
         return self.chosen.price.ttft_s + self.pauses_s

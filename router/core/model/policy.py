@@ -6,7 +6,7 @@ from router.base.frozen import dataclass
 
 
 class PolicyName(StrEnum):
-    """What the YAML calls them."""
+    """Policy names, as written in the YAML configuration."""
 
     PREFER_IDLE = "prefer_idle_slot_with_global_restore"
     PREFER_OWNER = "prefer_owning_slot_with_wait"
@@ -19,7 +19,7 @@ class PolicyName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A preset with its knobs. Times in seconds."""
+    """A preset with its parameters. Times are in seconds."""
 
     name: PolicyName = PolicyName.PREFER_IDLE
     max_wait_s: float = 30.0
@@ -27,11 +27,11 @@ class Policy:
     prefill_chunk_s: float | None = 0.5  # None: off
     reuse_probability: float = 0.5
     idle_save_after_s: float | None = 0.5  # None: off
-    keeps_apart: bool = False  # tenants: what is nobody's is of use to nobody
+    keeps_apart: bool = False  # tenants: content without an owner is not reused
 
     @property
     def moves_kv(self) -> bool:
-        """Saves and restores state files; the others are baselines for comparison."""
+        """Return whether this policy saves and restores state files; the others are baselines."""
         return self.name in (
             PolicyName.PREFER_IDLE,
             PolicyName.PREFER_OWNER,
@@ -39,10 +39,10 @@ class Policy:
         )
 
     def is_long(self, prefill_s: float) -> bool:
-        """A prompt that takes so long is computed before its request is sent, in its turn."""
+        """Return whether a prefill this long goes through the prefill queue before the request."""
         return self.coalesce_above_s is not None and prefill_s >= self.coalesce_above_s
 
     @property
     def may_wait(self) -> bool:
-        """A request may wait for a busy slot although another is free."""
+        """Return whether a request may wait for a busy slot although another slot is idle."""
         return self.name in (PolicyName.PREFER_OWNER, PolicyName.CHEAPEST)

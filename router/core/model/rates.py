@@ -1,18 +1,18 @@
-"""Seconds, learned: what prefill, save, restore and generation cost on one backend.
+"""Learned rates: seconds for prefill, save, restore and generation on one backend.
 
-Every estimate is a least-squares line over decayed sums, seeded with a prior that weighs a few
-observations, so the first request has an answer and the hundredth a good one.
+Times are least-squares lines over decayed sums, or decayed means. Each starts from a prior, so
+estimates exist from the first request on.
 """
 
 from dataclasses import dataclass, field
 
 from router.base.types import Reported, Speeds
 
-# Weight of the past after one observation: a change of load shows within about twenty.
+# Weight of the past after one observation: a change of load shows within about 20 of them.
 _DECAY = 0.95
-# From so many observations on, one counts for at most so many times what was predicted.
+# After 3 observations, a further one counts for at most 3 times its prediction.
 _SETTLED, _SURPRISE = 3, 3.0
-# Tokens of a state at which speeds are shown; what takes less than no time is not divided by.
+# Tokens of a state at which speeds are shown; smallest seconds to divide by.
 _SHOWN_AT, _NO_TIME_S = 1000, 1e-9
 
 
@@ -20,7 +20,7 @@ _SHOWN_AT, _NO_TIME_S = 1000, 1e-9
 class Line:
     """`y = a·u + b·v` fitted to decayed observations; never negative.
 
-    With u = 1 this is offset and slope; prefill uses u = tokens, v = tokens x depth.
+    With u = 1, `a` is the offset and `b` the slope. Prefill uses u = tokens, v = tokens x depth.
     """
 
     a: float
@@ -37,18 +37,18 @@ class Line:
         self._prior = (self.a, self.b)
 
     def expect(self, a: float, b: float) -> None:
-        """Another prior, before anything is learned."""
+        """Replace the prior, before anything is learned."""
         self.a, self.b = self._prior = (a, b)
 
     def predict(self, u: float, v: float) -> float:
-        """Seconds for `u` and `v`."""
+        """Return the predicted seconds for `u` and `v`."""
         return self.a * u + self.b * v
 
     def observe(self, u: float, v: float, y: float) -> None:
         """Learn that `u` and `v` took `y` seconds.
 
-        One slow observation (another process had the CPU) moves the line a little; a backend that
-        did get slower is believed after a few.
+        One slow observation (another process had the CPU) moves the line a little. A backend that
+        became slower is believed after a few.
         """
         if self.n >= _SETTLED:
             y = min(y, _SURPRISE * self.predict(u, v))
@@ -62,8 +62,8 @@ class Line:
 
     def _solve(self) -> None:
         determinant = self._uu * self._vv - self._uv * self._uv
-        # Observations of one size only leave the two terms inseparable: keep the prior's
-        # proportion between them and scale it to what was seen.
+        # Observations of one size cannot separate the two terms: keep the prior's proportion
+        # between the terms and scale it to the observations.
         if determinant > 1e-6 * self._uu * self._vv:
             a = (self._uy * self._vv - self._vy * self._uv) / determinant
             b = (self._vy * self._uu - self._uy * self._uv) / determinant
@@ -85,28 +85,31 @@ class Mean:
     n: int = 0
 
     def observe(self, y: float) -> None:
-        """Learn one observation; the first ones replace the prior quickly."""
+        """Learn one observation; the first few replace the prior quickly."""
         self.n += 1
         self.value += (y - self.value) * max(1.0 / (self.n + 1), 1.0 - _DECAY)
 
 
 @dataclass(slots=True)
 class Rates:
-    """What one backend costs. Priors are a laptop's CPU with a small model: wrong for a GPU, and
-    replaced by the probe and the first few requests."""
+    """Rates of one backend.
+
+    Priors are those of a laptop's CPU with a small model. They are wrong for a GPU; the probe and
+    the first few requests replace them.
+    """
 
     prefill: Line = field(default_factory=lambda: Line(2e-3, 5e-8))
     save: Line = field(default_factory=lambda: Line(2e-3, 1 / 1.5e9))
     restore: Line = field(default_factory=lambda: Line(2e-3, 1 / 2e9))
     rewrite: Line = field(default_factory=lambda: Line(2e-3, 1 / 1e9))
-    # What a save takes beyond the backend's own time, which stops nobody else.
+    # Seconds of a save beyond the backend's own time; they stop no stream.
     handling_s: Mean = field(default_factory=lambda: Mean(0.005))
     bytes_per_token: Mean = field(default_factory=lambda: Mean(50_000.0))
     output_tokens: Mean = field(default_factory=lambda: Mean(200.0))
     output_s_per_token: Mean = field(default_factory=lambda: Mean(0.02))
 
     def take_after(self, other: "Rates") -> None:
-        """Expect what `other` was seen to cost. For a backend that has computed nothing yet."""
+        """Take over what `other` has learned, where this backend has observed nothing yet."""
         for mine, theirs in (
             (self.prefill, other.prefill),
             (self.save, other.save),
@@ -124,12 +127,12 @@ class Rates:
                 own.value = known.value
 
     def prefill_s(self, tokens: int, depth: int = 0) -> float:
-        """Seconds to compute `tokens` on top of `depth` others; attention makes it superlinear."""
+        """Return seconds to prefill `tokens` after `depth` others; superlinear by attention."""
         return self.prefill.predict(tokens, _attended(tokens, depth))
 
     @property
     def speeds(self) -> Speeds:
-        """The lines as speeds, to be shown."""
+        """Return the rates as speeds, for display."""
         size_bytes = _SHOWN_AT * self.bytes_per_token.value
         return Speeds(
             prefill_tokens=_SHOWN_AT / max(self.prefill_s(_SHOWN_AT), _NO_TIME_S),
@@ -140,26 +143,26 @@ class Rates:
 
     def observe_prefill(self, tokens: int, depth: int, seconds: float) -> None:
         """Learn from `timings.prompt_n`, `cache_n` and `prompt_ms`."""
-        # A handful of tokens measures the overhead of a batch, not the rate of prefill.
+        # Fewer than 16 tokens measure the overhead of a batch, not the rate of prefill.
         if tokens >= 16 and seconds > 0:
             self.prefill.observe(tokens, _attended(tokens, depth), seconds)
 
     def observe_prompt(self, reported: Reported) -> None:
-        """Learn from the prompt part of what a backend reported, where it says enough."""
+        """Learn from the prompt part of a backend's report, if all three numbers are in it."""
         computed, depth = reported.computed_tokens, reported.cached_tokens
         if computed is not None and depth is not None and reported.prompt_s:
             self.observe_prefill(computed, depth, reported.prompt_s)
 
     def save_s(self, tokens: int) -> float:
-        """Seconds to save a state of `tokens`, in which the backend does nothing else."""
+        """Return seconds to save a state of `tokens`; the backend does nothing else meanwhile."""
         return self.save.predict(1.0, tokens * self.bytes_per_token.value)
 
     def restore_s(self, size_bytes: int) -> float:
-        """Seconds to restore a file of `size_bytes`, in which the backend does nothing else."""
+        """Return seconds to restore `size_bytes`; the backend does nothing else meanwhile."""
         return self.restore.predict(1.0, size_bytes)
 
     def rewrite_s(self, size_bytes: int) -> float:
-        """Seconds to make another file of `size_bytes` out of a state file, without a backend."""
+        """Return seconds to rewrite a state file into `size_bytes`, without a backend."""
         return self.rewrite.predict(1.0, size_bytes)
 
     def observe_save(
@@ -173,7 +176,7 @@ class Rates:
             self.bytes_per_token.observe(size_bytes / tokens)
 
     def generation_s(self, max_new_tokens: int | None) -> float:
-        """Seconds that an answer is expected to take."""
+        """Return the seconds that an answer is expected to take."""
         expected = self.output_tokens.value
         if max_new_tokens is not None:
             expected = min(expected, max_new_tokens)
@@ -187,5 +190,5 @@ class Rates:
 
 
 def _attended(tokens: int, depth: int) -> float:
-    """How often one token looks at another while `tokens` are computed on top of `depth`."""
+    """Count the token pairs that attention reads to prefill `tokens` after `depth` others."""
     return tokens * (depth + tokens / 2)

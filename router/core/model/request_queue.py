@@ -1,9 +1,9 @@
-"""Requests that wait for a slot: fair between clients, limited in number and in time.
+"""Queue of requests that wait for a slot: fair between clients, limited in number and in time.
 
-Between clients: who has had the least server time comes first. That is the virtual token counter
-of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), in seconds. A client that
-sends many or long prompts waits for itself and not before everybody else. Of one client, the
-oldest comes first.
+The client with the least server time comes first. Server time is the virtual token counter of
+"Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024), in seconds. A client that
+sends many or long prompts delays itself and not the others. Within a client, the oldest request
+comes first.
 """
 
 from collections.abc import Iterator, Set
@@ -13,12 +13,16 @@ from itertools import islice
 from router.base.frozen import dataclass
 from router.base.types import Request, RequestId
 
-_CLIENTS = 10_000  # remembered; of one more, the half that has had the least is forgotten
+_CLIENTS = 10_000  # remembered; one more, and the half with the least server time is dropped
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """`deadline_s` None: wait for ever. `no_backend_s`: how long while nobody could serve it."""
+    """Limits of the queue.
+
+    `deadline_s`: longest wait; None: no limit. `no_backend_s`: longest wait while no backend that
+    is up could serve the request.
+    """
 
     max_requests: int = 1024
     deadline_s: float | None = 600.0
@@ -27,7 +31,7 @@ class QueueLimits:
 
 @dataclass(slots=True)
 class Waiting:
-    """A request and when it came, in clock seconds; how often others went before it."""
+    """A queued request, its arrival in clock seconds, and how often it was passed over."""
 
     request: Request
     since: float
@@ -36,14 +40,14 @@ class Waiting:
 
 @dataclass(slots=True)
 class Queue:
-    """Who waits, by arrival and by client. Who is served depends on what each can use as well."""
+    """Queued requests by arrival, client and model. Admission also depends on usable slots."""
 
     limits: QueueLimits = field(default_factory=QueueLimits)
     _waiting: dict[RequestId, Waiting] = field(default_factory=dict)
     _clients: dict[str | None, dict[RequestId, Waiting]] = field(default_factory=dict)
     _models: dict[str | None, dict[RequestId, Waiting]] = field(default_factory=dict)
-    _served_s: dict[str | None, float] = field(default_factory=dict)  # what each has had
-    _floor_s: float = 0.0  # a newcomer counts as having had this much
+    _served_s: dict[str | None, float] = field(default_factory=dict)  # server time of each client
+    _floor_s: float = 0.0  # server time that a new client starts with
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -56,13 +60,15 @@ class Queue:
 
     @property
     def models(self) -> Set[str | None]:
-        """What they wait for."""
+        """Return the models that queued requests ask for."""
         return self._models.keys()
 
     def in_turn(self) -> Iterator[Waiting]:
-        """All of them: one of each client, then a second of each, and so on. Who leaves meanwhile
-        may still come."""
-        if len(self._waiting) <= 1:  # as a rule
+        """Yield all requests: one of each client, then a second of each, and so on.
+
+        A request that is removed meanwhile may still be yielded.
+        """
+        if len(self._waiting) <= 1:  # the usual case
             yield from self
             return
         clients = sorted(self._clients, key=self._served_s.__getitem__)
@@ -76,16 +82,16 @@ class Queue:
             turns = again
 
     def oldest(self, n: int) -> list[Waiting]:
-        """The first `n` who came, of each model."""
+        """Return the `n` oldest requests of each model."""
         return [w for those in self._models.values() for w in islice(those.values(), n)]
 
     def last(self) -> RequestId:
-        """The youngest of the client that has the most. Raises ValueError if nobody waits."""
+        """Return the newest request of the client with the most. Raise ValueError if empty."""
         most = max(self._clients, key=lambda client: len(self._clients[client]))
         return next(reversed(self._clients[most]))
 
     def add(self, request: Request, now: float) -> None:
-        """Wait. Who asked for nothing for a while has no claim on that time."""
+        """Queue a request. A client gets no credit for time in which it had no request."""
         client = request.client
         waiting = self._waiting[request.id] = Waiting(request, now)
         if len(self._served_s) > _CLIENTS:
@@ -102,17 +108,17 @@ class Queue:
         self._models.setdefault(request.model, {})[request.id] = waiting
 
     def serve(self, request: RequestId, seconds: float) -> None:
-        """Wait no longer: it gets so much of a server's time. Raises KeyError: it did not wait."""
+        """Remove a request and charge its client `seconds`. Raise KeyError if not queued."""
         client = self._waiting[request].request.client
-        self.remove(request)  # first: what is now under way is not yet had by everybody
+        self.remove(request)  # first: `remove` must compute the floor without these seconds
         self._served_s[client] += seconds
 
     def lead_s(self, one: Waiting, other: Waiting) -> float:
-        """How much more server time the client of one has had than the other's."""
+        """Return the server seconds that the client of `one` has had more than that of `other`."""
         return self._served_s[one.request.client] - self._served_s[other.request.client]
 
     def remove(self, request: RequestId) -> Waiting | None:
-        """Wait no longer. None: it did not wait."""
+        """Remove a request and return it. None: it was not queued."""
         waiting = self._waiting.pop(request, None)
         if waiting is None:
             return None
@@ -122,14 +128,14 @@ class Queue:
         return waiting
 
     def overdue(self, now: float) -> list[Waiting]:
-        """Those past their deadline."""
+        """Return the requests past their deadline."""
         limit = self.limits.deadline_s
         if limit is None:
             return []
         return [w for w in self._waiting.values() if now - w.since >= limit]
 
     def next_deadline(self) -> float | None:
-        """When the first of them is overdue, in clock seconds."""
+        """Return the earliest deadline, in clock seconds. None: there is none."""
         if self.limits.deadline_s is None or not self._waiting:
             return None
         return next(iter(self._waiting.values())).since + self.limits.deadline_s

@@ -1,4 +1,4 @@
-"""What a slot holds after something happened to it. Certain, or not claimed."""
+"""Resident tokens of a slot after each event. Only what is certain is claimed."""
 
 from router.base.tokens import Tokens, common_prefix, count, head, iterate, join
 from router.base.types import Prompt, Reported, Request
@@ -7,15 +7,15 @@ from router.core.model.slots import NOTHING, UNKNOWN, Resident
 
 
 def after_prefill(before: Resident, tokens: Tokens, reported: Reported) -> Resident:
-    """After a prefill of the router's own: its tokens, and the rollback points it has made."""
+    """Return the content after the router's own prefill: its tokens and its checkpoints."""
     return Resident(tokens, 0, _checkpoints(before, reported, count(tokens)))
 
 
 def _checkpoints(before: Resident, reported: Reported, n_prompt: int) -> tuple[int, ...]:
-    """Rollback points within what a request reused, and the one just before the end of its prompt.
+    """Return the checkpoints within the reused tokens, and the one before the prompt's end.
 
-    The server drops the others, and the first ones where there are too many. It makes more, at
-    starts of user messages; which ones is not claimed.
+    The server drops the other checkpoints, and the first ones where there are too many. It makes
+    more at starts of user messages; these are not claimed.
     """
     kept = {c for c in before.checkpoints if c <= (reported.cached_tokens or 0)}
     kept.add(max(n_prompt - CHECKPOINT_BEFORE_END, 0))
@@ -23,14 +23,14 @@ def _checkpoints(before: Resident, reported: Reported, n_prompt: int) -> tuple[i
 
 
 def after_finish(prompt: Prompt, reported: Reported, before: Resident = NOTHING) -> Resident:
-    """After a complete answer: the prompt and all of the answer but its last token.
+    """Return the content after a complete answer: the prompt and all but the answer's last token.
 
     The last sampled token is never in the KV (llama-server.md section 1.3).
 
-    1. Tokens unknown, or another count than the backend's: nothing is claimed.
-    2. The response carried the ids: all is known.
-    3. Only their number is known: they are there, unread.
-    4. Media: known is the text before it; of the rest only its length, as the backend counts it.
+    1. Tokens unknown, or a count other than the backend's: nothing is claimed.
+    2. The response carried the answer's ids: all is known.
+    3. Only the number of answer tokens is known: they are unread.
+    4. Media: the text before it is known. The rest has only the length that the backend reports.
     """
     if prompt.unknown:
         return UNKNOWN
@@ -48,7 +48,7 @@ def after_finish(prompt: Prompt, reported: Reported, before: Resident = NOTHING)
 
 
 def _with_media(prompt: Prompt, reported: Reported) -> Resident:
-    """What one id stands for in the prompt takes up many positions of the slot."""
+    """Return the content with media; one media id takes up many positions of the slot."""
     if reported.prompt_tokens is None or reported.prompt_tokens < len(prompt):
         return UNKNOWN
     text = head(prompt.tokens, next(at for at, i in enumerate(iterate(prompt.tokens)) if i < 0))
@@ -57,10 +57,10 @@ def _with_media(prompt: Prompt, reported: Reported) -> Resident:
 
 
 def after_answer(resident: Resident, prompt: Tokens, answer: Tokens) -> Resident:
-    """The ids of an answer came in after its end; `answer` is tokenized text.
+    """Return the content with the ids of `answer`, its tokenized text, known after its end.
 
-    Believed only if it is as long as the backend said: the tokens held are then those of the
-    text, or all but its last where the answer was cut off at the limit.
+    The ids are used only if their number agrees with the unread tokens. The slot then holds all
+    of them, or all but the last where the answer was cut off at the limit.
     """
     known = Resident(prompt, resident.unread)
     if resident.tokens != prompt or len(resident) != len(known):
@@ -72,12 +72,12 @@ def after_answer(resident: Resident, prompt: Tokens, answer: Tokens) -> Resident
 
 
 def after_quiet(before: Resident, prompt: Prompt, n_tokens: int | None) -> Resident:
-    """After a request that did not end well: only the slot's length is known, if that.
+    """Return the content after a request that failed: only the slot's length is known, if that.
 
     1. No longer than the prompt: a part of the prompt.
-    2. Longer: the prompt, and an answer nobody has read.
-    3. Perhaps the length it had before: one of these, or the request never ran and the content is
-       what it was. Claimed is what both have in common.
+    2. Longer: the prompt, and unread tokens of an answer.
+    3. Perhaps the length before the request: it may never have run, and the content may be
+       unchanged. Only the common prefix of both possibilities is claimed.
     """
     if n_tokens is None or prompt.unknown or prompt.n_media:
         return UNKNOWN
@@ -88,14 +88,14 @@ def after_quiet(before: Resident, prompt: Prompt, n_tokens: int | None) -> Resid
 
 
 def is_exact(request: Request, before: Resident, reported: Reported, n_ctx: int) -> bool:
-    """Whether what a request has left is what a prefill of the same tokens gives.
+    """Return whether the slot's KV equals a prefill of the same tokens after a request.
 
-    1. Longer than the slot: with `--context-shift` the server has dropped tokens in the middle and
-       moved the others (llama-server.md section 2.3).
-    2. Its client has not let the server move any; or that was impossible, with media.
-    3. All that the slot held is the prompt's beginning: there was nothing to move.
-    4. No more was cached than that the two have in common: nothing was moved.
-    5. Else it may have been: or the server had more of the prompt in main memory.
+    1. Longer than the slot: False. With `--context-shift` the server has dropped tokens in the
+       middle and moved the others (llama-server.md section 2.3).
+    2. The request does not let the server shift tokens, or has media, which excludes it: True.
+    3. The whole slot content was a prefix of the prompt, so there was nothing to move: True.
+    4. No more tokens were cached than the shared prefix, so none was moved: True.
+    5. Else False: tokens may have been moved, or main memory held more of the prompt.
     """
     if (reported.prompt_tokens or 0) + (reported.generated_tokens or 0) > n_ctx:  # (1)
         return False
@@ -110,7 +110,7 @@ def is_exact(request: Request, before: Resident, reported: Reported, n_ctx: int)
 
 
 def after_either(resident: Resident, prompt: Prompt) -> Resident:
-    """After a request that may have run here or not: both leave what is common to them."""
+    """Return the content after a request that may have run here: the common prefix of both."""
     if prompt.unknown or prompt.n_media:
         return UNKNOWN
     known = head(prompt.tokens, common_prefix(resident.tokens, prompt.tokens))

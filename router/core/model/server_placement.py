@@ -1,7 +1,7 @@
-"""Which slot a server picks for a request that cannot be pinned, as far as that can be known.
+"""Predict the slot that llama-server picks for a server-placed request.
 
-It takes the idle slot with the longest common prefix (llama-server.md section 2.2). A slot that
-holds the prompt but for its last token is that one, unless another holds as much.
+llama-server takes the idle slot with the longest common prefix (llama-server.md section 2.2). A
+slot that holds all of the prompt but its last token is picked, unless another holds as much.
 """
 
 from router.base.frozen import dataclass
@@ -12,14 +12,14 @@ from router.core.model.slots import Resident
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A request that waits at the gate; whether its prompt was `computed` in the slot we mean."""
+    """A request at the placement gate; `computed`: its leased slot surely has its prompt."""
 
     request: Request
     computed: bool
 
 
 def can_be_steered(request: Request, info: BackendInfo) -> bool:
-    """The server picks the slot, and what we put into one decides which."""
+    """Return whether the server places the request and a prefill decides on which slot."""
     prompt = request.prompt
     known = len(prompt) > 1 and not (prompt.unknown or prompt.n_media or request.adapted)
     placed = not (request.pinnable or request.whole_backend)
@@ -27,17 +27,17 @@ def can_be_steered(request: Request, info: BackendInfo) -> bool:
 
 
 def will_hold(tokens: Tokens, prompt: Prompt) -> bool:
-    """All but the last token of a prompt are the beginning of what is computed or restored."""
+    """Return whether `tokens` begin with all of the prompt but its last token."""
     return common_prefix(tokens, prompt.tokens) >= len(prompt) - 1 > 0
 
 
 def is_computed(held: Resident, prompt: Prompt) -> bool:
-    """A slot has so much of a prompt, for sure."""
+    """Return whether a slot surely holds all of a prompt but its last token."""
     return will_hold(held.tokens, prompt)
 
 
 def may_hold(held: Resident, prompt: Prompt) -> bool:
-    """A slot may have so much of a prompt; what nobody has read may be its rest."""
+    """Return whether a slot may hold that much; unread tokens may be the prompt's rest."""
     common = common_prefix(held.tokens, prompt.tokens)
     if common >= len(prompt) - 1:
         return True
@@ -46,9 +46,9 @@ def may_hold(held: Resident, prompt: Prompt) -> bool:
 
 
 def holds_up(request: Request, first: Expected) -> bool:
-    """A request, if it were granted now, could be in the way of one that waits at the gate."""
+    """Return whether a request, if admitted now, could block `first` at the placement gate."""
     if not first.computed:
-        return True  # that one goes when nothing is prepared
+        return True  # `first` is sent only when no slot is being prepared
     prompt, meant = request.prompt, first.request
     foreign = request.tenant != meant.tenant
     if prompt.unknown or prompt.n_media:

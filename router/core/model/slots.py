@@ -1,4 +1,4 @@
-"""The ledger of slots: which phase each is in, who holds it, and what it is believed to hold.
+"""The slot table: the phase of each slot, its holder, and its resident tokens.
 
 A slot's life is the table `TRANSITIONS`; an illegal move raises, because it is a bug.
 """
@@ -22,17 +22,17 @@ from router.base.types import (
 
 
 class Phase(StrEnum):
-    """Where a slot is in its life."""
+    """Phase of a slot."""
 
     IDLE = "idle"
-    PREPARING = "preparing"  # leased: save, restore or prefill under way
+    PREPARING = "preparing"  # leased: saves, restores or prefills
     RUNNING = "running"  # leased: the client's request is with the backend
-    DRAINING = "draining"  # leased: the client is gone, the backend perhaps not done
+    DRAINING = "draining"  # leased: abandoned, but the backend may still use it
     LOST = "lost"  # its backend is down
 
 
 class Move(StrEnum):
-    """What can happen to a slot."""
+    """Move of a slot from one phase to another."""
 
     LEASE = "lease"
     START = "start"
@@ -58,15 +58,15 @@ TRANSITIONS: dict[Phase, dict[Move, Phase]] = {
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """What a slot is believed to hold: known tokens, then `unread` tokens nobody has read.
+    """The believed content of a slot: known `tokens`, then `unread` ones with unknown ids.
 
-    The ids of an answer are often not in the response; saving the slot reads them.
+    A response often lacks the ids of its answer; saving the slot reads them.
     """
 
     tokens: Tokens = EMPTY
     unread: int = 0
     checkpoints: tuple[int, ...] = ()
-    unsure: bool = False  # there may be more, and nobody knows how much
+    unsure: bool = False  # there may be more tokens, of unknown number
 
     def __len__(self) -> int:
         return count(self.tokens) + self.unread
@@ -79,33 +79,33 @@ Phases = dict[Phase, int]
 
 
 def no_slots() -> Phases:
-    """None in any phase."""
+    """Return the counts of no slots: 0 in each phase."""
     return dict.fromkeys(Phase, 0)
 
 
 @dataclass(slots=True, eq=False)
 class Bench:
-    """What is known of the slots of one backend together; shared by them.
+    """Data that the slots of one backend share.
 
-    `changes` rises with whatever is assigned to one of them, so that what was worked out of them
-    is worked out again only when it may have become wrong.
+    `changes` rises with every assignment to one of these slots, so results computed from
+    the slots are computed again only if they may be stale.
     """
 
-    phases: Phases = field(default_factory=no_slots)  # how many are in which phase
+    phases: Phases = field(default_factory=no_slots)  # slots in each phase
     changes: int = 0
-    # What `Fleet.reach` found last, by index, and for what.
+    # The last results of `Fleet.reach` and their inputs, by slot index.
     reaches: "dict[int, tuple[Resident, BackendInfo, Tenant, int, int]]" = field(
         default_factory=dict, repr=False
     )
-    unsaved_at: int = -1  # `changes`, when `SlotTable.unsaved` looked
+    unsaved_at: int = -1  # `changes` at the last `SlotTable.unsaved`
 
 
-_NO_BENCH = Bench()  # of a backend that is not there
+_NO_BENCH = Bench()  # for a backend without slots
 
 
 @dataclass(slots=True)
 class Slot:
-    """One slot. `busy_until` is a guess in clock seconds, used to price waiting."""
+    """One slot. `busy_until` is an estimate in clock seconds, used to price waiting."""
 
     bench: Bench = field(kw_only=True, default_factory=Bench, repr=False, compare=False)
     id: SlotId
@@ -114,22 +114,22 @@ class Slot:
     holder: RequestId | None = None
     resident: Resident = NOTHING
     last_used: float = 0.0
-    used_no: int = 0  # how many uses of slots of its model there had been (`Fleet.note_use`)
+    used_no: int = 0  # its place among all uses of slots of its model (`Fleet.note_use`)
     busy_until: float = 0.0
-    pending: Tokens = EMPTY  # what the lease in force computes
-    saving: Tokens = EMPTY  # what is being written to a file at this moment
-    tenant: Tenant = NOBODY  # whose tokens it holds: `resident` and `saving`
-    taker: Tenant = NOBODY  # whose request holds it: `pending` is theirs
-    sharing: bool = False  # PREPARING, and others may have `pending` when that is done
-    leaving: bool = False  # PREPARING, and the client of the prefill that it is in is gone
-    turn_until: float = 0.0  # no other long prompt is begun on the backend (`core/turns.py`)
-    # PREPARING: when what is computed at this moment should be, in clock seconds; 0 if nothing is.
+    pending: Tokens = EMPTY  # computed under this lease
+    saving: Tokens = EMPTY  # tokens of the save in progress
+    tenant: Tenant = NOBODY  # of `resident` and `saving`
+    taker: Tenant = NOBODY  # of the request that holds it, and of `pending`
+    sharing: bool = False  # PREPARING: queued requests may reuse `pending` later
+    leaving: bool = False  # PREPARING: the prefill in progress was abandoned
+    turn_until: float = 0.0  # end of its prefill permit, clock seconds (`prefill_queue.py`)
+    # PREPARING: predicted end of the prefill in progress, in clock seconds; 0: there is none.
     piece_until: float = 0.0
-    stands_since: float | None = None  # PREPARING, and in line
-    stood_s: float = 0.0  # in line, before this time
-    saved: bool = False  # the background has had its chance with this content
-    # It may hold what a client asked not to cache, which is never saved. A restart of the server
-    # does not show, so a slot that was lost may hold it still.
+    stands_since: float | None = None  # PREPARING: in the prefill queue since then
+    stood_s: float = 0.0  # in the prefill queue before `stands_since`
+    saved: bool = False  # idle save: tried or ruled out
+    # The slot may hold content that a client asked not to cache, which is never saved. The router
+    # cannot see whether a server restarted, so a slot that was lost may still hold the content.
     declined: bool = False
 
     def __post_init__(self) -> None:
@@ -145,18 +145,18 @@ class Slot:
 
     @property
     def is_left(self) -> bool:
-        """Its client is gone, and the backend lets go of it."""
+        """Return whether the slot was abandoned and its backend may still use it."""
         return self.phase is Phase.DRAINING or self.leaving
 
     @property
     def is_unsaved(self) -> bool:
-        """It could be saved, and the background has not had its chance."""
+        """Return whether the slot is idle and its content is due for an idle save."""
         waits = self.phase is Phase.IDLE and not self.saved
         return waits and not self.declined and len(self.resident) > 0
 
     @property
     def whose(self) -> Tenant:
-        """Whose tokens it has to offer, now or when its lease is over."""
+        """Return the tenant of the tokens that it offers, now or at the end of its lease."""
         return self.tenant if self.phase is Phase.IDLE else self.taker
 
     def _move(self, move: Move) -> None:
@@ -169,29 +169,29 @@ class Slot:
         self.phase = after
 
     def lease(self, request: RequestId) -> Lease:
-        """Hand the slot out. The caller owns the lease until `release` or `lose`."""
+        """Lease the slot. The caller owns the lease until `release` or `lose`."""
         self._move(Move.LEASE)
         self.generation += 1
         self.holder = request
         return Lease(self.id, self.generation, request)
 
     def holds(self, lease: Lease) -> bool:
-        """The lease is still the one in force; a late report about an old one is ignored."""
+        """Return whether the lease is in force; late reports on an old lease are ignored."""
         return self.generation == lease.generation and self.holder == lease.request
 
     def start(self, lease: Lease) -> None:
-        """The client's request goes to the backend."""
+        """Note that the client's request goes to the backend."""
         self._check(lease)
         self._move(Move.START)
 
     def drain(self, lease: Lease) -> None:
-        """The client is gone; the lease stays until the backend is known to be idle."""
+        """Keep the lease of an abandoned slot until the backend is known to be done with it."""
         self._check(lease)
         self._move(Move.DRAIN)
         self.turn_until = 0.0
 
     def release(self, lease: Lease, resident: Resident, now: float) -> None:
-        """Give the slot back, holding `resident`. Raises StaleLeaseError if it is not yours."""
+        """Release the slot, holding `resident`. Raise StaleLeaseError if the lease is stale."""
         self._check(lease)
         self._move(Move.RELEASE)
         self._let_go()
@@ -200,7 +200,7 @@ class Slot:
         self.saved = False
 
     def lose(self) -> None:
-        """The backend is gone, and the content with it; whoever held the slot no longer does."""
+        """Drop the slot's content and its lease, because the backend is down."""
         self._move(Move.LOSE)
         self.generation += 1
         self._let_go()
@@ -224,7 +224,7 @@ class SlotTable:
     _slots: dict[BackendId, list[Slot]] = field(default_factory=dict)
     _benches: dict[BackendId, Bench] = field(default_factory=dict, compare=False)
     _unsaved: dict[BackendId, float] = field(default_factory=dict, compare=False)
-    _first: int = 0  # generation of slots that were not there before
+    _first: int = 0  # generation of new slots
 
     def __getitem__(self, slot: SlotId) -> Slot:
         return self._slots[slot.backend][slot.index]
@@ -233,25 +233,27 @@ class SlotTable:
         return (slot for slots in self._slots.values() for slot in slots)
 
     def holds(self, lease: Lease) -> bool:
-        """The lease is in force, and its slot still exists."""
+        """Return whether the lease is in force and its slot still exists."""
         slots = self.of(lease.slot.backend)
         return lease.slot.index < len(slots) and slots[lease.slot.index].holds(lease)
 
     def benches(self) -> Iterable[tuple[BackendId, Bench]]:
-        """What the slots of each backend have in common."""
+        """Return each backend with the data that its slots share."""
         return self._benches.items()
 
     def of(self, backend: BackendId) -> list[Slot]:
-        """The slots of one backend, by index."""
+        """Return the slots of one backend, by index."""
         return self._slots.get(backend, [])
 
     def phases(self, backend: BackendId) -> Phases:
-        """How many slots of one backend are in which phase; to be read only."""
+        """Return the number of slots of one backend in each phase. Do not modify it."""
         return self._benches.get(backend, _NO_BENCH).phases
 
     def unsaved(self) -> Mapping[BackendId, float]:
-        """The backends where nobody is at work and an idle slot holds something that was not
-        `saved`; since when the first of them is idle, in clock seconds. Asked after every event.
+        """Return the backends with an unsaved idle slot and no slot RUNNING or PREPARING.
+
+        Each value is when the first such slot became idle, in clock seconds. Called after every
+        event.
         """
         for backend, bench in self._benches.items():
             if bench.unsaved_at != bench.changes:
@@ -265,14 +267,14 @@ class SlotTable:
         return self._unsaved
 
     def any_idle(self) -> bool:
-        """Somebody could be granted a slot at all."""
+        """Return whether any slot is idle."""
         return any(bench.phases[Phase.IDLE] for bench in self._benches.values())
 
     def add(self, backend: BackendId, n_slots: int) -> None:
-        """Slots of a backend that has just come up: empty, whatever they were before.
+        """Add the slots of a backend that has just come up, all empty.
 
-        Generations go on rising, so a report from before the restart cannot be taken for new. And
-        what was declined still is: perhaps only the connection was gone.
+        Generations keep rising, so a report from before the restart cannot be taken for new.
+        `declined` is kept: perhaps only the connection was lost.
         """
         for old in self.of(backend):
             old.lose()
@@ -286,14 +288,14 @@ class SlotTable:
         ]
 
     def remove(self, backend: BackendId) -> None:
-        """A backend is gone for good, and its slots with it; its name may come again."""
+        """Remove the slots of a backend for good; its name may be used again."""
         generations = [slot.generation for slot in self._slots.pop(backend, [])]
         self._first = max([self._first, *generations])
         self._benches.pop(backend, None)
         self._unsaved.pop(backend, None)
 
     def lose(self, backend: BackendId) -> list[RequestId]:
-        """All slots of a backend are gone; returns who held one."""
+        """Lose all slots of a backend; return the requests that held one."""
         holders = [slot.holder for slot in self.of(backend) if slot.holder is not None]
         for slot in self.of(backend):
             slot.lose()

@@ -1,4 +1,4 @@
-"""How much all snapshots together may take."""
+"""Limits on the total size of all snapshots."""
 
 from router.base.frozen import dataclass
 
@@ -7,14 +7,14 @@ UNLIMITED = -1
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLimits:
-    """`-1` is no limit, `0` is off. Bytes and tokens are limits of their own."""
+    """Limits in bytes and in tokens, each on its own. `-1` is no limit, `0` is off."""
 
     max_bytes: int = UNLIMITED
     max_tokens: int = UNLIMITED
     min_tokens: int = 1
 
     def admits(self, tokens: int, size_bytes: float) -> bool:
-        """A snapshot of this size could be kept at all."""
+        """Return whether a snapshot of this size could be kept at all."""
         return (
             tokens >= self.min_tokens
             and self.max_bytes != 0
@@ -24,7 +24,7 @@ class SnapshotLimits:
         )
 
     def exceeded_by(self, tokens: int, size_bytes: int) -> bool:
-        """These totals are over a limit."""
+        """Return whether these totals exceed a limit."""
         return (self.max_bytes != UNLIMITED and size_bytes > self.max_bytes) or (
             self.max_tokens != UNLIMITED and tokens > self.max_tokens
         )

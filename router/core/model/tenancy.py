@@ -1,39 +1,42 @@
-"""Whose tokens are whose: the namespace of a tenant, and who must not meet whom in a slot.
+"""Tenants: the namespace of a tenant, and slots with content that a request must not meet.
 
-A request's tenant is `NOBODY` where tenants are not kept apart. So is what is of unknown origin:
-where they are kept apart, no request is ever its owner.
+A request's tenant is `NOBODY` where tenants are not kept apart. Content of unknown origin also has
+the tenant `NOBODY`; where tenants are kept apart, no request owns such content.
 """
 
 from router.base.tokens import common_prefix, count
 from router.base.types import BackendInfo, Namespace, Request, Tenant
 from router.core.model.slots import Slot
 
-# In no digest of a model and in no name of a tenant.
+# Occurs in no digest of a model and in no name of a tenant.
 _MARK = "@"
 
 
 def namespace_of(info: BackendInfo, tenant: Tenant) -> Namespace:
-    """Where snapshots of a tenant's tokens on this backend belong; it is written into the
-    manifest, so a restart does not forget whose they are."""
+    """Return the namespace of a tenant's snapshots on this backend.
+
+    The manifest records the namespace, so the tenant of a snapshot survives a restart.
+    """
     return Namespace(f"{info.namespace}{_MARK}{tenant}") if tenant else info.namespace
 
 
 def model_of(namespace: Namespace) -> Namespace:
-    """The same without the tenant: what backends have."""
+    """Return the namespace without its tenant, as backends have it."""
     return Namespace(namespace.partition(_MARK)[0])
 
 
 def tenant_of(namespace: Namespace) -> Tenant:
-    """Whose it is."""
+    """Return the tenant of a namespace."""
     return Tenant(namespace.partition(_MARK)[2])
 
 
 def tempts(slot: Slot, request: Request, *, computed_first: bool) -> bool:
-    """The server, which picks the slot itself, may pick this one for another's tokens in it.
+    """Return whether the server may pick this slot for another tenant's tokens in it.
 
-    It takes the one with the longest common prefix (llama-server.md section 2.2). That is the slot
-    we mean, if the prompt but for its last token is `computed_first` there. What nobody has read
-    may be anything; and of a slot that runs, its answer may.
+    The server takes the slot with the longest common prefix (llama-server.md section 2.2).
+    `computed_first`: the leased slot holds all of the prompt but its last token, so it is picked
+    unless another slot holds as much. Unread tokens may be anything, and so may the answer of a
+    running slot.
     """
     if slot.whose == request.tenant or not request.reuse:
         return False
@@ -49,8 +52,11 @@ def tempts(slot: Slot, request: Request, *, computed_first: bool) -> bool:
 
 
 def may_tempt(slot: Slot, request: Request, *, computed_first: bool) -> bool:
-    """An idle slot that `tempts` for whatever tokens it has. Emptying it takes time, and that shall
-    tell another tenant how long the slot's content was at most, not whether it was the prompt."""
+    """Return whether an idle slot could `tempts` with any tokens of its length.
+
+    Emptying the slot takes time, which another tenant can measure. The time may tell at most the
+    length of the slot's content, not whether the content was the prompt.
+    """
     if slot.whose == request.tenant or not request.reuse:
         return False
     held, prompt = slot.resident, request.prompt

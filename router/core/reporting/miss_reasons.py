@@ -1,9 +1,7 @@
-"""Why prompt tokens were computed: what was known of a prompt when it got its slot, and what that
-makes of each token that was computed for it.
+"""Miss reasons: why each prompt token was computed, from what was held at admission.
 
-Reuse is always a beginning of the prompt, and so is what anything shares with it: up to here an
-idle slot held it, up to there a snapshot did. `Sight` has these lengths, and `missed` cuts the
-computed tokens at them.
+Reuse is always a prefix of the prompt, and so is what a slot or a snapshot shares with it.
+`Sight` has the lengths of these prefixes, and `missed` divides the computed tokens at them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,14 +23,14 @@ from router.core.model.memory_kinds import can_restore, goes_back, reusable_toke
 from router.core.model.plan import Plan, Sight
 from router.core.model.tenancy import namespace_of
 
-_AROUND = 10  # tokens on either side of the place where two sequences part
+_AROUND = 10  # tokens on either side of the point of divergence
 
 
 def look(request: Request, made: Plan, fleet: Fleet) -> Sight | None:
-    """What was known of a prompt when `made` was made; None where the router has no say.
+    """Return what was held of a prompt when plan `made` was made. None: the router has no say.
 
-    Nothing may have changed since but that its slot is leased. Only what belongs to the namespace
-    of the chosen backend counts, and to the request's tenant.
+    Nothing may have changed since, except that the slot is leased. Only content in the namespace
+    of the chosen backend and of the request's tenant counts.
     """
     if made.shared is None:
         return None
@@ -60,7 +58,7 @@ def look(request: Request, made: Plan, fleet: Fleet) -> Sight | None:
 
 @dataclass(slots=True)
 class _Most:
-    """Of what is held, that which shares most with a prompt; of equals one that goes on."""
+    """The content that shares most with a prompt; of equals, content that goes on."""
 
     common: int = 0
     parts: bool = False
@@ -76,7 +74,7 @@ class _Most:
         slot: SlotId | None = None,
         snapshot: SnapshotId | None = None,
     ) -> None:
-        """Something shares `common` of its tokens with the prompt."""
+        """Take in content that shares `common` of its tokens with the prompt."""
         parts = count(tokens) > common
         if common and (common, parts) > (self.common, self.parts):
             self.common, self.parts, self.tokens = common, parts, tokens
@@ -109,8 +107,10 @@ def _in_slots(
     n_prompt: int,
     most: _Most,
 ) -> tuple[int, int]:
-    """Tokens that an idle slot could spare the prompt, and those that a busy one could. `taken`
-    was idle before. A backend that is released in this very moment is nobody's any more."""
+    """Return the tokens that an idle slot could spare the prompt, and those of a busy slot.
+
+    `taken` was idle before its lease. The slots of a backend that was just released are skipped.
+    """
     usable = waiting = 0
     for name, common in shared.items():
         if common < usable or (common == usable and most.parts):
@@ -127,10 +127,10 @@ def _in_slots(
             )
             usable = max(usable, reused)
         else:
-            # The source of a copy computes nothing: it is what it holds that is shared.
+            # The source of a copy computes nothing, so its resident tokens count.
             tokens = slot.pending or slot.resident.tokens
             most.see(common, tokens, slot=name)
-            # Of a kind that nobody knows it is no fault: nobody was there to try.
+            # A kind that was not probed yet is not the reason of a miss: count it as FULL.
             known = info.memory_kind is not MemoryKind.UNKNOWN
             kind = info.memory_kind if known else MemoryKind.FULL
             reused = reusable_tokens(kind, n_prompt, common, count(tokens))
@@ -139,7 +139,7 @@ def _in_slots(
 
 
 def _in_snapshots(catalog: Catalog, request: Request, info: BackendInfo, most: _Most) -> int:
-    """Tokens that a snapshot could spare the prompt."""
+    """Return the tokens that a snapshot could spare the prompt."""
     tokens, n_prompt = request.prompt.tokens, len(request.prompt)
     namespace = namespace_of(info, request.tenant)
     common, parts = catalog.nearest(namespace, tokens)
@@ -160,20 +160,20 @@ def missed(
     *,
     failed: bool = False,
 ) -> dict[Miss, int]:
-    """The computed tokens by reason; they add up to `computed_tokens`, and none is 0.
+    """Return the computed tokens by reason; they add up to `computed_tokens`, and none is 0.
 
-    Both numbers are the backend's, `computed_tokens` at most `prompt_tokens`. `failed`: a restore,
-    a cut or a copy that was planned came to nothing. A token has the first of these that it can:
+    Both numbers are the backend's; `computed_tokens` is at most `prompt_tokens`. `failed`: a
+    planned restore, cut or copy failed. Each token gets the first reason that applies:
 
     1. the plan meant to reuse it: `failed` or `mispredicted`;
     2. an idle slot or a snapshot could have spared it: `price`;
-    3. a busy slot could have: `busy`;
-    4. something shares it, but cannot be used up to there: `kind`;
+    3. a busy slot could have spared it: `busy`;
+    4. some content shares it, but cannot be reused up to there: `kind`;
     5. it was held once: `evicted`, `displaced`;
-    6. nobody had it. Where nothing of what is known went on otherwise: `new`. Where something did:
-       `diverged`, or `cold` if what it shares is not worth a snapshot.
+    6. it was never held: `new` if the content that shares most ends there, or shares all but the
+       last token. Else `diverged`, or `cold` if it shares nothing that is worth a snapshot.
 
-    The last token of a prompt is computed whatever is held: it is `new` where nobody planned it.
+    The last token of a prompt is always computed, so the reasons 2 to 5 never apply to it.
     """
     if sight is None:
         reason = Miss.UNKNOWN if request.prompt.unknown else Miss.DECLINED
@@ -188,7 +188,7 @@ def missed(
 
 
 def _ends(sight: Sight, n: int, *, failed: bool) -> Iterator[tuple[Miss, int]]:
-    """The reasons in their order, each with the length up to which it holds; the last with all."""
+    """Yield the reasons in order, each with the length up to which it applies."""
     yield (Miss.FAILED if failed else Miss.MISPREDICTED), min(sight.planned, n)
     for reason, end in (
         (Miss.PRICE, sight.usable),

@@ -1,4 +1,4 @@
-"""One finished request as a record: what was planned, what was reported, and what it took."""
+"""Records of finished requests: what was planned, what was reported, and the times."""
 
 from router.base.types import Miss, Reported, RequestRecord
 from router.core.model.effects import Account
@@ -7,7 +7,7 @@ from router.core.reporting.miss_reasons import missed
 
 
 def record_of(account: Account, ttft_s: float | None, total_s: float) -> RequestRecord:
-    """The record for log and metrics; the times are the web layer's, in seconds."""
+    """Return the record for log and metrics; the times are the web layer's, in seconds."""
     reported, chosen, sight = account.reported, account.plan.chosen, account.plan.sight
     computed = computed_tokens(reported, account.prefilled)
     return RequestRecord(
@@ -36,9 +36,9 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
 
 
 def avoided_s(rates: Rates, reported: Reported, prefilled: Reported | None) -> float:
-    """Seconds that the reused tokens would have taken to compute, as `rates` know by now.
+    """Return the seconds to compute the reused tokens, by the current `rates`.
 
-    They are the first of the prompt, so it is what a prefill of them alone would take.
+    Reused tokens are the first of the prompt, so a prefill of them alone is priced.
     """
     computed = computed_tokens(reported, prefilled)
     if reported.prompt_tokens is None or computed is None:
@@ -47,17 +47,17 @@ def avoided_s(rates: Rates, reported: Reported, prefilled: Reported | None) -> f
 
 
 def _missed(account: Account, computed: int | None) -> dict[Miss, int]:
-    """By reason; nothing where the backend did not say what it computed."""
+    """Return the computed tokens by reason; empty if the backend did not report them."""
     n_prompt, sight = account.reported.prompt_tokens, account.plan.sight
     if n_prompt is None or computed is None:
         return {}
-    # What was planned at first; a plan that came to nothing says so by reusing less.
+    # `planned` is of the first plan; a plan that failed reuses fewer tokens.
     failed = sight is not None and account.plan.chosen.reused_tokens < sight.planned
     return missed(account.request, sight, n_prompt, computed, failed=failed)
 
 
 def computed_tokens(reported: Reported, prefilled: Reported | None) -> int | None:
-    """Prompt tokens computed for a request, by itself and by the router's own prefill before it.
+    """Return the prompt tokens computed for a request and its prefill. None: not reported.
 
     At most the prompt: the two may share a token that had to be evaluated again.
     """
