@@ -1,4 +1,4 @@
-"""Prompts as exact tokens: templates, tokenizers, message boundaries.
+"""Turn prompts into exact tokens: templates, tokenizers, message boundaries.
 
 Knows no slots and no plans.
 """

@@ -1,7 +1,7 @@
-"""Where a chat prompt can be cut so that other prompts still agree with it up to there.
+"""Find the boundaries of a chat prompt: lengths up to which later prompts agree with it.
 
-Knows no template: it renders conversations that may come next and looks how far their tokens are
-those of the prompt. Rendering is an argument; what cannot be rendered gives no boundary.
+Knows no template: renders conversations that may come next and compares their tokens with the
+prompt. Rendering is an argument; a conversation that cannot be rendered gives no boundary.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ log = structlog.get_logger(__name__)
 
 Json = dict[str, Any]
 Render = Callable[[Json, bool], Awaitable[str]]
-"""A chat body as text, with the generation prompt or without. Raises BackendError."""
+"""Renders a chat body as text, with the generation prompt or without. Raises BackendError."""
 
-NEAR = 16  # tokens; a special token so near is worth the few that are read again
-# Without one: the tokens next to plain text may merge with it (":" and a newline, two newlines).
-# An estimate. Where more of them do, the boundary fits no other prompt and nothing else happens.
+NEAR = 16  # tokens; a special token this near is worth computing the few after it again
+# Tokens given up where no special token is near: they may merge with the text that follows (":"
+# and a newline, two newlines). An estimate: if more merge, the boundary only fits no other prompt.
 UNSURE = 4
-_OPENINGS = 32  # kept system prompts, at four bytes a token
+_OPENINGS = 32  # cached system prompts, at four bytes per token
 
 _SYSTEM = ("system", "developer")
 _ASKING = ("user", "tool")
-_ID = "call00001"  # of nine letters and digits: some templates (Mistral's) take no other
+_ID = "call00001"  # nine letters and digits: some templates (Mistral's) accept no other form
 
 
 Change = Callable[[list[Json]], list[Json]]
@@ -46,8 +46,8 @@ Change = Callable[[list[Json]], list[Json]]
 class _Frame:
     """Some messages of a chat; their tokens from `start` on are the last ones of the prompt.
 
-    What is found there is found in the prompt too, `shift` tokens further. So most of a long
-    chat is not looked at: a backend takes 20 ms to render one of 15,000 tokens.
+    A position in the frame is `shift` tokens further in the prompt. A frame spares rendering most
+    of a long chat: a backend takes 20 ms to render one of 15,000 tokens.
     """
 
     messages: list[Json]
@@ -58,7 +58,7 @@ class _Frame:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Compares other conversations with one prompt: with a part of it, else with the whole."""
+    """A comparison of other conversations with one prompt: with a part of it, else with all."""
 
     tokens: Callable[..., Awaitable[Tokens | None]]
     whole: _Frame
@@ -67,7 +67,7 @@ class _Search:
     opening: Tokens | None  # the tokens of `first`
 
     async def end(self, frame: _Frame) -> int | None:
-        """Where the generation prompt begins, which may be empty; None if that is not known."""
+        """Return where the generation prompt, maybe empty, begins; None if unknown."""
         bare = await self.tokens(frame.messages, generation_prompt=False)
         if bare is None:
             return None
@@ -75,7 +75,7 @@ class _Search:
         return at + frame.shift if at >= frame.start else await self.end(self.whole)
 
     async def agreed(self, frame: _Frame, change: Change, end: int) -> int:
-        """How far the prompt agrees with its changed self, `end` at most; 0 if not known."""
+        """Return how far, up to `end`, the prompt agrees with a changed one; 0 if unknown."""
         messages = change(frame.messages)
         other = self.opening if messages == self.first else await self.tokens(messages)
         if other is None:
@@ -85,7 +85,7 @@ class _Search:
 
 
 class BoundaryFinder:
-    """For a tenant's prompts of one vocabulary. One event loop."""
+    """Finds the boundaries of a tenant's prompts for one tokenizer. For one event loop."""
 
     def __init__(
         self, render: Render, tokenizer: SegmentTokenizer, tenant: Tenant = NOBODY
@@ -98,20 +98,20 @@ class BoundaryFinder:
         self._marks: frozenset[int] = frozenset()
 
     async def find(self, body: Json, prompt: Tokens) -> tuple[int, ...]:
-        """The boundaries of a chat without media whose tokens are `prompt`; raises nothing.
+        """Return the boundaries of a chat without media that has the tokens `prompt`.
 
-        Four conversations are compared with the prompt:
+        Raises nothing. Four conversations are compared with the prompt:
 
         1. the same system prompt and tools, another first message;
-        2. the same up to the last message of a user or a tool, which is another;
+        2. the same up to the last message of a user or a tool, which is replaced;
         3. this one, answered, with a new message of the user;
         4. this one, answered by a tool call, with its result (where there are tools).
 
-        3 and 4 end before the generation prompt, whatever the answer is. Mostly that is one
-        boundary, and good for a repetition of the same prompt too. Not so where a template takes
-        something back when the user speaks again (the reasoning between tool calls, a system
-        prompt that stands before the last message): then each has its own. An answer that the
-        client has begun (a last message of the assistant) counts as part of the answer.
+        3 and 4 end before the generation prompt, whatever the answer is. Mostly both give one
+        boundary, which also serves a repetition of the same prompt. Each gives its own boundary
+        where a template removes something when the user speaks again: the reasoning between tool
+        calls, or a system prompt before the last message. An answer that the client has begun (a
+        last message of the assistant) counts as part of the answer.
         """
         asked = body["messages"]
         if not all(isinstance(message, dict) for message in asked):
@@ -124,7 +124,7 @@ class BoundaryFinder:
             marks = await self._special_ids()
         except BackendError:
             return ()
-        # A begun answer stands at the end of the prompt, where no part of the question has it.
+        # A begun answer ends the prompt; no part of the question ends with it, so compare all.
         short, long = _last_parts(asked) if asked is body["messages"] else (asked, asked)
         whole = _Frame(asked, prompt)
         first = _other_first(asked)
@@ -150,7 +150,7 @@ class BoundaryFinder:
         return tuple(sorted({at for at in (system, last, *going_on) if 0 < at < count(prompt)}))
 
     async def _frame(self, body: Json, whole: _Frame, messages: list[Json]) -> _Frame:
-        """Of some of the messages; `whole`, if these cannot be rendered."""
+        """Return a frame of some of the messages; `whole` if they cannot be rendered."""
         if len(messages) == len(whole.messages):
             return whole
         tokens = await self._tokens(body, messages)
@@ -161,9 +161,12 @@ class BoundaryFinder:
         return _Frame(messages, tokens, count(tokens) - common_prefix(*ends), shift)
 
     async def _opening(self, body: Json, messages: list[Json]) -> Tokens | None:
-        """What begins with the same system prompt: the same for each prompt that has it."""
+        """Return the tokens of `messages`, cached for other prompts with the same system prompt.
+
+        None if the messages cannot be rendered.
+        """
         fields = [(name, body[name]) for name in sorted(SEEN_BY_TEMPLATES & body.keys())]
-        # The ids change if the tokenizer loses a part because it was wrong.
+        # The ids may change when the tokenizer drops segmenting or its local tokenizer.
         how = (self._tokenizer.segmenting, self._tokenizer.uses_local)
         key = blake2b(orjson.dumps([how, fields, messages]), digest_size=16).digest()
         tokens = self._openings.get(key)
@@ -181,7 +184,7 @@ class BoundaryFinder:
         self, body: Json, messages: list[Json], *, generation_prompt: bool = True
     ) -> Tokens | None:
         chat = {**body, "messages": messages}
-        # Of the client's own last message; these conversations have another end.
+        # Both fields are about the client's own last message; these conversations end otherwise.
         chat.pop("continue_final_message", None)
         chat.pop("add_generation_prompt", None)
         try:
@@ -192,7 +195,7 @@ class BoundaryFinder:
             return None
 
     async def _special_ids(self) -> frozenset[int]:
-        """The ids that texts are cut at. Raises BackendError."""
+        """Return the ids of the special tokens that texts are cut at. Raises BackendError."""
         names = self._tokenizer.specials
         if names != self._named:
             ids = unpack(await self._tokenizer.tokenize("".join(sorted(names)), add_special=False))
@@ -201,11 +204,11 @@ class BoundaryFinder:
 
 
 def settle(prompt: Tokens, other: Tokens, marks: frozenset[int], end: int) -> int:
-    """The last position up to which `prompt` agrees with all that is like `other`, `end` at most.
+    """Return the last position up to which `prompt` agrees with all prompts like `other`.
 
-    That is before a special token: text before it is tokenized alike whatever comes behind. The
-    first token that differs is one only if it is special in both; else one of the two is text
-    that another conversation has otherwise.
+    The position is `end` at most, and before a special token if one is near: text before a special
+    token is tokenized alike whatever follows. The first token that differs counts as special only
+    if it is special in both; else one of the two is text, which may differ in another conversation.
     """
     agreed = common_prefix(prompt, other)
     top = max(min(agreed, end), 0)
@@ -220,7 +223,7 @@ def settle(prompt: Tokens, other: Tokens, marks: frozenset[int], end: int) -> in
 
 
 def _other_first(messages: list[Json]) -> list[Json]:
-    """The leading system messages and a first message that is another."""
+    """Return the leading system messages and a different first message."""
     leading = list(takewhile(lambda message: message.get("role") in _SYSTEM, messages))
     rest = messages[len(leading) :]
     first = rest[0] if rest and rest[0].get("role") == "user" else {"role": "user", "content": ""}
@@ -228,7 +231,7 @@ def _other_first(messages: list[Json]) -> list[Json]:
 
 
 def _other_last(messages: list[Json]) -> list[Json]:
-    """Up to the last message of a user or a tool, which is another; all, if there is none."""
+    """Return the chat up to its last user or tool message, replaced; all if there is none."""
     for at in range(len(messages) - 1, -1, -1):
         if messages[at].get("role") in _ASKING:
             return [*messages[:at], other_message(messages[at])]
@@ -240,11 +243,11 @@ def _followed_by(turn: list[Json], messages: list[Json]) -> list[Json]:
 
 
 def _last_parts(messages: list[Json]) -> tuple[list[Json], list[Json]]:
-    """The end of a chat after its system prompt, from the last message of the user on: without
-    the tool calls that came in between, and with them.
+    """Return the system prompt and the chat from the last user message on, in two forms.
 
-    What is before that message is the same in the next turn. What is between is not where a
-    template drops the reasoning there once the user speaks again.
+    The first form omits all tool calls after that message but the last; the second has them all.
+    Messages before the last user message are the same in the next turn. The tool calls are not,
+    where a template drops their reasoning once the user speaks again.
     """
     roles = [message.get("role") for message in messages]
     leading = list(takewhile(lambda message: message.get("role") in _SYSTEM, messages))
@@ -259,7 +262,7 @@ def _last_parts(messages: list[Json]) -> tuple[list[Json], list[Json]]:
 
 
 def other_message(message: Json) -> Json:
-    """The same message with a text that differs in its first character, trimmed or not."""
+    """Return the message with a text that differs in its first character, trimmed or not."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
@@ -271,7 +274,7 @@ def other_message(message: Json) -> Json:
 
 
 def _next_turns(body: Json, asked: list[Json]) -> list[list[Json]]:
-    """How the conversation may go on; where generation prompts end is not seen from these."""
+    """Return ways in which the chat may go on; they do not show where generation prompts end."""
     turns: list[list[Json]] = [
         [{"role": "assistant", "content": "Z"}, {"role": "user", "content": "Z"}]
     ]
@@ -289,7 +292,7 @@ def _next_turns(body: Json, asked: list[Json]) -> list[list[Json]]:
 
 
 def _first_name(tools: object) -> str:
-    """The name of the first tool."""
+    """Return the name of the first tool; "tool" if there is none."""
     tool = tools[0] if isinstance(tools, list) and tools else None
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None

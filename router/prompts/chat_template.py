@@ -1,8 +1,9 @@
-"""Plain chats rendered here instead of by `POST /apply-template`, once that is proved to be equal.
+"""Render plain chats locally instead of by `POST /apply-template`, once proved to be equal.
 
-The backend is the truth: a template is used only after it gave the backend's own text for a set of
-conversations, only for bodies that hold nothing else a template could see, and no longer once the
-backend counts other tokens. Knows nothing of HTTP: rendering by the backend is an argument.
+The backend is the authority: a template is used only after it gave the backend's own text for a
+set of conversations. A local template renders only bodies that hold nothing else a template could
+see, and is dropped once the backend counts other tokens. Knows nothing of HTTP: rendering by the
+backend is an argument.
 """
 
 from collections.abc import Awaitable, Callable
@@ -35,11 +36,8 @@ SEEN_BY_TEMPLATES = frozenset(
 )
 _ROLES = ("system", "user", "assistant")
 _PLAIN = frozenset({"role", "content"})
-_LONG = (
-    512 * 1024
-)  # characters; rendering so much takes over 5 ms, and the loop has others to serve
-
-_MANY = 500  # messages; each takes 7 to 14 µs more, however short it is
+_LONG = 512 * 1024  # characters; rendering this much blocks the event loop for over 5 ms
+_MANY = 500  # messages; each adds 7 to 14 µs, however short it is
 
 _ODD = " two  spaces, a\ttab\n\n  and lines \n"
 _PROBES: tuple[tuple[tuple[str, str], ...], ...] = (
@@ -62,16 +60,16 @@ _PROBES: tuple[tuple[tuple[str, str], ...], ...] = (
 
 
 class LocalTemplate:
-    """A chat template that was proved. Build it with `prove`."""
+    """A chat template proved equal to the backend's. Build it with `prove`."""
 
     def __init__(self, render: Render, bos: str) -> None:
         self._render = render
-        self._bos = bos  # taken off the start: the server does so where the vocabulary adds it
+        self._bos = bos  # removed from the start, as the server does where the vocabulary adds it
 
     def render(self, body: dict[str, Any], *, generation_prompt: bool = True) -> str | None:
-        """The text of a plain chat; None for any other body.
+        """Return the text of a plain chat; None for any other body.
 
-        Without the generation prompt it is not proved: good for a guess, not for a prompt.
+        Without the generation prompt the text is not proved: good for a guess, not for a prompt.
         """
         messages = body.get("messages")
         if not isinstance(messages, list) or not SEEN_BY_TEMPLATES.isdisjoint(body):
@@ -90,24 +88,24 @@ class LocalTemplate:
             return None
         try:
             return self._render(messages, generation_prompt).removeprefix(self._bos)
-        except Exception:  # noqa: BLE001 - the template's own exception: the backend will say why
+        except Exception:  # noqa: BLE001 - the template's own exception: the backend reports it
             return None
 
 
 async def prove(chat_template: str, bos: str, eos: str, apply: Apply) -> LocalTemplate | None:
-    """The template, if it gives what the backend gives; else None, with the reason logged.
+    """Return the template if it renders as the backend does; else None.
 
-    Where the backend refuses a conversation, rendering here has to fail too. Raises nothing of
-    its own; what `apply` raises beyond BackendRefusedError goes through.
+    Logs why a template does not compile or differs. Where the backend refuses a conversation,
+    local rendering has to fail too. Raises only exceptions of `apply`, except BackendRefusedError.
     """
     if "strftime_now" in chat_template or not chat_template:
-        return None  # depends on the day, or there is none
+        return None  # it depends on the date, or there is no template
     try:
         render = _compiled(chat_template, bos, eos)
     except ImportError:
         return None  # jinja2 is in the extra `local-tokenizer`
-    except Exception as error:  # noqa: BLE001 - whatever jinja2 makes of a stranger's template
-        log.info("template_not_used", reason=f"it does not compile: {error}")
+    except Exception as error:  # noqa: BLE001 - jinja2 may raise anything for an unknown template
+        log.info("template_not_used", reason=f"the template does not compile: {error}")
         return None
     for prefix in ("", bos):
         template = LocalTemplate(render, prefix)
@@ -123,12 +121,12 @@ async def prove(chat_template: str, bos: str, eos: str, apply: Apply) -> LocalTe
             return template
         if not bos:
             break
-    log.info("template_not_used", reason="it renders otherwise here than in the backend")
+    log.info("template_not_used", reason="local rendering differs from the backend's")
     return None
 
 
 def _compiled(chat_template: str, bos: str, eos: str) -> Render:
-    """As Hugging Face compiles chat templates, which is what their authors test with."""
+    """Compile a chat template as Hugging Face does; template authors test with that."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.runtime import LoopContext
@@ -136,8 +134,8 @@ def _compiled(chat_template: str, bos: str, eos: str) -> Render:
 
     class Environment(ImmutableSandboxedEnvironment):
         def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-            # What it comes to for `loop`, which templates ask for each message; the whole of it
-            # takes as long as the rest of the message.
+            # The result of the full check for `loop`, which templates use for each message. The
+            # full check takes as long as the rest of the message.
             if type(obj) is LoopContext:
                 return not attr.startswith("_")
             return super().is_safe_attribute(obj, attr, value)
@@ -148,7 +146,7 @@ def _compiled(chat_template: str, bos: str, eos: str) -> Render:
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.globals["raise_exception"] = raise_exception
     compiled = environment.from_string(chat_template)
-    # Its chain of two is put together anew for each rendering, which takes as long as all of ours.
+    # Merge the chain of two maps once: jinja2 merges it for each rendering, doubling the time.
     compiled.globals = dict(compiled.globals)
 
     def render(messages: list[dict[str, str]], generation_prompt: bool) -> str:

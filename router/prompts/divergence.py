@@ -1,8 +1,8 @@
-"""In which part of a chat a token of its prompt stands: one of the messages, or the tools.
+"""Find the part of a chat that a token of its prompt is in: one of the messages, or the tools.
 
-Knows no template: it renders the chat with a little more at the end of a message and looks how far
-the tokens stay the same. Rendering is an argument. For somebody who asks afterwards, not for the
-way of a request: it takes a few renderings, more for more messages, as their logarithm.
+Knows no template: renders the chat with a longer message and compares how far the tokens stay the
+same. Rendering is an argument. Meant for an operator's later question, not for serving a request:
+the number of renderings grows with the logarithm of the number of messages.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,18 +19,18 @@ Json = dict[str, Any]
 TokensOf = Callable[[Json], Awaitable[Tokens]]
 """The prompt tokens of a chat body. Raises BackendError."""
 
-# Texts that no chat ends with; two, since the end of a text may merge with what follows it.
+# Texts that no chat ends with; two, since the end of a text may merge with the text after it.
 _MORE = ("\nZ", " Z")
 _TOOL = {"type": "function", "function": {"name": "Z", "parameters": {"type": "object"}}}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`what` is `message`, `tools`, `template` (what it puts before the first message) or `answer`
-    (where it asks the model to begin).
+    """A part of a chat prompt.
 
-    `index` counts from 0 the messages that the model sees: the system prompt of `/v1/messages` and
-    `/v1/responses` is the first of them.
+    `what` is `message`, `tools`, `template` (its text before the first message) or `answer` (its
+    text that asks the model to begin). `index` counts from 0 the messages that the model sees: the
+    system prompt of `/v1/messages` and `/v1/responses` is the first of them.
     """
 
     what: str
@@ -40,9 +40,9 @@ class Part:
 
 
 async def part_at(body: Json, at: int, tokens_of: TokensOf) -> Part:
-    """Where token `at` of a chat without media stands. Raises BackendError.
+    """Return the part that token `at` of a chat without media is in. Raises BackendError.
 
-    A text that could have gone on there counts: `at` is where another prompt did.
+    A text that ends at `at` counts too: another prompt's text went on there.
     """
     prompt, messages = await tokens_of(body), body["messages"]
     if tools := body.get("tools"):
@@ -52,7 +52,7 @@ async def part_at(body: Json, at: int, tokens_of: TokensOf) -> Part:
             return Part("tools", len(messages))
 
     async def end_of(index: int) -> int:
-        """Where a message ends; the end of the prompt, if the template does not show it."""
+        """Return where a message ends; the end of the prompt if the template omits it."""
         ends = []
         for longer in _longer_ones(messages[index]):
             changed = [*messages[:index], longer, *messages[index + 1 :]]
@@ -80,10 +80,10 @@ async def part_at(body: Json, at: int, tokens_of: TokensOf) -> Part:
 
 
 def _longer_ones(message: Json) -> Iterator[Json]:
-    """A message with a little more at its end. Its calls of tools may come after its text."""
+    """Yield longer versions of a message. Its tool calls may come after its text."""
     for text in _MORE:
         yield _longer(message, text)
-    with suppress(KeyError, TypeError, ValueError, IndexError):  # no calls, or none of any use
+    with suppress(KeyError, TypeError, ValueError, IndexError):  # no tool calls, or none usable
         *calls, last = message["tool_calls"]
         given = last["function"]["arguments"]
         more = {**(orjson.loads(given) if isinstance(given, str) else given), "~": 0}
@@ -100,7 +100,10 @@ def _longer(message: Json, text: str) -> Json:
 
 
 def _longer_parts(parts: list[Json], text: str) -> list[Json]:
-    """The last part of a content, longer by `text`: a template may put something between parts."""
+    """Return the last part of a content, longer by `text`.
+
+    A template may put something between parts, so `text` is not a part of its own.
+    """
     if parts and isinstance(parts[0], dict) and isinstance(parts[0].get("text"), str):
         return [{**parts[0], "text": parts[0]["text"] + text}]
     return [*parts, {"type": "text", "text": text}]

@@ -1,7 +1,7 @@
-"""A tokenizer in this process, and the probes that it has to agree with the backend on.
+"""A tokenizer in this process, and the probes that compare it with the backend.
 
-Owns reading a `tokenizer.json` or the `tokenizer.ggml.*` part of a GGUF (never its tensors). It is
-a guess at what the engine does: `tokenizer.py` compares it with the backend before using it.
+Reads a `tokenizer.json` or the `tokenizer.ggml.*` metadata of a GGUF, never its tensors. The local
+tokenizer is a guess at what the engine does: `tokenizer.py` compares it with the backend first.
 The backend's own GGUF is the better source: a `tokenizer.json` may normalize (NFC, for the Qwen
 family) where llama.cpp does not, and is then refused.
 """
@@ -16,47 +16,48 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 INLINE_CHARS = 4096  # about 2 ms of encoding; longer texts go to a thread
-MAX_STRING = 64 << 20  # bytes in one GGUF string, elements in one array: more is a broken file
+MAX_STRING = 64 << 20  # bytes in one GGUF string, elements in one array; more: a broken file
 MISSING = "a local tokenizer needs the package tokenizers: pip install 'kvferry[local-tokenizer]'"
 
 
 class LocalTokenizerError(RuntimeError):
-    """No tokenizer could be made of this file; the message says why, without the path."""
+    """Raised if no tokenizer can be made of a file. The message has the reason, not the path."""
 
 
 class Encoder(Protocol):
-    """Text to ids in this process: specials are parsed, none is added."""
+    """A tokenizer in this process that parses special tokens and adds none."""
 
     async def encode(self, text: str) -> list[int]: ...
 
 
 class LocalTokenizer:
-    """An `Encoder`. `encode` must be safe to call from several threads."""
+    """An `Encoder` around `encode`, which must be safe to call from several threads."""
 
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
         self._encode = encode
 
     def is_inline(self, n_characters: int) -> bool:
-        """A text of this length takes so little that `encode_now` may be called on the loop."""
+        """Return whether a text is short enough for `encode_now` on the event loop."""
         return n_characters <= INLINE_CHARS
 
     def encode_now(self, text: str) -> list[int]:
-        """The ids; blocks for about 0.5 µs a character."""
+        """Return the ids of `text`. Blocks for about 0.5 µs per character."""
         return self._encode(text)
 
     async def encode(self, text: str) -> list[int]:
-        """The ids; long texts in a thread (`tokenizers` lets go of the GIL)."""
+        """Return the ids of `text`; a thread encodes long ones (`tokenizers` releases the GIL)."""
         if self.is_inline(len(text)):
             return self._encode(text)
         return await asyncio.to_thread(self._encode, text)
 
 
 def load_local(path: Path, specials: Iterable[str] = ()) -> LocalTokenizer:
-    """From an HF folder, a `tokenizer.json` or a GGUF. Blocking, seconds: call it in a thread.
+    """Load a tokenizer from an HF folder, a `tokenizer.json` or a GGUF.
 
-    `specials` are those that the backend was found to have: llama.cpp makes control tokens of some
-    that a vocabulary lists as plain text (`</s>` of the Qwen family). What the vocabulary does not
-    have is ignored. Raises LocalTokenizerError, also when the optional package is not installed.
+    Blocks for seconds: call it in a thread. `specials` are the special tokens that the backend was
+    found to have: llama.cpp makes control tokens of some that a vocabulary lists as plain text
+    (`</s>` of the Qwen family). Names that the vocabulary lacks are ignored. Raises
+    LocalTokenizerError, also when the optional package is not installed.
     """
     try:
         import tokenizers
@@ -104,7 +105,7 @@ def _unpack(file: BinaryIO, layout: str, n: int = 1) -> tuple[int, ...]:
 def _string(file: BinaryIO) -> str:
     (n,) = _unpack(file, "Q")
     if n > MAX_STRING:
-        raise LocalTokenizerError("a string in the GGUF is impossibly long")
+        raise LocalTokenizerError("a string in the GGUF is too long: the file is broken")
     return file.read(n).decode("utf-8", "replace")
 
 
@@ -114,7 +115,7 @@ def _value(file: BinaryIO, kind: int) -> Value:
     if kind == _ARRAY:
         (inner,), (n,) = _unpack(file, "I"), _unpack(file, "Q")
         if n > MAX_STRING or inner == _ARRAY or inner >= len(_SCALARS):
-            raise LocalTokenizerError("an array in the GGUF is not one that is known")
+            raise LocalTokenizerError("an array in the GGUF is too long or of an unknown type")
         if inner == _STRING:
             return [_string(file) for _ in range(n)]
         return list(_unpack(file, _SCALARS[inner], n))
@@ -124,7 +125,7 @@ def _value(file: BinaryIO, kind: int) -> Value:
 
 
 def read_gguf_metadata(path: Path, prefix: str = "tokenizer.") -> dict[str, Value]:
-    """The values whose key starts with `prefix`. Raises LocalTokenizerError and OSError."""
+    """Return the values of keys with `prefix`. Raises LocalTokenizerError and OSError."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF" or _unpack(file, "I")[0] not in (2, 3):
             raise LocalTokenizerError("not a GGUF of version 2 or 3")
@@ -163,7 +164,7 @@ _DEEPSEEK3 = (
 )
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
-# `tokenizer.ggml.pre` to the expressions of llm_tokenizer_bpe (src/llama-vocab.cpp, b11434).
+# `tokenizer.ggml.pre` -> expressions of llm_tokenizer_bpe (src/llama-vocab.cpp, b11434).
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum"), (_GPT2,)),
     **dict.fromkeys(
@@ -182,7 +183,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
     "default": _DEFAULT,
 }
-# For these a fragment that is a token is taken whole, whatever its merges say (`ignore_merges`).
+# `ignore_merges`: a fragment that is a token stays whole, whatever its merges say.
 _WHOLE_FIRST = frozenset(
     ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2", "glm4", "tekken")
 )
@@ -210,8 +211,8 @@ def _from_gguf(path: Path) -> "Tokenizer":
     elif model == "llama":
         made = _sentencepiece(metadata, tokens)
     else:
-        raise LocalTokenizerError(f"tokenizer.ggml.model {model!r} has no local counterpart")
-    # The engine splits at these before all else, the longer ones first.
+        raise LocalTokenizerError(f"tokenizer.ggml.model {model!r} is not supported")
+    # The engine splits at these tokens before all else, the longest first.
     apart = [
         AddedToken(text, special=kind != _USER_DEFINED, normalized=False)
         for text, kind in zip(tokens, types, strict=True)
@@ -226,7 +227,7 @@ def _byte_level(metadata: dict[str, Value], tokens: list[str]) -> "Tokenizer":
 
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _SPLITS:
-        raise LocalTokenizerError(f"tokenizer.ggml.pre {pre!r} is not known here")
+        raise LocalTokenizerError(f"tokenizer.ggml.pre {pre!r} is not supported")
     merges = []
     for merge in _strings(metadata, "merges"):
         at = merge.find(" ", 1)  # the first half may itself begin with a space
@@ -245,7 +246,10 @@ def _byte_level(metadata: dict[str, Value], tokens: list[str]) -> "Tokenizer":
 
 
 def _sentencepiece(metadata: dict[str, Value], tokens: list[str]) -> "Tokenizer":
-    """llm_tokenizer_spm joins the neighbours whose union has the best score: BPE by score."""
+    """Build a BPE tokenizer that merges by score.
+
+    llm_tokenizer_spm joins the two neighbours that form the token with the best score.
+    """
     from tokenizers import Tokenizer, models, normalizers
 
     scores = metadata.get("tokenizer.ggml.scores")

@@ -1,8 +1,8 @@
-"""From a parsed request to the ids that the engine will see.
+"""Read the prompt of a parsed request: the ids that the engine will see.
 
-The backend renders the template (`/apply-template`) and is the truth about tokens; what it has
-tokenized before is not sent again. What it refuses is unknown, with a reason. What it does not
-answer is another backend's to read: that raises.
+The backend renders the template (`/apply-template`) and is the authority on tokens; text that it
+has tokenized before is not sent again. A prompt that the backend refuses is unknown, with a reason.
+A backend that does not answer raises, so that another backend reads the prompt.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class Vocabulary:
-    """One model's way from text to ids, and a backend to ask."""
+    """The tokenizer and template of one model, and a backend to ask."""
 
     client: LlamaClient
     tokenizer: SegmentTokenizer
@@ -44,7 +44,7 @@ class Vocabulary:
 
 
 class PromptReader:
-    """Reads prompts with the vocabulary of one backend, and remembers them for one tenant."""
+    """Reads prompts with the tokenizer of one backend, and caches ids for one tenant."""
 
     def __init__(self, vocabulary: Vocabulary, tenant: Tenant = NOBODY) -> None:
         self._vocabulary = vocabulary
@@ -53,7 +53,7 @@ class PromptReader:
         self._others: dict[Tenant, PromptReader] = {}
 
     def of(self, tenant: Tenant) -> "PromptReader":
-        """The same for a tenant; there are as many as the configuration has."""
+        """Return the reader for a tenant; there is one for each tenant in the configuration."""
         if tenant == self._tenant:
             return self
         if tenant not in self._others:
@@ -61,11 +61,11 @@ class PromptReader:
         return self._others[tenant]
 
     async def read(self, parsed: ParsedRequest, *, boundaries: bool = False) -> Prompt:
-        """The prompt of a request; unknown with a reason if the backend refuses it. Raises
-        BackendError if it does not answer, which says nothing of the request.
+        """Return the prompt of a request; unknown, with a reason, if the backend refuses it.
 
-        With its boundaries on demand, which takes up to four more renderings. Only chats have
-        any, and chats with media have none: what a slot holds of those is not claimed anyway.
+        Raises BackendError if the backend does not answer, which says nothing of the request.
+        `boundaries` asks for the boundaries too, in up to four more renderings. Only chats without
+        media have boundaries: the router does not claim what a slot holds of media chats.
         """
         source = parsed.prompt_source
         try:
@@ -76,10 +76,11 @@ class PromptReader:
             return prompt
         except BackendRefusedError as error:
             if error.backend_status == HTTPStatus.SERVICE_UNAVAILABLE:
-                raise  # it loads its model: that is no refusal of the prompt
-            # Very likely the request itself is wrong; the backend's own answer will say so.
+                raise  # the backend loads its model: no refusal of the prompt
+            # Very likely the request is wrong; the backend's own answer will say so.
             return Prompt(
-                unknown=f"the backend does not render or tokenize it: {without_prompt(error)}"
+                unknown="the backend does not render or tokenize the prompt: "
+                f"{without_prompt(error)}"
             )
 
     async def _read(self, parsed: ParsedRequest) -> Prompt:
@@ -103,7 +104,7 @@ class PromptReader:
                 return Prompt(unknown=source.reason)
 
     async def _chat(self, text: str, media: tuple[str, ...]) -> Prompt:
-        """Rendered text; each media marker in it becomes its fingerprint."""
+        """Return the prompt of rendered text; each media marker becomes its fingerprint."""
         if not media:
             return Prompt(await self._tokenize(text, add_special=True))
         marker = self._vocabulary.media_marker
@@ -135,12 +136,14 @@ class PromptReader:
         return await tokenizer.tokenize(text, add_special=add_special, tenant=self._tenant)
 
     async def answer(self, text: str) -> Tokens:
-        """The ids of an answer, which stands for itself. Raises BackendError."""
+        """Return the ids of an answer, tokenized by itself. Raises BackendError."""
         return await self._tokenize(text, add_special=False)
 
     async def part(self, chat: dict[str, Any], nearest: Nearest) -> Part | None:
-        """In which part of a chat without media it left `nearest`; None if it is not rendered as
-        it was then. Raises BackendError."""
+        """Return the part of a chat without media in which it diverged from `nearest`.
+
+        None if the chat is not rendered as it was then. Raises BackendError.
+        """
 
         async def tokens_of(body: dict[str, Any]) -> Tokens:
             return await self._tokenize(await self._render(body), add_special=True)
@@ -152,8 +155,7 @@ class PromptReader:
         return await part_at(chat, nearest.common, tokens_of)
 
     async def compare(self, parsed: ParsedRequest, expected: int, reported: int) -> None:
-        """Tell the tokenizer how many prompt tokens the engine saw; it may have to give up
-        a shortcut."""
+        """Compare the expected with the reported prompt tokens; drop shortcuts that are wrong."""
         tokenizer = self._vocabulary.tokenizer
         if tokenizer.report(expected, reported):
             return
@@ -166,16 +168,19 @@ class PromptReader:
                 local = self._vocabulary.template
                 if local is not None and local.render(source.body) not in (None, text):
                     self._vocabulary.template = None
-                    log.warning("template_dropped", reason="the backend renders this otherwise")
+                    log.warning("template_dropped", reason="the backend renders it differently")
                 await tokenizer.disagreed(text, add_special=True, tenant=self._tenant)
         except BackendError as error:
             log.info("tokenizer_not_compared", reason=without_prompt(error))
 
 
 def is_left(parsed: ParsedRequest, reader: PromptReader | None, tenant: Tenant) -> bool:
-    """The slot is best left to the server, which knows the tokens, and takes the one that has most
-    of them. Not where all slots of other tenants would have to be emptied for that; and what it
-    will refuse shall not keep others waiting."""
+    """Return whether llama-server should pick the slot, because the prompt cannot be read here.
+
+    llama-server knows the tokens and picks the slot that has most of them. False for a tenant's
+    request: all slots of other tenants would have to be emptied for it. False also for a request
+    that llama-server will refuse: it must not keep other requests waiting.
+    """
     source = parsed.prompt_source
     unread = source.legal if isinstance(source, UnknownPrompt) else reader is None
     chosen = bool(tenant) or parsed.lora or parsed.slot_hint is not None
@@ -183,16 +188,16 @@ def is_left(parsed: ParsedRequest, reader: PromptReader | None, tenant: Tenant) 
 
 
 def without_prompt(error: BackendError) -> str:
-    """For whoever may not see prompts. What the backend says itself may quote one."""
+    """Return the message of an error without the backend's words, which may quote a prompt."""
     if isinstance(error, BackendRefusedError):
         return f"HTTP {error.backend_status}"
     return str(error)
 
 
 def fingerprint_id(fingerprint: str) -> int:
-    """A negative id, which no vocabulary has: one for each picture or sound.
+    """Return a negative id for a picture or sound; no vocabulary has negative ids.
 
-    -1 means "media" in state files, so it is not among them.
+    The id is never -1, which means "media" in state files.
     """
     number = int.from_bytes(blake2b(fingerprint.encode(), digest_size=4).digest(), "little")
     return -2 - number % (2**31 - 2)

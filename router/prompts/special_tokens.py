@@ -1,7 +1,7 @@
-"""Which tokens of a vocabulary are special, found out by asking the backend.
+"""Find the special tokens of a vocabulary by asking the backend.
 
-Owns the guess at candidates from a chat template and the questions that settle it. What is done
-with the answer is `tokenizer`'s business.
+Guesses candidates from a chat template and asks the backend about them. `tokenizer` uses the
+result.
 """
 
 import re
@@ -13,14 +13,14 @@ from router.base.tokens import Tokens, pack
 
 MAX_CANDIDATES = 64
 BATCH = 256  # texts in one request
-SEPARATOR = -1  # no token; `tokenize_mixed` (server-common.cpp) hands ids through unchecked
+SEPARATOR = -1  # no token; `tokenize_mixed` (server-common.cpp) passes ids through unchecked
 
 Framing = tuple[Tokens, Tokens]
-"""What `add_special` puts before and behind the ids of a text: BOS, EOS or SEP, by the model."""
+"""The ids that `add_special` puts before and after a text: BOS, EOS or SEP, by the model."""
 
 
 class TokenizeCall(Protocol):
-    """The backend's `POST /tokenize`. Raises BackendError and its kin only."""
+    """The backend's `POST /tokenize`. Raises only BackendError and its subclasses."""
 
     async def __call__(
         self, content: str | list[str | int], *, add_special: bool, parse_special: bool
@@ -32,8 +32,8 @@ _LOOKS_SPECIAL = re.compile(
     r"|\[/?[A-Z_]{1,32}\]"
 )
 _LITERAL = re.compile(r"'([^'\\\s]{2,48})'|\"([^\"\\\s]{2,48})\"")
-# Templates that write '<|' + role + '|>' never spell these; "</s>" is made a control token by
-# llama.cpp where a vocabulary happens to have it (Qwen's does).
+# Templates that write '<|' + role + '|>' never spell these. llama.cpp makes "</s>" a control token
+# where a vocabulary has it (Qwen's does).
 _OFTEN_UNSPELLED = (
     "</s>",
     *(f"<|{name}|>" for name in ("system", "user", "assistant", "tool", "end", "endoftext")),
@@ -41,7 +41,7 @@ _OFTEN_UNSPELLED = (
 
 
 def candidates(chat_template: str, bos: str, eos: str) -> list[str]:
-    """Strings that may be special tokens, the likeliest first, at most MAX_CANDIDATES."""
+    """Return strings that may be special tokens, likeliest first, at most MAX_CANDIDATES."""
     spelled = _LOOKS_SPECIAL.findall(chat_template)
     literals = [a or b for a, b in _LITERAL.findall(chat_template)]
     literals = [text for text in literals if not text.replace("_", "").isalnum()]
@@ -52,10 +52,11 @@ def candidates(chat_template: str, bos: str, eos: str) -> list[str]:
 async def tokenize_all(
     call: TokenizeCall, texts: Sequence[str], *, parse_special: bool = True
 ) -> list[list[int]]:
-    """Each text by itself, many in one request. Raises BackendError.
+    """Tokenize each text by itself, many in one request. Raises BackendError.
 
-    A mixed array tokenizes its strings one by one and hands its numbers through, so an id that
-    is no token marks the ends. A server that minds it is asked for one text at a time.
+    The backend tokenizes the strings of a mixed array one by one and passes its numbers through.
+    SEPARATOR, which is no token, marks the end of each text. A server that does not accept such an
+    array is asked for one text at a time.
     """
     answers: list[list[int]] = []
     for start in range(0, len(texts), BATCH):
@@ -79,11 +80,11 @@ async def tokenize_all(
 async def discover_specials(
     chat_template: str, bos: str, eos: str, call: TokenizeCall
 ) -> dict[str, int]:
-    """The control tokens that `chat_template` is likely to write, with their ids.
+    """Return the control tokens that `chat_template` is likely to write, with their ids.
 
-    Such a token is one id when specials are parsed and something else when they are not. (Tokens
-    of the type "user defined" are one id both ways, as is many a word: they are left out, which
-    costs a longer segment and nothing else.) Raises BackendError.
+    A control token is one id when specials are parsed and something else when they are not. Tokens
+    of the type "user defined" are one id both ways, like many words, and are left out. Omitting
+    them only makes a segment longer. Raises BackendError.
     """
     texts = candidates(chat_template, bos, eos)
     parsed = await tokenize_all(call, texts)
@@ -100,13 +101,19 @@ def _overlap(a: str, b: str) -> bool:
 
 
 def without(specials: Mapping[str, int], bad: Iterable[str]) -> dict[str, int]:
-    """`specials` less `bad`, and less what is part of a bad one: it must not be cut inside."""
+    """Return `specials` without `bad` ones and without parts of those.
+
+    A part is removed too, since a text must not be cut inside a bad one.
+    """
     gone = list(bad)
     return {text: id_ for text, id_ in specials.items() if not any(text in b for b in gone)}
 
 
 def overlapping(specials: Iterable[str]) -> set[str]:
-    """Those that can share characters in a text: the engine takes the longer, we the first."""
+    """Return the specials that can share characters in a text.
+
+    The engine takes the longer of two such specials, `Cutter` the first.
+    """
     names = list(specials)
     pairs = [(a, b) for a in names for b in names if a != b and _overlap(a, b)]
     return {name for pair in pairs for name in pair}

@@ -1,4 +1,4 @@
-"""A text cut at special tokens, and ids cut at the same places."""
+"""Cut texts at special tokens, and their ids at the same places."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,20 +8,23 @@ from router.base.frozen import dataclass
 from router.base.tokens import WIDTH, Tokens, pack
 from router.base.types import NOBODY, Tenant
 
-SHORT_KEY = 64  # characters; a text that is no longer than that is its own key
-BRIDGE = 256  # characters; re-tokenizing so many known ones is cheaper than one more call
+SHORT_KEY = 64  # characters; a text of at most this length is its own key
+BRIDGE = 256  # characters; tokenizing this many known ones again is cheaper than another call
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     key: str | bytes
     text: str
-    special: int | None  # None: the part before the first special
+    special: int | None  # id of its first token; None: the text before the first special
 
 
 def key_of(text: str, tenant: Tenant = NOBODY) -> str | bytes:
-    """What a text is remembered by. Each tenant has keys of its own: how soon a text becomes
-    tokens would else tell who has sent it before."""
+    """Return the cache key of a text.
+
+    Each tenant has its own keys: with shared keys, the time to tokenize a text would tell whether
+    another tenant has sent it before.
+    """
     if len(text) <= SHORT_KEY and not tenant:
         return text
     told = text.encode("utf-8", "surrogatepass")
@@ -36,7 +39,7 @@ class Cutter:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def cut(self, text: str, tenant: Tenant = NOBODY) -> list[Segment]:
-        """All of `text` in order; no segment is empty."""
+        """Cut all of `text` into segments, in order; no segment is empty."""
         segments: list[Segment] = []
         start, special = 0, None
         for mark in self._pattern.finditer(text):
@@ -48,7 +51,7 @@ class Cutter:
         return segments
 
     def split(self, ids: Sequence[int], run: Sequence[Segment]) -> list[Tokens] | None:
-        """The ids of each segment of `run`, or None if they do not fall into these segments."""
+        """Return the ids of each segment of `run`; None if they do not split that way."""
         starts = [i for i, token in enumerate(ids) if token in self.marks]
         if [ids[i] for i in starts] != [s.special for s in run if s.special is not None]:
             return None
@@ -66,7 +69,7 @@ def _segment(text: str, special: int | None, tenant: Tenant) -> Segment:
 
 
 def runs(segments: Sequence[Segment], missing: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of `segments` that hold all `missing` ones, each range worth one call.
+    """Yield ranges of `segments` that cover all `missing` ones, one call for each range.
 
     Between two missing messages there is nearly always a known "end of turn": a short known gap
     is tokenized again rather than splitting the call in two.

@@ -1,13 +1,14 @@
-"""Text to the ids that one backend will see, without asking it for the same text twice.
+"""Tokenize texts as one backend does, without asking the backend for the same text twice.
 
-Owns the cut at special tokens, the cache of the pieces and the proof that cutting is harmless for
-the model at hand. Knows nothing of HTTP, messages or slots: `POST /tokenize` is an argument.
+Cuts texts at special tokens, caches the ids of the segments and proves that cutting is harmless
+for the model. Knows nothing of HTTP, messages or slots: `POST /tokenize` is an argument.
 
-Why a cut is possible: llama.cpp splits a text at special tokens first and tokenizes each fragment
-by itself; all that a fragment knows of its surroundings is that a special token or the start of
-the text precedes it (`tokenizer_st_partition`, `tokenize` in src/llama-vocab.cpp, b11434). So
-"special token + text up to the next one" gives the same ids anywhere, and the messages of a
-conversation are tokenized once. The exception: a token that strips white space to its left.
+Why a cut is possible: llama.cpp first splits a text at special tokens, then tokenizes each
+fragment by itself. A fragment's ids depend only on its text and on what precedes it: a special
+token, or the start of the text (`tokenizer_st_partition`, `tokenize` in src/llama-vocab.cpp,
+b11434). Therefore "special token + text up to the next one" gives the same ids anywhere, and each
+message of a conversation is tokenized once. The exception: a token that strips white space to its
+left.
 """
 
 import asyncio
@@ -33,23 +34,21 @@ from router.prompts.special_tokens import (
 from router.prompts.text_segments import Cutter, Segment, key_of, runs
 
 DEFAULT_CACHE_BYTES = 64 << 20
-LONG_TEXT = 256 * 1024  # characters; cutting and hashing so much chat text takes 1 ms
-LONG_IDS = 64 * 1024  # ids; finding the specials among them and packing takes 5 ms
-ENTRY_BYTES = (
-    256  # what a cache entry costs beyond its ids, rounded up (measured: 157 and a short key)
-)
-MAX_SEGMENTS = 16 * 1024  # a text with more is tokenized whole: the loop over them is not free
-FULL_RECHECKS = 4  # unexplained disagreements that are looked into; then only the 8th, 16th, ...
+LONG_TEXT = 256 * 1024  # characters; cutting and hashing this much chat text takes 1 ms
+LONG_IDS = 64 * 1024  # ids; finding the special tokens among them and packing takes 5 ms
+ENTRY_BYTES = 256  # of a cache entry beyond its ids, rounded up (measured: 157 and a short key)
+MAX_SEGMENTS = 16 * 1024  # a text with more is tokenized whole: looping over them takes time
+FULL_RECHECKS = 4  # unexplained mismatches that are all rechecked; then only the 8th, 16th, ...
 
 _log = structlog.get_logger(__name__)
 
 Key = str | bytes | tuple[bool, str | bytes]
-_Future = asyncio.Future[Tokens | None]  # None: could not be told apart
+_Future = asyncio.Future[Tokens | None]  # None: the ids did not split
 _Work = Callable[[], Awaitable[Mapping[Key, Tokens]]]
 
 
 class _Cache:
-    """Least recently used ids, bounded in bytes. Holds short texts and digests, no prompts."""
+    """An LRU cache of ids, bounded in bytes. Keys are short texts and digests, not prompts."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
@@ -78,7 +77,7 @@ class _Cache:
 
 
 async def _survives_cut(call: TokenizeCall, cutter: Cutter, probes: Sequence[str]) -> list[bool]:
-    """For each probe: are its ids those of its segments, each tokenized by itself?"""
+    """Return for each probe whether its ids are those of its segments, tokenized singly."""
     cuts = [[segment.text for segment in cutter.cut(probe)] for probe in probes]
     texts = list(dict.fromkeys([*probes, *(text for cut in cuts for text in cut)]))
     ids = dict(zip(texts, await tokenize_all(call, texts), strict=True))
@@ -89,10 +88,10 @@ async def _survives_cut(call: TokenizeCall, cutter: Cutter, probes: Sequence[str
 
 
 class SegmentTokenizer:
-    """`ports.Tokenizer` for one backend. One event loop; raises BackendError only.
+    """`ports.Tokenizer` for one backend and one event loop. Raises only BackendError.
 
     Exact from the first call: until `self_check` has proved the cut (and the local tokenizer, if
-    one is given), every text is one full call. `specials` maps strings to ids.
+    given), every text is one full call. `specials` maps strings to ids.
     """
 
     def __init__(
@@ -111,9 +110,9 @@ class SegmentTokenizer:
         self._cutter: Cutter | None = None  # None: whole texts
         self._framing: Framing | None = None
         self._local: Encoder | None = None
-        self._epoch = 0  # rises when a part is dropped: what was computed before is void
+        self._epoch = 0  # rises when a part is dropped: ids from before are void
         self._unexplained = 0
-        self.specials: frozenset[str] = frozenset()  # those that texts are cut at
+        self.specials: frozenset[str] = frozenset()  # the special tokens that texts are cut at
         self.n_agreed = 0
         self.n_disagreed = 0
 
@@ -130,16 +129,17 @@ class SegmentTokenizer:
         return self._cache.size_bytes
 
     async def self_check(self, local: Encoder | None = None) -> str | None:
-        """Prove the cut, then `local`, against full calls, and use what holds. Call at attach.
+        """Compare the cut, then `local`, with full calls; use those that agree. Call at attach.
 
-        Returns None, or why texts are not cut. Specials that fail by themselves are given up.
+        Returns the reason why texts are not cut; None if they are. Special tokens that fail by
+        themselves are dropped.
         """
         reason = await self._prove_cut()
         if local is not None and self._framing is not None:
             if await self._local_agrees(local):
                 self._local = local
             else:
-                _log.warning("local_tokenizer_refused", reason="differs from the backend's ids")
+                _log.warning("local_tokenizer_refused", reason="its ids are not the backend's")
         if reason is not None:
             _log.warning("tokenizer_not_segmenting", reason=reason)
         return reason
@@ -147,7 +147,7 @@ class SegmentTokenizer:
     async def _prove_cut(self) -> str | None:
         self._framing = await learn_framing(self._call)
         if self._framing is None:
-            return "what add_special adds cannot be told from the text"
+            return "the tokens that add_special adds cannot be told from the text"
         specials = without(self._found, overlapping(self._found))
         probes = [(name, probe) for name in specials for probe in probes_alone(name)]
         bad: set[str] = set()
@@ -158,7 +158,7 @@ class SegmentTokenizer:
                 bad.add(name)
         specials = without(specials, bad)
         if not specials:
-            return "no special token that texts could be cut at"
+            return "there is no special token to cut texts at"
         cutter = Cutter(specials)
         texts = probes_together(list(specials))
         for text, ok in zip(texts, await _survives_cut(self._call, cutter, texts), strict=True):
@@ -168,7 +168,7 @@ class SegmentTokenizer:
             for add_special in (False, True):
                 direct = await self._direct(text, add_special)
                 if self._framed([pack(ids)], add_special) != direct:
-                    return f"probe of {len(text)} characters: what add_special adds differs"
+                    return f"probe of {len(text)} characters: add_special adds other tokens"
         self._cutter, self.specials = cutter, frozenset(specials)
         return None
 
@@ -183,11 +183,11 @@ class SegmentTokenizer:
         return True
 
     async def tokenize(self, text: str, *, add_special: bool, tenant: Tenant = NOBODY) -> Tokens:
-        """The ids of `text`, specials parsed. `add_special` adds what the model wants around it.
-        What is remembered of it is the tenant's own.
+        """Return the ids of `text`, with special tokens parsed.
 
-        A caller that is cancelled stops waiting and nothing else: the work goes on for whoever
-        asks next. Raises BackendError; a failure is not remembered.
+        `add_special` adds the tokens that the model wants around a text. Each tenant has its own
+        cache entries. Cancelling the caller does not stop the work, which goes on for the next
+        caller. Raises BackendError; a failure is not cached.
         """
         while True:
             epoch = self._epoch
@@ -206,7 +206,7 @@ class SegmentTokenizer:
                 parts = await self._parts(cutter, segments)
                 if parts is not None:
                     return self._framed(parts, add_special)
-                # An answer that does not fall into its segments is not to be remembered.
+                # Do not cache an answer that does not split into its segments.
                 return await self._direct(text, add_special)
         name = partial(key_of, text, tenant)
         key = (add_special, await asyncio.to_thread(name) if long else name())
@@ -233,7 +233,7 @@ class SegmentTokenizer:
             text = "".join(segment.text for segment in run)
             local = self._local
             if isinstance(local, LocalTokenizer) and local.is_inline(len(text)):
-                # Nothing is waited for, so nobody can leave or ask for the same meanwhile.
+                # No await here: no caller can be cancelled or ask for the same text meanwhile.
                 pieces = self._split(cutter, local.encode_now(text), run)
                 if pieces is None:
                     return None
@@ -261,8 +261,11 @@ class SegmentTokenizer:
         return self._pending.get(key) if tokens is None else tokens
 
     async def _fill(self, owned: Mapping[Key, _Future], work: _Work) -> None:
-        """Do `work` and hand its results to all who wait. A task of its own, so that whoever
-        caused it may leave; on every path each future of `owned` is done at the end."""
+        """Do `work` and pass its results to all waiting callers.
+
+        Runs as a task of its own, so that the first caller may be cancelled. On every path each
+        future of `owned` is done at the end.
+        """
         epoch = self._epoch
         failure = BackendError("tokenizing was stopped")
         try:
@@ -280,10 +283,10 @@ class SegmentTokenizer:
                     del self._pending[key]
                 if not future.done():
                     future.set_exception(failure)
-                    future.exception()  # all who waited may have left: nothing to log
+                    future.exception()  # all callers may be cancelled: nothing to log
 
     async def _run(self, cutter: Cutter, run: Sequence[Segment], text: str) -> Mapping[Key, Tokens]:
-        """The ids of each segment, by one call; nothing if they cannot be told apart."""
+        """Return the ids of each segment from one call; empty if the ids do not split."""
         if self._local is not None:
             ids = await self._local.encode(text)
         else:
@@ -320,8 +323,10 @@ class SegmentTokenizer:
         return join([head, *parts, tail])
 
     def report(self, expected: int, reported: int) -> bool:
-        """Count how many prompt tokens the engine reported against ours. False: they differ;
-        call `disagreed` with the text, once it is nobody's turn to wait for it."""
+        """Return whether the engine's number of prompt tokens is as expected; count the result.
+
+        On False, call `disagreed` with the text, once no request waits for it.
+        """
         if expected == reported:
             self.n_agreed += 1
             return True
@@ -331,10 +336,11 @@ class SegmentTokenizer:
     async def disagreed(
         self, text: str, *, add_special: bool, tenant: Tenant = NOBODY
     ) -> str | None:
-        """Compare `text` with a full call and drop, for good, what made it differ.
+        """Compare `text` with a full call and drop, for good, the part that made it differ.
 
-        Returns what was dropped and why; None if the ids were right, so that the reason is
-        elsewhere (a template that changed, media). Such cases are looked into less and less.
+        Returns which part was dropped and why. None means that the ids were right and the cause
+        is elsewhere (a template that changed, media). Such cases are rechecked less and less
+        often; None also means that the check was skipped.
         """
         n = self._unexplained
         if n >= FULL_RECHECKS and n & (n + 1):
@@ -349,7 +355,7 @@ class SegmentTokenizer:
                 self._cutter, self.specials = None, frozenset()
                 reason = "segmenting dropped: the segments' ids are not those of the full text"
             else:
-                reason = "cache dropped: the backend tokenizes this text otherwise than before"
+                reason = "cache dropped: the backend now tokenizes this text differently"
                 self._void()
                 break
             self._void()
@@ -364,20 +370,20 @@ class SegmentTokenizer:
             return False
         if self._cutter is None or self._local is not None:
             return True
-        # The bad piece may have left the cache meanwhile: look at each one by itself as well.
+        # The bad segment may have been evicted meanwhile: compare each one by itself as well.
         pieces = [segment.text for segment in self._cutter.cut(text)]
         parts = [pack(ids) for ids in await tokenize_all(self._call, pieces)]
         return self._framed(parts, add_special) == direct
 
     def _void(self) -> None:
-        """Forget all ids; who waits for some tokenizes again."""
+        """Drop all cached ids; callers that wait for some tokenize again."""
         self._epoch += 1
         self._cache.clear()
         self._pending.clear()
 
 
 async def _value(part: Tokens | _Future) -> Tokens | None:
-    # Shielded: the future belongs to all who wait for it.
+    # Shielded: other callers may wait for the same future.
     return await asyncio.shield(part) if isinstance(part, asyncio.Future) else part
 
 

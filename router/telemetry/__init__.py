@@ -1,4 +1,4 @@
-"""Metrics, traces, log lines and the decision log: what a router tells about itself.
+"""Metrics, traces, log lines and the decision log of a router.
 
-Told by the engine and the web layer; decides nothing.
+The engine and the web layer report to this package; it decides nothing.
 """

@@ -1,7 +1,7 @@
-"""The backends' own metrics in one answer: asked all at once, labelled, merged by family.
+"""Collect the backends' own metrics in one answer: asked at once, labelled, merged by family.
 
-A backend that is down, slow, without `--metrics` or talking garbage is left out and told so; it
-never spoils the others' numbers or the router's.
+A backend that is down, slow, without `--metrics` or sends malformed text is left out, and the
+answer says so. Its failure never affects the metrics of other backends or of the router.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from router.llama.client import LlamaClient
 log = structlog.get_logger(__name__)
 
 _UP = "kvferry_backend_scrape_up"
-_LABEL, _THEIR_OWN = "backend", "exported_backend"  # the latter as Prometheus itself would do
+_LABEL, _THEIR_OWN = "backend", "exported_backend"  # the second as Prometheus does it
 
 
 @dataclass(frozen=True, slots=True)
 class _Families(Collector):
-    """What was collected already."""
+    """A collector of families that are collected already."""
 
     families: Iterable[Metric]
 
@@ -35,7 +35,7 @@ class _Families(Collector):
 
 
 class BackendMetrics:
-    """Asks the backends when it is asked. `registry` has the router's own metrics."""
+    """The backends' own metrics, fetched on demand. `registry` has the router's own."""
 
     def __init__(
         self, clients: Mapping[BackendId, LlamaClient], registry: CollectorRegistry
@@ -45,13 +45,15 @@ class BackendMetrics:
         self._problems: dict[BackendId, str] = {}
 
     async def text(self) -> bytes:
-        """Every backend's metrics, and for each backend if it gave any; goes behind the router's
-        own, with which it shares no name."""
+        """Return every backend's metrics, and for each backend whether it gave any.
+
+        The text goes after the router's own metrics and shares no name with them.
+        """
         return generate_latest(_Families(await self._families()))
 
     async def _families(self) -> list[Metric]:
         taken = {_UP, *_names(self._registry.collect())}
-        clients = dict(self._clients)  # they may change meanwhile
+        clients = dict(self._clients)  # a copy: the clients may change meanwhile
         answers = await asyncio.gather(*(self._ask(client, taken) for client in clients.values()))
         given = dict(zip(clients, answers, strict=True))
         up = GaugeMetricFamily(_UP, "1 if the backend gave its metrics", labels=[_LABEL])
@@ -64,7 +66,7 @@ class BackendMetrics:
             text = await client.metrics()
             found = await asyncio.to_thread(parse, text)
             if not taken.isdisjoint(_names(found)):
-                raise ValueError("a metric in it is the router's own")
+                raise ValueError("it has a metric with the name of a router metric")
         except (BackendError, ValueError) as error:
             self._note(client.id, str(error))
             return None
@@ -72,25 +74,25 @@ class BackendMetrics:
         return found
 
     def _note(self, backend: BackendId, problem: str) -> None:
-        """A line when something changes, and not with every scrape."""
+        """Log a problem when it changes, not with every scrape."""
         if self._problems.get(backend) != problem:
             self._problems[backend] = problem
             log.info("backend_metrics_left_out", backend=backend, reason=problem)
 
 
 def _names(families: Iterable[Metric]) -> Iterator[str]:
-    """Of families and samples: none may be there twice."""
+    """Yield the names of families and samples: none may occur twice."""
     for family in families:
         yield family.name
         yield from (sample.name for sample in family.samples)
 
 
 def parse(text: bytes) -> list[Metric]:
-    """The families of Prometheus' text format. Raises ValueError."""
+    """Return the families of a text in Prometheus' format. Raises ValueError."""
     try:
         decoded = text.decode()
         families = list(text_string_to_metric_families(decoded))
-    # The parser's message quotes the text, and makes an IndexError of some.
+    # The parser's message quotes the text; some texts raise IndexError.
     except (ValueError, IndexError) as error:
         raise ValueError("not in Prometheus' text format") from error
     if not families:
@@ -99,8 +101,11 @@ def parse(text: bytes) -> list[Metric]:
 
 
 def _named_as_given(family: Metric, text: str) -> Metric:
-    """llama-server has a counter whose name does not end in `_total` (`n_tokens_max`); the parser
-    adds that, and a name is not ours to change."""
+    """Return the family with the name that llama-server gave it.
+
+    llama-server has a counter without `_total` at the end of its name (`n_tokens_max`). The parser
+    adds `_total`, but the router must not rename a backend's metric.
+    """
     if family.type != "counter" or f"{family.name}_total" in text:
         return family
     same = Metric(family.name, family.documentation, "untyped")
@@ -110,10 +115,10 @@ def _named_as_given(family: Metric, text: str) -> Metric:
 
 
 def merge(given: Mapping[BackendId, Iterable[Metric]]) -> list[Metric]:
-    """One family for each name, every sample with the label `backend`.
+    """Merge to one family for each name; label every sample with its `backend`.
 
-    Where two servers differ about the type of a family, the first one's holds and the other's
-    samples are left out.
+    Where two servers differ about the type of a family, the first server's type holds and the
+    samples of the other are left out.
     """
     merged: dict[str, Metric] = {}
     for backend, families in given.items():

@@ -1,8 +1,8 @@
-"""The last decisions, for whoever asks why: kept in memory, bounded.
+"""Decision log: the last decisions and their reasons, in memory and bounded.
 
-Holds of a prompt no more than the few tokens around the place where it left what was held, and
-of the latest chats the body, from which the message there can be told. Never a prompt's text on
-its own account; what of it is shown is for `web/requests` to decide.
+Of a prompt, the log keeps only the few tokens around its point of divergence from held content.
+For the latest chats the log also keeps the body, to find the message that diverged. Prompt text
+is kept for nothing else; `web/admin/requests` decides how much of the text is shown.
 """
 
 from collections import deque
@@ -16,17 +16,17 @@ from router.core.model.plan import Plan
 
 Json = dict[str, Any]
 
-# Chats whose messages can still be told apart, together; by the size that they came in. As
-# Python objects they take two to three times as much.
+# Limit on all kept chat bodies together, by their size as received. As Python objects the bodies
+# take two to three times as much.
 _CHATS_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(slots=True)
 class Entry:
-    """A request that is over: it reached a backend (`record`, `plan`), or the router said no.
+    """A finished request that reached a backend (`record`, `plan`) or that the router answered.
 
-    `at` is wall time in seconds. `chat` is the body of a chat whose place of divergence can be
-    looked for, as long as there is room for it.
+    `at` is wall time in seconds. `chat` is the body of a chat, to find its point of divergence; it
+    is kept as long as there is room for it.
     """
 
     id: RequestId
@@ -39,7 +39,7 @@ class Entry:
     caller: Caller | None = None
 
     def as_json(self) -> Json:
-        """Every field in each entry, null where nothing is known. Seconds, tokens; no text."""
+        """Return all fields, null where nothing is known. Seconds and tokens; no text."""
         record = self.record
         return {
             "id": self.id,
@@ -67,17 +67,17 @@ class Entry:
 
 
 class Journal:
-    """The last `limit` entries, by id and in order. One event loop; 0 keeps and tells nothing."""
+    """The last `limit` entries, by id and in order; 0 keeps none. For one event loop."""
 
     def __init__(self, limit: int, wall_now: Callable[[], float]) -> None:
         self.limit = limit
         self._wall_now = wall_now
-        self._entries: dict[RequestId, Entry] = {}  # in the order of their ends
+        self._entries: dict[RequestId, Entry] = {}  # in the order in which requests ended
         self._chats: deque[tuple[Entry, int]] = deque()
         self._chats_bytes = 0
 
     def over(self, record: RequestRecord, plan: Plan) -> None:
-        """A request that reached a backend is over."""
+        """Add a finished request that reached a backend."""
         if self.limit:
             told = Entry(record.request, self._wall_now(), record.outcome, record.reason)
             told.record, told.plan, told.caller = record, plan, record.caller
@@ -86,15 +86,18 @@ class Journal:
     def rejected(
         self, request: RequestId, outcome: str, reason: str, caller: Caller | None = None
     ) -> None:
-        """A request was answered by the router itself; after attempts that failed, those tell."""
+        """Add a request that the router answered itself.
+
+        Adds nothing if failed attempts of the request have an entry.
+        """
         if self.limit and request not in self._entries:
             self._add(Entry(request, self._wall_now(), outcome, reason, caller=caller))
 
     def keep_chat(self, request: RequestId, chat: Json, size_bytes: int) -> None:
-        """Keep the body of a chat that is over, if it left something that was held.
+        """Keep the body of a finished chat if the chat diverged from held content.
 
-        Called right after `over`. `size_bytes` is what it took as text; the oldest go when there
-        are too many.
+        Called right after `over`. `size_bytes` is the size of the body as text. The oldest bodies
+        are dropped when all together are too large.
         """
         entry = self._entries.get(request)
         nearest = entry.record.nearest if entry is not None and entry.record is not None else None
@@ -107,17 +110,19 @@ class Journal:
             self._drop_chat()
 
     def recent(self, n: int) -> list[Entry]:
-        """The last `n`, the newest first."""
+        """Return the last `n` entries, the newest first."""
         newest_first = reversed(self._entries.values())
         return [entry for entry, _ in zip(newest_first, range(n), strict=False)]
 
     def get(self, request: RequestId) -> Entry | None:
-        """One entry; None if it is too old, or never was."""
+        """Return one entry; None if it is too old or never existed."""
         return self._entries.get(request)
 
     def find(self, beginning: str) -> list[Entry]:
-        """Those whose id begins so, the newest first. The attempts of one request are one: its
-        last."""
+        """Return the entries with an id that begins with `beginning`, the newest first.
+
+        Of the attempts of one request only the last is returned.
+        """
         found: dict[str, Entry] = {}
         for name, entry in reversed(self._entries.items()):
             if name.startswith(beginning):
@@ -129,7 +134,7 @@ class Journal:
         if len(self._entries) > self.limit:
             oldest = self._entries.pop(next(iter(self._entries)))
             if oldest.chat is not None:
-                self._drop_chat()  # chats came in the same order, so it is the first of them
+                self._drop_chat()  # chats are in the same order, so it is the first chat
 
     def _drop_chat(self) -> None:
         entry, size_bytes = self._chats.popleft()
@@ -138,5 +143,5 @@ class Journal:
 
 
 def _ms(seconds: float | None) -> float | None:
-    """To a tenth of a millisecond."""
+    """Round to a tenth of a millisecond."""
     return None if seconds is None else round(seconds, 4)

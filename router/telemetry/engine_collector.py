@@ -1,4 +1,4 @@
-"""Gauges and counters that the engine is asked for when somebody looks."""
+"""Collect gauges and counters from the engine at each scrape."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -9,7 +9,7 @@ from router.base.types import BackendInfo, BackendStats, Stall, Stats
 
 
 class EngineCollector(Collector):
-    """Gauges, asked for when somebody looks."""
+    """A collector that reads the engine's state at each scrape."""
 
     def __init__(
         self, stats: Callable[[], Stats], infos: Callable[[], Iterable[BackendInfo]]
@@ -18,7 +18,7 @@ class EngineCollector(Collector):
         self._infos = infos
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine is like now."""
+        """Yield the metrics of the engine's present state."""
         stats = self._stats()
         yield from _what_backends_do(stats.backends)
         yield from _how_fast_backends_are(stats.backends)
@@ -34,28 +34,32 @@ class EngineCollector(Collector):
             "kvferry_snapshot_tokens", "Tokens of usable snapshots", stats.snapshot_tokens
         )
         yield GaugeMetricFamily(
-            "kvferry_snapshot_bytes_limit", "store.max_bytes", stats.snapshot_bytes_limit
+            "kvferry_snapshot_bytes_limit",
+            "Limit on snapshot bytes: store.max_bytes",
+            stats.snapshot_bytes_limit,
         )
         yield GaugeMetricFamily(
-            "kvferry_snapshot_tokens_limit", "store.max_tokens", stats.snapshot_tokens_limit
+            "kvferry_snapshot_tokens_limit",
+            "Limit on snapshot tokens: store.max_tokens",
+            stats.snapshot_tokens_limit,
         )
         yield CounterMetricFamily(
-            "kvferry_snapshots_evicted", "Snapshots given up for room", stats.evicted
+            "kvferry_snapshots_evicted", "Snapshots evicted to make room", stats.evicted
         )
 
 
 def _what_backends_do(backends: Iterable[BackendStats]) -> Iterator[Metric]:
     up = GaugeMetricFamily("kvferry_backend_up", "1 if the backend is in use", labels=["backend"])
     drained = GaugeMetricFamily(
-        "kvferry_backend_drained", "1 if the backend is or gets drained", labels=["backend"]
+        "kvferry_backend_drained", "1 if the backend is draining or drained", labels=["backend"]
     )
-    slots = GaugeMetricFamily("kvferry_slots", "Slots by what they do", labels=["backend", "phase"])
+    slots = GaugeMetricFamily("kvferry_slots", "Slots by phase", labels=["backend", "phase"])
     resident = GaugeMetricFamily(
-        "kvferry_resident_tokens", "Tokens whose KV is in the slots", labels=["backend"]
+        "kvferry_resident_tokens", "Tokens believed to be resident in slots", labels=["backend"]
     )
     stall = CounterMetricFamily(
         "kvferry_stall_seconds",
-        "Seconds that running streams stood still, summed over them",
+        "Seconds that running streams stalled, summed over streams",
         labels=["backend", "action"],
     )
     for backend in backends:
@@ -72,7 +76,7 @@ def _what_backends_do(backends: Iterable[BackendStats]) -> Iterator[Metric]:
 def _how_fast_backends_are(backends: Iterable[BackendStats]) -> Iterator[Metric]:
     names = {
         "kvferry_prefill_tokens_per_second": "Learned speed of prefill",
-        "kvferry_output_tokens_per_second": "Learned speed of generation, of one stream",
+        "kvferry_output_tokens_per_second": "Learned speed of generation of one stream",
         "kvferry_save_bytes_per_second": "Learned speed of slot saves",
         "kvferry_restore_bytes_per_second": "Learned speed of slot restores",
     }
@@ -88,10 +92,10 @@ def _how_fast_backends_are(backends: Iterable[BackendStats]) -> Iterator[Metric]
 
 
 def _what_backends_are(infos: Iterable[BackendInfo]) -> Metric:
-    """One sample of 1 for each backend in use; the facts are its labels."""
+    """Return one sample of 1 for each backend in use; the facts are its labels."""
     labels = ["backend", "memory_kind", "n_stream", "window", "cuts", "snapshots"]
     family = GaugeMetricFamily(
-        "kvferry_backend_info", "What was found out about a backend", labels=labels
+        "kvferry_backend_info", "1; labels are the facts found by probing", labels=labels
     )
     for info in infos:
         shown = (info.n_stream, info.window, int(info.cuts), int(info.place is not None))

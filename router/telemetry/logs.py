@@ -1,4 +1,4 @@
-"""Log lines: how they look, and from which level on they are written."""
+"""Set up log lines: their format, and the lowest level that is written."""
 
 import logging
 import sys
@@ -16,7 +16,7 @@ _SEVERITY = {name.lower(): number for name, number in logging.getLevelNamesMappi
 
 @dataclass(slots=True)
 class _Threshold:
-    """Drops what is less severe than the level in force, which may change while loggers live on."""
+    """A processor that drops events below a level, which may change while loggers live on."""
 
     level: LogLevel
 
@@ -29,14 +29,14 @@ class _Threshold:
 
 
 def set_level(level: LogLevel) -> None:
-    """Write from this level on. Of no effect before `set_up_logging`."""
+    """Write log lines from this level on. Has no effect before `set_up_logging`."""
     for processor in structlog.get_config()["processors"]:
         if isinstance(processor, _Threshold):
             processor.level = level
 
 
 def set_up_logging(config: LoggingConfig) -> None:
-    """structlog to standard error: JSON for machines, aligned text on a terminal."""
+    """Set up structlog on standard error: JSON, or aligned text on a terminal."""
     pretty = config.format is LogFormat.CONSOLE or (
         config.format is LogFormat.AUTO and sys.stderr.isatty()
     )

@@ -1,5 +1,8 @@
-"""Prometheus metrics and the canonical log lines. Every metric is declared here and described in
-`docs/metrics.md`; labels come from enums and from the configuration, never from a request."""
+"""Prometheus metrics and the canonical log lines.
+
+Every metric is described in `docs/metrics.md`. Labels come from enums and from the configuration,
+never from a request.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -26,27 +29,29 @@ from router.base.types import (
 
 log = structlog.get_logger("kvferry")
 
-# Time to first token goes from a restored short prompt to minutes of prefill on a CPU.
+# Time to first token ranges from a restored short prompt to minutes of prefill on a CPU.
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# Many in a row: by itself, between other work, each would find the caches cold and take 50 µs
-# instead of 15. Few enough to hold nobody up.
+# Requests are counted in batches: counted singly, between other work, each would find the caches
+# cold and take 50 µs instead of 15 µs. The batch is small enough not to delay other work.
 _COUNTED_AT_ONCE = 50
 _TRANSFER_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class PrometheusTelemetry:
-    """ports.Telemetry into a registry that is passed in; what is counted by backend starts at
-    zero for `backends`."""
+    """`ports.Telemetry` that writes to a given registry.
+
+    Counters with the label `backend` start at zero for `backends`.
+    """
 
     def __init__(self, registry: CollectorRegistry, backends: Iterable[BackendId] = ()) -> None:
         self._uncounted: list[RequestRecord] = []
-        registry.register(_First(self.count))  # before all that is asked after it
+        registry.register(_First(self.count))  # registered first: collected first
         self._requests = Counter(
-            "kvferry_requests", "Requests by how they ended", ["outcome"], registry=registry
+            "kvferry_requests", "Requests by outcome", ["outcome"], registry=registry
         )
         self._prompt_tokens = Counter(
             "kvferry_prompt_tokens",
-            "Prompt tokens as reported by backends, by where they came from",
+            "Prompt tokens as reported by backends, by source",
             ["source"],
             registry=registry,
         )
@@ -69,7 +74,7 @@ class PrometheusTelemetry:
         )
         self._overestimated = Counter(
             "kvferry_reuse_overestimated_tokens",
-            "Tokens that were planned as reused and were not",
+            "Tokens that a plan expected to be reused and that were not",
             registry=registry,
         )
         self._underestimated = Counter(
@@ -79,20 +84,20 @@ class PrometheusTelemetry:
         )
         self._ttft = Histogram(
             "kvferry_ttft_seconds",
-            "From a request's arrival to its first byte",
+            "Time from a request's arrival to its first byte",
             ["source"],
             buckets=_TTFT_S,
             registry=registry,
         )
         self._waited = Histogram(
             "kvferry_queue_wait_seconds",
-            "Time in the router's queue",
+            "Time that a request waited in the router's queue",
             buckets=_TTFT_S,
             registry=registry,
         )
         self._prediction_error = Histogram(
             "kvferry_ttft_prediction_error_seconds",
-            "Predicted less measured, as a distance",
+            "Absolute difference of predicted and measured time to the first byte",
             buckets=_TTFT_S,
             registry=registry,
         )
@@ -104,13 +109,13 @@ class PrometheusTelemetry:
         )
         self._avoided = Counter(
             "kvferry_prefill_avoided_seconds",
-            "Prefill that reuse made unnecessary, at the learned rate of the backend",
+            "Prefill time that reuse saved, at the backend's learned rate",
             ["backend", "source"],
             registry=registry,
         )
         self._backend_requests = Counter(
             "kvferry_backend_requests",
-            "Requests that reached a backend by how they ended",
+            "Requests that reached a backend, by outcome",
             ["backend", "outcome"],
             registry=registry,
         )
@@ -129,50 +134,50 @@ class PrometheusTelemetry:
         )
         self._moved = Counter(
             "kvferry_moved_bytes",
-            "State bytes written and read by backends",
+            "Bytes of state files that backends wrote (save) and read (restore)",
             ["action"],
             registry=registry,
         )
         self._rewrite = Histogram(
             "kvferry_rewrite_seconds",
-            "Time to make a state file out of another",
+            "Time to make a state file from another",
             ["what"],
             buckets=_TRANSFER_S,
             registry=registry,
         )
         self._rewritten = Counter(
             "kvferry_rewritten_bytes",
-            "Bytes of state files made out of others",
+            "Bytes of state files made from others",
             ["what"],
             registry=registry,
         )
         self._failures = Counter(
             "kvferry_kv_failures",
-            "Saves, restores, cuts and deletions that failed",
+            "Saves, restores, cuts, deletions and erases that failed",
             ["action"],
             registry=registry,
         )
         self._refused_keys = Counter(
             "kvferry_refused_keys",
-            "Requests without a good key",
+            "Requests with a missing or wrong key",
             ["reason"],
             registry=registry,
         )
         self._tenant_limits = Counter(
             "kvferry_tenant_limits",
-            "Requests that were refused for a limit of their tenant",
+            "Requests refused because of a limit of their tenant",
             ["reason"],
             registry=registry,
         )
         for reason in ("missing", "wrong"):
             self._refused_keys.labels(reason)
         self._tenant_limits.labels("max_requests")
-        # Looked up once: with every request it would cost more than counting.
+        # Labels are looked up once: a lookup for each request costs more than counting.
         sources = ("resident", "snapshot", "computed")
         self._tokens = {source: self._prompt_tokens.labels(source) for source in sources}
         self._missed_for = {reason: self._missed.labels(reason) for reason in Miss}
         self._outcome = {outcome: self._requests.labels(outcome) for outcome in Outcome}
-        # The first of a kind must be seen to come: `increase` of a series that begins at 1 is 0.
+        # Start each series at 0: `increase` of a series that begins at 1 is 0.
         for own in _own_outcomes():
             self._requests.labels(own)
         self._source = {source: self._sources.labels(source) for source in Source}
@@ -219,8 +224,8 @@ class PrometheusTelemetry:
         )
 
     def count(self) -> None:
-        """Take the latest requests into the metrics; whoever asks for those sees them all."""
-        # Each is told its sum once: to tell it costs ten times as much as to add.
+        """Count the latest requests in the metrics. Runs before each scrape."""
+        # Increment each counter once by its sum: `inc` costs ten times as much as an addition.
         sums: defaultdict[Counter, float] = defaultdict(float)
         for record in self._uncounted:
             self._count(record, sums)
@@ -267,15 +272,15 @@ class PrometheusTelemetry:
         log.info("request", request_id=request, **named, outcome=outcome, reason=reason)
 
     def refused_key(self, reason: str) -> None:
-        """A request had no key, or not a good one."""
+        """Count a request with a missing or wrong key."""
         self._refused_keys.labels(reason).inc()
 
     def tenant_limited(self, reason: str) -> None:
-        """A request was refused for a limit of its tenant."""
+        """Count a request refused because of a limit of its tenant."""
         self._tenant_limits.labels(reason).inc()
 
     def saved(self, slot: SlotId, reason: str, transfer: Transfer | None, problem: str) -> None:
-        """A save ended."""
+        """Count and log a save that ended."""
         if transfer is None:
             self._failures.labels("save").inc()
             log.warning("save_failed", slot=str(slot), why=reason, reason=problem)
@@ -292,7 +297,7 @@ class PrometheusTelemetry:
         )
 
     def restored(self, slot: SlotId, transfer: Transfer | None, problem: str) -> None:
-        """A restore ended."""
+        """Count and log a restore that ended."""
         if transfer is None:
             self._failures.labels("restore").inc()
             log.warning("restore_failed", slot=str(slot), reason=problem)
@@ -308,12 +313,12 @@ class PrometheusTelemetry:
         )
 
     def erase_failed(self, slot: SlotId, problem: str) -> None:
-        """A slot could not be emptied of another tenant's tokens."""
+        """Count and log a slot that could not be emptied of another tenant's tokens."""
         self._failures.labels("erase").inc()
         log.warning("erase_failed", slot=str(slot), reason=problem)
 
     def rewritten(self, what: str, size_bytes: int, seconds: float, problem: str) -> None:
-        """A state file was made out of another, or could not be."""
+        """Count and log a state file made from another, or the failure to make it."""
         if problem:
             self._failures.labels(what).inc()
             log.warning("rewrite_failed", what=what, reason=problem)
@@ -323,14 +328,14 @@ class PrometheusTelemetry:
         log.debug("rewritten", what=what, size_bytes=size_bytes, seconds=_ms(seconds))
 
     def deleted(self, snapshot: Snapshot, problem: str) -> None:
-        """A snapshot was deleted, or could not be."""
+        """Count and log a failed deletion of a snapshot; ignore a successful one."""
         if problem:
             self._failures.labels("delete").inc()
             log.warning("delete_failed", snapshot=snapshot.id, reason=problem)
 
 
 class _First(Collector):
-    """Has no metrics: does something before those that were registered later are asked for."""
+    """A collector without metrics that calls `do` before later collectors are collected."""
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do = do
@@ -341,19 +346,19 @@ class _First(Collector):
 
 
 def _own_outcomes() -> set[str]:
-    """Of requests that the router answers itself."""
+    """Return the outcomes of requests that the router answers itself."""
     kinds: list[type[RouterError]] = [RouterError]
-    for kind in kinds:  # grows meanwhile
+    for kind in kinds:  # the loop extends the list
         kinds += kind.__subclasses__()
     return {kind.outcome for kind in kinds}
 
 
 def _from(clients_id: str | None, caller: Caller | None) -> dict[str, str]:
-    """Whose request it is, as far as that is known."""
+    """Return the client's request id, key and tenant, as far as they are known."""
     named = {} if clients_id is None else {"client_request_id": clients_id}
     return named if caller is None else named | {"key": caller.key, "tenant": caller.tenant}
 
 
 def _ms(seconds: float | None) -> float | None:
-    """To the millisecond: more digits are noise in a log."""
+    """Round to milliseconds: more digits are noise in a log."""
     return None if seconds is None else round(seconds, 3)

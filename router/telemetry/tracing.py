@@ -1,8 +1,8 @@
-"""Traces of requests through the OpenTelemetry SDK; imported only where `tracing.endpoint` is set.
+"""Trace requests with the OpenTelemetry SDK; imported only where `tracing.endpoint` is set.
 
-One span for each request of a client that takes a slot, its parent the client's `traceparent`, and
-below it where the time went. Attributes are those of the semantic conventions for GenAI where they
-fit, and `kvferry.*`. Never a prompt, an answer or a key.
+Each client request that takes a slot has one span; its parent is the client's `traceparent`. Child
+spans show where the time went. Attributes are those of the semantic conventions for GenAI where
+they fit, and `kvferry.*`. No span has a prompt, an answer or a key.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from router.llama.http1 import Header
 
 _W3C = TraceContextTextMapPropagator()
 _CONTEXT = ("traceparent", "tracestate")
-# The routes that make text of a prompt, by their last word; all others say what they do.
+# Operation names by the last word of the route; for other routes, that word is the name.
 _OPERATIONS = {
     "completion": "text_completion",
     "completions": "text_completion",
@@ -35,7 +35,7 @@ _OPERATIONS = {
 
 
 class Tracing:
-    """ports.Tracing. `aclose` sends what is left."""
+    """`ports.Tracing` with the OpenTelemetry SDK. `aclose` sends the remaining spans."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -44,7 +44,7 @@ class Tracing:
     def begin(
         self, path: str, headers: Mapping[str, str], request: RequestId, model: str | None, ns: int
     ) -> "RequestTrace":
-        """A client's request to `path`, which came at `ns` nanoseconds since the epoch."""
+        """Begin the trace of a request to `path` that came at `ns` nanoseconds since the epoch."""
         given = {name: headers[name] for name in _CONTEXT if name in headers}
         operation = _operation(path)
         span = self._tracer.start_span(
@@ -59,12 +59,12 @@ class Tracing:
         return RequestTrace(self._tracer, span, ns)
 
     async def aclose(self) -> None:
-        """Send what is left, within the exporter's own limits of time."""
+        """Send the remaining spans, within the exporter's own time limits."""
         await asyncio.to_thread(self._provider.shutdown)
 
 
 def exporting(endpoint: str) -> Tracing:
-    """Spans go to an OTLP/HTTP collector, many at a time, from a thread of the SDK's own."""
+    """Return tracing that sends batches of spans to an OTLP/HTTP collector, from an SDK thread."""
     provider = TracerProvider(resource=Resource.create({"service.name": "kvferry"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
     return Tracing(provider)
@@ -78,7 +78,7 @@ def _operation(path: str) -> str:
 
 
 class RequestTrace:
-    """ports.Trace."""
+    """`ports.Trace` of one request."""
 
     def __init__(self, tracer: trace.Tracer, span: Span, ns: int) -> None:
         self._tracer = tracer
@@ -87,14 +87,14 @@ class RequestTrace:
         self._context = trace.set_span_in_context(span)
 
     def inject(self, headers: Sequence[Header]) -> list[Header]:
-        """These headers, with this request as the parent of what the backend does."""
+        """Return the headers with this request as the parent of the backend's spans."""
         carrier: dict[str, str] = {}
         _W3C.inject(carrier, self._context)
         kept = [header for header in headers if header[0].lower().decode("latin-1") not in _CONTEXT]
         return kept + [(name.encode(), value.encode()) for name, value in carrier.items()]
 
     def attempt(self, told: Attempt) -> None:
-        """It was with a backend: where the time went, and what the backend reported."""
+        """Record an attempt at a backend: where the time went, and what the backend reported."""
         granted_s = told.granted_s
         self._child("queue wait", told.asked_s, told.asked_s + told.waited_s)
         self._child("prepare", told.asked_s + told.waited_s, granted_s)
@@ -118,7 +118,10 @@ class RequestTrace:
             self._span.set_status(Status(StatusCode.ERROR))
 
     def end(self, ended_s: float, error: str | None) -> None:
-        """Over, so many seconds after it came; `error`: what kind of answer the router gave."""
+        """End the trace, `ended_s` seconds after the request came.
+
+        `error` is the kind of error that the router answered with.
+        """
         if error is not None:
             self._span.set_attribute("error.type", error)
             self._span.set_status(Status(StatusCode.ERROR))

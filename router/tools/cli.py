@@ -1,4 +1,4 @@
-"""The command line: what a person types, and what they read."""
+"""The command line of `kvferry`: options, commands, exit codes and error lines."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `kvferry` command. Returns the exit code: 0 fine, 1 cannot work, 2 bad input."""
+    """Run the `kvferry` command. Returns the exit code: 0 fine, 1 cannot work, 2 bad input."""
     options = _parser().parse_args(argv)
     try:
         code: int = options.run(options)
@@ -60,53 +60,53 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("file", type=Path, metavar="FILE")
     command.set_defaults(run=_check)
 
-    command = commands.add_parser("doctor", help="try out every backend and say what to change")
+    command = commands.add_parser("doctor", help="probe every backend and say what to change")
     _fleet_options(command)
     command.set_defaults(run=_doctor)
 
-    command = commands.add_parser("explain", help="why a request was served as it was")
+    command = commands.add_parser("explain", help="explain how and why a request was served")
     command.add_argument(
-        "id", metavar="ID", help="x-kvferry-request-id of its response, or how it begins"
+        "id", metavar="ID", help="x-kvferry-request-id of the response, or a prefix"
     )
     command.add_argument(
-        "--url", default="http://127.0.0.1:8080", help="of the router; default %(default)s"
+        "--url", default="http://127.0.0.1:8080", help="the router; default %(default)s"
     )
     command.set_defaults(run=_explain)
 
     command = commands.add_parser("demo", help="start two llama-servers and show what kvferry does")
-    command.add_argument("--model", type=Path, help="a .gguf file; else a small one is fetched")
-    command.add_argument("--llama-server", metavar="PATH", help="the llama-server to use")
-    command.add_argument("--keep", action="store_true", help="leave servers and router running")
+    command.add_argument("--model", type=Path, help="a .gguf file; default: fetch a small one")
+    command.add_argument("--llama-server", metavar="PATH", help="the llama-server program")
+    command.add_argument("--keep", action="store_true", help="keep running until Ctrl-C")
     command.set_defaults(run=_demo)
 
-    command = commands.add_parser("key", help="make a key for a client")
-    command.add_argument("name", metavar="NAME", help="what the log calls it")
-    command.add_argument("--tenant", help="whose it is; default: NAME, a tenant of its own")
+    command = commands.add_parser("key", help="make an API key for a client")
+    command.add_argument("name", metavar="NAME", help="name of the key in the log")
+    command.add_argument("--tenant", help="tenant of the key; default: NAME")
     command.set_defaults(run=_key)
 
     for name, doing in (
-        ("drain", "let a backend finish, save what it holds, and use it no more"),
+        ("drain", "finish a backend's requests, save its KV, and stop using it"),
         ("undrain", "use a backend again"),
     ):
         command = commands.add_parser(name, help=doing)
-        command.add_argument("backend", metavar="NAME", help="as in the configuration")
+        command.add_argument("backend", metavar="NAME", help="its name in the configuration")
         _where(command)
         command.set_defaults(run=_drain if name == "drain" else _undrain)
 
-    command = commands.add_parser("reload", help="have the configuration file read again")
+    command = commands.add_parser("reload", help="read the configuration file again")
     _where(command)
     command.set_defaults(run=_reload)
 
     command = commands.add_parser("top", help="watch a running router")
     _where(command)
-    command.add_argument("--once", action="store_true", help="print one picture, for scripts")
+    command.add_argument("--once", action="store_true", help="print once and exit, for scripts")
     command.set_defaults(run=_top)
 
-    command = commands.add_parser("snapshots", help="list, look at and give up snapshots")
+    command = commands.add_parser("snapshots", help="list, show and purge snapshots")
     add_snapshot_options(command, _where)
     command.set_defaults(run=snapshots)
 
-    command = commands.add_parser("simulate", help="play a trace or a workload, faster than time")
+    command = commands.add_parser("simulate", help="simulate a trace or a workload")
     add_options(command)
     command.set_defaults(run=simulate)
     return parser
@@ -117,19 +117,19 @@ def _where(command: argparse.ArgumentParser) -> None:
 
 
 def _fleet_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--config", type=Path, metavar="FILE", help="YAML; see config/")
+    command.add_argument("--config", type=Path, metavar="FILE", help="a YAML file; see config/")
     command.add_argument(
         "--backend", action="append", default=[], metavar="URL", help="a llama-server; repeatable"
     )
     command.add_argument(
-        "--kv-dir", metavar="DIR", help="the servers' --slot-save-path as seen from here"
+        "--kv-dir", metavar="DIR", help="the servers' --slot-save-path, as seen from here"
     )
     command.add_argument("--listen", metavar="HOST:PORT", help="default 127.0.0.1:8080")
     command.add_argument("--policy", metavar="NAME", help=", ".join(PolicyName))
 
 
 def _config(options: argparse.Namespace) -> Config:
-    """From the file or from the flags. Raises ConfigError."""
+    """Load the configuration from the file or the flags. Raises ConfigError or StartError."""
     if options.config is None:
         return from_flags(options.backend, options.kv_dir, options.listen, options.policy)
     given = [
@@ -143,7 +143,7 @@ def _config(options: argparse.Namespace) -> Config:
         if value
     ]
     if given:
-        raise StartError(f"{', '.join(given)}: not together with --config; put it into the file")
+        raise StartError(f"{', '.join(given)}: not together with --config; set it in the file")
     return load(options.config)
 
 
@@ -155,7 +155,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
-    """On uvloop where there is one: it takes a third off what a request costs the router."""
+    """Run on uvloop if installed: it cuts the router's cost of a request by a third."""
     try:
         import uvloop
     except ImportError:  # Windows
@@ -185,8 +185,8 @@ def _key(options: argparse.Namespace) -> int:
             print(f"kvferry: {name!r} {error}", file=sys.stderr)
             return BAD_INPUT
     key = new_key()
-    print(f"The key, which is kept nowhere; give it to the client:\n\n  {key}\n")
-    print("For the configuration, under `auth: keys:`\n")
+    print(f"Give this key to the client; kvferry does not store it:\n\n  {key}\n")
+    print("Add to the configuration, under `auth: keys:`\n")
     print(f"    - {{name: {options.name!r}, tenant: {tenant!r},")
     print(f"       hash: '{hash_text(key)}'}}")
     return OK
@@ -215,7 +215,7 @@ def _top(options: argparse.Namespace) -> int:
 
     try:
         return asyncio.run(top(options.url, once=options.once))
-    except KeyboardInterrupt:  # how one leaves it
+    except KeyboardInterrupt:  # Ctrl-C is the normal way to quit
         return OK
 
 

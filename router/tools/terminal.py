@@ -1,5 +1,8 @@
-"""What `kvferry doctor` and `kvferry demo` show while they work: results go to standard output,
-progress to standard error, and log lines of the parts they use nowhere."""
+"""Terminal output of the tools.
+
+Results go to standard output, progress to standard error, and log lines of the router's parts are
+dropped.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -14,19 +17,19 @@ from rich.text import Text
 
 
 def output() -> Console:
-    """Standard output: plain text when piped, 80 columns unless `COLUMNS` says otherwise."""
+    """Return a console on standard output: plain text when piped, then 80 columns or `COLUMNS`."""
     return Console(highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 class Progress:
-    """What is going on, on standard error: a spinner on a terminal, else one line a step."""
+    """Progress on standard error: a spinner on a terminal, else one line for each step."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._status: Status | None = None
 
     def __call__(self, text: str) -> None:
-        """From now on `text` is what is being waited for."""
+        """Show `text` as the current step."""
         if not self._console.is_terminal:
             self._console.print(Text(text), soft_wrap=True)
         elif self._status is None:
@@ -36,7 +39,7 @@ class Progress:
             self._status.update(Text(text))
 
     def stop(self) -> None:
-        """Nothing is being waited for: the spinner is gone."""
+        """Remove the spinner."""
         if self._status is not None:
             self._status.stop()
             self._status = None
@@ -55,7 +58,7 @@ class Progress:
 
 @contextmanager
 def no_log_lines() -> Iterator[None]:
-    """Inside, structlog writes nothing below "critical"; what was set before is back afterwards."""
+    """Silence structlog below "critical" inside the block; restore its settings afterwards."""
     before = structlog.get_config()
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL),

@@ -1,1 +1,1 @@
-"""Which queued request is served next and how; backends that are attached, drained and lost."""
+"""Choose which queued request is served next, and how; attach, drain and lose backends."""

@@ -1,4 +1,4 @@
-"""Who comes in, who waits, and who gets a slot."""
+"""Admission: which requests are queued, rejected, or given a slot."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -39,17 +39,17 @@ from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.displacement import saving_pays
 from router.core.reporting.miss_reasons import look
 
-# Waiting requests looked at when something has changed: planning one costs tens of microseconds.
-# The first few in turn each time, and of the rest, who may all wait by choice, the next few; soon
-# again, until all were.
+# Queued requests planned after a change: planning one costs tens of microseconds. The first few of
+# the queue are planned each time. Of the rest, which may all wait by choice, the next few are
+# planned, and more soon after, until all were.
 _LOOKED_AT = 16
 _LOOK_ON_AFTER_S = 0.05
-_SERVED_AT = 32  # of each model, whether any backend could serve them
+_SERVED_AT = 32  # oldest of each model: could any backend serve them?
 _STICKY_KEYS = 100_000
 
 
 def arrived(state: State, request: Request, now: float) -> None:
-    """(1) It fits nowhere: say so. (2) Wait, perhaps for no time."""
+    """Queue the request, perhaps for no time; reject it if it fits no backend."""
     if too_long := _too_long(state, request):
         state.reject(request.id, too_long)
     elif state.stopping:
@@ -59,13 +59,16 @@ def arrived(state: State, request: Request, now: float) -> None:
 
 
 def _too_long(state: State, request: Request) -> ContextTooLongError | None:
-    """The answer to a prompt for which all backends of its model that are up are too small."""
+    """Return the error for a prompt that is too long for every backend of its model.
+
+    Only backends that are up count. None: it fits one, or no such backend is up.
+    """
     longest = max(
         (
             info.n_ctx
             for info in state.fleet.infos.values()
             if info.answers_to(request.model)
-            # One without KV is not meant; others are avoided because they failed.
+            # A backend without KV is avoided as unfit; others are avoided because they failed.
             if info.generates or info.id not in request.avoid
         ),
         default=None,
@@ -76,30 +79,30 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
 
 
 def cancelled(state: State, request: RequestId, now: float) -> None:
-    """The client left before its request was sent."""
+    """Drop a request that was not sent yet: its client disconnected."""
     if state.queue.remove(request) is not None:
         _stop_for_nobody(state)
         return
     job = state.jobs.get(request)
     if job is None or job.stage is not Stage.PREPARING:
         return
-    # A slot action cannot be called back; the job ends with the step that is under way.
+    # A slot action cannot be cancelled; the job ends with the step that is under way.
     job.cancelled = True
-    # What its prefill may have emptied has to be looked at all the same.
+    # Slots that its prefill may have cleared have to be checked all the same.
     job.steps = deque(step for step in job.steps if isinstance(step, LookStep))
     step, sharing = job.doing, state.fleet.slots[job.slot].sharing
     if isinstance(step, PrefillStep) and sharing and is_wanted(state, job, step.tokens):
-        # Others wait for this very prefill: it goes on, for them.
+        # Other requests wait for this very prefill: it goes on.
         job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
     elif isinstance(job.doing, InLine | AtGate):
         state.fleet.slots[job.slot].sharing = False
-        next_step(state, job, now)  # somebody else may have the slot, and compute it
+        next_step(state, job, now)  # another job may have the slot, and compute it
     else:
         _break_off(state, job)
 
 
 def _break_off(state: State, job: Job) -> None:
-    """Nothing will come of what the job does; what there is of a prefill stays."""
+    """Break off what the job does; a prefill's result so far stays in the slot."""
     slot = state.fleet.slots[job.slot]
     slot.sharing, slot.leaving = False, isinstance(job.doing, PrefillStep)
     if slot.leaving:
@@ -108,7 +111,7 @@ def _break_off(state: State, job: Job) -> None:
 
 
 def _stop_for_nobody(state: State) -> None:
-    """Who waited has left: a prompt that was computed on for him alone is not any more."""
+    """Break off abandoned prefills that no queued request waits for any more."""
     for job in list(state.jobs.values()):
         step = job.doing
         if not (job.cancelled and isinstance(step, PrefillStep)):
@@ -119,35 +122,39 @@ def _stop_for_nobody(state: State) -> None:
 
 
 def expire(state: State, now: float) -> None:
-    """Time is up for some of those who wait."""
+    """Reject the queued requests that are past their deadline."""
     limits = state.queue.limits
     for waiting in state.queue.overdue(now):
         state.queue.remove(waiting.request.id)
         state.reject(
-            waiting.request.id, DeadlineError(f"no slot came free within {limits.deadline_s:g} s")
+            waiting.request.id,
+            DeadlineError(f"no slot came free within {limits.deadline_s:g} s (queue.deadline)"),
         )
     for waiting, since in _unserved(state):
         if now - since >= limits.no_backend_s:
             state.queue.remove(waiting.request.id)
-            # What it came for may have come back with a shorter context.
+            # Its backend may have come back with a shorter context.
             nobody = NoBackendError("no backend for this model is up")
             state.reject(waiting.request.id, _too_long(state, waiting.request) or nobody)
 
 
 def note_unserved(state: State, now: float) -> None:
-    """Since when there is somebody whom no backend could serve, for each model."""
+    """Note for each model since when no backend could serve a queued request."""
     gone = {waiting.request.model for waiting in _nobodys(state)}
     state.unserved = {model: state.unserved.get(model, now) for model in gone}
 
 
 def next_giving_up(state: State) -> float | None:
-    """When somebody has waited long enough for a backend to come up, in clock seconds."""
+    """Return when the next request has waited long enough for a backend to come up.
+
+    In clock seconds. None: no request waits for a backend.
+    """
     limit_s = state.queue.limits.no_backend_s
     return min((since + limit_s for _, since in _unserved(state)), default=None)
 
 
 def _unserved(state: State) -> list[tuple[Waiting, float]]:
-    """Those that no backend could serve, and since when; as of the last event."""
+    """Return the requests that no backend could serve as of the last event, and since when."""
     if not state.unserved:
         return []
     return [
@@ -158,12 +165,12 @@ def _unserved(state: State) -> list[tuple[Waiting, float]]:
 
 
 def _nobodys(state: State) -> list[Waiting]:
-    """Of the first, those that no backend could serve; the rest have their turn later."""
+    """Return those of the oldest requests that no backend could serve; the rest come later."""
     return [w for w in state.queue.oldest(_SERVED_AT) if not state.is_served(w.request)]
 
 
 def stop(state: State, *, save: bool) -> None:
-    """Admit nobody any more."""
+    """Admit no more requests, and reject those in the queue."""
     state.stopping, state.saves_on_stop = True, save
     for waiting in state.queue:
         state.queue.remove(waiting.request.id)
@@ -171,23 +178,26 @@ def stop(state: State, *, save: bool) -> None:
 
 
 def patience_ends(state: State, now: float) -> float | None:
-    """When the next request has waited for a busy slot for as long as it may, in clock seconds."""
+    """Return when the next request has waited as long as it may for a busy slot.
+
+    In clock seconds. None: no request has that ahead of it.
+    """
     ends = (waiting.since + state.fleet.policy.max_wait_s for waiting in state.queue)
     return next((end for end in ends if end > now), None)
 
 
 def serve_queue(state: State, now: float) -> None:
-    """Give free slots to those who wait, in the order of the queue.
+    """Give free slots to queued requests, in the order of the queue.
 
-    1. There is a way to start now: grant.
+    1. The request can start now: admit it.
     2. Waiting for a busy slot is cheaper: let others pass.
-    3. It needs all slots of a backend, or the choice of them: nobody behind it may take slots on
-       the one it will get, or it would starve. Where somebody else uses the backend, though, it
-       may not get it for hours.
-    4. There is no room for it: nor for others of its kind, and all of them are one to look at.
-    5. So many were looked at: the rest have their turn soon.
-    6. Somebody behind it has come for what it would displace: he is granted that, and it is looked
-       at again.
+    3. It needs all slots of a backend, or the choice of them: no later request may take slots on
+       the backend that it will get, or it would starve. A backend that unknown clients use is not
+       kept for it: they may use it for hours.
+    4. There is no room for it: nor for others of its kind, so only the first of a kind is planned.
+    5. Enough requests were planned: the rest are planned soon.
+    6. A later request reuses the content that this one would displace: admit that request first,
+       then plan this one again.
     """
     state.look_on_at = None
     if not state.fleet.slots.any_idle():
@@ -200,7 +210,7 @@ def serve_queue(state: State, now: float) -> None:
     full: set[Hashable] = set()
 
     def asked(waiting: Waiting) -> Request | None:
-        """None: it need not be looked at."""
+        """Return the request to plan. None: it need not be planned."""
         request = waiting.request
         if request.model not in idle:
             return None
@@ -210,10 +220,10 @@ def serve_queue(state: State, now: float) -> None:
 
     for waiting, request in _some(state, asked, now):
         if request.id not in state.queue:
-            continue  # it went before somebody
+            continue  # admitted already, before another
         decision = _give(state, waiting, request, asked, now)
         if not state.fleet.slots.any_idle():
-            state.looked_at.clear()  # what comes free next is another matter
+            state.looked_at.clear()  # plan all again when a slot comes free
             return
         if decision is None:
             if not state.fleet.room(request):
@@ -229,8 +239,10 @@ def _give(
     asked: Callable[[Waiting], Request | None],
     now: float,
 ) -> Decision | None:
-    """Grant a slot to those who go before it, and to itself if there is one left for it; returns
-    what is to be done with it."""
+    """Admit those that go first, then this request if a slot is left for it.
+
+    Return the decision for this request.
+    """
     while True:
         decision = decide(state, request, now, now - waiting.since)
         if decision is None or decision.plan.chosen.wait_for is not None:
@@ -246,7 +258,7 @@ def _give(
 def _some(
     state: State, asked: Callable[[Waiting], Request | None], now: float
 ) -> Iterator[tuple[Waiting, Request]]:
-    """Of those who wait, some: who comes first in turn, and who was not looked at for longest."""
+    """Yield a few queued requests: the first in order, then those unplanned for longest."""
     first = more = skipped = 0
     n_waiting = len(state.queue)
     for waiting in state.queue.in_turn():
@@ -265,30 +277,30 @@ def _some(
             more += 1
             state.looked_at.add(request.id)
         yield waiting, request
-    if skipped and state.changed:  # since they were looked at
+    if skipped and state.changed:  # since they were planned
         state.look_on_at = now + _LOOK_ON_AFTER_S
     state.looked_at.clear()
 
 
 def _to_reserve(state: State, request: Request) -> list[BackendId]:
-    """Of the backends that are not open to a request but will be, the one that is so first."""
+    """Return the backend, if any, that is the first to open to the request."""
     fleet = state.fleet
     shut = [
         backend
         for backend in fleet.infos
         if fleet.serves(backend, request)
         and not fleet.is_open(backend, request)
-        and not fleet.gates_late(backend, request)  # it needs neither
+        and not fleet.gates_late(backend, request)  # it needs neither all slots nor their choice
         and all(job.is_ours or job.slot.backend != backend for job in state.jobs.values())
     ]
     return sorted(shut, key=fleet.running)[:1]
 
 
 def look_back(state: State) -> None:
-    """Note what was known of the prompts that were granted last, and what they displace.
+    """Note what was known of the prompts admitted last, and what they displace.
 
-    It explains and decides nothing, so it waits until the requests are on their way; nothing else
-    may have changed by then.
+    The note explains and decides nothing, so it waits until the requests are on their way. Nothing
+    else may have changed by then.
     """
     granted, state.unexplained = state.unexplained, []
     for job in granted:
@@ -304,7 +316,10 @@ def look_back(state: State) -> None:
 
 
 def turn_away(state: State) -> None:
-    """More wait than may: who sent the most loses the last one. Nobody could be served at once."""
+    """Reject requests over the queue's limit: the last one of the client with the most.
+
+    None of the queued requests could be served at once.
+    """
     while len(state.queue) > state.queue.limits.max_requests:
         last = state.queue.last()
         state.queue.remove(last)
@@ -312,7 +327,7 @@ def turn_away(state: State) -> None:
 
 
 def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnable: bool) -> None:
-    """Lease first, act after."""
+    """Lease the chosen slot to the request, then start its steps."""
     fleet, request, chosen = state.fleet, waiting.request, decision.chosen
     if request.pinnable is not pinnable:
         request = replace(request, pinnable=pinnable)
@@ -332,12 +347,12 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     state.jobs[job.id] = job
     state.unexplained.append(job)
     needs_s = decision.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
-    # What the router computes first can be shared; that a save or a restore comes before does not
-    # matter to those who wait for it.
+    # What the router computes first can be shared. A save or a restore before it does not matter to
+    # requests that wait for it.
     tokens, slot.sharing = request.prompt.tokens, decision.prefill_first
     slot.pending = head(tokens, len(request.prompt) - 1) if slot.sharing else tokens
     slot.busy_until = now + (decision.ttft_s if slot.sharing else needs_s)
-    state.queue.serve(request.id, needs_s - chosen.price.wait_s)  # that is others' time
+    state.queue.serve(request.id, needs_s - chosen.price.wait_s)  # the wait is other clients' time
     if request.whole_backend:
         rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
         job.others = [other.lease(request.id) for other in rest]
@@ -349,7 +364,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         job.others += [other.lease(request.id) for other in others]
     for lease in (job.lease, *job.others):
         fleet.slots[lease.slot].taker = request.tenant
-        if not generates:  # nobody's tokens are in there
+        if not generates:  # the slot holds no tokens of any tenant
             fleet.slots[lease.slot].tenant = request.tenant
     fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
     if job.gated:
@@ -367,7 +382,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
 
 
 def _steps_of(state: State, job: Job, request: Request, decision: Plan) -> deque[Step]:
-    """The plan as steps."""
+    """Return the plan as steps."""
     chosen = decision.chosen
     held = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
     foreign = [slot for slot in held if slot.tenant != request.tenant]
@@ -390,8 +405,8 @@ def _steps_of(state: State, job: Job, request: Request, decision: Plan) -> deque
     tokens = request.prompt.tokens
     for length in decision.pauses:
         steps += [PrefillStep(head(tokens, length)), SaveStep(chosen.slot, SaveReason.BOUNDARY)]
-    # Less one token: the state is then a strict prefix of every prompt like it, and the
-    # client's own request has one token left to compute, none of them twice.
+    # All but one token: the state is then a strict prefix of every prompt like it. The client's own
+    # request has one token left to compute, and none is computed twice.
     n_first = len(request.prompt) - 1
     if decision.prefill_first and n_first not in decision.pauses:
         steps.append(PrefillStep(head(tokens, n_first)))

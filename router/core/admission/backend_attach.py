@@ -1,4 +1,4 @@
-"""What comes in from outside at the start: backends with slots in use, snapshots on disk."""
+"""Take in what exists at the start: backends with slots in use, snapshots on disk."""
 
 from router.base.types import NOBODY, BackendId, BackendInfo, MemoryKind, RequestId
 from router.core.execution.completion import end, watch
@@ -9,19 +9,19 @@ from router.core.model.rates import Line, Mean, Rates
 from router.core.model.slots import UNKNOWN, Resident
 from router.core.planning.snapshot_value import is_known, worth_of
 
-# One to try things in, and one to see whether a start there empties the other.
+# One slot to try things in, and one to see whether a start in the first clears it.
 _PROBE_SLOTS = 2
-# What waiting for such a slot is priced at. On a CPU a probe takes about a second.
+# Seconds that waiting for a probe's slot is priced at. On a CPU a probe takes about 1 s.
 _PROBE_S = 1.0
 
 
 def backend_up(state: State, event: ev.BackendUp) -> None:
-    """Take in a backend. What its slots hold is unread, until a save in the background reads it.
+    """Attach a backend. The content of its slots is unread until an idle save reads it.
 
-    A slot that somebody else is using is leased to nobody until it is idle: pinning a request to
-    a busy slot can destroy the other's answer (llama-server.md section 0.1). Nor one that holds
-    what an adapter for one request alone has computed, until it is wiped. Without KV there is
-    nothing to destroy or to wipe.
+    A slot that an unknown client uses is leased to no request until it is idle: pinning a request
+    to a busy slot can destroy the other's answer (llama-server.md section 0.1). Nor is a slot with
+    KV of one request's own adapter, until it is wiped. Without KV there is nothing to destroy or to
+    wipe.
     """
     info = event.info
     state.fleet.infos[info.id] = info
@@ -29,27 +29,28 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     state.fleet.slots.add(info.id, info.n_slots)
     statuses = {status.index: status for status in event.slots}
     for slot in state.fleet.slots.of(info.id):
-        slot.used_no = state.fleet.uses.get(info.namespace, 0)  # as far as anybody knows
+        slot.used_no = state.fleet.uses.get(info.namespace, 0)  # as far as is known
         status = statuses.get(slot.id.index)
         if status is None or not info.generates:
             continue
         if status.is_processing or status.adapted:
             watch(state, slot, wipe=status.adapted)
         else:
-            # Of one that never ran nothing is said, not even after a restore (section 5.1).
+            # Of a slot that never ran the server reports nothing, even restored (section 5.1).
             slot.resident = Resident(unread=status.n_tokens or 0, unsure=status.n_tokens is None)
     _value_anew(state, info)
 
 
 def probe_name(backend: BackendId) -> RequestId:
-    """Who holds the slots that were lent to try out a backend."""
+    """Return the name under which slots are lent to the probe of a backend."""
     return RequestId(f"probe-{backend}")
 
 
 def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
-    """Lend the idle slots that hold least, until `Probed` or the backend goes down; or none.
+    """Lend the idle slots that hold least, or none, for the probe of a backend.
 
-    None while a request is on its way to a slot that the server picks: it may pick these.
+    They are lent until `Probed` or until the backend goes down. None while a server-placed request
+    is on its way: the server may pick these slots.
     """
     backend, name = event.backend, probe_name(event.backend)
     leaves = state.stopping or backend in state.fleet.draining
@@ -65,10 +66,10 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
 
 
 def probed(state: State, event: ev.Probed, now: float) -> None:
-    """Know more of a backend. What its other slots hold and do stays as it is.
+    """Note what the probe found out. Content and use of the other slots stay as they are.
 
-    What was learned from traffic stays, too; bytes per token can be read off a state file only.
-    How fast it is was measured beside others, which is better than nothing.
+    Rates learned from traffic stay, too; bytes per token can be read off a state file only. The
+    probe measured speed beside other requests, which is better than nothing.
     """
     info = event.info
     job = state.jobs.get(probe_name(info.id))
@@ -88,21 +89,26 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
 
 
 def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:
-    """Offer what the store has on disk. Of which memory kind each is, is not recorded: none is
-    dropped in favour of a longer one."""
+    """Offer the snapshots on disk to the catalog.
+
+    Their memory kind is not recorded, so none is dropped in favour of a longer one.
+    """
     for snapshot in event.snapshots:
         state.keep(snapshot, MemoryKind.UNKNOWN)
 
 
 def _value_anew(state: State, info: BackendInfo) -> None:
-    """What was on disk was valued before this backend was known: by a laptop's rates a GPU's states
-    are worth twenty times what they are, and push out all that are saved from now on."""
+    """Value all snapshots again, now that this backend's rates are known.
+
+    Snapshots on disk were valued without them: by a laptop's rates, a GPU's states are worth twenty
+    times their value, and would push out all that are saved from now on.
+    """
     if is_known(state.fleet.rates[info.id]):
         state.fleet.catalog.value_anew(lambda snapshot: worth_of(state.fleet, snapshot))
 
 
 def _rates_for(info: BackendInfo) -> Rates:
-    """Priors for a new backend, from its probe where there was one."""
+    """Return priors for a new backend, from its probe if there was one."""
     rates = Rates()
     if info.prefill_s_per_token:
         rates.prefill = Line(info.prefill_s_per_token, rates.prefill.b)

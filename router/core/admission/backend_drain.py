@@ -1,4 +1,4 @@
-"""Backends that are let go of, one at a time or because the configuration was read again."""
+"""Detach backends, one at a time or because the configuration was read again."""
 
 from router.base.types import BackendId
 from router.core.execution.completion import lose_backend
@@ -8,19 +8,22 @@ from router.core.model.effects import Release
 
 
 def begin(state: State, backend: BackendId) -> None:
-    """Nothing new for a backend. What its slots hold is worth a file now or never."""
+    """Begin to drain a backend: it gets nothing new.
+
+    Its slots are considered for a save once more: now or never.
+    """
     state.fleet.draining.add(backend)
     for slot in state.fleet.slots.of(backend):
         slot.saved = False
 
 
 def release(state: State, now: float) -> None:
-    """Let go of the backends that are done: nobody holds a slot, and no save is left to do.
+    """Detach the drained backends that are done: no slot is held, and no save is left to do.
 
-    Called when the saves in the background have had their turn: were there one to do, its job
-    would hold a slot now. To the scheduler such a backend is like one that is down.
+    Called after the idle saves: were one left to do, its job would hold a slot now. To the
+    scheduler a detached backend is like one that is down.
     """
-    ours = (job for job in state.jobs.values() if job.is_ours)  # others may never be done
+    ours = (job for job in state.jobs.values() if job.is_ours)  # others may never end
     leases = (x for job in ours for x in (job.lease, *job.others))
     held = {lease.slot.backend for lease in leases}
     for backend in sorted(state.fleet.draining - held):
@@ -30,7 +33,10 @@ def release(state: State, now: float) -> None:
 
 
 def configured(state: State, event: ev.Configured) -> None:
-    """Decide by another policy and other limits; what is over them goes, little by little."""
+    """Adopt another policy and other limits.
+
+    What exceeds the limits is evicted little by little.
+    """
     state.fleet.policy = event.policy
     state.queue.limits = event.queue
     state.fleet.catalog.limits = event.limits

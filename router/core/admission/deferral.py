@@ -1,6 +1,4 @@
-"""What is done for one of those who wait: the planner's choice, unless it is better not to make it
-now, or better to leave the slot to the server.
-"""
+"""Decide how to serve one queued request: as planned, later, or server-placed."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,16 +14,17 @@ from router.core.planning.prefill_wait import rank, seconds_left
 
 
 class Decision(NamedTuple):
-    """A plan, and the request as it goes: perhaps without a pin."""
+    """A plan, and the request as it is sent: perhaps unpinned."""
 
     request: Request
     plan: Plan
 
 
 def decide(state: State, request: Request, now: float, waited_s: float) -> Decision | None:
-    """The best way to serve a request. None: not yet.
+    """Return the best way to serve a request. None: not yet.
 
-    What is better left to the server is, where that makes nobody wait; else it is pinned.
+    A request that the server places better is sent unpinned if no request has to wait for that;
+    else it is pinned.
     """
     if request.left:
         unpinned = replace(request, pinnable=False)
@@ -43,20 +42,22 @@ def decide(state: State, request: Request, now: float, waited_s: float) -> Decis
     if backend in state.fleet.room(unpinned):
         rest_s = state.fleet.rates[backend].prefill_s(len(request.prompt) - parked, parked)
         way = Candidate(made.chosen.slot, Source.NONE, parked, Price(prefill_s=rest_s))
-        reason = "left to the server: it has it in its own cache"
+        reason = "server-placed: the backend may have the prompt in its own cache"
         return Decision(unpinned, Plan(way, reason=reason, shared=made.shared))
     return None if any(let_go(state.fleet, backend, now)) else Decision(request, made)
 
 
 def _parked(fleet: Fleet, request: Request, made: Plan) -> int:
-    """How many tokens of the prompt the chosen backend may have in a cache of its own, if that is
-    more than could be brought there. It looks there only if nobody pins the request to an empty
-    slot (llama-server.md section 0.7)."""
+    """Return how many tokens of the prompt the chosen backend's own cache may hold.
+
+    Zero unless that is clearly more than the plan reuses. The backend looks there only if the
+    request is not pinned to an empty slot (llama-server.md section 0.7).
+    """
     chosen, prompt = made.chosen, request.prompt
     pinned = request.pinnable and request.slot_hint is None and chosen.wait_for is None
     if fleet.infos[chosen.slot.backend].keeps_idle_slots or not pinned:
         return 0
-    if made.shared is None or prompt.n_media:  # nothing is known of it, or nothing wanted
+    if made.shared is None or prompt.n_media:  # the tokens are unknown, or not to be reused
         return 0
     parked = min(fleet.parked_tokens(chosen.slot.backend, prompt.tokens), len(prompt) - 1)
     enough = chosen.reused_tokens + max(fleet.catalog.limits.min_tokens, 1)
@@ -64,10 +65,10 @@ def _parked(fleet: Fleet, request: Request, made: Plan) -> int:
 
 
 def _planned(state: State, request: Request, now: float, waited_s: float) -> Plan | None:
-    """Elsewhere, or not yet, where a start would
+    """Plan the request elsewhere, or not yet, where a start would
 
-    1. empty what is worth the moment until it is known;
-    2. take the last slot only to stand in line in it: somebody else could use it.
+    1. clear content that is worth the wait until its slot is known to be idle;
+    2. take the last slot only to wait in the prefill queue: another request could use that slot.
     """
     fleet = state.fleet
     while True:
@@ -81,8 +82,10 @@ def _planned(state: State, request: Request, now: float, waited_s: float) -> Pla
 
 
 def _only_stands(state: State, made: Plan, now: float, waited_s: float) -> bool:
-    """It would take a backend's last idle slot, and be the last to be computed there. As in line,
-    who has waited for longer counts as needing less: nobody is passed by for ever."""
+    """Return True if the request would take the last idle slot and prefill last there.
+
+    As in the prefill queue, a longer wait counts as a shorter prefill, so no request starves.
+    """
     fleet, backend, own_s = state.fleet, made.chosen.slot.backend, made.chosen.price.prefill_s
     if not (made.prefill_first and fleet.policy.is_long(own_s)):
         return False

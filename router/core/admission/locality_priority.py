@@ -1,10 +1,10 @@
-"""Who waits for what an idle slot holds goes before who would displace it.
+"""Locality priority: admit a request that reuses a slot before one that displaces it.
 
-On servers that are never idle whoever is first in turn gets the slot that comes free, and what is
-in there is lost where no snapshot holds it: the next turn of that conversation, which waits as
-well, is computed anew, and displaces somebody else's. Fair it stays, as "Locality-aware Fair
-Scheduling in LLM Serving" (Cao et al., 2025) has it: nobody goes first whose client has had
-noticeably more, and nobody is passed over more than a few times. See docs/adr/0016.
+On servers that are never idle the first request of the queue gets the slot that comes free. The
+content of that slot is lost where no snapshot holds it. The next turn of that conversation, also
+queued, is then computed anew and displaces another's content. Fairness is bounded as in
+"Locality-aware Fair Scheduling in LLM Serving" (Cao et al., 2025): no request goes first if its
+client has had noticeably more, and none is passed over more than a few times. See docs/adr/0016.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from router.core.execution.state import State
 from router.core.model.plan import Plan
 from router.core.model.request_queue import Waiting
 
-_AMONG = 16  # those next in turn
-_TRIED = 2  # of these, who would be spared enough; as a rule the first is granted what he came for
+_AMONG = 16  # the next requests of the queue
+_TRIED = 2  # of those that would be spared enough; usually the first can start there
 _AT_MOST = 8  # times that a request is passed over
-_LEAD_S = 10.0  # of server time that a client may have had more
-_LOST_S = 0.5  # of prefill; for less nobody goes first
+_LEAD_S = 10.0  # server time that a client may have had more
+_LOST_S = 0.5  # prefill spared; for less no request goes first
 
 
 def heir(
@@ -31,8 +31,11 @@ def heir(
     asked: Callable[[Waiting], Request | None],
     now: float,
 ) -> tuple[Waiting, Decision] | None:
-    """Who has come for what the plan would displace, if nothing else holds that and he can start
-    in that very slot now. `asked` is as what somebody may be looked at."""
+    """Return a request that reuses what the plan would displace, with its decision.
+
+    Only if nothing else holds that content, and the request can start in that very slot now.
+    `asked` returns a request as it may be planned, or None.
+    """
     slot = made.chosen.slot
     for other in _who_came(state, waiting, made)[:_TRIED]:
         request = asked(other)
@@ -50,13 +53,13 @@ def _who_came(state: State, waiting: Waiting, made: Plan) -> list[Waiting]:
         waiting.passed_over >= _AT_MOST
         or len(state.queue) < 2
         or chosen.save_displaced
-        or request.whole_backend  # an idle backend was waited for
+        or request.whole_backend  # it waited for an idle backend
         or request.slot_hint is not None
         or not fleet.policy.moves_kv
         or count(held) <= saved
     ):
         return []
-    # What nobody loses: a snapshot has it, or the request itself goes on from it.
+    # Not lost: a snapshot holds it, or the request itself goes on from it.
     kept = max(saved, chosen.reused_tokens * (chosen.source is Source.RESIDENT))
     came = []
     for other in islice(state.queue.in_turn(), _AMONG):

@@ -1,4 +1,4 @@
-"""From a lease to the end of its request: steps, prefill queue, placement gate, completion, saves.
+"""Run a job from its lease to the end of its request: steps, waits, completion, saves.
 
-Knows not which request is served next: that is `admission`.
+`admission` decides which request is served next; this package does not.
 """

@@ -1,4 +1,4 @@
-"""How jobs end: well, badly, or with the backend under them. Every lease goes back here."""
+"""End jobs: after success, failure, or the loss of their backend. Release every lease."""
 
 from collections import deque
 from math import inf
@@ -29,19 +29,19 @@ from router.core.model.resident_updates import (
 from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot
 from router.core.reporting.request_records import avoided_s
 
-# Until a slot that was left is known to be idle, in seconds: what who comes back at once is told
-# that waiting for it costs.
+# Seconds until an abandoned slot is known to be idle: what the wait is priced at for a client
+# that comes back at once.
 _LET_GO_S = {Left.ANSWERED: 0.01, Left.BEGUN: 0.03, Left.SENT: 1.5}
-# The probes of servers that are alike differ by so much: each computes a hundred tokens or two.
+# Probes of equal servers differ by up to this factor: each computes only 100 to 200 tokens.
 _PROBES_DIFFER = 2.0
 _OVER = (Outcome.OK, Outcome.REFUSED)  # such a request will not start any more
 
 
 def lose_backend(state: State, backend: BackendId, now: float) -> None:
-    """A backend's slots are gone; its jobs end wherever they were.
+    """Drop a backend's slots, and end its jobs at whatever step they are.
 
-    What reached no client is told to the web layer, which may try elsewhere. What is running
-    ends by itself: the connection breaks.
+    Requests in preparation are rejected to the web layer, which may try another backend. Requests
+    that run end by themselves: the connection breaks.
     """
     if backend in state.fleet.infos:
         for slot in state.fleet.slots.of(backend):
@@ -61,15 +61,15 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
             for slot in _may_be_on(state, job):
                 _note_wish(slot, job.request)
         if job.stage is Stage.DISPATCHED:
-            # Finished is still to come, and with it the account. Its gate went with the backend;
-            # the one that is closed then may be somebody else's.
+            # `Finished` and the account are still to come. The job's gate went with the backend; a
+            # gate that is closed then may be another job's.
             job.gated = False
             continue
         _leave_to_itself(state, job, backend, now)
 
 
 def _may_be_on(state: State, job: Job) -> list[Slot]:
-    """The slots of its backend that a job's request, which was sent, may have used."""
+    """Return the slots of its backend that the job's request, once sent, may have used."""
     assert job.request is not None
     slots = state.fleet.slots.of(job.slot.backend)
     known = job.placed or (job.request.pinnable and not job.request.whole_backend)
@@ -77,10 +77,10 @@ def _may_be_on(state: State, job: Job) -> list[Slot]:
 
 
 def _leave_to_itself(state: State, job: Job, backend: BackendId, now: float) -> None:
-    """End a job whose backend is gone. A save elsewhere that is under way for it keeps its slot."""
+    """End a job of a lost backend; its save under way elsewhere keeps its slot."""
     step, saving = job.doing, None
     if isinstance(step, PrefillStep):
-        state.out.append(StopWork(job.id))  # if it hangs, it would go on for nobody
+        state.out.append(StopWork(job.id))  # a hanging prefill would go on in vain
     if isinstance(step, SaveStep) and step.slot.backend != backend:
         saving = job.lease_of(step.slot)
     job.others = [lease for lease in job.others if lease != saving]
@@ -91,7 +91,10 @@ def _leave_to_itself(state: State, job: Job, backend: BackendId, now: float) -> 
 
 
 def _lose_source(job: Job, backend: BackendId) -> None:
-    """If a copy's source is gone, the request goes on cold; a save under way will say so."""
+    """Continue cold if the source of the job's copy was on the lost backend.
+
+    A save under way reports its own failure.
+    """
     kept = [lease for lease in job.others if lease.slot.backend != backend]
     if kept == job.others:
         return
@@ -105,7 +108,7 @@ def _lose_source(job: Job, backend: BackendId) -> None:
 
 
 def launched(state: State, request: RequestId, index: int, now: float) -> None:
-    """A request without a pin runs: let others near the backend again, and see where it went."""
+    """Open the gate of a server-placed request that runs, and note its slot."""
     job = state.jobs.get(request)
     if job is None or job.stage is not Stage.DISPATCHED or not state.fleet.slots.holds(job.lease):
         return
@@ -114,20 +117,25 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
     placement_gate.note_place(state, job, index)
     job.placed = index == job.slot.index or bool(job.others) or _follow(state, job, index)
     if not job.placed:
-        _doubt_drained(state, job, job.request)  # it is in one that was idle before we knew
+        _doubt_drained(state, job, job.request)  # it runs in one that was idle unnoticed
     _doubt_others(state, job, now)
 
 
 def _doubt_others(state: State, job: Job, now: float) -> None:
-    """The job's request has started. A slot that came free since it was sent was emptied, or came
-    free after the start and is what it was: a look will tell."""
+    """Check the slots that came free since the job's request was sent; it has started.
+
+    Each was cleared by the start, or came free after the start and is intact: a poll will tell.
+    """
     for slot in state.fleeting(job.slot.backend):
         watch(state, slot, left=Left.ANSWERED, untouched=True)
         slot.pending, slot.busy_until = slot.resident.tokens, now + _LET_GO_S[Left.ANSWERED]
 
 
 def _follow(state: State, job: Job, index: int) -> bool:
-    """Move the job's lease to the slot where the server put its request, if that is to be had."""
+    """Move the job's lease to the slot where the server put its request.
+
+    Return False if that slot is not available.
+    """
     actual = next((s for s in state.fleet.slots.of(job.slot.backend) if s.id.index == index), None)
     if actual is None or not actual.is_idle or job.request is None:
         return placement_gate.change_places(state, job, index)
@@ -135,7 +143,7 @@ def _follow(state: State, job: Job, index: int) -> bool:
     pending, busy_until, turn = leased.pending, leased.busy_until, leased.turn_until
     lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
     leased.release(job.lease, leased.resident if lasts else UNKNOWN, leased.last_used)
-    leased.generation += 1  # the answer will be read under this lease, and is not here
+    leased.generation += 1  # the answer is read under this lease, and is elsewhere
     job.lease = actual.lease(job.id)
     actual.tenant = actual.taker = job.request.tenant
     job.sent_over = actual.resident
@@ -145,17 +153,17 @@ def _follow(state: State, job: Job, index: int) -> bool:
 
 
 def finished(state: State, event: ev.Finished, now: float) -> None:
-    """The response is over: learn from it, and give the slot back or find out about it."""
+    """Learn from a finished response, and release its slot or watch it until idle."""
     job = state.jobs.get(event.request)
     if job is None or job.request is None or job.plan is None or job.stage is not Stage.DISPATCHED:
         return
     if event.index is not None:
         launched(state, event.request, event.index, now)
-    if job.gated:  # it was over before we saw it
+    if job.gated:  # it was over before it was seen to run
         if job.request.pinnable and event.outcome in _OVER:
             _doubt_others(state, job, now)
         else:
-            state.others_cleared(job.slot.backend)  # it may start yet, and in any of them
+            state.others_cleared(job.slot.backend)  # it may still start, in any of them
     open_gate(state, job)
     state.out.append(
         Account(
@@ -181,11 +189,11 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
 
 
 def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
-    """What the job's slot holds after a complete answer.
+    """Return what the job's slot holds after a complete answer.
 
     1. Nothing, where no slot ever holds anything.
-    2. The server used several slots as it liked: nothing is known.
-    3. The server placed it, gone before we saw where: it may have been any idle slot.
+    2. Unknown: the server used several slots as it liked.
+    3. Server-placed, and over before its slot was seen: any idle slot may have been used.
     4. Prompt and answer.
     """
     assert job.request is not None
@@ -202,27 +210,27 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
         if slot.is_idle:
             slot.resident = after_either(slot.resident, job.request.prompt)
             _mix(slot, job.request)
-    # Where a start empties the idle slots, it emptied ours if it was elsewhere.
+    # Where a start clears idle slots, a start in another slot has cleared the job's.
     lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
     return after_either(job.sent_over if lasts else UNKNOWN, job.request.prompt)
 
 
 def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
-    """Hold the slot until the backend has let go of it, and every slot that it may be using.
+    """Watch the slot, and every slot that the request may use, until the backend is done.
 
-    After a complete answer the first look decides. After a refusal most slots hold what they held,
-    whoever's it is: whoever sends nonsense shall not empty what others have.
+    After a complete answer the first poll decides. After a refusal most slots hold what they held,
+    for any tenant: a client that sends nonsense must not empty the slots of others.
 
-    A request pinned to a busy slot can destroy an answer (llama-server.md section 0.1), so one
-    that the server placed where we have not seen it keeps all idle slots out of use.
+    A request pinned to a busy slot can destroy an answer (llama-server.md section 0.1). A
+    server-placed request that was not seen in a slot therefore keeps all idle slots out of use.
 
-    What an adapter of its own has computed looks like anybody's to the server, which would go on
-    from it for whoever begins with the same tokens (section 1.7): it is wiped. So is what the
-    server may have moved there (2.3), and what several answers may have shared, in each slot and by
-    computing a token there.
+    To the server, KV of a request's own adapter looks like any other. The server would reuse that
+    KV for any request with the same first tokens (section 1.7), so the slot is wiped. A slot is
+    wiped too if the server may have moved KV there (2.3), or if several answers may have shared its
+    state. In the last case each slot is wiped, after a token is computed in it.
 
-    Without KV there is nothing to destroy, and which slot it is nobody knows: the server lets
-    others wait by itself.
+    Without KV there is nothing to destroy, and the slot is not known: the server makes other
+    requests wait by itself.
     """
     assert job.request is not None
     if not state.fleet.generates(job.slot.backend):
@@ -256,7 +264,7 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
 
 
 def _is_to_be_wiped(state: State, job: Job, event: ev.Finished) -> bool:
-    """What the job's request has left is not, or not only, what its tokens say."""
+    """Return True if what the request left is not exactly what its tokens say."""
     assert job.request is not None
     n_ctx = state.fleet.infos[job.slot.backend].n_ctx
     exact = is_exact(job.request, job.sent_over, event.reported, n_ctx)
@@ -264,29 +272,36 @@ def _is_to_be_wiped(state: State, job: Job, event: ev.Finished) -> bool:
 
 
 def _shares_state(state: State, job: Job) -> bool:
-    """Several answers to one prompt share its state, which the server copies from slot to slot with
-    the next batch that it computes, and not before: into whatever is restored there meanwhile
-    (llama-server.md section 2.1)."""
+    """Return True if several answers to one prompt share its state.
+
+    The server copies that state from slot to slot with the next batch that it computes, and not
+    before: into whatever is restored there meanwhile (llama-server.md section 2.1).
+    """
     assert job.request is not None
     return job.request.whole_backend and state.fleet.infos[job.slot.backend].n_stream > 1
 
 
 def _mix(slot: Slot, request: Request) -> None:
-    """A slot holds what it held, or a request's tokens: if those are two tenants', nobody's."""
+    """Note that the slot may hold the request's tokens; mixed tenants make it no tenant's."""
     if slot.tenant != request.tenant:
         slot.tenant = NOBODY
     _note_wish(slot, request)
 
 
 def _note_wish(slot: Slot, request: Request) -> None:
-    """A slot may hold what a request has left: if that is to be no cache, or not what its tokens
-    say, it is never saved."""
+    """Never save a slot that may hold what the request left, if that must not be saved.
+
+    The client asked for no cache, or the KV may not be what its tokens say.
+    """
     slot.declined = slot.declined or not request.reuse or request.shifts
 
 
 def _doubt_drained(state: State, job: Job, request: Request) -> None:
-    """A slot that we still watched may have been idle, and the server's choice for the job: nothing
-    will be known of what it holds, so nobody waits for it."""
+    """Doubt the watched slots of the job's backend: the server may have put the job there.
+
+    A watched slot may have been idle already. Nothing will be known of its content, so no request
+    waits for it.
+    """
     for other in state.jobs.values():
         if other.slot.backend == job.slot.backend and other.stage is Stage.DRAINING:
             other.doubted = True
@@ -304,9 +319,11 @@ def watch(
     flush: bool = False,
     untouched: bool = False,
 ) -> None:
-    """Keep a slot out of use until it is known to be idle: somebody unknown may be using it.
-    Or until it was wiped, and has computed something if it is to `flush`. `untouched`: if it is as
-    long then as it was, it is what it was."""
+    """Keep a slot out of use until it is known to be idle: an unknown client may use it.
+
+    `wipe`: empty the slot before releasing it. `flush`: compute one token first. `untouched`: if
+    the slot's length is unchanged then, its content is too.
+    """
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
     lease = slot.lease(name)
     job = Job(id=name, lease=lease, stage=Stage.DRAINING, untouched=untouched)
@@ -316,8 +333,11 @@ def watch(
 
 
 def found_busy(state: State, event: ev.FoundBusy) -> None:
-    """Leave alone what a stranger uses. While a request is on its way to a slot of the server's
-    choice, it may be that one; without KV, any of ours may be in any slot."""
+    """Keep slots that an unknown client uses out of use.
+
+    While the gate is closed, the router's own request may be the one in the slot. Without KV, any
+    of the router's requests may be in any slot.
+    """
     for slot_id, generation in event.slots.items():
         slot = next((s for s in state.fleet.slots.of(slot_id.backend) if s.id == slot_id), None)
         if slot is None or slot_id.backend in state.fleet.gated:
@@ -330,7 +350,7 @@ def found_busy(state: State, event: ev.FoundBusy) -> None:
 
 
 def quiet(state: State, event: ev.Quiet, now: float) -> None:
-    """A slot that was left in the middle is idle at last."""
+    """Release a watched slot that is idle at last."""
     job = state.jobs.get(event.request)
     if job is None:
         return
@@ -341,7 +361,7 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
         if job.untouched:
             state.fleet.give_up(slot)
         held = UNKNOWN if event.n_tokens is None else Resident(unread=event.n_tokens)
-        slot.tenant = NOBODY  # somebody else may have used it
+        slot.tenant = NOBODY  # an unknown client may have used it
         end(state, job, now, held)
     else:
         end(state, job, now, after_quiet(job.sent_over, job.request.prompt, event.n_tokens))
@@ -351,7 +371,7 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
 
 
 def answer_read(state: State, event: ev.AnswerRead) -> None:
-    """The ids of an answer are known now; of use if nobody has taken the slot since."""
+    """Note the ids of an answer, unless the slot has been leased since."""
     slots = state.fleet.slots.of(event.slot.backend)
     if event.slot.index < len(slots):
         slot = slots[event.slot.index]
@@ -360,7 +380,10 @@ def answer_read(state: State, event: ev.AnswerRead) -> None:
 
 
 def end(state: State, job: Job, now: float, resident: Resident | None = None) -> None:
-    """Give back all that the job holds. `resident` None: what the slot was believed to hold."""
+    """End the job, and release all that it holds.
+
+    `resident` None: its slots hold what they were believed to hold.
+    """
     state.jobs.pop(job.id, None)
     state.changed = state.changed or bool(state.looked_at)  # a slot comes free, perhaps on a Tick
     open_gate(state, job)
@@ -372,7 +395,7 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         background = job.request is None and job.stage is Stage.PREPARING
         held = slot.resident if resident is None else resident
         if job.others and job.stage is not Stage.PREPARING and held is not NOTHING:
-            held = UNKNOWN  # the server chose which slots it used
+            held = UNKNOWN  # the server chose the slots
         if job.request is not None and resident is not None and not job.request.reuse:
             slot.declined = True
         used = slot.last_used if background else now
@@ -383,14 +406,14 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
 
 
 def open_gate(state: State, job: Job) -> None:
-    """Nothing stands in the way of others on the job's backend any more."""
+    """Open the gate that the job holds, if any."""
     if job.gated:
         job.gated = False
         state.fleet.gated.discard(job.slot.backend)
 
 
 def _learn(state: State, job: Job, event: ev.Finished) -> None:
-    """Compare what was predicted with what was measured."""
+    """Learn the backend's rates from what was measured."""
     rates = state.fleet.rates[job.slot.backend]
     reported = event.reported
     rates.observe_prompt(reported)
@@ -401,10 +424,10 @@ def _learn(state: State, job: Job, event: ev.Finished) -> None:
 
 
 def _teach(state: State, backend: BackendId) -> None:
-    """Backends that have computed nothing yet cost what those of their kind do.
+    """Give the backend's rates to those of its kind that have computed nothing yet.
 
-    All that is known of them is a short probe, beside whatever ran then. One that came out slow
-    would stay unused for as long as another is idle, whose states are displaced meanwhile.
+    All that is known of the others is a short probe, beside whatever ran then. A backend with a
+    slow probe would stay unused while another is idle, and states on the other would be displaced.
     """
     fleet = state.fleet
     known = fleet.infos.get(backend)
@@ -417,6 +440,6 @@ def _teach(state: State, backend: BackendId) -> None:
 
 
 def _alike(one: BackendInfo, other: BackendInfo) -> bool:
-    """As far as their probes tell, two backends are equally fast."""
+    """Return True if two backends are equally fast, as far as their probes tell."""
     fast, slow = sorted((one.prefill_s_per_token or 0.0, other.prefill_s_per_token or 0.0))
     return not fast or slow <= _PROBES_DIFFER * fast

@@ -1,4 +1,4 @@
-"""Saving what idle slots hold while nobody is kept waiting by it."""
+"""Idle saves: save the content of idle slots while no request is delayed by it."""
 
 from router.base.types import BackendId, RequestId
 from router.core.execution.job_steps import next_step
@@ -10,10 +10,11 @@ from router.core.planning.displacement import first_to_save
 
 
 def save_fleeting(state: State, now: float) -> None:
-    """Where the next start empties the idle slots, save what they hold before it comes.
+    """Save volatile slots before the next start clears them.
 
-    At once or never, so also while others are running; the price counts their stall
-    (llama-server.md section 0.6). Who is about to start something does it himself: see `fleeting`.
+    They are saved at once or never, so also while requests run; the price counts their stall
+    (llama-server.md section 0.6). A job that is about to start something saves them itself: see
+    `volatile_slots`.
     """
     if state.gives_up_content:
         return
@@ -23,10 +24,10 @@ def save_fleeting(state: State, now: float) -> None:
 
 
 def save_idle(state: State, now: float) -> None:
-    """Save slots whose content is worth it, one a backend at a time.
+    """Save slots with content that is worth it, one per backend at a time.
 
-    1. Idle for long enough on a backend where nothing runs: costs nobody anything.
-    2. The router is stopping, or the backend is to be let go of: all that is worth it.
+    1. Idle for long enough on a backend where nothing runs: the save delays no request.
+    2. The router is stopping, or the backend is draining: all slots that are worth it.
     """
     if state.gives_up_content:
         return
@@ -45,14 +46,17 @@ def save_idle(state: State, now: float) -> None:
 
 
 def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0.0) -> None:
-    """Save the first slot that is due and worth it; the next one when that is done."""
+    """Save the first slot that is due and worth it.
+
+    The next slot follows when that save is over.
+    """
     slot = first_to_save(state.fleet, backend, now, after_s)
     if slot is not None:
         _save(state, slot, now)
 
 
 def wakeup(state: State) -> float | None:
-    """When the next slot has been idle for long enough, in clock seconds."""
+    """Return when the next slot has been idle for long enough, in clock seconds."""
     after_s = state.fleet.policy.idle_save_after_s
     if after_s is None or state.stopping or not state.fleet.policy.moves_kv:
         return None
@@ -62,7 +66,7 @@ def wakeup(state: State) -> float | None:
 
 
 def _is_preparing(state: State, backend: BackendId) -> bool:
-    """Something is about to start; a save in between would hold it up."""
+    """Return True if a request is about to start: a save would delay it."""
     preparing = state.fleet.slots.phases(backend)[Phase.PREPARING]
     return preparing > 0 or backend in state.fleet.gated
 

@@ -1,7 +1,7 @@
-"""What happens between a grant and the client's request: one step after the other.
+"""Run the steps between admission and the client's request, one after the other.
 
-A step that fails never fails the request: what is left of the plan is a cold prefill on the same
-lease.
+A failed step does not fail the request, except an erase: what is left of the plan is a cold prefill
+on the same lease.
 """
 
 from collections import deque
@@ -61,10 +61,10 @@ from router.core.planning.displacement import can_save
 from router.core.planning.prefill_chunks import piece
 from router.core.planning.prefill_wait import seconds_left
 
-# A restore can fail for want of room in the KV cache and not because of the file, and the
-# server's answer does not tell which (llama-server.md section 1.1): once is forgiven.
+# A restore can fail for lack of room in the KV cache, not because of the file. The server's
+# answer does not tell which (llama-server.md section 1.1), so the first failure is forgiven.
 _STRIKES = 2
-# Saves of slots that the request has no other use for.
+# Saves of slots that the job holds for nothing else.
 _FOR_THE_SAVE = (SaveReason.COPY, SaveReason.IDLE)
 
 
@@ -84,7 +84,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
     job.doing = step = job.steps.popleft()
     match step:
         case SaveStep():
-            # Who wants this very content can wait the moment that it takes.
+            # A request for this very content can wait for the save.
             slot = state.fleet.slots[step.slot]
             namespace = namespace_of(state.fleet.infos[step.slot.backend], slot.tenant)
             slot.saving = slot.resident.tokens
@@ -100,7 +100,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
         case EraseStep():
             state.out.append(Erase(job.id, step.slot))
         case RestoreStep(snapshot=None):
-            next_step(state, job, now)  # the copy came to nothing
+            next_step(state, job, now)  # the copy failed
         case RestoreStep(snapshot=snapshot):
             assert snapshot is not None
             if state.fleet.catalog.is_forgotten(snapshot):
@@ -114,7 +114,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
         case PrefillStep():
             slot = state.fleet.slots[job.slot]
             job.doing = step = PrefillStep(step.tokens, piece(state.fleet, job.slot, step.tokens))
-            # Others may as well wait for the last of several.
+            # Other requests may as well wait for the last of several prefills.
             last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
             whole = last[0] if last else step.tokens
             slot.pending, slot.sharing = whole, True
@@ -136,11 +136,11 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
 
 
 def take_turns(state: State, now: float) -> None:
-    """Let those compute their prompts whose turn it is; who has waited for too long goes."""
+    """Start the prefills that have the permit; end the jobs past their deadline."""
     while called := prefill_queue.take_next(state, now):
         for job, step in called:
             if job.cancelled and not is_wanted(state, job, step.tokens):
-                job.steps.clear()  # those who waited for it are gone, too; and another is called
+                job.steps.clear()  # no request waits for it any more; the next job gets the permit
             else:
                 job.steps.appendleft(step)
             next_step(state, job, now)
@@ -149,7 +149,7 @@ def take_turns(state: State, now: float) -> None:
 
 
 def pass_gate(state: State, now: float) -> bool:
-    """Let those send their requests who waited for that; whether there were any."""
+    """Let gated jobs send their requests; return True if there were any."""
     passed = False
     while (job := placement_gate.next_through(state, now)) is not None:
         next_step(state, job, now)
@@ -177,11 +177,11 @@ def _dispatch(state: State, job: Job, now: float) -> None:
 
 
 def saved(state: State, event: ev.Saved, now: float) -> None:
-    """A snapshot is there; what it holds is the truth about the slot."""
+    """Note a new snapshot; its tokens are the truth about the slot."""
     snapshot = event.snapshot
     info = state.fleet.infos.get(event.slot.backend)
     if info is None or info.namespace != model_of(snapshot.namespace):
-        # The backend went while the file was on its way: nothing vouches for it.
+        # The backend went away during the save: nothing vouches for the file.
         state.delete([snapshot])
     else:
         write_backoff.went_well(state, info.id)
@@ -191,7 +191,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         )
         state.keep(snapshot, info.memory_kind)
         if not snapshot.shape.useful:
-            # Shorter than a window that the probe has not seen the end of: none so short again.
+            # Shorter than the window, which the probe has not seen to its end: save none so short.
             window = max(info.window, len(snapshot))
             state.fleet.infos[info.id] = replace(info, window=window)
     if job := state.jobs.get(event.request):
@@ -203,7 +203,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
 
 
 def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
-    """No snapshot; the slot is as it was."""
+    """Go on without a snapshot; the slot is as it was."""
     write_backoff.went_wrong(state, event.slot.backend, now)
     if job := state.jobs.get(event.request):
         _save_over(state, job, event.slot, None, now)
@@ -211,9 +211,9 @@ def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
 
 
 def was_cut(state: State, event: ev.WasCut, now: float) -> None:
-    """The part is a snapshot of its own from now on, and is what gets restored."""
+    """Keep the cut prefix as a snapshot of its own, and restore it."""
     trunk = event.snapshot
-    state.keep(trunk, MemoryKind.FULL)  # no other can be cut
+    state.keep(trunk, MemoryKind.FULL)  # no other kind can be cut
     job = state.jobs.get(event.request)
     if job is None:
         return
@@ -221,9 +221,9 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
     if job.steps:
         usable = _find(state, trunk)
         if usable is None:
-            _restore_the_whole(state, job, "the limits leave no room for the part")
+            _restore_the_whole(state, job, "the snapshot limits leave no room for the cut prefix")
         else:
-            state.restore_over(job.id)  # of the long one, which nobody will read
+            state.restore_over(job.id)  # the long snapshot will not be read
             state.fleet.catalog.acquire(usable, now)
             job.using = usable
             job.steps[0] = RestoreStep(usable)
@@ -231,7 +231,7 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
 
 
 def cut_failed(state: State, event: ev.CutFailed, now: float) -> None:
-    """The whole gets restored instead, if the slot can hold it."""
+    """Restore the whole snapshot instead, if the slot can hold it."""
     if job := state.jobs.get(event.request):
         write_backoff.went_wrong(state, job.slot.backend, now)
         if job.steps:
@@ -251,9 +251,8 @@ def _restore_the_whole(state: State, job: Job, reason: str) -> None:
 def _save_over(
     state: State, job: Job, saved: SlotId, snapshot: Snapshot | None, now: float
 ) -> None:
-    """What was held for the save alone is given back at once; a copy goes on with what was
-    saved."""
-    lease = job.lease_of(saved)  # None: it was lost with its backend
+    """Release a slot held for the save alone; a copy goes on with the snapshot."""
+    lease = job.lease_of(saved)  # None: lost with its backend
     if lease is not None:
         state.fleet.slots[saved].saving = EMPTY
     if not (isinstance(job.doing, SaveStep) and job.doing.reason in _FOR_THE_SAVE):
@@ -276,7 +275,7 @@ def _save_over(
 
 
 def _find(state: State, snapshot: Snapshot) -> SnapshotId | None:
-    """The catalog's snapshot with these tokens: this one, or the equal that was there before."""
+    """Return the catalog's snapshot with these tokens: this one or an older equal."""
     for match in state.fleet.catalog.match(snapshot.namespace, snapshot.tokens, limit=4):
         if match.common == match.length == len(snapshot):
             return match.item
@@ -284,7 +283,7 @@ def _find(state: State, snapshot: Snapshot) -> SnapshotId | None:
 
 
 def restored(state: State, event: ev.Restored, now: float) -> None:
-    """The slot holds the snapshot."""
+    """Note that the slot holds the snapshot."""
     state.strikes.pop(event.snapshot, None)
     job = state.jobs.get(event.request)
     if job is None:
@@ -305,11 +304,12 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
 
 
 def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
-    """The slot is empty, the snapshot under suspicion, and the request goes on cold.
+    """Suspect the snapshot, and go on cold with an empty slot.
 
-    1. The file is to blame: nobody gets it again.
-    2. It is not, but could not be made ready for this backend: a full disk, say.
-    3. The backend refused it, or died of it (llama-server.md section 0.3): not a second time.
+    1. The file is to blame: no request gets it again.
+    2. The file could not be made ready for this backend (a full disk, say): it stays.
+    3. The backend refused it, or died of it (llama-server.md section 0.3): quarantine it the second
+       time.
     """
     job = state.jobs.get(event.request)
     if event.blame is Blame.DISK:
@@ -331,10 +331,10 @@ def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
 
 
 def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
-    """A slot is the tenant's now whose request holds it. One that was only to be out of the
-    server's way is given back at once.
+    """Note that an erased slot belongs to the tenant of the request that holds it.
 
-    If that failed, the request ends here: what its tenant must not meet may still be there.
+    A slot that was only to be out of the server's way is released at once. If the erase failed, the
+    request ends here: another tenant's tokens may still be in the slot.
     """
     job = state.jobs.get(event.request)
     if job is None:
@@ -344,7 +344,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
     if lease is not None:
         slot = state.fleet.slots[event.slot]
         own = event.slot == job.slot
-        if not own:  # of its own slot it is noted already
+        if not own:  # noted already for the job's own slot
             state.fleet.give_up(slot)
         slot.resident = UNKNOWN if failed else NOTHING
         slot.declined = slot.declined and failed
@@ -358,14 +358,17 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
 
 
 def _refuse(state: State, job: Job) -> None:
-    """Do not send the request: its client gets 503, and nothing more is done for it."""
+    """Drop the request unsent: its client gets 503, and no further step is taken."""
     if not job.cancelled:
-        state.reject(job.id, NoBackendError("no slot could be emptied for it; try again"))
+        state.reject(job.id, NoBackendError("no slot could be emptied for the request; try again"))
     job.steps.clear()
 
 
 def prefill_broke(state: State, request: RequestId) -> None:
-    """Nothing comes of it for others; and unless its client left, nobody knows when it is over."""
+    """Note that a prefill has no result to share, though it may go on.
+
+    Unless its client disconnected, its end is not known.
+    """
     job = state.jobs.get(request)
     if job is not None and isinstance(job.doing, PrefillStep):
         slot = state.fleet.slots[job.slot]
@@ -376,17 +379,17 @@ def prefill_broke(state: State, request: RequestId) -> None:
 
 
 def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) -> None:
-    """The prompt is computed; if others wait for it, it is saved for them before it is used."""
+    """Go on after a prefill; save it first if other requests wait for it."""
     job = state.jobs.get(event.request)
     if job is None or not isinstance(job.doing, PrefillStep):
         return
     slot = state.fleet.slots[job.slot]
     if isinstance(event, ev.PrefillFailed):
-        state.others_cleared(job.slot.backend)  # it may start yet
+        state.others_cleared(job.slot.backend)  # it may still start
         slot.leaving = False
         assert job.request is not None
         slot.resident = after_quiet(slot.resident, job.request.prompt, event.n_tokens)
-        # There is nothing to save; and for those who wait, nothing came of it.
+        # There is nothing to save, also not for the requests that wait for it.
         job.steps = deque(step for step in job.steps if isinstance(step, DispatchStep))
         if job.cancelled:
             job.steps.clear()
@@ -401,7 +404,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
             if not job.cancelled or (job.steps and is_wanted(state, job, job.doing.tokens)):
                 job.steps.appendleft(PrefillStep(job.doing.tokens))
             else:
-                job.steps.clear()  # those who waited for it are gone, too
+                job.steps.clear()  # no request waits for it any more
         elif not job.cancelled and not saved_anyway and is_wanted(state, job, job.doing.tokens):
             job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
         volatile_slots.look_before_start(state, job)
@@ -409,7 +412,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
 
 
 def quiet(state: State, event: ev.Quiet, now: float) -> None:
-    """A slot is idle, of a request that is over or of a job that waits to know."""
+    """Note that a slot is idle: one that a job checks, or one of a request that is over."""
     job = state.jobs.get(event.request)
     if job is not None and isinstance(job.doing, LookStep):
         volatile_slots.looked(state, job, job.doing, event)
@@ -419,13 +422,16 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
 
 
 def is_wanted(state: State, job: Job, held: Tokens) -> bool:
-    """Somebody who waits shares more with `held` than with any snapshot, and enough."""
+    """Return True if a queued request shares more with `held` than with any snapshot.
+
+    The shared prefix has to be long enough for a snapshot.
+    """
     info = state.fleet.infos[job.slot.backend]
     if not can_save(state.fleet, info, count(held)):
         return False
     assert job.request is not None
     namespace, catalog = namespace_of(info, job.request.tenant), state.fleet.catalog
-    # Who shares no more than a snapshot holds of it needs no other: few are looked at closer.
+    # A request that shares no more than a snapshot holds needs no other: few are compared.
     enough = max(catalog.covered(namespace, held) + 1, catalog.limits.min_tokens)
     beginning = head(held, enough)
     if count(beginning) < enough:

@@ -1,8 +1,8 @@
-"""The gate before the requests that the server places: when one may be sent.
+"""Placement gate: decide when a server-placed request may be sent.
 
-Its prompt is computed in our slot beside whatever else goes on, and only then it needs the gate:
-nothing new begins on the backend until it is known to run. Where another slot that the server may
-take for idle has as much of the prompt, it waits for the end of that.
+Its prompt is computed in the leased slot beside other work. Only the send needs the gate: nothing
+new begins on the backend until the request is known to run. While another slot that the server may
+take for idle has as much of the prompt, the request waits at the gate.
 """
 
 from collections import deque
@@ -36,14 +36,17 @@ from router.core.planning.displacement import saving_pays
 
 
 def keeps_waiting(state: State, job: Job, now: float) -> bool:
-    """The job's next step is to send its request, and it may not be sent yet. Else it has the gate;
-    what another tenant has left meanwhile is emptied first."""
+    """Return True if the job's next step, to send its request, has to wait at the gate.
+
+    Otherwise a `late` job that sends next takes the gate, and first empties the slots in which
+    another tenant's tokens appeared meanwhile.
+    """
     if not (job.late and isinstance(job.steps[0], DispatchStep)):
         return False
     fleet, backend = state.fleet, job.slot.backend
     if not _is_free(state, job):
         slot = fleet.slots[job.slot]
-        # Nobody waits for what is computed already, nor for a turn of who computes nothing.
+        # The prefill is over: release the permit, and let no request wait for its end.
         slot.turn_until, slot.sharing, slot.busy_until = 0.0, False, now
         if job.gated:
             job.gated = False
@@ -61,14 +64,22 @@ def keeps_waiting(state: State, job: Job, now: float) -> bool:
 
 
 def next_through(state: State, now: float) -> Job | None:
-    """Who waits no longer: nothing is in the way of his request, or it waited for too long."""
+    """Return the first gated job that may be sent or that is past its deadline.
+
+    A job past its deadline is rejected and has no steps left. None: all keep waiting.
+    """
     found = None
     for job in _waiting(state):
         if _is_free(state, job):
             found = job
         elif (ends := _ends(state, job)) is not None and ends <= now:
             limit_s = state.queue.limits.deadline_s
-            state.reject(job.id, DeadlineError(f"it could not be sent within {limit_s:g} s"))
+            state.reject(
+                job.id,
+                DeadlineError(
+                    f"the request could not be sent within {limit_s:g} s (queue.deadline)"
+                ),
+            )
             job.steps.clear()
             found = job
         if found is not None:
@@ -79,16 +90,18 @@ def next_through(state: State, now: float) -> Job | None:
 
 
 def next_end(state: State) -> float | None:
-    """When the next one has waited for too long, in clock seconds."""
+    """Return when the next deadline at the gate passes, in clock seconds."""
     ends = (_ends(state, job) for job in _waiting(state))
     return min((end for end in ends if end is not None), default=None)
 
 
 def meets_nobody(state: State, job: Job) -> bool:
-    """The request can be sent and reuse nothing of another tenant. If all went as planned it can;
-    but where the server picks the slot, a prefill or a restore that failed leaves the one that we
-    mean with less of the prompt than others may have: now, or when their answers end, which may
-    be before the request is there."""
+    """Return True if the request can be sent without reusing another tenant's tokens.
+
+    If all went as planned, it can. Where the server picks the slot, a failed prefill or restore
+    leaves the leased slot with less of the prompt than others may have. Others may have it now, or
+    when their answers end, which may be before the request is there.
+    """
     request = _request(job)
     leased = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
     if any(slot.tenant != request.tenant for slot in leased):
@@ -101,7 +114,7 @@ def meets_nobody(state: State, job: Job) -> bool:
     for slot in state.fleet.slots.of(job.slot.backend):
         other = _waits_in(state, slot)
         if job.late and computed and other is not None:
-            # It is not sent before this request is seen to run.
+            # The other job sends only after this request is seen to run.
             if slot.tenant != request.tenant and may_hold(slot.resident, request.prompt):
                 return False
         elif tempts(slot, request, computed_first=computed):
@@ -110,8 +123,11 @@ def meets_nobody(state: State, job: Job) -> bool:
 
 
 def change_places(state: State, job: Job, index: int) -> bool:
-    """The server put the job's request into a slot of one that waits at the gate, where nothing is
-    under way: each has the other's slot from now on."""
+    """Swap slots with the gated job in slot `index`, where the server put the request.
+
+    Nothing is under way in that slot. From now on each job has the other's slot. Return False if no
+    gated job holds slot `index`.
+    """
     slots = state.fleet.slots.of(job.slot.backend)
     actual = next((slot for slot in slots if slot.id.index == index), None)
     other = _waits_in(state, actual) if actual is not None else None
@@ -132,8 +148,11 @@ def change_places(state: State, job: Job, index: int) -> bool:
 
 
 def note_place(state: State, job: Job, index: int) -> None:
-    """A request that we meant for a slot is in this one. If it was not the one that has most of
-    the prompt, the server goes by something else (`-sps 0`), and gets no more of them so late."""
+    """Note in which slot the server ran a request that was meant for the job's slot.
+
+    If that slot did not have most of the prompt, the server does not pick by prefix (`-sps 0`).
+    Such a backend's server-placed requests then take the gate at admission, not at the send.
+    """
     backend, request = job.slot.backend, _request(job)
     if not is_computed(job.sent_over, request.prompt) or not can_be_steered(
         request, state.fleet.infos[backend]
@@ -144,11 +163,14 @@ def note_place(state: State, job: Job, index: int) -> None:
         if not any(s.id.index == index and may_hold(s.resident, request.prompt) for s in slots):
             state.fleet.wayward.add(backend)
     elif job.prefilled is not None and any(slot.is_idle for slot in slots):
-        state.fleet.wayward.discard(backend)  # by age it would have been another
+        state.fleet.wayward.discard(backend)  # by last use the server would have picked another
 
 
 def mix(state: State, job: Job) -> None:
-    """It was not seen where the job's request ran: perhaps in a slot of one that waits."""
+    """Doubt the content of gated jobs' slots: the job's request may have run in one.
+
+    The router did not see in which slot that request ran.
+    """
     request = _request(job)
     computed = is_computed(job.sent_over, request.prompt)
     for slot in state.fleet.slots.of(job.slot.backend):
@@ -163,7 +185,7 @@ def mix(state: State, job: Job) -> None:
 
 
 def _is_free(state: State, job: Job) -> bool:
-    """Nobody has the gate, and the server will take the slot that we mean."""
+    """Return True if no other job has the gate and the server will take the job's slot."""
     backend = job.slot.backend
     if backend in state.fleet.gated and not job.gated:
         return False
@@ -173,14 +195,14 @@ def _is_free(state: State, job: Job) -> bool:
 
 
 def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
-    """The server may take this slot instead of the job's, and that would not do.
+    """Return True if the slot is an obstacle: the server may take it instead of the job's.
 
-    1. Idle: the lease is moved there, if it is nobody else's.
-    2. It runs: only until its answer ends, and only another tenant's.
-    3. Somebody unknown uses it: nothing of ours is sent there.
-    4. The job's prompt is not computed: it may be any that is not in use.
-    5. Another who waits here: they change places, unless the other would lose by it.
-    6. It has, or is getting, as much of the prompt as ours.
+    1. Idle: no obstacle. The lease moves there; another tenant's slot is emptied first.
+    2. Running: an obstacle only until its answer ends, and only if it is another tenant's.
+    3. Used from outside the router: nothing of the router is sent there.
+    4. The job's prompt is not computed: any slot that is not in use is an obstacle.
+    5. Held by another gated job: the two swap slots, unless the other job would lose by it.
+    6. The slot has, or is getting, as much of the prompt as the job's.
     """
     request = _request(job)
     if slot.is_idle or slot.phase is Phase.LOST:  # (1)
@@ -201,11 +223,11 @@ def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
         return may_hold(slot.resident, request.prompt) and (
             loses or (foreign and not may_hold(own, theirs))
         )
-    is_probe = holder.request is None and holder.doing is None  # it may write anything there
+    is_probe = holder.request is None and holder.doing is None  # a probe may write anything there
     if is_probe or tempts(slot, request, computed_first=True):
         return True
     held = slot.resident
-    if isinstance(holder.doing, PrefillStep):  # the slot is in use, and was not known to have it
+    if isinstance(holder.doing, PrefillStep):  # in use, and not known to have it
         held = replace(held, unsure=False)
     return may_hold(held, request.prompt) or any(  # (6)
         will_hold(tokens, request.prompt) for tokens in (slot.pending, *_restored(state, holder))
@@ -213,15 +235,15 @@ def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
 
 
 def _restored(state: State, job: Job) -> list[Tokens]:
-    """What is restored into the job's slot, now or in a later step."""
+    """Return the tokens that are restored into the job's slot, now or in a later step."""
     fleet = state.fleet
-    # What is copied is in a slot that the job holds, until it is a snapshot.
+    # The source of a copy is a slot that the job holds, until it is a snapshot.
     tokens = [fleet.slots[lease.slot].resident.tokens for lease in job.others]
     return tokens if job.using is None else [*tokens, fleet.catalog[job.using].tokens]
 
 
 def _empty(state: State, job: Job, slots: list[Slot]) -> None:
-    """Another tenant's tokens are emptied before the request is sent, and saved if that pays."""
+    """Add steps that erase other tenants' slots before the send; save them if that pays."""
     steps: deque[Step] = deque()
     for slot in slots:
         job.others.append(slot.lease(job.id))
@@ -238,21 +260,21 @@ def _request(job: Job) -> Request:
 
 
 def _is_computed(state: State, job: Job) -> bool:
-    """The job's slot has most of its prompt, and the server would go by that."""
+    """Return True if the job's slot has most of its prompt, and steers the server."""
     fleet, request, backend = state.fleet, _request(job), job.slot.backend
     steers = fleet.gates_late(backend, request)
     return steers and is_computed(fleet.slots[job.slot].resident, request.prompt)
 
 
 def _waits_in(state: State, slot: Slot) -> Job | None:
-    """Whose slot it is, if that is one who waits at the gate."""
+    """Return the gated job that holds the slot. None: no gated job does."""
     job = state.holder(slot)
     waits = job is not None and isinstance(job.doing, AtGate) and job.slot == slot.id
     return job if waits else None
 
 
 def _waiting(state: State) -> list[Job]:
-    """Who waits at a gate, in the order in which they came; jobs that have ended are forgotten."""
+    """Return the gated jobs in order of arrival; forget jobs that have ended."""
     if not state.at_gate:
         return []
     jobs = [job for name in state.at_gate if (job := state.jobs.get(name)) is not None]
@@ -262,7 +284,7 @@ def _waiting(state: State) -> list[Job]:
 
 
 def _tell(state: State) -> None:
-    """Whoever would be in the way of these gets no slot there."""
+    """Tell the fleet which requests are gated: one in their way gets no slot there."""
     if not (state.at_gate or state.fleet.at_gate):
         return
     expected: dict[BackendId, list[Expected]] = {}

@@ -1,18 +1,18 @@
-"""Of several long prompts on one backend the router has one computed at a time.
+"""Prefill queue: of several long prompts on one backend, compute one at a time.
 
-llama-server puts the prompts of all its slots into the same batches, and nobody gets a token
-before a batch is over. Two prompts at once are both ready when the second could be; and one that
-the router computes first is handed to its client just when the next batch has begun, and waits for
-that as well. One after the other, the first is ready in half the time.
+llama-server puts the prompts of all its slots into the same batches, and no client gets a token
+before a batch is over. Two prompts at once are both ready when the second could be. A prompt that
+the router computes first is handed over just when the next batch has begun, and waits for that
+batch as well. One after the other, the first prompt is ready in half the time.
 
-Who has the turn has it for a piece, while that is saved for others, and until the first token; and
-it ends by itself: `Slot.turn_until`.
+A job holds the prefill permit for one prefill chunk, while the slot is saved for others, and until
+the first token. The permit ends by itself: `Slot.turn_until`.
 
-Whoever needs least has the next turn, less a part of the time that he has stood in line: that is
-his rank. Nobody who comes later goes before one who has stood for `needs / PATIENCE`, so nobody
-waits for ever. All of the time would be too much: a piece brings its prompt just as far as it
-brings forward those who wait, so equals would stay equal, take turns piece by piece, and all be
-ready when the last could be.
+Shortest remaining prefill first, with aging: rank = remaining seconds - `PATIENCE` x seconds
+waited. A later job never overtakes one that has waited for `remaining / PATIENCE`, so no job
+starves. Counting all seconds waited would be too much: a chunk advances its own prompt by as much
+as it advances the waiting ones. Equal prompts would stay equal, alternate chunk by chunk, and all
+be ready when the last could be.
 """
 
 from router.base.errors import DeadlineError
@@ -29,20 +29,22 @@ from router.core.planning.prefill_wait import (
     stood_s,
 )
 
-# A piece may take twice as long as predicted, or as long as predicted and that many seconds.
+# A chunk may be late by as much as it was predicted to take, within these limits in seconds.
 _LATE_S = 0.5, 5.0
-# Nobody waits for longer than that for somebody else's: then both are computed side by side.
+# No job waits longer than this for another's prefill: then both are computed side by side.
 _LONGEST_S = 10.0
-# From when a prompt is computed to its first token; what takes longer is held up by something else.
+# From the end of a prefill to the first token; a longer delay has another cause.
 _HANDED_OVER_S = 0.5
 
 
 def get_in_line(state: State, job: Job, step: PrefillStep, now: float) -> bool:
-    """The job is about to compute a prompt or a piece of it: the turn that it had is over.
+    """Queue a job that is about to compute a prefill chunk; its last permit is over.
 
-    1. It was called: it goes on.
-    2. It does not take long: it goes on, with a turn of its own if the prompt does.
-    3. Nobody has the turn or waits for it: it goes on.
+    Return True if the job has to wait. It goes on if one of these holds:
+
+    1. The job was given the permit.
+    2. The chunk does not take long. The job gets the permit if the whole prompt does.
+    3. No job holds the permit or waits for it.
     """
     fleet, slot, backend = state.fleet, state.fleet.slots[job.slot], job.slot.backend
     if job.called or fleet.policy.coalesce_above_s is None:
@@ -61,7 +63,7 @@ def get_in_line(state: State, job: Job, step: PrefillStep, now: float) -> bool:
 
 
 def take_next(state: State, now: float) -> list[tuple[Job, PrefillStep]]:
-    """Call the next on each backend where nobody has the turn."""
+    """Give the permit to the next job where it is free; return these jobs and steps."""
     taken: list[tuple[Job, PrefillStep]] = []
     for backend, line in _lines(state).items():
         if _ends(state.fleet, backend) > now:
@@ -78,7 +80,7 @@ def take_next(state: State, now: float) -> list[tuple[Job, PrefillStep]]:
 
 
 def begin(job: Job, slot: Slot, piece_s: float, now: float) -> None:
-    """The job computes what is predicted to take `piece_s`."""
+    """Note that the job starts to compute what is predicted to take `piece_s`."""
     slot.piece_until = now + piece_s
     if job.called:
         job.called = False
@@ -88,54 +90,62 @@ def begin(job: Job, slot: Slot, piece_s: float, now: float) -> None:
 
 
 def save(slot: Slot, save_s: float, now: float) -> None:
-    """What was computed is saved for others before it is handed over."""
+    """Extend the permit: the slot is saved for others before its request is sent."""
     if slot.turn_until > now:
         slot.turn_until += save_s
 
 
 def hand_over(slot: Slot, now: float, *, streams: bool) -> None:
-    """The client's request is sent; nobody sees the first token of one that is no stream."""
+    """Note that the client's request is sent.
+
+    Without `streams` the first token is not seen, so the permit ends now.
+    """
     if slot.turn_until > now:
         slot.turn_until = now + _HANDED_OVER_S if streams else 0.0
 
 
 def begun(state: State, request: RequestId) -> None:
-    """The first token is there."""
+    """End the permit of a request that has its first token."""
     job = state.jobs.get(request)
     if job is not None and state.fleet.slots.holds(job.lease):
         state.fleet.slots[job.slot].turn_until = 0.0
 
 
 def broke_off(slot: Slot) -> None:
-    """Of the piece that is computed in it the server computes no more than all."""
+    """End the permit with the chunk: the server computes no more than all of it."""
     slot.turn_until = min(slot.turn_until, slot.piece_until)
 
 
 def give_up(state: State, now: float) -> list[Job]:
-    """Tell those who have waited for too long, and let them stand in line no more."""
+    """Reject the jobs past their deadline, and remove them from the prefill queue."""
     late = [job for ends, job in _deadlines(state) if ends <= now]
     for job in late:
         state.in_line.remove(job.id)
         limit_s = state.queue.limits.deadline_s
-        state.reject(job.id, DeadlineError(f"its prompt had no turn within {limit_s:g} s"))
+        state.reject(
+            job.id,
+            DeadlineError(f"the request waited {limit_s:g} s for its prefill (queue.deadline)"),
+        )
     return late
 
 
 def next_end(state: State) -> float | None:
-    """When the next turn ends that somebody waits for, or his patience, in clock seconds; perhaps
-    it has."""
+    """Return when the next permit that jobs wait for ends, or a job's deadline passes.
+
+    In clock seconds, and perhaps in the past. None: no job waits.
+    """
     turns = [_ends(state.fleet, backend) for backend in _lines(state)]
     return min([*turns, *(ends for ends, _ in _deadlines(state))], default=None)
 
 
 def _call(slot: Slot, job: Job, now: float) -> None:
-    """It is this job's turn; what is to be saved before it begins is saved in it."""
+    """Give the permit to the job; what is saved before its prefill falls under it."""
     job.called = True
     slot.turn_until = now + _LONGEST_S
 
 
 def _lines(state: State) -> dict[BackendId, list[Job]]:
-    """Who waits, by backend; jobs that have ended are forgotten."""
+    """Return the waiting jobs by backend; forget jobs that have ended."""
     lines: dict[BackendId, list[Job]] = {}
     if not state.in_line:
         return lines
@@ -148,9 +158,12 @@ def _lines(state: State) -> dict[BackendId, list[Job]]:
 
 
 def _deadlines(state: State) -> list[tuple[float, Job]]:
-    """Until when each of those who stand in line may, in clock seconds: what counts is the time in
-    the queue and in line, not that in which its prompt was computed. Who stands there for others,
-    its own client gone, is dropped at its turn if nobody wants that any more."""
+    """Return the waiting jobs with their deadlines, in clock seconds.
+
+    Time in the queue and in the prefill queue counts, and prefill time does not. An abandoned job
+    waits for the sake of other requests: it is dropped when it gets the permit, if no request wants
+    its result any more.
+    """
     limit_s = state.queue.limits.deadline_s
     if limit_s is None or not state.in_line:
         return []
@@ -159,18 +172,20 @@ def _deadlines(state: State) -> list[tuple[float, Job]]:
 
 
 def _waited_from(slot: Slot, job: Job) -> float:
-    """Since when it has waited, if it had done so in one piece; in clock seconds."""
+    """Return when the wait would have begun in one stretch, in clock seconds."""
     return (slot.stands_since or 0.0) - slot.stood_s - job.waited_s
 
 
 def _ends(fleet: Fleet, backend: BackendId) -> float:
-    """When the backend's turn ends, in clock seconds; 0 if nobody has it."""
+    """Return when the backend's permit ends, in clock seconds; 0 if no job holds it."""
     return max((slot.turn_until for slot in fleet.slots.of(backend)), default=0.0)
 
 
 def _foretell(fleet: Fleet, line: list[Job], now: float) -> Job:
-    """Who of those who wait on a backend is next. For those who want the same: when each will have
-    computed his prompt, if nobody comes."""
+    """Return the next of a backend's waiting jobs, and predict when each has its prompt.
+
+    The prediction (`busy_until`) is for requests that want the same prompt, if no other job comes.
+    """
     places = [(prefill_ahead(fleet, fleet.slots[job.slot], now), job) for job in line]
     places.sort(key=lambda place: place[0].rank_s)
     slots = fleet.prefilling(line[0].slot.backend)

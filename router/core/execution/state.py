@@ -1,4 +1,4 @@
-"""What the scheduler owns, and the few things that every part of it does to it."""
+"""State that the scheduler owns, and the few operations on it that every part uses."""
 
 from dataclasses import dataclass, field
 
@@ -22,57 +22,57 @@ from router.core.planning.snapshot_value import worth_of
 
 @dataclass(slots=True)
 class State:
-    """Fleet, queue and jobs; `out` collects the effects of the event in hand."""
+    """Fleet, queue and jobs; `out` collects the effects of the current event."""
 
     fleet: Fleet = field(default_factory=Fleet)
     queue: Queue = field(default_factory=Queue)
     jobs: dict[RequestId, Job] = field(default_factory=dict)
-    unexplained: list[Job] = field(default_factory=list)  # granted by the last event
-    # Restores that are under way although their job has ended: they keep their reference.
+    unexplained: list[Job] = field(default_factory=list)  # admitted by the last event
+    # Restores still running after their job ended: each keeps its snapshot reference.
     late: dict[RequestId, SnapshotId] = field(default_factory=dict)
     strikes: dict[SnapshotId, int] = field(default_factory=dict)
-    in_line: list[RequestId] = field(default_factory=list)  # see core/turns.py
-    at_gate: list[RequestId] = field(default_factory=list)  # see core/gate.py
-    looked_at: set[RequestId] = field(default_factory=set)  # of those who wait, in this round
-    changed: bool = False  # something has, since the first of them was
-    look_on_at: float | None = None  # when the next of them are looked at, in clock seconds
-    unserved: dict[str | None, float] = field(default_factory=dict)  # see grants.note_unserved
+    in_line: list[RequestId] = field(default_factory=list)  # see execution/prefill_queue.py
+    at_gate: list[RequestId] = field(default_factory=list)  # see execution/placement_gate.py
+    looked_at: set[RequestId] = field(default_factory=set)  # queued requests planned in this round
+    changed: bool = False  # something did since the first was planned
+    look_on_at: float | None = None  # clock seconds: plan the next then
+    unserved: dict[str | None, float] = field(default_factory=dict)  # see admission.note_unserved
     stopping: bool = False
     saves_on_stop: bool = True
-    saves: int = 0  # in the background, so far; makes their ids
+    saves: int = 0  # idle saves so far; numbers their jobs
     out: list[Effect] = field(default_factory=list)
-    # Seconds x streams, so far.
+    # Total so far, in seconds x streams.
     stalled_s: dict[BackendId, dict[Stall, float]] = field(default_factory=dict)
 
     def stalled(self, backend: BackendId, stall: Stall, seconds: float) -> None:
-        """Something took `seconds` in which the backend's running streams got no further."""
+        """Add `seconds` of stall for each stream that runs on the backend."""
         total_s = self.stalled_s.setdefault(backend, {})
         total_s[stall] = total_s.get(stall, 0.0) + seconds * self.fleet.running(backend)
 
     def reject(self, request: RequestId, error: RouterError) -> None:
-        """Tell the client no."""
+        """Reject the request: its client gets `error`."""
         self.out.append(Reject(request, error))
 
     def delete(self, snapshots: list[Snapshot]) -> None:
-        """Delete what the catalog gave up."""
+        """Delete snapshots that the catalog dropped."""
         self.out.extend(Delete(snapshot) for snapshot in snapshots)
 
     def keep(self, snapshot: Snapshot, kind: MemoryKind) -> None:
-        """There is a snapshot: offer it to the catalog."""
+        """Offer a new snapshot to the catalog, and delete what the catalog drops for it."""
         self.delete(self.fleet.catalog.add(snapshot, kind, *worth_of(self.fleet, snapshot)))
 
     def holder(self, slot: Slot) -> Job | None:
-        """The job that has a slot."""
+        """Return the job that holds the slot. None: no job does."""
         return None if slot.holder is None else self.jobs.get(slot.holder)
 
     def is_served(self, request: Request) -> bool:
-        """Some backend that is up could serve the request, busy or not."""
+        """Return True if a backend that is up could serve the request, busy or not."""
         return any(self.fleet.serves(backend, request) for backend in self.fleet.infos)
 
     def let_go(self, job: Job) -> None:
-        """Give back the job's reference to a snapshot, now or when the restore is over.
+        """Release the job's reference to a snapshot, now or when its restore is over.
 
-        A job can end with its backend; the file may still be read.
+        A job can end with its backend while the file is still being read.
         """
         if job.using is None:
             return
@@ -83,7 +83,7 @@ class State:
         job.using = None
 
     def restore_over(self, request: RequestId) -> None:
-        """Nobody reads the file any more that was restored for the request."""
+        """Release the snapshot of the request's restore: its file is no longer read."""
         job = self.jobs.get(request)
         used = self.late.pop(request, None) if job is None else job.using
         if used is not None:
@@ -93,21 +93,25 @@ class State:
 
     @property
     def gives_up_content(self) -> bool:
-        """The router is stopping, and was told not to save."""
+        """Return True if the router is stopping and was told not to save."""
         return self.stopping and not self.saves_on_stop
 
     def others_cleared(self, backend: BackendId) -> None:
-        """A request is sent. Where its start empties idle slots, nothing is claimed of them
-        (llama-server.md section 0.6). Nor that they are empty: the client may leave before it
-        starts.
+        """Mark the backend's volatile slots as unknown, because a request is sent there.
+
+        Nothing is claimed of their content (llama-server.md section 0.6), not even that they are
+        empty: the client may disconnect before the request starts.
         """
         for slot in self.fleeting(backend):
             self.fleet.give_up(slot)
             slot.resident = UNKNOWN
 
     def fleeting(self, backend: BackendId) -> list[Slot]:
-        """The idle slots whose content is gone when a request starts. After one was sent, those
-        that came free since: emptied, if it started later."""
+        """Return the volatile slots: idle slots that the backend clears when a request starts.
+
+        After a request was sent, these are the slots that came free since. The backend clears them
+        too if that request starts later than they came free.
+        """
         info = self.fleet.infos.get(backend)
         if info is None or info.keeps_idle_slots:
             return []

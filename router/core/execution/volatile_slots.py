@@ -1,5 +1,7 @@
-"""Where every start empties the idle slots (llama-server.md section 0.6): what they hold is saved
-before, and what came free meanwhile is looked for after.
+"""Volatile slots: idle slots that a backend clears at every start.
+
+See llama-server.md section 0.6. Their content is saved before a start. Slots that came free
+meanwhile are checked after it.
 """
 
 from collections.abc import Iterator
@@ -15,13 +17,15 @@ from router.core.model.slots import UNKNOWN, Phase, Slot
 from router.core.model.tenancy import namespace_of
 from router.core.planning.displacement import first_to_save
 
-# What is not known so soon is still at work as a rule, and no start empties it.
+# Seconds. A slot not known as idle so soon is usually still at work: no start clears it.
 _MOMENT_S = 0.1
 
 
 def save_before_start(state: State, job: Job, now: float) -> None:
-    """The job is about to start something: if that empties a slot whose content is worth a save,
-    the save is its next step. One after the other, until there is none."""
+    """Make a save the job's next step, if its start would clear a slot worth saving.
+
+    One slot at a time, until none is left.
+    """
     backend = job.slot.backend
     if state.fleet.infos[backend].keeps_idle_slots or state.gives_up_content:
         return
@@ -32,15 +36,17 @@ def save_before_start(state: State, job: Job, now: float) -> None:
 
 
 def look_before_start(state: State, job: Job) -> None:
-    """The job's prefill is over. What came free since it was sent may have been emptied by it, or
-    be there still, until the job starts the next thing: look first."""
+    """Check the slots that came free since the job's prefill was sent.
+
+    The prefill may have cleared them. Those that are intact stay so until the job's next start.
+    """
     for slot in state.fleeting(job.slot.backend):
         job.others.append(slot.lease(job.id))
         job.steps.appendleft(LookStep(slot.id))
 
 
 def looked(state: State, job: Job, step: LookStep, event: Quiet) -> None:
-    """A slot that came free during the job's prefill is what it was, if it is as long."""
+    """Keep the content of a checked slot if its length is as before; else drop it."""
     lease = job.lease_of(step.slot)
     assert lease is not None
     job.others.remove(lease)
@@ -53,8 +59,11 @@ def looked(state: State, job: Job, step: LookStep, event: Quiet) -> None:
 
 
 def is_settling(fleet: Fleet, backend: BackendId, now: float) -> bool:
-    """A slot is about to be known to be idle, and a start would empty it if it is idle already:
-    waiting costs less than computing again what it holds."""
+    """Return True if a slot is about to be known as idle, and is worth the wait for that.
+
+    A start now would clear the slot if it is idle already. Waiting costs less than computing its
+    content again.
+    """
     info, rates = fleet.infos[backend], fleet.rates[backend]
     for slot in let_go(fleet, backend, now):
         namespace = namespace_of(info, slot.taker)
@@ -66,13 +75,16 @@ def is_settling(fleet: Fleet, backend: BackendId, now: float) -> bool:
 
 
 def settled(fleet: Fleet, now: float) -> float | None:
-    """When the next slot is not waited for any more, in clock seconds."""
+    """Return when the wait for the next such slot ends, in clock seconds."""
     slots = (slot for backend in fleet.infos for slot in let_go(fleet, backend, now))
     return min((slot.busy_until for slot in slots), default=None)
 
 
 def let_go(fleet: Fleet, backend: BackendId, now: float) -> Iterator[Slot]:
-    """Where a start empties idle slots: those that are about to be known to be idle."""
+    """Yield the slots that are about to be known as idle.
+
+    Only on a backend that clears idle slots.
+    """
     if fleet.infos[backend].keeps_idle_slots or not fleet.slots.phases(backend)[Phase.DRAINING]:
         return
     for slot in fleet.slots.of(backend):

@@ -1,4 +1,4 @@
-"""Backends for which nothing is written for a while, because writing went wrong.
+"""Write backoff: write no state files for a backend for a while after failed writes.
 
 A disk that is full or read-only stays so for minutes. Each attempt stops the server's streams for
 nothing, and ends in a log line.
@@ -14,9 +14,12 @@ _FIRST_S, _MOST_S = 1.0, 60.0
 
 
 def went_wrong(state: State, backend: BackendId, now: float) -> None:
-    """A save or a rewriting failed: the second time in a row writing rests, then twice as long."""
+    """Count a failed save or rewrite: the second in a row starts a backoff.
+
+    Each further failure doubles the backoff.
+    """
     if backend not in state.fleet.infos:
-        return  # it failed because the backend went away
+        return  # the backend went away, hence the failure
     rest = state.fleet.rests.setdefault(backend, Rest())
     rest.failures += 1
     doubled = rest.failures - _FORGIVEN - 1
@@ -25,12 +28,12 @@ def went_wrong(state: State, backend: BackendId, now: float) -> None:
 
 
 def went_well(state: State, backend: BackendId) -> None:
-    """A save was good."""
+    """Forget the failures of a backend after a successful save."""
     state.fleet.rests.pop(backend, None)
 
 
 def end(state: State, now: float) -> None:
-    """Try again where it is time, with all that was passed over."""
+    """End the backoffs that are due, and reconsider all slots of their backends."""
     for backend, rest in state.fleet.rests.items():
         if rest.until is not None and rest.until <= now:
             rest.until = None
@@ -39,6 +42,6 @@ def end(state: State, now: float) -> None:
 
 
 def next_end(state: State) -> float | None:
-    """When the next rest ends, in clock seconds."""
+    """Return when the next backoff ends, in clock seconds."""
     ends = [rest.until for rest in state.fleet.rests.values() if rest.until is not None]
     return min(ends, default=None)

@@ -1,4 +1,4 @@
-"""Prices in seconds: each way to serve a request, and the cheapest of them.
+"""Price each way to serve a request, in seconds, and choose the cheapest.
 
 Changes nothing: plans are data. Knows no queue and no effects.
 """

@@ -1,4 +1,7 @@
-"""The policies that never move KV, for comparison. What a slot happens to hold still counts."""
+"""Baseline policies: they never move KV, and serve for comparison.
+
+Content that a slot happens to hold still counts.
+"""
 
 from dataclasses import replace
 
@@ -10,15 +13,15 @@ from router.core.model.policy import PolicyName
 from router.core.planning.pricing import Ask
 from router.core.planning.start_candidates import cold, resident
 
-_SHORT = 64  # characters; the name of a session, mostly
+_SHORT = 64  # characters; most session names are shorter
 
 
 def baseline(ask: Ask, room: list[BackendId]) -> Plan | None:
     """Choose by the policy's rule among the backends that have `room`. None: wait.
 
-    1. `sticky`: the slot of the first time, however long it takes; else the least busy. A home
-       that is gone, or that a `slot_hint` rules out, is none.
-    2. `round_robin`: the next slot in turn.
+    1. `sticky`: the conversation's first slot, however long the wait; else the least busy. A first
+       slot that is gone, or that a `slot_hint` rules out, does not count.
+    2. `round_robin`: the next slot of a fixed cycle.
     3. `least_busy`: the backend with the fewest running, then the slot idle for longest.
     """
     fleet = ask.fleet
@@ -49,7 +52,7 @@ def baseline(ask: Ask, room: list[BackendId]) -> Plan | None:
 
 
 def _home(fleet: Fleet, request: Request) -> SlotId | None:
-    """Where the conversation was first, if that still serves it."""
+    """Return the first slot of the conversation, if it can still serve the request."""
     home = fleet.sticky.get(sticky_key(request))
     if home is None or not fleet.serves(home.backend, request):
         return None
@@ -60,8 +63,10 @@ def _home(fleet: Fleet, request: Request) -> SlotId | None:
 
 
 def sticky_key(request: Request) -> str:
-    """What a conversation is known by: its session header, else its first 128 tokens. What is long
-    is hashed: a hundred thousand are kept."""
+    """Return a conversation's key: its session header, else its first 128 tokens.
+
+    A long key is hashed: a hundred thousand keys are kept.
+    """
     known_by = request.session or request.prompt.tokens[:512].hex() or request.id
     key = f"{known_by} {request.tenant}" if request.tenant else known_by
     return key if len(key) <= _SHORT else f"{hash(key):x}"

@@ -1,8 +1,8 @@
-"""Where a prefill stops for a moment so that what it has computed so far becomes a snapshot.
+"""Boundary saves: stop a prefill at a boundary, and save its state as a snapshot.
 
-For memory kinds whose states can only be extended: a snapshot is of use to a prompt only if all
-of it is a prefix of that prompt, so there must be one wherever prompts part. Nothing is computed
-twice for it; what it costs is the saves.
+For memory kinds with states that can only be extended. A snapshot of such a kind is of use only if
+all of it is a prefix of the prompt. One is therefore needed wherever prompts diverge. Nothing is
+computed twice for it: the cost is the saves.
 """
 
 from router.base.tokens import common_prefix, head
@@ -15,13 +15,14 @@ from router.core.planning.displacement import can_save
 
 
 def pauses(fleet: Fleet, request: Request, chosen: Candidate) -> tuple[tuple[int, ...], float]:
-    """Lengths to stop at, ascending, and the seconds of their saves.
+    """Return the lengths to stop at, ascending, and the seconds of their saves.
 
-    A place is worth it if what a snapshot there saves those who will ask for it costs more than
-    the save, weighed by the chance that they do:
+    A length is worth it if the save costs less than a snapshot there is expected to save. The
+    chance that later requests ask for it counts. Candidates:
 
-    1. the boundaries of the messages, or where there are none the last token but one;
-    2. where the prompt leaves what a snapshot or a slot holds: somebody has parted there before.
+    1. the boundaries of the messages, or without any the last token but one;
+    2. where the prompt diverges from what a snapshot or a slot holds: another prompt has diverged
+       there before.
     """
     info, prompt = fleet.infos[chosen.slot.backend], request.prompt
     kind = info.memory_kind
@@ -50,7 +51,7 @@ def pauses(fleet: Fleet, request: Request, chosen: Candidate) -> tuple[tuple[int
 
 
 def _branch(fleet: Fleet, info: BackendInfo, request: Request) -> int:
-    """How far the prompt runs along with anything that is known, and its tenant's."""
+    """Return how many tokens the prompt shares with anything known of its tenant."""
     tokens, tenant = request.prompt.tokens, request.tenant
     slots = [slot for slot in fleet.slots.of(info.id) if slot.tenant == tenant]
     shared = [common_prefix(slot.resident.tokens, tokens) for slot in slots]

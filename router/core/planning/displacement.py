@@ -1,4 +1,4 @@
-"""What it costs to take a slot's content away, and whether to save it first."""
+"""Price displacement: the cost of taking a slot's content, and of saving it first."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,9 @@ from router.core.model.slots import Slot
 
 
 def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
-    """A state of `tokens` on this backend can become a snapshot that is of use.
+    """Return True if a state of `tokens` on this backend can become a useful snapshot.
 
-    One that is shorter than its sliding window cannot be extended (llama-server.md section 4.3).
+    A state shorter than its sliding window cannot be extended (llama-server.md section 4.3).
     """
     size_bytes = tokens * fleet.rates[info.id].bytes_per_token.value
     return (
@@ -25,7 +25,7 @@ def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
 
 
 def keeps_snapshots(fleet: Fleet, backend: BackendId) -> bool:
-    """What this backend's slots hold can be saved and restored with effect."""
+    """Return True if this backend's slots can be saved and restored with effect."""
     info = fleet.infos.get(backend)
     if info is None:
         return False
@@ -38,7 +38,7 @@ _NOTHING: Displaced = (0.0, 0.0, False)
 
 
 class Displacing:
-    """What taking content away costs on one backend at this moment; for many slots at once."""
+    """Prices of displacement on one backend at this moment, for many slots at once."""
 
     __slots__ = ("_apart", "_chance", "_fleet", "_info", "_rates", "_stopped")
 
@@ -51,16 +51,17 @@ class Displacing:
         self._stopped = 1 + fleet.running(backend)
 
     def price(self, slot: Slot, kept: int = 0) -> Displaced:
-        """Price of taking a slot's content away: `(save seconds, expected loss, save it)`.
+        """Price the displacement of a slot's content: `(save seconds, expected loss, save it)`.
 
-        `kept` tokens stay useful where they are. All of it is weighed by the chance that the
-        content is asked for again, which falls with the uses of other slots since (docs/adr/0015),
-        and by the requests that stop meanwhile: those beside the save now, and as many beside the
-        restore or the prefill then. What its client asked not to cache is no loss, and never saved.
+        `kept` tokens stay useful where they are. The price is weighted by the chance that the
+        content is asked for again, which falls with the uses of other slots since (docs/adr/0015).
+        The number of requests that stop meanwhile is a weight, too: those beside the save now, and
+        as many beside the later restore or prefill. Content that a client asked not to cache is no
+        loss, and never saved.
 
-        1. A snapshot holds it: then it has to be restored.
-        2. Saving it now and restoring it then is cheaper than computing it again: it is saved.
-        3. Else what no snapshot holds is computed again.
+        1. A snapshot holds the content: it has to be restored later.
+        2. Saving now and restoring later is cheaper than computing it again: it is saved.
+        3. Otherwise the part that no snapshot holds is computed again.
         """
         held = slot.resident
         n_held = len(held)
@@ -70,7 +71,7 @@ class Displacing:
         chance = self._chance / (1 + self._fleet.neglect(slot))
         if kept and kept >= max(held.checkpoints, default=n_held):
             # The request goes on from the end of the slot's last prompt: it is the next turn, and
-            # of the answer that is left over the client has made something else.
+            # the client has changed the answer that is left over.
             chance *= 1 - kept / n_held
         size_bytes = round(n_held * rates.bytes_per_token.value)
         back_s = chance * stopped * rates.restore_s(size_bytes)
@@ -84,22 +85,26 @@ class Displacing:
         return 0.0, loss_s, False
 
     def cheapest(self, slots: Iterable[Slot]) -> tuple[Displaced, Slot]:
-        """Whose content is the least loss; of equals the slot that was idle for longest. Raises
-        ValueError if there are no slots."""
+        """Return the price and the slot of the least loss; of equals the slot idle for longest.
+
+        Raises ValueError if there are no slots.
+        """
         ways = ((self.price(slot), slot) for slot in slots)
         return min(ways, key=lambda way: (way[0][0] + way[0][1], way[1].last_used, way[1].id))
 
 
 def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> Displaced:
-    """`Displacing.price` of one slot."""
+    """Return `Displacing.price` of one slot."""
     return Displacing(fleet, slot.id.backend).price(slot, kept)
 
 
 def first_to_save(
     fleet: Fleet, backend: BackendId, now: float, after_s: float = 0.0
 ) -> Slot | None:
-    """The first slot of a backend that was idle for so long, was not saved and is worth it. What
-    is not worth it is looked at once."""
+    """Return the backend's first slot that is idle for `after_s`, unsaved and worth a save.
+
+    A slot that is not worth it is considered once. None: no slot is due.
+    """
     for slot in fleet.slots.of(backend):
         if not slot.is_unsaved or now - slot.last_used < after_s:
             continue

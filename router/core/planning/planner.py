@@ -1,4 +1,4 @@
-"""Where a request runs and what it starts from: every way priced in seconds, the cheapest wins.
+"""Plan a request: price every way to serve it in seconds, and choose the cheapest.
 
 Pure: the same fleet, request and time always give the same plan. `POST /kvferry/plan` calls the
 same function as production.
@@ -15,17 +15,17 @@ from router.core.planning.pricing import Ask
 from router.core.planning.start_candidates import starting_now
 from router.core.planning.wait_candidates import starting_later
 
-_LOSERS = 12  # for an explanation
+_LOSERS = 12  # candidates kept for an explanation
 
 
 def plan(
     request: Request, fleet: Fleet, now: float, waited_s: float = 0.0, losers: int = _LOSERS
 ) -> Plan | None:
-    """The best thing to do with a request now. None: nothing can be done but wait.
+    """Return the best plan for a request now. None: the request can only wait.
 
-    The best so many `losers` come along for sure, and of the others those that were priced on the
-    way; none of them decides anything, and in a large fleet they take longer than the decision.
-    A plan whose `chosen.wait_for` is set means: another slot is free, but waiting is cheaper.
+    The best `losers` other candidates are sure to be included, and of the rest those that were
+    priced on the way. None of them decides anything, and in a large fleet they take longer than the
+    decision. If `chosen.wait_for` of the plan is set, another slot is free, but waiting is cheaper.
     """
     ask = Ask(request, fleet, now)
     room = fleet.room(request)
@@ -55,10 +55,10 @@ def plan(
 
 
 def _owner_first(candidates: list[Candidate]) -> Candidate:
-    """The busy slot that holds the prefix, where waiting for it costs the request no more than
-    the cheapest other way costs it and the streams that this would stop.
+    """Prefer the busy slot that holds the prefix, unless waiting for it costs more.
 
-    Unlike by price alone, what would be displaced does not count: the owner is preferred.
+    The wait is compared with the time of the cheapest other way, plus the stall of the streams that
+    it would stop. Unlike by price alone, displaced content does not count: the owner is preferred.
     """
     owners = [way for way in candidates if way.wait_for and way.source is Source.RESIDENT]
     others = [way for way in candidates if way not in owners]
@@ -70,11 +70,11 @@ def _owner_first(candidates: list[Candidate]) -> Candidate:
 
 
 def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
-    """Compute the prompt with a request of our own before the client's.
+    """Return True if the router computes the prompt by itself before the client's request.
 
-    1. The server would pick the slot: afterwards the slot we mean has by far the longest common
-       prefix, and so is the one it picks (llama-server.md section 2.2).
-    2. It takes long: others with the same prefix can then share it.
+    1. The request is server-placed: afterwards the leased slot has by far the longest common
+       prefix, so the server picks it (llama-server.md section 2.2).
+    2. The prefill takes long: other requests with the same prefix can then share it.
     """
     prompt = request.prompt
     if prompt.unknown or prompt.n_media or not request.reuse or request.whole_backend:

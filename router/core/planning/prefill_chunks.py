@@ -1,9 +1,8 @@
-"""How much of a prompt is computed at once, for others on the same backend and those who come.
+"""Prefill chunks: how much of a prompt is computed at once beside other requests.
 
-llama-server puts up to `--batch-size` tokens of a prompt (2,048, if not told otherwise) into one
-batch with whatever else it runs, and nobody gets a token before that batch is over. In pieces,
-streams go on after each, and the first token of a prompt that is computed does not wait for
-another's whole batch.
+llama-server puts up to `--batch-size` tokens of a prompt (2,048 by default) into one batch with
+whatever else it runs. No client gets a token before that batch is over. With chunks, streams go on
+after each one, and the first token of a computed prompt does not wait for another's whole batch.
 """
 
 from router.base.tokens import Tokens, common_prefix, count
@@ -11,22 +10,22 @@ from router.base.types import SlotId
 from router.core.fleet.fleet import Fleet
 from router.core.model.memory_kinds import goes_back
 
-# The server computes so many in one go, if not told otherwise (`--ubatch-size`): less is slower.
+# Tokens that the server computes in one go by default (`--ubatch-size`): fewer are slower.
 _LEAST = 512
-# Alone so much longer: who comes meanwhile waits for it (`core/turns.py`).
+# Factor on a chunk with no other beside it: later requests wait for it (`prefill_queue`).
 _ALONE = 4.0
-# What is left over is no piece of its own if it is less than half of one.
+# Half a chunk or less is not left over as a chunk of its own.
 _LAST = 1.5
 
 
 def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
-    """Up to which of the `wanted` tokens to compute for now. None: all of them.
+    """Return up to which of the `wanted` tokens to compute for now. None: all of them.
 
-    1. Of kinds that cannot go back, all: the server makes a checkpoint in each piece, and forgets
+    1. All for kinds that cannot go back: the server makes a checkpoint in each chunk, and forgets
        an older one for it (llama-server.md section 4.2).
-    2. All where each start empties the idle slots (section 0.6).
-    3. All where the slot holds a beginning of it and perhaps more, which nobody has measured: a
-       piece would cut that off. Where nothing is known of a slot, it was never used as a rule.
+    2. All where each start clears the idle slots (section 0.6).
+    3. All where the slot holds a prefix and perhaps more, of unknown length: a chunk would cut that
+       off. A slot of which nothing is known was usually never used.
     """
     limit_s = fleet.policy.prefill_chunk_s
     info = fleet.infos[slot.backend]
@@ -39,7 +38,7 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
     if held == count(resident.tokens):
         if resident.unsure and resident.tokens:
             return None
-        held += resident.unread  # an answer that nobody has read yet: not to be cut off
+        held += resident.unread  # an unread answer must not be cut off
     left = count(wanted) - held
     left_s = fleet.rates[slot.backend].prefill_s(left, held)
     if left_s <= limit_s:
@@ -49,6 +48,6 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
 
 
 def _beside_others(fleet: Fleet, own: SlotId) -> bool:
-    """Others on the backend wait for their next token, or for their first."""
+    """Return True if others on the backend wait for their next token, or their first."""
     prefilling = fleet.prefilling(own.backend)
     return fleet.running(own.backend) > 0 or any(slot.id != own for slot in prefilling)

@@ -1,7 +1,7 @@
-"""Price the wait for the prefill queue of a backend: what is computed before a prompt, in seconds.
+"""Price the wait for a backend's prefill queue: the seconds computed before a prompt.
 
-Reads slots only. Which job computes next is decided in `core/execution/prefill_queue.py`, by the
-same rank.
+Reads slots only. `core/execution/prefill_queue.py` decides by the same rank which job computes
+next.
 """
 
 from math import inf
@@ -12,42 +12,42 @@ from router.base.types import BackendId
 from router.core.fleet.fleet import Fleet
 from router.core.model.slots import Slot
 
-# A second in line counts for so much of a second to compute: a piece may take twice as long as
-# predicted before another goes on that was equal.
+# Weight of a second in the prefill queue against a second to compute. A chunk may take twice as
+# long as predicted before an equal prompt overtakes it.
 PATIENCE = 0.5
 
 
 class Ahead(NamedTuple):
-    """Something that a backend has to compute, and its place among others."""
+    """One prefill that a backend has to compute: its rank, and the seconds left."""
 
     rank_s: float
     left_s: float
 
 
 def ahead(fleet: Fleet, backend: BackendId, now: float) -> list[Ahead]:
-    """All prompts that the backend has in hand, or in line."""
+    """Return all prefills of the backend, running or waiting."""
     return [part for slot in fleet.prefilling(backend) for part in slot_ahead(fleet, slot, now)]
 
 
 def rank(needs_s: float, waited_s: float) -> float:
-    """Who has less goes first."""
+    """Return the rank of a prefill: the lowest goes first."""
     return needs_s - PATIENCE * waited_s
 
 
 def before_s(parts: list[Ahead], rank_s: float) -> float:
-    """Seconds until the turn of a prompt of that rank; of equals, who is there goes first."""
+    """Return the seconds before a prefill of that rank starts; of equals it goes last."""
     return sum(part.left_s for part in parts if part.rank_s <= rank_s)
 
 
 def seconds_left(fleet: Fleet, slot: Slot, tokens: Tokens) -> float:
-    """What computing these takes on top of what the slot holds of them."""
+    """Return the seconds that computing `tokens` adds to what the slot holds."""
     n, common = count(tokens), common_prefix(slot.resident.tokens, tokens)
     there = fleet.reusable(slot, n, common)
     return fleet.rates[slot.id.backend].prefill_s(n - there, there)
 
 
 def slot_ahead(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:
-    """What a slot has to compute: what it computes at this moment, before all others; the rest."""
+    """Return what a slot has to compute: the chunk under way, ahead of all; the rest."""
     if not slot.piece_until:
         return [prefill_ahead(fleet, slot, now)]
     piece_s, rest_s = slot.piece_until - now, max(slot.busy_until - slot.piece_until, 0.0)
@@ -55,9 +55,9 @@ def slot_ahead(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:
 
 
 def prefill_ahead(fleet: Fleet, slot: Slot, now: float) -> Ahead:
-    """Of a prompt of which nothing is computed at this moment."""
+    """Return the entry of a prompt of which nothing is being computed now."""
     left_s = seconds_left(fleet, slot, slot.pending)
-    if slot.stands_since is None:  # a file is restored, which brings it as far as was planned
+    if slot.stands_since is None:  # a restore brings it as far as was planned
         left_s = min(left_s, max(slot.busy_until - now, 0.0))
     return Ahead(rank(left_s, stood_s(slot, now)), left_s)
 

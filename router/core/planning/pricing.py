@@ -1,4 +1,4 @@
-"""A request put to a fleet: what pricing it takes, and the cheapest ways found so far."""
+"""Price the ways to serve a request, and collect the cheapest ones found so far."""
 
 from bisect import insort
 from collections.abc import Iterable
@@ -19,12 +19,12 @@ from router.core.model.plan import Candidate, Price
 from router.core.planning.displacement import Displaced
 from router.core.planning.prefill_wait import Ahead, ahead, before_s
 
-# Prices this near to each other may be equal but for rounding.
+# Seconds. Prices this close may be equal but for rounding.
 _EQUAL_S = 1e-8
 
 
 class File(NamedTuple):
-    """A state file that could be restored: a snapshot, or so many tokens `cut` out of it."""
+    """A state file that could be restored: a snapshot, or its first `cut` tokens."""
 
     snapshot: Snapshot
     reused: int
@@ -34,7 +34,7 @@ class File(NamedTuple):
 
 
 class Files(NamedTuple):
-    """What a kind of backend could restore, and the best that any of it could do."""
+    """All files that a kind of backend could restore, and the best that any could do."""
 
     files: list[File]
     most_reused: int
@@ -43,7 +43,7 @@ class Files(NamedTuple):
 
 @dataclass(slots=True)
 class Ask:
-    """A request put to a fleet at one moment; what many candidates need is worked out once.
+    """A request put to a fleet at one moment; caches what many candidates need.
 
     `computing`: how much of the prompt a busy slot is computing, to share it.
     """
@@ -63,31 +63,31 @@ class Ask:
 
     @property
     def has_no_say(self) -> bool:
-        """What the server will reuse is not known, or not for the router to choose."""
+        """Return True if what the server reuses is not known, or not the router's choice."""
         request = self.request
         return bool(request.whole_backend or request.prompt.unknown or not request.reuse)
 
     @property
     def shared(self) -> dict[SlotId, int]:
-        """How many tokens of the prompt a slot holds, or will hold after its lease."""
+        """Return how many prompt tokens each slot holds, or will hold after its lease."""
         if self._shared is None:
             fleet = self.fleet
             request = self.request
-            # Else all is nobody's, and each slot need not be asked.
+            # Without tenants, no slot's tenant has to be compared.
             matters = request.tenant or fleet.has_tenants
             whose = request.tenant if matters else None
             self._shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, whose)
         return self._shared
 
     def running(self, backend: BackendId) -> int:
-        """Requests on a backend that a transfer or a prefill would hold up."""
+        """Return how many requests a transfer or a prefill would hold up on a backend."""
         n = self._running.get(backend)
         if n is None:
             n = self._running[backend] = self.fleet.held_up(backend)
         return n
 
     def line_s(self, backend: BackendId, prefill_s: float) -> float:
-        """Until it is the turn of a prompt that takes so long; a short one waits for nobody."""
+        """Return the wait for the prefill permit; 0 for a short prefill, which needs none."""
         if not self.fleet.policy.is_long(prefill_s):
             return 0.0
         known = self._ahead.get(backend)
@@ -96,12 +96,12 @@ class Ask:
         return before_s(known, prefill_s)
 
     def least_s(self, backend: BackendId, reused: int) -> float:
-        """No way to start there that reuses so little costs less."""
+        """Return a lower bound, in seconds, for a start there that reuses `reused` tokens."""
         seconds = self.fleet.rates[backend].prefill_s(self.n_prompt - reused, reused)
         return seconds * (1 + self.running(backend))
 
     def least_of_s(self, backend: BackendId, files: Files) -> float:
-        """No way to start there costs less that reuses nothing, or one of `files`."""
+        """Return a lower bound, in seconds, for a start there: cold or from one of `files`."""
         rates, reused = self.fleet.rates[backend], files.most_reused
         seconds = rates.prefill_s(self.n_prompt)
         if reused:
@@ -124,16 +124,15 @@ class Ask:
         file: File | None = None,
         copy_from: SlotId | None = None,
     ) -> Candidate:
-        """A way to start now, with all it costs this request and the others.
+        """Return a way to start now, with all that it costs this request and the others.
 
-        `displaced` is what `saving_pays` said; `save_s`, `stall_s` and the handling of `n_saves`
-        come on top. Streams on the
-        same backend stop for a transfer, and all but stop for a prefill: they get one token for
-        each of its batches.
+        `displaced` is the result of `saving_pays`; `save_s`, `stall_s` and the handling of
+        `n_saves` come on top. Streams on the same backend stop for a transfer, and all but stop for
+        a prefill: they get one token for each of its batches.
 
-        Computing what another slot is computing at this moment is a loss. The request itself may
-        not lose by it, on an idle server; everybody else loses those seconds of that server, if
-        they need it.
+        Computing what another slot is computing at this moment is a loss. On an idle server the
+        request itself may lose nothing by it. All others lose those seconds of that server, if they
+        need it.
         """
         rates = self.fleet.rates[slot.backend]
         displaced_s, loss_s, save = displaced
@@ -164,8 +163,10 @@ class Ask:
 
 
 class Cheapest:
-    """Ways to start, besides others that are `known`; the `n` cheapest of all are sure to be
-    among them."""
+    """Ways to start, besides others that are `known`.
+
+    The `n` cheapest of all are sure to be among them.
+    """
 
     def __init__(self, n: int, known: Iterable[Candidate] = ()) -> None:
         self.ways: list[Candidate] = []
@@ -173,10 +174,10 @@ class Cheapest:
         self._totals_s = sorted(way.price.total_s for way in known)
 
     def add(self, way: Candidate) -> None:
-        """One more."""
+        """Add one way."""
         self.ways.append(way)
         insort(self._totals_s, way.price.total_s)
 
     def beat(self, least_s: float) -> bool:
-        """What costs `least_s` or more need not be priced."""
+        """Return True if a way that costs `least_s` or more need not be priced."""
         return len(self._totals_s) >= self._n and self._totals_s[self._n - 1] < least_s - _EQUAL_S

@@ -1,4 +1,4 @@
-"""What a snapshot is worth: the seconds that computing it again would take."""
+"""Value snapshots: the seconds that computing each again would take."""
 
 from router.base.types import Snapshot
 from router.core.fleet.catalog import Basis
@@ -10,10 +10,10 @@ PRIORS = Rates()
 
 
 def worth_of(fleet: Fleet, snapshot: Snapshot) -> tuple[float, Basis]:
-    """Seconds, by the best that is known:
+    """Return a snapshot's value in seconds, by the best rates that are known:
 
-    1. the slowest backend that it fits;
-    2. the fastest of the others: nobody may ever use it again, as after a change of the model;
+    1. of the slowest backend that it fits;
+    2. of the fastest other one: it may never be used again, as after a change of the model;
     3. a prior.
     """
     n_tokens, model = len(snapshot), model_of(snapshot.namespace)
@@ -27,5 +27,5 @@ def worth_of(fleet: Fleet, snapshot: Snapshot) -> tuple[float, Basis]:
 
 
 def is_known(rates: Rates) -> bool:
-    """From a probe, from traffic, or from another backend of its kind."""
+    """Return True if the rates are from a probe, from traffic, or from a like backend."""
     return rates.prefill != PRIORS.prefill

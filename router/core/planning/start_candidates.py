@@ -1,5 +1,4 @@
-"""Every way to start a request at once, priced in seconds. Which one is taken is the planner's
-business."""
+"""Price every way to start a request at once, in seconds; the planner chooses."""
 
 from typing import NamedTuple
 
@@ -11,14 +10,14 @@ from router.core.model.tenancy import namespace_of
 from router.core.planning.displacement import Displaced, Displacing, can_save, saving_pays
 from router.core.planning.pricing import Ask, Cheapest, File, Files
 
-# Snapshots that are priced for each backend: those that share most, of these the shortest. One
-# that shares less could only win by being much smaller.
+# Snapshots priced for each backend: those that share most, of these the shortest. One that shares
+# less could only win by being much smaller.
 _SNAPSHOTS = 4
 _NO_FILES = Files([], 0, 0)
 
 
 class _Owner(NamedTuple):
-    """The idle slot that holds most of the prompt; elsewhere a copy of it can be had."""
+    """The idle slot that holds most of the prompt, and can be copied elsewhere."""
 
     slot: SlotId
     held: Resident
@@ -29,11 +28,11 @@ class _Owner(NamedTuple):
 def starting_now(
     ask: Ask, room: list[BackendId], n: int, known: list[Candidate]
 ) -> list[Candidate]:
-    """Ways to start at once on a backend that has room: resident, snapshot, copy, cold.
+    """Return ways to start at once on a backend with room: resident, snapshot, copy, cold.
 
-    Of these and those `known`, the `n` cheapest are among them. Of a large fleet few slots are
-    good for the request: those that cannot be, by the tokens that they share and by what is
-    running beside them, are not looked at any closer.
+    The `n` cheapest of these and of the `known` are among them. In a large fleet few slots are good
+    for the request. Those that cannot be, by the tokens that they share and what runs beside them,
+    are not priced.
     """
     if ask.has_no_say:
         return [_placed(ask, backend) for backend in room]
@@ -51,8 +50,10 @@ def starting_now(
 
 
 def _residents(ask: Ask, room: list[BackendId], found: Cheapest) -> _Owner | None:
-    """Go on from what idle slots hold. Returns the slot that holds most of the prompt, if a copy
-    of that can be had."""
+    """Add ways that go on from what idle slots hold.
+
+    Return the slot that holds most of the prompt, if it can be copied.
+    """
     fleet, place = ask.fleet, {backend: at for at, backend in enumerate(room)}
     leads: list[tuple[float, SlotId, int, int]] = []
     owners: list[tuple[int, int, SlotId]] = []
@@ -82,19 +83,21 @@ def _residents(ask: Ask, room: list[BackendId], found: Cheapest) -> _Owner | Non
 
 
 def resident(ask: Ask, slot: Slot, common: int, reused: int) -> Candidate:
-    """Go on from what an idle slot holds."""
+    """Return the way that goes on from what an idle slot holds."""
     displaced = saving_pays(ask.fleet, slot, kept=common)
     return ask.candidate(slot.id, Source.RESIDENT, displaced, reused=reused)
 
 
 def cold(ask: Ask, slot: Slot) -> Candidate:
-    """Start from nothing."""
+    """Return the way that starts from nothing."""
     return _from_nothing(ask, slot, saving_pays(ask.fleet, slot))
 
 
 def _placed(ask: Ask, backend: BackendId) -> Candidate:
-    """Where the router has no say: the free slot of a backend that costs least to take. Of several
-    the one that was not used for longest, which a server that picks itself takes as well."""
+    """Return the way to start where the router has no say: in the cheapest free slot.
+
+    Of equals the one unused for longest, which a server that picks itself takes as well.
+    """
     displaced, target = _target(ask, backend)
     return _from_nothing(ask, target, displaced)
 
@@ -111,9 +114,10 @@ def _target(ask: Ask, backend: BackendId) -> tuple[Displaced, Slot]:
 def _elsewhere(
     ask: Ask, backend: BackendId, owner: _Owner | None, found: Cheapest, least_s: float
 ) -> None:
-    """Start in a slot of one backend without what it holds: cold, from a file or from a copy.
+    """Add ways that start in a slot of one backend without its content: cold, file or copy.
 
-    The target decides nothing but what is displaced. `least_s`: what any of it costs without that.
+    The slot decides nothing but what is displaced. `least_s`: the least that any way costs without
+    that.
     """
     fleet = ask.fleet
     displaced, target = _target(ask, backend)
@@ -123,7 +127,7 @@ def _elsewhere(
     info = fleet.infos[backend]
     found.add(ask.candidate(target.id, Source.COLD, displaced))
     for file in _files(ask, info, owner).files:
-        # Else it "does not fit in the slot context" (llama-server.md section 1.1).
+        # A longer file "does not fit in the slot context" (llama-server.md section 1.1).
         if file.length <= info.n_ctx and (fleet.may_write(backend) or _is_there(info, file)):
             found.add(_restore(ask, target, displaced, info, file))
     if owner is not None and owner.slot.backend != backend:
@@ -133,7 +137,7 @@ def _elsewhere(
 
 
 def _files(ask: Ask, info: BackendInfo, owner: _Owner | None) -> Files:
-    """Each useful snapshot: the whole, or what the prompt shares with it."""
+    """Return each useful snapshot: the whole, or what the prompt shares with it."""
     if info.place is None or not can_restore(info.memory_kind):
         return _NO_FILES
     key = info.memory_kind, info.namespace, info.cuts
@@ -166,7 +170,7 @@ def _find_files(ask: Ask, info: BackendInfo) -> list[File]:
 
 
 def _is_there(info: BackendInfo, file: File) -> bool:
-    """The backend can read it as it lies there: no file has to be made for it."""
+    """Return True if the backend can read the file as it is: no rewrite is needed."""
     snapshot = file.snapshot
     rewritten = file.cut is not None or snapshot.shape.needs_restream(info.n_stream)
     return snapshot.place == info.place and not rewritten
@@ -175,7 +179,7 @@ def _is_there(info: BackendInfo, file: File) -> bool:
 def _restore(
     ask: Ask, target: Slot, displaced: Displaced, info: BackendInfo, file: File
 ) -> Candidate:
-    """Restore a file into a slot, rewritten if need be."""
+    """Return the way that restores a file into a slot, rewritten if need be."""
     rates = ask.fleet.rates[info.id]
     n_rewrites = (file.cut is not None) + file.snapshot.shape.needs_restream(info.n_stream)
     return ask.candidate(
@@ -196,7 +200,7 @@ def _copy(
     here: BackendInfo,
     owner: _Owner,
 ) -> Candidate | None:
-    """Save what the idle slot of `owner` holds, and restore it into a slot elsewhere."""
+    """Return the way that saves the slot of `owner` and restores it into a slot elsewhere."""
     fleet, n_held = ask.fleet, len(owner.held)
     there = fleet.infos[owner.slot.backend]
     reused = reusable_tokens(here.memory_kind, ask.n_prompt, owner.common, n_held)

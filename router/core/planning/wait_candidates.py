@@ -1,4 +1,4 @@
-"""Ways to serve a request that begin with waiting for a busy slot, priced in seconds."""
+"""Price ways to serve a request that begin with waiting for a busy slot, in seconds."""
 
 from collections.abc import Iterator
 from math import inf
@@ -12,25 +12,27 @@ from router.core.model.slots import Phase, Slot
 from router.core.planning.displacement import can_save
 from router.core.planning.pricing import Ask, Cheapest
 
-# If a slot that was left is not idle so long after it should have been, its server has not noticed.
+# Seconds. If an abandoned slot is not idle so long after it should be, its server has not noticed
+# that the client disconnected.
 _OVERDUE_S = 2.0
-# Nor is a prompt that is computed for all expected any more, so long after it should have been
-# ready: all who wait for it would then begin it anew.
+# Seconds. A shared prefill is no longer expected so long after it should have been ready: all
+# requests that wait for it would then begin it anew.
 _LATE_S = 60.0
 _SOON = (Phase.PREPARING, Phase.DRAINING)
 _MAY_WAIT = (*_SOON, Phase.RUNNING)
 
 
 def starting_later(ask: Ask, n: int, *, patient: bool = True) -> list[Candidate]:
-    """Ways that begin with waiting for a busy slot which has, or is computing, the prefix.
+    """Return ways that wait for a busy slot which has, or is computing, the prefix.
 
-    1. What it holds is being written to a file, perhaps because the slot is somebody else's now.
-    2. Its prefill is under way on its own, and will be saved for all who wait.
-    3. It runs somebody's request: only where the policy allows to wait for the owner, and only
-       while the request is `patient`. When the others are over is known well enough to be priced.
-    4. Its client left, perhaps to come back at once with the same and more: it is idle soon.
+    1. Its content is being written to a file, perhaps because the slot is another request's now.
+    2. Its prefill runs on its own, and will be saved for all that wait.
+    3. It runs another request: only if the policy allows to wait for the owner, and only while the
+       request is `patient`. The ends of the other cases are known well enough to be priced.
+    4. Its client disconnected, perhaps to come back at once with the same and more: it is idle
+       soon.
 
-    The `n` cheapest of the first two and of the others are among them.
+    Included are the `n` cheapest of cases 1 and 2, and the `n` cheapest of cases 3 and 4.
     """
     if ask.has_no_say:
         return []
@@ -51,7 +53,7 @@ def starting_later(ask: Ask, n: int, *, patient: bool = True) -> list[Candidate]
             continue
         common = shared.get(slot.id, 0)
         if common < at_least:
-            continue  # nobody will save so little for others
+            continue  # so little is not saved for others
         info, rates = fleet.infos[slot.id.backend], fleet.rates[slot.id.backend]
         held = count(slot.pending)
         reused = reusable_tokens(info.memory_kind, ask.n_prompt, common, held)
@@ -65,7 +67,7 @@ def starting_later(ask: Ask, n: int, *, patient: bool = True) -> list[Candidate]
                 saved.add(_from_file(ask, slot, held, reused, wait_s))
         elif (
             hoped
-            # A prefill that was broken off is over before it would have been.
+            # A prefill that was broken off ends sooner than predicted.
             and (slot.leaving or wait_s <= fleet.policy.max_wait_s)
             and _is_to_be_had(ask, slot)
         ):
@@ -75,8 +77,10 @@ def starting_later(ask: Ask, n: int, *, patient: bool = True) -> list[Candidate]
 
 
 def hope_ends(fleet: Fleet, now: float) -> float | None:
-    """When the next slot that was left, or computes for all, is not waited for any more, in clock
-    seconds."""
+    """Return when the next abandoned slot or shared prefill is no longer waited for.
+
+    In clock seconds. None: there is none.
+    """
     ends = (
         slot.busy_until + (_OVERDUE_S if slot.is_left else _LATE_S)
         for backend, bench in fleet.slots.benches()
@@ -88,7 +92,7 @@ def hope_ends(fleet: Fleet, now: float) -> float | None:
 
 
 def _busy(ask: Ask) -> Iterator[Slot]:
-    """Slots that could be waited for; on a backend that is to be let go of, for their files."""
+    """Yield slots that could be waited for; on a draining backend, for their files."""
     fleet = ask.fleet
     wanted = _MAY_WAIT if fleet.policy.may_wait else _SOON
     for backend, bench in fleet.slots.benches():
@@ -102,14 +106,17 @@ def _busy(ask: Ask) -> Iterator[Slot]:
 
 
 def _is_to_be_had(ask: Ask, slot: Slot) -> bool:
-    """The request may have the slot itself, when it is idle."""
+    """Return True if the request may have the slot itself when it is idle."""
     fleet, request = ask.fleet, ask.request
     return fleet.serves(slot.id.backend, request) and fleet.wants(slot, request)
 
 
 def _once_saved(ask: Ask, slot: Slot, at_least: int) -> Candidate | None:
-    """What a slot holds is being saved. Until then nobody can have it: if the slot is another's
-    already, this is the only place where it still is."""
+    """Return the way that waits for a save of the slot's content. None: of no use.
+
+    Until the save is over no request can have that content. If the slot is another request's
+    already, the content is nowhere else.
+    """
     info, held = ask.fleet.infos[slot.id.backend], len(slot.resident)
     common = common_prefix(slot.saving, ask.request.prompt.tokens)
     reused = reusable_tokens(info.memory_kind, ask.n_prompt, common, held)
@@ -120,7 +127,7 @@ def _once_saved(ask: Ask, slot: Slot, at_least: int) -> Candidate | None:
 
 
 def _from_file(ask: Ask, slot: Slot, held: int, reused: int, wait_s: float) -> Candidate:
-    """Wait, until it is saved as well, and restore it."""
+    """Return the way that waits until the slot's content is saved, and restores it."""
     rates = ask.fleet.rates[slot.id.backend]
     back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
     rest_s = rates.prefill_s(ask.n_prompt - reused, reused)

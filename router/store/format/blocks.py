@@ -1,6 +1,6 @@
-"""The parts of a memory state as values, with the offset of every section.
+"""Data classes for the parts of a memory state, with the offset of every section.
 
-The words of `docs/llama-server.md` section 1.4; `layout.py` finds them in a file.
+Their names are those of `docs/llama-server.md` section 1.4; `layout.py` finds them in a file.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ EXT_BYTES = 12  # x, y, token: M-RoPE and PLE (`has_cell_ext`)
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The tensor data of one layer. `offset` is where the data begins, behind its own header."""
+    """The tensor data of one layer. `offset` is where the data begins, after its header."""
 
     type_id: int
     row_bytes: int  # of one cell
@@ -23,11 +23,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One stream of an attention block. `offset` is where its cell count is."""
+    """One stream of an attention block. `offset` is that of its cell count."""
 
     offset: int
     cell_count: int
-    pos_min: int  # -1 if it is empty, like llama.cpp's own
+    pos_min: int  # -1 if the stream is empty, as in llama.cpp
     pos_max: int
     k: tuple[Section, ...]
     v: tuple[Section, ...]
@@ -35,13 +35,13 @@ class Stream:
 
     @property
     def cells_offset(self) -> int:
-        """Where the cell meta begins."""
+        """Return the offset of the cell meta."""
         return self.offset + 4
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """What one `llama_kv_cache` wrote. Layer data is in `streams`, of which one has cells."""
+    """The block of one `llama_kv_cache`. Layer data is in `streams`; one of them has cells."""
 
     offset: int
     end: int
@@ -66,12 +66,12 @@ class AttentionBlock:
 
     @property
     def cell_bytes(self) -> int:
-        """Cell meta of one cell."""
+        """Return the bytes of meta per cell."""
         return CELL_BYTES + (EXT_BYTES if self.ext else 0)
 
     @property
     def bytes_per_cell(self) -> int:
-        """Meta and all layers; 0 if there is no cell to tell it from."""
+        """Return the bytes of meta and all layers per cell; 0 if no stream has cells."""
         for stream in self.streams:
             if stream.cell_count:
                 rows = (section.row_bytes for section in (*stream.k, *stream.v))
@@ -79,7 +79,7 @@ class AttentionBlock:
         return 0
 
     def describe(self) -> str:
-        """Everything that a reader of the file compares, but streams and cells."""
+        """Return all that a reader of the file compares, except streams and cells."""
         stream = next((s for s in self.streams if s.cell_count), None)
         if stream is None:
             return "empty"
@@ -89,19 +89,19 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentBlock:
-    """What `llama_memory_recurrent` wrote: one cell, however long the sequence."""
+    """The block of a `llama_memory_recurrent`: one cell, however long the sequence."""
 
     offset: int
     end: int
     cell_count: int
     pos_max: int
-    n_layer: int  # of the model, those without recurrent state included
+    n_layer: int  # of the model, including layers without recurrent state
     r: tuple[Section, ...]
     s: tuple[Section, ...]
     ple: tuple[Section, ...]  # a second history, of some layers of some models
 
     def describe(self) -> str:
-        """Everything that a reader of the file compares, but the cells."""
+        """Return all that a reader of the file compares, except the cells."""
         rows = f"r={runs(self.r)} s={runs(self.s)} ple={runs(self.ple)}"
         return f"recurrent layers={self.n_layer} {rows}"
 
@@ -111,22 +111,22 @@ Block = AttentionBlock | RecurrentBlock
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A rollback point of the slot, saved behind the memory state by newer llama-servers.
+    """A rollback point of the slot, saved after the memory state by newer llama-servers.
 
-    With them a restored SWA, hybrid or recurrent slot can go back to `n_tokens`; without, it
-    can only be extended, if at all (docs/llama-server.md section 4.3).
+    With checkpoints, a restored SWA, hybrid or recurrent slot can go back to `n_tokens`. Without
+    them, the slot can only be extended, if at all (docs/llama-server.md section 4.3).
     """
 
     n_tokens: int
-    pos_min: int  # of the memory when it was made, not of what is in here
+    pos_min: int  # of the memory when the checkpoint was made, not of `state`
     pos_max: int
     offset: int
     end: int
-    state_offset: int = 0  # where the u64 with the size of the state is
-    state: tuple[Block, ...] = ()  # what cannot be rolled back: the window, the recurrent block
+    state_offset: int = 0  # of the u64 with the size of the state
+    state: tuple[Block, ...] = ()  # what cannot be rolled back: window, recurrent block
 
 
 def runs(sections: Iterable[Section]) -> str:
-    """Type and row bytes of the sections in order, equal neighbours counted: `1:384*30`."""
+    """Return type and row bytes of sections in order, equal neighbours counted: `1:384*30`."""
     groups = groupby(f"{section.type_id}:{section.row_bytes}" for section in sections)
     return ",".join(f"{shape}*{sum(1 for _ in group)}" for shape, group in groups)

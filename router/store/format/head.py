@@ -1,9 +1,9 @@
-"""The head of a slot state file: magic, version and the server's own token list.
+"""Read the head of a slot state file: magic, version and the server's own token list.
 
-Owns the first part of the format in `docs/llama-server.md` section 1.4 (read there from
-`server_tokens::serialize`, llama.cpp b11434). Knows nothing of the memory state behind it: that
-is `layout.py`. What it reads may be damaged or hostile, so every count is compared with the
-size of the file before anything is read or allocated for it.
+Covers the first part of the format in `docs/llama-server.md` section 1.4 (read there from
+`server_tokens::serialize`, llama.cpp b11434). Knows nothing of the memory state after the head:
+that is `layout.py`. A file may be damaged or hostile: every count is compared with the size of
+the file before anything is read or allocated for it.
 """
 
 import io
@@ -22,8 +22,8 @@ VERSION = 4  # LLAMA_STATE_SEQ_VERSION
 MEDIA_TOKEN = -1  # LLAMA_TOKEN_NULL: a position that media fills; as word 0 it marks "packed"
 PAYLOAD_VERSION = 1  # SERVER_TOKENS_STATE_VERSION
 
-# 16.7 million tokens, 64 MiB: an order above the longest context that any model claims. Bounds
-# what a sparse file of terabytes can make this process allocate.
+# 16.7 million tokens, 64 MiB: an order of magnitude above the longest context that any model
+# claims. Limits what a sparse file of terabytes can make this process allocate.
 MAX_TOKENS = 1 << 24
 MAX_MEDIA = 1 << 16  # each costs a seek and a read
 
@@ -33,10 +33,10 @@ _PREFIX = struct.Struct("<III")  # magic, version, number of words in the token 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """`end` is the byte where the memory state begins.
+    """The head of a state file. `end` is the byte where the memory state begins.
 
-    `tokens` are as the file has them, MEDIA_TOKEN wherever media is; `media_starts` are the
-    indices where each media part begins, ascending.
+    `tokens` are as in the file, with MEDIA_TOKEN wherever media is. `media_starts` are the indices
+    at which the media parts begin, ascending.
     """
 
     tokens: Tokens
@@ -46,12 +46,12 @@ class Head:
 
     @property
     def n_tokens(self) -> int:
-        """Positions in the slot, those of media included."""
+        """Return the number of positions in the slot, including those of media."""
         return tok.count(self.tokens)
 
 
 def read_head(file: BinaryIO) -> Head:
-    """Read the head of `file`, which must be seekable. Raises KvFileError, naming what is off."""
+    """Read the head of `file`, which must be seekable. Raises KvFileError that names the fault."""
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     magic, version, n_words = _PREFIX.unpack(_exactly(file, _PREFIX.size, "prefix"))
@@ -80,9 +80,9 @@ def read_head(file: BinaryIO) -> Head:
 
 
 def collapse_media(head: Head, fingerprints: Sequence[int]) -> Tokens | None:
-    """The tokens of `head` with each media part as the one negative id in `fingerprints`.
+    """Return the tokens of `head` with each media part as one negative id of `fingerprints`.
 
-    None if there are more or fewer of them than media parts in the file.
+    None if there are more or fewer fingerprints than media parts in the file.
     """
     if len(fingerprints) != len(head.media_starts):
         return None
@@ -102,10 +102,10 @@ def collapse_media(head: Head, fingerprints: Sequence[int]) -> Tokens | None:
 
 
 def tokens_match(head: Head, expected: Tokens) -> bool:
-    """Whether the file holds exactly `expected`, in which each media part is one negative id.
+    """Return whether the file holds exactly `expected`, with each media part as one negative id.
 
-    A file does not tell which picture it was made from in terms that this process could compare
-    (the placeholder carries mtmd's own hash), so media is compared by place and number only.
+    Media is compared by position and number only: the placeholder in a file carries mtmd's own
+    hash, which this process cannot compare with a picture.
     """
     if not head.media_starts:
         return head.tokens == expected
@@ -115,14 +115,14 @@ def tokens_match(head: Head, expected: Tokens) -> bool:
 
 def _read_tokens(file: BinaryIO, n: int, end: int) -> Tokens:
     if n > MAX_TOKENS:
-        raise KvFileError(f"{n} tokens, more than the {MAX_TOKENS} that are believable")
+        raise KvFileError(f"{n} tokens, more than the limit of {MAX_TOKENS}")
     if file.tell() + n * _WORD > end:
         raise KvFileError(f"{n} tokens do not fit into a token payload that ends at byte {end}")
     return Tokens(_exactly(file, n * _WORD, "tokens"))
 
 
 def _read_media(file: BinaryIO, n_tokens: int, end: int) -> tuple[int, ...]:
-    """Start indices; the descriptors behind them are walked over, not read."""
+    """Return the start indices; skip the descriptors after them."""
     n = _read_u32(file, end, "media count")
     if n > min(n_tokens, MAX_MEDIA) or file.tell() + n * _WORD > end:
         raise KvFileError(
@@ -142,9 +142,10 @@ def _read_media(file: BinaryIO, n_tokens: int, end: int) -> tuple[int, ...]:
 
 
 def _check_media(ids: Tokens, starts: tuple[int, ...]) -> None:
-    """Every media part begins on a media position, and every run of those with a part.
+    """Check that media parts begin on media positions, and each run of those with a part.
 
-    `find_chunk` of llama-server throws, or worse, on a position that no part covers.
+    Raises KvFileError otherwise: `find_chunk` of llama-server throws, or worse, on a position that
+    no part covers.
     """
     lowest = min(tok.iterate(ids), default=0)
     if lowest < MEDIA_TOKEN:
@@ -170,7 +171,7 @@ def _check_media(ids: Tokens, starts: tuple[int, ...]) -> None:
 
 def _read_u32(file: BinaryIO, end: int, what: str) -> int:
     if file.tell() + _WORD > end:
-        raise KvFileError(f"{what} lies behind the token payload, which ends at byte {end}")
+        raise KvFileError(f"{what} is beyond the token payload, which ends at byte {end}")
     return next(_words(_exactly(file, _WORD, what)))
 
 

@@ -1,9 +1,9 @@
-"""The memory state of a slot state file: which blocks it has and where their sections lie.
+"""Read the memory state of a slot state file: its blocks and the offsets of their sections.
 
-Owns the second part of the format in `docs/llama-server.md` section 1.4. Tensor data is skipped
-with a seek, so a file of gigabytes costs a few kilobytes of reading, and the offsets of all
-sections are kept for those who rewrite files. Read from llama.cpp b11434: `llama-kv-cache.cpp`,
-`llama-memory-recurrent.cpp` (`state_write`) and the classes that put these two together.
+Covers the second part of the format in `docs/llama-server.md` section 1.4. Tensor data is skipped
+with a seek, so a file of gigabytes costs a few kilobytes of reading. The offsets of all sections
+are kept for rewriting files. Read from llama.cpp b11434: `llama-kv-cache.cpp`,
+`llama-memory-recurrent.cpp` (`state_write`) and the classes that combine these two.
 
 The format does not say which memory it is, whether its cells carry an extension, nor which
 layers have a V. All combinations are tried, and only one may end at the end of the file.
@@ -34,7 +34,7 @@ from router.store.format.head import MAX_TOKENS, Head
 
 MAX_STREAMS = 256  # LLAMA_MAX_SEQ
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
-MAX_ROW = 1 << 32  # bytes of one layer in one cell; only there to keep the sums sane
+MAX_ROW = 1 << 32  # bytes of one layer in one cell; only keeps the sums below absurd values
 MAX_ATTENTION_BLOCKS = 2  # base and SWA (or MLA and indexer); no class writes more in b11434
 
 APPENDIX_MAGIC = 0x504B4353  # "SCKP"
@@ -42,8 +42,8 @@ APPENDIX_VERSION = 1
 MAX_CHECKPOINTS = 4096  # `--ctx-checkpoints` is 32 by default
 STATE_MAGIC = 0xAF143CD8  # `io_magic` in llama-context.cpp: before each state kept in memory
 
-# ggml type -> (elements, bytes) of its smallest unit: the types that `-ctk`/`-ctv` take, which
-# include F32 and F16 that recurrent states use. Another type is refused rather than guessed.
+# ggml type -> (elements, bytes) of its smallest unit: the types that `-ctk`/`-ctv` take. Recurrent
+# states use F32 and F16. Another type is refused rather than guessed.
 TYPES: dict[int, tuple[int, int]] = {
     0: (1, 4),  # f32
     1: (1, 2),  # f16
@@ -71,7 +71,7 @@ _ROW_TRANSPOSED = struct.Struct("<iII")  # type, element bytes, elements in a ro
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The blocks from the end of the head on, and the checkpoints behind them."""
+    """The blocks after the head of a state file, and the checkpoints after the blocks."""
 
     blocks: tuple[Block, ...]
     checkpoints: tuple[Checkpoint, ...] = ()
@@ -87,31 +87,34 @@ class Layout:
 
     @property
     def n_stream(self) -> int:
-        """Streams of the attention blocks; 0 if there are none."""
+        """Return the number of streams of the attention blocks; 0 if there are none."""
         return max((len(block.streams) for block in self.attention), default=0)
 
     @property
     def memory_kind(self) -> MemoryKind:
-        """As far as shapes tell: two attention blocks may also be a sparse-attention indexer."""
+        """Return the memory kind, as far as shapes tell.
+
+        Two attention blocks may also be a sparse-attention indexer.
+        """
         if self.recurrent is not None:
             return MemoryKind.HYBRID if self.attention else MemoryKind.RECURRENT
         return MemoryKind.SLIDING_WINDOW if len(self.attention) > 1 else MemoryKind.FULL
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that one more token adds to a long state: id, and a cell of the first block."""
+        """Return the bytes of one more token in a long state: id, and a cell of the first block."""
         return 4.0 + (self.attention[0].bytes_per_cell if self.attention else 0)
 
     @property
     def is_empty(self) -> bool:
-        """A slot without tokens was saved: the file tells nothing of its server."""
+        """Return True if the saved slot had no tokens: the file tells nothing of its server."""
         return all(block.cell_count == 0 for block in self.blocks)
 
     def fingerprint(self) -> str:
-        """Equal for two files that one server accepts, if their streams are made to agree.
+        """Return a hash that is equal for files that one server accepts after a restream.
 
-        Raises KvFileError for an empty state. Not checked by llama-server and so not in here:
-        weights, RoPE settings, LoRA (docs/llama-server.md section 1.5).
+        Raises KvFileError for an empty state. Weights, RoPE settings and LoRA are not included:
+        llama-server does not check them (docs/llama-server.md section 1.5).
         """
         if self.is_empty:
             raise KvFileError("an empty state tells nothing of its server")
@@ -120,7 +123,7 @@ class Layout:
 
 
 def read_layout(file: BinaryIO, head: Head, size: int) -> Layout:
-    """Walk the memory state of `file`, which has `size` bytes.
+    """Read the memory state of `file`, which has `size` bytes.
 
     Raises KvFileError unless exactly one reading of it ends at the end of the file.
     """
@@ -129,7 +132,7 @@ def read_layout(file: BinaryIO, head: Head, size: int) -> Layout:
         walk = _Walk(file, size, ext)
         for blocks in walk.blocks(head.end, ()):
             layout = Layout(blocks, walk.appendix(blocks[-1].end) or ())
-            # Without cells, with and without extension read the same.
+            # Without cells, both readings (with and without extension) are the same.
             if layout not in found and not (ext and layout.is_empty):
                 found.append(layout)
         reasons += walk.reasons
@@ -141,11 +144,11 @@ def read_layout(file: BinaryIO, head: Head, size: int) -> Layout:
 
 
 def check_agreement(head: Head, layout: Layout) -> None:
-    """Tokens and memory must end at the same position, with a cell for each in between.
+    """Check that tokens and memory end at the same position, with a cell for each position.
 
     llama-server aborts if they do not (docs/llama-server.md section 4.4), also on a checkpoint.
-    With an extension, positions are M-RoPE's and run slower than tokens: only "some or none" is
-    compared then. Raises KvFileError.
+    With an extension, positions are M-RoPE's and run slower than tokens: the check is then only
+    that both are empty or neither, and that positions stay below the tokens. Raises KvFileError.
     """
     if layout.is_empty != (head.n_tokens == 0):
         raise KvFileError(f"{head.n_tokens} tokens, but {layout.blocks[0].cell_count} cells")
@@ -155,7 +158,7 @@ def check_agreement(head: Head, layout: Layout) -> None:
         raise KvFileError(f"the first position is {layout.attention[0].pos_min}")
     for checkpoint in layout.checkpoints:
         if not 0 < checkpoint.n_tokens <= head.n_tokens:
-            raise KvFileError(f"a checkpoint lies behind the {head.n_tokens} tokens")
+            raise KvFileError(f"a checkpoint is not within the {head.n_tokens} tokens")
         _check_end((*checkpoint.state, checkpoint), checkpoint.n_tokens, exact)
 
 
@@ -170,9 +173,10 @@ def _check_end(blocks: Iterable[Block | Checkpoint], n: int, exact: bool) -> Non
 
 
 def _with_states(layout: Layout, file: BinaryIO) -> Layout:
-    """Read what the checkpoints hold. Raises KvFileError unless it is of the layout's shapes."""
+    """Read the states of the checkpoints. Raises KvFileError if their shapes are others."""
     last = layout.recurrent
-    # Recurrent states, and of attention only a window (`LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY`).
+    # Checkpoints hold recurrent states, and of attention only a window
+    # (`LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY`).
     parts: Sequence[Block] = (
         (*layout.attention[1:], last) if last is not None else layout.attention[-1:]
     )
@@ -182,7 +186,7 @@ def _with_states(layout: Layout, file: BinaryIO) -> Layout:
 
 
 class _Walk:
-    """One attempt, with the cell extension or without. Yields every reading that adds up."""
+    """One attempt to read a memory state, with the cell extension or without."""
 
     def __init__(self, file: BinaryIO, size: int, ext: bool) -> None:
         self._file = file
@@ -191,7 +195,7 @@ class _Walk:
         self.reasons: list[str] = []
 
     def blocks(self, at: int, before: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:
-        """All ways to read on from `at` to the end of the file."""
+        """Yield every reading of the file from `at` to its end."""
         if before and self.appendix(at) is not None:
             yield before
             return
@@ -211,11 +215,12 @@ class _Walk:
             self.reasons.append(str(error))
 
     def appendix(self, at: int) -> tuple[Checkpoint, ...] | None:
-        """The checkpoints from `at` to the end of the file; none if it ends at `at`.
+        """Return the checkpoints from `at` to the end of the file; () if it ends at `at`.
 
-        None if there is something else. b11434 writes no appendix and b11549 does, for slots
-        that have checkpoints: `SCKP`, version, count, and of each n_tokens, positions and three
-        byte strings (target, draft, speculative state); read from files of that build.
+        None if there is something else. b11434 writes no appendix; b11549 does, for slots that
+        have checkpoints: `SCKP`, version, count, then each checkpoint. A checkpoint has n_tokens,
+        positions and three byte strings (target, draft, speculative state). Read from files of
+        that build.
         """
         if at == self._size:
             return ()
@@ -238,7 +243,10 @@ class _Walk:
         return tuple(found) if at == self._size else None
 
     def state(self, checkpoint: Checkpoint, parts: Sequence[Block]) -> Checkpoint:
-        """With the state of the target model, which has to have the shapes of `parts`."""
+        """Return the checkpoint with the state of the target model.
+
+        Raises KvFileError unless the state has the shapes of `parts`.
+        """
         at = checkpoint.state_offset
         (size,) = self._unpack(_U64, at, "state size")
         at += _U64.size
@@ -302,14 +310,14 @@ class _Walk:
         return Stream(offset, n_cells, low, high, k, v, at), (v_trans, n_layer, n_rot_k, n_rot_v)
 
     def _recurrent(self, at: int) -> RecurrentBlock:
-        """Always the last block, so its sections go on to the end of the memory state.
+        """Read the recurrent block: always the last, so its sections reach the end of the state.
 
-        Which layers have a state is not in the file. All R sections are of one shape and so are
-        all S, and there are as many of one as of the other.
+        The file does not say which layers have a state. All R sections have one shape and so have
+        all S sections; there are as many R as S.
         """
         (n_cells,) = self._unpack(_U32, at, "cell count")
         if n_cells > 1:
-            raise KvFileError(f"{n_cells} recurrent cells at byte {at}, and a sequence has one")
+            raise KvFileError(f"{n_cells} recurrent cells at byte {at}, but a sequence has one")
         offset, at = at, at + _U32.size
         low_high = self._cells(at, n_cells, _RECURRENT_CELL_BYTES // 4, n_seq_id=0)
         at += n_cells * _RECURRENT_CELL_BYTES
@@ -335,11 +343,11 @@ class _Walk:
         half = len(states) // 2
         r, s = tuple(states[:half]), tuple(states[half:])
         if len(r) != len(s) or any(len(_shapes(x)) != 1 for x in (r, s)) or len(_shapes(ple)) > 1:
-            raise KvFileError(f"{len(states)} recurrent sections are no R and S of some layers")
+            raise KvFileError(f"{len(states)} recurrent sections are not R and S of some layers")
         return RecurrentBlock(offset, at, n_cells, low_high[1], n_layer, r, s, tuple(ple))
 
     def _cells(self, at: int, n: int, words: int, n_seq_id: int) -> tuple[int, int]:
-        """Smallest and largest position of `n` cells; (-1, -1) if there are none."""
+        """Return the smallest and largest position of `n` cells; (-1, -1) if there are none."""
         if n > MAX_TOKENS or at + n * words * 4 > self._size:
             raise KvFileError(f"{n} cells at byte {at} do not fit into the file")
         low, high = (1 << 31) - 1, -1
@@ -376,8 +384,8 @@ class _Walk:
         sections: list[Section] = []
         for _ in range(n_layer):
             type_id, element, n = self._unpack(_ROW_TRANSPOSED, at, "transposed header")
-            # The bytes of one unit; for a quantised type a unit is more than one element, but
-            # llama.cpp takes no quantised V without flash attention.
+            # `element` has the bytes of one unit. A unit of a quantised type is more than one
+            # element, but llama.cpp takes no quantised V without flash attention.
             if element != TYPES.get(type_id, (0, 0))[1] or not n:
                 raise KvFileError(f"no transposed V at byte {at}: type {type_id}, {element} bytes")
             section = Section(type_id, element * n, at + _ROW_TRANSPOSED.size, element)
@@ -386,7 +394,7 @@ class _Walk:
         return tuple(sections), at
 
     def _skip(self, section: Section, n_cells: int) -> int:
-        """Where the data of `section` ends. Raises KvFileError if it cannot be what it says."""
+        """Return where the data of `section` ends. Raises KvFileError for an impossible section."""
         if section.type_id not in TYPES:
             raise KvFileError(f"unknown tensor type {section.type_id} before {section.offset}")
         unit = TYPES[section.type_id][1]
@@ -394,7 +402,7 @@ class _Walk:
             raise KvFileError(f"rows of {section.row_bytes} bytes before byte {section.offset}")
         end = section.offset + n_cells * section.row_bytes
         if end > self._size:
-            raise KvFileError(f"data at byte {section.offset} ends at {end}, behind the file's end")
+            raise KvFileError(f"data at byte {section.offset} ends at {end}, beyond the file's end")
         return end
 
     def _unpack(self, what: struct.Struct, at: int, name: str) -> tuple[int, ...]:

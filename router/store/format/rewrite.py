@@ -1,9 +1,9 @@
-"""State files changed without a server: other streams, fewer tokens, a padded window.
+"""Rewrite state files without a server: other streams, fewer tokens, a padded window.
 
-Says what the result consists of, as pieces of the source and new bytes; `kv_files.py` writes it.
+Returns the result as pieces of the source and new bytes; `router/store/files.py` writes them.
 Why llama-server takes such files: docs/llama-server.md, "What can be done to a state file from
 outside" and section 4.4. Nothing here reads tensor data, so a file of gigabytes costs no more
-than its cell meta.
+than reading its cell meta.
 """
 
 import struct
@@ -20,27 +20,27 @@ from router.store.format.blocks import CELL_BYTES, AttentionBlock, Section, Stre
 from router.store.format.head import MAGIC, MEDIA_TOKEN, PAYLOAD_VERSION, VERSION, Head
 from router.store.format.layout import MAX_STREAMS, Layout
 
-# Each costs some 150 bytes here and a microsecond when it is written. 80 layers of 1,024
-# transposed rows in one run of cells are 82,000.
+# Each piece costs about 150 bytes of memory and 1 µs when it is written. 80 layers of 1,024
+# transposed rows in one run of cells are 82,000 pieces.
 MAX_PIECES = 1 << 18
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _CELL = struct.Struct("<iIi")  # pos, n_seq_id, seq_id
-_SEQ_ID_AT = 8  # in a cell
+_SEQ_ID_AT = 8  # bytes into a cell
 
 
 class Span(NamedTuple):
-    """Bytes of the source file, unchanged. A tuple: a pad of a transposed V has 80,000 of them."""
+    """Bytes of the source file, unchanged. A tuple: padding a transposed V makes 80,000."""
 
     offset: int
     size: int
 
 
 class Rows(NamedTuple):
-    """`n` spans of `size` bytes, each `stride` bytes behind the one before.
+    """`n` spans of `size` bytes, each `stride` bytes after the one before.
 
-    One object for all of them: a transposed V has a thousand rows in every layer.
+    One object for all spans: a transposed V has a thousand rows in every layer.
     """
 
     offset: int
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     n: int
 
     def spans(self) -> Iterator[Span]:
-        """Each by itself, in order."""
+        """Yield each span, in order."""
         for index in range(self.n):
             yield Span(self.offset + index * self.stride, self.size)
 
@@ -59,7 +59,7 @@ Piece = bytes | Span | Rows
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """What a file becomes: its first `start` bytes as they are, and then the pieces."""
+    """A rewritten file: the first `start` bytes of the source, then the pieces."""
 
     start: int
     pieces: tuple[Piece, ...]
@@ -69,9 +69,9 @@ class Rewrite:
 def restream(layout: Layout, n_stream: int, size_bytes: int) -> Rewrite:
     """Give every attention block `n_stream` streams; the file has `size_bytes`.
 
-    The one with cells stays where it is, or becomes the first if there is no such place any more:
-    llama-server reads it into the stream of the slot wherever it stands. The same for the windows
-    that checkpoints hold: llama-server does not load those whose streams are not its own.
+    The stream with cells keeps its index, or becomes the first if that index no longer exists:
+    llama-server reads it into the stream of the slot, whatever its index. The windows in
+    checkpoints are changed too: llama-server loads only windows with its own number of streams.
     """
     if not 1 <= n_stream <= MAX_STREAMS:
         raise KvFileError(f"no file can have {n_stream} streams")
@@ -100,7 +100,7 @@ def restream(layout: Layout, n_stream: int, size_bytes: int) -> Rewrite:
 def _restream_blocks(
     out: "_Pieces", at: int, blocks: Iterable[AttentionBlock], n_stream: int
 ) -> int:
-    """From byte `at` to the end of the last block, which is returned."""
+    """Add the bytes from `at` to the end of the last block; return that end."""
     empty = _U32.pack(0)
     for block in blocks:
         out.span(at, block.offset)
@@ -119,10 +119,10 @@ def _restream_blocks(
 
 
 def cut(head: Head, layout: Layout, n_tokens: int, file: BinaryIO) -> Rewrite:
-    """The first `n_tokens` tokens and their cells, in the order of the cells; no checkpoints.
+    """Return the first `n_tokens` tokens and their cells, in cell order, without checkpoints.
 
-    Full attention only: what else remembers has the effect of later tokens in it, or has lost
-    that of earlier ones. Raises KvFileError for all that cannot be cut.
+    Full attention only: other memory has the effect of later tokens in it, or has lost that of
+    earlier ones. Raises KvFileError for a state that cannot be cut.
     """
     block = _cuttable(head, layout, n_tokens)
     filled, stream = _filled(block)
@@ -159,13 +159,13 @@ def cut(head: Head, layout: Layout, n_tokens: int, file: BinaryIO) -> Rewrite:
 def pad(layout: Layout, file: BinaryIO | None, size_bytes: int) -> Rewrite | None:
     """Add one cell of zeros in front of a sliding window, at the end of its cells.
 
-    Such a slot can be extended after a restore; without the cell, llama-server computes all of
-    it again (docs/llama-server.md sections 4.3 and 4.4). The cell lies outside the window of
-    every later token, so nobody sees what is in it.
+    A padded slot can be extended after a restore; without the cell, llama-server computes all of
+    its tokens again (docs/llama-server.md sections 4.3 and 4.4). The cell is outside the window of
+    every later token, so its content has no effect.
 
-    None for a file that needs no padding or that cannot be padded. All but `pos_min` of the
-    second block stays as it is. Without `file` the new cell's seq_id is 0; llama-server reads
-    none of them.
+    None for a file that needs no padding or cannot be padded. Only the second block changes: it
+    has one more cell and a lower `pos_min`. Without `file` the new cell's seq_id is 0;
+    llama-server reads no seq_id.
     """
     if layout.memory_kind is not MemoryKind.SLIDING_WINDOW:
         return None
@@ -173,7 +173,7 @@ def pad(layout: Layout, file: BinaryIO | None, size_bytes: int) -> Rewrite | Non
     _, stream = _filled(window)
     if stream is None or stream.pos_min <= 0 or window.ext:
         return None
-    # A window has no holes. One that has is not understood: what is left out may be visible.
+    # A window has no holes. One with holes is not understood: a missing cell may be visible.
     whole = stream.cell_count == stream.pos_max - stream.pos_min + 1
     sections = (*stream.k, *stream.v)
     if window.cell_count >= base.cell_count or not whole or _too_many_rows(sections):
@@ -199,7 +199,7 @@ def pad(layout: Layout, file: BinaryIO | None, size_bytes: int) -> Rewrite | Non
 
 
 class _Pieces:
-    """Collects pieces; neighbours become one."""
+    """A collector of pieces that joins neighbours."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -209,7 +209,7 @@ class _Pieces:
         self._first = self._end = 0  # of the span not yet in the list
 
     def put(self, raw: bytes) -> None:
-        """New bytes."""
+        """Add new bytes."""
         if not raw:
             return
         self._flush_span()
@@ -217,7 +217,7 @@ class _Pieces:
         self._size += len(raw)
 
     def span(self, first: int, end: int) -> None:
-        """The bytes [first, end) of the source."""
+        """Add the bytes [first, end) of the source."""
         if first == end:
             return
         self._size += end - first
@@ -229,14 +229,14 @@ class _Pieces:
         self._first, self._end = first, end
 
     def rows(self, rows: Rows) -> None:
-        """Spans that do not touch each other."""
+        """Add spans that do not touch each other."""
         self._flush_span()
         self._flush_bytes()
         self._done.append(rows)
         self._size += rows.size * rows.n
 
     def extend(self, pieces: Iterable[Piece]) -> None:
-        """Pieces that were collected apart, to know their size."""
+        """Add pieces that were collected apart, to know their size."""
         for piece in pieces:
             if isinstance(piece, Span):
                 self.span(piece.offset, piece.offset + piece.size)
@@ -246,7 +246,7 @@ class _Pieces:
                 self.put(piece)
 
     def done(self) -> Rewrite:
-        """All of them."""
+        """Return the rewrite with all pieces."""
         self._flush_span()
         self._flush_bytes()
         return Rewrite(self._start, tuple(self._done), self._size)
@@ -278,13 +278,16 @@ def _cuttable(head: Head, layout: Layout, n_tokens: int) -> AttentionBlock:
 
 
 def _filled(block: AttentionBlock) -> tuple[int, Stream | None]:
-    """The stream that has cells, and its index."""
+    """Return the index of the stream that has cells, and the stream; (0, None) if none."""
     filled = ((i, stream) for i, stream in enumerate(block.streams) if stream.cell_count)
     return next(filled, (0, None))
 
 
 def _positions(file: BinaryIO, stream: Stream) -> "array[int]":
-    """Of the cells in their order. Raises KvFileError unless they are 0, 1, 2... in some order."""
+    """Return the positions of the cells, in cell order.
+
+    Raises KvFileError unless the positions are 0, 1, 2... in some order.
+    """
     file.seek(stream.cells_offset)
     words = array("i")
     words.frombytes(_exactly(file, stream.cell_count * CELL_BYTES))
@@ -304,7 +307,7 @@ def _positions(file: BinaryIO, stream: Stream) -> "array[int]":
 
 
 def _runs(positions: "array[int]", n: int) -> list[tuple[int, int]]:
-    """Cells with a position below `n`, as [first, last) of neighbours."""
+    """Return the cells with a position below `n`, as ranges [first, last)."""
     runs: list[tuple[int, int]] = []
     first = -1
     for index, position in enumerate(positions):
@@ -320,7 +323,7 @@ def _runs(positions: "array[int]", n: int) -> list[tuple[int, int]]:
 
 
 def _rows(section: Section) -> int:
-    """Rows that each have all cells: one, unless V is transposed."""
+    """Return the number of rows that each have all cells: 1, unless V is transposed."""
     return section.row_bytes // section.element_bytes if section.element_bytes else 1
 
 
@@ -335,7 +338,7 @@ def _too_many_rows(sections: tuple[Section, ...]) -> bool:
 
 
 def _token_payload(head: Head, n: int) -> bytes:
-    """Magic to the last word of the token list, in the form that the source has."""
+    """Return the bytes from magic to the end of the token list, in the source's form."""
     tokens = tok.head(head.tokens, n)
     if head.legacy:
         return struct.pack("<III", MAGIC, VERSION, n) + tokens

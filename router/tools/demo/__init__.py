@@ -1,4 +1,5 @@
-"""`kvferry demo`: starts llama-servers and shows what kvferry saves; also for tests and benches.
+"""`kvferry demo`: start llama-servers and show what kvferry saves.
 
-Knows how a llama-server is found, started, watched and stopped, and where a small model comes from.
+Tests and benches also use its modules that find, start, watch and stop a llama-server and fetch a
+small model.
 """

@@ -1,4 +1,4 @@
-"""One streamed chat request, measured the way a client sees it."""
+"""One streamed chat request, measured as a client sees it."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ class ChatError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back. `backend`, `slot` and `source` are kvferry's headers, "" without it."""
+    """The answer. `backend`, `slot` and `source` are kvferry's headers, "" without kvferry."""
 
     text: str
     prompt_tokens: int
     cached_tokens: int
-    ttft_s: float  # from sending to the first piece of text
+    ttft_s: float  # from sending to the first text of the answer
     backend: str = ""
     slot: str = ""
     source: str = ""
@@ -35,7 +35,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Reading:
-    """What a stream has told so far."""
+    """The values read from a stream so far."""
 
     text: str = ""
     ttft_s: float | None = None
@@ -45,26 +45,26 @@ class _Reading:
 
 @dataclass(slots=True)
 class Chat:
-    """A request. `run` it; `streams` is set when its first piece of text is there."""
+    """One request. `run` sends it and sets `streams` when the first text arrives."""
 
     messages: list[dict[str, str]]
     long: bool = False
     streams: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, session: aiohttp.ClientSession, url: str) -> Answer:
-        """Send it and read the answer to its end. Raises ChatError."""
+        """Send the request and read the answer to its end. Raises ChatError."""
         try:
             return await self._run(session, url)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ChatError(f"{url} broke off: {error!r}") from error
+            raise ChatError(f"the request to {url} failed: {error!r}") from error
         finally:
-            self.streams.set()  # nobody shall wait for what failed
+            self.streams.set()  # also after a failure: nothing may wait for it in vain
 
     async def _run(self, session: aiohttp.ClientSession, url: str) -> Answer:
         body = {
             "messages": self.messages,
             "max_tokens": _LONG_ANSWER_TOKENS if self.long else _ANSWER_TOKENS,
-            "ignore_eos": self.long,  # it has to last until the next request is there
+            "ignore_eos": self.long,  # the answer must last until the next request arrives
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -81,7 +81,7 @@ class Chat:
                         self.streams.set()
             headers = response.headers
         if reading.prompt_tokens is None or reading.cached_tokens is None:
-            raise ChatError(f"{url} did not say how many tokens it computed")
+            raise ChatError(f"the answer of {url} has no token counts (usage)")
         return Answer(
             text=reading.text,
             prompt_tokens=reading.prompt_tokens,

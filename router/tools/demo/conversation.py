@@ -1,8 +1,11 @@
-"""What is asked in `kvferry demo`: five people, two servers with two slots each.
+"""The requests of `kvferry demo`: five people, for two servers with two slots each.
 
-Four habits of real clients are in it: turns of one conversation that arrive at another server, a
-second request while the first still streams, several conversations with one system prompt, and
-more conversations than slots.
+The script has four habits of real clients:
+
+- turns of one conversation that arrive at another server;
+- a second request while the first still streams;
+- several conversations with one system prompt;
+- more conversations than slots.
 """
 
 from dataclasses import dataclass, field
@@ -75,13 +78,13 @@ volunteer helps with letters to offices. Answer in two sentences and name the fl
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One request."""
+    """One request of the script."""
 
     what: str
     who: str
-    question: str = ""  # empty: the last one again
-    long: bool = False  # still streams when the next request arrives
-    restart: bool = False  # the server that this one would go to is killed and started before
+    question: str = ""  # empty: the last question again
+    long: bool = False  # the answer still streams when the next request arrives
+    restart: bool = False  # first kill and start the server of this request
 
 
 SYSTEM = {"Ada": HARBOUR, "Ben": HARBOUR, "Cid": KITCHEN, "Dee": WORKSHOP, "Eve": LIBRARY}
@@ -109,14 +112,14 @@ SCRIPT = (
 
 
 REMARKS = (
-    "4 still streams when 5 arrives, so its slot is busy. Before 7 the server that it would go to "
-    "is killed and started again."
+    "Request 4 still streams when request 5 arrives, so its slot is busy. Before request 7, its "
+    "server is killed and started again."
 )
 
 
 @dataclass(slots=True)
 class Conversations:
-    """Everybody's messages so far; what a chat client keeps."""
+    """The messages of each person so far, as a chat client keeps them."""
 
     messages: dict[str, list[dict[str, str]]] = field(
         default_factory=lambda: {
@@ -125,18 +128,18 @@ class Conversations:
     )
 
     def ask(self, step: Step) -> list[dict[str, str]]:
-        """The messages to send."""
+        """Return the messages to send."""
         mine = self.messages[step.who]
         if not step.question:
-            return mine[:-1]  # without the answer that is not wanted
+            return mine[:-1]  # drop the answer that is regenerated
         if step.long:
-            # Answered in a window of its own: the conversation goes on without it.
+            # Like a window of its own: the conversation does not keep this question.
             return [*mine, {"role": "user", "content": step.question}]
         mine.append({"role": "user", "content": step.question})
         return list(mine)
 
     def answered(self, step: Step, text: str) -> None:
-        """Keep the answer."""
+        """Add the answer to the conversation, except that of a `long` step."""
         mine = self.messages[step.who]
         if step.long:
             return

@@ -1,6 +1,6 @@
 """`kvferry demo`: the same requests without and with kvferry, on real servers, as a table.
 
-Starts what it needs on this machine and removes it again. All numbers are measured here and now.
+The demo starts all processes on this machine and removes them again. All numbers are measured.
 """
 
 import asyncio
@@ -37,31 +37,31 @@ from router.tools.terminal import Progress, no_log_lines, output
 NAMES = (BackendId("a"), BackendId("b"))
 SLOTS = 2
 CTX_PER_SLOT = 4096
-# People read before they write. Half of that, which is its default, kvferry waits before it saves
-# an idle slot.
+# Pause before a request, since people read before they write. kvferry saves an idle slot after half
+# of it, which is the default of `save_when_idle_for`.
 READING_S = 1.0
 READY_TIMEOUT_S = 60.0
 INTERRUPTED = 130
 
 
 class Side(Protocol):
-    """Where requests go: one of the two ways that are compared."""
+    """One of the two setups to compare: it says where requests go."""
 
     title: str
 
     def url(self, step: Step) -> str:
-        """Where the next request goes."""
+        """Return the base URL for the next request."""
 
     async def restart(self, step: Step) -> None:
-        """Kill the server that the next request would go to, and start it again."""
+        """Kill the server of the next request, and start it again."""
 
     def answered(self, step: Step, answer: Answer) -> None:
-        """A request came to its end."""
+        """Note that a request was answered."""
 
 
 @dataclass(slots=True)
 class RoundRobin:
-    """Without kvferry: each request to the next server in turn."""
+    """Without kvferry: requests go to the servers in turn."""
 
     servers: list[LlamaServer]
     title: str = "without kvferry"
@@ -86,13 +86,13 @@ class RoundRobin:
 
 @dataclass(slots=True)
 class Ferry:
-    """With kvferry: every request to the router."""
+    """With kvferry: every request goes to the router."""
 
     servers: list[LlamaServer]
     router: Router
     router_url: str
     title: str = "with kvferry"
-    served: dict[str, str] = field(default_factory=dict)  # whose last request which backend had
+    served: dict[str, str] = field(default_factory=dict)  # backend of each person's last request
 
     def url(self, step: Step) -> str:
         return self.router_url
@@ -109,7 +109,7 @@ class Ferry:
         self.served[step.who] = answer.backend
 
     async def ready(self) -> None:
-        """Returns when the router has attached to every server."""
+        """Wait until the router has attached every server. Raises ChatError after 60 s for one."""
         for name in NAMES:
             await self._until_seen(name, None)
 
@@ -132,7 +132,7 @@ async def demo(
 ) -> int:
     """Print the table. Returns 0, 1 if something is missing or failed, 130 if interrupted.
 
-    `keep`: servers and router stay until Ctrl-C. Whatever happens, nothing is left behind.
+    `keep`: servers and router run until Ctrl-C. No process or temporary file is left behind.
     """
     stop = _Stop()
     with stop, no_log_lines(), Progress() as progress:
@@ -162,7 +162,7 @@ async def _model(given: Path | None, progress: Callable[[str], None]) -> Path:
 
 
 class _Stop:
-    """Ctrl-C and SIGTERM. While requests run they cancel the demo; at the end they are the end."""
+    """Ctrl-C and SIGTERM: they cancel the demo while requests run, and end `wait` afterwards."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -180,7 +180,7 @@ class _Stop:
             asyncio.get_running_loop().remove_signal_handler(number)
 
     async def wait(self) -> None:
-        """Until somebody asks for the end, which then is a good one."""
+        """Wait for a signal, which then is a normal end and no interruption."""
         self._expected = asyncio.Event()
         await self._expected.wait()
 
@@ -188,7 +188,7 @@ class _Stop:
         if self._expected is not None:
             self._expected.set()
         elif not self.requested and self._task is not None:
-            # Once: a second Ctrl-C must not cut the cleaning up short.
+            # Only once: a second Ctrl-C must not interrupt the cleanup.
             self.requested = True
             self._task.cancel()
 
@@ -231,7 +231,7 @@ async def _folder() -> AsyncIterator[Path]:
 
 @asynccontextmanager
 async def _servers(setting: _Setting, kv_dir: Path | None) -> AsyncIterator[list[LlamaServer]]:
-    """Two fresh servers. Without kvferry llama-server's own RAM cache is on, as by default."""
+    """Start two servers. Without kvferry (`kv_dir` None) their RAM cache is on, as by default."""
     async with AsyncExitStack() as stack:
         servers = []
         for name in NAMES:
@@ -265,8 +265,8 @@ async def _ferry(
     given = {
         "listen": "127.0.0.1:0",
         "backends": backends,
-        # Else kvferry would compute long prompts itself, before the client's request, and the
-        # responses' own numbers would not show what was computed.
+        # Else kvferry would prefill long prompts before it sends the client's request, and the
+        # token counts of responses would not show what was computed.
         "policy": {"coalesce_above": "off"},
         "health": {"interval": "500ms"},
         "store": {
@@ -282,8 +282,8 @@ async def _ferry(
 
 
 async def _play(side: Side, setting: _Setting) -> list[Answer]:
-    """All requests of the script, one way. Raises ChatError."""
-    # A connection of its own for each request: llama-server closes it after a stream.
+    """Send all requests of the script to one setup. Raises ChatError."""
+    # One connection for each request: llama-server closes it after a stream.
     connector = aiohttp.TCPConnector(force_close=True)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -305,7 +305,7 @@ class _Play:
     sent: int = 0
 
     async def one(self, step: Step, chat: Chat | None = None) -> list[Answer]:
-        """One request, from what comes before it to its answer."""
+        """Send one request, after a pause unless `chat` is given, and read its answer."""
         if chat is None:
             await asyncio.sleep(self.setting.reading_s)
             chat = self.prepare(step)
@@ -319,7 +319,7 @@ class _Play:
         return [answer]
 
     async def both(self, long: Step, step: Step) -> list[Answer]:
-        """`step` is sent as soon as the answer to `long` streams; both are read to their end."""
+        """Send `long`, then `step` as soon as the answer to `long` streams; read both answers."""
         await asyncio.sleep(self.setting.reading_s)
         chat = self.prepare(long)
         try:
@@ -337,7 +337,7 @@ class _Play:
 
 def _print(rows: list[Row], setting: _Setting) -> None:
     console = output()
-    # Piped output would be 80 columns wide, and the table needs a few more.
+    # Piped output would be 80 columns wide; the table needs up to 100.
     console.width = WIDTH if not console.is_terminal else min(console.width, WIDTH)
     threads = _threads()
     console.print(
@@ -352,10 +352,10 @@ def _print(rows: list[Row], setting: _Setting) -> None:
 
 
 def _print_urls(ferry: Ferry) -> None:
-    """What a person can try while everything is still up."""
+    """Print the URLs and a command to try while everything runs."""
     lines = [
         f"kvferry         {ferry.router_url}",
-        f"its state       {ferry.router_url}/kvferry/state",
+        f"router state    {ferry.router_url}/kvferry/state",
     ]
     lines += [
         f"llama-server {name}  {server.url}"

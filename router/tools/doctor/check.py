@@ -1,4 +1,4 @@
-"""What `kvferry check` says of a configuration: what would run, and what in it has no effect."""
+"""Check a configuration for `kvferry check`: what would run, and what has no effect."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from router.web.server import tls
 
 
 def check_text(path: Path) -> tuple[int, str]:
-    """What `kvferry check FILE` prints, and its exit status: 0 when the file is good, 2 if not."""
+    """Return the output of `kvferry check FILE` and its exit code: 0 for a good file, else 2."""
     try:
         config = load(path)
     except ConfigError as error:
@@ -28,7 +28,10 @@ def check_text(path: Path) -> tuple[int, str]:
 
 
 def _placed(lacks: list[Lack], path: Path) -> ConfigError:
-    """With their lines. Raises ConfigError if the file has just been made another."""
+    """Return a ConfigError that lists `lacks` with their lines.
+
+    Raises ConfigError if the file has become invalid since it was loaded.
+    """
     document = read_yaml(read_text(path), str(path))
     return ConfigError(
         str(path),
@@ -37,38 +40,39 @@ def _placed(lacks: list[Lack], path: Path) -> ConfigError:
 
 
 def _warnings(config: Config) -> Iterator[str]:
-    """What can be used and is not as it should be, or not here. Blocking."""
+    """Yield a warning for each part that is not right or missing, but usable. Blocking."""
     if config.tls.certificate is not None and config.tls.key is not None:
         problem = tls.warning(config.tls.certificate, config.tls.key)
         if problem is not None:
             yield problem
-    # The router's environment is often another than the one in which the file is checked.
+    # Only warnings: the router often runs in another environment than `kvferry check`.
     for lack in unset_variables(config) + unusable_tokenizer(config):
         yield f"{path_text(lack.path)} {lack.message}"
 
 
 def summary(config: Config) -> str:
-    """One paragraph: what would run, and what in it will have no effect."""
+    """Describe in one paragraph what would run, and what would have no effect."""
     backends = ", ".join(_described(backend) for backend in config.backends)
     store, policy = config.store, config.policy
     said = [
         f"OK: kvferry would listen on {_listened(config)} and serve"
         f" {len(config.backends)} backend{'s' * (len(config.backends) != 1)}: {backends}.",
         f"Policy {policy.name}; tokenizer {config.tokenizer.mode};"
-        f" up to {config.queue.max_requests} requests wait,"
-        f" each at most {_or_no_limit(config.queue.deadline_s)}.",
+        f" queue of up to {config.queue.max_requests} requests,"
+        f" deadline {_or_no_limit(config.queue.deadline_s)}.",
     ]
     moves_kv = Policy(name=policy.name).moves_kv
-    # (1) to (4): the first reason why no snapshot is ever written. (5): what is written.
+    # The first reason why no snapshot is written; else the limits of what is written.
     if not moves_kv:
         said.append(f"Nothing is saved or restored: policy {policy.name} never moves KV.")
     elif not any(backend.kv_dir for backend in config.backends):
         said.append("Nothing is saved or restored: no backend has a kv_dir.")
     elif not store.enabled:
-        said.append("Nothing is saved: the store is off.")
+        said.append("Nothing is saved: the store is off (max_bytes or max_tokens is 0).")
     elif not config.probe.enabled:
         said.append(
-            "Nothing is saved or restored: without the probe no backend is trusted with it."
+            "Nothing is saved or restored: probe.enabled is false, and only probed backends"
+            " may save and restore."
         )
     else:
         limits = [] if store.max_bytes == NO_LIMIT else [format_size(store.max_bytes)]
@@ -80,17 +84,17 @@ def summary(config: Config) -> str:
     if keys := config.auth.keys:
         n_tenants = len({key.tenant for key in keys})
         said.append(
-            f"{len(keys)} key{'s' * (len(keys) != 1)} of {n_tenants}"
-            f" tenant{'s' * (n_tenants != 1)} let clients in; what is computed for one tenant is"
-            f" {'' if not config.auth.keeps_apart else 'not '}reused for others."
+            f"Clients need a key ({len(keys)} key{'s' * (len(keys) != 1)} of {n_tenants}"
+            f" tenant{'s' * (n_tenants != 1)}); KV computed for one tenant is"
+            f" {'' if not config.auth.keeps_apart else 'not '}reused for other tenants."
         )
     if moves_kv and config.tokenizer.mode is TokenizerMode.OFF:
-        said.append("With tokenizer.mode: off no prompt is known, so nothing can be reused.")
+        said.append("tokenizer.mode is off: prompts are not tokenized, so nothing is reused.")
     return " ".join(said)
 
 
 def _or_no_limit(seconds: float | None) -> str:
-    return "as long as it takes" if seconds is None else format_duration(seconds)
+    return "none" if seconds is None else format_duration(seconds)
 
 
 def _listened(config: Config) -> str:

@@ -1,7 +1,7 @@
-"""`kvferry doctor`: look at every backend, try out what kvferry does with it, say what to change.
+"""`kvferry doctor`: examine every backend, try save and restore, say what to change.
 
-Facts (`doctor_facts.py`) become findings (`doctor_findings.py`, `doctor_fleet.py`) and are
-printed here. May run beside a router that uses the same servers and directories.
+`facts.py` gathers facts, `findings.py` and `fleet.py` turn them into findings, and this module
+prints the findings. The doctor may run beside a router with the same servers and directories.
 """
 
 import textwrap
@@ -20,11 +20,11 @@ from router.tools.terminal import Progress, no_log_lines, output
 
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "red"}
 
-_INDENT = 10  # columns of the level
+_INDENT = 10  # columns for the level
 
 
 async def doctor(config: Config) -> int:
-    """Print what is right and wrong. Returns 0 if kvferry can do its work, else 1."""
+    """Print the findings. Returns the exit code of `verdict`: 0 if ready, else 1."""
     fleet = await examine(config)
     console = output()
     for facts in fleet:
@@ -37,8 +37,10 @@ async def doctor(config: Config) -> int:
 
 
 async def examine(config: Config) -> list[Facts]:
-    """The facts about each backend, one backend after the other: measured side by side, servers
-    on one machine would slow each other down."""
+    """Gather the facts about each backend, one backend after the other.
+
+    In parallel, servers on one machine would slow each other down and distort the timings.
+    """
     fleet: list[Facts] = []
     known: set[Namespace] = set()
     with no_log_lines(), Progress() as progress:
@@ -53,7 +55,10 @@ async def examine(config: Config) -> list[Facts]:
 
 
 def _print(console: Console, title: str, findings: Sequence[Finding]) -> None:
-    """Wrapped by hand: rich would break flags at their hyphens and fill lines up with spaces."""
+    """Print a title and its findings.
+
+    Wraps lines without rich, which breaks flags at hyphens and pads lines with spaces.
+    """
     console.print(Text(title, style="bold"), soft_wrap=True)
     width = max(console.width - _INDENT, 40)
     for finding in findings:

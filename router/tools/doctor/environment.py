@@ -1,7 +1,7 @@
-"""What a right configuration lacks on this machine: why `kvferry serve` would not start with it.
+"""Find what a valid configuration needs and this machine lacks, for `check` and `doctor`.
 
-For `kvferry check` and `kvferry doctor`. What only starting tells, such as an address that somebody
-else has, is not looked at: a router may be running with the same configuration.
+Problems that only a start shows, such as an address in use, are not checked: a router may be
+running with the same configuration.
 """
 
 import os
@@ -15,14 +15,17 @@ from router.web.server import tls
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """The key that names what is not there, and what to do."""
+    """One missing thing: the configuration key that names it, and a message."""
 
     path: KeyPath
     message: str
 
 
 def unset_variables(config: Config) -> list[Lack]:
-    """The environment's part. Another shell than the router's may lack them, and rightly so."""
+    """Return the named environment variables that are not set.
+
+    They may be missing here and still be set where the router runs.
+    """
     named: list[tuple[KeyPath, str | None]] = [
         (("backends", i, "api_key_env"), backend.api_key_env)
         for i, backend in enumerate(config.backends)
@@ -36,7 +39,10 @@ def unset_variables(config: Config) -> list[Lack]:
 
 
 def unusable_tokenizer(config: Config) -> list[Lack]:
-    """A router asks its backends instead, so it starts. Blocking, seconds: it is read."""
+    """Return the local tokenizer if it cannot be loaded. Blocking: loading takes seconds.
+
+    A router starts without the local tokenizer and tokenizes with its backends instead.
+    """
     path = config.tokenizer.path
     if config.tokenizer.mode is not TokenizerMode.LOCAL or path is None:
         return []
@@ -48,7 +54,7 @@ def unusable_tokenizer(config: Config) -> list[Lack]:
 
 
 def unusable_parts(config: Config) -> list[Lack]:
-    """Files and packages. Blocking."""
+    """Return the unusable files and missing packages. Blocking."""
     lacks: list[Lack] = []
     if config.tracing.endpoint is not None and not _can_trace():
         lacks.append(Lack(("tracing", "endpoint"), "needs `pip install 'kvferry[otel]'`"))
@@ -56,13 +62,13 @@ def unusable_parts(config: Config) -> list[Lack]:
         try:
             tls.warning(config.tls.certificate, config.tls.key)
         except tls.TlsError as error:
-            key, _, message = str(error).partition(": ")  # it begins with the key
+            key, _, message = str(error).partition(": ")  # the error begins with the key
             lacks.append(Lack(tuple(key.split(".")), message))
     return lacks
 
 
 def _can_trace() -> bool:
-    """By doing what `serve` does: parts of the SDK may be there without the others."""
+    """Return whether tracing can be imported, as `serve` does: the SDK may be incomplete."""
     try:
         import router.telemetry.tracing  # noqa: F401
     except ModuleNotFoundError:

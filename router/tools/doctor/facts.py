@@ -1,7 +1,6 @@
-"""What `kvferry doctor` finds out about one backend, by asking and by trying.
+"""Gather facts about one backend for `kvferry doctor`, by requests and by trials.
 
-Gathers and judges nothing: `doctor_findings.py` does that. What a slot held is put back, and what
-was written is removed.
+`findings.py` judges them. Slot contents are put back, and written files are removed.
 """
 
 import asyncio
@@ -32,14 +31,14 @@ from router.store.manifest import os_errors
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A kv_dir as this process sees it."""
+    """The kv_dir of a backend, as this process sees it."""
 
     is_folder: bool = False
     mode: int = 0
     uid: int = -1
-    usable: bool = False  # files can be found, made and removed here
+    usable: bool = False  # this process can list, create and remove files in it
     identity: tuple[int, int] = (-1, -1)  # device, inode
-    group_access: bool = False  # the configuration lets its group in
+    group_access: bool = False  # store.group_access: the group may use the directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +51,17 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How texts become tokens."""
+    """Facts about tokenizing: special tokens, and the local tokenizer."""
 
     n_specials: int
-    why_whole: str | None  # texts are not cut at special tokens
-    local: bool | None  # the local tokenizer agrees; None: there is none
+    why_whole: str | None  # why texts are not cut at special tokens; None: they are
+    local: bool | None  # the local tokenizer agrees; None: none is configured
     local_problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One backend. None and "": not known, because something before it went wrong."""
+    """Facts about one backend. None and "": not known, because an earlier step failed."""
 
     backend: BackendConfig
     unusable: Unusable | None = None
@@ -73,8 +72,8 @@ class Facts:
     attached: Attached | None = None
     lora: bytes = b""
     saved: Saved | None = None
-    unseen: str = ""  # a file that it saved and that is not in kv_dir
-    untried: str = ""  # why nothing was computed, saved or restored
+    unseen: str = ""  # name of a file that the backend saved and that is not in kv_dir
+    untried: str = ""  # why the probe was skipped
     words: Words | None = None
 
     @property
@@ -85,25 +84,25 @@ class Facts:
 class DirectoryProbeStore:
     """The part of ports.SnapshotStore that a probe uses, for one directory.
 
-    No lock, no manifest: a router may be running on the same directory.
+    It takes no lock and keeps no manifest: a router may be using the same directory.
     """
 
     def __init__(self) -> None:
-        self.saved: Saved | None = None  # the last file that was seen
-        self.unseen = ""  # the last one that should have been there and was not
+        self.saved: Saved | None = None  # the last file found
+        self.unseen = ""  # name of the last file that was missing
 
     def staging_name(self) -> str:
-        """A name that a router which starts later would sweep away, should this process die."""
+        """Return a name that a later router removes at its start if this process dies."""
         return files.staging_name()
 
     async def verify(self, place: Place, name: str, size_bytes: int) -> StagedFile:
-        """Check what a backend wrote, and pad it, as the true store does. Raises KvError."""
+        """Check and pad a file that a backend wrote, as the real store does. Raises KvError."""
         with os_errors(name):
             found = await asyncio.to_thread(_verify, Path(place) / name, size_bytes)
         return StagedFile(place, name, found.head.tokens, found.identity.size_bytes, found.shape)
 
     async def discard(self, place: Place, name: str) -> None:
-        """Remove what a backend wrote; it need not exist. Raises KvError."""
+        """Remove a file that a backend wrote, if it exists. Raises KvError."""
         with os_errors(name):
             await asyncio.to_thread(self._discard, Path(place) / name)
 
@@ -124,7 +123,7 @@ def _verify(path: Path, size_bytes: int) -> shapes.Inspected:
 async def gather(
     backend: BackendConfig, config: Config, connections: Connections, known: set[Namespace]
 ) -> Facts:
-    """Everything about one backend; raises nothing for what is wrong with it."""
+    """Gather everything about one backend. Problems of the backend become facts, not errors."""
     facts = Facts(backend)
     if backend.kv_dir is not None:
         folder = await asyncio.to_thread(look_at, Path(backend.kv_dir))
@@ -146,7 +145,7 @@ async def gather(
 
 
 def look_at(path: Path) -> Folder:
-    """Blocking."""
+    """Examine the directory `path`. Blocking."""
     try:
         status = path.stat()
         is_folder = stat.S_ISDIR(status.st_mode)
@@ -162,7 +161,7 @@ def look_at(path: Path) -> Folder:
 
 
 async def _ask(client: LlamaClient, facts: Facts) -> Facts:
-    """What needs no slot. Raises BackendError."""
+    """Gather the facts that need no slot. Raises BackendError."""
     await client.health()
     props = await client.props()
     await client.models()
@@ -170,7 +169,7 @@ async def _ask(client: LlamaClient, facts: Facts) -> Facts:
     if status == 403 and b"kvferry" in payload:
         return replace(facts, unusable=Unusable(Trouble.KVFERRY))
     slots = _json(payload)
-    # An unknown action is refused after the missing --slot-save-path and before it does anything.
+    # llama-server checks --slot-save-path first and refuses an unknown action without effect.
     status, _ = await _raw(client, "POST", "/slots/0?action=none", b"{}")
     return replace(
         facts,
@@ -185,7 +184,7 @@ async def _ask(client: LlamaClient, facts: Facts) -> Facts:
 async def _try_out(
     client: LlamaClient, facts: Facts, known: set[Namespace], *, tenants: bool
 ) -> Facts:
-    """Attach to it as `serve` would. Raises BackendError."""
+    """Attach and probe the backend as `serve` would. Raises BackendError."""
     props, folder = facts.props, facts.folder
     assert props is not None
     place = None
@@ -197,14 +196,14 @@ async def _try_out(
         client,
         props,
         place=place,
-        # probe() uses those three methods and no other.
+        # probe() uses only the three methods of DirectoryProbeStore.
         store=cast(SnapshotStore, store),
         extra_models=facts.backend.models,
         with_probe=not untried,
         tenants=tenants,
         known=known,
     )
-    # A save that was refused leaves no file either: that is not a file unseen.
+    # A refused save leaves no file either, and is no reason to report a missing file.
     unseen = store.unseen if attached.probe.can_save or untried else ""
     return replace(facts, attached=attached, saved=store.saved, unseen=unseen, untried=untried)
 
@@ -212,18 +211,18 @@ async def _try_out(
 async def _why_untried(
     client: LlamaClient, props: Props, store: DirectoryProbeStore, place: Place | None
 ) -> str:
-    """Why a probe would destroy something; "" if it would not."""
+    """Return why a probe would be impossible or destroy KV; "" if it is safe."""
     if not props.endpoint_slots:
-        return "it does not tell what its slots hold"
+        return "its GET /slots is off (--no-slots), so its slots cannot be seen"
     idle = [slot for slot in await client.slots() if not slot.is_processing]
     if not idle:
         return "every slot is busy"
     if any(not slot.n_tokens for slot in idle):
         return ""
-    used = min(idle, key=lambda slot: slot.n_tokens or 0)  # the one that probe() will take
+    used = min(idle, key=lambda slot: slot.n_tokens or 0)  # the slot that probe() will take
     if place is not None and await _can_put_back(client, store, place, used):
         return ""
-    return "every slot holds something that could not be put back"
+    return "every idle slot holds KV that could not be put back"
 
 
 async def _can_put_back(
@@ -280,7 +279,7 @@ async def _lora(client: LlamaClient) -> bytes:
 async def _raw(
     client: LlamaClient, method: str, path: str, body: bytes | None = None
 ) -> tuple[int, bytes]:
-    """A call whose refusal is the answer. Raises BackendError."""
+    """Return status and body of a call, also of a refused one. Raises BackendError."""
     headers = [(b"Content-Type", b"application/json")] if body is not None else []
     async with client.relay(method, path, headers, body) as response:
         return response.status, await response.read()

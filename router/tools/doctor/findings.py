@@ -1,6 +1,6 @@
-"""What the facts mean for the operator: findings with the exact flag to change. Pure.
+"""Turn the facts about one backend into findings with the exact flag to change. Pure.
 
-One backend at a time; what is between them is in `doctor_fleet.py`.
+Findings about several backends together are in `fleet.py`.
 """
 
 import os
@@ -18,17 +18,17 @@ from router.tools.doctor.facts import Facts, Folder
 
 
 class Level(StrEnum):
-    """How much it matters."""
+    """Severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
-    WARNING = "warning"  # works, and could work better or more safely
-    ERROR = "error"  # something that was asked for does not work
+    WARNING = "warning"  # works, but could be faster or safer
+    ERROR = "error"  # something that the configuration asks for does not work
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of what, one of what to do."""
+    """A fact and its remedy, one line each. `do` is "" if there is nothing to do."""
 
     level: Level
     what: str
@@ -36,7 +36,7 @@ class Finding:
 
 
 def of_backend(facts: Facts) -> list[Finding]:
-    """Everything there is to say about one backend."""
+    """Return all findings about one backend."""
     found = list(_folder(facts))
     if (wrong := facts.unusable) is not None:
         return [Finding(Level.ERROR, f"cannot be used: {wrong.reason}", wrong.do), *found]
@@ -52,7 +52,7 @@ def of_backend(facts: Facts) -> list[Finding]:
 
 
 def restores(facts: Facts) -> bool:
-    """kvferry would restore states on this backend, and it was seen to help."""
+    """Return whether kvferry would restore on this backend, and the probe saw restored tokens."""
     if facts.attached is None:
         return False
     info, found = facts.attached.info, facts.attached.probe
@@ -76,33 +76,33 @@ def _server(facts: Facts, attached: Attached) -> Iterator[Finding]:
     if not props.endpoint_slots:
         yield Finding(
             Level.WARNING,
-            "it does not tell what its slots do: kvferry cannot see when one is free again",
+            "GET /slots is off: kvferry cannot see what its slots do or when one becomes idle",
             "restart it without --no-slots",
         )
     if props.is_sleeping:
         yield Finding(
             Level.WARNING,
-            "it was asleep; whenever it falls asleep its slots lose what they hold",
+            "the server was asleep; its slots lose their KV each time it falls asleep",
             "restart it without --sleep-idle-seconds",
         )
     if facts.speculative:
         yield Finding(
             Level.WARNING,
-            "it drafts tokens (speculative decoding): the draft's context is not in state files, "
-            "and requests after a restore may fail with HTTP 500",
-            "if they do, restart it without -md (--model-draft)",
+            "the server drafts tokens (speculative decoding): state files lack the draft's "
+            "context, and requests after a restore may fail with HTTP 500",
+            "if requests fail, restart it without -md (--model-draft)",
         )
     media = [name for name in ("vision", "audio") if getattr(props, f"has_{name}")]
     if media:
         yield Finding(
             Level.NOTE,
-            f"it takes media ({', '.join(media)}); their KV is reused like that of text",
+            f"the model accepts media ({', '.join(media)}); KV of media is reused like KV of text",
             "give every server of this model the same --mmproj",
         )
 
 
 def _short(number: float) -> str:
-    """`134.5 M`."""
+    """Format a number with three digits and a unit prefix, such as `135 M`."""
     for unit in ("", "k", "M", "G"):
         if number < 1000:
             return f"{number:.3g} {unit}"
@@ -124,15 +124,15 @@ def _folder(facts: Facts) -> Iterator[Finding]:
     elif not folder.usable:
         yield Finding(
             Level.ERROR,
-            f"kv_dir {path} cannot be used by uid {os.geteuid()}; it is {_owned(folder)}",
+            f"kv_dir {path} cannot be used by kvferry (uid {os.geteuid()}); it is {_owned(folder)}",
             "run kvferry and llama-server as the same user",
         )
     elif found := openness(folder.mode, group_access=folder.group_access):
         whom, right = found
         yield Finding(
             Level.ERROR,
-            f"kv_dir {path} is open to {whom} (mode {folder.mode:o}), and state files are"
-            " transcripts: kvferry does not start with it",
+            f"kv_dir {path} is open to {whom} (mode {folder.mode:o}), and state files contain"
+            " conversations: `kvferry serve` does not start with it",
             f"chmod {right} {shown}",
         )
 
@@ -142,18 +142,17 @@ def _owned(folder: Folder) -> str:
 
 
 def _moving(facts: Facts, attached: Attached) -> Iterator[Finding]:
-    """Does saving and restoring work? The first reason why not is the one that is told.
+    """Yield whether saving and restoring works, or the first reason why not.
 
-    (0) there is nothing to save; (1) no --slot-save-path; (2) no kv_dir; (3) no file there; (4) not
-    tried; (5) save refused; (6) a file that cannot be used; (7) restoring gives nothing; else it
-    works.
+    (0) nothing to save; (1) no --slot-save-path; (2) no kv_dir; (3) no file in it; (4) not tried;
+    (5) save refused; (6) unusable file; (7) the result of a restore.
     """
     found, kv_dir = attached.probe, facts.backend.kv_dir
     folder = shlex.quote(str(kv_dir)) if kv_dir is not None else "DIR"
     if not found.generates:  # (0)
         yield Finding(Level.NOTE, f"{found.note}")
     elif not facts.actions:  # (1)
-        also = "" if kv_dir is not None else ", and give kvferry the same as `kv_dir` (--kv-dir)"
+        also = "" if kv_dir is not None else ", and set `kv_dir` (--kv-dir) to the same directory"
         yield Finding(
             Level.ERROR,
             "no KV can be saved or restored: llama-server was started without --slot-save-path",
@@ -163,21 +162,21 @@ def _moving(facts: Facts, attached: Attached) -> Iterator[Finding]:
         yield Finding(
             Level.ERROR,
             "no KV can be saved or restored: the configuration has no kv_dir for it",
-            "give its --slot-save-path, as seen from this machine, as `kv_dir` (--kv-dir DIR)",
+            "set `kv_dir` (--kv-dir DIR) to its --slot-save-path as seen from this machine",
         )
     elif not facts.folder.usable:
-        return  # told already
+        return  # `_folder` reports it
     elif facts.unseen:  # (3)
         yield Finding(
             Level.ERROR,
-            f"it saved a slot, but no file appeared in kv_dir {kv_dir}: that is not its "
-            f"--slot-save-path, where {facts.unseen} was left",
+            f"the server saved a slot, but no file appeared in kv_dir {kv_dir}: its "
+            f"--slot-save-path is another directory, where {facts.unseen} was left",
             f"restart it with --slot-save-path {folder}, or correct kv_dir (--kv-dir)",
         )
     elif facts.untried:  # (4)
         yield Finding(
             Level.WARNING,
-            f"saving and restoring was not tried: {facts.untried}",
+            f"saving and restoring were not tried: {facts.untried}",
             "try again when a slot is free, or after a restart of llama-server",
         )
     elif not found.can_save:  # (5)
@@ -198,8 +197,8 @@ def _unusable(facts: Facts) -> Finding:
     if saved is not None and saved.uid != us:
         return Finding(
             Level.ERROR,
-            f"it saved a slot, but the file belongs to uid {saved.uid} (mode {saved.mode:o}) and "
-            f"kvferry runs as uid {us}",
+            f"the server saved a slot, but the file belongs to uid {saved.uid} "
+            f"(mode {saved.mode:o}), and kvferry runs as uid {us}",
             "run kvferry and llama-server as the same user",
         )
     problem = facts.attached.probe.problem
@@ -207,12 +206,12 @@ def _unusable(facts: Facts) -> Finding:
 
 
 def _moved(attached: Attached) -> Iterator[Finding]:
-    """(1) something was wrong; (2) what works, by kind."""
+    """Yield the problem of a restore (1), or what works for this memory kind (2)."""
     found, info = attached.probe, attached.info
     n, longer, other = found.n_tokens, found.restored_extension, found.restored_divergence
     seen = ""
     if longer is not None:
-        half = f"{other}/{(n + 1) // 2} when branched off"
+        half = f"{other}/{(n + 1) // 2} when diverging"
         seen = f"restored: {longer}/{n} cached when continued, {half}"
     kind = info.memory_kind
     if found.problem:  # (1)
@@ -227,15 +226,15 @@ def _moved(attached: Attached) -> Iterator[Finding]:
     elif kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT):
         yield Finding(
             Level.NOTE,
-            f"{kind} model ({seen}): a saved state helps prompts that continue it, not those that "
-            "branch off inside it",
+            f"{kind} model ({seen}): a saved state can be reused by prompts that continue it, not "
+            "by prompts that diverge inside it",
         )
     else:
-        cut = "; a prefix of a saved state can be cut out" if found.cuts else ""
-        yield Finding(Level.OK, f"saving and restoring works, full attention; {seen}{cut}")
+        cut = "; prefixes can be cut out of state files" if found.cuts else ""
+        yield Finding(Level.OK, f"saving and restoring work, full attention; {seen}{cut}")
         if not found.cuts:
-            why = found.note or "cutting a prefix out of a state was not tried"
-            yield Finding(Level.NOTE, f"{why}; whole states are used")
+            why = found.note or "cutting a prefix out of a state file was not tried"
+            yield Finding(Level.NOTE, f"{why}; only whole state files are used")
 
 
 def _windowed(found: Probe, seen: str) -> Finding:
@@ -243,18 +242,18 @@ def _windowed(found: Probe, seen: str) -> Finding:
         return Finding(Level.NOTE, f"sliding-window attention; {found.note}")
     return Finding(
         Level.OK,
-        f"saving and restoring works, sliding-window attention of {found.window:,} tokens; {seen}; "
-        "files are padded for it",
+        f"saving and restoring work, sliding-window attention of {found.window:,} tokens; {seen}; "
+        "state files are padded for it",
     )
 
 
 def _files(found: Probe) -> Finding:
-    """What its state files are made of; equal on all servers that exchange them."""
+    """Describe the layout of its state files, which is equal on servers that exchange them."""
     assert found.layout is not None
     k, v = found.cache_types
     size = f"{found.layout.bytes_per_token:,.0f} bytes a token"
     if not found.n_stream:
-        return Finding(Level.OK, f"state files: no attention, one size for all, and {size}")
+        return Finding(Level.OK, f"state files: no attention, one fixed size, and {size}")
     streams = f"{found.n_stream} stream{'s' * (found.n_stream != 1)}"
     return Finding(Level.OK, f"state files: K {k}, V {v}, {streams}, {size}")
 
@@ -273,28 +272,28 @@ def _speeds(found: Probe) -> Finding:
 
 
 def _idle_slots(attached: Attached) -> Iterator[Finding]:
-    """llama-server.md sections 0.1 and 0.6."""
+    """Yield problems of idle slots and the RAM cache (llama-server.md sections 0.1 and 0.6)."""
     info, layout = attached.info, attached.probe.layout
     if attached.probe.ram_cache:
         yield Finding(
             Level.WARNING,
-            "its RAM cache gives one tenant's prompts to another; kvferry cannot prevent that",
+            "its RAM cache gives one tenant's prompts to another; kvferry cannot prevent it",
             "restart it with --cache-ram 0, or set auth.share_cache: all",
         )
     if not info.keeps_idle_slots:
         yield Finding(
             Level.WARNING,
-            "each request that starts empties its idle slots, so that only snapshots are reused "
-            "(unified KV together with the RAM cache, both llama-server's defaults)",
+            "its idle slots are volatile: each starting request clears them, so only snapshots are "
+            "reused (unified KV with the RAM cache, both defaults of llama-server)",
             "restart it with --cache-ram 0",
         )
     elif layout is not None and layout.n_stream == 1 and info.n_slots > 1:
         yield Finding(
             Level.NOTE,
-            f"its slots share {info.n_ctx:,} tokens of KV: a long one can push others out",
+            f"its slots share {info.n_ctx:,} tokens of KV: a long slot can displace others",
             # Not unified, -c is divided among the slots (llama-server.md section 3).
             f"--no-kv-unified -np {info.n_slots} -c {info.n_slots * info.n_ctx} gives each slot as"
-            " much of its own, where memory allows",
+            " many tokens of its own, if there is enough memory",
         )
 
 
@@ -303,22 +302,22 @@ def _words(facts: Facts) -> Iterator[Finding]:
     if words is None:
         return
     if words.why_whole is None:
-        what = f"prompts become tokens piece by piece, cut at {words.n_specials} special tokens"
+        what = f"prompts are tokenized in segments, cut at {words.n_specials} special tokens"
         yield Finding(Level.OK, what)
     else:
-        what = f"every new prompt is tokenized whole, which is exact but slower: {words.why_whole}"
+        what = f"each new prompt is tokenized whole, which is exact but slower: {words.why_whole}"
         yield Finding(Level.NOTE, what)
     if words.local is False:
         why = words.local_problem or "its tokens differ from the server's"
         yield Finding(
             Level.WARNING,
             f"the local tokenizer is not used: {why}",
-            "point `tokenizer.path` at the .gguf that the server runs, or use mode: backend",
+            "set tokenizer.path to the .gguf that the server runs, or tokenizer.mode: backend",
         )
     elif words.local:
         yield Finding(Level.OK, "the local tokenizer agrees with the server")
 
 
 def file_name(path: str) -> str:
-    """The last part of a path of whatever system the server runs on."""
+    """Return the last part of a POSIX or Windows path."""
     return path.replace("\\", "/").rsplit("/", 1)[-1]

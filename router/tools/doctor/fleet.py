@@ -1,5 +1,9 @@
-"""What is between the backends: who can use whose KV, and why others cannot; and whether `kvferry
-serve` would start. Pure, but for what the configuration names on this machine."""
+"""Turn the facts about several backends into findings.
+
+The findings say which backends can use each other's KV, why others cannot, and whether
+`kvferry serve` would start. Pure, except that it checks files, packages and variables on this
+machine.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,7 +26,7 @@ from router.tools.doctor.findings import Finding, Level, file_name, restores
 
 
 def of_fleet(fleet: Sequence[Facts], config: Config) -> list[Finding]:
-    """Everything that shows only when the backends are seen together, and in the settings."""
+    """Return the findings about the backends together and about the configuration."""
     return [
         *_duplicates(fleet),
         *_exchange(fleet),
@@ -34,10 +38,10 @@ def of_fleet(fleet: Sequence[Facts], config: Config) -> list[Finding]:
 
 
 def verdict(fleet: Sequence[Facts], config: Config) -> tuple[int, str]:
-    """The exit code, and the last line.
+    """Return the exit code and the last line of output.
 
-    1 if a backend cannot be used, if `kvferry serve` would not start, or if no backend can restore
-    although the policy wants to.
+    The code is 1 in three cases: a backend cannot be used; `kvferry serve` would not start; the
+    policy moves KV and no backend can restore.
     """
     unusable = [facts.name for facts in fleet if facts.attached is None]
     refused = [path_text(lack.path) for lack in _lacks(config)]
@@ -58,7 +62,7 @@ def verdict(fleet: Sequence[Facts], config: Config) -> tuple[int, str]:
 
 
 def _shut_out(facts: Facts, config: Config) -> bool:
-    """Its kv_dir is needed and cannot be used as it is: told with the backend."""
+    """Return whether its kv_dir is needed and unusable; `findings.of_backend` gives details."""
     folder = facts.folder
     if folder is None or place_of(facts.backend, config) is None:
         return False
@@ -66,7 +70,7 @@ def _shut_out(facts: Facts, config: Config) -> bool:
 
 
 def _lacks(config: Config) -> list[Lack]:
-    """What is missing on this machine; an API key is told with its backend."""
+    """Return what is missing on this machine, except API keys: `of_backend` reports them."""
     variables = [lack for lack in unset_variables(config) if lack.path[0] != "backends"]
     return variables + unusable_parts(config)
 
@@ -82,7 +86,7 @@ def _duplicates(fleet: Sequence[Facts]) -> Iterator[Finding]:
         if a.props is None or b.props is None:
             continue
         if a.props.process == b.props.process and not a.props.told_by_nothing:
-            what = f"{a.name} and {b.name} look like one and the same server (equal media_marker)"
+            what = f"{a.name} and {b.name} seem to be one and the same server (equal media_marker)"
             do = f"{Unusable(Trouble.TWIN).do}; `kvferry serve` uses only one of them"
             yield Finding(Level.WARNING, what, do)
 
@@ -101,7 +105,7 @@ def _exchange(fleet: Sequence[Facts]) -> Iterator[Finding]:
         names = [facts.name for facts in group if restores(facts)]
         if len(names) > 1:
             yield Finding(Level.OK, f"{_listed(names)} can use each other's KV")
-    # Each group against the largest: all pairs of five servers would be ten paragraphs.
+    # Compare only with the largest group: all pairs of five servers would be ten findings.
     for other in groups[1:]:
         for level, what, do in differences(groups[0][0], other[0]):
             ours, theirs = ([facts.name for facts in group] for group in (groups[0], other))
@@ -111,27 +115,27 @@ def _exchange(fleet: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def differences(a: Facts, b: Facts) -> list[tuple[Level, str, str]]:
-    """Why `a` and `b` are in different namespaces, and what would make them one.
+    """Return why `a` and `b` are in different namespaces, and the remedy for each reason.
 
-    Looked for in this order, since the later ones follow from the earlier: (1) another model;
-    (2) other adapters; (3) state files that cannot be compared; (4) other state files; (5) all
-    that shows is that the model behaves differently.
+    Only the first of these is reported, since later ones follow from it: (1) another model;
+    (2) other adapters; (3) a state file that could not be read; (4) other layouts of state files;
+    (5) a model that predicts other tokens.
     """
     assert a.attached is not None
     assert b.attached is not None
     if reason := _models(a.attached, b.attached):  # (1)
-        do = "nothing, if that is meant; else start both with the same -m FILE"
+        do = "nothing if this is intended; else start both with the same -m FILE"
         return [(Level.NOTE, reason, do)]
     if a.lora != b.lora:  # (2)
-        do = "nothing, if that is meant; else start both with the same --lora"
+        do = "nothing if this is intended; else start both with the same --lora"
         return [(Level.NOTE, "they have different LoRA adapters", do)]
     ours, theirs = a.attached.probe.layout, b.attached.probe.layout
     if ours is None or theirs is None:  # (3)
         name = a.name if ours is None else b.name
-        return [(Level.WARNING, f"no state file of {name} could be read", "see there")]
+        return [(Level.WARNING, f"no state file of {name} could be read", "see its own findings")]
     if found := list(_layouts(ours, theirs)):  # (4)
         return [(Level.WARNING, what, do) for what, do in found]
-    what = "their models have one name and size, but predict different tokens"  # (5)
+    what = "their models have equal names and sizes, but predict different tokens"  # (5)
     do = "start both with the same file and the same --rope-*, --yarn-* and --control-vector flags"
     return [(Level.WARNING, what, do)]
 
@@ -141,7 +145,7 @@ def _models(a: Attached, b: Attached) -> str:
     if ours != theirs:
         return f"different model files ({ours}, {theirs})"
     facts = [(m.n_vocab, m.n_embd, m.n_params, m.size, m.ftype) for m in (a.models, b.models)]
-    return "" if facts[0] == facts[1] else f"different models, although both are called {ours}"
+    return "" if facts[0] == facts[1] else f"different models, although both files are named {ours}"
 
 
 def _layouts(a: Layout, b: Layout) -> Iterator[tuple[str, str]]:
@@ -159,9 +163,9 @@ def _layouts(a: Layout, b: Layout) -> Iterator[tuple[str, str]]:
                 f"start both with the same {flag}",
             )
     if ours.v_trans != theirs.v_trans:
-        yield "flash attention is on for one of them only", "start both with -fa on (or off)"
+        yield "flash attention is on for one of them only", "start both with -fa on (or both off)"
     if a.fingerprint() != b.fingerprint() and ours.describe() == theirs.describe():
-        yield "their state files are laid out differently", "start both with the same flags"
+        yield "their state files have different layouts", "start both with the same flags"
 
 
 def _first(layout: Layout) -> AttentionBlock | None:
@@ -169,7 +173,7 @@ def _first(layout: Layout) -> AttentionBlock | None:
 
 
 def _streams(fleet: Sequence[Facts]) -> Iterator[Finding]:
-    """Whether a state has to be rewritten on its way from one server to another."""
+    """Yield a note if states must be restreamed between servers."""
     for group in _groups(fleet):
         by_number: dict[int, list[str]] = {}
         for facts in group:
@@ -179,14 +183,14 @@ def _streams(fleet: Sequence[Facts]) -> Iterator[Finding]:
             files = [f"{n} ({_listed(names)})" for n, names in sorted(by_number.items())]
             yield Finding(
                 Level.NOTE,
-                "states are rewritten on their way between servers whose files have different "
-                f"numbers of streams: {', '.join(files)}",
-                "the same -np and --kv-unified or --no-kv-unified everywhere needs no rewriting",
+                "states are restreamed between servers with different numbers of streams: "
+                f"{', '.join(files)}",
+                "give all servers the same -np, and all --kv-unified or all --no-kv-unified",
             )
 
 
 def _folders(fleet: Sequence[Facts]) -> Iterator[Finding]:
-    """Whether a state has to travel from one directory to another."""
+    """Yield a note if states must be linked or copied between KV directories."""
     for group in _groups(fleet):
         folders = {
             facts.folder.identity: str(facts.backend.kv_dir)
@@ -198,7 +202,7 @@ def _folders(fleet: Sequence[Facts]) -> Iterator[Finding]:
         copied = len({device for device, _ in folders}) > 1
         how, do = "linked", ""
         if copied:
-            how, do = "copied", "one --slot-save-path for all servers needs no copies"
+            how, do = "copied", "give all servers one --slot-save-path, so that nothing is copied"
         what = f"states are {how} between {_listed(list(folders.values()))}"
         yield Finding(Level.NOTE, what, do)
 
@@ -208,23 +212,25 @@ def _settings(config: Config) -> Iterator[Finding]:
         return
     if not config.store.enabled:
         yield Finding(
-            Level.WARNING, "the store is off: nothing is saved", "store.max_bytes: 32GiB, or -1"
+            Level.WARNING,
+            "the store is off: nothing is saved",
+            "set store.max_bytes and store.max_tokens above 0, or to -1 for no limit",
         )
     if not config.probe.enabled:
         yield Finding(
             Level.WARNING,
-            "probe.enabled: false: `kvferry serve` will not know what its backends can do, and "
+            "probe.enabled is false: `kvferry serve` does not learn what its backends can do, and "
             "restores nothing",
-            "remove it, or set probe.enabled: true",
+            "remove the key, or set probe.enabled: true",
         )
     if config.tokenizer.mode is TokenizerMode.OFF:
         yield Finding(
             Level.WARNING,
-            "tokenizer.mode: off: no prompt is known, so nothing can be reused",
-            "remove it, or set tokenizer.mode: backend",
+            "tokenizer.mode is off: prompts are not tokenized, so nothing is reused",
+            "remove the key, or set tokenizer.mode: backend",
         )
 
 
 def _listed(names: Sequence[str]) -> str:
-    """`a, b and c`."""
+    """Join names as `a, b and c`."""
     return re.sub(r", ([^,]*)$", r" and \1", ", ".join(names))

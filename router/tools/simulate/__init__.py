@@ -1,5 +1,5 @@
-"""`kvferry simulate`: the production scheduler over servers that exist only as numbers.
+"""`kvferry simulate`: the production scheduler over simulated servers.
 
-Owns simulated time, servers and workloads. Every decision is made by `router.core`, which is told
+The package owns simulated time, servers and workloads. `router.core` makes every decision, from
 the same events as in production.
 """

@@ -1,4 +1,4 @@
-"""`kvferry simulate`: its options, and what it does with them."""
+"""`kvferry simulate`: parse the options, run the experiment, write the results."""
 
 import argparse
 import os
@@ -36,7 +36,7 @@ from router.tools.terminal import Progress, output
 OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
 GIB = 1024**3
 
-# `passthrough` asks the scheduler nothing, so there is nothing to simulate.
+# `passthrough` does not use the scheduler, so there is nothing to simulate.
 _POLICIES = {
     spelling: name
     for name in PolicyName
@@ -44,39 +44,45 @@ _POLICIES = {
     for spelling in (str(name), name.name.lower())
 }
 _DEFAULT = Policy()
-_AS_CONFIGURED = "as in the configuration"
+_AS_CONFIGURED = "as in the configuration file"
 _TRACE_ONLY = ("limit", "scale", "speed", "repeat")
 _WORKLOAD_ONLY = ("requests", "conversations")
-_REPORT_EVERY_S = 10.0  # where each report is a line of its own
+_REPORT_EVERY_S = 10.0  # where each progress report is a new line
 
 T = TypeVar("T")
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """The options of `kvferry simulate`. docs/simulate.md explains them."""
+    """Add the options of `kvferry simulate`, which docs/simulate.md explains."""
     what = command.add_mutually_exclusive_group(required=True)
-    what.add_argument("--trace", type=Path, metavar="FILE", help="JSONL in Mooncake's format")
+    what.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines in Mooncake's format")
     what.add_argument("--workload", choices=sorted(WORKLOADS), help="made-up clients, closed loop")
     add = command.add_argument
     whole = partial(_whole, least=1)
     add("--limit", type=whole, metavar="N", help="trace: the first N requests")
-    add("--scale", type=whole, metavar="N", help="trace: one token stands for N; faster")
+    add("--scale", type=whole, metavar="N", help="trace: simulate one token for N; faster")
     add("--speed", type=_above_zero, metavar="X", help="trace: X times as many requests a second")
-    add("--repeat", type=whole, metavar="N", help="trace: N times, with other prompts each time")
-    add("--requests", type=whole, metavar="N", help="workload: in all; default 2000")
+    add("--repeat", type=whole, metavar="N", help="trace: N times, each time with new prompts")
+    add("--requests", type=whole, metavar="N", help="workload: total requests; default 2000")
     add("--conversations", type=whole, metavar="N", help="workload: at a time; default 2 a slot")
-    add("--seed", type=partial(_whole, least=0), default=0, metavar="N", help="workload")
-    add("--servers", type=whole, default=4, metavar="N", help="default 4")
-    add("--slots", type=whole, default=4, metavar="N", help="of each server; default 4")
-    add("--ctx", type=whole, default=32_768, metavar="N", help="tokens a slot holds; 32768")
+    add(
+        "--seed",
+        type=partial(_whole, least=0),
+        default=0,
+        metavar="N",
+        help="workload: random seed; default 0",
+    )
+    add("--servers", type=whole, default=4, metavar="N", help="simulated; default 4")
+    add("--slots", type=whole, default=4, metavar="N", help="slots of each server; default 4")
+    add("--ctx", type=whole, default=32_768, metavar="N", help="tokens of each slot; default 32768")
     kinds = [kind for kind in MemoryKind if kind is not MemoryKind.UNKNOWN]
-    add("--memory", choices=kinds, default="full", help="memory kind of the model")
-    add("--rates", choices=sorted(PRESETS), default="gpu-8b", help="what a server costs")
-    add("--prefill", type=_above_zero, metavar="N", help="instead: prompt tokens a second")
-    add("--decode", type=_above_zero, metavar="N", help="instead: tokens a second of one stream")
-    add("--bytes-per-token", type=_of(size), metavar="SIZE", help="instead: of a state file")
-    add("--save-rate", type=_of(size), metavar="SIZE", help="instead: bytes saved in a second")
-    add("--restore-rate", type=_of(size), metavar="SIZE", help="instead: restored in a second")
+    add("--memory", choices=kinds, default="full", help="memory kind; default full")
+    add("--rates", choices=sorted(PRESETS), default="gpu-8b", help="costs preset; default gpu-8b")
+    add("--prefill", type=_above_zero, metavar="N", help="override: prompt tokens/s")
+    add("--decode", type=_above_zero, metavar="N", help="override: answer tokens/s of a stream")
+    add("--bytes-per-token", type=_of(size), metavar="SIZE", help="override: state of one token")
+    add("--save-rate", type=_of(size), metavar="SIZE", help="override: bytes saved per second")
+    add("--restore-rate", type=_of(size), metavar="SIZE", help="override: bytes restored")
     add(
         *("--policy", "--policies"),
         action="append",
@@ -89,9 +95,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
         type=_of(size_or_no_limit),
         action="append",
         metavar="SIZE",
-        help="for snapshots, such as 16GiB; 0 is none, -1 no limit; repeatable; default 32GiB",
+        help="for snapshots, such as 16GiB; 0: none, -1: no limit; repeatable; default 32GiB",
     )
-    # As in the configuration file: same spelling, same default.
+    # Same spelling and defaults as in the configuration file.
     values: tuple[tuple[str, Callable[[object], float | None], float | None], ...] = (
         ("--max-wait", duration, _DEFAULT.max_wait_s),
         ("--coalesce-above", duration_or_off, _DEFAULT.coalesce_above_s),
@@ -114,13 +120,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add(
         "--deadline", type=_of(duration_or_none), default=600.0, metavar="TIME", help=_AS_CONFIGURED
     )
-    add("--evictions", action="store_true", help="compare with LRU and Belady")
-    add("--explain", action="store_true", help="say where tokens were that were computed again")
+    add("--evictions", action="store_true", help="compare eviction with LRU and Belady")
+    add("--explain", action="store_true", help="show where recomputed tokens had been")
     add("--output", type=Path, metavar="DIR", help="write simulate.json and a plot there")
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Run everything, print it, write it. Returns the exit code."""
+    """Run the experiment, print and write its results. Returns the exit code."""
     if problem := _misfit(options):
         return _refuse(problem)
     try:
@@ -139,7 +145,7 @@ def simulate(options: argparse.Namespace) -> int:
         for setup in experiment.runs():
             results.append(experiment.run(setup, _Teller(progress, setup, experiment)))
         if experiment.evictions:
-            progress("comparing ways to evict")
+            progress("comparing eviction policies")
         evicted = experiment.compare_evictions() if experiment.evictions else []
     console = output()
     report.show(console, results, evicted)
@@ -154,7 +160,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 class _Teller:
-    """Says how far a run is: often on a terminal, seldom where each time is a line."""
+    """Progress of one run: at each call on a terminal, else one line every 10 s."""
 
     def __init__(self, progress: Progress, setup: Setup, experiment: Experiment) -> None:
         self._progress = progress
@@ -172,7 +178,7 @@ class _Teller:
 
 
 def _misfit(options: argparse.Namespace) -> str | None:
-    """Options that do not go together, in words."""
+    """Return a message about options that are incompatible or out of range, or None."""
     wrong, other = (_WORKLOAD_ONLY, "trace") if options.trace else (_TRACE_ONLY, "workload")
     for name in wrong:
         if getattr(options, name) is not None:
@@ -191,7 +197,7 @@ def _misfit(options: argparse.Namespace) -> str | None:
 
 
 def _experiment(options: argparse.Namespace) -> Experiment:
-    """Raises OSError or TraceError."""
+    """Build the experiment from the options. Raises OSError or TraceError."""
     scale = options.scale or 1
     policy = Policy(
         max_wait_s=options.max_wait,
@@ -255,7 +261,7 @@ def _all_policies() -> tuple[PolicyName, ...]:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for, as it goes into the JSON."""
+    """Return the options as they are written to the JSON."""
     return {
         key: os.fspath(value) if isinstance(value, Path) else value
         for key, value in vars(options).items()
@@ -295,7 +301,7 @@ def _ratio(value: object) -> float:
 
 
 def _of(parse: Callable[[object], T]) -> Callable[[str], T]:
-    """A value as the configuration file spells it, as the type of an option."""
+    """Return an argparse type that parses a value as the configuration file does."""
 
     def convert(text: str) -> T:
         try:

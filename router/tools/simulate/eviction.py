@@ -1,8 +1,8 @@
-"""Which snapshots to give up: the production catalog beside LRU and Belady, at equal budgets.
+"""Compare eviction of the production catalog with LRU and Belady, at equal budgets.
 
-A model of its own: every request's state is kept when it is over (so there is no time and there
-are no slots), and the next requests reuse the longest share that is still there. All policies see
-the same sequence, and all drop a state that a longer one makes superfluous, as the catalog does.
+The model has no time and no slots. The state of each request is saved when the request ends, and
+later requests reuse the longest shared prefix that is still saved. All policies get the same
+sequence, and all drop a state that a longer one makes superfluous, as the catalog does.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What one policy made of a sequence with one budget."""
+    """Result of one policy with one budget."""
 
     policy: str
     budget_bytes: int
@@ -38,7 +38,7 @@ class Evicted:
 def compare(
     sequence: Sequence_, budgets: Sequence[int], hardware: Hardware, min_tokens: int = 1
 ) -> list[Evicted]:
-    """Each policy with each budget."""
+    """Play `sequence` with each policy and each budget except 0."""
     served = served_by(sequence, min_tokens)
     found = []
     for budget_bytes in budgets:
@@ -54,7 +54,7 @@ def compare(
 def production(
     sequence: Sequence_, budget_bytes: int, hardware: Hardware, min_tokens: int = 1
 ) -> Evicted:
-    """The production catalog, as it is."""
+    """Play `sequence` with the production catalog."""
     catalog = Catalog(SnapshotLimits(max_bytes=budget_bytes, min_tokens=min_tokens))
     space, place = Namespace("n"), Place("p")
     asked = reused = 0
@@ -76,9 +76,10 @@ def production(
 
 
 def served_by(sequence: Sequence_, min_tokens: int = 1) -> list[int | None]:
-    """For each request, the number of the one whose state an unlimited cache would give it.
+    """Return the request number of the state that each request would reuse from an unlimited cache.
 
-    The longest share; of several with the same the shortest file, as in production.
+    As in production: the state with the longest shared prefix; of several, the shortest. None: no
+    state shares `min_tokens`.
     """
     index: PrefixIndex[int] = PrefixIndex()
     found: list[int | None] = []
@@ -95,8 +96,8 @@ class _State:
     number: int
     tokens: Tokens
     size_bytes: int
-    last: int  # request that used it last
-    uses: list[int]  # requests that would use it, ascending
+    last: int  # number of the request that used the state last
+    uses: list[int]  # numbers of the requests that would use it, ascending
     rank: float = 0.0
 
 
@@ -104,19 +105,21 @@ Worst = Callable[[_State, int], float]
 
 
 def _oldest(state: _State, now: int) -> float:
-    """LRU: the smallest rank goes first."""
+    """Return the LRU rank: the number of the last use."""
     return float(state.last)
 
 
 def _farthest(state: _State, now: int) -> float:
-    """Belady: the one whose next use is farthest goes first. Optimal for files of one size and one
-    use each; here as good a bound as is cheap to have."""
+    """Return the Belady rank: minus the next use, so the farthest is evicted first.
+
+    Belady is optimal for files of one size with one use each; here it is a cheap bound.
+    """
     return -next((use for use in state.uses if use > now), NEVER)
 
 
 @dataclass(slots=True)
 class Cache:
-    """States within a budget; `worst` ranks them, the smallest rank goes first."""
+    """States within a budget; evicts the state with the smallest rank, which `worst` returns."""
 
     budget_bytes: int
     bytes_per_token: int
@@ -127,10 +130,10 @@ class Cache:
     _index: PrefixIndex[int] = field(default_factory=PrefixIndex)
     _states: dict[int, _State] = field(default_factory=dict)
     _heap: list[tuple[float, int]] = field(default_factory=list)
-    _heirs: dict[int, int] = field(default_factory=dict)  # of states that became superfluous
+    _heirs: dict[int, int] = field(default_factory=dict)  # superfluous states -> their successors
 
     def play(self, name: str, sequence: Sequence_, served: list[int | None]) -> Evicted:
-        """All requests of a sequence, one after the other; `served` is what `served_by` says."""
+        """Play all requests of `sequence` in order; `served` is the result of `served_by`."""
         uses: list[list[int]] = [[] for _ in sequence]
         for number, by in enumerate(served):
             if by is not None:
@@ -155,7 +158,7 @@ class Cache:
         return 0
 
     def _passed(self, state: int | None, now: int) -> None:
-        """A use has come: from now on the next one counts, also where another state was used."""
+        """Rank a state again after a predicted use, even if another state was used."""
         while state in self._heirs:
             state = self._heirs[state]
         if state in self._states:
@@ -167,7 +170,7 @@ class Cache:
             return
         for match in self._index.match(held, limit=1):
             if match.common == match.length == count(held):
-                return  # there already
+                return  # already held
         state = _State(number, held, size_bytes, number, uses)
         self._index.insert(held, number)
         self._states[number] = state
@@ -175,7 +178,7 @@ class Cache:
         self._rank(state, number)
         for match in list(self._index.prefixes(held)):
             if self._index.branches_at(self._states[match.item].tokens) == 1:
-                # Whoever would have used the shorter one finds all of it in this.
+                # Requests that would use the shorter state find all of it in this one.
                 state.uses = sorted({*state.uses, *self._states[match.item].uses})
                 self._rank(state, number)
                 self._heirs[match.item] = number

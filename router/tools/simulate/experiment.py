@@ -18,7 +18,7 @@ Told = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """`source` makes a fresh workload for each run."""
+    """Runs to compare. `source` makes a fresh workload for each run."""
 
     setup: Setup
     source: Callable[[], Source]
@@ -28,18 +28,18 @@ class Experiment:
     evictions: bool = False
 
     def runs(self) -> Iterator[Setup]:
-        """What is run, in order. A policy that never moves KV is run once: it has no budget."""
+        """Yield the runs in order. A policy that never moves KV has no budget and one run."""
         for name in self.policies:
             policy = replace(self.setup.policy, name=name)
             for budget_bytes in self.budgets if policy.moves_kv else (0,):
                 yield replace(self.setup, policy=policy, budget_bytes=budget_bytes)
 
     def run(self, setup: Setup, told: Told = lambda _: None) -> Result:
-        """One run; `told` hears now and then how many requests have arrived."""
+        """Execute one run; `told` is called with the number of arrived requests now and then."""
         return _run(setup, self.source(), explain=self.explain, told=told)
 
     def compare_evictions(self) -> list[Evicted]:
-        """The same requests with other ways to evict; tokens are the workload's own."""
+        """Play the same requests with other eviction policies; counts are the workload's tokens."""
         sim = Simulator(
             self.setup.scheduler_of(), self.setup.servers_of(), self.source(), keep_sequence=True
         )
@@ -107,5 +107,5 @@ def _run(setup: Setup, source: Source, *, explain: bool, told: Told) -> Result:
 
 
 def _named(counts: Mapping[str, int], scale: int = 1) -> dict[str, int]:
-    """Plain strings, in alphabetical order."""
+    """Return `counts` times `scale`, with plain string keys in alphabetical order."""
     return {str(name): n * scale for name, n in sorted(counts.items())}

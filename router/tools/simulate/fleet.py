@@ -1,4 +1,4 @@
-"""A simulated fleet for one run: servers, and the production scheduler told its policy."""
+"""A simulated fleet for one run: servers and the production scheduler."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from router.tools.simulate.simulator import PLACE
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a run is made of. Tokens are the workload's own; `scale` of them become one."""
+    """Settings of a run, in tokens of the workload; one simulated token is `scale` of them."""
 
     hardware: Hardware
     servers: int = 4
@@ -31,7 +31,7 @@ class Setup:
     scale: int = 1
 
     def servers_of(self) -> list[Server]:
-        """Empty servers."""
+        """Return the servers, with empty slots."""
         hardware = self.hardware.scaled(self.scale)
         width = len(str(self.servers))
         return [
@@ -41,12 +41,12 @@ class Setup:
                     n_slots=self.slots,
                     n_ctx=max(self.n_ctx // self.scale, 2),
                     namespace=Namespace("simulated"),
-                    # As in production: without a store or a policy that moves KV there is no place.
+                    # As in production: no KV directory without a store and a policy that moves KV.
                     place=PLACE if self.budget_bytes and self.policy.moves_kv else None,
                     memory_kind=self.memory_kind,
                     cuts=self.memory_kind is MemoryKind.FULL,
                     bytes_per_token=hardware.bytes_per_token,
-                    # What the probe would find out; the rest is learned from traffic.
+                    # The probe would measure this; other rates are learned from traffic.
                     prefill_s_per_token=hardware.prefill_s,
                 ),
                 hardware,
@@ -55,7 +55,7 @@ class Setup:
         ]
 
     def scheduler_of(self) -> Scheduler:
-        """The production scheduler, knowing nobody yet."""
+        """Return the production scheduler, with no backend yet."""
         limits = SnapshotLimits(
             max_bytes=self.budget_bytes, min_tokens=max(self.min_tokens // self.scale, 1)
         )

@@ -1,4 +1,4 @@
-"""What a simulated server costs: seconds and bytes for each token, and presets of them."""
+"""Costs of a simulated server: seconds and bytes for each token, and presets."""
 
 from dataclasses import dataclass, replace
 
@@ -16,37 +16,39 @@ class Hardware:
     prefill_s: float
     prefill_depth_s: float
     decode_s: float  # one step with one stream
-    decode_more_s: float  # what each further stream adds to a step
+    decode_more_s: float  # added to a step by each further stream
     bytes_per_token: int
     save_bytes_per_s: float
     restore_bytes_per_s: float
     rewrite_bytes_per_s: float
-    transfer_s: float = 2 * MS  # of every save, restore and cut, whatever its size
+    transfer_s: float = 2 * MS  # base time of every save, restore and cut
     batch: int = 2048  # prompt tokens in one batch, llama-server's `-b`
 
     def prefill_of(self, tokens: int, depth: int) -> float:
-        """Seconds to compute `tokens` on top of `depth` others, alone on the server."""
+        """Return the seconds to compute `tokens` after `depth` others, alone on the server."""
         return self.prefill_s * tokens + self.prefill_depth_s * tokens * (depth + tokens / 2)
 
     def step_of(self, streams: int) -> float:
-        """Seconds until each of so many streams has one token more."""
+        """Return the seconds of a step, in which each of `streams` gets one token."""
         return self.decode_s + self.decode_more_s * max(streams - 1, 0)
 
     def save_of(self, size_bytes: int) -> float:
-        """Seconds in which a save stops the server."""
+        """Return the seconds for which a save stops the server."""
         return self.transfer_s + size_bytes / self.save_bytes_per_s
 
     def restore_of(self, size_bytes: int) -> float:
-        """Seconds in which a restore stops the server."""
+        """Return the seconds for which a restore stops the server."""
         return self.transfer_s + size_bytes / self.restore_bytes_per_s
 
     def rewrite_of(self, size_bytes: int) -> float:
-        """Seconds to make a file of `size_bytes` out of another; stops no server."""
+        """Return the seconds to cut a file of `size_bytes` out of another; stops no server."""
         return self.transfer_s + size_bytes / self.rewrite_bytes_per_s
 
     def scaled(self, factor: int) -> "Hardware":
-        """The same hardware where one token stands for `factor`: seconds and bytes stay what they
-        are for the text, and there are fewer tokens to handle."""
+        """Return the same hardware where one token stands for `factor`.
+
+        Seconds and bytes for a text stay equal, with fewer tokens to handle.
+        """
         return replace(
             self,
             prefill_s=self.prefill_s * factor,
@@ -60,8 +62,8 @@ class Hardware:
 
 PRESETS = {
     # SmolLM2-135M on one CPU thread, as measured for the README and in llama-server.md: 5,028
-    # tokens cold in 60 s, saved (116 MB) in 56 ms, restored in 36 ms. A stream more costs a CPU
-    # nearly a whole step (not measured).
+    # tokens cold in 60 s, saved (116 MB) in 56 ms, restored in 36 ms. On a CPU each further
+    # stream adds nearly a whole step (not measured).
     "cpu-small": Hardware(
         prefill_s=8.5 * MS,
         prefill_depth_s=1.4e-6,
@@ -72,8 +74,8 @@ PRESETS = {
         restore_bytes_per_s=3.2e9,
         rewrite_bytes_per_s=1.0e9,
     ),
-    # An 8B model with grouped-query attention (f16: 128 KiB a token) on a GPU of the upper middle
-    # class, files on NVMe; a token costs twice as much at a depth of 32,000. Not measured.
+    # An 8B model with grouped-query attention (f16: 128 KiB a token) on an upper mid-range GPU,
+    # files on NVMe; a token costs twice as much at a depth of 32,000. Not measured.
     "gpu-8b": Hardware(
         prefill_s=0.4 * MS,
         prefill_depth_s=1.25e-8,

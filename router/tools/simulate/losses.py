@@ -1,6 +1,6 @@
-"""Where the tokens were that an unlimited cache would have reused, and that were computed again.
+"""Find where recomputed tokens were that an unlimited cache would have reused.
 
-Looks at the scheduler's state when a request is granted, before anything was moved for it.
+`Losses` reads the scheduler's state when a request is admitted, before KV is moved for it.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from router.core.model import effects as ef
 from router.core.model.plan import Candidate
 from router.core.model.slots import Phase
 
-# In this order: a token that is in several places counts for the first.
+# In this order: a token in several places counts for the first. Keys of the JSON.
 PLACES = (
     "an idle slot, and another way was cheaper",
     "a snapshot, and another way was cheaper",
@@ -24,17 +24,17 @@ PLACES = (
 
 
 class Losses:
-    """Tokens by the place where they were when the request that wanted them was granted."""
+    """Recomputed tokens by their place when the request was admitted."""
 
     def __init__(self) -> None:
         self.tokens: Counter[str] = Counter()
-        self.displaced: Counter[str] = Counter()  # tokens taken out of slots, by what became of it
+        self.displaced: Counter[str] = Counter()  # displaced tokens, saved or not
         self._known: dict[RequestId, tuple[int, ...]] = {}
-        self._ever: PrefixIndex[str] = PrefixIndex()  # all files there ever were
+        self._ever: PrefixIndex[str] = PrefixIndex()  # all snapshots that were deleted
         self._files: set[str] = set()
 
     def saw(self, effect: ef.Effect, state: State) -> None:
-        """Something is done for a request: note where its tokens are, the first time."""
+        """Note where a request's tokens are, at the first effect for the request."""
         if isinstance(effect, ef.Account | ef.Reject | ef.Delete | ef.Quarantine | ef.Release):
             if isinstance(effect, ef.Delete):
                 self._ever.insert(effect.snapshot.tokens, effect.snapshot.id)
@@ -57,7 +57,7 @@ class Losses:
         self._note_displaced(job.plan.chosen, state)
 
     def _note_displaced(self, chosen: Candidate, state: State) -> None:
-        """What becomes of the content of the slot that the request gets."""
+        """Count the tokens that the request displaces from its slot."""
         slot = state.fleet.slots[chosen.slot]
         kept = 0 if chosen.source is not Source.RESIDENT else chosen.reused_tokens
         info = state.fleet.infos[chosen.slot.backend]
@@ -69,7 +69,7 @@ class Losses:
             self.displaced[f"{how}, {running} streams running"] += lost
 
     def finished(self, record: RequestRecord, oracle: int) -> None:
-        """A request was answered that could have reused `oracle` tokens."""
+        """Count the losses of an answered request that could have reused `oracle` tokens."""
         known = self._known.pop(record.request, ())
         have = (record.prompt_tokens or 0) - (record.computed_tokens or 0)
         for place, there in zip(PLACES, (*known, oracle), strict=False):

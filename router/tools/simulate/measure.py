@@ -1,4 +1,4 @@
-"""What is counted while a simulation runs, and what comes of it."""
+"""Counters of a running simulation, and its results."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(slots=True)
 class Meter:
-    """Raw counts of one run; seconds, tokens, bytes."""
+    """Raw counters of one run, in seconds, tokens and bytes."""
 
     arrived: int = 0
     answered: int = 0
-    left: int = 0  # clients that closed the connection
+    left: int = 0  # abandoned requests
     rejected: Counter[str] = field(default_factory=Counter)  # by error
     plans: Counter[str] = field(default_factory=Counter)  # dispatched requests by source
     prompt_tokens: int = 0
@@ -36,7 +36,7 @@ class Meter:
     sequence: list[tuple[Tokens, Tokens]] = field(default_factory=list)  # prompt, with its answer
 
     def finished(self, record: RequestRecord) -> None:
-        """A request was answered."""
+        """Count an answered request."""
         self.answered += 1
         prompt, computed = record.prompt_tokens, record.computed_tokens
         assert prompt is not None
@@ -45,7 +45,7 @@ class Meter:
         self.prompt_tokens += prompt
         self.computed_tokens += computed
         reused = prompt - computed
-        # Cold may find something in its slot all the same, such as a common first token.
+        # A cold prefill may still reuse tokens of its slot, such as an equal first token.
         source = Source.RESIDENT if record.source is Source.COLD else record.source
         self.reused_tokens[source] += reused
         self.planned_tokens += record.planned_tokens
@@ -57,7 +57,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row: a policy with a budget. Tokens are the workload's own, whatever the scale."""
+    """One row: a policy with a budget. Token counts are the workload's, at any scale."""
 
     policy: str
     budget_bytes: int
@@ -72,7 +72,7 @@ class Result:
     snapshot_tokens: int
     copy_tokens: int
     computed_tokens: int
-    wasted_tokens: int  # computed for clients that left
+    wasted_tokens: int  # computed for abandoned requests
     generated_tokens: int
     ttft_s: dict[str, float]
     waited_s: dict[str, float]
@@ -88,8 +88,8 @@ class Result:
     snapshots: int
     snapshot_bytes: int
     peak_bytes: int
-    losses: dict[str, int]  # tokens, by where they were; with `--explain`
-    displaced: dict[str, int]  # tokens, by what became of them; with `--explain`
+    losses: dict[str, int]  # tokens by their place; with `--explain`
+    displaced: dict[str, int]  # tokens, saved or not; with `--explain`
     simulated_s: float
     wall_s: float
 
@@ -99,17 +99,17 @@ class Result:
 
     @property
     def reused_share(self) -> float:
-        """Of all prompt tokens, those that were not computed."""
+        """Return reused tokens / prompt tokens."""
         return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def oracle_share(self) -> float:
-        """The same, had everything that was ever computed been at hand."""
+        """Return `reused_share` of an unlimited cache."""
         return self.oracle_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """`mean`, `p50`, `p90`, `p99` by nearest rank; zeros where there is nothing."""
+    """Return `mean`, `p50`, `p90` and `p99` by nearest rank; zeros without values."""
     ordered = sorted(values)
     n = len(ordered)
     found = {"mean": sum(ordered) / n if n else 0.0}

@@ -1,4 +1,4 @@
-"""The upper line: what could be reused if everything that was ever computed were at hand."""
+"""The upper bound of reuse: an unlimited cache of everything ever computed."""
 
 from collections.abc import Iterable
 
@@ -7,13 +7,13 @@ from router.core.fleet.prefix_index import PrefixIndex
 
 
 class Oracle:
-    """An unlimited cache of all prompts and answers, by prefix, free of charge."""
+    """An unlimited prefix cache of all prompts and answers, at no cost."""
 
     def __init__(self) -> None:
         self._seen: PrefixIndex[int] = PrefixIndex()
 
     def ask(self, prompt: Tokens, held: Tokens) -> int:
-        """How many tokens of `prompt` were there before; from now on `held` is, prompt and answer.
+        """Return how many tokens of `prompt` are cached, then cache `held`: prompt and answer.
 
         The last token of a prompt is always evaluated (llama-server.md section 2.3).
         """
@@ -23,6 +23,6 @@ class Oracle:
 
 
 def reusable(sequence: Iterable[tuple[Tokens, Tokens]]) -> int:
-    """Tokens that an unlimited cache would spare these prompts, in this order."""
+    """Return the tokens that an unlimited cache would reuse for these prompts, in this order."""
     oracle = Oracle()
     return sum(oracle.ask(prompt, held) for prompt, held in sequence)

@@ -1,4 +1,4 @@
-"""Results for people and for programs: tables, a plot of reuse against budget, JSON."""
+"""Results as tables, as a plot of reuse against budget, and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,13 +15,13 @@ from router.tools.simulate.eviction import Evicted
 from router.tools.simulate.measure import Result
 
 GIB = 1024**3
-_WIDTH = 120  # of the tables in a file
+_WIDTH = 120  # columns of the tables in a file
 _BAR = 50  # characters for 100 %
 _UNBUDGETED = ("sticky", "round_robin", "least_busy")
 
 
 def show(console: Console, results: Sequence[Result], evicted: Sequence[Evicted] = ()) -> None:
-    """All that was found out."""
+    """Print all results."""
     if not console.is_terminal:
         console.width = _WIDTH
     console.print(_tokens_table(results))
@@ -43,7 +43,7 @@ def show(console: Console, results: Sequence[Result], evicted: Sequence[Evicted]
 def as_json(
     settings: dict[str, Any], results: Sequence[Result], evicted: Sequence[Evicted]
 ) -> bytes:
-    """Everything, with the shares worked out. Seconds, tokens, bytes; a budget of -1 is none."""
+    """Return all results with their shares, in seconds, tokens and bytes; budget -1: no limit."""
     rows = [
         asdict(r)
         | {
@@ -59,8 +59,8 @@ def as_json(
 
 
 def bars(results: Sequence[Result]) -> str:
-    """Reuse against budget as text."""
-    lines = ["reused tokens, of all prompt tokens; | is the limit of an unlimited cache"]
+    """Return reuse against budget as a text chart."""
+    lines = ["reused, % of prompt tokens; | marks the limit of an unlimited cache"]
     for result in results:
         n, limit = round(result.reused_share * _BAR), round(result.oracle_share * _BAR)
         bar = ("#" * n).ljust(_BAR)
@@ -72,15 +72,15 @@ def bars(results: Sequence[Result]) -> str:
 
 
 def plot(results: Sequence[Result], evicted: Sequence[Evicted], stem: Path) -> list[Path]:
-    """Reuse against budget as PNG and SVG; nothing where matplotlib is not installed."""
+    """Plot reuse against budget as PNG and SVG. Returns their paths; none without matplotlib."""
     try:
         import matplotlib as mpl
     except ImportError:
         return []
     mpl.use("Agg")
-    # The same results are the same files: ids are not random, and nothing says when it was.
+    # Equal results give equal files: no random ids and no dates.
     mpl.rcParams["svg.hashsalt"] = "kvferry"
-    mpl.rcParams["svg.fonttype"] = "none"  # words are words
+    mpl.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot
 
     budgets = sorted({r.budget_bytes for r in results if not _plain(r)}, key=_order)
@@ -118,7 +118,7 @@ def plot(results: Sequence[Result], evicted: Sequence[Evicted], stem: Path) -> l
 
 
 def _plain(result: Result) -> bool:
-    """A policy that never moves KV has no budget."""
+    """Return True if the policy never moves KV and so has no budget."""
     return result.policy in _UNBUDGETED
 
 
@@ -207,7 +207,7 @@ def _bytes_table(results: Sequence[Result]) -> Table:
 def _loss_table(result: Result) -> Table:
     table = _table(
         f"{result.policy}, {_budget(result)}: tokens computed again that had been in …",
-        *("place", "% of prompt tokens"),
+        *("where", "% of prompt tokens"),
     )
     for place, tokens in sorted(result.losses.items(), key=lambda item: -item[1]):
         table.add_row(place, _percent(tokens, result.prompt_tokens))

@@ -1,4 +1,4 @@
-"""What clients send in a simulation, and how a workload reacts to what becomes of it."""
+"""Requests of simulated clients, and the interface of a workload."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ from router.base.types import Prompt, RequestId
 class Ask:
     """One request as a client sends it, with the answer that it will get.
 
-    `leaves_after_s`: the client closes the connection so long after `at` unless it has the whole
-    answer by then.
+    `leaves_after_s`: the client disconnects this long after `at` if the answer is incomplete.
     """
 
     id: RequestId
@@ -25,17 +24,17 @@ class Ask:
 
 
 class Source(Protocol):
-    """A workload. Open loop: all of it is in `arrivals`. Closed loop: `then` says what follows."""
+    """A workload. Open loop: `arrivals` yields all requests. Closed loop: `then` adds requests."""
 
     @property
     def total(self) -> int:
-        """How many requests there will be; an estimate where the workload cannot know."""
+        """Return the number of requests, or an estimate if the workload cannot know it."""
         ...
 
     def arrivals(self) -> Iterator[Ask]:
-        """What comes by itself, in the order of `at`. Read one ahead, never all at once."""
+        """Yield the requests that depend on no other, in the order of `at`; read one ahead."""
         ...
 
     def then(self, ask: Ask, now: float, *, answered: bool) -> list[Ask]:
-        """What clients send because `ask` is over; none of it before `now`."""
+        """Return the requests that follow the end of `ask`, none before `now`."""
         ...

@@ -1,12 +1,12 @@
-"""A llama-server as numbers: what its slots hold, what it works on, and when that is done.
+"""A simulated llama-server: the tokens of its slots, its running work, and when work ends.
 
-Between two changes all rates are constant, so progress is worked out only when something starts or
-ends. Roughly llama-server's ways, as far as they matter for decisions:
+All rates are constant between two changes, so progress is computed only when work starts or ends.
+The model has the behaviour of llama-server that matters for decisions:
 
 1. A save or restore stops everything else; several run one after the other.
 2. Else, while a prompt is computed, every stream gets one token for each of its batches. Of
    several prompts the one in the lowest slot fills the batches first.
-3. Else all streams get a token at every step, which takes longer the more of them there are.
+3. Else all streams get a token at every step; a step takes longer with more streams.
 """
 
 from collections import deque
@@ -18,14 +18,14 @@ from router.base.types import BackendInfo, MemoryKind, RequestId
 from router.core.model.memory_kinds import CHECKPOINT_BEFORE_END, reusable_tokens
 from router.tools.simulate.hardware import Hardware
 
-# Less than this is nothing: seconds are sums of floats.
+# Tolerances: seconds and tokens are sums of floats.
 _NO_S = 1e-7
 _NO_TOKEN = 1e-6
 
 
 @dataclass(slots=True)
 class Held:
-    """What a slot truly holds, and the lengths to which a live slot can go back."""
+    """The tokens in a slot, and the checkpoints to which a live slot can go back."""
 
     tokens: Tokens = EMPTY
     checkpoints: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ class Held:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A prompt, or a prompt and its answer, that the server works on in one slot."""
+    """Work in one slot: a prefill, or a prompt and its answer."""
 
     request: RequestId
     index: int
@@ -41,16 +41,16 @@ class Run:
     answer: Tokens
     cached: int
     started_at: float
-    prefill_s: float  # of the work that is left
+    prefill_s: float  # seconds of prefill left
     whole_s: float
     batches: int
-    to_decode: float = 0.0  # tokens still to come, once the first is there
+    to_decode: float = 0.0  # tokens left, once the first is generated
     first_at: float | None = None
     ended_at: float = 0.0
 
     @property
     def computed(self) -> int:
-        """Prompt tokens computed so far; the last one when all are."""
+        """Return the prompt tokens computed so far; all of them only after the first token."""
         if self.first_at is not None:
             return count(self.prompt) - self.cached
         done = 1 - self.prefill_s / self.whole_s
@@ -59,17 +59,17 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class TransferRun:
-    """A save or restore: the server does nothing else for `seconds`."""
+    """A save or restore; the server does nothing else for `seconds`."""
 
     index: int
     seconds: float
     loads: Tokens | None  # None: a save
-    name: object = None  # the caller's
+    name: object = None  # set by the caller, which gets it back at the end
 
 
 @dataclass(slots=True)
 class Server:
-    """One process. `at` is the time up to which progress has been worked out."""
+    """One process. `at` is the time up to which progress is computed."""
 
     info: BackendInfo
     hardware: Hardware
@@ -77,20 +77,20 @@ class Server:
     slots: list[Held] = field(default_factory=list)
     runs: dict[int, Run] = field(default_factory=dict)  # by slot
     transfers: deque[TransferRun] = field(default_factory=deque)
-    transfer_ends: float = 0.0  # of the first of them
-    stall_transfer_s: float = 0.0  # of all runs together, for saves and restores
-    stall_prefill_s: float = 0.0  # of all runs together, for other runs' prompts
-    computed_tokens: int = 0  # of prompts, also for clients that left
+    transfer_ends: float = 0.0  # of the first of `transfers`
+    stall_transfer_s: float = 0.0  # sum over runs, by saves and restores
+    stall_prefill_s: float = 0.0  # sum over runs, by prefill of others
+    computed_tokens: int = 0  # prompt tokens, also of abandoned requests
 
     def __post_init__(self) -> None:
         self.slots = self.slots or [Held() for _ in range(self.info.n_slots)]
 
-    # -- what is begun -------------------------------------------------------------------------
+    # -- start and stop ------------------------------------------------------------------------
 
     def start(self, request: RequestId, index: int, prompt: Tokens, answer: Tokens) -> Run:
-        """Begin with a prompt now; the slot keeps what the prompt shares with it."""
+        """Start a request or prefill now. A prompt reuses the prefix it shares with the slot."""
         assert index not in self.runs, "a request on a busy slot"
-        assert all(t.index != index for t in self.transfers), "a request on a slot that moves"
+        assert all(t.index != index for t in self.transfers), "a request during a slot action"
         held, n = self.slots[index], count(prompt)
         cached = reusable_tokens(
             self.info.memory_kind,
@@ -110,15 +110,15 @@ class Server:
         return run
 
     def transfer(self, transfer: TransferRun) -> None:
-        """Save or restore a slot, after those that were asked for before."""
+        """Queue a save or restore of a slot behind earlier ones."""
         assert transfer.index not in self.runs, "a slot action on a busy slot"
-        assert all(t.index != transfer.index for t in self.transfers), "two on one slot"
+        assert all(t.index != transfer.index for t in self.transfers), "two actions on one slot"
         self.transfers.append(transfer)
         if len(self.transfers) == 1:
             self.transfer_ends = self.at + transfer.seconds
 
     def stop(self, run: Run) -> None:
-        """The server has noticed that nobody wants this any more; the slot keeps what is there."""
+        """Stop an abandoned run; the slot keeps the tokens computed so far."""
         del self.runs[run.index]
         run.ended_at = self.at
         self.computed_tokens += run.computed
@@ -133,7 +133,7 @@ class Server:
     # -- progress ------------------------------------------------------------------------------
 
     def next_change(self) -> float | None:
-        """When the next thing is done if nothing else happens, in simulated seconds."""
+        """Return the simulated time of the next change, or None without work."""
         if self.transfers:
             return self.transfer_ends
         if not self.runs:
@@ -148,7 +148,7 @@ class Server:
         return self.at + wait_s
 
     def move_to(self, now: float) -> None:
-        """Work out progress up to `now`, which is not beyond `next_change`."""
+        """Compute progress up to `now`, which is not after `next_change`."""
         passed_s, self.at = now - self.at, now
         if passed_s <= 0 or not self.runs:
             return
@@ -170,7 +170,7 @@ class Server:
         self.stall_prefill_s += passed_s * (len(self.runs) - len(streams) - 1)
 
     def done(self) -> list[Run | TransferRun]:
-        """What is done at this moment, taken off; a first token is noted."""
+        """Remove and return the work that ends now; set `first_at` of a computed prompt."""
         if self.transfers:
             if self.transfer_ends - self.at > _NO_S:
                 return []
@@ -200,14 +200,14 @@ class Server:
         return list(ended)
 
     def _pace(self, first: Run, streams: int) -> float:
-        """Tokens a second for each stream while `first` has its prompt computed.
+        """Return the tokens/s of each stream during the prefill of `first`.
 
-        A prompt of one short batch hardly stops anybody: a step would take as long.
+        A prompt of one short batch hardly slows the streams: a step would take as long.
         """
         return min(first.batches / first.whole_s, 1 / self.hardware.step_of(streams))
 
     def _prefilling(self) -> Run | None:
-        """Whose prompt is being computed."""
+        """Return the run in prefill, or None."""
         waiting = [index for index, run in self.runs.items() if run.first_at is None]
         return self.runs[min(waiting)] if waiting else None
 

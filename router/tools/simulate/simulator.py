@@ -1,7 +1,7 @@
 """The production scheduler over simulated servers and a workload, in simulated time.
 
-Plays the part of `router.engine.engine`: carries out each effect, and tells what came of it when
-its time has come. A heap of moments is all there is; nothing waits.
+`Simulator` replaces `router.engine.engine`: it carries out each effect, and feeds the resulting
+event to the scheduler at its simulated time. All pending actions are in one heap.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,10 @@ from router.tools.simulate.requests import Ask, Source
 from router.tools.simulate.server import Run, Server, TransferRun
 
 PLACE = Place("simulated")
-# A tick a moment late rather than early, as in `router.engine.engine`.
+# Ticks are a little late rather than early, as in `router.engine.engine`.
 _TICK_S = 0.001
-# Until a server notices that a client left (about 1 s, llama-server.md section 5.6), and until
-# two looks at its slots agree (`router.engine.slot_watch`).
+# Until a server notices that a client disconnected (about 1 s, llama-server.md section 5.6), and
+# until two polls of its slots agree (`router.engine.slot_watch`).
 _NOTICE_S = 1.0
 _QUIET_S = 0.12
 _REPORT_EVERY_S = 0.2  # of real time
@@ -46,16 +46,16 @@ _ONE_TOKEN = pack([0])
 
 @dataclass(slots=True)
 class _Client:
-    """A request that is not over."""
+    """An unfinished request."""
 
     ask: Ask
-    oracle: int  # tokens of its prompt that an unlimited cache would hold
+    oracle: int  # prompt tokens that an unlimited cache would reuse
     dispatch: ef.Dispatch | None = None
     ttft_s: float | None = None
 
 
 class Simulator:
-    """One run from the first request to the last answer."""
+    """One simulation, from the first request to the last answer."""
 
     def __init__(
         self,
@@ -79,21 +79,21 @@ class Simulator:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._moments = 0
         self._versions = dict.fromkeys(self.servers, 0)
-        self._changed: dict[BackendId, None] = {}  # in order: the same run every time
+        self._changed: dict[BackendId, None] = {}  # ordered, so that runs are reproducible
         self._clients: dict[RequestId, _Client] = {}
         self._prefills: dict[RequestId, Run] = {}
-        self._given_up: set[RequestId] = set()  # of these
+        self._given_up: set[RequestId] = set()  # cancelled prefills of `_prefills`
         self._watching: dict[SlotId, RequestId] = {}
         self._tick: float | None = None
-        self._told = False  # the scheduler was told something at this moment
+        self._told = False  # the scheduler got an event at this moment
         self._arrivals = source.arrivals()
-        self._to_come = 0  # requests whose time is known and has not come
+        self._to_come = 0  # scheduled requests that have not arrived
         self._files = 0
 
     # -- time ----------------------------------------------------------------------------------
 
     def run(self) -> Meter:
-        """Everything, until nothing is left to happen."""
+        """Run until no request and no work is left. Returns the counters."""
         for server in self.servers.values():
             self._feed(ev.BackendUp(server.info))
         self._next_arrival()
@@ -105,18 +105,18 @@ class Simulator:
             if perf_counter() - told > _REPORT_EVERY_S:
                 told = perf_counter()
                 self._progress(self.meter.arrived)
-        assert not self._clients, "somebody was never answered"
+        assert not self._clients, "a request was never answered"
         return self.meter
 
     def _busy(self) -> bool:
         return bool(self.scheduler.state.jobs)
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
-        self._moments += 1  # first come, first served at equal times
+        self._moments += 1  # FIFO at equal times
         heappush(self._heap, (max(time, self.now), self._moments, action))
 
     def _settle(self) -> None:
-        """After each moment: when do servers and scheduler want to be looked at again?"""
+        """Schedule the next change of each changed server and the scheduler's next tick."""
         for name in self._changed:
             server = self.servers[name]
             self._versions[name] += 1
@@ -128,7 +128,7 @@ class Simulator:
             return
         self._told = False
         wakeup = self.scheduler.next_wakeup(self.now)
-        # An earlier tick that is due anyway asks again.
+        # After an earlier tick, `next_wakeup` is called again anyway.
         if wakeup is not None and (self._tick is None or wakeup + _TICK_S < self._tick):
             self._tick = wakeup + _TICK_S
             self._at(self._tick, partial(self._ticks, self._tick))
@@ -139,7 +139,7 @@ class Simulator:
             self._feed(ev.Tick())
 
     def _server(self, name: BackendId) -> Server:
-        """A server, moved to this moment, to be changed."""
+        """Return a server with progress up to now, and mark it as changed."""
         server = self.servers[name]
         server.move_to(self.now)
         self._changed[name] = None
@@ -147,7 +147,7 @@ class Simulator:
 
     def _due(self, server: Server, version: int) -> None:
         if version != self._versions[server.info.id]:
-            return  # something else happened to it in between
+            return  # outdated: the server changed in between
         ended = self._server(server.info.id).done()
         self._begins(server)
         for done in ended:
@@ -160,7 +160,7 @@ class Simulator:
     # -- clients -------------------------------------------------------------------------------
 
     def _next_arrival(self) -> None:
-        """Read the workload one ahead."""
+        """Schedule the next request of the workload; read one ahead."""
         ask = next(self._arrivals, None)
         if ask is not None:
             self._to_come += 1
@@ -183,7 +183,7 @@ class Simulator:
     def _leaves(self, name: RequestId) -> None:
         client = self._clients.get(name)
         if client is None:
-            return  # it has its answer
+            return  # already answered or refused
         self.meter.left += 1
         if client.dispatch is None:
             self._over(client, answered=False)
@@ -196,20 +196,20 @@ class Simulator:
         self._over(client, answered=False)
 
     def _notices(self, slot: SlotId, run: Run) -> None:
-        """The server stops what it does for a client that left."""
+        """Stop a run on the server that notices an abandoned request."""
         server = self._server(slot.backend)
         if server.runs.get(slot.index) is run:
             server.stop(run)
             self._quiet(slot)
 
     def _over(self, client: _Client, *, answered: bool) -> None:
-        """The client goes on to whatever comes next."""
+        """Remove an ended request, and schedule the requests that follow it."""
         del self._clients[client.ask.id]
         for ask in self.source.then(client.ask, self.now, answered=answered):
             self._to_come += 1
             self._at(ask.at, partial(self._arrives, ask))
 
-    # -- what servers are done with ------------------------------------------------------------
+    # -- finished work of servers --------------------------------------------------------------
 
     def _ran(self, server: Server, run: Run) -> None:
         slot = SlotId(server.info.id, run.index)
@@ -221,7 +221,7 @@ class Simulator:
                 self._feed(ev.Prefilled(run.request, _reported(run, answer=False)))
             return
         client = self._clients.get(run.request)
-        if client is None:  # it left, and the server had not noticed
+        if client is None:  # abandoned, and the server had not noticed
             self._quiet(slot)
             return
         assert run.first_at is not None
@@ -237,7 +237,7 @@ class Simulator:
                 self._feed(ev.Begun(run.request))
 
     def _quiet(self, slot: SlotId) -> None:
-        """A slot is idle whose client left; somebody may be watching."""
+        """Report a slot idle after an abandoned request, if the scheduler watches the slot."""
         request = self._watching.pop(slot, None)
         if request is not None:
             self._at(self.now + _QUIET_S, partial(self._tells_quiet, slot, request))
@@ -246,7 +246,7 @@ class Simulator:
         n_tokens = count(self.servers[slot.backend].slots[slot.index].tokens)
         self._feed(ev.Quiet(request, n_tokens))
 
-    # -- what the scheduler answers ------------------------------------------------------------
+    # -- effects of the scheduler --------------------------------------------------------------
 
     def _feed(self, event: ev.Event) -> None:
         self._told = True
@@ -272,7 +272,7 @@ class Simulator:
             case ef.Restore():
                 self._restore(effect)
             case ef.Prefill():
-                # llama-server samples one token even if none is wanted (section 2.3).
+                # The server samples one token even if none is wanted (llama-server.md section 2.3).
                 self._prefills[effect.request] = self._server(effect.slot.backend).start(
                     effect.request, effect.slot.index, effect.tokens, _ONE_TOKEN
                 )
@@ -285,7 +285,7 @@ class Simulator:
                 if effect.slot.index not in self.servers[effect.slot.backend].runs:
                     self._quiet(effect.slot)
             case ef.Delete() | ef.Quarantine():
-                pass  # the tokens go with the last reference
+                pass  # no file exists: Python frees the tokens
             case ef.Erase() | ef.Release():  # pragma: no cover - no tenants here, and no drains
                 pass
 
@@ -337,7 +337,7 @@ class Simulator:
         server.transfer(TransferRun(effect.slot.index, seconds, snapshot.tokens, told))
 
     def _cut(self, effect: ef.Cut) -> None:
-        """Takes time, and no server's."""
+        """Cut a prefix out of a snapshot: takes time, but stops no server."""
         server = next(iter(self.servers.values()))
         part = head(effect.snapshot.tokens, effect.n_tokens)
         made = self._file(effect.snapshot.namespace, part, server)
@@ -360,10 +360,10 @@ class Simulator:
         self.meter.peak_bytes = max(self.meter.peak_bytes, total_bytes)
 
     def _gives_up(self, request: RequestId) -> None:
-        """The server notices that the router has closed the connection of its own prefill."""
+        """Stop a cancelled prefill: the server notices the closed connection."""
         run = self._prefills.get(request)
         if run is None:
-            return  # it was done before that
+            return  # the prefill ended before
         job = self.scheduler.state.jobs[request]
         self._server(job.slot.backend).stop(run)
         del self._prefills[request]
@@ -371,11 +371,11 @@ class Simulator:
 
     def _prefill_failed(self, request: RequestId) -> None:
         self._given_up.discard(request)
-        self._feed(ev.PrefillFailed(request, "the client left"))
+        self._feed(ev.PrefillFailed(request, "the client disconnected"))
 
 
 def _reported(run: Run, *, answer: bool) -> Reported:
-    """What llama-server says of a request in its `timings`: wall time, pauses included."""
+    """Return the `timings` that llama-server reports: wall time, stalls included."""
     assert run.first_at is not None
     said = Reported(count(run.prompt), run.cached, run.first_at - run.started_at)
     if not answer:

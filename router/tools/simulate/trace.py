@@ -1,7 +1,7 @@
-"""Requests out of a trace in the format of Mooncake (kvcache-ai/Mooncake, FAST25-release/traces).
+"""Requests of a trace in the format of Mooncake (kvcache-ai/Mooncake, FAST25-release/traces).
 
 Each line has `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one for
-each block of 512 input tokens. Equal ids in equal positions mean an equal prefix; so a block's
+each block of 512 input tokens. Equal ids in equal positions mean an equal prefix, so a block's
 tokens are made from its id alone.
 """
 
@@ -16,7 +16,7 @@ from router.base.types import Prompt, RequestId
 from router.tools.simulate.requests import Ask
 
 BLOCK_TOKENS = 512
-# Answers have ids of their own, which no prompt repeats: a trace does not tell them.
+# Answers have token ids of their own, which no prompt repeats: a trace does not contain them.
 _FIRST_ANSWER_ID = 1 << 30
 _LAST_ID = (1 << 31) - 1
 
@@ -36,7 +36,7 @@ class Line:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Line]:
-    """The first `limit` requests in the order of their time. Raises OSError or TraceError."""
+    """Read the first `limit` requests, sorted by time. Raises OSError or TraceError."""
     lines: list[Line] = []
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
@@ -45,7 +45,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Line]:
             if text.strip():
                 lines.append(_line(text, f"{path}: line {number}"))
     if not lines:
-        raise TraceError(f"{path}: no requests in it")
+        raise TraceError(f"{path}: contains no requests")
     return sorted(lines, key=lambda line: line.at_ms)
 
 
@@ -73,23 +73,26 @@ def _line(text: bytes, where: str) -> Line:
 
 @dataclass(slots=True)
 class Trace:
-    """A trace as a workload. `scale` 8: one token stands for 8 of the trace. `speed` 2: requests
-    come in half the time. `repeat` 2: all of it once more after its end, with other prompts."""
+    """A trace as a workload.
+
+    `scale` 8: one token stands for 8 of the trace. `speed` 2: requests arrive in half the time.
+    `repeat` 2: the trace is played twice, the second time with other prompts.
+    """
 
     lines: list[Line]
     scale: int = 1
     speed: float = 1.0
     repeat: int = 1
-    _block: int = field(init=False)  # tokens that a block has here
-    _ids: int = field(init=False)  # block ids of the trace
+    _block: int = field(init=False)  # simulated tokens of a block
+    _ids: int = field(init=False)  # number of block ids in the trace
 
     def __post_init__(self) -> None:
         self._block = max(BLOCK_TOKENS // self.scale, 1)
         self._ids = 1 + max(max(line.blocks) for line in self.lines)
         if self._ids * self.repeat * self._block >= _FIRST_ANSWER_ID:
             raise TraceError(
-                f"{self._ids} blocks, {self.repeat} times, are more than there are token ids; with"
-                " a larger scale they fit"
+                f"{self._ids} blocks, {self.repeat} times, need more token ids than"
+                " there are; set a larger scale (--scale)"
             )
 
     @property
@@ -97,7 +100,7 @@ class Trace:
         return len(self.lines) * self.repeat
 
     def arrivals(self) -> Iterator[Ask]:
-        """One after the other, made when it is its turn."""
+        """Yield the requests in order; each is made when it is read."""
         next_id, number = _FIRST_ANSWER_ID, 0
         first_ms = self.lines[0].at_ms
         span_ms = self.lines[-1].at_ms - first_ms
@@ -117,11 +120,11 @@ class Trace:
                 number += 1
 
     def prompt(self, line: Line, turn: int = 0) -> Tokens:
-        """The tokens of a request; the same ids for the same blocks."""
+        """Return the prompt of a request; equal blocks have equal tokens within one `turn`."""
         size, first = self._block, turn * self._ids
         blocks = (pack(range((first + b) * size, (first + b + 1) * size)) for b in line.blocks)
         return head(join(blocks), max(line.input_tokens // self.scale, 1))
 
     def then(self, ask: Ask, now: float, *, answered: bool) -> list[Ask]:
-        """A trace goes on whatever becomes of its requests."""
+        """Return nothing: requests of a trace do not depend on others."""
         return []

@@ -1,9 +1,10 @@
 """Synthetic clients in a closed loop: conversations that wait for an answer before they go on.
 
-Groups of conversations share a system prompt. A user thinks between turns, now and then for long;
-a client asks for a title on the side, sends several requests at once that share a history, or
-leaves before the answer is complete. Everything else depends on the seed alone: timing decides only
-who is answered before leaving, and which of several answers at once a history goes on with.
+Groups of conversations share a system prompt. A user thinks between turns, now and then for long.
+A client asks for a title on the side, sends several requests at once that share a history, or
+disconnects before the answer is complete. Timing decides only two things: which requests are
+answered before the client disconnects, and which of several answers a history continues with.
+Everything else depends on the seed alone.
 """
 
 import random
@@ -19,7 +20,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How people and programs of one kind behave. Tokens, seconds, chances; spans are uniform."""
+    """Behaviour of one kind of client, in tokens, seconds and probabilities; spans are uniform."""
 
     groups: int  # system prompts; the n-th is n times rarer than the first
     system: Span
@@ -71,7 +72,7 @@ WORKLOADS = {
         leave_s=(1, 8),
     ),
 }
-_TITLE_TOKENS = 120  # of the instructions for a title, the same for everybody
+_TITLE_TOKENS = 120  # of the instructions for a title, equal in all conversations
 _FIRST_S = 10.0  # the first conversations begin within this time
 
 
@@ -84,13 +85,13 @@ class _Conversation:
     turns: int
     turn: int = 0
     open: int = 0  # requests of this turn without an answer
-    heard: Tokens = EMPTY  # the turn's question and answer, once there
+    heard: Tokens = EMPTY  # question and answer of this turn, once answered
     start_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Workload:
-    """`requests` in all, from so many `conversations` at a time. Stops at the context's end."""
+    """`requests` in total, from `conversations` at a time, which end before they exceed `n_ctx`."""
 
     habits: Habits
     requests: int
@@ -106,7 +107,7 @@ class Workload:
         return self.requests
 
     def arrivals(self) -> Iterator[Ask]:
-        """The first question of the first conversations."""
+        """Yield the first requests of the first conversations."""
         begun = [self._begin() for _ in range(self.conversations)]
         for conversation in begun:
             conversation.start_s = conversation.random.uniform(0.0, _FIRST_S)
@@ -114,7 +115,7 @@ class Workload:
             yield from self._turn(conversation, conversation.start_s)
 
     def then(self, ask: Ask, now: float, *, answered: bool) -> list[Ask]:
-        """What the client does next. Not answered: the turn's question is dropped."""
+        """Return the client's next requests. The question of an unanswered turn is dropped."""
         conversation, said = self._waiting.pop(ask.id)
         if said is None:
             return []  # a title
@@ -122,7 +123,7 @@ class Workload:
         if answered and not conversation.heard:
             conversation.heard = join([said, ask.answer])
         if conversation.open:
-            return []  # others of this turn are under way
+            return []  # other requests of this turn are running
         titles = self._title(conversation, said, now) if conversation.turn == 0 else []
         conversation.history = join([conversation.history, conversation.heard])
         conversation.heard = EMPTY
@@ -143,7 +144,7 @@ class Workload:
         return _Conversation(number, own, system, count(system), turns)
 
     def _turn(self, conversation: _Conversation, at: float) -> list[Ask]:
-        """One question, or several at once. None: all requests are out."""
+        """Return one request, or several at once; none if all were issued."""
         habits, own = self.habits, conversation.random
         n = own.randint(*habits.fan) if own.random() < habits.fan_chance else 1
         asks = []
@@ -168,7 +169,7 @@ class Workload:
         )
 
     def _title(self, conversation: _Conversation, question: Tokens, now: float) -> list[Ask]:
-        """A side request: other instructions, the first question once more, a short answer."""
+        """Return a title request: other instructions, the first question again, a short answer."""
         own = conversation.random
         if self.issued >= self.requests or own.random() >= self.habits.title_chance:
             return []
@@ -192,7 +193,7 @@ class Workload:
         return Ask(name, at, prompt, answer, session, leaves_after_s)
 
     def _fits(self, conversation: _Conversation) -> bool:
-        """The next question and its answer fit into a slot."""
+        """Return whether the next question and its answer fit into a slot."""
         habits = self.habits
         longest = count(conversation.history) + habits.question[1] + habits.answer[1]
         return longest < self.n_ctx
@@ -206,6 +207,6 @@ class Workload:
 
 
 def _text(of: random.Random, n: int) -> Tokens:
-    """`n` tokens that nothing else begins with."""
+    """Return `n` tokens that share no prefix with other texts."""
     first = of.getrandbits(30)
     return pack(range(first, first + n))
