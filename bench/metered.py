@@ -18,7 +18,7 @@ from typing import Any
 from router.telemetry.metrics import PrometheusTelemetry
 from router.tools.cli import main
 from router.web.admin.live import Live
-from router.web.admin.status import Admin
+from router.web.admin.status import StatusRoutes
 
 
 class Meter:
@@ -79,7 +79,7 @@ def _run(argv: list[str]) -> int:
     meter, file = Meter(), Path(argv[0])
     meter.coroutine("page_s", Live, "events")
     meter.coroutine("page_s", Live, "keep_looking")
-    meter.coroutine("metrics_s", Admin, "metrics")
+    meter.coroutine("metrics_s", StatusRoutes, "metrics")
     meter.function("metrics_s", PrometheusTelemetry, "count")
     atexit.register(lambda: file.write_text(json.dumps(meter.report())))
     return main(argv[1:])

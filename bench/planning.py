@@ -21,9 +21,9 @@ from router.base.tokens import WIDTH, Tokens, head
 from router.base.types import (
     BackendId,
     BackendInfo,
+    KvDir,
     MemoryKind,
     Namespace,
-    Place,
     Prompt,
     Request,
     RequestId,
@@ -39,7 +39,7 @@ from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.planner import plan
 
 COLUMNS = ("snapshots", "what", "n", "p50 µs", "p99 µs", "x fewest", "index bytes each")
-SPACE, PLACE = Namespace("n"), Place("/kv")
+SPACE, PLACE = Namespace("n"), KvDir("/kv")
 BYTES_PER_TOKEN = 50_000
 _GROUP = 20  # snapshots that share a prefix; every second snapshot is in a group
 _VOCABULARY = 150_000
@@ -158,7 +158,7 @@ def make_fleet(snapshots: Sequence[Snapshot], tokens: int) -> Fleet:
     random_ = random.Random(-1)
     for name in (BackendId("a"), BackendId("b")):
         fleet.infos[name] = BackendInfo(
-            *(name, 4, 4 * tokens, SPACE), place=PLACE, memory_kind=MemoryKind.FULL
+            *(name, 4, 4 * tokens, SPACE), kv_dir=PLACE, memory_kind=MemoryKind.FULL
         )
         fleet.rates[name] = Rates()
         fleet.slots.add(name, 4)

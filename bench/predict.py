@@ -25,7 +25,7 @@ from router.tools.simulate.experiment import Experiment
 from router.tools.simulate.fleet import Setup
 from router.tools.simulate.hardware import PRESETS, Hardware
 from router.tools.simulate.measure import Result
-from router.tools.simulate.trace import Line, Trace, TraceError, read_trace
+from router.tools.simulate.trace import TraceError, TraceRow, TraceWorkload, read_trace
 from tests.support.models.tiny_models import tiny_model
 
 COLUMNS = ("what", "real", "predicted", "error %")
@@ -143,7 +143,7 @@ def _hardware(rates: Sequence[Json], scale: int) -> Hardware:
 
 
 def _simulated(
-    lines: list[Line], shape: Shape, hardware: Hardware, options: argparse.Namespace
+    lines: list[TraceRow], shape: Shape, hardware: Hardware, options: argparse.Namespace
 ) -> Result:
     scale: int = options.scale
     plain = Setup(hardware)
@@ -157,7 +157,7 @@ def _simulated(
         min_tokens=plain.min_tokens * scale,
         scale=scale,
     )
-    source = partial(Trace, lines, scale, options.speed)
+    source = partial(TraceWorkload, lines, scale, options.speed)
     experiment = Experiment(setup, source, (PolicyName.PREFER_IDLE,), (UNLIMITED,))
     (run,) = experiment.runs()
     return experiment.run(run)

@@ -68,8 +68,8 @@ class Report:
         return self.parts or {self.title: self.columns}
 
     def _cells(self, columns: Sequence[str]) -> list[list[Cell]]:
-        places = [self.columns.index(column) for column in columns]
-        return [[row[place] for place in places] for row in self.rows]
+        columns_at = [self.columns.index(column) for column in columns]
+        return [[row[at] for at in columns_at] for row in self.rows]
 
     def _table(self, title: str, columns: Sequence[str]) -> RichTable:
         table, rows = RichTable(title=title), self._cells(columns)

@@ -28,10 +28,10 @@ from router.base.types import (
     BackendId,
     BackendInfo,
     Caller,
+    KvDir,
     MemoryKind,
     Namespace,
     Outcome,
-    Place,
     Prompt,
     Reported,
     Request,
@@ -51,7 +51,7 @@ from router.core.model.request_queue import Queue, QueueLimits
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine, Timing
-from router.engine.loop_throttle import Turnstile
+from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import Connections, LlamaClient, Timeouts
 from router.store.store import KvStore
 
@@ -109,9 +109,9 @@ class _Store(KvStore):
 
     slow: _Slow
 
-    async def open(self, snapshot: Snapshot, place: Place, n_stream: int) -> str:
+    async def open(self, snapshot: Snapshot, kv_dir: KvDir, n_stream: int) -> str:
         start = perf_counter()
-        name = await super().open(snapshot, place, n_stream)
+        name = await super().open(snapshot, kv_dir, n_stream)
         self.slow.add("store", perf_counter() - start)
         return name
 
@@ -166,11 +166,11 @@ async def measure(options: argparse.Namespace) -> Report:
         server = await stack.enter_async_context(
             rig.llama(slots=1, ctx_per_slot=ctx, kv_dir=home / "kv")
         )
-        place = Place(str(home / "kv"))
+        kv_dir = KvDir(str(home / "kv"))
         connections = await stack.enter_async_context(Connections())
         client = LlamaClient(BACKEND, server.url, connections, Timeouts())
         slow = _Slow()
-        store = _Store([place], on_lost=lambda *_: None, wall_now=time.monotonic)
+        store = _Store([kv_dir], on_lost=lambda *_: None, wall_now=time.monotonic)
         store.slow = slow
         await store.load()
         stack.push_async_callback(store.aclose)
@@ -181,9 +181,9 @@ async def measure(options: argparse.Namespace) -> Report:
         backends = {BACKEND: _Backend(client, slow)}
         telemetry = _Silent()
         clock = MonotonicClock()
-        engine = Engine(scheduler, backends, store, clock, telemetry, Turnstile(clock))
+        engine = Engine(scheduler, backends, store, clock, telemetry, LoopThrottle(clock))
         stack.push_async_callback(engine.aclose)
-        info = BackendInfo(BACKEND, 1, ctx, SPACE, place=place, memory_kind=MemoryKind.FULL)
+        info = BackendInfo(BACKEND, 1, ctx, SPACE, kv_dir=kv_dir, memory_kind=MemoryKind.FULL)
         engine.backend_up(info, ())
         prompts = await asyncio.to_thread(_prompts, server.url, options.tokens)
         found = await _alternate(engine, client, slow, prompts, options.rounds)

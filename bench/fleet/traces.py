@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.client import Client
 from bench.fleet.workload import Ask, Step, Workload
-from router.tools.simulate.trace import BLOCK_TOKENS, Line, read_trace
+from router.tools.simulate.trace import BLOCK_TOKENS, TraceRow, read_trace
 from tests.support.models.tiny_models import SENTENCES
 
 _WORDS = sorted(set(re.findall(r"[a-z]+", SENTENCES)))
@@ -54,7 +54,7 @@ def build(
     return Workload((), tuple(steps))
 
 
-def _drawn(line: Line, vocabulary: Vocabulary, scale: int) -> list[tuple[str, int]]:
+def _drawn(line: TraceRow, vocabulary: Vocabulary, scale: int) -> list[tuple[str, int]]:
     size = max(BLOCK_TOKENS // scale, 1)
     drawn = [
         found

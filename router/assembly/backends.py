@@ -12,11 +12,11 @@ import structlog
 
 from router.base.errors import ConflictError, RouterError
 from router.base.tasks import Tasks, spawn
-from router.base.types import BackendId, Place
+from router.base.types import BackendId, KvDir
 from router.config.schema import BackendConfig, Config
 from router.core.model.policy import Policy
 from router.engine.engine import Engine
-from router.llama.attach.monitor import Monitor, Watch
+from router.llama.attach.monitor import Monitor, MonitorSettings
 from router.llama.client import Connections, LlamaClient, Timeouts
 
 log = structlog.get_logger(__name__)
@@ -37,10 +37,12 @@ def timeouts_of(config: Config) -> Timeouts:
     )
 
 
-def watch_of(config: Config) -> Watch:
+def watch_of(config: Config) -> MonitorSettings:
     """Return the settings of the monitors, from the configuration."""
     health = config.health
-    return Watch(health.interval_s, health.failures, config.probe.enabled, config.auth.keeps_apart)
+    return MonitorSettings(
+        health.interval_s, health.failures, config.probe.enabled, config.auth.keeps_apart
+    )
 
 
 def client_of(backend: BackendConfig, connections: Connections, timeouts: Timeouts) -> LlamaClient:
@@ -69,12 +71,12 @@ def secret_of(key: str, variable: str | None) -> str | None:
     return secret
 
 
-def place_of(backend: BackendConfig, config: Config) -> Place | None:
+def kv_dir_of(backend: BackendConfig, config: Config) -> KvDir | None:
     """Return the KV directory of a backend; None: nothing is ever saved."""
     moves_kv = Policy(name=config.policy.name).moves_kv
     if backend.kv_dir is None or not config.store.enabled or not moves_kv:
         return None
-    return Place(str(backend.kv_dir))
+    return KvDir(str(backend.kv_dir))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Backends:
 
     def drain(self, name: BackendId) -> None:
         """Give a backend nothing new, then release it, until `undrain`. Raises KeyError."""
-        if not self._members[name].monitor.let_go:
+        if not self._members[name].monitor.detached:
             log.info("draining", backend=name)
             self._engine.drain(name)
 
@@ -139,16 +141,16 @@ class Backends:
                 " restore its entry there and reload"
             )
         log.info("undrained", backend=name)
-        if member.monitor.let_go:
+        if member.monitor.detached:
             self._start(member.backend)
         else:
             self._engine.undrain(name)
 
-    def released(self, name: BackendId) -> None:
+    def detached(self, name: BackendId) -> None:
         """End a backend that the engine has released. Never blocks; its monitor reports no more."""
         member = self._members[name]
         member.watching.cancel()
-        member.monitor.release()
+        member.monitor.detach()
         self._tasks.spawn(self._end(member), name=f"end {name}")
 
     async def aclose(self) -> None:
@@ -177,7 +179,7 @@ class Backends:
                     self.undrain(name)
             elif name not in self._leaving:
                 self._leaving.add(name)
-                if member.monitor.let_go:
+                if member.monitor.detached:
                     self._tasks.spawn(self._end(member), name=f"end {name}")
                 else:
                     self.drain(name)

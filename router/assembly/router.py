@@ -21,7 +21,7 @@ from router.assembly.backends import (
     StartError,
     client_of,
     key_of,
-    place_of,
+    kv_dir_of,
     secret_of,
     timeouts_of,
     watch_of,
@@ -34,7 +34,7 @@ from router.assembly.part_settings import (
     take_settings,
 )
 from router.assembly.reload import Reload
-from router.assembly.tokenizer_registry import Vocabularies
+from router.assembly.tokenizer_registry import TokenizerRegistry
 from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import RouterError
 from router.base.ports import Tracing
@@ -44,27 +44,27 @@ from router.config.schema import Address, BackendConfig, Config, TlsConfig, Toke
 from router.core.execution.state import State
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
-from router.engine.loop_throttle import Turnstile
+from router.engine.loop_throttle import LoopThrottle
 from router.llama.attach.monitor import Attached, Monitor
 from router.llama.client import Connections, LlamaClient
 from router.llama.replies import Process
 from router.store.store import KvStore
 from router.telemetry.backend_metrics import BackendMetrics
-from router.telemetry.decision_log import Journal
+from router.telemetry.decision_log import DecisionLog
 from router.telemetry.engine_collector import EngineCollector
 from router.telemetry.logs import set_level
 from router.telemetry.metrics import PrometheusTelemetry
 from router.telemetry.process_metrics import Vitals
-from router.web.admin.actions import Operations
+from router.web.admin.actions import OperatorActions
 from router.web.admin.guard import Guard
 from router.web.admin.live import Live, Subject
 from router.web.admin.page import load_page
 from router.web.admin.requests import Requests
-from router.web.admin.routes import Side
+from router.web.admin.routes import Audience
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.state_json import picture_of, survey
-from router.web.admin.status import Admin
-from router.web.api.backend_selection import Directory
+from router.web.admin.status import StatusRoutes
+from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
 from router.web.app import App
@@ -86,7 +86,7 @@ class Router:
 
     app: App
     engine: Engine
-    directory: Directory
+    selection: BackendSelection
     live: Live
     reload: Reload
     store: KvStore
@@ -101,11 +101,11 @@ class Router:
     async def stop(self) -> None:
         """Let running requests end and save slots where that pays, within `shutdown_grace`."""
         grace_s = self.config.shutdown_grace_s
-        self.directory.stop()
+        self.selection.stop()
         try:
             async with asyncio.timeout(grace_s):
                 await self.engine.stop(save=self.config.store.save_on_shutdown)
-                await self.directory.until_quiet()
+                await self.selection.until_quiet()
         except TimeoutError:
             log.warning("stopped_with_requests_running", grace_s=grace_s)
 
@@ -126,11 +126,11 @@ async def build(
     """
     registry = registry or CollectorRegistry()
     clock = MonotonicClock()
-    turnstile = Turnstile(clock)
+    throttle = LoopThrottle(clock)
     telemetry = PrometheusTelemetry(registry, [backend.name for backend in config.backends])
     guard = Guard(secret_of("admin: token_env", config.admin.token_env))
     context = tls.server_context() if config.tls.certificate is not None else None
-    journal = Journal(config.diagnostics.requests, wall_now)
+    decision_log = DecisionLog(config.diagnostics.requests, wall_now)
     async with AsyncExitStack() as stack:
         if tracing is None and config.tracing.endpoint is not None:
             tracing = await _exporting(config.tracing.endpoint, stack)
@@ -149,7 +149,7 @@ async def build(
         clients: dict[BackendId, LlamaClient] = {}
 
         def released(backend: BackendId) -> None:
-            backends.released(backend)
+            backends.detached(backend)
             vocabularies.leave(backend)
 
         engine = Engine(
@@ -158,21 +158,21 @@ async def build(
             store,
             clock,
             telemetry,
-            turnstile,
-            on_release=released,
-            on_over=journal.over,
-            on_left=partial(_left, telemetry, journal),
+            throttle,
+            on_detach=released,
+            on_over=decision_log.over,
+            on_abandoned=partial(_abandoned, telemetry, decision_log),
         )
         stack.push_async_callback(engine.aclose)
         tasks = Tasks()
         stack.push_async_callback(tasks.aclose)
-        vocabularies = Vocabularies(config.tokenizer, tasks)
+        vocabularies = TokenizerRegistry(config.tokenizer, tasks)
 
         processes: dict[Process, BackendId] = {}
 
         def up(attached: Attached) -> None:
             engine.backend_up(attached.info, attached.slots)
-            directory.backend_came()
+            selection.backend_came()
 
         def down(backend: BackendId) -> None:
             engine.backend_down(backend)
@@ -181,7 +181,7 @@ async def build(
         def monitor(backend: BackendConfig, config: Config) -> Monitor:
             return Monitor(
                 client_of(backend, connections, timeouts_of(config)),
-                place=place_of(backend, config),
+                kv_dir=kv_dir_of(backend, config),
                 store=store,
                 extra_models=backend.models,
                 watch=watch_of(config),
@@ -191,7 +191,7 @@ async def build(
                 borrow=engine.borrow,
                 on_probed=lambda attached: engine.probed(attached.info),
                 prepare=vocabularies.prepare,
-                look_around=engine.look_around,
+                poll_for_strangers=engine.poll_for_strangers,
                 processes=processes,
             )
 
@@ -199,16 +199,16 @@ async def build(
             known, leaving = engine.stats(), (Standing.DRAINING, Standing.DRAINED)
             return replace(
                 known,
-                queue_depth=known.queue_depth + directory.waiting,
+                queue_depth=known.queue_depth + selection.waiting,
                 backends=tuple(
-                    replace(one, drained=directory.standing(one.backend) in leaving)
+                    replace(one, drained=selection.standing(one.backend) in leaving)
                     for one in known.backends
                 ),
             )
 
         backends = Backends(engine, clients, monitor)
         stack.push_async_callback(backends.aclose)
-        directory = Directory(
+        selection = BackendSelection(
             backends.monitors,
             vocabularies.readers,
             engine,
@@ -221,10 +221,10 @@ async def build(
             """Put a configuration in force. All steps that can fail come first."""
             for backend in wanted.backends:
                 key_of(backend)
-            places = [place_of(backend, wanted) for backend in wanted.backends]
+            kv_dirs = [kv_dir_of(backend, wanted) for backend in wanted.backends]
             if context is not None:
                 await asyncio.to_thread(_show_certificate, context, wanted.tls)
-            found = await store.add([place for place in places if place is not None])
+            found = await store.add([kv_dir for kv_dir in kv_dirs if kv_dir is not None])
             engine.configure(policy_of(wanted), limits_of(wanted), queue_limits_of(wanted))
             take_settings(settings, wanted)
             keys.known = known_of(wanted)
@@ -239,14 +239,14 @@ async def build(
         registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))
         catalog = engine.scheduler.state.fleet.catalog
         subject = Subject(
-            picture=lambda: picture_of(engine, directory, clock.now()),
+            picture=lambda: picture_of(engine, selection, clock.now()),
             n_snapshots=lambda: len(catalog),
             survey=lambda: survey(catalog),
-            decisions=journal.recent,
+            decisions=decision_log.recent,
         )
-        live = Live(subject, tasks.spawn, wall_now, guard.may_look)
+        live = Live(subject, tasks.spawn, wall_now, guard.may_read)
         completions = Completions(
-            *(engine, directory, journal, tasks.spawn, settings, keys, turnstile), tracing
+            *(engine, selection, decision_log, tasks.spawn, settings, keys, throttle), tracing
         )
         app = App(
             keys=keys,
@@ -254,28 +254,30 @@ async def build(
             guard=guard,
             live=live,
             page=await asyncio.to_thread(load_page),
-            admin=Admin(
+            admin=StatusRoutes(
                 engine,
-                directory,
+                selection,
                 completions,
                 registry,
                 BackendMetrics(clients, registry),
                 clock.now,
             ),
             snapshots=Snapshots(engine, guard, clock.now, wall_now),
-            requests=Requests(journal, directory, show_content=config.diagnostics.show_content),
-            journal=journal,
-            operations=Operations(guard, directory, backends, reload),
-            directory=directory,
+            requests=Requests(
+                decision_log, selection, show_content=config.diagnostics.show_content
+            ),
+            decision_log=decision_log,
+            operations=OperatorActions(guard, selection, backends, reload),
+            selection=selection,
             telemetry=telemetry,
             settings=settings,
-            turnstile=turnstile,
+            throttle=throttle,
         )
-        vitals = Vitals(registry, clock, lambda: store.places, __version__)
+        vitals = Vitals(registry, clock, lambda: store.kv_dirs, __version__)
         tasks.spawn(vitals.watch_loop(), name="event loop lag")
         tasks.spawn(vitals.watch_disks(), name="room on disk")
-        stack.callback(turnstile.open)
-        yield Router(app, engine, directory, live, reload, store, context)
+        stack.callback(throttle.open)
+        yield Router(app, engine, selection, live, reload, store, context)
 
 
 def _show_certificate(context: ssl.SSLContext, files: TlsConfig) -> None:
@@ -310,9 +312,9 @@ async def listening(router: Router) -> AsyncIterator[str]:
     own = config.admin.listen
     async with AsyncExitStack() as stack:
         if own is not None:
-            address = _address(router, own, Side.OPERATORS, "admin: listen")
+            address = _address(router, own, Audience.OPERATORS, "admin: listen")
             router.admin_url = await stack.enter_async_context(address)
-        side = Side.ALL if own is None else Side.CLIENTS
+        side = Audience.ALL if own is None else Audience.CLIENTS
         address = _address(router, config.listen, side, "listen (--listen)")
         url = await stack.enter_async_context(address)
         # Last in, first out: an open live page must not delay the shutdown.
@@ -321,7 +323,9 @@ async def listening(router: Router) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _address(router: Router, address: Address, side: Side, key: str) -> AsyncIterator[str]:
+async def _address(
+    router: Router, address: Address, side: Audience, key: str
+) -> AsyncIterator[str]:
     listener = router.app.listener(side)
     handshake_s = router.config.limits.header_timeout_s
     try:
@@ -342,7 +346,7 @@ async def _address(router: Router, address: Address, side: Side, key: str) -> As
     finally:
         server.close()
         try:
-            listener.turnstile.open()  # else waiting connections would be closed as idle
+            listener.throttle.open()  # else waiting connections would be closed as idle
         finally:
             listener.pre_shutdown()
             await listener.shutdown(_CLOSE_S)
@@ -392,11 +396,11 @@ async def _reread(router: Router, asked: asyncio.Event) -> None:
             await router.reload()
 
 
-def _left(telemetry: PrometheusTelemetry, journal: Journal, request: Request) -> None:
+def _abandoned(telemetry: PrometheusTelemetry, decision_log: DecisionLog, request: Request) -> None:
     """Report a request that was abandoned in the queue or during its preparation."""
     outcome, why = Outcome.CLIENT_GONE, "the client disconnected before its request was sent"
     telemetry.rejected(request.id, outcome, why, request.clients_id, request.caller)
-    journal.rejected(request.id, outcome, why, request.caller)
+    decision_log.rejected(request.id, outcome, why, request.caller)
 
 
 def _allow_descriptors() -> None:

@@ -48,7 +48,7 @@ class _Speakers:
         raise failed
 
 
-class Vocabularies:
+class TokenizerRegistry:
     """The tokenizers and readers; backends of the same namespace share a tokenizer."""
 
     def __init__(self, config: TokenizerConfig, tasks: Tasks) -> None:

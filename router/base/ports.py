@@ -7,9 +7,9 @@ from typing import Any, Protocol
 from router.base.tokens import Tokens
 from router.base.types import (
     Caller,
+    KvDir,
     Namespace,
     Outcome,
-    Place,
     Reported,
     RequestId,
     RequestRecord,
@@ -58,7 +58,7 @@ class SnapshotStore(Protocol):
     def staging_name(self) -> str:
         """Return a fresh name for a backend to write to."""
 
-    async def verify(self, place: Place, name: str, size_bytes: int) -> StagedFile:
+    async def verify(self, kv_dir: KvDir, name: str, size_bytes: int) -> StagedFile:
         """Check a file that a backend wrote: size as reported, every section readable.
 
         A sliding-window state is padded so that it can be extended after a restore: `size_bytes`
@@ -71,17 +71,17 @@ class SnapshotStore(Protocol):
     async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
         """Give the file its final name: usable at once, durable once it is in the manifest."""
 
-    async def discard(self, place: Place, name: str) -> None:
+    async def discard(self, kv_dir: KvDir, name: str) -> None:
         """Remove a staged file that is not needed."""
 
-    async def open(self, snapshot: Snapshot, place: Place, n_stream: int) -> str:
-        """Return a name under which a backend of `place` can read the snapshot.
+    async def open(self, snapshot: Snapshot, kv_dir: KvDir, n_stream: int) -> str:
+        """Return a name under which a backend of `kv_dir` can read the snapshot.
 
         The file is checked to be unchanged, and restreamed if the backend's files have another
         number of streams.
         """
 
-    async def close(self, snapshot: Snapshot, place: Place, name: str) -> None:
+    async def close(self, snapshot: Snapshot, kv_dir: KvDir, name: str) -> None:
         """Give back a name that `open` returned."""
 
     async def delete(self, snapshot: Snapshot) -> None:

@@ -16,7 +16,7 @@ Namespace = NewType("Namespace", str)
 """Names all that must be equal for reusable KV: model, adapters, RoPE, cache layout."""
 Tenant = NewType("Tenant", str)
 """The owner of tokens; none are reused for another one. `NOBODY`, no name: no particular tenant."""
-Place = NewType("Place", str)
+KvDir = NewType("KvDir", str)
 """A KV directory: holds state files; the `--slot-save-path` of one or more backends."""
 
 NOBODY = Tenant("")
@@ -53,7 +53,7 @@ class Source(StrEnum):
     NONE = "none"  # not the router's choice: passed through, or the tokens are unknown
 
 
-class Left(StrEnum):
+class RequestProgress(StrEnum):
     """A request's last known progress; decides how its slot is known to be idle again.
 
     llama-server ends an abandoned stream at the next chunk that it cannot write. Other disconnects
@@ -119,7 +119,7 @@ class Nearest:
     theirs: Tokens
 
     @property
-    def parts(self) -> bool:
+    def diverges(self) -> bool:
         """Return whether the two diverge; if not, one is a prefix of the other."""
         return bool(self.ours and self.theirs)
 
@@ -160,7 +160,7 @@ class Request:
     max_new_tokens: int | None = None
     pinnable: bool = True  # False: the route drops `id_slot` (llama-server.md section 2.1)
     # Better sent unpinned: only the server can read the prompt and pick the slot with its prefix.
-    left: bool = False
+    server_picks: bool = False
     whole_backend: bool = False  # n > 1 or a batch: takes slots of llama-server's own choice
     reuse: bool = True  # False: `cache_prompt: false`
     streams: bool = True  # the client sees the first token when it comes
@@ -184,7 +184,7 @@ class BackendInfo:
     n_ctx: int  # tokens a slot can hold
     namespace: Namespace
     models: frozenset[str] = frozenset()
-    place: Place | None = None  # KV directory; None: no snapshots here
+    kv_dir: KvDir | None = None  # KV directory; None: no snapshots here
     memory_kind: MemoryKind = MemoryKind.UNKNOWN
     keeps_idle_slots: bool = True  # False: unified KV + RAM cache (llama-server.md section 0.6)
     generates: bool = True  # False: an embedding model; its slots hold nothing (section 2.1)
@@ -236,7 +236,7 @@ class Snapshot:
 
     id: SnapshotId
     namespace: Namespace
-    place: Place
+    kv_dir: KvDir
     tokens: Tokens
     size_bytes: int
     shape: StateShape = PLAIN
@@ -299,7 +299,7 @@ class RequestRecord:
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
     missed: Mapping[Miss, int] = field(default_factory=dict)  # adds up to the computed tokens
     nearest: Nearest | None = None
-    stood_s: float = 0.0  # the part of `prepared_s` in the prefill queue
+    prefill_queue_s: float = 0.0  # the part of `prepared_s` in the prefill queue
 
 
 class Stall(StrEnum):
@@ -372,7 +372,7 @@ class Transfer:
 class StagedFile:
     """A state file that a backend wrote and that passed verification."""
 
-    place: Place
+    kv_dir: KvDir
     name: str
     tokens: Tokens
     size_bytes: int

@@ -32,11 +32,11 @@ class Scheduler:
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Take in one event; return the effects to carry out, in order."""
         state = self.state
-        admission.look_back(state)
+        admission.explain_admitted(state)
         state.out = []
         write_backoff.end(state, now)
         self._take(event, now)
-        state.changed = bool(state.looked_at) and (state.changed or not isinstance(event, ev.Tick))
+        state.dirty = bool(state.scanned) and (state.dirty or not isinstance(event, ev.Tick))
         job_steps.take_turns(state, now)
         job_steps.pass_gate(state, now)
         idle_saves.save_fleeting(state, now)
@@ -45,21 +45,21 @@ class Scheduler:
             admission.turn_away(state)
             # A request refused at once may have kept a job at the placement gate, and freed a slot.
             if job_steps.pass_gate(state, now):
-                state.look_on_at = now
+                state.resume_scan_at = now
         if state.queue or state.unserved:
             admission.note_unserved(state, now)
         idle_saves.save_idle(state, now)
         if state.fleet.draining:
-            backend_drain.release(state, now)
+            backend_drain.detach(state, now)
         return state.out
 
-    def look_back(self) -> None:
+    def explain_admitted(self) -> None:
         """Do the work that can wait until the effects of the last event are on their way.
 
         If not called, the next event does the work first.
         """
         state = self.state
-        admission.look_back(state)
+        admission.explain_admitted(state)
         if not state.jobs:  # else each step of a job would repeat it
             state.fleet.holdings.catch_up(state.fleet.slots)
 
@@ -76,11 +76,11 @@ class Scheduler:
         times.append(placement_gate.next_end(state))
         if state.queue:
             times += [
-                state.look_on_at,
+                state.resume_scan_at,
                 state.queue.next_deadline(),
                 admission.patience_ends(state, now),
                 wait_candidates.hope_ends(state.fleet, now),
-                volatile_slots.settled(state.fleet, now),
+                volatile_slots.abandoned_wait_ends(state.fleet, now),
                 admission.next_giving_up(state),
             ]
         known = [time for time in times if time is not None]

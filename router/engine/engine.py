@@ -19,11 +19,11 @@ from router.base.types import (
     BackendId,
     BackendInfo,
     Lease,
-    Left,
     Outcome,
     Reported,
     Request,
     RequestId,
+    RequestProgress,
     RequestRecord,
     SlotStatus,
     Snapshot,
@@ -43,9 +43,9 @@ from router.core.planning.planner import plan as make_plan
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
 from router.core.stats import stats_of
-from router.engine.loop_throttle import Turnstile
-from router.engine.server_placement import Placing
-from router.engine.slot_watch import Lookout, find_busy, wait_quiet, wipe
+from router.engine.loop_throttle import LoopThrottle
+from router.engine.server_placement import LaunchWatch
+from router.engine.slot_watch import SlotPollers, find_busy, wait_quiet, wipe
 from router.engine.transfers import Transferred, Transfers
 
 log = structlog.get_logger(__name__)
@@ -82,32 +82,33 @@ class Engine:
         store: SnapshotStore | None,
         clock: Clock,
         telemetry: Telemetry,
-        turnstile: Turnstile,
-        on_release: Callable[[BackendId], None] = lambda _: None,
+        throttle: LoopThrottle,
+        on_detach: Callable[[BackendId], None] = lambda _: None,
         on_over: Callable[[RequestRecord, Plan], None] = lambda *_: None,
-        on_left: Callable[[Request], None] = lambda _: None,
+        on_abandoned: Callable[[Request], None] = lambda _: None,
     ) -> None:
         """Connect the scheduler to its surroundings. `backends` may change.
 
-        `on_release` is called for each backend once it is drained. `on_over` is called for each
-        request that reached a backend, at its end; `on_left` for each abandoned before its grant.
+        `on_detach` is called for each backend once it is drained. `on_over` is called for each
+        request that reached a backend, at its end. `on_abandoned` is called for each request
+        abandoned before its grant.
         """
-        self._on_over, self._on_left, self._on_release = on_over, on_left, on_release
+        self._on_over, self._on_abandoned, self._on_detach = on_over, on_abandoned, on_detach
         self._scheduler = scheduler
         self._backends = backends
         self._transfers = Transfers(backends, store, clock, telemetry)
         self._clock = clock
         self._telemetry = telemetry
-        self._turnstile = turnstile
+        self._turnstile = throttle
         self._tasks = Tasks()
         self._prefills: dict[RequestId, asyncio.Task[None] | None] = {}  # None: not started
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
         self._timings: dict[RequestId, Timing] = {}
-        self._placing = Placing(scheduler, backends)
+        self._launches = LaunchWatch(scheduler, backends)
         self._wakeup: asyncio.TimerHandle | None = None
         self._alarm_due = False
         self._closed = False
-        self._lookout = Lookout(backends)
+        self._pollers = SlotPollers(backends)
         self._calm: asyncio.Event | None = None  # made by `stop`; set when no job is under way
 
     # -- for the web layer ---------------------------------------------------------------------
@@ -131,7 +132,7 @@ class Engine:
                 # way would grant it, and the lease would never be released.
                 future.cancel()
                 self._feed(ev.Cancelled(request.id))
-                self._on_left(request)
+                self._on_abandoned(request)
             raise
         finally:
             self._grants.pop(request.id, None)
@@ -157,7 +158,7 @@ class Engine:
             self._timings.pop(request, None)
             then()
 
-        if outcome is not Outcome.OK or not self._placing.keeps(request, end):
+        if outcome is not Outcome.OK or not self._launches.keeps(request, end):
             end()
 
     def begun(self, request: RequestId) -> None:
@@ -185,9 +186,9 @@ class Engine:
         ours = probe_name(backend)
         return {slot.id.index for slot in self._slots_of(backend) if slot.holder == ours}
 
-    def look_around(self, backend: BackendId) -> None:
+    def poll_for_strangers(self, backend: BackendId) -> None:
         """Check in the background whether an unknown client uses slots that should be idle."""
-        self._tasks.spawn(self._look_around(backend), name=f"look around {backend}")
+        self._tasks.spawn(self._poll_for_strangers(backend), name=f"look around {backend}")
 
     def probed(self, info: BackendInfo) -> None:
         """Take over the result of a probe, and take back the borrowed slots."""
@@ -198,7 +199,7 @@ class Engine:
         self._feed(ev.BackendDown(backend))
 
     def drain(self, backend: BackendId) -> None:
-        """Give a backend nothing new; `on_release` follows, perhaps before this returns."""
+        """Give a backend nothing new; `on_detach` follows, perhaps before this returns."""
         self._feed(ev.Draining(backend))
 
     def undrain(self, backend: BackendId) -> None:
@@ -279,7 +280,7 @@ class Engine:
             self._carry_out(effect)
         jobs = self._scheduler.state.jobs
         if len(self._scheduler.state.queue):
-            self._placing.hurry()
+            self._launches.hurry()
         if self._calm is not None and not any(job.is_ours for job in jobs.values()):
             self._calm.set()
         if not self._alarm_due:
@@ -293,7 +294,7 @@ class Engine:
         if self._wakeup is not None:
             self._wakeup.cancel()
             self._wakeup = None
-        self._scheduler.look_back()
+        self._scheduler.explain_admitted()
         now = self._clock.now()
         at = None if self._closed else self._scheduler.next_wakeup(now)
         if at is not None:
@@ -316,25 +317,25 @@ class Engine:
                 self._tasks.spawn(self._prefill(effect), name=f"prefill {effect.slot}")
             case ef.StopWork():
                 self._stop_prefill(effect.request)
-            case ef.Watch():
+            case ef.WatchSlot():
                 self._tasks.spawn(self._watch(effect), name=f"watch {effect.slot}")
             case ef.Delete():
                 self._tasks.spawn(self._transfers.delete(effect.snapshot), name="delete")
             case ef.Quarantine():
                 self._tasks.spawn(self._transfers.quarantine(effect), name="quarantine")
-            case ef.Release():
-                self._on_release(effect.backend)
+            case ef.Detach():
+                self._on_detach(effect.backend)
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         future = self._grants.get(effect.request)
         if future is None or not effect.confirm:
             self._grant(effect, future)
         else:
-            at_once = self._placing.may_go(effect)
+            at_once = self._launches.can_send_now(effect)
             if at_once:  # sent before the search for its slot begins
                 self._grant(effect, future)
             grant = (lambda: None) if at_once else partial(self._grant, effect, future)
-            self._tasks.spawn(self._place(effect, grant), name=f"place {effect.lease.slot}")
+            self._tasks.spawn(self._launch(effect, grant), name=f"launch {effect.lease.slot}")
 
     def _grant(self, effect: ef.Dispatch, future: asyncio.Future[Grant] | None) -> None:
         if future is None or future.done():  # the client has just disconnected
@@ -382,8 +383,10 @@ class Engine:
         self._prefills.pop(request, None)
         self._feed(ev.PrefillBroke(request))
         failure.backend = effect.slot.backend
-        late = partial(self._send_elsewhere, request, failure)
-        n_tokens = await self._quiet(ef.Watch(request, effect.slot, Left.SENT), late)
+        on_overdue = partial(self._send_elsewhere, request, failure)
+        n_tokens = await self._quiet(
+            ef.WatchSlot(request, effect.slot, RequestProgress.SENT), on_overdue
+        )
         return ev.PrefillFailed(request, str(failure), n_tokens)
 
     def _send_elsewhere(self, request: RequestId, failure: BackendError) -> None:
@@ -402,7 +405,7 @@ class Engine:
         else:
             self._prefills.pop(request, None)
 
-    async def _watch(self, effect: ef.Watch) -> None:
+    async def _watch(self, effect: ef.WatchSlot) -> None:
         n_tokens = await self._quiet(effect)
         if effect.wipe:
             backend, index = self._backends[effect.slot.backend], effect.slot.index
@@ -411,21 +414,25 @@ class Engine:
             n_tokens = None
         self._turnstile.call(partial(self._feed, ev.Quiet(effect.request, n_tokens)))
 
-    async def _quiet(self, at: ef.Watch, late: Callable[[], None] = lambda: None) -> int | None:
-        jobs, looks = self._scheduler.state.jobs, self._lookout.at(at.slot.backend)
-        return await wait_quiet(looks, at.slot.index, lambda: at.request in jobs, at.left, late)
+    async def _quiet(
+        self, at: ef.WatchSlot, on_overdue: Callable[[], None] = lambda: None
+    ) -> int | None:
+        jobs, poller = self._scheduler.state.jobs, self._pollers.at(at.slot.backend)
+        return await wait_quiet(
+            poller, at.slot.index, lambda: at.request in jobs, at.progress, on_overdue
+        )
 
-    async def _look_around(self, backend: BackendId) -> None:
+    async def _poll_for_strangers(self, backend: BackendId) -> None:
         idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
-        if found := await find_busy(self._lookout.at(backend), idle):
+        if found := await find_busy(self._pollers.at(backend), idle):
             self._turnstile.call(partial(self._feed, ev.FoundBusy(found)))
 
     def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
         return tuple(self._scheduler.state.fleet.slots.of(backend))
 
-    async def _place(self, effect: ef.Dispatch, grant: Callable[[], object]) -> None:
+    async def _launch(self, effect: ef.Dispatch, grant: Callable[[], object]) -> None:
         """Send a request, find out in which slot it runs, then open the placement gate."""
-        index, end = await self._placing.place(effect, grant)
+        index, end = await self._launches.launch(effect, grant)
         if end is not None:
             end(index)
         elif index is not None:

@@ -23,7 +23,7 @@ LONG_S = 0.005
 MOST_BACK = 32
 
 
-class Turnstile:
+class LoopThrottle:
     """A throttle for one event loop: first come, first served. `clock`: the machine's."""
 
     def __init__(self, clock: Clock) -> None:

@@ -18,7 +18,7 @@ End = Callable[[int | None], None]
 """Reports the end of a request, with the slot in which it ran; None: not known."""
 
 
-class Placing:
+class LaunchWatch:
     """Server-placed requests on their way, and the ends of those not seen at work."""
 
     def __init__(self, scheduler: Scheduler, backends: Mapping[BackendId, Backend]) -> None:
@@ -31,7 +31,7 @@ class Placing:
     def keeps(self, request: RequestId, end: End) -> bool:
         """Keep the `end` of an answered request if its slot is not known yet.
 
-        Return whether it is kept; `place` returns it then.
+        Return whether it is kept; `launch` returns it then.
         """
         over = self._unseen.get(request)
         if over is not None:
@@ -45,11 +45,11 @@ class Placing:
         while self._leisurely:
             self._leisurely.popitem()[1].set_result(None)
 
-    def may_go(self, effect: Dispatch) -> bool:
+    def can_send_now(self, effect: Dispatch) -> bool:
         """Return whether a request need not wait: all that were sent before have ended."""
         return not self._at_work(effect, Phase.RUNNING)
 
-    async def place(
+    async def launch(
         self, effect: Dispatch, grant: Callable[[], object]
     ) -> tuple[int | None, End | None]:
         """Send a request when all before it are seen at work, and find out where it runs.
@@ -61,7 +61,7 @@ class Placing:
         backend = self._backends[slot.backend]
 
         def taken() -> set[int]:
-            return beside | self._at_work(effect, Phase.RUNNING, Phase.DRAINING)
+            return beside | self._at_work(effect, Phase.RUNNING, Phase.ABANDONED)
 
         def gated() -> bool:
             job = self._scheduler.state.jobs.get(request)

@@ -14,7 +14,7 @@ import structlog
 
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.ports import Backend
-from router.base.types import BackendId, Left, SlotId, SlotStatus
+from router.base.types import BackendId, RequestProgress, SlotId, SlotStatus
 
 log = structlog.get_logger(__name__)
 
@@ -26,7 +26,7 @@ _STREAM_DELAYS_S = (0.02, 0.03, 0.05, 0.1, 0.2, 1.2)
 # Without /slots: by then a server has noticed a disconnect (about 1 s, section 5.6).
 _BLIND_S = 3.0
 # By then a server has noticed a disconnect, or computes a long batch, or hangs.
-_LATE_S = 10.0
+_OVERDUE_S = 10.0
 # Polls for the slot of a server-placed request, as other requests may wait for it. While none does,
 # the first poll waits for `_LEISURE_S`; most embeddings are over by then.
 _LAUNCH_DELAYS_S = (0.002, 0.005, 0.01, 0.02, 0.05)
@@ -37,7 +37,7 @@ _LAUNCHED_WITHIN = 40
 _WIPE_AGAIN_S = 1.0
 
 
-class Looks:
+class SlotPoller:
     """The shared polls of one backend. One event loop."""
 
     def __init__(self, backend: Backend) -> None:
@@ -65,75 +65,76 @@ class Looks:
             return self._seen
 
 
-class Lookout:
+class SlotPollers:
     """The shared polls of all backends, which may come and go."""
 
     def __init__(self, backends: Mapping[BackendId, Backend]) -> None:
         self._backends = backends
-        self._looks: dict[BackendId, Looks] = {}
+        self._by_backend: dict[BackendId, SlotPoller] = {}
 
-    def at(self, name: BackendId) -> Looks:
+    def at(self, name: BackendId) -> SlotPoller:
         """Return the shared polls of one backend. Raises KeyError."""
-        known, backend = self._looks.get(name), self._backends[name]
+        known, backend = self._by_backend.get(name), self._backends[name]
         if known is None or known.backend is not backend:
-            known = self._looks[name] = Looks(backend)
+            known = self._by_backend[name] = SlotPoller(backend)
         return known
 
 
-async def find_busy(looks: Looks, idle: Mapping[SlotId, int]) -> dict[SlotId, int]:
+async def find_busy(poller: SlotPoller, idle: Mapping[SlotId, int]) -> dict[SlotId, int]:
     """Return those of `idle`, all of one backend, that are at work.
 
     None are found while a task waits for an idle slot, as no poll is sent then, nor if the backend
     does not answer.
     """
-    if not idle or looks.watchers:
+    if not idle or poller.watchers:
         return {}
     try:
-        busy = {status.index for status in await looks.after(0.0) if status.is_processing}
+        busy = {status.index for status in await poller.after(0.0) if status.is_processing}
     except BackendError:
         return {}
     return {slot: generation for slot, generation in idle.items() if slot.index in busy}
 
 
 async def wait_quiet(
-    looks: Looks,
+    poller: SlotPoller,
     slot: int,
     concerned: Callable[[], bool],
-    left: Left = Left.UNSEEN,
-    late: Callable[[], None] = lambda: None,
+    progress: RequestProgress = RequestProgress.UNSEEN,
+    on_overdue: Callable[[], None] = lambda: None,
 ) -> int | None:
     """Wait until a slot is idle, and return the number of tokens it holds.
 
-    None: that cannot be known, or `concerned` is false. `late` is called once, if it takes 10 s.
+    None: that cannot be known, or `concerned` is false. `on_overdue` is called once,
+    after 10 s.
 
     Before its answer begins, a request may still be in the server's queue at the first poll: two
     polls must see the slot idle, or one after a poll that saw it at work. UNSEEN: always two.
     """
-    disturbed = left in (Left.SENT, Left.UNSEEN)
-    looks.watchers += 1
-    looks.disturbed += disturbed
-    timer = asyncio.get_running_loop().call_later(_LATE_S, late)
+    disturbed = progress in (RequestProgress.SENT, RequestProgress.UNSEEN)
+    poller.watchers += 1
+    poller.disturbed += disturbed
+    timer = asyncio.get_running_loop().call_later(_OVERDUE_S, on_overdue)
     try:
-        return await _wait_quiet(looks, slot, concerned, left)
+        return await _wait_quiet(poller, slot, concerned, progress)
     finally:
         timer.cancel()
-        looks.watchers -= 1
-        looks.disturbed -= disturbed
+        poller.watchers -= 1
+        poller.disturbed -= disturbed
 
 
 async def _wait_quiet(
-    looks: Looks, slot: int, concerned: Callable[[], bool], left: Left
+    poller: SlotPoller, slot: int, concerned: Callable[[], bool], progress: RequestProgress
 ) -> int | None:
-    delays = _STREAM_DELAYS_S if left is Left.BEGUN else _QUIET_DELAYS_S
-    idle_seen, n = int(left in (Left.BEGUN, Left.ANSWERED)), 0
+    delays = _STREAM_DELAYS_S if progress is RequestProgress.BEGUN else _QUIET_DELAYS_S
+    idle_seen, n = int(progress in (RequestProgress.BEGUN, RequestProgress.ANSWERED)), 0
     while concerned():
         # Quick polls after many disconnects in a row would hide all of them from the server.
-        alone = looks.watchers == 1 or not looks.disturbed
+        alone = poller.watchers == 1 or not poller.disturbed
         step = min(n, len(delays) - 1) if alone else -1
-        delay_s = 0.0 if left is Left.ANSWERED and not n else delays[step]
+        delay_s = 0.0 if progress is RequestProgress.ANSWERED and not n else delays[step]
         n += 1
         try:
-            statuses = await looks.after(delay_s)
+            statuses = await poller.after(delay_s)
         except BackendRefusedError:  # started with --no-slots
             await asyncio.sleep(_BLIND_S)
             return None
@@ -142,7 +143,9 @@ async def _wait_quiet(
         status = next((s for s in statuses if s.index == slot), None)
         if status is None:
             return None
-        idle_seen = int(left is not Left.UNSEEN) if status.is_processing else idle_seen + 1
+        idle_seen = (
+            int(progress is not RequestProgress.UNSEEN) if status.is_processing else idle_seen + 1
+        )
         if idle_seen == 2:
             return status.n_tokens or 0
     return None
@@ -199,17 +202,17 @@ async def find_start(
     `over` before it was seen at work, its slot is the one with the latest task: nothing else was
     started meanwhile.
     """
-    looks = 0
+    polls = 0
     while True:
         ends = [over] if awaited.done() else [over, awaited]
-        hurried_s = _LAUNCH_DELAYS_S[min(looks, len(_LAUNCH_DELAYS_S) - 1)]
-        delay_s = hurried_s if looks or awaited.done() else _LEISURE_S
-        looks += 1
+        hurried_s = _LAUNCH_DELAYS_S[min(polls, len(_LAUNCH_DELAYS_S) - 1)]
+        delay_s = hurried_s if polls or awaited.done() else _LEISURE_S
+        polls += 1
         await asyncio.wait(ends, timeout=delay_s, return_when=asyncio.FIRST_COMPLETED)
         if not concerned():
             return None
         ended = over.done()
-        statuses = await _look(backend)
+        statuses = await _poll(backend)
         if statuses is None:
             return None
         if ended:
@@ -225,11 +228,11 @@ async def find_start(
 
 async def _busy(backend: Backend) -> set[int] | None:
     """Return the slots at work. None: the server was started with --no-slots."""
-    statuses = await _look(backend)
+    statuses = await _poll(backend)
     return None if statuses is None else {s.index for s in statuses if s.is_processing}
 
 
-async def _look(backend: Backend) -> list[SlotStatus] | None:
+async def _poll(backend: Backend) -> list[SlotStatus] | None:
     """Return all slots; an empty list while the backend does not answer.
 
     None: the server was started with --no-slots.

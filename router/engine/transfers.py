@@ -11,7 +11,7 @@ import structlog
 
 from router.base.errors import BackendError, BackendRefusedError, KvError, KvFileError
 from router.base.ports import Backend, Clock, SnapshotStore, Telemetry
-from router.base.types import BackendId, BackendInfo, Place, Snapshot
+from router.base.types import BackendId, BackendInfo, KvDir, Snapshot
 from router.core.model import effects as ef
 from router.core.model import events as ev
 
@@ -31,7 +31,7 @@ class Transfers:
     clock: Clock
     telemetry: Telemetry
     # Files that a backend may still write: no answer came to a save, or not in time.
-    orphans: dict[BackendId, list[tuple[Place, str]]] = field(default_factory=dict)
+    orphans: dict[BackendId, list[tuple[KvDir, str]]] = field(default_factory=dict)
 
     async def carry_out(
         self, effect: Transferred, infos: Mapping[BackendId, BackendInfo]
@@ -57,19 +57,19 @@ class Transfers:
     async def save(self, effect: ef.Save, info: BackendInfo | None) -> ev.Event:
         """Let the backend write a slot to a file, and commit the file as a snapshot."""
         slot = effect.slot
-        if self.store is None or info is None or info.place is None:
+        if self.store is None or info is None or info.kv_dir is None:
             return ev.SaveFailed(effect.request, slot, _NO_STORE)
         name, start = self.store.staging_name(), self.clock.now()
         try:
             transfer = await self.backends[slot.backend].save(slot.index, name)
-            staged = await self.store.verify(info.place, name, transfer.size_bytes)
+            staged = await self.store.verify(info.kv_dir, name, transfer.size_bytes)
             snapshot = await self.store.commit(staged, effect.namespace)
             await self.tidy(slot.backend)
         except (BackendError, KvError) as error:
             with suppress(KvError):
-                await self.store.discard(info.place, name)
+                await self.store.discard(info.kv_dir, name)
             if isinstance(error, BackendError) and not isinstance(error, BackendRefusedError):
-                self.orphans.setdefault(slot.backend, []).append((info.place, name))
+                self.orphans.setdefault(slot.backend, []).append((info.kv_dir, name))
             self.telemetry.saved(slot, effect.reason, None, str(error))
             return ev.SaveFailed(effect.request, slot, str(error))
         self.telemetry.saved(slot, effect.reason, transfer, "")
@@ -81,19 +81,19 @@ class Transfers:
 
         The backend runs actions one after the other, so these files are written by now.
         """
-        for place, name in self.orphans.pop(backend, ()):
+        for kv_dir, name in self.orphans.pop(backend, ()):
             with suppress(KvError):
                 assert self.store is not None
-                await self.store.discard(place, name)
+                await self.store.discard(kv_dir, name)
 
     async def restore(self, effect: ef.Restore, info: BackendInfo | None) -> ev.Event:
         """Let the backend read a snapshot into a slot, restreamed where needed."""
         slot, snapshot = effect.slot, effect.snapshot
-        if self.store is None or info is None or info.place is None:
+        if self.store is None or info is None or info.kv_dir is None:
             return ev.RestoreFailed(effect.request, snapshot.id, _NO_STORE, ev.Blame.DISK)
         backend, rewrite_s, start = self.backends[slot.backend], 0.0, self.clock.now()
         try:
-            name = await self.store.open(snapshot, info.place, info.n_stream)
+            name = await self.store.open(snapshot, info.kv_dir, info.n_stream)
             if snapshot.shape.needs_restream(info.n_stream):
                 rewrite_s = self.clock.now() - start
                 self.telemetry.rewritten("restream", snapshot.size_bytes, rewrite_s, "")
@@ -103,7 +103,7 @@ class Transfers:
                 transfer = await backend.restore(slot.index, name)
             finally:
                 with suppress(KvError):
-                    await self.store.close(snapshot, info.place, name)
+                    await self.store.close(snapshot, info.kv_dir, name)
         except (BackendError, KvError) as error:
             self.telemetry.restored(slot, None, str(error))
             return ev.RestoreFailed(effect.request, snapshot.id, str(error), _blame(error))
@@ -141,7 +141,7 @@ class Transfers:
             return await self.store.commit(staged, effect.snapshot.namespace)
         except KvError:
             with suppress(KvError):
-                await self.store.discard(staged.place, staged.name)
+                await self.store.discard(staged.kv_dir, staged.name)
             raise
 
     async def delete(self, snapshot: Snapshot) -> None:

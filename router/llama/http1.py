@@ -29,11 +29,11 @@ Header = tuple[bytes, bytes]
 
 
 class HttpError(OSError):
-    """A broken connection, or an answer that is not HTTP. `untouched`: no byte of it came."""
+    """A broken connection, or an answer that is not HTTP. `unanswered`: no byte of it came."""
 
-    def __init__(self, message: str, *, untouched: bool = False) -> None:
+    def __init__(self, message: str, *, unanswered: bool = False) -> None:
         super().__init__(message)
-        self.untouched = untouched
+        self.unanswered = unanswered
 
 
 class Response:
@@ -126,7 +126,7 @@ class Pool:
             try:
                 return await kept.send(method, head, body, timeout_s)
             except HttpError as error:
-                if not error.untouched:
+                if not error.unanswered:
                     raise
                 self.on_hang_up()
         fresh = await self._connect()
@@ -258,7 +258,7 @@ class _Connection(asyncio.Protocol):
         self.is_open = False
         self._pool.forget(self)
         if not self._headed or self._is_framed():
-            self._fail(HttpError("the connection broke", untouched=not self._touched))
+            self._fail(HttpError("the connection broke", unanswered=not self._touched))
         else:
             self._end()  # a body that ends with its connection
 
@@ -336,7 +336,7 @@ class _Connection(asyncio.Protocol):
         Raises HttpError and TimeoutError.
         """
         if self._transport is None or not self.is_open:
-            raise HttpError("the connection is closed", untouched=True)
+            raise HttpError("the connection is closed", unanswered=True)
         self._method, self._in_use = method, True
         self._started = self._loop.create_future()
         # One write for head and body saves a packet; a body above 64 KiB is not copied for it.

@@ -325,7 +325,7 @@ def fingerprint(payload: str) -> str:
 
 
 def with_fields(raw: bytes, body: dict[str, Any], fields: dict[str, Any]) -> bytes:
-    """Set fields in `raw`, otherwise untouched unless the client sent one of them."""
+    """Set fields in `raw`, otherwise unchanged unless the client sent one of them."""
     if fields.keys() & body.keys():
         return orjson.dumps({**body, **fields})
     # the first brace opens the object, after at most a byte order mark and white space

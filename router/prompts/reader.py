@@ -174,7 +174,7 @@ class PromptReader:
             log.info("tokenizer_not_compared", reason=without_prompt(error))
 
 
-def is_left(parsed: ParsedRequest, reader: PromptReader | None, tenant: Tenant) -> bool:
+def is_left_to_server(parsed: ParsedRequest, reader: PromptReader | None, tenant: Tenant) -> bool:
     """Return whether llama-server should pick the slot, because the prompt cannot be read here.
 
     llama-server knows the tokens and picks the slot that has most of them. False for a tenant's

@@ -45,7 +45,7 @@ class _Call(Generic[T]):
         self._on_begun = on_begun
         self._returned = self._abandoned = False
         self._lock = threading.Lock()  # guards `_returned` and `_abandoned`
-        self.late: asyncio.Future[Any] = self._loop.create_future()
+        self.returned_late: asyncio.Future[Any] = self._loop.create_future()
         self.job = pool.submit(self._run)
         self.future: asyncio.Future[Any] = asyncio.wrap_future(self.job)
 
@@ -77,9 +77,9 @@ class Threads:
     not queue behind background work.
     """
 
-    def __init__(self, place: str, on_change: Callable[[], None], spawn: Spawn) -> None:
+    def __init__(self, kv_dir: str, on_change: Callable[[], None], spawn: Spawn) -> None:
         """Create the pools; `on_change` is called in the loop when `hangs` has changed."""
-        self.place = place
+        self.kv_dir = kv_dir
         self._on_change = on_change
         self._spawn = spawn
         self._quick = ThreadPoolExecutor(2, "kv-quick")  # stat, rename, head
@@ -157,7 +157,7 @@ class Threads:
         undo: Callable[[T], object] | None = None,
     ) -> _Call[T]:
         if limit_s is not None and self.hangs:
-            raise KvError(f"{self.place} does not answer")
+            raise KvError(f"{self.kv_dir} does not answer")
         call = _Call(pool, function, undo, partial(self._begun, limit_s))
         if limit_s is not None:
             self._limited.add(call)
@@ -167,9 +167,9 @@ class Threads:
 
     async def _result(self, call: _Call[T]) -> T:
         """Wait for a call, which goes on if this wait is cancelled or reaches the call's limit."""
-        await asyncio.wait([call.future, call.late], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([call.future, call.returned_late], return_when=asyncio.FIRST_COMPLETED)
         if not call.future.done() or call.future.cancelled():
-            raise KvError(f"{self.place} does not answer")
+            raise KvError(f"{self.kv_dir} does not answer")
         result: T = call.future.result()
         return result
 
@@ -194,11 +194,11 @@ class Threads:
     def _give_up(self, call: _Call[Any]) -> None:
         hung_before = self.hangs
         self._stuck.add(call)
-        call.late.set_result(None)
+        call.returned_late.set_result(None)
         if not hung_before:
             for other in self._limited:
                 other.job.cancel()  # only if no thread has begun it
-            log.error("kv_dir_hangs", kv_dir=self.place)
+            log.error("kv_dir_hangs", kv_dir=self.kv_dir)
             self._on_change()
 
     def _ended(self, call: _Call[Any]) -> None:
@@ -209,5 +209,5 @@ class Threads:
         if call in self._stuck:
             self._stuck.discard(call)
             if not self.hangs:
-                log.warning("kv_dir_answers_again", kv_dir=self.place)
+                log.warning("kv_dir_answers_again", kv_dir=self.kv_dir)
                 self._on_change()

@@ -45,7 +45,7 @@ def os_errors(what: str, error: type[KvError] = KvError) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ManifestEntry:
     """The record of one committed file.
 
     `mtime_ns` and `inode` show cheaply that a file is still the same one; `checksum` (xxh3_128,
@@ -69,7 +69,7 @@ class Entry:
     extendable: bool = True
 
 
-_NAMES = frozenset(field.name for field in fields(Entry))
+_NAMES = frozenset(field.name for field in fields(ManifestEntry))
 # For records of older routers, which have no shape.
 _SHAPE: dict[str, Any] = {"n_stream": 1, "checkpoints": [], "extendable": True}
 _STRINGS = ("id", "namespace", "file", "checksum")
@@ -115,7 +115,7 @@ class Manifest:
         self._directory = directory
         self._fsync = fsync
         self._lock = threading.Lock()
-        self._entries: dict[SnapshotId, Entry] = {}
+        self._entries: dict[SnapshotId, ManifestEntry] = {}
         self._fd = -1
         # Device and inode of the manifest; during a compaction, of the old and the new file.
         self._ours: frozenset[tuple[int, int]] = frozenset()
@@ -125,12 +125,12 @@ class Manifest:
         self.corrupt = 0
 
     @property
-    def entries(self) -> dict[SnapshotId, Entry]:
+    def entries(self) -> dict[SnapshotId, ManifestEntry]:
         """Return a copy of the live records, oldest first."""
         with self._lock:
             return dict(self._entries)
 
-    def get(self, snapshot: SnapshotId) -> Entry | None:
+    def get(self, snapshot: SnapshotId) -> ManifestEntry | None:
         """Return one live record, or None, without the copy of all that `entries` makes."""
         with self._lock:
             return self._entries.get(snapshot)
@@ -148,10 +148,10 @@ class Manifest:
                 self._append(_line(_HEADER), sync=self._fsync)
                 self._sync_directory()
             elif self.corrupt:
-                log.warning("manifest_damaged", place=str(self._directory), lines=self.corrupt)
+                log.warning("manifest_damaged", kv_dir=str(self._directory), lines=self.corrupt)
                 self._compact()
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: ManifestEntry) -> None:
         """Record a file durably. Raises KvError and leaves the manifest as it was before."""
         with self._lock, os_errors(f"{self._directory}: cannot write the manifest"):
             self._append(_line({"op": "add"} | asdict(entry)), sync=self._fsync)
@@ -251,7 +251,7 @@ class Manifest:
                 os.fsync(fd)
             os.rename(new, self._directory / MANIFEST)
         except OSError as exc:
-            log.warning("manifest_not_compacted", place=str(self._directory), error=str(exc))
+            log.warning("manifest_not_compacted", kv_dir=str(self._directory), error=str(exc))
             if fd >= 0:
                 os.close(fd)
             with suppress(OSError):
@@ -307,7 +307,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _entry(record: dict[str, Any]) -> Entry | None:
+def _entry(record: dict[str, Any]) -> ManifestEntry | None:
     record = dict(record)
     if record.pop("op", None) != "add" or not _NAMES - _SHAPE.keys() <= record.keys() <= _NAMES:
         return None
@@ -320,7 +320,7 @@ def _entry(record: dict[str, Any]) -> Entry | None:
         and all(_is_ints(record[name]) for name in _INT_LISTS)
     ):
         return None
-    return Entry(**(record | {name: tuple(record[name]) for name in _INT_LISTS}))
+    return ManifestEntry(**(record | {name: tuple(record[name]) for name in _INT_LISTS}))
 
 
 def _is_ints(value: object) -> bool:

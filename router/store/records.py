@@ -15,22 +15,22 @@ import structlog
 
 from router.base import tokens as tok
 from router.base.errors import KvError, KvFileError
-from router.base.types import Place, Snapshot, SnapshotId, StateShape
+from router.base.types import KvDir, Snapshot, SnapshotId, StateShape
 from router.store import files
 from router.store.files import Identity
 from router.store.format.head import collapse_media, read_head
 from router.store.io_pool import Threads
-from router.store.manifest import DirectoryLock, Entry, Manifest, os_errors, sync_directory
+from router.store.manifest import DirectoryLock, Manifest, ManifestEntry, os_errors, sync_directory
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Directory:
+class KvDirectory:
     """A KV directory that this process has locked."""
 
     path: Path
-    place: Place
+    kv_dir: KvDir
     lock: DirectoryLock
     manifest: Manifest
     threads: Threads
@@ -38,11 +38,11 @@ class Directory:
 
 
 @dataclass(slots=True)
-class Held:
+class StoredSnapshot:
     """A snapshot on disk. `checksum` is empty until the background work has computed it."""
 
     snapshot: Snapshot
-    directory: Directory
+    directory: KvDirectory
     identity: Identity
     checksum: str = ""
     gone: bool = False  # deleted, quarantined or lost: its record may not be written any more
@@ -57,26 +57,26 @@ class Held:
 
 
 def open_directory(
-    place: Place,
-    others: Iterable[Directory],
+    kv_dir: KvDir,
+    others: Iterable[KvDirectory],
     threads: Threads,
     *,
     fsync: bool,
     group_access: bool,
-) -> Directory:
+) -> KvDirectory:
     """Lock a directory and read its manifest. Raises KvError.
 
     Return the one of `others` that is the same directory, if there is one.
     """
-    path = Path(place)
-    with os_errors(f"{place} cannot be used for state files"):
+    path = Path(kv_dir)
+    with os_errors(f"{kv_dir} cannot be used for state files"):
         files.prepare_directory(path, group_access=group_access)
         status = path.stat()
         for other in others:
             if os.path.samestat(status, other.status):  # one directory under two names
                 return other
     manifest = Manifest(path, fsync=fsync)
-    directory = Directory(path, place, DirectoryLock(path), manifest, threads, status)
+    directory = KvDirectory(path, kv_dir, DirectoryLock(path), manifest, threads, status)
     directory.lock.acquire()
     try:
         directory.manifest.open()
@@ -86,19 +86,19 @@ def open_directory(
     return directory
 
 
-def close_directory(directory: Directory) -> None:
+def close_directory(directory: KvDirectory) -> None:
     """Close the manifest and release the lock."""
     directory.manifest.close()
     directory.lock.release()
 
 
-def recover_all(directory: Directory, entries: Iterable[Entry]) -> list[Held]:
+def recover_all(directory: KvDirectory, entries: Iterable[ManifestEntry]) -> list[StoredSnapshot]:
     """Recover the snapshots of `entries`; return those that may be offered."""
     found = (recover(directory, entry) for entry in entries)
     return [held for held in found if held is not None]
 
 
-def recover(directory: Directory, entry: Entry) -> Held | None:
+def recover(directory: KvDirectory, entry: ManifestEntry) -> StoredSnapshot | None:
     """Cross-check a record with its file; return None if it may not be offered."""
     path = directory.path / files.final_name(entry.id)
     if entry.file != path.name or not files.FINAL.fullmatch(entry.file):
@@ -129,7 +129,7 @@ def recover(directory: Directory, entry: Entry) -> Held | None:
     snapshot = Snapshot(
         entry.id,
         entry.namespace,
-        directory.place,
+        directory.kv_dir,
         tokens,
         entry.size_bytes,
         StateShape(
@@ -137,17 +137,17 @@ def recover(directory: Directory, entry: Entry) -> Held | None:
         ),
         entry.added_at,
     )
-    return Held(snapshot, directory, found, entry.checksum)
+    return StoredSnapshot(snapshot, directory, found, entry.checksum)
 
 
-def sweep(directory: Directory) -> None:
+def sweep(directory: KvDirectory) -> None:
     """Remove the router's own files that no record names."""
     known = frozenset(entry.file for entry in directory.manifest.entries.values())
     if removed := files.sweep(directory.path, known):
-        log.info("leftovers_removed", place=directory.place, files=removed)
+        log.info("leftovers_removed", kv_dir=directory.kv_dir, files=removed)
 
 
-def record(held: Held, *, fsync: bool) -> None:
+def record(held: StoredSnapshot, *, fsync: bool) -> None:
     """Make a committed file durable in this order: data, name, directory, record."""
     with files.open_regular(held.path) as file:
         if fsync:
@@ -159,7 +159,7 @@ def record(held: Held, *, fsync: bool) -> None:
             raise KvFileError(f"{held.path.name} changed after it was committed")
     snapshot = held.snapshot
     media = tuple(i for i in tok.iterate(snapshot.tokens) if i < 0)
-    entry = Entry(
+    entry = ManifestEntry(
         id=snapshot.id,
         namespace=snapshot.namespace,
         file=held.path.name,
@@ -180,7 +180,7 @@ def record(held: Held, *, fsync: bool) -> None:
             held.directory.manifest.add(entry)
 
 
-def check_again(held: Held) -> None:
+def check_again(held: StoredSnapshot) -> None:
     """Check a file that was touched or replaced since the commit.
 
     Raises KvFileError unless its bytes are the same.
@@ -197,28 +197,28 @@ def check_again(held: Held) -> None:
             _refresh(held.directory, entry, found)
 
 
-def rename(staged: Path, held: Held, mode: int) -> None:
+def rename(staged: Path, held: StoredSnapshot, mode: int) -> None:
     """Give a staged file its mode and its final name, if it is still the one that was verified.
 
     Raises KvFileError if another directory has replaced the opened one (a file system was
     unmounted, say): the router's manifest is not in it.
     """
     if not held.directory.manifest.is_there():
-        raise KvFileError(f"{held.directory.place} is not the directory that was opened")
+        raise KvFileError(f"{held.directory.kv_dir} is not the directory that was opened")
     if files.identity(staged) != held.identity:
         raise KvFileError(f"{staged.name} changed after it was verified")
     files.set_mode(staged, mode)
     staged.rename(held.path)
 
 
-def take_out(held: Held, remove: Callable[[], None]) -> None:
+def take_out(held: StoredSnapshot, remove: Callable[[], None]) -> None:
     """Drop the record first, then call `remove` for the file."""
     with held.lock:
         drop(held.directory, held.snapshot.id)
     remove()
 
 
-def drop(directory: Directory, snapshot: SnapshotId) -> None:
+def drop(directory: KvDirectory, snapshot: SnapshotId) -> None:
     """Drop a record; only log a failure.
 
     The next start drops a record without a file. A drop that cannot be written must not keep a
@@ -230,7 +230,7 @@ def drop(directory: Directory, snapshot: SnapshotId) -> None:
         log.warning("drop_not_recorded", snapshot=snapshot, error=str(error))
 
 
-def _refresh(directory: Directory, entry: Entry, found: Identity) -> None:
+def _refresh(directory: KvDirectory, entry: ManifestEntry, found: Identity) -> None:
     """Record the new identity of the same bytes; this only saves a checksum later."""
     with suppress(KvError):
         directory.manifest.add(replace(entry, mtime_ns=found.mtime_ns, inode=found.inode))

@@ -15,7 +15,7 @@ from router.base.types import MemoryKind, StateShape
 from router.store import files
 from router.store.files import Identity
 from router.store.format import rewrite
-from router.store.format.blocks import Section
+from router.store.format.blocks import TensorSection
 from router.store.format.head import Head, read_head
 from router.store.format.layout import Layout, check_agreement, read_layout
 
@@ -141,6 +141,6 @@ def cache_types(layout: Layout) -> tuple[str, str]:
     return "none", "none"
 
 
-def _types(sections: Sequence[Section]) -> str:
+def _types(sections: Sequence[TensorSection]) -> str:
     names = dict.fromkeys(_TYPES.get(s.type_id, str(s.type_id)) for s in sections)
     return "+".join(names) or "none"

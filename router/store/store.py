@@ -19,11 +19,11 @@ import structlog
 
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import Tasks
-from router.base.types import Namespace, Place, Snapshot, SnapshotId, StagedFile
+from router.base.types import KvDir, Namespace, Snapshot, SnapshotId, StagedFile
 from router.store import files, io_pool, records, shapes
 from router.store.files import Identity
 from router.store.io_pool import Threads
-from router.store.records import Directory, Held
+from router.store.records import KvDirectory, StoredSnapshot
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +38,7 @@ class KvStore:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        kv_dirs: Sequence[KvDir],
         *,
         on_lost: Callable[[Snapshot, str], None],
         on_found: Callable[[list[Snapshot]], Awaitable[None]] | None = None,
@@ -46,7 +46,7 @@ class KvStore:
         fsync: bool = True,
         group_access: bool = False,
     ) -> None:
-        """Configure the store; `load` opens `places`.
+        """Configure the store; `load` opens `kv_dirs`.
 
         `on_lost` gets a snapshot that could not be made durable or is in a directory that hangs.
         `on_found` gets the latter when the directory answers again. `wall_now` returns seconds
@@ -54,20 +54,20 @@ class KvStore:
         snapshots, but never brings back a wrong one. `group_access`: the group of a directory may
         read and write in it, as a backend of another user has to.
         """
-        self._places = tuple(dict.fromkeys(places))
+        self._kv_dirs = tuple(dict.fromkeys(kv_dirs))
         self._on_lost = on_lost
         self._on_found = on_found
         self._wall_now = wall_now
         self._fsync = fsync
         self._group_access = group_access
-        self._directories: dict[Place, Directory] = {}
-        self._held: dict[SnapshotId, Held] = {}
-        self._staged: dict[tuple[Place, str], Identity] = {}
-        self._opened: set[tuple[Place, str]] = set()
-        self._unwanted: list[tuple[Place, str]] = []  # to delete when their directory answers
+        self._directories: dict[KvDir, KvDirectory] = {}
+        self._held: dict[SnapshotId, StoredSnapshot] = {}
+        self._staged: dict[tuple[KvDir, str], Identity] = {}
+        self._opened: set[tuple[KvDir, str]] = set()
+        self._unwanted: list[tuple[KvDir, str]] = []  # to delete when their directory answers
         self._threads: list[Threads] = []
-        self._between: dict[tuple[Place, Place], Threads] = {}
-        self._telling: defaultdict[Place, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._between: dict[tuple[KvDir, KvDir], Threads] = {}
+        self._telling: defaultdict[KvDir, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._background = Tasks()
 
     async def load(self) -> list[Snapshot]:
@@ -76,24 +76,24 @@ class KvStore:
         Oldest first. Raises KvError if a directory cannot be used; none is locked then.
         """
         try:
-            return await self.add(self._places)
+            return await self.add(self._kv_dirs)
         except KvError:
             await self.aclose()
             raise
 
-    async def add(self, places: Sequence[Place]) -> list[Snapshot]:
+    async def add(self, kv_dirs: Sequence[KvDir]) -> list[Snapshot]:
         """Lock and read more directories; return their snapshots that pass a cross-check.
 
         Oldest first. Directories that are open already stay as they are. Raises KvError if a new
         one cannot be used; none of the new ones is locked then.
         """
         before = dict(self._directories)
-        fresh: list[Directory] = []
+        fresh: list[KvDirectory] = []
         try:
-            for place in dict.fromkeys(places):
-                if place not in self._directories:
+            for kv_dir in dict.fromkeys(kv_dirs):
+                if kv_dir not in self._directories:
                     known = self._distinct()
-                    await self._open_directory(place)
+                    await self._open_directory(kv_dir)
                     fresh += [d for d in self._distinct() if all(d is not other for other in known)]
             checks = [self._recover(directory) for directory in fresh]
             found = [held for some in await asyncio.gather(*checks) for held in some]
@@ -107,9 +107,9 @@ class KvStore:
         self._held |= {held.snapshot.id: held for held in found}
         return [held.snapshot for held in found]
 
-    async def _recover(self, directory: Directory) -> list[Held]:
+    async def _recover(self, directory: KvDirectory) -> list[StoredSnapshot]:
         entries = list(directory.manifest.entries.values())
-        found: list[Held] = []
+        found: list[StoredSnapshot] = []
         for start in range(0, len(entries), _RECOVERED_AT_ONCE):
             some = entries[start : start + _RECOVERED_AT_ONCE]
             work = partial(records.recover_all, directory, some)
@@ -117,7 +117,7 @@ class KvStore:
         return found
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def kv_dirs(self) -> tuple[KvDir, ...]:
         """Return the directories that are open."""
         return tuple(self._directories)
 
@@ -134,9 +134,9 @@ class KvStore:
             async with asyncio.timeout(io_pool.QUICK_S if self.hangs else io_pool.BULK_S):
                 await self.flush()
         await self._background.aclose()
-        for place, name in tuple(self._opened):
+        for kv_dir, name in tuple(self._opened):
             with suppress(KvError):
-                await self._unlink(place, name)
+                await self._unlink(kv_dir, name)
         self._opened.clear()
         await self._close(self._distinct())
         for threads in self._between.values():
@@ -144,7 +144,7 @@ class KvStore:
         self._directories.clear()
         self._held.clear()
 
-    async def _close(self, directories: Sequence[Directory]) -> None:
+    async def _close(self, directories: Sequence[KvDirectory]) -> None:
         for directory in directories:
             if not directory.threads.hangs:
                 with suppress(KvError, TimeoutError):
@@ -168,23 +168,23 @@ class KvStore:
         """Return a fresh name for a backend to write to."""
         return files.staging_name()
 
-    async def verify(self, place: Place, name: str, size_bytes: int) -> StagedFile:
+    async def verify(self, kv_dir: KvDir, name: str, size_bytes: int) -> StagedFile:
         """Check a file that a backend wrote: its size as reported, and every section of it.
 
         A sliding window is padded where possible; `size_bytes` of the result is then larger.
         Raises KvFileError and removes the file then.
         """
-        path = self._staging_path(place, name)
+        path = self._staging_path(kv_dir, name)
         try:
-            directory = self._directory(place)
+            directory = self._directory(kv_dir)
             found = await directory.threads.quick(partial(shapes.inspect, path, size_bytes))
             if found.has_window:
                 found = await directory.threads.bulk(partial(shapes.pad, path, found))
         except KvError as error:
             with suppress(KvError):
-                await self.discard(place, name)
+                await self.discard(kv_dir, name)
             raise KvFileError(str(error)) from error
-        return self._stage(place, name, found)
+        return self._stage(kv_dir, name, found)
 
     async def cut(self, snapshot: Snapshot, n_tokens: int) -> StagedFile:
         """Cut the first `n_tokens` out of a full-attention snapshot, as a file to commit.
@@ -196,11 +196,11 @@ class KvStore:
         target = held.directory.path / name
         make = partial(shapes.cut, held.path, target, held.identity, n_tokens)
         found = await held.directory.threads.bulk(make, lambda _: target.unlink(missing_ok=True))
-        return self._stage(snapshot.place, name, found)
+        return self._stage(snapshot.kv_dir, name, found)
 
-    def _stage(self, place: Place, name: str, found: shapes.Inspected) -> StagedFile:
-        self._staged[place, name] = found.identity
-        return StagedFile(place, name, found.head.tokens, found.identity.size_bytes, found.shape)
+    def _stage(self, kv_dir: KvDir, name: str, found: shapes.Inspected) -> StagedFile:
+        self._staged[kv_dir, name] = found.identity
+        return StagedFile(kv_dir, name, found.head.tokens, found.identity.size_bytes, found.shape)
 
     async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
         """Give a verified file its final name: usable at once, durable after `flush`.
@@ -208,22 +208,22 @@ class KvStore:
         `staged.tokens` may have been replaced by tokens with one negative id for each medium.
         Raises KvFileError if the file was not verified or has changed since.
         """
-        known = self._staged.pop((staged.place, staged.name), None)
-        path = self._staging_path(staged.place, staged.name)
+        known = self._staged.pop((staged.kv_dir, staged.name), None)
+        path = self._staging_path(staged.kv_dir, staged.name)
         if known is None:
             raise KvFileError(f"{staged.name} was not verified")
-        directory = self._directory(staged.place)
+        directory = self._directory(staged.kv_dir)
         number = SnapshotId(path.stem.removeprefix("kvf-"))
         snapshot = Snapshot(
             number,
             namespace,
-            staged.place,
+            staged.kv_dir,
             staged.tokens,
             staged.size_bytes,
             staged.shape,
             self._wall_now(),
         )
-        held = Held(snapshot, directory, known)
+        held = StoredSnapshot(snapshot, directory, known)
         mode = files.file_mode(group_access=self._group_access)
         rename = partial(records.rename, path, held, mode)
         await directory.threads.quick(rename, lambda _: held.unlink(), blame_file=True)
@@ -231,20 +231,20 @@ class KvStore:
         self._background.spawn(self._make_durable(held), name=f"kv_durable {number}")
         return snapshot
 
-    async def discard(self, place: Place, name: str) -> None:
+    async def discard(self, kv_dir: KvDir, name: str) -> None:
         """Remove an unwanted staged file, if it exists."""
-        self._staged.pop((place, name), None)
-        self._staging_path(place, name)
-        await self._unlink(place, name)
+        self._staged.pop((kv_dir, name), None)
+        self._staging_path(kv_dir, name)
+        await self._unlink(kv_dir, name)
 
-    async def open(self, snapshot: Snapshot, place: Place, n_stream: int) -> str:
-        """Return a name under which a backend of `place` can read the snapshot, checked unchanged.
+    async def open(self, snapshot: Snapshot, kv_dir: KvDir, n_stream: int) -> str:
+        """Return a name under which a backend of `kv_dir` can read the snapshot, checked unchanged.
 
         Raises KvFileError if the file is not as committed. The caller owns the name until `close`;
         in another directory it is a link or a copy, made here. `n_stream` is the number of streams
         in the backend's files: a file with another number is restreamed; 0 takes any.
         """
-        target_directory = self._directory(place)
+        target_directory = self._directory(kv_dir)
         held = await self._unchanged(snapshot)
         restream = held.snapshot.shape.needs_restream(n_stream)
         if target_directory is held.directory and not restream:
@@ -261,10 +261,10 @@ class KvStore:
         elif not await threads.quick(partial(files.link, held.path, target), undo):
             copy = partial(files.copy, held.path, target, held.identity)
             await threads.bulk(copy, undo)
-        self._opened.add((place, target.name))
+        self._opened.add((kv_dir, target.name))
         return target.name
 
-    def _threads_of(self, source: Directory, target: Directory) -> Threads:
+    def _threads_of(self, source: KvDirectory, target: KvDirectory) -> Threads:
         """Return the threads that read one directory and write another.
 
         Raises KvError if the target hangs. Two directories have threads in common, because a call
@@ -274,31 +274,31 @@ class KvStore:
         if source is target:
             return source.threads
         if target.threads.hangs:
-            raise KvError(f"{target.place} does not answer")
-        way = source.place, target.place
+            raise KvError(f"{target.kv_dir} does not answer")
+        way = source.kv_dir, target.kv_dir
         if way not in self._between:
-            name = f"{source.place} or {target.place}"
+            name = f"{source.kv_dir} or {target.kv_dir}"
             self._between[way] = Threads(name, lambda: None, self._background.spawn)
             self._threads.append(self._between[way])
         return self._between[way]
 
-    async def _unchanged(self, snapshot: Snapshot) -> Held:
+    async def _unchanged(self, snapshot: Snapshot) -> StoredSnapshot:
         """Return the held snapshot. Raises KvFileError unless its file is as committed."""
         held = self._held.get(snapshot.id)
         if held is None:
             raise KvFileError(f"snapshot {snapshot.id} does not exist")
-        look = partial(files.identity, held.path)
-        found = await held.directory.threads.quick(look, blame_file=True)
+        identity = partial(files.identity, held.path)
+        found = await held.directory.threads.quick(identity, blame_file=True)
         if found != held.identity:
             check = partial(records.check_again, held)
             await held.directory.threads.bulk(check, blame_file=True)
         return held
 
-    async def close(self, snapshot: Snapshot, place: Place, name: str) -> None:
+    async def close(self, snapshot: Snapshot, kv_dir: KvDir, name: str) -> None:
         """Release a name that `open` returned; remove its link or copy."""
-        if (place, name) in self._opened:
-            self._opened.discard((place, name))
-            await self._unlink(place, name)
+        if (kv_dir, name) in self._opened:
+            self._opened.discard((kv_dir, name))
+            await self._unlink(kv_dir, name)
 
     async def delete(self, snapshot: Snapshot) -> None:
         """Remove a snapshot: first its record, then its file. Idempotent."""
@@ -316,49 +316,49 @@ class KvStore:
             remove = partial(files.quarantine, held.path)
             await held.directory.threads.unhurried(partial(records.take_out, held, remove))
 
-    def _distinct(self) -> list[Directory]:
+    def _distinct(self) -> list[KvDirectory]:
         return list({id(d): d for d in self._directories.values()}.values())
 
-    def _directory(self, place: Place) -> Directory:
+    def _directory(self, kv_dir: KvDir) -> KvDirectory:
         try:
-            return self._directories[place]
+            return self._directories[kv_dir]
         except KeyError:
-            raise KvError(f"{place} is not a KV directory of this store") from None
+            raise KvError(f"{kv_dir} is not a KV directory of this store") from None
 
-    def _staging_path(self, place: Place, name: str) -> Path:
+    def _staging_path(self, kv_dir: KvDir, name: str) -> Path:
         if not files.STAGING.fullmatch(name):
             raise KvError(f"{name!r} is not a staging name")
-        return self._directory(place).path / name
+        return self._directory(kv_dir).path / name
 
-    async def _unlink(self, place: Place, name: str) -> None:
-        directory = self._directory(place)
+    async def _unlink(self, kv_dir: KvDir, name: str) -> None:
+        directory = self._directory(kv_dir)
         path = directory.path / name
         try:
             await directory.threads.quick(partial(path.unlink, missing_ok=True))
         except KvError:
             if directory.threads.hangs:
-                self._unwanted.append((place, name))
+                self._unwanted.append((kv_dir, name))
             raise
 
-    async def _open_directory(self, place: Place) -> None:
+    async def _open_directory(self, kv_dir: KvDir) -> None:
         self._drop_threads()
-        if any(threads.place == place and threads.hangs for threads in self._threads):
-            raise KvError(f"{place} does not answer")
-        threads = Threads(place, lambda: self._changed(place), self._background.spawn)
+        if any(threads.kv_dir == kv_dir and threads.hangs for threads in self._threads):
+            raise KvError(f"{kv_dir} does not answer")
+        threads = Threads(kv_dir, lambda: self._changed(kv_dir), self._background.spawn)
         make = partial(
             records.open_directory,
-            *(place, self._distinct(), threads),
+            *(kv_dir, self._distinct(), threads),
             fsync=self._fsync,
             group_access=self._group_access,
         )
 
-        def undo(directory: Directory) -> None:
+        def undo(directory: KvDirectory) -> None:
             if directory.threads is threads:  # else it was open before
                 records.close_directory(directory)
 
         self._threads.append(threads)
         try:
-            self._directories[place] = await threads.bulk(make, undo)
+            self._directories[kv_dir] = await threads.bulk(make, undo)
         finally:
             self._drop_threads()
 
@@ -369,18 +369,18 @@ class KvStore:
             threads.close()
             self._threads.remove(threads)
 
-    def _changed(self, place: Place) -> None:
+    def _changed(self, kv_dir: KvDir) -> None:
         """Withdraw the snapshots of a directory that hangs, or offer them when it answers again."""
-        directory = self._directories.get(place)
+        directory = self._directories.get(kv_dir)
         if directory is None:
             return
         there = [h.snapshot for h in self._held.values() if h.directory is directory]
         tell = self._tell_lost if directory.threads.hangs else self._tell_found
-        self._background.spawn(self._in_turn(place, tell, there), name=f"kv_dir {place}")
+        self._background.spawn(self._in_turn(kv_dir, tell, there), name=f"kv_dir {kv_dir}")
 
     async def _in_turn(
         self,
-        place: Place,
+        kv_dir: KvDir,
         tell: Callable[[list[Snapshot]], Awaitable[None]],
         snapshots: list[Snapshot],
     ) -> None:
@@ -388,7 +388,7 @@ class KvStore:
 
         A loss that is reported late would withdraw snapshots that were offered again.
         """
-        async with self._telling[place]:
+        async with self._telling[kv_dir]:
             await tell(snapshots)
 
     async def _tell_lost(self, snapshots: list[Snapshot]) -> None:
@@ -401,11 +401,11 @@ class KvStore:
         if self._on_found is not None:
             await self._on_found([s for s in snapshots if s.id in self._held])
         unwanted, self._unwanted = self._unwanted, []
-        for place, name in unwanted:
+        for kv_dir, name in unwanted:
             with suppress(KvError):
-                await self._unlink(place, name)
+                await self._unlink(kv_dir, name)
 
-    async def _make_durable(self, held: Held) -> None:
+    async def _make_durable(self, held: StoredSnapshot) -> None:
         try:
             await held.directory.threads.unhurried(partial(records.record, held, fsync=self._fsync))
         except KvError as error:

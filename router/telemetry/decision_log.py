@@ -22,7 +22,7 @@ _CHATS_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(slots=True)
-class Entry:
+class LoggedDecision:
     """A finished request that reached a backend (`record`, `plan`) or that the router answered.
 
     `at` is wall time in seconds. `chat` is the body of a chat, to find its point of divergence; it
@@ -59,27 +59,27 @@ class Entry:
             "missed": {str(why): n for why, n in record.missed.items()} if record else {},
             "waited_s": _ms(record.waited_s) if record else None,
             "prepared_s": _ms(record.prepared_s) if record else None,
-            "stood_s": _ms(record.stood_s) if record else None,
+            "prefill_queue_s": _ms(record.prefill_queue_s) if record else None,
             "ttft_s": _ms(record.ttft_s) if record else None,
             "predicted_s": _ms(record.predicted_s) if record else None,
             "total_s": _ms(record.total_s) if record else None,
         }
 
 
-class Journal:
+class DecisionLog:
     """The last `limit` entries, by id and in order; 0 keeps none. For one event loop."""
 
     def __init__(self, limit: int, wall_now: Callable[[], float]) -> None:
         self.limit = limit
         self._wall_now = wall_now
-        self._entries: dict[RequestId, Entry] = {}  # in the order in which requests ended
-        self._chats: deque[tuple[Entry, int]] = deque()
+        self._entries: dict[RequestId, LoggedDecision] = {}  # in the order in which requests ended
+        self._chats: deque[tuple[LoggedDecision, int]] = deque()
         self._chats_bytes = 0
 
     def over(self, record: RequestRecord, plan: Plan) -> None:
         """Add a finished request that reached a backend."""
         if self.limit:
-            told = Entry(record.request, self._wall_now(), record.outcome, record.reason)
+            told = LoggedDecision(record.request, self._wall_now(), record.outcome, record.reason)
             told.record, told.plan, told.caller = record, plan, record.caller
             self._add(told)
 
@@ -91,7 +91,7 @@ class Journal:
         Adds nothing if failed attempts of the request have an entry.
         """
         if self.limit and request not in self._entries:
-            self._add(Entry(request, self._wall_now(), outcome, reason, caller=caller))
+            self._add(LoggedDecision(request, self._wall_now(), outcome, reason, caller=caller))
 
     def keep_chat(self, request: RequestId, chat: Json, size_bytes: int) -> None:
         """Keep the body of a finished chat if the chat diverged from held content.
@@ -101,7 +101,7 @@ class Journal:
         """
         entry = self._entries.get(request)
         nearest = entry.record.nearest if entry is not None and entry.record is not None else None
-        if entry is None or nearest is None or not nearest.parts or size_bytes > _CHATS_BYTES:
+        if entry is None or nearest is None or not nearest.diverges or size_bytes > _CHATS_BYTES:
             return
         entry.chat = chat
         self._chats.append((entry, size_bytes))
@@ -109,27 +109,27 @@ class Journal:
         while self._chats_bytes > _CHATS_BYTES:
             self._drop_chat()
 
-    def recent(self, n: int) -> list[Entry]:
+    def recent(self, n: int) -> list[LoggedDecision]:
         """Return the last `n` entries, the newest first."""
         newest_first = reversed(self._entries.values())
         return [entry for entry, _ in zip(newest_first, range(n), strict=False)]
 
-    def get(self, request: RequestId) -> Entry | None:
+    def get(self, request: RequestId) -> LoggedDecision | None:
         """Return one entry; None if it is too old or never existed."""
         return self._entries.get(request)
 
-    def find(self, beginning: str) -> list[Entry]:
+    def find(self, beginning: str) -> list[LoggedDecision]:
         """Return the entries with an id that begins with `beginning`, the newest first.
 
         Of the attempts of one request only the last is returned.
         """
-        found: dict[str, Entry] = {}
+        found: dict[str, LoggedDecision] = {}
         for name, entry in reversed(self._entries.items()):
             if name.startswith(beginning):
                 found.setdefault(name.partition(".")[0], entry)
         return list(found.values())
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: LoggedDecision) -> None:
         self._entries[entry.id] = entry
         if len(self._entries) > self.limit:
             oldest = self._entries.pop(next(iter(self._entries)))

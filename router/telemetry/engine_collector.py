@@ -98,6 +98,6 @@ def _what_backends_are(infos: Iterable[BackendInfo]) -> Metric:
         "kvferry_backend_info", "1; labels are the facts found by probing", labels=labels
     )
     for info in infos:
-        shown = (info.n_stream, info.window, int(info.cuts), int(info.place is not None))
+        shown = (info.n_stream, info.window, int(info.cuts), int(info.kv_dir is not None))
         family.add_metric([info.id, info.memory_kind, *map(str, shown)], 1.0)
     return family

@@ -217,7 +217,7 @@ class PrometheusTelemetry:
             generated_tokens=record.generated_tokens,
             waited_s=_ms(record.waited_s),
             prepared_s=_ms(record.prepared_s),
-            stood_s=_ms(record.stood_s),
+            prefill_queue_s=_ms(record.prefill_queue_s),
             ttft_s=_ms(record.ttft_s),
             predicted_s=_ms(record.predicted_s),
             total_s=_ms(record.total_s),

@@ -78,10 +78,10 @@ class Vitals(Collector):
     async def watch_disks(self) -> None:
         """Measure the disks every ten seconds, forever."""
         while True:
-            await self.look_at_disks()
+            await self.measure_disks()
             await asyncio.sleep(_DISKS_EVERY_S)
 
-    async def look_at_disks(self) -> None:
+    async def measure_disks(self) -> None:
         """Measure the disks once. While a disk hangs, the last numbers stay."""
         self._disks = await asyncio.to_thread(_room, sorted(set(self._kv_dirs())))
 

@@ -34,7 +34,7 @@ _OPERATIONS = {
 }
 
 
-class Tracing:
+class OtelTracing:
     """`ports.Tracing` with the OpenTelemetry SDK. `aclose` sends the remaining spans."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -63,11 +63,11 @@ class Tracing:
         await asyncio.to_thread(self._provider.shutdown)
 
 
-def exporting(endpoint: str) -> Tracing:
+def exporting(endpoint: str) -> OtelTracing:
     """Return tracing that sends batches of spans to an OTLP/HTTP collector, from an SDK thread."""
     provider = TracerProvider(resource=Resource.create({"service.name": "kvferry"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-    return Tracing(provider)
+    return OtelTracing(provider)
 
 
 def _operation(path: str) -> str:

@@ -26,24 +26,23 @@ from router.base.errors import (
 )
 from router.base.ports import Telemetry
 from router.base.types import Caller, RequestId
-from router.engine.loop_throttle import Turnstile
+from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import LlamaClient, RelayedResponse
 from router.llama.multipart import is_form
 from router.llama.replies import knows_no_answer, merge_models
-from router.llama.wire import Route as Completion
-from router.llama.wire import route_of
-from router.telemetry.decision_log import Journal
-from router.web.admin.actions import BACKENDS, Operations
+from router.llama.wire import Route, route_of
+from router.telemetry.decision_log import DecisionLog
+from router.web.admin.actions import BACKENDS, OperatorActions
 from router.web.admin.guard import Guard
 from router.web.admin.live import Live
-from router.web.admin.page import PREFIX, File, to_page
+from router.web.admin.page import PREFIX, StaticFile, to_page
 from router.web.admin.requests import PATH as REQUESTS
 from router.web.admin.requests import Requests
-from router.web.admin.routes import HEALTH, METRICS, OwnRoutes, Route, Side, is_own
+from router.web.admin.routes import HEALTH, METRICS, AdminRoute, Audience, OwnRoutes, is_own
 from router.web.admin.snapshots import PATH as SNAPSHOTS
 from router.web.admin.snapshots import Snapshots
-from router.web.admin.status import Admin
-from router.web.api.backend_selection import Directory
+from router.web.admin.status import StatusRoutes
+from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
 from router.web.api.slot_demand import model_asked, slots_asked
@@ -128,63 +127,63 @@ class App:
         *,
         keys: Keys,
         completions: Completions,
-        admin: Admin,
+        admin: StatusRoutes,
         guard: Guard,
         snapshots: Snapshots,
         requests: Requests,
-        journal: Journal,
+        decision_log: DecisionLog,
         live: Live,
-        page: Mapping[str, File],
-        directory: Directory,
+        page: Mapping[str, StaticFile],
+        selection: BackendSelection,
         telemetry: Telemetry,
         settings: Settings,
-        operations: Operations,
-        turnstile: Turnstile,
+        operations: OperatorActions,
+        throttle: LoopThrottle,
     ) -> None:
         self._keys = keys
         self._completions = completions
         self._admin = admin
         self._snapshots = snapshots
-        self._journal = journal
+        self._decision_log = decision_log
         self._page = page
-        self._directory = directory
+        self._selection = selection
         self._telemetry = telemetry
         self._settings = settings
-        self._turnstile = turnstile
+        self._throttle = throttle
         self.own = OwnRoutes(
             [
-                Route("GET", METRICS, self._metrics),
-                Route("GET", HEALTH, self._health),
-                Route("GET", "/kvferry/state", self._state),
-                Route("POST", "/kvferry/plan", self._plan),
-                Route("POST", "/kvferry/reload", operations.reload),
-                Route("POST", f"{BACKENDS}{{name}}/{{action}}", operations.backend),
-                Route("GET", SNAPSHOTS, snapshots.all),
-                Route("POST", f"{SNAPSHOTS}/purge", self._purge),
-                Route("GET", f"{SNAPSHOTS}/{{id}}", snapshots.one),
-                Route("DELETE", f"{SNAPSHOTS}/{{id}}", snapshots.one),
-                Route("GET", REQUESTS, requests.recent),
-                Route("GET", f"{REQUESTS}/{{id}}", requests.one),
-                Route("GET", "/kvferry/events", live.events),
-                Route("GET", PREFIX.rstrip("/"), to_page),
-                *(Route("GET", path, self._static) for path in page),
+                AdminRoute("GET", METRICS, self._metrics),
+                AdminRoute("GET", HEALTH, self._health),
+                AdminRoute("GET", "/kvferry/state", self._state),
+                AdminRoute("POST", "/kvferry/plan", self._plan),
+                AdminRoute("POST", "/kvferry/reload", operations.reload),
+                AdminRoute("POST", f"{BACKENDS}{{name}}/{{action}}", operations.backend),
+                AdminRoute("GET", SNAPSHOTS, snapshots.all),
+                AdminRoute("POST", f"{SNAPSHOTS}/purge", self._purge),
+                AdminRoute("GET", f"{SNAPSHOTS}/{{id}}", snapshots.one),
+                AdminRoute("DELETE", f"{SNAPSHOTS}/{{id}}", snapshots.one),
+                AdminRoute("GET", REQUESTS, requests.recent),
+                AdminRoute("GET", f"{REQUESTS}/{{id}}", requests.one),
+                AdminRoute("GET", "/kvferry/events", live.events),
+                AdminRoute("GET", PREFIX.rstrip("/"), to_page),
+                *(AdminRoute("GET", path, self._static) for path in page),
             ],
             guard,
             self._brief_health,
         )
 
-    def listener(self, side: Side) -> Listener:
+    def listener(self, side: Audience) -> Listener:
         """Return the protocol factory for an address. Needs a running loop.
 
         A request is cancelled when its client disconnects.
         """
         handle = partial(self._handle, side)
-        return Listener(handle, self._settings, self._refused, self._turnstile)
+        return Listener(handle, self._settings, self._refused, self._throttle)
 
     def _refused(self, name: RequestId, error: RouterError) -> None:
         self._telemetry.rejected(name, error.outcome, str(error))
 
-    async def _handle(self, side: Side, request: web.BaseRequest) -> web.StreamResponse:
+    async def _handle(self, side: Audience, request: web.BaseRequest) -> web.StreamResponse:
         """Give the request an id, and each error the router's own shape.
 
         1. RouterError: an answer that the router gives on purpose.
@@ -238,7 +237,7 @@ class App:
         and such requests must not push others out of it.
         """
         if caller is not None or not self._keys.known.callers:
-            self._journal.rejected(name, error.outcome, why, caller)
+            self._decision_log.rejected(name, error.outcome, why, caller)
 
     async def _any(
         self, request: web.BaseRequest, path: str, name: RequestId
@@ -260,7 +259,7 @@ class App:
         return await self._pass(request, name, raw, model)
 
     async def _takes_slots(
-        self, request: web.BaseRequest, route: Completion | None, name: RequestId
+        self, request: web.BaseRequest, route: Route | None, name: RequestId
     ) -> web.StreamResponse:
         raw = await self._read(request)
         # A form is an object of strings to the server: no slot can be written into it.
@@ -332,7 +331,7 @@ class App:
         If the backend fails before it answers, and the request cannot have changed anything, try
         another backend.
         """
-        clients = self._directory.fitting(self._directory.resolve(model))
+        clients = self._selection.fitting(self._selection.resolve(model))
         if request.method not in ("GET", "HEAD") and request.path.rstrip("/") not in _READS:
             del clients[1:]
         for client in clients:
@@ -340,7 +339,7 @@ class App:
                 async with self._sent(request, raw, client) as upstream:
                     return await self._relayed(request, name, client, upstream)
             except BackendError:
-                self._directory.doubt(client.id)
+                self._selection.doubt(client.id)
                 if client is clients[-1]:
                     raise
         raise AssertionError("unreachable")
@@ -352,7 +351,7 @@ class App:
 
         Try one backend after the other, until one is writing that answer.
         """
-        *others, last = self._directory.all_up(self._directory.resolve(model))
+        *others, last = self._selection.all_up(self._selection.resolve(model))
         for client in others:
             with contextlib.suppress(BackendError):
                 async with self._sent(request, raw, client) as upstream:
@@ -382,7 +381,7 @@ class App:
             self._settings,
             Capture(),
             lambda: None,
-            self._turnstile,
+            self._throttle,
         )
         return response
 
@@ -392,7 +391,7 @@ class App:
         A fleet with one model gives its server's own answer. A model is left out if none of its
         servers answers.
         """
-        models = self._directory.for_each_model()
+        models = self._selection.for_each_model()
         if len(models) < 2:
             return await self._pass(request, name, b"", None)
         told = await asyncio.gather(*(_models_of(clients) for clients in models))

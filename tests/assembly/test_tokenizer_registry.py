@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from router.assembly.tokenizer_registry import Vocabularies
+from router.assembly.tokenizer_registry import TokenizerRegistry
 from router.base.tasks import Tasks
 from router.base.types import BackendId, Namespace
 from router.config.schema import TokenizerConfig
@@ -27,7 +27,7 @@ async def fake() -> AsyncIterator[FakeLlama]:
 async def test_what_nobody_speaks_is_forgotten(fake: FakeLlama) -> None:
     """Else a server that is restarted with another model each day fills the memory."""
     tasks = Tasks()
-    vocabularies = Vocabularies(TokenizerConfig(), tasks)
+    vocabularies = TokenizerRegistry(TokenizerConfig(), tasks)
     async with Connections() as connections:
         a, b = (LlamaClient(name, fake.url, connections, Timeouts()) for name in (A, B))
         props = await a.props()
@@ -57,7 +57,7 @@ async def test_a_local_tokenizer_that_was_asked_for_is_missed_aloud(
     with structlog.testing.capture_logs() as lines:
         async with Connections() as connections:
             a = LlamaClient(A, fake.url, connections, Timeouts())
-            await Vocabularies(wanted, tasks).prepare(a, await a.props(), ONE)
+            await TokenizerRegistry(wanted, tasks).prepare(a, await a.props(), ONE)
     await tasks.aclose()
 
     (line,) = [line for line in lines if line["event"] == "local_tokenizer_not_used"]
@@ -69,7 +69,7 @@ async def test_a_local_tokenizer_that_was_asked_for_is_missed_aloud(
 async def test_one_in_doubt_is_asked_last(fake: FakeLlama) -> None:
     """It may hang, and the next says the same."""
     tasks = Tasks()
-    vocabularies = Vocabularies(TokenizerConfig(), tasks)
+    vocabularies = TokenizerRegistry(TokenizerConfig(), tasks)
     async with Connections() as connections, FakeLlama() as other:
         a, b = (
             LlamaClient(name, server.url, connections, Timeouts())

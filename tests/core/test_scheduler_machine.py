@@ -26,7 +26,7 @@ from router.core.admission.backend_attach import probe_name
 from router.core.execution import placement_gate
 from router.core.model import effects as ef
 from router.core.model import events as ev
-from router.core.model.jobs import AtGate, InLine
+from router.core.model.jobs import AtGate, InPrefillQueue
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Phase
@@ -124,8 +124,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             name = f"r{len(self.requests)}"
             more = dict(variants[kind])
             if more.pop("boundaries", False):
-                places = {1, len(prompt) // 2, len(prompt) - 1} - {0}
-                more["prompt"] = Prompt(pack(prompt), boundaries=tuple(sorted(places)))
+                positions = {1, len(prompt) // 2, len(prompt) - 1} - {0}
+                more["prompt"] = Prompt(pack(prompt), boundaries=tuple(sorted(positions)))
             asked = request(name, prompt, slot_hint=hint, session=session, tenant=tenant, **more)
             self.requests[asked.id] = asked
             self.true_prompt[asked.id] = prompt
@@ -352,11 +352,11 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_a_turn_that_nobody_has(self) -> None:
         state = self.scheduler.state
-        waiting = [job for job in state.jobs.values() if isinstance(job.doing, InLine)]
-        assert {job.id for job in waiting} <= set(state.in_line)
+        waiting = [job for job in state.jobs.values() if isinstance(job.doing, InPrefillQueue)]
+        assert {job.id for job in waiting} <= set(state.in_prefill_queue)
         for job in waiting:
             assert not job.cancelled or job.steps  # what others wait for is saved for them
-            ends = [slot.turn_until for slot in state.fleet.slots.of(job.slot.backend)]
+            ends = [slot.permit_until for slot in state.fleet.slots.of(job.slot.backend)]
             wakeup = self.scheduler.next_wakeup(self.now)
             assert wakeup is not None
             assert self.now < max(ends)
@@ -378,8 +378,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         state = self.scheduler.state
         used = sum(n for _, _, n in state.fleet.catalog.snapshots())
         jobs = [job.using for job in state.jobs.values() if job.using is not None]
-        assert used <= len(jobs) + len(state.late)
-        assert set(state.late) <= {op.effect.request for op in self.ops}
+        assert used <= len(jobs) + len(state.orphaned_restores)
+        assert set(state.orphaned_restores) <= {op.effect.request for op in self.ops}
 
     @invariant()
     def what_was_kept_is_what_looking_would_find(self) -> None:
@@ -414,7 +414,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         assert state.jobs == {}
         assert state.fleet.gated == set()
         assert state.fleet.draining == set()
-        assert state.late == {}
+        assert state.orphaned_restores == {}
         assert all(entry.references == 0 for entry in state.fleet.catalog._entries.values())
         assert not any(entry.doomed for entry in state.fleet.catalog._entries.values())
 
@@ -427,7 +427,9 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         while self.probing:
             self.was_tried_out()
         # A slot that somebody uses is not idle before that request has come to its end.
-        used = (isinstance(o.effect, ef.Watch) and o.server.user_of(o.slot.index) for o in self.ops)
+        used = (
+            isinstance(o.effect, ef.WatchSlot) and o.server.user_of(o.slot.index) for o in self.ops
+        )
         op = next((op for op, waits in zip(self.ops, used, strict=True) if not waits), None)
         if op is None:
             return
@@ -444,7 +446,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
                 if op.started and op.server.alive:
                     op.server.runs[op.effect.request].abandoned = True
                 self.finishes(op, Outcome.CLIENT_GONE, Reported())
-            case ef.Watch():
+            case ef.WatchSlot():
                 self.ops.remove(op)
                 self.feed(ev.Quiet(op.effect.request, len(op.server.slots[op.slot.index])))
 

@@ -27,35 +27,35 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., None]]:
     """`mount` with these arguments; all of it is taken back at the end. Skips who may not."""
-    places: list[str] = []
+    kv_dirs: list[str] = []
 
     def mount(*arguments: str) -> None:
         done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"mounting needs root: {done.stderr.strip()}")
-        places.append(arguments[-1])
+        kv_dirs.append(arguments[-1])
 
     yield mount
-    for place in reversed(places):
-        unmount(Path(place))
+    for kv_dir in reversed(kv_dirs):
+        unmount(Path(kv_dir))
 
 
-def unmount(place: Path) -> None:
+def unmount(kv_dir: Path) -> None:
     """At once, whoever has files open there. Harmless if nothing is mounted."""
-    subprocess.run(["umount", "-l", str(place)], capture_output=True, check=False)
+    subprocess.run(["umount", "-l", str(kv_dir)], capture_output=True, check=False)
 
 
-def disk_of(mounted: Callable[..., None], place: Path, size_bytes: int) -> Path:
+def disk_of(mounted: Callable[..., None], kv_dir: Path, size_bytes: int) -> Path:
     """A file system of its own."""
-    place.mkdir()
-    mounted("-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "none", str(place))
-    return place
+    kv_dir.mkdir()
+    mounted("-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "none", str(kv_dir))
+    return kv_dir
 
 
-def filled(place: Path, left_bytes: int) -> Path:
+def filled(kv_dir: Path, left_bytes: int) -> Path:
     """Take what is left of a disk but for so much; deleting the file gives it back."""
-    ballast = place / "ballast"
-    free = os.statvfs(place)
+    ballast = kv_dir / "ballast"
+    free = os.statvfs(kv_dir)
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_bsize - left_bytes)
     return ballast
@@ -80,16 +80,16 @@ async def test_full(
     record_property: Callable[[str, object], None],
 ) -> None:
     """A server may report success then (docs/llama-server.md section 0.4)."""
-    place = disk_of(mounted, tmp_path / "disk", 16 << 20)
-    server = await llama_server(slots=1, kv_dir=place)
+    kv_dir = disk_of(mounted, tmp_path / "disk", 16 << 20)
+    server = await llama_server(slots=1, kv_dir=kv_dir)
     undisturbed = await llama_server(slots=1)
     prompts = [ids(seed, LONG) for seed in range(N_REQUESTS)]
     kept = ids(99, LONG)
-    async with running([("a", server.url)], place, yaml=YAML) as fleet:
+    async with running([("a", server.url)], kv_dir, yaml=YAML) as fleet:
         await fleet.complete(kept)
         await fleet.until(saved(LONG - 1))
-        await assert_consistent(fleet, [place])
-        ballast = filled(place, 500_000)
+        await assert_consistent(fleet, [kv_dir])
+        ballast = filled(kv_dir, 500_000)
         complaints(capsys)
 
         await assert_undisturbed(fleet, undisturbed, prompts)
@@ -104,7 +104,7 @@ async def test_full(
         ballast.unlink()
         await fleet.until(lambda state: state["snapshots"]["count"] >= 2)
         await assert_undisturbed(fleet, undisturbed, [*prompts, kept])
-        await assert_consistent(fleet, [place])
+        await assert_consistent(fleet, [kv_dir])
     record_property("client", "the right answers")
 
 
@@ -118,8 +118,8 @@ async def test_full_at_the_last_bytes(
 ) -> None:
     """What the C library still holds is lost when the file is closed, and the server does not look
     (docs/llama-server.md section 0.4): the file is shorter than `n_written`, and no snapshot."""
-    place = disk_of(mounted, tmp_path / "disk", 16 << 20)
-    server = await llama_server(slots=1, kv_dir=place)
+    kv_dir = disk_of(mounted, tmp_path / "disk", 16 << 20)
+    server = await llama_server(slots=1, kv_dir=kv_dir)
     undisturbed = await llama_server(slots=1)
     kept, lost = ids(99, LONG), ids(1, LONG)
     plain = LlamaClient.save
@@ -127,15 +127,15 @@ async def test_full_at_the_last_bytes(
 
     async def noting(self: LlamaClient, slot: int, name: str) -> Transfer:
         transfer = await plain(self, slot, name)
-        said.append((transfer.size_bytes, (place / name).stat().st_size))
+        said.append((transfer.size_bytes, (kv_dir / name).stat().st_size))
         return transfer
 
-    async with running([("a", server.url)], place, yaml=YAML) as fleet:
+    async with running([("a", server.url)], kv_dir, yaml=YAML) as fleet:
         await fleet.complete(kept)
         await fleet.until(saved(LONG - 1))
-        await assert_consistent(fleet, [place])
+        await assert_consistent(fleet, [kv_dir])
         (row,) = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
-        ballast = filled(place, (row["size_bytes"] - 1) // PAGE * PAGE)  # of as many, all but one
+        ballast = filled(kv_dir, (row["size_bytes"] - 1) // PAGE * PAGE)  # of as many, all but one
         monkeypatch.setattr(LlamaClient, "save", noting)
 
         await assert_undisturbed(fleet, undisturbed, [lost, kept, lost])
@@ -144,12 +144,12 @@ async def test_full_at_the_last_bytes(
         assert all(written > there for written, there in said), said
         assert await failed_saves(fleet) == len(said)
         assert (await fleet.state())["snapshots"]["count"] == 1
-        await assert_consistent(fleet, [place], foreign=[ballast.name])
+        await assert_consistent(fleet, [kv_dir], foreign=[ballast.name])
 
         ballast.unlink()
         await assert_undisturbed(fleet, undisturbed, [kept, lost])
         await fleet.until(saved(LONG - 1, 2))
-        await assert_consistent(fleet, [place])
+        await assert_consistent(fleet, [kv_dir])
     record_property("client", "the right answers")
 
 
@@ -161,15 +161,15 @@ async def test_full_while_a_prefix_is_cut(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    place = disk_of(mounted, tmp_path / "disk", 16 << 20)
-    a = await llama_server(slots=1, kv_dir=place, extra_args=["-a", "a"])
-    b = await llama_server(slots=1, ctx=2048, kv_dir=place, extra_args=["-a", "b"])
+    kv_dir = disk_of(mounted, tmp_path / "disk", 16 << 20)
+    a = await llama_server(slots=1, kv_dir=kv_dir, extra_args=["-a", "a"])
+    b = await llama_server(slots=1, ctx=2048, kv_dir=kv_dir, extra_args=["-a", "b"])
     undisturbed = await llama_server(slots=1)
     long = ids(1, 4000)
-    async with running([("a", a.url), ("b", b.url)], place, yaml=YAML) as fleet:
+    async with running([("a", a.url), ("b", b.url)], kv_dir, yaml=YAML) as fleet:
         await fleet.complete(long, model="a")
         await fleet.until(saved(len(long) - 1))
-        ballast = filled(place, 100_000)
+        ballast = filled(kv_dir, 100_000)
         part = long[:1000]  # all of it does not fit into b
         for number in range(4):
             answer = await fleet.complete([*part, 300 + number], model="b")
@@ -178,7 +178,7 @@ async def test_full_while_a_prefix_is_cut(
         assert failures['kvferry_kv_failures_total{action="cut"}'] >= 1
         await assert_undisturbed(fleet, undisturbed, [long, part])
         ballast.unlink()
-        await assert_consistent(fleet, [place])
+        await assert_consistent(fleet, [kv_dir])
     record_property("client", "the right answers")
 
 
@@ -191,18 +191,18 @@ async def test_read_only(
     record_property: Callable[[str, object], None],
 ) -> None:
     """Also for a server that is started meanwhile: it is used, without snapshots."""
-    place = disk_of(mounted, tmp_path / "disk", 16 << 20)
-    server = await llama_server(slots=1, kv_dir=place)
+    kv_dir = disk_of(mounted, tmp_path / "disk", 16 << 20)
+    server = await llama_server(slots=1, kv_dir=kv_dir)
     undisturbed = await llama_server(slots=1)
     prompts = [ids(seed, LONG) for seed in range(N_REQUESTS)]
-    async with running([("a", server.url)], place, yaml=YAML) as fleet:
+    async with running([("a", server.url)], kv_dir, yaml=YAML) as fleet:
         for number, prompt in enumerate(prompts[:2], 1):
             await fleet.complete(prompt)
             await fleet.until(saved(LONG - 1, number))
-        await assert_consistent(fleet, [place])
+        await assert_consistent(fleet, [kv_dir])
         # What is open for writing stays so: the router's own books.
-        mounted("--bind", str(place), str(place))
-        mounted("-o", "remount,bind,ro", str(place))
+        mounted("--bind", str(kv_dir), str(kv_dir))
+        mounted("-o", "remount,bind,ro", str(kv_dir))
         complaints(capsys)
 
         answers = await assert_undisturbed(fleet, undisturbed, prompts[:2] * 2)

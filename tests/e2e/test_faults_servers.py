@@ -161,8 +161,8 @@ class Scene:
         assert seen(again) == RIGHT
         assert again is not None
         assert await self.reference.wrong(again, self.prompt) == ""
-        places = {server.kv_dir for server in self.servers.values() if server.kv_dir}
-        await assert_consistent(self.fleet, places)
+        kv_dirs = {server.kv_dir for server in self.servers.values() if server.kv_dir}
+        await assert_consistent(self.fleet, kv_dirs)
 
 
 @asynccontextmanager

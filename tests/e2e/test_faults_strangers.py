@@ -83,7 +83,7 @@ async def test_a_stranger_holds_a_slot_for_long(
         home = alone.slot[1]
         await fleet.until(saved(LONG))
         async with stranger_on(fleet, server, home, theirs) as stranger:
-            await fleet.until(lambda s: s["slots"][home]["phase"] == "draining", patience_s=20)
+            await fleet.until(lambda s: s["slots"][home]["phase"] == "abandoned", patience_s=20)
             acted_on.clear()
             again = [await fleet.complete(ids(1, LONG) + ids(2, 30 * n)) for n in (0, 1, 2)]
             assert {answer.slot[1] for answer in again} == {1 - home}
@@ -160,7 +160,7 @@ async def test_a_stranger_changes_what_a_slot_holds(
 
 @pytest.mark.fault("a client leaves a request that does not stream", "another one a moment later")
 async def test_two_clients_leave_a_moment_apart(llama_server: StartServer) -> None:
-    """Looks at /slots hide leaving clients from the server, if there is more than one a second of
+    """Polls of /slots hide leaving clients from the server, if there is more than one a second of
     them (docs/llama-server.md section 5.6)."""
     server = await llama_server(slots=2, ctx=2 * 32768)
     body = AT_LENGTH | {"n_predict": 30_000}

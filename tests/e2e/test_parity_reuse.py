@@ -2,9 +2,9 @@
 
 The corpus of `tests/support/parity/corpus.py` once more: a conversation begins, others take its
 slot, and each request that shares its system prompt is asked through the router, which restores
-that; and of a server of its own, where the slot has computed the same in the same pieces, or the sums differ
-(docs/llama-server.md, "Comparing answers"). Compared are status, headers and bytes, as in
-`test_parity.py`.
+that; and of a server of its own, where the slot has computed the same in the same pieces, or the
+sums differ (docs/llama-server.md, "Comparing answers"). Compared are status, headers and bytes, as
+in `test_parity.py`.
 """
 
 import re

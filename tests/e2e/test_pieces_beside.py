@@ -3,7 +3,7 @@
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import differs_in_earnest, kept_busy
 from tests.support.conversations.prompts import ids
-from tests.support.faults.corrupted_replies import untouched
+from tests.support.faults.corrupted_replies import unchanged
 from tests.support.faults.fault_proxy import Meddler
 from tests.support.servers.router_fleet import running
 
@@ -18,7 +18,7 @@ async def test_a_prompt_in_pieces_is_the_same_prompt(llama_server: StartServer) 
         Meddler(server.url) as meddler,
         running([("a", meddler.url)], server.kv_dir, yaml=YAML) as fleet,
     ):
-        meddler.spoil(ASKED, untouched)  # and count
+        meddler.spoil(ASKED, unchanged)  # and count
         alone = await fleet.complete(prompt, n_probs=5, cache_prompt=False)
         async with kept_busy(fleet, other, ("a", 0), 5000):
             # A slot runs before its server was asked: the first prompt, the other's, its answer.

@@ -25,7 +25,7 @@ async def snapshot_of(fleet: Fleet, prompt: list[int]) -> tuple[str, Path]:
     rows = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
     shown = [(await fleet.get(f"/kvferry/snapshots/{row['id']}")).json for row in rows]
     (found,) = [row for row in shown if row["prefix_ids"] == prompt[:8]]
-    return found["id"], Path(found["place"]) / found["file"]
+    return found["id"], Path(found["kv_dir"]) / found["file"]
 
 
 async def test_purge_while_it_is_being_restored(

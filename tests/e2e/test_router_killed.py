@@ -35,7 +35,7 @@ class Scene:
     """Servers, their directories, and the router that is about to die."""
 
     backends: list[tuple[str, str]]
-    places: dict[str, Path]
+    kv_dirs: dict[str, Path]
     armed: Path
     yaml: str = QUICK
     kept: list[int] | None = None
@@ -45,7 +45,7 @@ class Scene:
 async def doomed(scene: Scene, point: str, tmp_path: Path) -> AsyncIterator[tuple[Process, Fleet]]:
     """A router that ends at `point`, once `scene.armed` is there."""
     path = tmp_path / "kvferry.yaml"
-    path.write_text(configuration_text(scene.backends, scene.places, yaml=scene.yaml))
+    path.write_text(configuration_text(scene.backends, scene.kv_dirs, yaml=scene.yaml))
     program = (sys.executable, "-m", "tests.support.faults.killed_router", point, str(scene.armed))
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with (
@@ -73,7 +73,7 @@ async def gives_up(fleet: Fleet, scene: Scene, _: Process) -> None:
     for number, prompt in enumerate((OTHER, THIRD), 2):
         await fleet.complete(prompt, model="a")
         await fleet.until(saved(LONG - 1, number))
-    await assert_consistent(fleet, scene.places.values())  # what has no record needs no drop
+    await assert_consistent(fleet, scene.kv_dirs.values())  # what has no record needs no drop
     rows = (await fleet.get("/kvferry/snapshots?sort=newest")).json["snapshots"]
     scene.armed.touch()
     with suppress(aiohttp.ClientError):
@@ -145,15 +145,15 @@ async def test_it_ends_although_a_thread_does_not(
     async with doomed(scene, HANGS, tmp_path) as (process, fleet):
         await fleet.complete(KEPT, model="a")
         await fleet.until(saved(LONG - 1))
-        await assert_consistent(fleet, scene.places.values())
+        await assert_consistent(fleet, scene.kv_dirs.values())
         scene.armed.touch()
         await fleet.complete(OTHER, model="a")
         await fleet.until(saved(LONG - 1, 2))
         assert await process.end(signal.SIGTERM) == 0
         assert "stopped_with_a_hanging_kv_dir" in "".join(process.log)
-    async with running(scene.backends, scene.places, yaml=QUICK) as fleet:
+    async with running(scene.backends, scene.kv_dirs, yaml=QUICK) as fleet:
         assert (await fleet.complete(KEPT)).cached == LONG - 1
-        await assert_consistent(fleet, scene.places.values())
+        await assert_consistent(fleet, scene.kv_dirs.values())
 
 
 @pytest.mark.parametrize("point", _points())

@@ -22,10 +22,10 @@ from router.base.tokens import Tokens
 from router.base.types import Reported, Request, SlotStatus
 from router.core.model import events as ev
 from router.core.model.effects import Effect
-from router.core.model.rates import Line
+from router.core.model.rates import LinearFit
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
-from router.engine.loop_throttle import MOST, Turnstile
+from router.engine.loop_throttle import MOST, LoopThrottle
 from tests.support.scheduler.build import UNREAD, A, backend, request, run_of, scheduler, snapshot
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import encode_state, generate
@@ -329,7 +329,9 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
     server = cast(Backend, SimpleNamespace(prefill=prefill))
     state = scheduler(backend("a", 1), idle_save_after_s=None)
     clock = MonotonicClock()
-    engine = Engine(*(state, {A: server}, None, clock, cast(Telemetry, Mock())), Turnstile(clock))
+    engine = Engine(
+        *(state, {A: server}, None, clock, cast(Telemetry, Mock())), LoopThrottle(clock)
+    )
     asked = asyncio.ensure_future(  # noqa: TID251 - its error is what is asked for
         engine.submit(request(ids=[1, 2, 3], pinnable=False))
     )
@@ -366,9 +368,9 @@ class Prefilling:
 
     def engine(self) -> Engine:
         state = scheduler(backend("a", 2, n_ctx=100_000), prefill_chunk_s=0.5)
-        state.state.fleet.rates[A].prefill = Line(0.003, 0.0)
+        state.state.fleet.rates[A].prefill = LinearFit(0.003, 0.0)
         clock, server, telemetry = MonotonicClock(), cast(Backend, self), cast(Telemetry, Mock())
-        return Engine(state, {A: server}, None, clock, telemetry, Turnstile(clock))
+        return Engine(state, {A: server}, None, clock, telemetry, LoopThrottle(clock))
 
     async def until_looked(self) -> None:
         """Another look has begun."""
@@ -454,7 +456,7 @@ async def test_nobody_waits_for_long_for_a_prefill_that_broke_off(
 ) -> None:
     """The server may hang and say that it is well: the request is tried anew, and the slot nobody's
     until it is idle."""
-    monkeypatch.setattr("router.engine.slot_watch._LATE_S", 0.01)
+    monkeypatch.setattr("router.engine.slot_watch._OVERDUE_S", 0.01)
     server = Prefilling(BackendTimeoutError("late"))
     engine = server.engine()
     with pytest.raises(BackendTimeoutError, match="late") as caught:
@@ -496,16 +498,16 @@ async def test_who_leaves_between_the_turnstile_and_the_grant_keeps_no_slot() ->
         return [SlotStatus(n, n == 0, 0, 100) for n in range(2)]
 
     state = scheduler(backend("a", 2), idle_save_after_s=None)
-    server, turnstile = cast(Backend, SimpleNamespace(slots=slots)), Turnstile(clock)
-    engine = Engine(state, {A: server}, None, clock, cast(Telemetry, Mock()), turnstile)
+    server, throttle = cast(Backend, SimpleNamespace(slots=slots)), LoopThrottle(clock)
+    engine = Engine(state, {A: server}, None, clock, cast(Telemetry, Mock()), throttle)
     await engine.submit(request("chat", [1, 2, 3], slot_hint=0))
     unread = request("embedding", **UNREAD)
     asked = asyncio.ensure_future(engine.submit(unread))  # noqa: TID251 - cancelled below
     for _ in range(2 * MOST):
-        turnstile.call(lambda: None)
+        throttle.call(lambda: None)
     await asyncio.sleep(0)
-    assert len(turnstile)
-    turnstile.call(asked.cancel)  # just behind it
+    assert len(throttle)
+    throttle.call(asked.cancel)  # just behind it
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(asyncio.CancelledError):
             await asked
@@ -529,7 +531,7 @@ async def test_a_few_are_decided_in_one_turn(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Scheduler, "handle", noted)
     clock = MonotonicClock()
     engine = Engine(
-        *(scheduler(backend("a", 1)), {}, None, clock, cast(Telemetry, Mock())), Turnstile(clock)
+        *(scheduler(backend("a", 1)), {}, None, clock, cast(Telemetry, Mock())), LoopThrottle(clock)
     )
     names = [f"r{number:03}" for number in range(5 * MOST)]
     asked = [

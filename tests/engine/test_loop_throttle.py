@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from router.engine.loop_throttle import LONG_S, MOST, MOST_BACK, Turnstile
+from router.engine.loop_throttle import LONG_S, MOST, MOST_BACK, LoopThrottle
 
 
 class Hands:
@@ -29,10 +29,10 @@ async def turns_until(reached: Callable[[], bool]) -> int:
 
 
 async def test_so_many_pass_in_one_turn_and_the_rest_in_order() -> None:
-    turnstile, passed = Turnstile(Hands()), list[int]()
-    at_once = [turnstile.call(partial(passed.append, n)) for n in range(3 * MOST)]
+    throttle, passed = LoopThrottle(Hands()), list[int]()
+    at_once = [throttle.call(partial(passed.append, n)) for n in range(3 * MOST)]
     counts = []
-    while len(turnstile):
+    while len(throttle):
         counts.append(len(passed))
         await asyncio.sleep(0)
     assert at_once == [True] * MOST + [False] * 2 * MOST
@@ -42,16 +42,16 @@ async def test_so_many_pass_in_one_turn_and_the_rest_in_order() -> None:
 
 async def test_what_takes_long_has_a_turn_to_itself() -> None:
     clock = Hands()
-    turnstile, passed = Turnstile(clock), list[int]()
+    throttle, passed = LoopThrottle(clock), list[int]()
 
     def work(number: int) -> None:
         passed.append(number)
         clock.at += LONG_S
 
     for number in range(3):
-        turnstile.call(partial(work, number))
+        throttle.call(partial(work, number))
     counts = []
-    while len(turnstile):
+    while len(throttle):
         counts.append(len(passed))
         await asyncio.sleep(0)
     assert counts == [1, 2]
@@ -59,24 +59,24 @@ async def test_what_takes_long_has_a_turn_to_itself() -> None:
 
 
 async def test_whoever_comes_later_does_not_overtake() -> None:
-    turnstile, passed = Turnstile(Hands()), list[int]()
+    throttle, passed = LoopThrottle(Hands()), list[int]()
     for number in range(MOST + 1):
-        turnstile.call(partial(passed.append, number))
+        throttle.call(partial(passed.append, number))
 
     def late() -> None:
         # the turn is new by now, but not for those who come behind others
-        turnstile.call(lambda: passed.append(-1))
+        throttle.call(lambda: passed.append(-1))
 
-    turnstile.call(late)
-    turnstile.call(lambda: passed.append(MOST + 1))
+    throttle.call(late)
+    throttle.call(lambda: passed.append(MOST + 1))
     await turns_until(lambda: -1 in passed)
     assert passed == [*range(MOST + 2), -1]
 
 
 async def test_there_is_room_again_in_the_next_turn() -> None:
-    turnstile, passed = Turnstile(Hands()), list[int]()
+    throttle, passed = LoopThrottle(Hands()), list[int]()
     for _ in range(5):
-        assert all(turnstile.call(lambda: passed.append(0)) for _ in range(MOST))
+        assert all(throttle.call(lambda: passed.append(0)) for _ in range(MOST))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert len(passed) == 5 * MOST
@@ -84,58 +84,58 @@ async def test_there_is_room_again_in_the_next_turn() -> None:
 
 @pytest.mark.parametrize("crowd", [0, MOST], ids=["at once", "later"])
 async def test_a_caller_gets_the_result_or_the_error(crowd: int) -> None:
-    turnstile = Turnstile(Hands())
+    throttle = LoopThrottle(Hands())
     for _ in range(crowd):
-        turnstile.call(lambda: None)
-    assert await turnstile.do(lambda: 7) == 7
+        throttle.call(lambda: None)
+    assert await throttle.do(lambda: 7) == 7
     for _ in range(crowd):
-        turnstile.call(lambda: None)
+        throttle.call(lambda: None)
     with pytest.raises(ZeroDivisionError):
-        await turnstile.do(lambda: 1 // 0)
+        await throttle.do(lambda: 1 // 0)
 
 
 async def test_nothing_is_done_for_a_caller_who_left() -> None:
-    turnstile, passed = Turnstile(Hands()), list[str]()
+    throttle, passed = LoopThrottle(Hands()), list[str]()
     async with asyncio.TaskGroup() as group:
-        leaving = group.create_task(turnstile.do(lambda: passed.append("left")))
-        group.create_task(turnstile.do(lambda: passed.append("stayed")))
+        leaving = group.create_task(throttle.do(lambda: passed.append("left")))
+        group.create_task(throttle.do(lambda: passed.append("stayed")))
         for _ in range(2 * MOST):
-            turnstile.call(lambda: None)
+            throttle.call(lambda: None)
         await asyncio.sleep(0)
-        waiting = len(turnstile)
+        waiting = len(throttle)
         leaving.cancel()
     assert waiting >= 2
     assert passed == ["stayed"]
 
 
 async def test_one_that_fails_does_not_keep_the_others_waiting() -> None:
-    turnstile, passed, errors = Turnstile(Hands()), list[int](), list[object]()
+    throttle, passed, errors = LoopThrottle(Hands()), list[int](), list[object]()
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: errors.append(type(context["exception"]))
     )
     for _ in range(MOST):
-        turnstile.call(lambda: None)
-    turnstile.call(lambda: 1 // 0)
-    turnstile.call(lambda: passed.append(1))
+        throttle.call(lambda: None)
+    throttle.call(lambda: 1 // 0)
+    throttle.call(lambda: passed.append(1))
     await turns_until(lambda: passed == [1])
     assert errors == [ZeroDivisionError]
 
 
 async def test_at_the_end_all_pass_at_once() -> None:
-    turnstile, passed = Turnstile(Hands()), list[int]()
+    throttle, passed = LoopThrottle(Hands()), list[int]()
     for number in range(5 * MOST):
-        turnstile.call(partial(passed.append, number))
-    turnstile.open()
+        throttle.call(partial(passed.append, number))
+    throttle.open()
     assert passed == list(range(5 * MOST))
 
 
 async def test_what_is_under_way_stands_aside_once_a_turn_is_long() -> None:
     """All of it goes on in the end, in the order in which it came, some of it in each turn."""
     clock = Hands()
-    turnstile, done, n = Turnstile(clock), list[int](), 3 * MOST_BACK
+    throttle, done, n = LoopThrottle(clock), list[int](), 3 * MOST_BACK
 
     async def piece(number: int) -> None:
-        await turnstile.pass_by()
+        await throttle.pass_by()
         done.append(number)
         clock.at += LONG_S / 4
 
@@ -152,15 +152,15 @@ async def test_what_is_under_way_stands_aside_once_a_turn_is_long() -> None:
 
 async def test_who_stood_aside_and_left_holds_nobody_up() -> None:
     clock = Hands()
-    turnstile = Turnstile(clock)
+    throttle = LoopThrottle(clock)
 
     async def takes_long() -> None:
-        await turnstile.pass_by()
+        await throttle.pass_by()
         clock.at += LONG_S
 
     async with asyncio.TaskGroup() as group:
         group.create_task(takes_long())
-        left, stays = [group.create_task(turnstile.pass_by()) for _ in range(2)]
+        left, stays = [group.create_task(throttle.pass_by()) for _ in range(2)]
         await asyncio.sleep(0)
         assert not stays.done()
         left.cancel()

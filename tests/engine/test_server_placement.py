@@ -10,7 +10,7 @@ from router.core.model import events as ev
 from router.core.model.effects import Dispatch
 from router.core.model.slots import Resident
 from router.core.scheduler import Scheduler
-from router.engine.server_placement import Placing
+from router.engine.server_placement import LaunchWatch
 from tests.engine.test_slot_watch import Scripted
 from tests.support.scheduler.build import A0, A1, A, R, backend, scheduler, tokens
 from tests.support.scheduler.drive import NOW, arrive, slot
@@ -33,14 +33,14 @@ async def test_a_request_that_was_over_at_once_ran_where_the_latest_task_was() -
     s, dispatch = sent()
     looks = Scripted([set()])
     looks.tasks = [3, 7]
-    placing = Placing(s, {A: looks})
+    placing = LaunchWatch(s, {A: looks})
 
-    index, told = await placing.place(dispatch, lambda: assert_kept(placing, True))
+    index, told = await placing.launch(dispatch, lambda: assert_kept(placing, True))
     assert (index, told) == (1, end)
     assert placing.keeps(R, end) is False
 
 
-def assert_kept(placing: Placing, kept: bool) -> None:
+def assert_kept(placing: LaunchWatch, kept: bool) -> None:
     assert placing.keeps(R, end) is kept
 
 
@@ -48,21 +48,21 @@ async def test_nothing_is_looked_for_that_nobody_would_miss() -> None:
     """The end of a request is told at once where nothing is known of any slot."""
     s, dispatch = sent()
     slot(s, A1).resident = slot(s, A0).resident = Resident()
-    placing = Placing(s, {A: Scripted([{1}])})
+    placing = LaunchWatch(s, {A: Scripted([{1}])})
 
-    assert await placing.place(dispatch, lambda: assert_kept(placing, False)) == (1, None)
+    assert await placing.launch(dispatch, lambda: assert_kept(placing, False)) == (1, None)
 
 
 async def test_a_backend_that_goes_meanwhile() -> None:
     """The end is told all the same: somebody has to."""
     s, dispatch = sent()
-    placing = Placing(s, {A: Scripted([set()])})
+    placing = LaunchWatch(s, {A: Scripted([set()])})
 
     def goes() -> None:
         assert_kept(placing, True)
         s.handle(ev.BackendDown(A), NOW)
 
-    assert await placing.place(dispatch, goes) == (None, end)
+    assert await placing.launch(dispatch, goes) == (None, end)
 
 
 async def test_a_job_that_is_gone_before_it_is_sent() -> None:
@@ -71,20 +71,22 @@ async def test_a_job_that_is_gone_before_it_is_sent() -> None:
     s.state.jobs.clear()
     granted: list[bool] = []
 
-    placed = await Placing(s, {A: Scripted([set()])}).place(dispatch, lambda: granted.append(True))
+    placed = await LaunchWatch(s, {A: Scripted([set()])}).launch(
+        dispatch, lambda: granted.append(True)
+    )
     assert (placed, granted) == ((None, None), [True])
 
 
 async def test_where_nobody_else_is_at_work_a_request_may_go_at_once() -> None:
     s, dispatch = sent()
-    assert Placing(s, {A: Scripted([])}).may_go(dispatch)
+    assert LaunchWatch(s, {A: Scripted([])}).can_send_now(dispatch)
 
 
 async def test_one_on_its_way_goes_first() -> None:
     s = scheduler(backend("a", 2), idle_save_after_s=None)
     arrive(s, "other", [5], slot_hint=1)
     (dispatch,) = arrive(s, ids=[1], pinnable=False)
-    assert not Placing(s, {A: Scripted([])}).may_go(cast(Dispatch, dispatch))
+    assert not LaunchWatch(s, {A: Scripted([])}).can_send_now(cast(Dispatch, dispatch))
 
 
 async def test_the_end_of_one_that_nobody_looked_for_ends_the_wait(
@@ -94,9 +96,9 @@ async def test_the_end_of_one_that_nobody_looked_for_ends_the_wait(
     s = scheduler(backend("a", 2), idle_save_after_s=None)
     (dispatch,) = arrive(s, prompt=Prompt(unknown="an embedding"), pinnable=False)
     looks = Scripted([{1}])
-    placing = Placing(s, {A: looks})
+    placing = LaunchWatch(s, {A: looks})
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-        placed = group.create_task(placing.place(cast(Dispatch, dispatch), bool))
+        placed = group.create_task(placing.launch(cast(Dispatch, dispatch), bool))
         await asyncio.sleep(0)
         s.handle(ev.BackendDown(A), NOW)
         assert placing.keeps(R, end) is False

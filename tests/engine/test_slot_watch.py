@@ -7,10 +7,10 @@ import pytest
 
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.tokens import Tokens
-from router.base.types import BackendId, Left, Reported, SlotId, SlotStatus, Transfer
+from router.base.types import BackendId, Reported, RequestProgress, SlotId, SlotStatus, Transfer
 from router.engine.slot_watch import (
-    Lookout,
-    Looks,
+    SlotPoller,
+    SlotPollers,
     find_busy,
     find_start,
     wait_quiet,
@@ -70,7 +70,7 @@ def under_way(*, over: bool = False) -> "asyncio.Future[None]":
     return made
 
 
-async def place_of(
+async def slot_of(
     backend: Scripted,
     expected: int,
     taken: Callable[[], set[int]] = set,
@@ -86,33 +86,34 @@ async def place_of(
 
 async def test_idle_is_believed_when_seen_twice() -> None:
     backend = Scripted([{0}, set(), set()])
-    assert await wait_quiet(Looks(backend), 0, yes) == 7
+    assert await wait_quiet(SlotPoller(backend), 0, yes) == 7
     assert backend.looked == 3
 
 
 async def test_after_a_complete_answer_one_look_is_enough() -> None:
     backend = Scripted([set()])
-    assert await wait_quiet(Looks(backend), 0, yes, Left.ANSWERED) == 7
+    assert await wait_quiet(SlotPoller(backend), 0, yes, RequestProgress.ANSWERED) == 7
     assert backend.looked == 1
 
 
 async def test_a_request_that_was_seen_at_work_is_over_when_it_is_not() -> None:
     backend = Scripted([{0}, set()])
-    assert await wait_quiet(Looks(backend), 0, yes, Left.SENT) == 7
+    assert await wait_quiet(SlotPoller(backend), 0, yes, RequestProgress.SENT) == 7
     assert backend.looked == 2
 
 
 async def test_a_stream_that_has_begun_is_over_when_its_slot_is_idle() -> None:
     backend = Scripted([set()])
-    assert await wait_quiet(Looks(backend), 0, yes, Left.BEGUN) == 7
+    assert await wait_quiet(SlotPoller(backend), 0, yes, RequestProgress.BEGUN) == 7
     assert backend.looked == 1
 
 
 @pytest.mark.parametrize(
-    ("left", "seconds"), [(Left.BEGUN, 0.01), (Left.SENT, 5.0), (Left.UNSEEN, 5.0)]
+    ("left", "seconds"),
+    [(RequestProgress.BEGUN, 0.01), (RequestProgress.SENT, 5.0), (RequestProgress.UNSEEN, 5.0)],
 )
 async def test_looks_are_quick_unless_a_server_needs_its_peace(
-    left: Left, seconds: float, monkeypatch: pytest.MonkeyPatch
+    left: RequestProgress, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two are waited for. What their server has to notice by itself, quick looks would hide."""
     slept: list[float] = []
@@ -123,30 +124,30 @@ async def test_looks_are_quick_unless_a_server_needs_its_peace(
     monkeypatch.setattr("router.engine.slot_watch.asyncio.sleep", sleep)
     monkeypatch.setattr("router.engine.slot_watch._QUIET_DELAYS_S", (0.01, 5.0))
     monkeypatch.setattr("router.engine.slot_watch._STREAM_DELAYS_S", (0.01, 5.0))
-    looks = Looks(Scripted([set()]))
-    looks.watchers, looks.disturbed = 1, int(left is not Left.BEGUN)
+    looks = SlotPoller(Scripted([set()]))
+    looks.watchers, looks.disturbed = 1, int(left is not RequestProgress.BEGUN)
     await wait_quiet(looks, 0, yes, left)
     assert slept[0] == seconds
 
 
 async def test_a_backend_that_does_not_answer_is_not_idle() -> None:
     backend = Scripted([DOWN, set(), set()])
-    assert await wait_quiet(Looks(backend), 1, yes) == 7
+    assert await wait_quiet(SlotPoller(backend), 1, yes) == 7
     assert backend.looked == 3
 
 
 async def test_nobody_is_concerned_any_more() -> None:
-    assert await wait_quiet(Looks(Scripted([{0}])), 0, lambda: False) is None
+    assert await wait_quiet(SlotPoller(Scripted([{0}])), 0, lambda: False) is None
 
 
 async def test_a_slot_that_is_gone() -> None:
-    assert await wait_quiet(Looks(Scripted([set()])), 5, yes) is None
+    assert await wait_quiet(SlotPoller(Scripted([set()])), 5, yes) is None
 
 
 async def test_without_slots_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.engine.slot_watch._BLIND_S", 0.0)
-    assert await wait_quiet(Looks(Scripted([NO_SLOTS])), 0, yes) is None
-    assert await place_of(Scripted([NO_SLOTS]), 0) is None
+    assert await wait_quiet(SlotPoller(Scripted([NO_SLOTS])), 0, yes) is None
+    assert await slot_of(Scripted([NO_SLOTS]), 0) is None
 
 
 async def test_what_was_sent_before_is_waited_for() -> None:
@@ -169,16 +170,16 @@ async def test_nothing_was_sent_before() -> None:
 
 
 async def test_a_request_is_found_where_it_was_expected() -> None:
-    assert await place_of(Scripted([set(), DOWN, {0, 1}]), 1, lambda: {0}) == 1
+    assert await slot_of(Scripted([set(), DOWN, {0, 1}]), 1, lambda: {0}) == 1
 
 
 async def test_a_request_is_found_where_nobody_else_works() -> None:
-    assert await place_of(Scripted([{0}, {0, 1}]), 5, lambda: {0}) == 1
+    assert await slot_of(Scripted([{0}, {0, 1}]), 5, lambda: {0}) == 1
 
 
 async def test_a_request_that_ended_unseen() -> None:
     backend = Scripted([set()])
-    assert await place_of(backend, 0, set, lambda: backend.looked < 3) is None
+    assert await slot_of(backend, 0, set, lambda: backend.looked < 3) is None
 
 
 async def test_while_nobody_waits_few_looks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +193,11 @@ async def test_while_nobody_waits_few_looks_are_made(monkeypatch: pytest.MonkeyP
         waits.set_result(None)
 
     asyncio.get_running_loop().call_soon(ends)
-    assert await place_of(backend, 0, set, lambda: not is_over, waits) is None
+    assert await slot_of(backend, 0, set, lambda: not is_over, waits) is None
     assert backend.looked == 0
     waits = under_way()
     asyncio.get_running_loop().call_soon(waits.set_result, None)
-    assert await place_of(backend, 0, set, yes, waits) == 0
+    assert await slot_of(backend, 0, set, yes, waits) == 0
     assert backend.looked == 1
 
 
@@ -211,7 +212,7 @@ async def test_later_looks_are_as_far_apart_as_if_somebody_waited(
 
     monkeypatch.setattr("router.engine.slot_watch.asyncio.wait", wait)
     backend = Scripted([set(), set(), set(), {0}])
-    assert await place_of(backend, 0, set, yes, under_way()) == 0
+    assert await slot_of(backend, 0, set, yes, under_way()) == 0
     assert waited == [0.0, 0.005, 0.01, 0.02]
 
 
@@ -219,18 +220,18 @@ async def test_who_comes_to_wait_is_not_kept_waiting(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("router.engine.slot_watch._LEISURE_S", 60.0)
     waits = under_way()
     asyncio.get_running_loop().call_soon(waits.set_result, None)
-    assert await place_of(Scripted([{0}]), 0, set, yes, waits) == 0
+    assert await slot_of(Scripted([{0}]), 0, set, yes, waits) == 0
 
 
 async def test_a_request_that_lasts_is_looked_for_although_nobody_waits() -> None:
-    assert await place_of(Scripted([{0}]), 0, set, yes, under_way()) == 0
+    assert await slot_of(Scripted([{0}]), 0, set, yes, under_way()) == 0
 
 
 async def test_those_who_wait_share_their_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with looks of their own would keep the server from noticing that their clients left."""
     monkeypatch.setattr("router.engine.slot_watch._QUIET_DELAYS_S", (0.01, 0.02, 0.2))
     backend = Scripted([{0, 1}, set(), set()])
-    looks = Looks(backend)
+    looks = SlotPoller(backend)
     seen = await asyncio.gather(wait_quiet(looks, 0, yes), wait_quiet(looks, 1, yes))
 
     assert list(seen) == [7, 7]
@@ -239,18 +240,18 @@ async def test_those_who_wait_share_their_looks(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_strangers_are_slots_that_are_busy_and_ours_idle() -> None:
-    looks = Looks(Scripted([{1}]))
+    looks = SlotPoller(Scripted([{1}]))
     one, two = SlotId(BackendId("a"), 0), SlotId(BackendId("a"), 1)
 
     assert await find_busy(looks, {one: 3, two: 4}) == {two: 4}
     assert await find_busy(looks, {one: 3}) == {}
-    assert await find_busy(Looks(Scripted([DOWN])), {two: 4}) == {}
-    assert await find_busy(Looks(Scripted([NO_SLOTS])), {two: 4}) == {}
+    assert await find_busy(SlotPoller(Scripted([DOWN])), {two: 4}) == {}
+    assert await find_busy(SlotPoller(Scripted([NO_SLOTS])), {two: 4}) == {}
 
 
 async def test_nobody_looks_around_while_others_wait() -> None:
     backend = Scripted([{1}])
-    looks = Looks(backend)
+    looks = SlotPoller(backend)
     looks.watchers = 1
 
     assert await find_busy(looks, {SlotId(BackendId("a"), 1): 4}) == {}
@@ -259,7 +260,7 @@ async def test_nobody_looks_around_while_others_wait() -> None:
 
 async def test_another_process_under_the_same_name_is_looked_at_itself() -> None:
     backends = {BackendId("a"): Scripted([set()])}
-    lookout = Lookout(backends)
+    lookout = SlotPollers(backends)
     first = lookout.at(BackendId("a"))
     assert lookout.at(BackendId("a")) is first
     backends[BackendId("a")] = Scripted([set()])
@@ -270,10 +271,10 @@ async def test_a_request_that_was_over_before_the_first_look() -> None:
     """It was the last that a slot did; of one that works for others that is not known."""
     backend = Scripted([set()])
     backend.tasks = [7, 3]
-    assert await place_of(backend, 1, over=True) == 0
-    assert await place_of(backend, 1, lambda: {0}, over=True) == 1
-    assert await place_of(Scripted([{0}]), 1, over=True) is None
-    assert await place_of(Scripted([DOWN]), 1, over=True) is None
+    assert await slot_of(backend, 1, over=True) == 0
+    assert await slot_of(backend, 1, lambda: {0}, over=True) == 1
+    assert await slot_of(Scripted([{0}]), 1, over=True) is None
+    assert await slot_of(Scripted([DOWN]), 1, over=True) is None
 
 
 async def test_a_wipe_is_tried_until_it_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:

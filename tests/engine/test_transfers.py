@@ -53,24 +53,24 @@ class World:
 
     async def cut(self, of: Any, n_tokens: int) -> StagedFile:
         self._do("cut", of.id, n_tokens)
-        return StagedFile(of.place, "staged", run_of(n_tokens), 1000 * n_tokens)
+        return StagedFile(of.kv_dir, "staged", run_of(n_tokens), 1000 * n_tokens)
 
-    async def verify(self, place: Any, name: str, size: int) -> StagedFile:
+    async def verify(self, kv_dir: Any, name: str, size: int) -> StagedFile:
         self._do("verify", name)
-        return StagedFile(place, name, PART.tokens, size)
+        return StagedFile(kv_dir, name, PART.tokens, size)
 
     async def commit(self, staged: StagedFile, namespace: Any) -> Any:
         self._do("commit", staged.name)
         return PART
 
-    async def discard(self, place: Any, name: str) -> None:
+    async def discard(self, kv_dir: Any, name: str) -> None:
         self._do("discard", name)
 
-    async def open(self, of: Any, place: Any, n_stream: int) -> str:
+    async def open(self, of: Any, kv_dir: Any, n_stream: int) -> str:
         self._do("open", of.id, n_stream)
         return "opened"
 
-    async def close(self, of: Any, place: Any, name: str) -> None:
+    async def close(self, of: Any, kv_dir: Any, name: str) -> None:
         self._do("close", name)
 
     async def overwrite(self, slot: int) -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import Tasks
-from router.base.types import Place, Snapshot, SnapshotId
+from router.base.types import KvDir, Snapshot, SnapshotId
 from router.store import files, io_pool
 from router.store import store as store_module
 from router.store.io_pool import Threads
-from router.store.records import Held
+from router.store.records import StoredSnapshot
 from router.store.store import KvStore
 from tests.support.files.state_files import full
 from tests.support.files.stores import Stores, names, put, write
@@ -148,7 +148,7 @@ class Hanging:
 
 @pytest.fixture
 async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
-    made = Stores((Place(str(tmp_path / "a")), Place(str(tmp_path / "b"))))
+    made = Stores((KvDir(str(tmp_path / "a")), KvDir(str(tmp_path / "b"))))
     yield made
     await made.aclose()
 
@@ -170,7 +170,7 @@ async def test_what_hangs_is_withdrawn_and_offered_again(
         found.append(snapshots)
 
     store = KvStore(
-        stores.places,
+        stores.kv_dirs,
         on_lost=lambda snapshot, reason: stores.lost.append((snapshot, reason)),
         on_found=on_found,
         wall_now=lambda: 1.5,
@@ -178,17 +178,17 @@ async def test_what_hangs_is_withdrawn_and_offered_again(
     snapshot = await kept(store)
     hanging = Hanging(monkeypatch, files, "identity")
     with pytest.raises(KvError, match="does not answer"):
-        await store.open(snapshot, snapshot.place, 1)
+        await store.open(snapshot, snapshot.kv_dir, 1)
     await turns()
     assert stores.lost == [(snapshot, "its directory does not answer")]
     assert store.hangs
     # The other directory has threads of its own.
-    await store.discard(stores.places[1], store.staging_name())
+    await store.discard(stores.kv_dirs[1], store.staging_name())
 
     hanging.go.set()
     await until(lambda: bool(found))
     assert found == [[snapshot]]
-    assert await store.open(snapshot, snapshot.place, 1)
+    assert await store.open(snapshot, snapshot.kv_dir, 1)
     await store.aclose()
 
 
@@ -196,23 +196,23 @@ async def test_a_file_that_comes_too_late_is_removed(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A link that nobody waits for any more."""
-    store = stores.make(*stores.places)
+    store = stores.make(*stores.kv_dirs)
     snapshot = await kept(store)
     hanging = Hanging(monkeypatch, files, "link")
     with pytest.raises(KvError, match="does not answer"):
-        await store.open(snapshot, stores.places[1], 1)
+        await store.open(snapshot, stores.kv_dirs[1], 1)
     hanging.go.set()
     await until(lambda: not store.works)
     await store.flush()
     assert names(store) == {f"kvf-{snapshot.id}.kv"}
-    assert not [name for name in os.listdir(stores.places[1]) if name.startswith("kvf-")]
+    assert not [name for name in os.listdir(stores.kv_dirs[1]) if name.startswith("kvf-")]
 
 
 async def test_of_two_directories_neither_is_blamed_for_the_other(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is read and the other written: only the way between them is closed."""
-    here, there = stores.places
+    here, there = stores.kv_dirs
     store = stores.make(here, there)
     snapshot = await kept(store)
     hanging = Hanging(monkeypatch, files, "link")
@@ -232,7 +232,7 @@ async def test_of_two_directories_neither_is_blamed_for_the_other(
 async def test_one_that_hangs_does_not_keep_another_from_being_opened(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there = stores.places
+    here, there = stores.kv_dirs
     store = stores.make(here)
     await store.load()
     real = os.stat
@@ -248,7 +248,7 @@ async def test_one_that_hangs_does_not_keep_another_from_being_opened(
 async def test_one_that_hangs_while_it_is_opened_is_let_go_of(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there = stores.places
+    here, there = stores.kv_dirs
     store = stores.make(here)
     await store.load()
     hanging = Hanging(monkeypatch, files, "prepare_directory")
@@ -277,21 +277,21 @@ async def test_what_was_lost_is_told_before_what_is_found(
     def on_lost(snapshot: Snapshot, _: str) -> None:
         if not hanging.go.is_set():
             hanging.go.set()
-            (stuck,) = store._directories[snapshot.place].threads._stuck
+            (stuck,) = store._directories[snapshot.kv_dir].threads._stuck
             wait([stuck.job], timeout=10)
         offered.discard(snapshot.id)
 
     async def on_found(snapshots: list[Snapshot]) -> None:
         offered.update(snapshot.id for snapshot in snapshots)
 
-    store = KvStore(stores.places, on_lost=on_lost, on_found=on_found, wall_now=lambda: 1.5)
+    store = KvStore(stores.kv_dirs, on_lost=on_lost, on_found=on_found, wall_now=lambda: 1.5)
     await store.load()
     made = [await put(store, full([number, 6, 7])) for number in range(20)]
     await store.flush()
     offered.update(snapshot.id for snapshot in made)
     hanging = Hanging(monkeypatch, files, "identity")
     with pytest.raises(KvError):
-        await store.open(made[0], made[0].place, 1)
+        await store.open(made[0], made[0].kv_dir, 1)
     await until(lambda: not store.hangs)
     await store.flush()
     assert offered == {snapshot.id for snapshot in made}
@@ -305,8 +305,8 @@ async def test_what_is_deleted_in_a_directory_that_hangs_is_gone_later(
     snapshot = await kept(store)
     hanging = Hanging(monkeypatch, files, "identity")
     with pytest.raises(KvError):
-        await store.open(snapshot, snapshot.place, 1)
-    unlink = Hanging(monkeypatch, Held, "unlink")
+        await store.open(snapshot, snapshot.kv_dir, 1)
+    unlink = Hanging(monkeypatch, StoredSnapshot, "unlink")
     deleted = asyncio.get_running_loop().create_task(store.delete(snapshot))
     await turns()
     assert names(store)
@@ -314,7 +314,7 @@ async def test_what_is_deleted_in_a_directory_that_hangs_is_gone_later(
     hanging.go.set()
     await deleted
     assert not names(store)
-    assert not store._directories[snapshot.place].manifest.entries
+    assert not store._directories[snapshot.kv_dir].manifest.entries
 
 
 async def test_what_could_not_be_removed_is_later(
@@ -325,9 +325,9 @@ async def test_what_could_not_be_removed_is_later(
     name = write(store)
     hanging = Hanging(monkeypatch, files, "identity")
     with pytest.raises(KvError):
-        await store.open(snapshot, snapshot.place, 1)
+        await store.open(snapshot, snapshot.kv_dir, 1)
     with pytest.raises(KvError):
-        await store.discard(snapshot.place, name)
+        await store.discard(snapshot.kv_dir, name)
     assert name in names(store)
     hanging.go.set()
     await until(lambda: name not in names(store))

@@ -19,13 +19,13 @@ from router.store.manifest import (
     MANIFEST,
     NEW_MANIFEST,
     DirectoryLock,
-    Entry,
     Manifest,
+    ManifestEntry,
 )
 
 
-def entry(number: int) -> Entry:
-    return Entry(
+def entry(number: int) -> ManifestEntry:
+    return ManifestEntry(
         id=SnapshotId(f"{number:032x}"),
         namespace=Namespace("n"),
         file=f"kvf-{number:032x}.kv",
@@ -73,7 +73,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scratch")
 
 
-def expected(lines: list[bytes]) -> dict[SnapshotId, Entry]:
+def expected(lines: list[bytes]) -> dict[SnapshotId, ManifestEntry]:
     """What the whole lines of `written` say, by the order in which the fixture wrote them."""
     out = {}
     for index, _ in enumerate(lines):

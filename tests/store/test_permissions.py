@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.base.errors import KvError
-from router.base.types import Place
+from router.base.types import KvDir
 from router.config.schema import parse
 from router.store.files import openness
 from router.store.store import KvStore
@@ -21,13 +21,13 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def list_of(place: Path) -> list[Path]:
-    return sorted(place.iterdir())
+def list_of(kv_dir: Path) -> list[Path]:
+    return sorted(kv_dir.iterdir())
 
 
-def store(place: Path, *, group_access: bool) -> KvStore:
+def store(kv_dir: Path, *, group_access: bool) -> KvStore:
     return KvStore(
-        [Place(str(place))],
+        [KvDir(str(kv_dir))],
         on_lost=lambda *_: None,
         wall_now=lambda: 1.0,
         group_access=group_access,
@@ -56,10 +56,10 @@ async def test_a_directory_that_is_too_open(
     tmp_path: Path, mode: int, group_access: bool, whom: str | None
 ) -> None:
     """Refused at the start with what to do; it is not changed behind the operator's back."""
-    place = tmp_path / "a b"
-    place.mkdir()
-    place.chmod(mode)
-    made = store(place, group_access=group_access)
+    kv_dir = tmp_path / "a b"
+    kv_dir.mkdir()
+    kv_dir.chmod(mode)
+    made = store(kv_dir, group_access=group_access)
     if whom is None:
         await made.load()
         await made.aclose()
@@ -68,9 +68,9 @@ async def test_a_directory_that_is_too_open(
             await made.load()
         right = "770" if group_access else "700"
         assert f"open to {whom} (mode {mode:o})" in str(refused.value)
-        assert f"chmod {right} '{place}'" in str(refused.value)
+        assert f"chmod {right} '{kv_dir}'" in str(refused.value)
         assert ("store.group_access" in str(refused.value)) == (whom == "its group")
-    assert mode_of(place) == mode
+    assert mode_of(kv_dir) == mode
     assert (openness(mode, group_access=group_access) is None) == (whom is None)
 
 

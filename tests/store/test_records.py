@@ -8,12 +8,12 @@ import pytest
 from router.base.errors import KvError
 from router.base.tasks import Tasks
 from router.base.tokens import pack
-from router.base.types import Namespace, Place, Snapshot, SnapshotId, StateShape
+from router.base.types import KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.store import records
 from router.store.files import identity
 from router.store.io_pool import Threads
 from router.store.manifest import MANIFEST, Manifest
-from router.store.records import Directory, Held
+from router.store.records import KvDirectory, StoredSnapshot
 from tests.support.files.state_files import full
 from tests.support.files.stores import touch
 
@@ -21,9 +21,9 @@ ID = SnapshotId("0" * 32)
 TOKENS = [5, 6, 7, 8]
 
 
-def opened(path: Path) -> Directory:
+def opened(path: Path) -> KvDirectory:
     return records.open_directory(
-        Place(str(path)),
+        KvDir(str(path)),
         [],
         Threads(str(path), lambda: None, Tasks().spawn),
         fsync=False,
@@ -31,7 +31,7 @@ def opened(path: Path) -> Directory:
     )
 
 
-def closed(directory: Directory) -> None:
+def closed(directory: KvDirectory) -> None:
     records.close_directory(directory)
 
 
@@ -43,8 +43,8 @@ def test_shape_is_recovered(tmp_path: Path, shape: StateShape) -> None:
     file = tmp_path / f"kvf-{ID}.kv"
     file.write_bytes(raw)
     directory = opened(tmp_path)
-    snapshot = Snapshot(ID, Namespace("n"), directory.place, pack(TOKENS), len(raw), shape)
-    records.record(Held(snapshot, directory, identity(file)), fsync=False)
+    snapshot = Snapshot(ID, Namespace("n"), directory.kv_dir, pack(TOKENS), len(raw), shape)
+    records.record(StoredSnapshot(snapshot, directory, identity(file)), fsync=False)
     closed(directory)
 
     again = opened(tmp_path)
@@ -74,8 +74,8 @@ def test_what_has_no_record_yet_may_have_been_touched(
     file = tmp_path / f"kvf-{ID}.kv"
     file.write_bytes(raw)
     directory = opened(tmp_path)
-    snapshot = Snapshot(ID, Namespace("n"), directory.place, pack(TOKENS), len(raw), StateShape())
-    held = Held(snapshot, directory, identity(file))
+    snapshot = Snapshot(ID, Namespace("n"), directory.kv_dir, pack(TOKENS), len(raw), StateShape())
+    held = StoredSnapshot(snapshot, directory, identity(file))
 
     def add(*_: object) -> None:
         raise KvError("the disk is full")

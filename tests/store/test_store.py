@@ -16,7 +16,7 @@ import pytest
 from router.base import tokens as tok
 from router.base.errors import KvError, KvFileError
 from router.base.ports import SnapshotStore
-from router.base.types import Place, SnapshotId
+from router.base.types import KvDir, SnapshotId
 from router.store.manifest import MANIFEST
 from router.store.store import KvStore
 from router.tools.demo.launcher import LlamaServer
@@ -38,7 +38,7 @@ from tests.support.files.stores import (
 
 @pytest.fixture
 async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
-    made = Stores((Place(str(tmp_path / "a")), Place(str(tmp_path / "b"))))
+    made = Stores((KvDir(str(tmp_path / "a")), KvDir(str(tmp_path / "b"))))
     yield made
     await made.aclose()
 
@@ -61,20 +61,20 @@ async def test_snapshot_survives_a_restart(stores: Stores, store: KvStore) -> No
 
     assert [snapshot] == loaded
     assert tok.pack(TOKENS) == loaded[0].tokens
-    assert f"kvf-{snapshot.id}.kv" == await again.open(snapshot, snapshot.place, 1)
+    assert f"kvf-{snapshot.id}.kv" == await again.open(snapshot, snapshot.kv_dir, 1)
 
 
 async def test_usable_before_it_is_durable(store: KvStore) -> None:
     snapshot = await put(store)
-    name = await store.open(snapshot, snapshot.place, 1)
-    assert full(TOKENS) == at(snapshot.place, name).read_bytes()
-    await store.close(snapshot, snapshot.place, name)
+    name = await store.open(snapshot, snapshot.kv_dir, 1)
+    assert full(TOKENS) == at(snapshot.kv_dir, name).read_bytes()
+    await store.close(snapshot, snapshot.kv_dir, name)
     assert path(snapshot).exists()
 
 
 async def test_directory_is_made_private(stores: Stores, store: KvStore) -> None:
     snapshot = await put(store)
-    assert stat.S_IMODE(os.stat(snapshot.place).st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(snapshot.kv_dir).st_mode) == 0o700
     assert stat.S_IMODE(path(snapshot).stat().st_mode) == 0o600
 
 
@@ -84,7 +84,7 @@ async def test_size_lie(store: KvStore, delta: int) -> None:
     raw = full(TOKENS)
     name = write(store, raw)
     with pytest.raises(KvFileError, match="reported"):
-        await store.verify(store._places[0], name, len(raw) + delta)
+        await store.verify(store._kv_dirs[0], name, len(raw) + delta)
     assert set() == names(store)
 
 
@@ -100,13 +100,13 @@ async def test_size_lie(store: KvStore, delta: int) -> None:
 )
 async def test_damaged_file_is_removed(store: KvStore, raw: bytes) -> None:
     with pytest.raises(KvFileError):
-        await store.verify(store._places[0], write(store, raw), len(raw))
+        await store.verify(store._kv_dirs[0], write(store, raw), len(raw))
     assert set() == names(store)
 
 
 async def test_missing_file(store: KvStore) -> None:
     with pytest.raises(KvFileError):
-        await store.verify(store._places[0], store.staging_name(), 1)
+        await store.verify(store._kv_dirs[0], store.staging_name(), 1)
 
 
 @pytest.mark.parametrize("kind", ["symlink", "pipe", "directory"])
@@ -115,7 +115,7 @@ async def test_only_regular_files(store: KvStore, tmp_path: Path, kind: str) -> 
     target = tmp_path / "target"
     target.write_bytes(full(TOKENS))
     name = store.staging_name()
-    staged = Path(store._places[0], name)
+    staged = Path(store._kv_dirs[0], name)
     make: dict[str, Callable[[], object]] = {
         "symlink": lambda: staged.symlink_to(target),
         "pipe": lambda: os.mkfifo(staged),
@@ -123,28 +123,28 @@ async def test_only_regular_files(store: KvStore, tmp_path: Path, kind: str) -> 
     }
     make[kind]()
     with pytest.raises(KvFileError, match="not a regular file"):
-        await store.verify(store._places[0], name, len(full(TOKENS)))
+        await store.verify(store._kv_dirs[0], name, len(full(TOKENS)))
     assert full(TOKENS) == target.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["../x", "kvf-1.kv", "", "x.part", MANIFEST])
 async def test_foreign_names_are_refused(store: KvStore, name: str) -> None:
     with pytest.raises(KvError):
-        await store.verify(store._places[0], name, 1)
+        await store.verify(store._kv_dirs[0], name, 1)
     with pytest.raises(KvError):
-        await store.discard(store._places[0], name)
+        await store.discard(store._kv_dirs[0], name)
 
 
 async def test_discard(store: KvStore) -> None:
     name = write(store)
-    await store.discard(store._places[0], name)
-    await store.discard(store._places[0], name)
+    await store.discard(store._kv_dirs[0], name)
+    await store.discard(store._kv_dirs[0], name)
     assert set() == names(store)
 
 
 @pytest.fixture
 async def pair(stores: Stores) -> KvStore:
-    store = stores.make(*stores.places)
+    store = stores.make(*stores.kv_dirs)
     await store.load()
     return store
 
@@ -157,7 +157,7 @@ async def test_open_in_another_directory(
         monkeypatch.setattr(os, "link", enospc)
     if how == "plain copy":
         monkeypatch.setattr(os, "copy_file_range", enospc)
-    there = pair._places[1]
+    there = pair._kv_dirs[1]
     snapshot = await put(pair)
     name = await pair.open(snapshot, there, 1)
     assert full(TOKENS) == at(there, name).read_bytes()
@@ -174,15 +174,15 @@ async def test_copy_that_fails_leaves_nothing(
     await pair.flush()
     for function in ("link", "copy_file_range", "pwrite"):
         monkeypatch.setattr(os, function, enospc)
-    before = set(os.listdir(pair._places[1]))
+    before = set(os.listdir(pair._kv_dirs[1]))
     with pytest.raises(KvError, match="No space"):
-        await pair.open(snapshot, pair._places[1], 1)
-    assert before == set(os.listdir(pair._places[1]))
+        await pair.open(snapshot, pair._kv_dirs[1], 1)
+    assert before == set(os.listdir(pair._kv_dirs[1]))
 
 
 async def test_delete_while_linked_elsewhere(pair: KvStore) -> None:
     """A backend that is about to read its own link does not notice."""
-    there = pair._places[1]
+    there = pair._kv_dirs[1]
     snapshot = await put(pair)
     name = await pair.open(snapshot, there, 1)
     await pair.delete(snapshot)
@@ -192,14 +192,14 @@ async def test_delete_while_linked_elsewhere(pair: KvStore) -> None:
 
 
 async def test_end_removes_what_was_not_closed(pair: KvStore) -> None:
-    there = pair._places[1]
+    there = pair._kv_dirs[1]
     name = await pair.open(await put(pair), there, 1)
     await pair.aclose()
     assert not at(there, name).exists()
 
 
 async def test_concurrent_opens_are_independent(pair: KvStore) -> None:
-    there = pair._places[1]
+    there = pair._kv_dirs[1]
     snapshot = await put(pair)
     opened = await asyncio.gather(*(pair.open(snapshot, there, 1) for _ in range(20)))
     assert len(set(opened)) == 20
@@ -212,16 +212,16 @@ async def test_cancelled_open_leaves_no_link(
     pair: KvStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread cannot be cancelled; what it made has to go all the same."""
-    await cancel_inside(monkeypatch, "link", pair.open(await put(pair), pair._places[1], 1))
+    await cancel_inside(monkeypatch, "link", pair.open(await put(pair), pair._kv_dirs[1], 1))
     await pair.flush()
-    assert {n for n in os.listdir(pair._places[1]) if n.startswith("kvf-")} == set()
+    assert {n for n in os.listdir(pair._kv_dirs[1]) if n.startswith("kvf-")} == set()
 
 
 async def test_cancelled_commit_leaves_no_file(
     store: KvStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = full(TOKENS)
-    staged = await store.verify(store._places[0], write(store), len(raw))
+    staged = await store.verify(store._kv_dirs[0], write(store), len(raw))
     await cancel_inside(monkeypatch, "rename", store.commit(staged, NAMESPACE))
     await store.flush()
     assert set() == names(store)
@@ -254,7 +254,7 @@ async def test_media_tokens_survive_a_restart(stores: Stores, store: KvStore) ->
     """The file has -1 where media is; which media it was, only the record tells."""
     tokens = [1, -1, -1, -1, 2]
     raw = head(tokens, [(1, b"abc"), (3, b"d")]) + attention(stream(range(5), ext=True))
-    staged = await store.verify(store._places[0], write(store, raw), len(raw))
+    staged = await store.verify(store._kv_dirs[0], write(store, raw), len(raw))
     assert tok.pack(tokens) == staged.tokens
     named = replace(staged, tokens=tok.pack([1, -70, -80, 2]))
     snapshot = await store.commit(named, NAMESPACE)
@@ -279,7 +279,7 @@ async def test_cheap_open_is_cheap(store: KvStore) -> None:
     best = 1.0
     for _ in range(50):
         began = time.perf_counter()
-        await store.open(snapshot, snapshot.place, 1)
+        await store.open(snapshot, snapshot.kv_dir, 1)
         best = min(best, time.perf_counter() - began)
     assert best < 0.001
 
@@ -287,16 +287,16 @@ async def test_cheap_open_is_cheap(store: KvStore) -> None:
 async def test_unknown_place_and_snapshot(store: KvStore) -> None:
     snapshot = await put(store)
     with pytest.raises(KvError):
-        await store.open(snapshot, Place("/elsewhere"), 1)
+        await store.open(snapshot, KvDir("/elsewhere"), 1)
     with pytest.raises(KvFileError):
-        await store.open(replace(snapshot, id=SnapshotId("0")), snapshot.place, 1)
+        await store.open(replace(snapshot, id=SnapshotId("0")), snapshot.kv_dir, 1)
 
 
 async def test_real_backends_share_a_snapshot(
     llama_server: StartServer, stores: Stores, pair: KvStore
 ) -> None:
     """Saved by one server, restored by another that has its own directory."""
-    here, there = pair._places
+    here, there = pair._kv_dirs
     first = await llama_server(kv_dir=Path(here))
     second = await llama_server(kv_dir=Path(there))
     prompt = list(range(100))

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from router.base.errors import KvError, KvFileError
-from router.base.types import Place, SnapshotId
+from router.base.types import KvDir, SnapshotId
 from router.store import files, records
 from router.store.manifest import MANIFEST, Manifest
 from router.store.store import KvStore
@@ -33,7 +33,7 @@ from tests.support.files.stores import (
 
 @pytest.fixture
 async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
-    made = Stores((Place(str(tmp_path / "a")), Place(str(tmp_path / "b"))))
+    made = Stores((KvDir(str(tmp_path / "a")), KvDir(str(tmp_path / "b"))))
     yield made
     await made.aclose()
 
@@ -47,7 +47,7 @@ async def store(stores: Stores) -> KvStore:
 
 async def test_oldest_comes_first(stores: Stores) -> None:
     ticks = iter(range(100))
-    store = KvStore(stores.places, on_lost=lambda *_: None, wall_now=lambda: float(next(ticks)))
+    store = KvStore(stores.kv_dirs, on_lost=lambda *_: None, wall_now=lambda: float(next(ticks)))
     await store.load()
     put_in = []
     for n in range(2, 6):
@@ -77,9 +77,9 @@ async def test_what_is_found_costs_no_copy_of_the_records_each(
 
 
 async def test_commit_needs_a_verified_unchanged_file(store: KvStore) -> None:
-    place, raw = store._places[0], full(TOKENS)
-    staged = await store.verify(place, write(store), len(raw))
-    touch(Path(place, staged.name))
+    kv_dir, raw = store._kv_dirs[0], full(TOKENS)
+    staged = await store.verify(kv_dir, write(store), len(raw))
+    touch(Path(kv_dir, staged.name))
     with pytest.raises(KvFileError, match="changed after it was verified"):
         await store.commit(staged, NAMESPACE)
     with pytest.raises(KvFileError, match="was not verified"):
@@ -90,7 +90,7 @@ async def test_touched_file_is_checked_again(stores: Stores, store: KvStore) -> 
     snapshot = await put(store)
     await store.flush()
     touch(path(snapshot))
-    assert await store.open(snapshot, snapshot.place, 1)
+    assert await store.open(snapshot, snapshot.kv_dir, 1)
     touch(path(snapshot))
     _, loaded = await stores.restart(store)
     assert [snapshot] == loaded
@@ -115,7 +115,7 @@ async def test_changed_file_is_never_offered(
             (tmp_path / "elsewhere").write_bytes(raw)
             file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(KvFileError):
-        await store.open(snapshot, snapshot.place, 1)
+        await store.open(snapshot, snapshot.kv_dir, 1)
     again, loaded = await stores.restart(store)
     assert loaded == []
     assert names(again) == (set() if change == "gone" else {f"{file.name}.quarantined"})
@@ -157,7 +157,7 @@ async def test_disk_trouble_after_the_commit(
     assert "No space" in stores.lost[0][1]
     assert set() == names(store)
     with pytest.raises(KvFileError):
-        await store.open(snapshot, snapshot.place, 1)
+        await store.open(snapshot, snapshot.kv_dir, 1)
 
 
 @pytest.mark.parametrize("step", ["stage", "verify", "rename", "sync", "checksum"])
@@ -165,7 +165,7 @@ async def test_crash_before_the_record(
     stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """What no record names is swept away, whatever step it had reached."""
-    place = store._places[0]
+    kv_dir = store._kv_dirs[0]
     kept = await put(store)
     await store.flush()
     other = full([1, 2])
@@ -173,7 +173,7 @@ async def test_crash_before_the_record(
     with monkeypatch.context() as patch:
         patch.setattr(records, "record", crash_after(step))
         if step != "stage":
-            staged = await store.verify(place, name, len(other))
+            staged = await store.verify(kv_dir, name, len(other))
             if step != "verify":
                 await store.commit(staged, NAMESPACE)
                 await store.flush()
@@ -197,10 +197,10 @@ def crash_after(step: str) -> Callable[..., None]:
 async def test_crash_while_the_record_is_written(stores: Stores, store: KvStore) -> None:
     kept = await put(store)
     await store.flush()
-    size = at(kept.place, MANIFEST).stat().st_size
+    size = at(kept.kv_dir, MANIFEST).stat().st_size
     await put(store, full([1, 2]))
     await store.aclose()
-    os.truncate(at(kept.place, MANIFEST), size + 40)
+    os.truncate(at(kept.kv_dir, MANIFEST), size + 40)
 
     again = stores.make()
     assert [kept] == await again.load()
@@ -224,10 +224,10 @@ async def test_crash_between_drop_and_unlink(
 async def test_lost_drop_is_harmless(stores: Stores, store: KvStore) -> None:
     snapshot = await put(store)
     await store.flush()
-    before = at(snapshot.place, MANIFEST).read_bytes()
+    before = at(snapshot.kv_dir, MANIFEST).read_bytes()
     await store.delete(snapshot)
     await store.aclose()
-    at(snapshot.place, MANIFEST).write_bytes(before)
+    at(snapshot.kv_dir, MANIFEST).write_bytes(before)
     assert await stores.make().load() == []
 
 
@@ -243,7 +243,7 @@ async def test_full_disk_can_still_be_emptied(
 
 async def test_leftovers_are_swept_and_others_left_alone(stores: Stores) -> None:
     store = stores.make()
-    directory = at(store._places[0])
+    directory = at(store._kv_dirs[0])
     directory.mkdir(mode=0o700)
     (directory / store.staging_name()).write_bytes(b"x")
     (directory / f"kvf-{'0' * 32}.kv").write_bytes(full(TOKENS))
@@ -258,8 +258,8 @@ async def test_record_with_a_foreign_file_name(stores: Stores, store: KvStore) -
     """A manifest that names `../x` makes nobody read, rename or remove it."""
     snapshot = await put(store)
     await store.flush()
-    manifest = store._directories[snapshot.place].manifest
-    victim = Path(snapshot.place).parent / "x"
+    manifest = store._directories[snapshot.kv_dir].manifest
+    victim = Path(snapshot.kv_dir).parent / "x"
     victim.write_bytes(full(TOKENS))
     entry = manifest.entries[snapshot.id]
     manifest.add(replace(entry, id=SnapshotId("../x"), file="../x"))
@@ -269,18 +269,18 @@ async def test_record_with_a_foreign_file_name(stores: Stores, store: KvStore) -
 
 
 async def test_one_owner_per_directory(stores: Stores, store: KvStore) -> None:
-    second = stores.make(stores.places[1], stores.places[0])
+    second = stores.make(stores.kv_dirs[1], stores.kv_dirs[0])
     with pytest.raises(KvError, match="in use by another kvferry"):
         await second.load()
     # The one that it did get is free again.
-    third = stores.make(stores.places[1])
+    third = stores.make(stores.kv_dirs[1])
     assert await third.load() == []
 
 
 async def test_one_directory_under_two_names(stores: Stores, tmp_path: Path) -> None:
-    other = Place(str(tmp_path / "link"))
-    at(other).symlink_to(stores.places[0])
-    store = stores.make(stores.places[0], other)
+    other = KvDir(str(tmp_path / "link"))
+    at(other).symlink_to(stores.kv_dirs[0])
+    store = stores.make(stores.kv_dirs[0], other)
     await store.load()
     snapshot = await put(store)
     assert path(snapshot).name == await store.open(snapshot, other, 1)
@@ -288,9 +288,9 @@ async def test_one_directory_under_two_names(stores: Stores, tmp_path: Path) -> 
 
 async def test_unusable_directory(stores: Stores, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(KvError, match=str(place)):
-            await stores.make(Place(str(place))).load()
+    for kv_dir in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(KvError, match=str(kv_dir)):
+            await stores.make(KvDir(str(kv_dir))).load()
 
 
 async def test_read_only_directory(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +309,7 @@ async def test_read_only_directory(stores: Stores, monkeypatch: pytest.MonkeyPat
 async def test_record_of_another_file_is_not_believed(stores: Stores, store: KvStore) -> None:
     snapshot = await put(store)
     await store.flush()
-    manifest = store._directories[snapshot.place].manifest
+    manifest = store._directories[snapshot.kv_dir].manifest
     manifest.add(replace(manifest.entries[snapshot.id], n_tokens=3))
     _, loaded = await stores.restart(store)
     assert loaded == []
@@ -333,4 +333,4 @@ async def test_deleted_while_its_checksum_is_computed(
     await store.delete(snapshot)
     go.set()
     await store.flush()
-    assert store._directories[snapshot.place].manifest.entries == {}
+    assert store._directories[snapshot.kv_dir].manifest.entries == {}

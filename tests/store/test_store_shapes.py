@@ -11,7 +11,7 @@ import pytest
 
 from router.base import tokens as tok
 from router.base.errors import KvError, KvFileError
-from router.base.types import Place, StateShape
+from router.base.types import KvDir, StateShape
 from router.store import shapes
 from router.store.store import KvStore
 from router.tools.demo.launcher import LlamaServer
@@ -39,20 +39,20 @@ SHORT = BASE + attention(stream(range(10)))  # the window is longer than the sta
 
 @pytest.fixture
 async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
-    made = Stores((Place(str(tmp_path / "a")), Place(str(tmp_path / "b"))))
+    made = Stores((KvDir(str(tmp_path / "a")), KvDir(str(tmp_path / "b"))))
     yield made
     await made.aclose()
 
 
 @pytest.fixture
 async def store(stores: Stores) -> KvStore:
-    made = stores.make(*stores.places)
+    made = stores.make(*stores.kv_dirs)
     assert await made.load() == []
     return made
 
 
-def ours(place: Place) -> set[str]:
-    return {name for name in os.listdir(place) if name.startswith("kvf-")}
+def ours(kv_dir: KvDir) -> set[str]:
+    return {name for name in os.listdir(kv_dir) if name.startswith("kvf-")}
 
 
 # --- padding --------------------------------------------------------------------------------------
@@ -60,10 +60,10 @@ def ours(place: Place) -> set[str]:
 
 async def test_window_is_padded(stores: Stores, store: KvStore) -> None:
     """Once, when it comes from the backend; what it is survives a restart."""
-    place = store._places[0]
+    kv_dir = store._kv_dirs[0]
     name = write(store, WINDOWED)
-    staged = await store.verify(place, name, len(WINDOWED))
-    assert staged.size_bytes == at(place, name).stat().st_size > len(WINDOWED)
+    staged = await store.verify(kv_dir, name, len(WINDOWED))
+    assert staged.size_bytes == at(kv_dir, name).stat().st_size > len(WINDOWED)
     assert staged.shape == StateShape(1, (4,), extendable=True)
 
     snapshot = await store.commit(staged, NAMESPACE)
@@ -71,7 +71,7 @@ async def test_window_is_padded(stores: Stores, store: KvStore) -> None:
     assert shapes.inspect(path(snapshot), snapshot.size_bytes).layout.attention[1].pos_min == 5
     again, loaded = await stores.restart(store)
     assert [snapshot] == loaded
-    assert await again.open(snapshot, place, 1) == path(snapshot).name
+    assert await again.open(snapshot, kv_dir, 1) == path(snapshot).name
     assert stores.lost == []
 
 
@@ -98,7 +98,7 @@ async def test_disk_is_full_while_padding(store: KvStore, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", enospc)
         with pytest.raises(KvFileError, match="No space"):
-            await store.verify(store._places[0], name, len(WINDOWED))
+            await store.verify(store._kv_dirs[0], name, len(WINDOWED))
     assert names(store) == set()
 
 
@@ -174,15 +174,15 @@ async def test_cancelled_cut_leaves_no_file(
 async def test_other_number_of_streams(store: KvStore, elsewhere: bool) -> None:
     """Rewritten for the one restore, in the directory of the backend that asked."""
     snapshot = await put(store, full(TOKENS))
-    place = store._places[elsewhere]
-    before = ours(place)
-    name = await store.open(snapshot, place, 2)
-    assert ours(place) == before | {name}
+    kv_dir = store._kv_dirs[elsewhere]
+    before = ours(kv_dir)
+    name = await store.open(snapshot, kv_dir, 2)
+    assert ours(kv_dir) == before | {name}
     expected = head(TOKENS) + attention(stream(range(10)), stream([]))
-    assert at(place, name).read_bytes() == expected
+    assert at(kv_dir, name).read_bytes() == expected
     assert path(snapshot).read_bytes() == full(TOKENS)
-    await store.close(snapshot, place, name)
-    assert ours(place) == before
+    await store.close(snapshot, kv_dir, name)
+    assert ours(kv_dir) == before
     assert path(snapshot).exists()
 
 
@@ -192,14 +192,14 @@ async def test_other_number_of_streams(store: KvStore, elsewhere: bool) -> None:
 async def test_streams_that_fit(store: KvStore, raw: bytes, n_stream: int) -> None:
     """The same number; a backend or a state without attention."""
     snapshot = await put(store, raw)
-    assert await store.open(snapshot, snapshot.place, n_stream) == path(snapshot).name
+    assert await store.open(snapshot, snapshot.kv_dir, n_stream) == path(snapshot).name
 
 
 async def test_rewritten_file_does_not_outlive_the_store(store: KvStore) -> None:
     snapshot = await put(store, full(TOKENS))
-    name = await store.open(snapshot, snapshot.place, 2)
+    name = await store.open(snapshot, snapshot.kv_dir, 2)
     await store.aclose()
-    assert not at(snapshot.place, name).exists()
+    assert not at(snapshot.kv_dir, name).exists()
 
 
 async def test_streams_on_a_full_disk(store: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ async def test_streams_on_a_full_disk(store: KvStore, monkeypatch: pytest.Monkey
     for function in ("copy_file_range", "pwrite"):
         monkeypatch.setattr(os, function, enospc)
     with pytest.raises(KvError, match="No space") as raised:
-        await store.open(snapshot, snapshot.place, 2)
+        await store.open(snapshot, snapshot.kv_dir, 2)
     assert not isinstance(raised.value, KvFileError)
     assert names(store) == {path(snapshot).name}
 
@@ -219,7 +219,7 @@ async def test_cancelled_rewriting_leaves_no_file(
 ) -> None:
     snapshot = await put(store, full(TOKENS))
     await store.flush()
-    await cancel_inside(monkeypatch, "pwrite", store.open(snapshot, snapshot.place, 2))
+    await cancel_inside(monkeypatch, "pwrite", store.open(snapshot, snapshot.kv_dir, 2))
     await store.flush()
     assert names(store) == {path(snapshot).name}
     assert store._opened == set()
@@ -227,7 +227,7 @@ async def test_cancelled_rewriting_leaves_no_file(
 
 async def test_rewritings_at_once(store: KvStore) -> None:
     snapshot = await put(store, full(TOKENS))
-    opened = await asyncio.gather(*(store.open(snapshot, snapshot.place, n) for n in range(5)))
+    opened = await asyncio.gather(*(store.open(snapshot, snapshot.kv_dir, n) for n in range(5)))
     assert len(set(opened)) == 4  # 0 and 1 need none
 
 
@@ -255,7 +255,7 @@ async def test_real_servers_with_other_streams(
 ) -> None:
     """Saved by one with a stream for each slot, restored by one with a stream for all, or the
     other way round; continued as if it had been there all the time."""
-    here, there = store._places
+    here, there = store._kv_dirs
     flags: list[list[str]] = [[], ["--kv-unified"]]
     if unified_first:
         flags.reverse()
@@ -282,19 +282,19 @@ async def test_real_servers_with_other_streams(
 
 
 async def test_real_server_takes_a_cut(llama_server: StartServer, store: KvStore) -> None:
-    place = store._places[0]
-    server = await llama_server(kv_dir=Path(place))
+    kv_dir = store._kv_dirs[0]
+    server = await llama_server(kv_dir=Path(kv_dir))
     prompt = list(range(10, 210))
     await complete(server, prompt)
     name = store.staging_name()
     saved = await post(server.url + "/slots/0?action=save", {"filename": name})
-    whole = await store.commit(await store.verify(place, name, saved["n_written"]), NAMESPACE)
+    whole = await store.commit(await store.verify(kv_dir, name, saved["n_written"]), NAMESPACE)
     branch = [*prompt[:77], 300, 301]
     expected, cached = await complete(server, branch)
     assert cached == 77
 
     part = await store.commit(await store.cut(whole, 77), NAMESPACE)
     await post(server.url + "/slots/0?action=erase", {})
-    lent = await store.open(part, place, 2)
+    lent = await store.open(part, kv_dir, 2)
     await post(server.url + "/slots/0?action=restore", {"filename": lent})
     assert await complete(server, branch) == (expected, 77)

@@ -16,7 +16,7 @@ from router.base.types import (
 )
 from router.core.model.plan import Candidate, Plan, Price
 from router.telemetry import decision_log as module
-from router.telemetry.decision_log import Journal
+from router.telemetry.decision_log import DecisionLog
 
 SLOT = SlotId(BackendId("a"), 1)
 PLAN = Plan(Candidate(SLOT, Source.COLD, 0, Price()))
@@ -39,7 +39,7 @@ def record(name: str, nearest: Nearest | None = PARTED) -> RequestRecord:
         generated_tokens=6,
         waited_s=0.1,
         prepared_s=0.2,
-        stood_s=0.15,
+        prefill_queue_s=0.15,
         ttft_s=0.12345678,
         total_s=0.4,
         predicted_s=0.5,
@@ -48,8 +48,8 @@ def record(name: str, nearest: Nearest | None = PARTED) -> RequestRecord:
     )
 
 
-def journal_of(*names: str, limit: int = 3) -> Journal:
-    made = Journal(limit, lambda: 1_700_000_000.25)
+def journal_of(*names: str, limit: int = 3) -> DecisionLog:
+    made = DecisionLog(limit, lambda: 1_700_000_000.25)
     for name in names:
         made.over(record(name), PLAN)
     return made
@@ -93,7 +93,7 @@ def test_an_entry_says_all_of_it() -> None:
         "missed": {"cold": 7},
         "waited_s": 0.1,
         "prepared_s": 0.2,
-        "stood_s": 0.15,
+        "prefill_queue_s": 0.15,
         "ttft_s": 0.1235,
         "predicted_s": 0.5,
         "total_s": 0.4,
@@ -124,7 +124,7 @@ def test_off_keeps_nothing() -> None:
     assert made.recent(9) == []
 
 
-def chats(made: Journal) -> list[str]:
+def chats(made: DecisionLog) -> list[str]:
     return [entry.id for entry in made.recent(9) if entry.chat is not None]
 
 

@@ -16,10 +16,10 @@ from router.base.types import (
     BackendId,
     BackendInfo,
     BackendStats,
+    KvDir,
     MemoryKind,
     Namespace,
     Outcome,
-    Place,
     RequestId,
     RequestRecord,
     SlotId,
@@ -70,10 +70,17 @@ def stats() -> Stats:
 
 def infos() -> list[BackendInfo]:
     kind = MemoryKind.SLIDING_WINDOW
-    namespace, place = Namespace("n"), Place("/p")
+    namespace, kv_dir = Namespace("n"), KvDir("/p")
     return [
         BackendInfo(
-            BackendId("a"), 2, 100, namespace, place=place, memory_kind=kind, n_stream=2, window=64
+            BackendId("a"),
+            2,
+            100,
+            namespace,
+            kv_dir=kv_dir,
+            memory_kind=kind,
+            n_stream=2,
+            window=64,
         ),
         BackendInfo(BackendId("b"), 2, 100, namespace, cuts=True, n_stream=1),
     ]
@@ -137,7 +144,7 @@ async def test_every_metric_is_described(
 ) -> None:
     """One row each in docs/metrics.md: name, type, labels, meaning, what to do when it moves."""
     exercise(telemetry)
-    await Vitals(registry, MonotonicClock(), lambda: [str(tmp_path)], "1").look_at_disks()
+    await Vitals(registry, MonotonicClock(), lambda: [str(tmp_path)], "1").measure_disks()
     async with Connections() as connections:
         nobody = LlamaClient(BackendId("a"), "http://127.0.0.1:9", connections, Timeouts())
         text = await BackendMetrics({nobody.id: nobody}, registry).text()
@@ -283,7 +290,7 @@ def test_a_request_without_numbers_counts_as_a_request(
 def test_failures_are_counted_apart(
     registry: CollectorRegistry, telemetry: PrometheusTelemetry
 ) -> None:
-    snapshot = Snapshot(SnapshotId("s"), Namespace("n"), Place("/p"), EMPTY, 1)
+    snapshot = Snapshot(SnapshotId("s"), Namespace("n"), KvDir("/p"), EMPTY, 1)
     telemetry.saved(SLOT, SaveReason.IDLE, None, "disk full")
     telemetry.restored(SLOT, None, "bad file")
     telemetry.deleted(snapshot, "")

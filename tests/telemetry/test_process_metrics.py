@@ -27,7 +27,7 @@ async def test_disks_are_as_the_system_says(tmp_path: Path) -> None:
     vitals = Vitals(registry, Clock(), lambda: [here, here, str(tmp_path / "gone")], "1")
     assert registry.get_sample_value("kvferry_kv_dir_size_bytes", {"kv_dir": here}) is None
 
-    await vitals.look_at_disks()
+    await vitals.measure_disks()
 
     found = {name: registry.get_sample_value(name, {"kv_dir": here}) for name in (SIZE, FREE)}
     usage = shutil.disk_usage(tmp_path)

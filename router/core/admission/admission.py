@@ -13,19 +13,19 @@ from router.base.errors import (
 from router.base.tokens import head
 from router.base.types import BackendId, Request, RequestId, Source
 from router.core.admission.deferral import Decision, decide
-from router.core.admission.locality_priority import heir
+from router.core.admission.locality_priority import overtaking_request
 from router.core.execution import prefill_queue
 from router.core.execution.job_steps import is_wanted, next_step
 from router.core.execution.state import State
 from router.core.model.effects import SaveReason, StopWork
 from router.core.model.jobs import (
     AtGate,
+    CheckSlotStep,
     CutStep,
     DispatchStep,
     EraseStep,
-    InLine,
+    InPrefillQueue,
     Job,
-    LookStep,
     PrefillStep,
     RestoreStep,
     SaveStep,
@@ -37,13 +37,13 @@ from router.core.model.policy import PolicyName
 from router.core.model.request_queue import Waiting
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.displacement import saving_pays
-from router.core.reporting.miss_reasons import look
+from router.core.reporting.miss_reasons import coverage_of
 
 # Queued requests planned after a change: planning one costs tens of microseconds. The first few of
 # the queue are planned each time. Of the rest, which may all wait by choice, the next few are
 # planned, and more soon after, until all were.
-_LOOKED_AT = 16
-_LOOK_ON_AFTER_S = 0.05
+_SCANNED_AT_ONCE = 16
+_RESUME_SCAN_AFTER_S = 0.05
 _SERVED_AT = 32  # oldest of each model: could any backend serve them?
 _STICKY_KEYS = 100_000
 
@@ -89,12 +89,12 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
     # A slot action cannot be cancelled; the job ends with the step that is under way.
     job.cancelled = True
     # Slots that its prefill may have cleared have to be checked all the same.
-    job.steps = deque(step for step in job.steps if isinstance(step, LookStep))
+    job.steps = deque(step for step in job.steps if isinstance(step, CheckSlotStep))
     step, sharing = job.doing, state.fleet.slots[job.slot].sharing
     if isinstance(step, PrefillStep) and sharing and is_wanted(state, job, step.tokens):
         # Other requests wait for this very prefill: it goes on.
         job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
-    elif isinstance(job.doing, InLine | AtGate):
+    elif isinstance(job.doing, InPrefillQueue | AtGate):
         state.fleet.slots[job.slot].sharing = False
         next_step(state, job, now)  # another job may have the slot, and compute it
     else:
@@ -104,8 +104,8 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
 def _break_off(state: State, job: Job) -> None:
     """Break off what the job does; a prefill's result so far stays in the slot."""
     slot = state.fleet.slots[job.slot]
-    slot.sharing, slot.leaving = False, isinstance(job.doing, PrefillStep)
-    if slot.leaving:
+    slot.sharing, slot.prefill_abandoned = False, isinstance(job.doing, PrefillStep)
+    if slot.prefill_abandoned:
         prefill_queue.broke_off(slot)
     state.out.append(StopWork(job.id))
 
@@ -117,7 +117,7 @@ def _stop_for_nobody(state: State) -> None:
         if not (job.cancelled and isinstance(step, PrefillStep)):
             continue
         if state.fleet.slots[job.slot].sharing and not is_wanted(state, job, step.tokens):
-            job.steps = deque(step for step in job.steps if isinstance(step, LookStep))
+            job.steps = deque(step for step in job.steps if isinstance(step, CheckSlotStep))
             _break_off(state, job)
 
 
@@ -199,9 +199,9 @@ def serve_queue(state: State, now: float) -> None:
     6. A later request reuses the content that this one would displace: admit that request first,
        then plan this one again.
     """
-    state.look_on_at = None
+    state.resume_scan_at = None
     if not state.fleet.slots.any_idle():
-        state.looked_at.clear()
+        state.scanned.clear()
         return
     idle = {model for model in state.queue.models if state.fleet.has_idle(model)}
     if not idle:
@@ -223,7 +223,7 @@ def serve_queue(state: State, now: float) -> None:
             continue  # admitted already, before another
         decision = _give(state, waiting, request, asked, now)
         if not state.fleet.slots.any_idle():
-            state.looked_at.clear()  # plan all again when a slot comes free
+            state.scanned.clear()  # plan all again when a slot comes free
             return
         if decision is None:
             if not state.fleet.room(request):
@@ -247,7 +247,7 @@ def _give(
         decision = decide(state, request, now, now - waiting.since)
         if decision is None or decision.plan.chosen.wait_for is not None:
             return decision
-        first = heir(state, waiting, decision.plan, asked, now)
+        first = overtaking_request(state, waiting, decision.plan, asked, now)
         who, its = first or (waiting, decision)
         _grant(state, who, its.plan, now, pinnable=its.request.pinnable)
         if first is None:
@@ -264,22 +264,22 @@ def _some(
     for waiting in state.queue.in_turn():
         if (request := asked(waiting)) is None:
             continue
-        if first < _LOOKED_AT:
+        if first < _SCANNED_AT_ONCE:
             first += 1
-        elif request.id in state.looked_at:
+        elif request.id in state.scanned:
             skipped += 1
             continue
-        elif more == _LOOKED_AT:
+        elif more == _SCANNED_AT_ONCE:
             granted = len(state.queue) < n_waiting
-            state.look_on_at = now if granted else now + _LOOK_ON_AFTER_S
+            state.resume_scan_at = now if granted else now + _RESUME_SCAN_AFTER_S
             return
         else:
             more += 1
-            state.looked_at.add(request.id)
+            state.scanned.add(request.id)
         yield waiting, request
-    if skipped and state.changed:  # since they were planned
-        state.look_on_at = now + _LOOK_ON_AFTER_S
-    state.looked_at.clear()
+    if skipped and state.dirty:  # since they were planned
+        state.resume_scan_at = now + _RESUME_SCAN_AFTER_S
+    state.scanned.clear()
 
 
 def _to_reserve(state: State, request: Request) -> list[BackendId]:
@@ -290,13 +290,15 @@ def _to_reserve(state: State, request: Request) -> list[BackendId]:
         for backend in fleet.infos
         if fleet.serves(backend, request)
         and not fleet.is_open(backend, request)
-        and not fleet.gates_late(backend, request)  # it needs neither all slots nor their choice
+        and not fleet.gates_at_dispatch(
+            backend, request
+        )  # it needs neither all slots nor their choice
         and all(job.is_ours or job.slot.backend != backend for job in state.jobs.values())
     ]
     return sorted(shut, key=fleet.running)[:1]
 
 
-def look_back(state: State) -> None:
+def explain_admitted(state: State) -> None:
     """Note what was known of the prompts admitted last, and what they displace.
 
     The note explains and decides nothing, so it waits until the requests are on their way. Nothing
@@ -307,7 +309,9 @@ def look_back(state: State) -> None:
         assert job.request is not None
         assert job.plan is not None
         fleet, chosen = state.fleet, job.plan.chosen
-        job.plan = replace(job.plan, sight=look(job.request, job.plan, fleet), shared=None)
+        job.plan = replace(
+            job.plan, coverage=coverage_of(job.request, job.plan, fleet), shared=None
+        )
         kept = chosen.reused_tokens if chosen.source is Source.RESIDENT else 0
         fleet.give_up(fleet.slots[job.slot], kept)
         if job.request.whole_backend:
@@ -333,7 +337,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         request = replace(request, pinnable=pinnable)
     backend = chosen.slot.backend
     slot = fleet.slots[chosen.slot]
-    late = fleet.gates_late(backend, request)
+    at_dispatch = fleet.gates_at_dispatch(backend, request)
     job = Job(
         id=request.id,
         lease=slot.lease(request.id),
@@ -341,8 +345,8 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         plan=decision,
         since=now,
         waited_s=now - waiting.since,
-        gated=fleet.needs_gate(backend, request) and not late,
-        late=late,
+        gated=fleet.needs_gate(backend, request) and not at_dispatch,
+        gated_at_dispatch=at_dispatch,
     )
     state.jobs[job.id] = job
     state.unexplained.append(job)
@@ -360,17 +364,17 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         job.others = [fleet.slots[chosen.copy_from].lease(request.id)]
     generates = fleet.generates(backend)
     if generates and not request.pinnable and not request.whole_backend:
-        others = fleet.tempting(backend, request)
+        others = fleet.attracting(backend, request)
         job.others += [other.lease(request.id) for other in others]
     for lease in (job.lease, *job.others):
-        fleet.slots[lease.slot].taker = request.tenant
+        fleet.slots[lease.slot].next_tenant = request.tenant
         if not generates:  # the slot holds no tokens of any tenant
             fleet.slots[lease.slot].tenant = request.tenant
     fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
     if job.gated:
         fleet.gated.add(backend)
     if chosen.snapshot is not None:
-        fleet.catalog.acquire(chosen.snapshot, now)
+        fleet.catalog.add_reference(chosen.snapshot, now)
         job.using = chosen.snapshot
     fleet.granted += 1
     if fleet.policy.name is PolicyName.STICKY:
@@ -403,12 +407,12 @@ def _steps_of(state: State, job: Job, request: Request, decision: Plan) -> deque
             steps.append(CutStep(chosen.snapshot, chosen.cut))
         steps.append(RestoreStep(chosen.snapshot))
     tokens = request.prompt.tokens
-    for length in decision.pauses:
+    for length in decision.boundary_saves:
         steps += [PrefillStep(head(tokens, length)), SaveStep(chosen.slot, SaveReason.BOUNDARY)]
     # All but one token: the state is then a strict prefix of every prompt like it. The client's own
     # request has one token left to compute, and none is computed twice.
     n_first = len(request.prompt) - 1
-    if decision.prefill_first and n_first not in decision.pauses:
+    if decision.prefill_first and n_first not in decision.boundary_saves:
         steps.append(PrefillStep(head(tokens, n_first)))
     steps.append(DispatchStep())
     return steps

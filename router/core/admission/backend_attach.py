@@ -5,7 +5,7 @@ from router.core.execution.completion import end, watch
 from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.jobs import Job
-from router.core.model.rates import Line, Mean, Rates
+from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.slots import UNKNOWN, Resident
 from router.core.planning.snapshot_value import is_known, worth_of
 
@@ -37,7 +37,9 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
             watch(state, slot, wipe=status.adapted)
         else:
             # Of a slot that never ran the server reports nothing, even restored (section 5.1).
-            slot.resident = Resident(unread=status.n_tokens or 0, unsure=status.n_tokens is None)
+            slot.resident = Resident(
+                unread=status.n_tokens or 0, may_hold_more=status.n_tokens is None
+            )
     _value_anew(state, info)
 
 
@@ -80,7 +82,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     if info.bytes_per_token:
         rates.bytes_per_token = Mean(info.bytes_per_token)
     if info.prefill_s_per_token and not is_known(rates):
-        rates.prefill = Line(info.prefill_s_per_token, rates.prefill.b)
+        rates.prefill = LinearFit(info.prefill_s_per_token, rates.prefill.b)
     _value_anew(state, info)
     for slot in state.fleet.slots.of(info.id):
         slot.saved = False  # nothing could be saved so far
@@ -111,7 +113,7 @@ def _rates_for(info: BackendInfo) -> Rates:
     """Return priors for a new backend, from its probe if there was one."""
     rates = Rates()
     if info.prefill_s_per_token:
-        rates.prefill = Line(info.prefill_s_per_token, rates.prefill.b)
+        rates.prefill = LinearFit(info.prefill_s_per_token, rates.prefill.b)
     if info.bytes_per_token:
         rates.bytes_per_token = Mean(info.bytes_per_token)
     return rates

@@ -4,7 +4,7 @@ from router.base.types import BackendId
 from router.core.execution.completion import lose_backend
 from router.core.execution.state import State
 from router.core.model import events as ev
-from router.core.model.effects import Release
+from router.core.model.effects import Detach
 
 
 def begin(state: State, backend: BackendId) -> None:
@@ -17,7 +17,7 @@ def begin(state: State, backend: BackendId) -> None:
         slot.saved = False
 
 
-def release(state: State, now: float) -> None:
+def detach(state: State, now: float) -> None:
     """Detach the drained backends that are done: no slot is held, and no save is left to do.
 
     Called after the idle saves: were one left to do, its job would hold a slot now. To the
@@ -29,7 +29,7 @@ def release(state: State, now: float) -> None:
     for backend in sorted(state.fleet.draining - held):
         state.fleet.draining.remove(backend)
         lose_backend(state, backend, now)
-        state.out.append(Release(backend))
+        state.out.append(Detach(backend))
 
 
 def configured(state: State, event: ev.Configured) -> None:

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from router.base.types import Request, Source
 from router.core.execution.state import State
-from router.core.execution.volatile_slots import is_settling, let_go
+from router.core.execution.volatile_slots import about_to_be_idle, awaits_abandoned_slot
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan, Price
 from router.core.model.slots import Phase, Slot
 from router.core.planning.planner import plan
-from router.core.planning.prefill_wait import rank, seconds_left
+from router.core.planning.prefill_wait import rank, remaining_prefill_s
 
 
 class Decision(NamedTuple):
@@ -26,7 +26,7 @@ def decide(state: State, request: Request, now: float, waited_s: float) -> Decis
     A request that the server places better is sent unpinned if no request has to wait for that;
     else it is pinned.
     """
-    if request.left:
+    if request.server_picks:
         unpinned = replace(request, pinnable=False)
         made = _planned(state, unpinned, now, waited_s)
         if made is not None and made.chosen.wait_for is None:
@@ -34,20 +34,20 @@ def decide(state: State, request: Request, now: float, waited_s: float) -> Decis
     made = _planned(state, request, now, waited_s)
     if made is None:
         return None
-    parked = _parked(state.fleet, request, made)
+    parked = _ram_cache_tokens(state.fleet, request, made)
     if not parked:
         return Decision(request, made)
     backend = made.chosen.slot.backend
     unpinned = replace(request, pinnable=False)
     if backend in state.fleet.room(unpinned):
-        rest_s = state.fleet.rates[backend].prefill_s(len(request.prompt) - parked, parked)
-        way = Candidate(made.chosen.slot, Source.NONE, parked, Price(prefill_s=rest_s))
+        remaining_s = state.fleet.rates[backend].prefill_s(len(request.prompt) - parked, parked)
+        way = Candidate(made.chosen.slot, Source.NONE, parked, Price(prefill_s=remaining_s))
         reason = "server-placed: the backend may have the prompt in its own cache"
         return Decision(unpinned, Plan(way, reason=reason, shared=made.shared))
-    return None if any(let_go(state.fleet, backend, now)) else Decision(request, made)
+    return None if any(about_to_be_idle(state.fleet, backend, now)) else Decision(request, made)
 
 
-def _parked(fleet: Fleet, request: Request, made: Plan) -> int:
+def _ram_cache_tokens(fleet: Fleet, request: Request, made: Plan) -> int:
     """Return how many tokens of the prompt the chosen backend's own cache may hold.
 
     Zero unless that is clearly more than the plan reuses. The backend looks there only if the
@@ -59,7 +59,7 @@ def _parked(fleet: Fleet, request: Request, made: Plan) -> int:
         return 0
     if made.shared is None or prompt.n_media:  # the tokens are unknown, or not to be reused
         return 0
-    parked = min(fleet.parked_tokens(chosen.slot.backend, prompt.tokens), len(prompt) - 1)
+    parked = min(fleet.ram_cache_tokens(chosen.slot.backend, prompt.tokens), len(prompt) - 1)
     enough = chosen.reused_tokens + max(fleet.catalog.limits.min_tokens, 1)
     return parked if parked >= enough else 0
 
@@ -76,7 +76,9 @@ def _planned(state: State, request: Request, now: float, waited_s: float) -> Pla
         if made is None or made.chosen.wait_for is not None:
             return made
         backend = made.chosen.slot.backend
-        if not is_settling(fleet, backend, now) and not _only_stands(state, made, now, waited_s):
+        if not awaits_abandoned_slot(fleet, backend, now) and not _only_stands(
+            state, made, now, waited_s
+        ):
             return made
         request = replace(request, avoid=request.avoid | {backend})
 
@@ -91,7 +93,9 @@ def _only_stands(state: State, made: Plan, now: float, waited_s: float) -> bool:
         return False
     if fleet.slots.phases(backend)[Phase.IDLE] > 1:
         return False
-    others = [(slot, seconds_left(fleet, slot, slot.pending)) for slot in fleet.prefilling(backend)]
+    others = [
+        (slot, remaining_prefill_s(fleet, slot, slot.pending)) for slot in fleet.prefilling(backend)
+    ]
     others = [(slot, left_s) for slot, left_s in others if fleet.policy.is_long(left_s)]
     return bool(others) and all(
         rank(left_s, _age_s(state, slot, now)) <= rank(own_s, waited_s) for slot, left_s in others

@@ -24,7 +24,7 @@ _LEAD_S = 10.0  # server time that a client may have had more
 _LOST_S = 0.5  # prefill spared; for less no request goes first
 
 
-def heir(
+def overtaking_request(
     state: State,
     waiting: Waiting,
     made: Plan,
@@ -66,7 +66,9 @@ def _who_came(state: State, waiting: Waiting, made: Plan) -> list[Waiting]:
         its = other.request
         if other is waiting or its.prompt.unknown or its.whole_backend or not its.reuse:
             continue
-        if not (its.pinnable or fleet.gates_late(backend, its)) or not fleet.wants(slot, its):
+        if not (its.pinnable or fleet.gates_at_dispatch(backend, its)) or not fleet.wants(
+            slot, its
+        ):
             continue
         if slot.tenant != its.tenant or not fleet.serves(backend, its):
             continue

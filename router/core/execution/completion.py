@@ -8,16 +8,16 @@ from router.base.types import (
     NOBODY,
     BackendId,
     BackendInfo,
-    Left,
     Namespace,
     Outcome,
     Request,
     RequestId,
+    RequestProgress,
 )
 from router.core.execution import placement_gate
 from router.core.execution.state import State
 from router.core.model import events as ev
-from router.core.model.effects import Account, SaveReason, StopWork, Watch
+from router.core.model.effects import Account, SaveReason, StopWork, WatchSlot
 from router.core.model.jobs import Job, PrefillStep, SaveStep, Stage
 from router.core.model.resident_updates import (
     after_answer,
@@ -31,7 +31,11 @@ from router.core.reporting.request_records import avoided_s
 
 # Seconds until an abandoned slot is known to be idle: what the wait is priced at for a client
 # that comes back at once.
-_LET_GO_S = {Left.ANSWERED: 0.01, Left.BEGUN: 0.03, Left.SENT: 1.5}
+_ABANDONED_SLOT_S = {
+    RequestProgress.ANSWERED: 0.01,
+    RequestProgress.BEGUN: 0.03,
+    RequestProgress.SENT: 1.5,
+}
 # Probes of equal servers differ by up to this factor: each computes only 100 to 200 tokens.
 _PROBES_DIFFER = 2.0
 _OVER = (Outcome.OK, Outcome.REFUSED)  # such a request will not start any more
@@ -47,9 +51,9 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
         for slot in state.fleet.slots.of(backend):
             state.fleet.give_up(slot)
     state.fleet.infos.pop(backend, None)
-    state.fleet.parked.drop(Namespace(backend))
+    state.fleet.ram_cache.drop(Namespace(backend))
     state.fleet.gated.discard(backend)
-    state.fleet.wayward.discard(backend)
+    state.fleet.places_otherwise.discard(backend)
     state.fleet.slots.lose(backend)
     for job in list(state.jobs.values()):
         if job.slot.backend != backend:
@@ -72,7 +76,7 @@ def _may_be_on(state: State, job: Job) -> list[Slot]:
     """Return the slots of its backend that the job's request, once sent, may have used."""
     assert job.request is not None
     slots = state.fleet.slots.of(job.slot.backend)
-    known = job.placed or (job.request.pinnable and not job.request.whole_backend)
+    known = job.slot_confirmed or (job.request.pinnable and not job.request.whole_backend)
     return [slot for slot in slots if not known or slot.id == job.slot]
 
 
@@ -114,9 +118,9 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
         return
     assert job.request is not None
     open_gate(state, job)
-    placement_gate.note_place(state, job, index)
-    job.placed = index == job.slot.index or bool(job.others) or _follow(state, job, index)
-    if not job.placed:
+    placement_gate.note_server_choice(state, job, index)
+    job.slot_confirmed = index == job.slot.index or bool(job.others) or _follow(state, job, index)
+    if not job.slot_confirmed:
         _doubt_drained(state, job, job.request)  # it runs in one that was idle unnoticed
     _doubt_others(state, job, now)
 
@@ -126,9 +130,12 @@ def _doubt_others(state: State, job: Job, now: float) -> None:
 
     Each was cleared by the start, or came free after the start and is intact: a poll will tell.
     """
-    for slot in state.fleeting(job.slot.backend):
-        watch(state, slot, left=Left.ANSWERED, untouched=True)
-        slot.pending, slot.busy_until = slot.resident.tokens, now + _LET_GO_S[Left.ANSWERED]
+    for slot in state.volatile_slots(job.slot.backend):
+        watch(state, slot, progress=RequestProgress.ANSWERED, likely_unchanged=True)
+        slot.pending, slot.busy_until = (
+            slot.resident.tokens,
+            now + _ABANDONED_SLOT_S[RequestProgress.ANSWERED],
+        )
 
 
 def _follow(state: State, job: Job, index: int) -> bool:
@@ -138,17 +145,17 @@ def _follow(state: State, job: Job, index: int) -> bool:
     """
     actual = next((s for s in state.fleet.slots.of(job.slot.backend) if s.id.index == index), None)
     if actual is None or not actual.is_idle or job.request is None:
-        return placement_gate.change_places(state, job, index)
+        return placement_gate.swap_leases(state, job, index)
     leased = state.fleet.slots[job.slot]
-    pending, busy_until, turn = leased.pending, leased.busy_until, leased.turn_until
+    pending, busy_until, turn = leased.pending, leased.busy_until, leased.permit_until
     lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
     leased.release(job.lease, leased.resident if lasts else UNKNOWN, leased.last_used)
     leased.generation += 1  # the answer is read under this lease, and is elsewhere
     job.lease = actual.lease(job.id)
-    actual.tenant = actual.taker = job.request.tenant
-    job.sent_over = actual.resident
+    actual.tenant = actual.next_tenant = job.request.tenant
+    job.resident_at_dispatch = actual.resident
     actual.start(job.lease)
-    actual.pending, actual.busy_until, actual.turn_until = pending, busy_until, turn
+    actual.pending, actual.busy_until, actual.permit_until = pending, busy_until, turn
     return True
 
 
@@ -174,7 +181,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
             reported=event.reported,
             waited_s=job.waited_s,
             prepared_s=job.prepared_s,
-            stood_s=job.stood_s,
+            prefill_queue_s=job.prefill_queue_s,
             prefilled=job.prefilled,
             avoided_s=avoided_s(state.fleet.rates[job.slot.backend], event.reported, job.prefilled),
         )
@@ -183,12 +190,12 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
     if not state.fleet.slots.holds(job.lease):
         end(state, job, now)  # the backend went down meanwhile
     elif event.outcome is Outcome.OK and not _is_to_be_wiped(state, job, event):
-        end(state, job, now, _left_by(state, job, event))
+        end(state, job, now, _content_after(state, job, event))
     else:
         _abandon(state, job, now, event)
 
 
-def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
+def _content_after(state: State, job: Job, event: ev.Finished) -> Resident:
     """Return what the job's slot holds after a complete answer.
 
     1. Nothing, where no slot ever holds anything.
@@ -201,9 +208,9 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
         return NOTHING
     if job.request.whole_backend:
         return UNKNOWN
-    if job.request.pinnable or job.placed:
+    if job.request.pinnable or job.slot_confirmed:
         state.fleet.slots[job.slot].declined = False  # what it held before is gone
-        return after_finish(job.request.prompt, event.reported, job.sent_over)
+        return after_finish(job.request.prompt, event.reported, job.resident_at_dispatch)
     _doubt_drained(state, job, job.request)
     placement_gate.mix(state, job)
     for slot in state.fleet.slots.of(job.slot.backend):
@@ -212,7 +219,7 @@ def _left_by(state: State, job: Job, event: ev.Finished) -> Resident:
             _mix(slot, job.request)
     # Where a start clears idle slots, a start in another slot has cleared the job's.
     lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
-    return after_either(job.sent_over if lasts else UNKNOWN, job.request.prompt)
+    return after_either(job.resident_at_dispatch if lasts else UNKNOWN, job.request.prompt)
 
 
 def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
@@ -239,35 +246,41 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     refused = event.outcome is Outcome.REFUSED
     flush = _shares_state(state, job) and not refused
     wipe = job.request.adapted or (_is_to_be_wiped(state, job, event) and not refused)
-    unseen = job.request.whole_backend or not (job.request.pinnable or job.placed)
+    unseen = job.request.whole_backend or not (job.request.pinnable or job.slot_confirmed)
     answered = event.outcome in _OVER
-    left = Left.ANSWERED if answered else Left.BEGUN if event.begun and not unseen else Left.SENT
-    job.stage = Stage.DRAINING
+    progress = (
+        RequestProgress.ANSWERED
+        if answered
+        else RequestProgress.BEGUN
+        if event.begun and not unseen
+        else RequestProgress.SENT
+    )
+    job.stage = Stage.ABANDONED
     own = state.fleet.slots[job.slot]
-    own.drain(job.lease)
-    own.busy_until = inf if wipe else now + _LET_GO_S[left]
-    state.out.append(Watch(job.id, job.slot, left, wipe, flush))
+    own.abandon(job.lease)
+    own.busy_until = inf if wipe else now + _ABANDONED_SLOT_S[progress]
+    state.out.append(WatchSlot(job.id, job.slot, progress, wipe, flush))
     for lease in job.others:
         slot = state.fleet.slots[lease.slot]
         slot.release(lease, slot.resident if refused else UNKNOWN, now)
     job.others.clear()
     if unseen:
-        job.doubted = True
+        job.content_unknown = True
         _doubt_drained(state, job, job.request)
         placement_gate.mix(state, job)
         for slot in state.fleet.slots.of(job.slot.backend):
             if slot.is_idle:
                 if not refused:
                     _mix(slot, job.request)
-                other = Left.ANSWERED if answered else Left.UNSEEN
-                watch(state, slot, left=other, wipe=wipe, flush=flush, untouched=refused)
+                other = RequestProgress.ANSWERED if answered else RequestProgress.UNSEEN
+                watch(state, slot, progress=other, wipe=wipe, flush=flush, likely_unchanged=refused)
 
 
 def _is_to_be_wiped(state: State, job: Job, event: ev.Finished) -> bool:
     """Return True if what the request left is not exactly what its tokens say."""
     assert job.request is not None
     n_ctx = state.fleet.infos[job.slot.backend].n_ctx
-    exact = is_exact(job.request, job.sent_over, event.reported, n_ctx)
+    exact = is_exact(job.request, job.resident_at_dispatch, event.reported, n_ctx)
     return job.request.adapted or not exact or _shares_state(state, job)
 
 
@@ -293,7 +306,7 @@ def _note_wish(slot: Slot, request: Request) -> None:
 
     The client asked for no cache, or the KV may not be what its tokens say.
     """
-    slot.declined = slot.declined or not request.reuse or request.shifts
+    slot.must_not_save = slot.must_not_save or not request.reuse or request.shifts
 
 
 def _doubt_drained(state: State, job: Job, request: Request) -> None:
@@ -303,8 +316,8 @@ def _doubt_drained(state: State, job: Job, request: Request) -> None:
     waits for it.
     """
     for other in state.jobs.values():
-        if other.slot.backend == job.slot.backend and other.stage is Stage.DRAINING:
-            other.doubted = True
+        if other.slot.backend == job.slot.backend and other.stage is Stage.ABANDONED:
+            other.content_unknown = True
             slot = state.fleet.slots[other.slot]
             slot.busy_until = inf
             _note_wish(slot, request)
@@ -314,22 +327,23 @@ def watch(
     state: State,
     slot: Slot,
     *,
-    left: Left = Left.UNSEEN,
+    progress: RequestProgress = RequestProgress.UNSEEN,
     wipe: bool = False,
     flush: bool = False,
-    untouched: bool = False,
+    likely_unchanged: bool = False,
 ) -> None:
     """Keep a slot out of use until it is known to be idle: an unknown client may use it.
 
-    `wipe`: empty the slot before releasing it. `flush`: compute one token first. `untouched`: if
+    `wipe`: empty the slot before releasing it. `flush`: compute one token first.
+    `likely_unchanged`: if
     the slot's length is unchanged then, its content is too.
     """
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
     lease = slot.lease(name)
-    job = Job(id=name, lease=lease, stage=Stage.DRAINING, untouched=untouched)
-    slot.drain(job.lease)
+    job = Job(id=name, lease=lease, stage=Stage.ABANDONED, likely_unchanged=likely_unchanged)
+    slot.abandon(job.lease)
     state.jobs[name] = job
-    state.out.append(Watch(name, slot.id, left, wipe, flush))
+    state.out.append(WatchSlot(name, slot.id, progress, wipe, flush))
 
 
 def found_busy(state: State, event: ev.FoundBusy) -> None:
@@ -355,16 +369,21 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
     if job is None:
         return
     slot = state.fleet.slots[job.slot]
-    if job.untouched and not job.doubted and event.n_tokens == len(slot.resident):
+    if job.likely_unchanged and not job.content_unknown and event.n_tokens == len(slot.resident):
         end(state, job, now)
-    elif job.request is None or job.doubted:
-        if job.untouched:
+    elif job.request is None or job.content_unknown:
+        if job.likely_unchanged:
             state.fleet.give_up(slot)
         held = UNKNOWN if event.n_tokens is None else Resident(unread=event.n_tokens)
         slot.tenant = NOBODY  # an unknown client may have used it
         end(state, job, now, held)
     else:
-        end(state, job, now, after_quiet(job.sent_over, job.request.prompt, event.n_tokens))
+        end(
+            state,
+            job,
+            now,
+            after_quiet(job.resident_at_dispatch, job.request.prompt, event.n_tokens),
+        )
     request = job.request
     if request is not None and request.reuse and not (request.adapted or request.shifts):
         state.fleet.park(job.slot.backend, request.prompt.tokens)
@@ -385,9 +404,9 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
     `resident` None: its slots hold what they were believed to hold.
     """
     state.jobs.pop(job.id, None)
-    state.changed = state.changed or bool(state.looked_at)  # a slot comes free, perhaps on a Tick
+    state.dirty = state.dirty or bool(state.scanned)  # a slot comes free, perhaps on a Tick
     open_gate(state, job)
-    state.let_go(job)
+    state.release_snapshot(job)
     for lease in (job.lease, *job.others):
         if not state.fleet.slots.holds(lease):
             continue  # lost with its backend
@@ -397,7 +416,7 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         if job.others and job.stage is not Stage.PREPARING and held is not NOTHING:
             held = UNKNOWN  # the server chose the slots
         if job.request is not None and resident is not None and not job.request.reuse:
-            slot.declined = True
+            slot.must_not_save = True
         used = slot.last_used if background else now
         slot.release(lease, held, used)
         slot.saved = background

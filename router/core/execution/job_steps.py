@@ -13,9 +13,9 @@ from router.base.errors import NoBackendError
 from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.base.types import (
     NOBODY,
-    Left,
     MemoryKind,
     RequestId,
+    RequestProgress,
     SlotId,
     Snapshot,
     SnapshotId,
@@ -40,15 +40,15 @@ from router.core.model.effects import (
     Restore,
     Save,
     SaveReason,
-    Watch,
+    WatchSlot,
 )
 from router.core.model.events import Blame
 from router.core.model.jobs import (
+    CheckSlotStep,
     CutStep,
     DispatchStep,
     EraseStep,
     Job,
-    LookStep,
     PrefillStep,
     RestoreStep,
     SaveStep,
@@ -59,7 +59,7 @@ from router.core.model.slots import NOTHING, UNKNOWN, Resident
 from router.core.model.tenancy import model_of, namespace_of
 from router.core.planning.displacement import can_save
 from router.core.planning.prefill_chunks import piece
-from router.core.planning.prefill_wait import seconds_left
+from router.core.planning.prefill_wait import remaining_prefill_s
 
 # A restore can fail for lack of room in the KV cache, not because of the file. The server's
 # answer does not tell which (llama-server.md section 1.1), so the first failure is forgiven.
@@ -73,10 +73,10 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
     if not job.steps:
         end(state, job, now)
         return
-    if placement_gate.keeps_waiting(state, job, now):
+    if placement_gate.wait_at_gate(state, job, now):
         return
     ahead = job.steps[0]
-    if isinstance(ahead, PrefillStep) and prefill_queue.get_in_line(state, job, ahead, now):
+    if isinstance(ahead, PrefillStep) and prefill_queue.join_prefill_queue(state, job, ahead, now):
         job.steps.popleft()
         return
     if isinstance(ahead, PrefillStep | DispatchStep):
@@ -109,7 +109,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
                 next_step(state, job, now)
                 return
             held = state.fleet.slots[job.slot].resident
-            erase = len(held) > 0 or held.unsure
+            erase = len(held) > 0 or held.may_hold_more
             state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot], erase))
         case PrefillStep():
             slot = state.fleet.slots[job.slot]
@@ -118,15 +118,15 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
             whole = last[0] if last else step.tokens
             slot.pending, slot.sharing = whole, True
-            slot.busy_until = now + seconds_left(state.fleet, slot, whole)
-            piece_s = seconds_left(state.fleet, slot, step.now)
+            slot.busy_until = now + remaining_prefill_s(state.fleet, slot, whole)
+            piece_s = remaining_prefill_s(state.fleet, slot, step.now)
             prefill_queue.begin(job, slot, piece_s, now)
             state.others_cleared(job.slot.backend)
             state.out.append(Prefill(job.id, job.slot, step.now))
-        case LookStep():
-            state.out.append(Watch(job.id, step.slot, Left.ANSWERED))
+        case CheckSlotStep():
+            state.out.append(WatchSlot(job.id, step.slot, RequestProgress.ANSWERED))
         case DispatchStep():
-            if placement_gate.meets_nobody(state, job):
+            if placement_gate.reuses_nothing_foreign(state, job):
                 _dispatch(state, job, now)
             else:
                 _refuse(state, job)
@@ -170,7 +170,7 @@ def _dispatch(state: State, job: Job, now: float) -> None:
     prefill_queue.hand_over(slot, now, streams=job.request.streams)
     job.stage = Stage.DISPATCHED
     job.prepared_s = now - job.since
-    job.sent_over = slot.resident
+    job.resident_at_dispatch = slot.resident
     state.others_cleared(job.slot.backend)
     pin = job.request.pinnable and not job.request.whole_backend
     state.out.append(Dispatch(job.id, job.lease, job.plan, pin, job.gated, job.waited_s))
@@ -224,7 +224,7 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
             _restore_the_whole(state, job, "the snapshot limits leave no room for the cut prefix")
         else:
             state.restore_over(job.id)  # the long snapshot will not be read
-            state.fleet.catalog.acquire(usable, now)
+            state.fleet.catalog.add_reference(usable, now)
             job.using = usable
             job.steps[0] = RestoreStep(usable)
     next_step(state, job, now)
@@ -270,7 +270,7 @@ def _save_over(
         if usable is None:
             job.went_cold("the copy failed")
         else:
-            state.fleet.catalog.acquire(usable, now)
+            state.fleet.catalog.add_reference(usable, now)
             job.using = usable
 
 
@@ -298,7 +298,7 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
     slot = state.fleet.slots[job.slot]
     whole = Resident(snapshot.tokens, 0, snapshot.shape.checkpoints)
     slot.resident = whole if event.n_tokens == len(snapshot) else UNKNOWN
-    slot.declined = False
+    slot.must_not_save = False
     state.restore_over(event.request)
     next_step(state, job, now)
 
@@ -347,7 +347,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
         if not own:  # noted already for the job's own slot
             state.fleet.give_up(slot)
         slot.resident = UNKNOWN if failed else NOTHING
-        slot.declined = slot.declined and failed
+        slot.must_not_save = slot.must_not_save and failed
         slot.tenant = NOBODY if failed else job.request.tenant
         if not own and not job.request.whole_backend:
             job.others.remove(lease)
@@ -374,7 +374,7 @@ def prefill_broke(state: State, request: RequestId) -> None:
         slot = state.fleet.slots[job.slot]
         slot.sharing = False
         prefill_queue.broke_off(slot)
-        if not slot.leaving:
+        if not slot.prefill_abandoned:
             slot.busy_until = inf
 
 
@@ -386,7 +386,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     slot = state.fleet.slots[job.slot]
     if isinstance(event, ev.PrefillFailed):
         state.others_cleared(job.slot.backend)  # it may still start
-        slot.leaving = False
+        slot.prefill_abandoned = False
         assert job.request is not None
         slot.resident = after_quiet(slot.resident, job.request.prompt, event.n_tokens)
         # There is nothing to save, also not for the requests that wait for it.
@@ -397,7 +397,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         job.note_prefill(event.reported)
         state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
         slot.resident = after_prefill(slot.resident, job.doing.now, event.reported)
-        slot.declined = False
+        slot.must_not_save = False
         state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         if job.doing.upto is not None:
@@ -407,15 +407,15 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
                 job.steps.clear()  # no request waits for it any more
         elif not job.cancelled and not saved_anyway and is_wanted(state, job, job.doing.tokens):
             job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
-        volatile_slots.look_before_start(state, job)
+        volatile_slots.check_before_start(state, job)
     next_step(state, job, now)
 
 
 def quiet(state: State, event: ev.Quiet, now: float) -> None:
     """Note that a slot is idle: one that a job checks, or one of a request that is over."""
     job = state.jobs.get(event.request)
-    if job is not None and isinstance(job.doing, LookStep):
-        volatile_slots.looked(state, job, job.doing, event)
+    if job is not None and isinstance(job.doing, CheckSlotStep):
+        volatile_slots.slot_checked(state, job, job.doing, event)
         next_step(state, job, now)
     else:
         completion.quiet(state, event, now)

@@ -31,23 +31,23 @@ from router.core.model.server_placement import (
     will_hold,
 )
 from router.core.model.slots import Phase, Slot
-from router.core.model.tenancy import tempts
+from router.core.model.tenancy import attracts
 from router.core.planning.displacement import saving_pays
 
 
-def keeps_waiting(state: State, job: Job, now: float) -> bool:
+def wait_at_gate(state: State, job: Job, now: float) -> bool:
     """Return True if the job's next step, to send its request, has to wait at the gate.
 
     Otherwise a `late` job that sends next takes the gate, and first empties the slots in which
     another tenant's tokens appeared meanwhile.
     """
-    if not (job.late and isinstance(job.steps[0], DispatchStep)):
+    if not (job.gated_at_dispatch and isinstance(job.steps[0], DispatchStep)):
         return False
     fleet, backend = state.fleet, job.slot.backend
     if not _is_free(state, job):
         slot = fleet.slots[job.slot]
         # The prefill is over: release the permit, and let no request wait for its end.
-        slot.turn_until, slot.sharing, slot.busy_until = 0.0, False, now
+        slot.permit_until, slot.sharing, slot.busy_until = 0.0, False, now
         if job.gated:
             job.gated = False
             fleet.gated.discard(backend)
@@ -59,7 +59,7 @@ def keeps_waiting(state: State, job: Job, now: float) -> bool:
     fleet.gated.add(backend)
     request = _request(job)
     if _is_computed(state, job):
-        _empty(state, job, fleet.tempting(backend, request))
+        _empty(state, job, fleet.attracting(backend, request))
     return False
 
 
@@ -95,7 +95,7 @@ def next_end(state: State) -> float | None:
     return min((end for end in ends if end is not None), default=None)
 
 
-def meets_nobody(state: State, job: Job) -> bool:
+def reuses_nothing_foreign(state: State, job: Job) -> bool:
     """Return True if the request can be sent without reusing another tenant's tokens.
 
     If all went as planned, it can. Where the server picks the slot, a failed prefill or restore
@@ -113,16 +113,16 @@ def meets_nobody(state: State, job: Job) -> bool:
     computed = common_prefix(held, wanted) >= len(request.prompt) - 1
     for slot in state.fleet.slots.of(job.slot.backend):
         other = _waits_in(state, slot)
-        if job.late and computed and other is not None:
+        if job.gated_at_dispatch and computed and other is not None:
             # The other job sends only after this request is seen to run.
             if slot.tenant != request.tenant and may_hold(slot.resident, request.prompt):
                 return False
-        elif tempts(slot, request, computed_first=computed):
+        elif attracts(slot, request, computed_first=computed):
             return False
     return True
 
 
-def change_places(state: State, job: Job, index: int) -> bool:
+def swap_leases(state: State, job: Job, index: int) -> bool:
     """Swap slots with the gated job in slot `index`, where the server put the request.
 
     Nothing is under way in that slot. From now on each job has the other's slot. Return False if no
@@ -134,36 +134,38 @@ def change_places(state: State, job: Job, index: int) -> bool:
     if actual is None or other is None:
         return False
     meant, request = state.fleet.slots[job.slot], _request(job)
-    kept = meant.pending, meant.busy_until, meant.turn_until
-    lost, job.sent_over = actual.pending, actual.resident
+    kept = meant.pending, meant.busy_until, meant.permit_until
+    lost, job.resident_at_dispatch = actual.pending, actual.resident
     meant.release(job.lease, meant.resident, meant.last_used)
     actual.release(other.lease, actual.resident, actual.last_used)
     job.lease = actual.lease(job.id)
     actual.start(job.lease)
-    actual.tenant = actual.taker = request.tenant
-    actual.pending, actual.busy_until, actual.turn_until = kept
+    actual.tenant = actual.next_tenant = request.tenant
+    actual.pending, actual.busy_until, actual.permit_until = kept
     other.lease = meant.lease(other.id)
-    meant.taker, meant.pending = _request(other).tenant, lost
+    meant.next_tenant, meant.pending = _request(other).tenant, lost
     return True
 
 
-def note_place(state: State, job: Job, index: int) -> None:
+def note_server_choice(state: State, job: Job, index: int) -> None:
     """Note in which slot the server ran a request that was meant for the job's slot.
 
     If that slot did not have most of the prompt, the server does not pick by prefix (`-sps 0`).
     Such a backend's server-placed requests then take the gate at admission, not at the send.
     """
     backend, request = job.slot.backend, _request(job)
-    if not is_computed(job.sent_over, request.prompt) or not can_be_steered(
+    if not is_computed(job.resident_at_dispatch, request.prompt) or not can_be_steered(
         request, state.fleet.infos[backend]
     ):
         return
     slots = state.fleet.slots.of(backend)
     if index != job.slot.index:
         if not any(s.id.index == index and may_hold(s.resident, request.prompt) for s in slots):
-            state.fleet.wayward.add(backend)
+            state.fleet.places_otherwise.add(backend)
     elif job.prefilled is not None and any(slot.is_idle for slot in slots):
-        state.fleet.wayward.discard(backend)  # by last use the server would have picked another
+        state.fleet.places_otherwise.discard(
+            backend
+        )  # by last use the server would have picked another
 
 
 def mix(state: State, job: Job) -> None:
@@ -172,14 +174,14 @@ def mix(state: State, job: Job) -> None:
     The router did not see in which slot that request ran.
     """
     request = _request(job)
-    computed = is_computed(job.sent_over, request.prompt)
+    computed = is_computed(job.resident_at_dispatch, request.prompt)
     for slot in state.fleet.slots.of(job.slot.backend):
         if _waits_in(state, slot) is None:
             continue
         if computed and not may_hold(slot.resident, request.prompt):
             continue
         slot.resident = after_either(slot.resident, request.prompt)
-        slot.declined = slot.declined or not request.reuse
+        slot.must_not_save = slot.must_not_save or not request.reuse
         if slot.tenant != request.tenant:
             slot.tenant = NOBODY
 
@@ -208,10 +210,10 @@ def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
     if slot.is_idle or slot.phase is Phase.LOST:  # (1)
         return False
     if slot.phase is Phase.RUNNING:  # (2)
-        return computed and tempts(slot, request, computed_first=True)
+        return computed and attracts(slot, request, computed_first=True)
     holder = state.holder(slot)
     if holder is None or not holder.is_ours:  # (3)
-        return not computed or tempts(slot, request, computed_first=True)
+        return not computed or attracts(slot, request, computed_first=True)
     other = _waits_in(state, slot)
     if not computed:  # (4)
         return other is None
@@ -224,11 +226,11 @@ def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
             loses or (foreign and not may_hold(own, theirs))
         )
     is_probe = holder.request is None and holder.doing is None  # a probe may write anything there
-    if is_probe or tempts(slot, request, computed_first=True):
+    if is_probe or attracts(slot, request, computed_first=True):
         return True
     held = slot.resident
     if isinstance(holder.doing, PrefillStep):  # in use, and not known to have it
-        held = replace(held, unsure=False)
+        held = replace(held, may_hold_more=False)
     return may_hold(held, request.prompt) or any(  # (6)
         will_hold(tokens, request.prompt) for tokens in (slot.pending, *_restored(state, holder))
     )
@@ -247,7 +249,7 @@ def _empty(state: State, job: Job, slots: list[Slot]) -> None:
     steps: deque[Step] = deque()
     for slot in slots:
         job.others.append(slot.lease(job.id))
-        slot.taker = _request(job).tenant
+        slot.next_tenant = _request(job).tenant
         if saving_pays(state.fleet, slot)[2]:
             steps.append(SaveStep(slot.id, SaveReason.DISPLACED))
         steps.append(EraseStep(slot.id))
@@ -262,7 +264,7 @@ def _request(job: Job) -> Request:
 def _is_computed(state: State, job: Job) -> bool:
     """Return True if the job's slot has most of its prompt, and steers the server."""
     fleet, request, backend = state.fleet, _request(job), job.slot.backend
-    steers = fleet.gates_late(backend, request)
+    steers = fleet.gates_at_dispatch(backend, request)
     return steers and is_computed(fleet.slots[job.slot].resident, request.prompt)
 
 

@@ -29,13 +29,15 @@ class State:
     jobs: dict[RequestId, Job] = field(default_factory=dict)
     unexplained: list[Job] = field(default_factory=list)  # admitted by the last event
     # Restores still running after their job ended: each keeps its snapshot reference.
-    late: dict[RequestId, SnapshotId] = field(default_factory=dict)
+    orphaned_restores: dict[RequestId, SnapshotId] = field(default_factory=dict)
     strikes: dict[SnapshotId, int] = field(default_factory=dict)
-    in_line: list[RequestId] = field(default_factory=list)  # see execution/prefill_queue.py
+    in_prefill_queue: list[RequestId] = field(
+        default_factory=list
+    )  # see execution/prefill_queue.py
     at_gate: list[RequestId] = field(default_factory=list)  # see execution/placement_gate.py
-    looked_at: set[RequestId] = field(default_factory=set)  # queued requests planned in this round
-    changed: bool = False  # something did since the first was planned
-    look_on_at: float | None = None  # clock seconds: plan the next then
+    scanned: set[RequestId] = field(default_factory=set)  # queued requests planned in this round
+    dirty: bool = False  # something did since the first was planned
+    resume_scan_at: float | None = None  # clock seconds: plan the next then
     unserved: dict[str | None, float] = field(default_factory=dict)  # see admission.note_unserved
     stopping: bool = False
     saves_on_stop: bool = True
@@ -69,7 +71,7 @@ class State:
         """Return True if a backend that is up could serve the request, busy or not."""
         return any(self.fleet.serves(backend, request) for backend in self.fleet.infos)
 
-    def let_go(self, job: Job) -> None:
+    def release_snapshot(self, job: Job) -> None:
         """Release the job's reference to a snapshot, now or when its restore is over.
 
         A job can end with its backend while the file is still being read.
@@ -77,17 +79,17 @@ class State:
         if job.using is None:
             return
         if job.stage is Stage.PREPARING and isinstance(job.doing, RestoreStep):
-            self.late[job.id] = job.using
+            self.orphaned_restores[job.id] = job.using
         else:
-            self.delete(self.fleet.catalog.release(job.using))
+            self.delete(self.fleet.catalog.drop_reference(job.using))
         job.using = None
 
     def restore_over(self, request: RequestId) -> None:
         """Release the snapshot of the request's restore: its file is no longer read."""
         job = self.jobs.get(request)
-        used = self.late.pop(request, None) if job is None else job.using
+        used = self.orphaned_restores.pop(request, None) if job is None else job.using
         if used is not None:
-            self.delete(self.fleet.catalog.release(used))
+            self.delete(self.fleet.catalog.drop_reference(used))
         if job is not None:
             job.using = None
 
@@ -102,11 +104,11 @@ class State:
         Nothing is claimed of their content (llama-server.md section 0.6), not even that they are
         empty: the client may disconnect before the request starts.
         """
-        for slot in self.fleeting(backend):
+        for slot in self.volatile_slots(backend):
             self.fleet.give_up(slot)
             slot.resident = UNKNOWN
 
-    def fleeting(self, backend: BackendId) -> list[Slot]:
+    def volatile_slots(self, backend: BackendId) -> list[Slot]:
         """Return the volatile slots: idle slots that the backend clears when a request starts.
 
         After a request was sent, these are the slots that came free since. The backend clears them

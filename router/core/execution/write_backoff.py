@@ -6,7 +6,7 @@ nothing, and ends in a log line.
 
 from router.base.types import BackendId
 from router.core.execution.state import State
-from router.core.fleet.fleet import Rest
+from router.core.fleet.fleet import Backoff
 
 # A state that can never be saved (media that has no file form) says nothing about the next one.
 _FORGIVEN = 1  # in a row
@@ -20,7 +20,7 @@ def went_wrong(state: State, backend: BackendId, now: float) -> None:
     """
     if backend not in state.fleet.infos:
         return  # the backend went away, hence the failure
-    rest = state.fleet.rests.setdefault(backend, Rest())
+    rest = state.fleet.backoffs.setdefault(backend, Backoff())
     rest.failures += 1
     doubled = rest.failures - _FORGIVEN - 1
     if doubled >= 0:
@@ -29,12 +29,12 @@ def went_wrong(state: State, backend: BackendId, now: float) -> None:
 
 def went_well(state: State, backend: BackendId) -> None:
     """Forget the failures of a backend after a successful save."""
-    state.fleet.rests.pop(backend, None)
+    state.fleet.backoffs.pop(backend, None)
 
 
 def end(state: State, now: float) -> None:
     """End the backoffs that are due, and reconsider all slots of their backends."""
-    for backend, rest in state.fleet.rests.items():
+    for backend, rest in state.fleet.backoffs.items():
         if rest.until is not None and rest.until <= now:
             rest.until = None
             for slot in state.fleet.slots.of(backend):
@@ -43,5 +43,5 @@ def end(state: State, now: float) -> None:
 
 def next_end(state: State) -> float | None:
     """Return when the next backoff ends, in clock seconds."""
-    ends = [rest.until for rest in state.fleet.rests.values() if rest.until is not None]
+    ends = [rest.until for rest in state.fleet.backoffs.values() if rest.until is not None]
     return min(ends, default=None)

@@ -11,8 +11,8 @@ from enum import IntEnum
 from router.base.frozen import dataclass
 from router.base.tokens import Tokens, count
 from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId
-from router.core.fleet.eviction_order import Ranks
-from router.core.fleet.ghost_list import Ghosts
+from router.core.fleet.eviction_order import EvictionOrder
+from router.core.fleet.ghost_list import GhostList
 from router.core.fleet.prefix_index import Match, PrefixIndex
 from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
 from router.core.model.snapshot_limits import SnapshotLimits
@@ -62,14 +62,14 @@ class Catalog:
     limits: SnapshotLimits = field(default_factory=SnapshotLimits)
     _entries: dict[SnapshotId, _Entry] = field(default_factory=dict)
     _index: dict[Namespace, PrefixIndex[SnapshotId]] = field(default_factory=dict)
-    _ranks: Ranks[SnapshotId] = field(default_factory=Ranks)
+    _ranks: EvictionOrder[SnapshotId] = field(default_factory=EvictionOrder)
     _doubtful: dict[SnapshotId, None] = field(default_factory=dict)  # basis is not `OWN`
     _anew: list[SnapshotId] = field(default_factory=list)  # of these, still to value again
     _value: Callable[[Snapshot], tuple[float, Basis]] = lambda _: (0.0, Basis.GUESS)
     total_bytes: int = 0
     total_tokens: int = 0
     evicted: int = 0
-    gone: Ghosts = field(default_factory=Ghosts)  # evicted or unusable snapshots
+    gone: GhostList = field(default_factory=GhostList)  # evicted or unusable snapshots
     changes: int = 0  # additions and removals; results from before the last may be stale
 
     def __len__(self) -> int:
@@ -274,8 +274,8 @@ class Catalog:
         entry = self._entries.get(snapshot)
         return None if entry is None else entry.used_at
 
-    def acquire(self, snapshot: SnapshotId, now: float) -> Snapshot:
-        """Use a snapshot and return it; it stays on disk until `release`."""
+    def add_reference(self, snapshot: SnapshotId, now: float) -> Snapshot:
+        """Use a snapshot and return it; it stays on disk until `drop_reference`."""
         entry = self._entries[snapshot]
         entry.references += 1
         entry.uses += 1
@@ -284,7 +284,7 @@ class Catalog:
             self._ranks.use(snapshot, entry.density)
         return entry.snapshot
 
-    def release(self, snapshot: SnapshotId) -> list[Snapshot]:
+    def drop_reference(self, snapshot: SnapshotId) -> list[Snapshot]:
         """End a use; return the snapshot if its deletion waited for this."""
         entry = self._entries[snapshot]
         entry.references -= 1

@@ -37,7 +37,7 @@ class _Class(Generic[Item]):
 
 
 @dataclass(slots=True)
-class Ranks(Generic[Item]):
+class EvictionOrder(Generic[Item]):
     """Items with value and last use. `least` takes one step per class, some 10 to 20."""
 
     _ranks: dict[Item, _Rank] = field(default_factory=dict)

@@ -6,18 +6,18 @@ from dataclasses import dataclass, field
 from router.base.tokens import Tokens, count
 from router.base.types import BackendId, BackendInfo, Namespace, Request, SlotId
 from router.core.fleet.catalog import Catalog
-from router.core.fleet.ghost_list import Ghosts
+from router.core.fleet.ghost_list import GhostList
 from router.core.fleet.slot_index import Holdings
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
 from router.core.model.rates import Rates
 from router.core.model.server_placement import Expected, can_be_steered, holds_up, will_hold
 from router.core.model.slots import Phase, Slot, SlotTable
-from router.core.model.tenancy import may_tempt, model_of, namespace_of, tempts
+from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of
 
 
 @dataclass(slots=True)
-class Rest:
+class Backoff:
     """Write backoff of a backend: failures in a row, and its end in clock seconds, if any."""
 
     failures: int = 0
@@ -37,10 +37,10 @@ class Fleet:
     gated: set[BackendId] = field(default_factory=set)
     at_gate: dict[BackendId, list[Expected]] = field(default_factory=dict)  # see placement_gate.py
     # Backends that placed a request on another slot than the one with most of its prompt.
-    wayward: set[BackendId] = field(default_factory=set)
+    places_otherwise: set[BackendId] = field(default_factory=set)
     # Backends that get no new requests: their jobs end, and their slots are saved.
     draining: set[BackendId] = field(default_factory=set)
-    rests: dict[BackendId, Rest] = field(default_factory=dict)  # see write_backoff.py
+    backoffs: dict[BackendId, Backoff] = field(default_factory=dict)  # see write_backoff.py
     sticky: dict[str, SlotId] = field(default_factory=dict)
     granted: int = 0  # admissions so far, for round robin
     # For each model: uses of its slots, and the number of its slots.
@@ -48,9 +48,9 @@ class Fleet:
     sizes: dict[Namespace, int] = field(default_factory=dict)
     has_tenants: bool = False  # a slot may hold tokens of a tenant
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
-    displaced: Ghosts = field(default_factory=Ghosts, repr=False, compare=False)
+    displaced: GhostList = field(default_factory=GhostList, repr=False, compare=False)
     # Tokens that backends with volatile slots may have in their own cache, by backend.
-    parked: Ghosts = field(default_factory=Ghosts, repr=False, compare=False)
+    ram_cache: GhostList = field(default_factory=GhostList, repr=False, compare=False)
 
     def serves(self, backend: BackendId, request: Request) -> bool:
         """Return whether the backend fits the request and is not draining."""
@@ -78,11 +78,11 @@ class Fleet:
             return phases[Phase.IDLE] == len(self.slots.of(backend))
         if not self.needs_gate(backend, request):
             return True
-        if self.gates_late(backend, request):
-            return not self._is_anothers(backend, request)
-        if not request.pinnable and phases[Phase.DRAINING]:
+        if self.gates_at_dispatch(backend, request):
+            return not self._is_prepared_for_another(backend, request)
+        if not request.pinnable and phases[Phase.ABANDONED]:
             return False  # that slot may be idle already, and the server may pick it
-        if not request.pinnable and self._will_tempt(backend, request):
+        if not request.pinnable and self._will_attract(backend, request):
             return False  # the same, as soon as its answer ends
         return not phases[Phase.PREPARING]
 
@@ -112,7 +112,7 @@ class Fleet:
         prompt = request.prompt
         # Requests with the same number of too short contexts fit the same backends.
         too_short = sum(len(prompt) >= info.n_ctx for info in self.infos.values())
-        # `tempts` compares the tokens of these requests: each is a kind of its own.
+        # `attracts` compares the tokens of these requests: each is a kind of its own.
         own = self.has_tenants and not (request.pinnable or prompt.unknown or prompt.n_media)
         return (
             *(request.model, request.avoid, request.slot_hint, request.pinnable),
@@ -138,15 +138,15 @@ class Fleet:
         Never True where slots hold nothing.
         """
         info = self.infos[backend]
-        placed = request.whole_backend or not request.pinnable
-        return info.generates and (placed or not info.keeps_idle_slots)
+        picked = request.whole_backend or not request.pinnable
+        return info.generates and (picked or not info.keeps_idle_slots)
 
-    def gates_late(self, backend: BackendId, request: Request) -> bool:
+    def gates_at_dispatch(self, backend: BackendId, request: Request) -> bool:
         """Return whether the request needs the placement gate only when it is sent."""
-        steered = self.policy.moves_kv and backend not in self.wayward
+        steered = self.policy.moves_kv and backend not in self.places_otherwise
         return steered and can_be_steered(request, self.infos[backend])
 
-    def tempting(self, backend: BackendId, request: Request) -> list[Slot]:
+    def attracting(self, backend: BackendId, request: Request) -> list[Slot]:
         """Return idle slots that another tenant's tokens may make the server pick.
 
         For server-placed requests. The baseline policies compute no prompt first.
@@ -154,30 +154,30 @@ class Fleet:
         return [
             slot
             for slot in self.slots.of(backend)
-            if slot.is_idle and may_tempt(slot, request, computed_first=self.policy.moves_kv)
+            if slot.is_idle and may_attract(slot, request, computed_first=self.policy.moves_kv)
         ]
 
-    def _will_tempt(self, backend: BackendId, request: Request) -> bool:
+    def _will_attract(self, backend: BackendId, request: Request) -> bool:
         """Return whether the server may pick another tenant's running slot once it is idle."""
         return any(
             slot.phase is Phase.RUNNING
-            and tempts(slot, request, computed_first=self.policy.moves_kv)
+            and attracts(slot, request, computed_first=self.policy.moves_kv)
             for slot in self.slots.of(backend)
         )
 
-    def _is_anothers(self, backend: BackendId, request: Request) -> bool:
+    def _is_prepared_for_another(self, backend: BackendId, request: Request) -> bool:
         """Return whether another tenant prepares the same prompt there: neither could be sent."""
         return any(
             slot.phase is Phase.PREPARING
-            and slot.taker != request.tenant
+            and slot.next_tenant != request.tenant
             and will_hold(slot.pending, request.prompt)
             for slot in self.slots.of(backend)
         )
 
     def may_write(self, backend: BackendId) -> bool:
         """Return whether the backend has no write backoff, so state files can be made for it."""
-        rest = self.rests.get(backend)
-        return rest is None or rest.until is None
+        backoff = self.backoffs.get(backend)
+        return backoff is None or backoff.until is None
 
     def running(self, backend: BackendId) -> int:
         """Count the running streams, which stop while a state file is written or read."""
@@ -245,7 +245,7 @@ class Fleet:
         self.holdings.forget(backend)
         self.slots.remove(backend)
         self.rates.pop(backend, None)
-        self.rests.pop(backend, None)
+        self.backoffs.pop(backend, None)
         self.sticky = {key: home for key, home in self.sticky.items() if home.backend != backend}
 
     def give_up(self, slot: Slot, kept: int = 0) -> None:
@@ -256,7 +256,7 @@ class Fleet:
         tokens = slot.resident.tokens
         if count(tokens) > kept and count(tokens) > self.reach(slot):
             self.displaced.add(namespace_of(self.infos[slot.id.backend], slot.tenant), tokens)
-            if not slot.declined:
+            if not slot.must_not_save:
                 self.park(slot.id.backend, tokens)
 
     def park(self, backend: BackendId, tokens: Tokens) -> None:
@@ -265,14 +265,14 @@ class Fleet:
         Only backends with volatile slots put tokens into such a cache.
         """
         if not self.infos[backend].keeps_idle_slots:
-            self.parked.add(Namespace(backend), tokens)
+            self.ram_cache.add(Namespace(backend), tokens)
 
-    def parked_tokens(self, backend: BackendId, tokens: Tokens) -> int:
+    def ram_cache_tokens(self, backend: BackendId, tokens: Tokens) -> int:
         """Return the leading tokens of a prompt that a backend may find in its own cache.
 
         The cache knows no tenants: 0 if there are tenants.
         """
-        return 0 if self.has_tenants else self.parked.nearest(Namespace(backend), tokens)[0]
+        return 0 if self.has_tenants else self.ram_cache.nearest(Namespace(backend), tokens)[0]
 
     def wants(self, slot: Slot, request: Request) -> bool:
         """Return whether the slot meets the client's `id_slot`, if the backend has that slot."""

@@ -16,7 +16,7 @@ _ITEM_TOKENS = 64  # overhead of a sequence, in tokens
 
 
 @dataclass(slots=True)
-class Ghosts:
+class GhostList:
     """Token sequences by namespace; beyond `max_tokens` the oldest are dropped.
 
     A lookup walks a prompt once, however many sequences there are.

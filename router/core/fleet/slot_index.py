@@ -30,7 +30,7 @@ class Holdings:
         found = self._index.shares(tokens)
         if tenant is None:
             return dict(found)
-        return {name: common for name, common in found if slots[name].whose == tenant}
+        return {name: common for name, common in found if slots[name].offered_tenant == tenant}
 
     def catch_up(self, slots: SlotTable) -> None:
         """Take in the changes of the table, so that the next query need not wait for it."""

@@ -8,12 +8,12 @@ from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
     Lease,
-    Left,
     Namespace,
     Outcome,
     Reported,
     Request,
     RequestId,
+    RequestProgress,
     SlotId,
     Snapshot,
 )
@@ -105,7 +105,7 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class WatchSlot:
     """Find out when a slot is idle and how many tokens it holds. Answered by `Quiet`.
 
     `wipe`: empty the slot once it is idle, because its KV is not what its tokens say.
@@ -115,7 +115,7 @@ class Watch:
 
     request: RequestId
     slot: SlotId
-    left: Left = Left.UNSEEN
+    progress: RequestProgress = RequestProgress.UNSEEN
     wipe: bool = False
     flush: bool = False
 
@@ -143,7 +143,7 @@ class Quarantine:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Detach:
     """Detach a drained backend: the router has nothing on it and will send nothing more."""
 
     backend: BackendId
@@ -162,7 +162,7 @@ class Account:
     prepared_s: float
     prefilled: Reported | None
     avoided_s: float = 0.0  # prefill that reuse made unnecessary
-    stood_s: float = 0.0  # part of `prepared_s` spent in the prefill queue
+    prefill_queue_s: float = 0.0  # part of `prepared_s` spent in the prefill queue
 
 
 Effect = (
@@ -173,10 +173,10 @@ Effect = (
     | Prefill
     | Dispatch
     | Reject
-    | Watch
+    | WatchSlot
     | StopWork
     | Delete
     | Quarantine
-    | Release
+    | Detach
     | Account
 )

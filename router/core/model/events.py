@@ -44,7 +44,7 @@ class BackendDown:
 class Draining:
     """A backend is to be drained: it gets no new requests.
 
-    Answered by `Release` when its jobs have ended and its slots are saved; at once if it is down.
+    Answered by `Detach` when its jobs have ended and its slots are saved; at once if it is down.
     """
 
     backend: BackendId

@@ -64,7 +64,7 @@ class PrefillStep:
 
 
 @dataclass(frozen=True, slots=True)
-class InLine:
+class InPrefillQueue:
     """No step: the job waits in the prefill queue (`execution/prefill_queue.py`)."""
 
     tokens: Tokens
@@ -76,7 +76,7 @@ class AtGate:
 
 
 @dataclass(frozen=True, slots=True)
-class LookStep:
+class CheckSlotStep:
     """Poll a slot that the job holds, to find out whether its content changed."""
 
     slot: SlotId
@@ -87,7 +87,7 @@ class DispatchStep:
     """Send the client's request."""
 
 
-Step = SaveStep | CutStep | EraseStep | RestoreStep | PrefillStep | LookStep | DispatchStep
+Step = SaveStep | CutStep | EraseStep | RestoreStep | PrefillStep | CheckSlotStep | DispatchStep
 
 
 class Stage(StrEnum):
@@ -95,7 +95,7 @@ class Stage(StrEnum):
 
     PREPARING = "preparing"
     DISPATCHED = "dispatched"
-    DRAINING = "draining"
+    ABANDONED = "abandoned"
 
 
 @dataclass(slots=True)
@@ -108,27 +108,27 @@ class Job:
     plan: Plan | None = None
     others: list[Lease] = field(default_factory=list)
     steps: deque[Step] = field(default_factory=deque)
-    doing: Step | InLine | AtGate | None = None
+    doing: Step | InPrefillQueue | AtGate | None = None
     using: SnapshotId | None = None  # a reference to release
     stage: Stage = Stage.PREPARING
     gated: bool = False  # holds the placement gate of its backend
-    late: bool = False  # needs the placement gate only when sent
+    gated_at_dispatch: bool = False  # needs the placement gate only when sent
     cancelled: bool = False
-    called: bool = False  # has the prefill permit, not begun
-    stood_s: float = 0.0  # in the prefill queue, up to the last permit
-    placed: bool = False  # the slot of a server-placed request is known
+    has_permit: bool = False  # has the prefill permit, not begun
+    prefill_queue_s: float = 0.0  # in the prefill queue, up to the last permit
+    slot_confirmed: bool = False  # the slot of a server-placed request is known
     since: float = 0.0
     waited_s: float = 0.0
     prepared_s: float = 0.0
     prefilled: Reported | None = None
-    sent_over: Resident = NOTHING  # slot content when the request was sent
-    doubted: bool = False  # the slot content will be unknown at its end
-    untouched: bool = False  # slot content is probably unchanged: its length will tell
+    resident_at_dispatch: Resident = NOTHING  # slot content when the request was sent
+    content_unknown: bool = False  # the slot content will be unknown at its end
+    likely_unchanged: bool = False  # slot content is probably unchanged: its length will tell
 
     @property
     def is_ours(self) -> bool:
         """Return whether this is a request, save or probe of the router, not a mere watch."""
-        return self.request is not None or self.stage is not Stage.DRAINING
+        return self.request is not None or self.stage is not Stage.ABANDONED
 
     @property
     def slot(self) -> SlotId:

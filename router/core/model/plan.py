@@ -63,7 +63,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Coverage:
     """The numbers of leading tokens of a prompt that were held when its plan was made.
 
     - `planned`: meant to be reused.
@@ -71,7 +71,7 @@ class Sight:
     - `waiting`: reusable from a busy slot, later.
     - `held`: shared with any slot or snapshot, reusable or not.
     - `evicted`, `displaced`: shared with an evicted snapshot, with displaced slot content.
-    - `parts`: the content that shares most goes on after the shared prefix.
+    - `goes_on`: the content that shares most goes on after the shared prefix.
     - `worth`: the fewest tokens that are worth a snapshot.
     """
 
@@ -81,7 +81,7 @@ class Sight:
     held: int = 0
     evicted: int = 0
     displaced: int = 0
-    parts: bool = False
+    goes_on: bool = False
     worth: int = 1
     nearest: Nearest | None = None
 
@@ -91,21 +91,21 @@ class Plan:
     """The chosen candidate, the other candidates in order, and the reason in words.
 
     `shared`: how many of the prompt's tokens each slot shared. None: the router has no say, or
-    the request is to wait. `sight`: what was known of the prompt; see `reporting/miss_reasons.py`.
+    the request is to wait. `coverage`: the held prefixes; see `reporting/miss_reasons.py`.
 
-    `pauses`: prefill lengths with a boundary save; these saves take `pauses_s` in all.
+    `boundary_saves`: prefill lengths with a boundary save; the saves take `boundary_saves_s`.
     """
 
     chosen: Candidate
     losers: tuple[Candidate, ...] = ()
     reason: str = ""
     prefill_first: bool = field(default=False)
-    pauses: tuple[int, ...] = ()
-    pauses_s: float = 0.0
+    boundary_saves: tuple[int, ...] = ()
+    boundary_saves_s: float = 0.0
     shared: Mapping[SlotId, int] | None = field(default=None, repr=False, compare=False)
-    sight: Sight | None = None
+    coverage: Coverage | None = None
 
     @property
     def ttft_s(self) -> float:
         """Return the predicted seconds from admission to the first token."""
-        return self.chosen.price.ttft_s + self.pauses_s
+        return self.chosen.price.ttft_s + self.boundary_saves_s

@@ -17,7 +17,7 @@ _SHOWN_AT, _NO_TIME_S = 1000, 1e-9
 
 
 @dataclass(slots=True)
-class Line:
+class LinearFit:
     """`y = a·u + b·v` fitted to decayed observations; never negative.
 
     With u = 1, `a` is the offset and `b` the slope. Prefill uses u = tokens, v = tokens x depth.
@@ -98,10 +98,10 @@ class Rates:
     the first few requests replace them.
     """
 
-    prefill: Line = field(default_factory=lambda: Line(2e-3, 5e-8))
-    save: Line = field(default_factory=lambda: Line(2e-3, 1 / 1.5e9))
-    restore: Line = field(default_factory=lambda: Line(2e-3, 1 / 2e9))
-    rewrite: Line = field(default_factory=lambda: Line(2e-3, 1 / 1e9))
+    prefill: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 5e-8))
+    save: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 1 / 1.5e9))
+    restore: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 1 / 2e9))
+    rewrite: LinearFit = field(default_factory=lambda: LinearFit(2e-3, 1 / 1e9))
     # Seconds of a save beyond the backend's own time; they stop no stream.
     handling_s: Mean = field(default_factory=lambda: Mean(0.005))
     bytes_per_token: Mean = field(default_factory=lambda: Mean(50_000.0))

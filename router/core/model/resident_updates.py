@@ -43,7 +43,7 @@ def after_finish(prompt: Prompt, reported: Reported, before: Resident = NOTHING)
         held = head(reported.generated, max(count(reported.generated) - 1, 0))
         return Resident(join([prompt.tokens, held]), 0, checkpoints)
     if reported.generated_tokens is None:
-        return Resident(prompt.tokens, 0, checkpoints, unsure=True)
+        return Resident(prompt.tokens, 0, checkpoints, may_hold_more=True)
     return Resident(prompt.tokens, max(reported.generated_tokens - 1, 0), checkpoints)
 
 
@@ -53,7 +53,7 @@ def _with_media(prompt: Prompt, reported: Reported) -> Resident:
         return UNKNOWN
     text = head(prompt.tokens, next(at for at, i in enumerate(iterate(prompt.tokens)) if i < 0))
     length = reported.prompt_tokens + max((reported.generated_tokens or 0) - 1, 0)
-    return Resident(text, length - count(text), unsure=reported.generated_tokens is None)
+    return Resident(text, length - count(text), may_hold_more=reported.generated_tokens is None)
 
 
 def after_answer(resident: Resident, prompt: Tokens, answer: Tokens) -> Resident:
@@ -82,7 +82,7 @@ def after_quiet(before: Resident, prompt: Prompt, n_tokens: int | None) -> Resid
     if n_tokens is None or prompt.unknown or prompt.n_media:
         return UNKNOWN
     known = head(prompt.tokens, n_tokens)
-    if before.unsure or n_tokens == len(before):
+    if before.may_hold_more or n_tokens == len(before):
         known = head(known, common_prefix(known, before.tokens))
     return Resident(known, n_tokens - count(known))
 
@@ -104,7 +104,7 @@ def is_exact(request: Request, before: Resident, reported: Reported, n_ctx: int)
         return True
     shared = common_prefix(before.tokens, prompt.tokens)
     pinned = request.pinnable and not (request.whole_backend or prompt.unknown)
-    if pinned and not before.unsure and len(before) == shared:  # (3)
+    if pinned and not before.may_hold_more and len(before) == shared:  # (3)
         return True
     return reported.cached_tokens is not None and reported.cached_tokens <= shared  # (4), (5)
 
@@ -114,4 +114,4 @@ def after_either(resident: Resident, prompt: Prompt) -> Resident:
     if prompt.unknown or prompt.n_media:
         return UNKNOWN
     known = head(prompt.tokens, common_prefix(resident.tokens, prompt.tokens))
-    return Resident(known, unsure=True)
+    return Resident(known, may_hold_more=True)

@@ -22,8 +22,8 @@ def can_be_steered(request: Request, info: BackendInfo) -> bool:
     """Return whether the server places the request and a prefill decides on which slot."""
     prompt = request.prompt
     known = len(prompt) > 1 and not (prompt.unknown or prompt.n_media or request.adapted)
-    placed = not (request.pinnable or request.whole_backend)
-    return placed and known and request.reuse and info.generates and info.keeps_idle_slots
+    picked = not (request.pinnable or request.whole_backend)
+    return picked and known and request.reuse and info.generates and info.keeps_idle_slots
 
 
 def will_hold(tokens: Tokens, prompt: Prompt) -> bool:
@@ -41,7 +41,7 @@ def may_hold(held: Resident, prompt: Prompt) -> bool:
     common = common_prefix(held.tokens, prompt.tokens)
     if common >= len(prompt) - 1:
         return True
-    goes_on = held.unsure or common + held.unread >= len(prompt) - 1
+    goes_on = held.may_hold_more or common + held.unread >= len(prompt) - 1
     return goes_on and common == count(held.tokens)
 
 

@@ -27,7 +27,7 @@ class Phase(StrEnum):
     IDLE = "idle"
     PREPARING = "preparing"  # leased: saves, restores or prefills
     RUNNING = "running"  # leased: the client's request is with the backend
-    DRAINING = "draining"  # leased: abandoned, but the backend may still use it
+    ABANDONED = "abandoned"  # leased: abandoned, but the backend may still use it
     LOST = "lost"  # its backend is down
 
 
@@ -36,7 +36,7 @@ class Move(StrEnum):
 
     LEASE = "lease"
     START = "start"
-    DRAIN = "drain"
+    ABANDON = "abandon"
     RELEASE = "release"
     LOSE = "lose"
 
@@ -46,12 +46,12 @@ TRANSITIONS: dict[Phase, dict[Move, Phase]] = {
     P.IDLE: {M.LEASE: P.PREPARING, M.LOSE: P.LOST},
     P.PREPARING: {
         M.START: P.RUNNING,
-        M.DRAIN: P.DRAINING,
+        M.ABANDON: P.ABANDONED,
         M.RELEASE: P.IDLE,
         M.LOSE: P.LOST,
     },
-    P.RUNNING: {M.DRAIN: P.DRAINING, M.RELEASE: P.IDLE, M.LOSE: P.LOST},
-    P.DRAINING: {M.RELEASE: P.IDLE, M.LOSE: P.LOST},
+    P.RUNNING: {M.ABANDON: P.ABANDONED, M.RELEASE: P.IDLE, M.LOSE: P.LOST},
+    P.ABANDONED: {M.RELEASE: P.IDLE, M.LOSE: P.LOST},
     P.LOST: {M.LOSE: P.LOST},
 }
 
@@ -66,14 +66,14 @@ class Resident:
     tokens: Tokens = EMPTY
     unread: int = 0
     checkpoints: tuple[int, ...] = ()
-    unsure: bool = False  # there may be more tokens, of unknown number
+    may_hold_more: bool = False  # there may be more tokens, of unknown number
 
     def __len__(self) -> int:
         return count(self.tokens) + self.unread
 
 
 NOTHING = Resident()
-UNKNOWN = Resident(unsure=True)
+UNKNOWN = Resident(may_hold_more=True)
 
 Phases = dict[Phase, int]
 
@@ -119,18 +119,18 @@ class Slot:
     pending: Tokens = EMPTY  # computed under this lease
     saving: Tokens = EMPTY  # tokens of the save in progress
     tenant: Tenant = NOBODY  # of `resident` and `saving`
-    taker: Tenant = NOBODY  # of the request that holds it, and of `pending`
+    next_tenant: Tenant = NOBODY  # of the request that holds it, and of `pending`
     sharing: bool = False  # PREPARING: queued requests may reuse `pending` later
-    leaving: bool = False  # PREPARING: the prefill in progress was abandoned
-    turn_until: float = 0.0  # end of its prefill permit, clock seconds (`prefill_queue.py`)
+    prefill_abandoned: bool = False  # PREPARING: the prefill in progress was abandoned
+    permit_until: float = 0.0  # end of its prefill permit, clock seconds (`prefill_queue.py`)
     # PREPARING: predicted end of the prefill in progress, in clock seconds; 0: there is none.
-    piece_until: float = 0.0
-    stands_since: float | None = None  # PREPARING: in the prefill queue since then
-    stood_s: float = 0.0  # in the prefill queue before `stands_since`
+    chunk_until: float = 0.0
+    prefill_queued_since: float | None = None  # PREPARING: in the prefill queue since then
+    prefill_queue_s: float = 0.0  # in the prefill queue before `prefill_queued_since`
     saved: bool = False  # idle save: tried or ruled out
     # The slot may hold content that a client asked not to cache, which is never saved. The router
     # cannot see whether a server restarted, so a slot that was lost may still hold the content.
-    declined: bool = False
+    must_not_save: bool = False
 
     def __post_init__(self) -> None:
         self.bench.phases[self.phase] += 1
@@ -144,20 +144,20 @@ class Slot:
         return self.phase is Phase.IDLE
 
     @property
-    def is_left(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Return whether the slot was abandoned and its backend may still use it."""
-        return self.phase is Phase.DRAINING or self.leaving
+        return self.phase is Phase.ABANDONED or self.prefill_abandoned
 
     @property
     def is_unsaved(self) -> bool:
         """Return whether the slot is idle and its content is due for an idle save."""
         waits = self.phase is Phase.IDLE and not self.saved
-        return waits and not self.declined and len(self.resident) > 0
+        return waits and not self.must_not_save and len(self.resident) > 0
 
     @property
-    def whose(self) -> Tenant:
+    def offered_tenant(self) -> Tenant:
         """Return the tenant of the tokens that it offers, now or at the end of its lease."""
-        return self.tenant if self.phase is Phase.IDLE else self.taker
+        return self.tenant if self.phase is Phase.IDLE else self.next_tenant
 
     def _move(self, move: Move) -> None:
         allowed = TRANSITIONS[self.phase]
@@ -184,17 +184,17 @@ class Slot:
         self._check(lease)
         self._move(Move.START)
 
-    def drain(self, lease: Lease) -> None:
+    def abandon(self, lease: Lease) -> None:
         """Keep the lease of an abandoned slot until the backend is known to be done with it."""
         self._check(lease)
-        self._move(Move.DRAIN)
-        self.turn_until = 0.0
+        self._move(Move.ABANDON)
+        self.permit_until = 0.0
 
     def release(self, lease: Lease, resident: Resident, now: float) -> None:
         """Release the slot, holding `resident`. Raise StaleLeaseError if the lease is stale."""
         self._check(lease)
         self._move(Move.RELEASE)
-        self._let_go()
+        self._reset_lease()
         self.resident = resident
         self.last_used = now
         self.saved = False
@@ -203,14 +203,14 @@ class Slot:
         """Drop the slot's content and its lease, because the backend is down."""
         self._move(Move.LOSE)
         self.generation += 1
-        self._let_go()
+        self._reset_lease()
         self.resident, self.tenant = NOTHING, NOBODY
 
-    def _let_go(self) -> None:
+    def _reset_lease(self) -> None:
         self.holder = None
-        self.pending, self.saving, self.sharing, self.leaving = EMPTY, EMPTY, False, False
-        self.turn_until, self.piece_until = 0.0, 0.0
-        self.stands_since, self.stood_s = None, 0.0
+        self.pending, self.saving, self.sharing, self.prefill_abandoned = EMPTY, EMPTY, False, False
+        self.permit_until, self.chunk_until = 0.0, 0.0
+        self.prefill_queued_since, self.prefill_queue_s = None, 0.0
 
     def _check(self, lease: Lease) -> None:
         if not self.holds(lease):
@@ -280,10 +280,10 @@ class SlotTable:
             old.lose()
         generations = [slot.generation for slot in self.of(backend)]
         generations += [self._first] * n_slots
-        declined = [slot.declined for slot in self.of(backend)] + [False] * n_slots
+        declined = [slot.must_not_save for slot in self.of(backend)] + [False] * n_slots
         bench = self._benches[backend] = Bench()
         self._slots[backend] = [
-            Slot(SlotId(backend, index), generation=number, declined=no, bench=bench)
+            Slot(SlotId(backend, index), generation=number, must_not_save=no, bench=bench)
             for index, number, no in zip(range(n_slots), generations, declined, strict=False)
         ]
 

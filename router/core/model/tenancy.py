@@ -30,7 +30,7 @@ def tenant_of(namespace: Namespace) -> Tenant:
     return Tenant(namespace.partition(_MARK)[2])
 
 
-def tempts(slot: Slot, request: Request, *, computed_first: bool) -> bool:
+def attracts(slot: Slot, request: Request, *, computed_first: bool) -> bool:
     """Return whether the server may pick this slot for another tenant's tokens in it.
 
     The server takes the slot with the longest common prefix (llama-server.md section 2.2).
@@ -38,28 +38,31 @@ def tempts(slot: Slot, request: Request, *, computed_first: bool) -> bool:
     unless another slot holds as much. Unread tokens may be anything, and so may the answer of a
     running slot.
     """
-    if slot.whose == request.tenant or not request.reuse:
+    if slot.offered_tenant == request.tenant or not request.reuse:
         return False
     prompt = request.prompt
     if not computed_first or prompt.unknown or prompt.n_media:
         return True
     if slot.is_idle:
-        held, goes_on = slot.resident.tokens, slot.resident.unsure or slot.resident.unread > 0
+        held, goes_on = (
+            slot.resident.tokens,
+            slot.resident.may_hold_more or slot.resident.unread > 0,
+        )
     else:
         held, goes_on = slot.pending, True
     common = common_prefix(held, prompt.tokens)
     return common >= len(prompt) - 1 or (goes_on and common == count(held))
 
 
-def may_tempt(slot: Slot, request: Request, *, computed_first: bool) -> bool:
-    """Return whether an idle slot could `tempts` with any tokens of its length.
+def may_attract(slot: Slot, request: Request, *, computed_first: bool) -> bool:
+    """Return whether an idle slot could `attracts` with any tokens of its length.
 
     Emptying the slot takes time, which another tenant can measure. The time may tell at most the
     length of the slot's content, not whether the content was the prompt.
     """
-    if slot.whose == request.tenant or not request.reuse:
+    if slot.offered_tenant == request.tenant or not request.reuse:
         return False
     held, prompt = slot.resident, request.prompt
     if not computed_first or prompt.unknown or prompt.n_media:
         return True
-    return held.unsure or held.unread > 0 or len(held) >= len(prompt) - 1
+    return held.may_hold_more or held.unread > 0 or len(held) >= len(prompt) - 1

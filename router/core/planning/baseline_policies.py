@@ -10,13 +10,13 @@ from router.base.types import BackendId, Request, SlotId
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Plan
 from router.core.model.policy import PolicyName
-from router.core.planning.pricing import Ask
+from router.core.planning.pricing import PricingContext
 from router.core.planning.start_candidates import cold, resident
 
 _SHORT = 64  # characters; most session names are shorter
 
 
-def baseline(ask: Ask, room: list[BackendId]) -> Plan | None:
+def baseline(ask: PricingContext, room: list[BackendId]) -> Plan | None:
     """Choose by the policy's rule among the backends that have `room`. None: wait.
 
     1. `sticky`: the conversation's first slot, however long the wait; else the least busy. A first

@@ -14,7 +14,9 @@ from router.core.model.tenancy import namespace_of
 from router.core.planning.displacement import can_save
 
 
-def pauses(fleet: Fleet, request: Request, chosen: Candidate) -> tuple[tuple[int, ...], float]:
+def boundary_saves(
+    fleet: Fleet, request: Request, chosen: Candidate
+) -> tuple[tuple[int, ...], float]:
     """Return the lengths to stop at, ascending, and the seconds of their saves.
 
     A length is worth it if the save costs less than a snapshot there is expected to save. The

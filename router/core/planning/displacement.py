@@ -16,7 +16,7 @@ def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
     size_bytes = tokens * fleet.rates[info.id].bytes_per_token.value
     return (
         fleet.policy.moves_kv
-        and info.place is not None
+        and info.kv_dir is not None
         and fleet.may_write(info.id)
         and can_restore(info.memory_kind)
         and tokens > info.window
@@ -65,7 +65,7 @@ class Displacing:
         """
         held = slot.resident
         n_held = len(held)
-        if n_held <= kept or slot.declined or (self._apart and slot.tenant == NOBODY):
+        if n_held <= kept or slot.must_not_save or (self._apart and slot.tenant == NOBODY):
             return _NOTHING
         rates, stopped = self._rates, self._stopped
         chance = self._chance / (1 + self._fleet.neglect(slot))

@@ -9,9 +9,9 @@ from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.planning.baseline_policies import baseline
-from router.core.planning.boundary_saves import pauses
+from router.core.planning.boundary_saves import boundary_saves
 from router.core.planning.displacement import can_save
-from router.core.planning.pricing import Ask
+from router.core.planning.pricing import PricingContext
 from router.core.planning.start_candidates import starting_now
 from router.core.planning.wait_candidates import starting_later
 
@@ -27,7 +27,7 @@ def plan(
     priced on the way. None of them decides anything, and in a large fleet they take longer than the
     decision. If `chosen.wait_for` of the plan is set, another slot is free, but waiting is cheaper.
     """
-    ask = Ask(request, fleet, now)
+    ask = PricingContext(request, fleet, now)
     room = fleet.room(request)
     if not fleet.policy.moves_kv:
         return baseline(ask, room)
@@ -42,14 +42,14 @@ def plan(
     if fleet.policy.name is PolicyName.PREFER_OWNER:
         chosen = _owner_first(candidates)
     starts = chosen.wait_for is None and not ask.has_no_say
-    stops, stops_s = pauses(fleet, request, chosen) if starts else ((), 0.0)
+    stops, stops_s = boundary_saves(fleet, request, chosen) if starts else ((), 0.0)
     return Plan(
         chosen=chosen,
         losers=tuple(way for way in candidates if way is not chosen)[: max(losers, _LOSERS)],
         reason=_reason(request, chosen),
         prefill_first=_prefill_first(request, chosen, fleet),
-        pauses=stops,
-        pauses_s=stops_s,
+        boundary_saves=stops,
+        boundary_saves_s=stops_s,
         shared=ask.shared if starts else None,
     )
 

@@ -36,15 +36,15 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
     resident = fleet.slots[slot].resident
     held = common_prefix(resident.tokens, wanted)
     if held == count(resident.tokens):
-        if resident.unsure and resident.tokens:
+        if resident.may_hold_more and resident.tokens:
             return None
         held += resident.unread  # an unread answer must not be cut off
-    left = count(wanted) - held
-    left_s = fleet.rates[slot.backend].prefill_s(left, held)
-    if left_s <= limit_s:
+    remaining = count(wanted) - held
+    remaining_s = fleet.rates[slot.backend].prefill_s(remaining, held)
+    if remaining_s <= limit_s:
         return None
-    most = max(round(left * limit_s / left_s) // _LEAST, 1) * _LEAST
-    return held + most if left > _LAST * most else None
+    most = max(round(remaining * limit_s / remaining_s) // _LEAST, 1) * _LEAST
+    return held + most if remaining > _LAST * most else None
 
 
 def _beside_others(fleet: Fleet, own: SlotId) -> bool:

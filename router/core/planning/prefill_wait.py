@@ -21,7 +21,7 @@ class Ahead(NamedTuple):
     """One prefill that a backend has to compute: its rank, and the seconds left."""
 
     rank_s: float
-    left_s: float
+    remaining_s: float
 
 
 def ahead(fleet: Fleet, backend: BackendId, now: float) -> list[Ahead]:
@@ -36,10 +36,10 @@ def rank(needs_s: float, waited_s: float) -> float:
 
 def before_s(parts: list[Ahead], rank_s: float) -> float:
     """Return the seconds before a prefill of that rank starts; of equals it goes last."""
-    return sum(part.left_s for part in parts if part.rank_s <= rank_s)
+    return sum(part.remaining_s for part in parts if part.rank_s <= rank_s)
 
 
-def seconds_left(fleet: Fleet, slot: Slot, tokens: Tokens) -> float:
+def remaining_prefill_s(fleet: Fleet, slot: Slot, tokens: Tokens) -> float:
     """Return the seconds that computing `tokens` adds to what the slot holds."""
     n, common = count(tokens), common_prefix(slot.resident.tokens, tokens)
     there = fleet.reusable(slot, n, common)
@@ -48,19 +48,24 @@ def seconds_left(fleet: Fleet, slot: Slot, tokens: Tokens) -> float:
 
 def slot_ahead(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:
     """Return what a slot has to compute: the chunk under way, ahead of all; the rest."""
-    if not slot.piece_until:
+    if not slot.chunk_until:
         return [prefill_ahead(fleet, slot, now)]
-    piece_s, rest_s = slot.piece_until - now, max(slot.busy_until - slot.piece_until, 0.0)
-    return [Ahead(-inf, max(piece_s, 0.0)), Ahead(rank(rest_s, slot.stood_s), rest_s)]
+    piece_s, remaining_s = slot.chunk_until - now, max(slot.busy_until - slot.chunk_until, 0.0)
+    return [
+        Ahead(-inf, max(piece_s, 0.0)),
+        Ahead(rank(remaining_s, slot.prefill_queue_s), remaining_s),
+    ]
 
 
 def prefill_ahead(fleet: Fleet, slot: Slot, now: float) -> Ahead:
     """Return the entry of a prompt of which nothing is being computed now."""
-    left_s = seconds_left(fleet, slot, slot.pending)
-    if slot.stands_since is None:  # a restore brings it as far as was planned
-        left_s = min(left_s, max(slot.busy_until - now, 0.0))
-    return Ahead(rank(left_s, stood_s(slot, now)), left_s)
+    remaining_s = remaining_prefill_s(fleet, slot, slot.pending)
+    if slot.prefill_queued_since is None:  # a restore brings it as far as was planned
+        remaining_s = min(remaining_s, max(slot.busy_until - now, 0.0))
+    return Ahead(rank(remaining_s, prefill_queue_s(slot, now)), remaining_s)
 
 
-def stood_s(slot: Slot, now: float) -> float:
-    return slot.stood_s + (now - slot.stands_since if slot.stands_since is not None else 0.0)
+def prefill_queue_s(slot: Slot, now: float) -> float:
+    return slot.prefill_queue_s + (
+        now - slot.prefill_queued_since if slot.prefill_queued_since is not None else 0.0
+    )

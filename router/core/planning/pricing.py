@@ -23,7 +23,7 @@ from router.core.planning.prefill_wait import Ahead, ahead, before_s
 _EQUAL_S = 1e-8
 
 
-class File(NamedTuple):
+class RestoreOption(NamedTuple):
     """A state file that could be restored: a snapshot, or its first `cut` tokens."""
 
     snapshot: Snapshot
@@ -36,13 +36,13 @@ class File(NamedTuple):
 class Files(NamedTuple):
     """All files that a kind of backend could restore, and the best that any could do."""
 
-    files: list[File]
+    files: list[RestoreOption]
     most_reused: int
     least_bytes: int
 
 
 @dataclass(slots=True)
-class Ask:
+class PricingContext:
     """A request put to a fleet at one moment; caches what many candidates need.
 
     `computing`: how much of the prompt a busy slot is computing, to share it.
@@ -86,7 +86,7 @@ class Ask:
             n = self._running[backend] = self.fleet.held_up(backend)
         return n
 
-    def line_s(self, backend: BackendId, prefill_s: float) -> float:
+    def prefill_queue_s(self, backend: BackendId, prefill_s: float) -> float:
         """Return the wait for the prefill permit; 0 for a short prefill, which needs none."""
         if not self.fleet.policy.is_long(prefill_s):
             return 0.0
@@ -121,7 +121,7 @@ class Ask:
         restore_s: float = 0.0,
         stall_s: float = 0.0,
         n_saves: int = 0,
-        file: File | None = None,
+        file: RestoreOption | None = None,
         copy_from: SlotId | None = None,
     ) -> Candidate:
         """Return a way to start now, with all that it costs this request and the others.
@@ -146,7 +146,7 @@ class Ask:
             source=source,
             reused_tokens=reused,
             price=Price(
-                wait_s=self.line_s(slot.backend, prefill_s),
+                wait_s=self.prefill_queue_s(slot.backend, prefill_s),
                 save_s=displaced_s + save_s,
                 rewrite_s=rewrite_s,
                 restore_s=restore_s,

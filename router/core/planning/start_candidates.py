@@ -8,7 +8,7 @@ from router.core.model.plan import Candidate
 from router.core.model.slots import Phase, Resident, Slot
 from router.core.model.tenancy import namespace_of
 from router.core.planning.displacement import Displaced, Displacing, can_save, saving_pays
-from router.core.planning.pricing import Ask, Cheapest, File, Files
+from router.core.planning.pricing import Cheapest, Files, PricingContext, RestoreOption
 
 # Snapshots priced for each backend: those that share most, of these the shortest. One that shares
 # less could only win by being much smaller.
@@ -26,7 +26,7 @@ class _Owner(NamedTuple):
 
 
 def starting_now(
-    ask: Ask, room: list[BackendId], n: int, known: list[Candidate]
+    ask: PricingContext, room: list[BackendId], n: int, known: list[Candidate]
 ) -> list[Candidate]:
     """Return ways to start at once on a backend with room: resident, snapshot, copy, cold.
 
@@ -35,7 +35,7 @@ def starting_now(
     are not priced.
     """
     if ask.has_no_say:
-        return [_placed(ask, backend) for backend in room]
+        return [_any_slot(ask, backend) for backend in room]
     found = Cheapest(n, known)
     owner = _residents(ask, room, found)
     leads: list[tuple[float, BackendId]] = []
@@ -49,25 +49,25 @@ def starting_now(
     return found.ways
 
 
-def _residents(ask: Ask, room: list[BackendId], found: Cheapest) -> _Owner | None:
+def _residents(ask: PricingContext, room: list[BackendId], found: Cheapest) -> _Owner | None:
     """Add ways that go on from what idle slots hold.
 
     Return the slot that holds most of the prompt, if it can be copied.
     """
-    fleet, place = ask.fleet, {backend: at for at, backend in enumerate(room)}
+    fleet, position = ask.fleet, {backend: at for at, backend in enumerate(room)}
     leads: list[tuple[float, SlotId, int, int]] = []
     owners: list[tuple[int, int, SlotId]] = []
     hinted = ask.request.slot_hint is not None
     for name, common in ask.shared.items():
         slot = fleet.slots[name]
-        if slot.phase is not Phase.IDLE or name.backend not in place:
+        if slot.phase is not Phase.IDLE or name.backend not in position:
             continue
         if hinted and not fleet.wants(slot, ask.request):
             continue
         if reused := fleet.reusable(slot, ask.n_prompt, common):
             leads.append((ask.least_s(name.backend, reused), name, common, reused))
-            if not slot.declined:
-                owners.append((-reused, place[name.backend], name))
+            if not slot.must_not_save:
+                owners.append((-reused, position[name.backend], name))
     for least_s, name, common, reused in sorted(leads):
         if found.beat(least_s):
             break
@@ -82,18 +82,18 @@ def _residents(ask: Ask, room: list[BackendId], found: Cheapest) -> _Owner | Non
     return _Owner(owner, held, ask.shared[owner], size_bytes)
 
 
-def resident(ask: Ask, slot: Slot, common: int, reused: int) -> Candidate:
+def resident(ask: PricingContext, slot: Slot, common: int, reused: int) -> Candidate:
     """Return the way that goes on from what an idle slot holds."""
     displaced = saving_pays(ask.fleet, slot, kept=common)
     return ask.candidate(slot.id, Source.RESIDENT, displaced, reused=reused)
 
 
-def cold(ask: Ask, slot: Slot) -> Candidate:
+def cold(ask: PricingContext, slot: Slot) -> Candidate:
     """Return the way that starts from nothing."""
     return _from_nothing(ask, slot, saving_pays(ask.fleet, slot))
 
 
-def _placed(ask: Ask, backend: BackendId) -> Candidate:
+def _any_slot(ask: PricingContext, backend: BackendId) -> Candidate:
     """Return the way to start where the router has no say: in the cheapest free slot.
 
     Of equals the one unused for longest, which a server that picks itself takes as well.
@@ -102,17 +102,17 @@ def _placed(ask: Ask, backend: BackendId) -> Candidate:
     return _from_nothing(ask, target, displaced)
 
 
-def _from_nothing(ask: Ask, slot: Slot, displaced: Displaced) -> Candidate:
+def _from_nothing(ask: PricingContext, slot: Slot, displaced: Displaced) -> Candidate:
     source = Source.NONE if ask.has_no_say else Source.COLD
     return ask.candidate(slot.id, source, displaced)
 
 
-def _target(ask: Ask, backend: BackendId) -> tuple[Displaced, Slot]:
+def _target(ask: PricingContext, backend: BackendId) -> tuple[Displaced, Slot]:
     return Displacing(ask.fleet, backend).cheapest(ask.fleet.free(backend, ask.request))
 
 
 def _elsewhere(
-    ask: Ask, backend: BackendId, owner: _Owner | None, found: Cheapest, least_s: float
+    ask: PricingContext, backend: BackendId, owner: _Owner | None, found: Cheapest, least_s: float
 ) -> None:
     """Add ways that start in a slot of one backend without its content: cold, file or copy.
 
@@ -136,9 +136,9 @@ def _elsewhere(
             found.add(way)
 
 
-def _files(ask: Ask, info: BackendInfo, owner: _Owner | None) -> Files:
+def _files(ask: PricingContext, info: BackendInfo, owner: _Owner | None) -> Files:
     """Return each useful snapshot: the whole, or what the prompt shares with it."""
-    if info.place is None or not can_restore(info.memory_kind):
+    if info.kv_dir is None or not can_restore(info.memory_kind):
         return _NO_FILES
     key = info.memory_kind, info.namespace, info.cuts
     if key not in ask.files:
@@ -151,33 +151,33 @@ def _files(ask: Ask, info: BackendInfo, owner: _Owner | None) -> Files:
     return ask.files[key]
 
 
-def _find_files(ask: Ask, info: BackendInfo) -> list[File]:
+def _find_files(ask: PricingContext, info: BackendInfo) -> list[RestoreOption]:
     catalog, prompt = ask.fleet.catalog, ask.request.prompt
     namespace = namespace_of(info, ask.request.tenant)
     useful = catalog.useful(info.memory_kind, namespace, prompt.tokens, ask.n_prompt, _SNAPSHOTS)
-    found: list[File] = []
+    found: list[RestoreOption] = []
     for match, reused in useful:
         if reused < catalog.limits.min_tokens:
             continue  # not worth a file, and so not worth reading one
         snapshot = catalog[match.item]
-        found.append(File(snapshot, reused, match.length, snapshot.size_bytes, None))
+        found.append(RestoreOption(snapshot, reused, match.length, snapshot.size_bytes, None))
         divisible = info.cuts and goes_back(info.memory_kind) and not snapshot.shape.media
         if divisible and match.common < match.length:
             share = match.common * snapshot.size_bytes // match.length
             if catalog.limits.admits(match.common, share):
-                found.append(File(snapshot, reused, match.common, share, match.common))
+                found.append(RestoreOption(snapshot, reused, match.common, share, match.common))
     return found
 
 
-def _is_there(info: BackendInfo, file: File) -> bool:
+def _is_there(info: BackendInfo, file: RestoreOption) -> bool:
     """Return True if the backend can read the file as it is: no rewrite is needed."""
     snapshot = file.snapshot
     rewritten = file.cut is not None or snapshot.shape.needs_restream(info.n_stream)
-    return snapshot.place == info.place and not rewritten
+    return snapshot.kv_dir == info.kv_dir and not rewritten
 
 
 def _restore(
-    ask: Ask, target: Slot, displaced: Displaced, info: BackendInfo, file: File
+    ask: PricingContext, target: Slot, displaced: Displaced, info: BackendInfo, file: RestoreOption
 ) -> Candidate:
     """Return the way that restores a file into a slot, rewritten if need be."""
     rates = ask.fleet.rates[info.id]
@@ -194,7 +194,7 @@ def _restore(
 
 
 def _copy(
-    ask: Ask,
+    ask: PricingContext,
     target: Slot,
     displaced: Displaced,
     here: BackendInfo,
@@ -204,7 +204,7 @@ def _copy(
     fleet, n_held = ask.fleet, len(owner.held)
     there = fleet.infos[owner.slot.backend]
     reused = reusable_tokens(here.memory_kind, ask.n_prompt, owner.common, n_held)
-    fits = here.place is not None and can_restore(here.memory_kind) and here.n_ctx >= n_held
+    fits = here.kv_dir is not None and can_restore(here.memory_kind) and here.n_ctx >= n_held
     if not (reused and fits and there.namespace == here.namespace):
         return None
     rates = fleet.rates[here.id]

@@ -10,19 +10,19 @@ from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Candidate, Price
 from router.core.model.slots import Phase, Slot
 from router.core.planning.displacement import can_save
-from router.core.planning.pricing import Ask, Cheapest
+from router.core.planning.pricing import Cheapest, PricingContext
 
 # Seconds. If an abandoned slot is not idle so long after it should be, its server has not noticed
 # that the client disconnected.
 _OVERDUE_S = 2.0
 # Seconds. A shared prefill is no longer expected so long after it should have been ready: all
 # requests that wait for it would then begin it anew.
-_LATE_S = 60.0
-_SOON = (Phase.PREPARING, Phase.DRAINING)
+_GIVE_UP_S = 60.0
+_SOON = (Phase.PREPARING, Phase.ABANDONED)
 _MAY_WAIT = (*_SOON, Phase.RUNNING)
 
 
-def starting_later(ask: Ask, n: int, *, patient: bool = True) -> list[Candidate]:
+def starting_later(ask: PricingContext, n: int, *, patient: bool = True) -> list[Candidate]:
     """Return ways that wait for a busy slot which has, or is computing, the prefix.
 
     1. Its content is being written to a file, perhaps because the slot is another request's now.
@@ -47,8 +47,8 @@ def starting_later(ask: Ask, n: int, *, patient: bool = True) -> list[Candidate]
             and (way := _once_saved(ask, slot, at_least))
         ):
             saved.add(way)
-        hoped = ask.now < slot.busy_until + _OVERDUE_S < inf if slot.is_left else may_wait
-        sharing = slot.sharing and ask.now < slot.busy_until + _LATE_S
+        hoped = ask.now < slot.busy_until + _OVERDUE_S < inf if slot.is_abandoned else may_wait
+        sharing = slot.sharing and ask.now < slot.busy_until + _GIVE_UP_S
         if not (sharing or hoped):
             continue
         common = shared.get(slot.id, 0)
@@ -60,18 +60,18 @@ def starting_later(ask: Ask, n: int, *, patient: bool = True) -> list[Candidate]
         if reused < at_least:
             continue
         wait_s = max(slot.busy_until - ask.now, 0.0)
-        rest_s = rates.prefill_s(ask.n_prompt - reused, reused)
+        remaining_s = rates.prefill_s(ask.n_prompt - reused, reused)
         if sharing and can_save(fleet, info, held):
             ask.computing = max(ask.computing, reused)
-            if not saved.beat(wait_s + rest_s):
+            if not saved.beat(wait_s + remaining_s):
                 saved.add(_from_file(ask, slot, held, reused, wait_s))
         elif (
             hoped
             # A prefill that was broken off ends sooner than predicted.
-            and (slot.leaving or wait_s <= fleet.policy.max_wait_s)
+            and (slot.prefill_abandoned or wait_s <= fleet.policy.max_wait_s)
             and _is_to_be_had(ask, slot)
         ):
-            price = Price(wait_s=wait_s, prefill_s=rest_s)
+            price = Price(wait_s=wait_s, prefill_s=remaining_s)
             owners.add(Candidate(slot.id, Source.RESIDENT, reused, price, wait_for=slot.id))
     return saved.ways + owners.ways
 
@@ -82,16 +82,16 @@ def hope_ends(fleet: Fleet, now: float) -> float | None:
     In clock seconds. None: there is none.
     """
     ends = (
-        slot.busy_until + (_OVERDUE_S if slot.is_left else _LATE_S)
+        slot.busy_until + (_OVERDUE_S if slot.is_abandoned else _GIVE_UP_S)
         for backend, bench in fleet.slots.benches()
-        if bench.phases[Phase.DRAINING] or bench.phases[Phase.PREPARING]
+        if bench.phases[Phase.ABANDONED] or bench.phases[Phase.PREPARING]
         for slot in fleet.slots.of(backend)
-        if slot.is_left or slot.sharing
+        if slot.is_abandoned or slot.sharing
     )
     return min((end for end in ends if now < end < inf), default=None)
 
 
-def _busy(ask: Ask) -> Iterator[Slot]:
+def _busy(ask: PricingContext) -> Iterator[Slot]:
     """Yield slots that could be waited for; on a draining backend, for their files."""
     fleet = ask.fleet
     wanted = _MAY_WAIT if fleet.policy.may_wait else _SOON
@@ -105,13 +105,13 @@ def _busy(ask: Ask) -> Iterator[Slot]:
                     yield slot
 
 
-def _is_to_be_had(ask: Ask, slot: Slot) -> bool:
+def _is_to_be_had(ask: PricingContext, slot: Slot) -> bool:
     """Return True if the request may have the slot itself when it is idle."""
     fleet, request = ask.fleet, ask.request
     return fleet.serves(slot.id.backend, request) and fleet.wants(slot, request)
 
 
-def _once_saved(ask: Ask, slot: Slot, at_least: int) -> Candidate | None:
+def _once_saved(ask: PricingContext, slot: Slot, at_least: int) -> Candidate | None:
     """Return the way that waits for a save of the slot's content. None: of no use.
 
     Until the save is over no request can have that content. If the slot is another request's
@@ -126,11 +126,11 @@ def _once_saved(ask: Ask, slot: Slot, at_least: int) -> Candidate | None:
     return _from_file(ask, slot, held, reused, 0.0)
 
 
-def _from_file(ask: Ask, slot: Slot, held: int, reused: int, wait_s: float) -> Candidate:
+def _from_file(ask: PricingContext, slot: Slot, held: int, reused: int, wait_s: float) -> Candidate:
     """Return the way that waits until the slot's content is saved, and restores it."""
     rates = ask.fleet.rates[slot.id.backend]
     back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
-    rest_s = rates.prefill_s(ask.n_prompt - reused, reused)
+    remaining_s = rates.prefill_s(ask.n_prompt - reused, reused)
     handling_s = rates.handling_s.value
-    price = Price(wait_s=wait_s, restore_s=back_s, handling_s=handling_s, prefill_s=rest_s)
+    price = Price(wait_s=wait_s, restore_s=back_s, handling_s=handling_s, prefill_s=remaining_s)
     return Candidate(slot.id, Source.SNAPSHOT, reused, price, wait_for=slot.id)

@@ -1,7 +1,7 @@
 """Miss reasons: why each prompt token was computed, from what was held at admission.
 
 Reuse is always a prefix of the prompt, and so is what a slot or a snapshot shares with it.
-`Sight` has the lengths of these prefixes, and `missed` divides the computed tokens at them.
+`Coverage` has the lengths of these prefixes, and `missed` divides the computed tokens at them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,13 +20,13 @@ from router.base.types import (
 from router.core.fleet.catalog import Catalog
 from router.core.fleet.fleet import Fleet
 from router.core.model.memory_kinds import can_restore, goes_back, reusable_tokens
-from router.core.model.plan import Plan, Sight
+from router.core.model.plan import Coverage, Plan
 from router.core.model.tenancy import namespace_of
 
 _AROUND = 10  # tokens on either side of the point of divergence
 
 
-def look(request: Request, made: Plan, fleet: Fleet) -> Sight | None:
+def coverage_of(request: Request, made: Plan, fleet: Fleet) -> Coverage | None:
     """Return what was held of a prompt when plan `made` was made. None: the router has no say.
 
     Nothing may have changed since, except that the slot is leased. Only content in the namespace
@@ -43,14 +43,14 @@ def look(request: Request, made: Plan, fleet: Fleet) -> Sight | None:
     namespace = namespace_of(info, request.tenant)
     evicted = fleet.catalog.gone.nearest(namespace, tokens)
     displaced = fleet.displaced.nearest(namespace, tokens)
-    return Sight(
+    return Coverage(
         planned=chosen.reused_tokens,
         usable=usable,
         waiting=waiting,
         held=most.common,
         evicted=evicted[0],
         displaced=displaced[0],
-        parts=max((most.common, most.parts), evicted, displaced)[1],
+        goes_on=max((most.common, most.goes_on), evicted, displaced)[1],
         worth=max(fleet.catalog.limits.min_tokens, 1),
         nearest=most.nearest(tokens),
     )
@@ -61,7 +61,7 @@ class _Most:
     """The content that shares most with a prompt; of equals, content that goes on."""
 
     common: int = 0
-    parts: bool = False
+    goes_on: bool = False
     tokens: Tokens = EMPTY
     slot: SlotId | None = None
     snapshot: SnapshotId | None = None
@@ -75,9 +75,9 @@ class _Most:
         snapshot: SnapshotId | None = None,
     ) -> None:
         """Take in content that shares `common` of its tokens with the prompt."""
-        parts = count(tokens) > common
-        if common and (common, parts) > (self.common, self.parts):
-            self.common, self.parts, self.tokens = common, parts, tokens
+        goes_on = count(tokens) > common
+        if common and (common, goes_on) > (self.common, self.goes_on):
+            self.common, self.goes_on, self.tokens = common, goes_on, tokens
             self.slot, self.snapshot = slot, snapshot
 
     def nearest(self, prompt: Tokens) -> Nearest | None:
@@ -113,7 +113,7 @@ def _in_slots(
     """
     usable = waiting = 0
     for name, common in shared.items():
-        if common < usable or (common == usable and most.parts):
+        if common < usable or (common == usable and most.goes_on):
             continue  # it would change nothing
         there = fleet.infos.get(name.backend)
         if there is None or there.namespace != info.namespace:
@@ -142,8 +142,8 @@ def _in_snapshots(catalog: Catalog, request: Request, info: BackendInfo, most: _
     """Return the tokens that a snapshot could spare the prompt."""
     tokens, n_prompt = request.prompt.tokens, len(request.prompt)
     namespace = namespace_of(info, request.tenant)
-    common, parts = catalog.nearest(namespace, tokens)
-    if (common, parts) > (most.common, most.parts):
+    common, goes_on = catalog.nearest(namespace, tokens)
+    if (common, goes_on) > (most.common, most.goes_on):
         for match in catalog.match(namespace, tokens, limit=2):
             most.see(match.common, catalog[match.item].tokens, snapshot=match.item)
     if goes_back(info.memory_kind):
@@ -154,7 +154,7 @@ def _in_snapshots(catalog: Catalog, request: Request, info: BackendInfo, most: _
 
 def missed(
     request: Request,
-    sight: Sight | None,
+    coverage: Coverage | None,
     prompt_tokens: int,
     computed_tokens: int,
     *,
@@ -175,31 +175,31 @@ def missed(
 
     The last token of a prompt is always computed, so the reasons 2 to 5 never apply to it.
     """
-    if sight is None:
+    if coverage is None:
         reason = Miss.UNKNOWN if request.prompt.unknown else Miss.DECLINED
         return {reason: computed_tokens} if computed_tokens else {}
     found: dict[Miss, int] = {}
     at = prompt_tokens - computed_tokens
-    for reason, end in _ends(sight, prompt_tokens, failed=failed):
+    for reason, end in _ends(coverage, prompt_tokens, failed=failed):
         if end > at:
             found[reason] = found.get(reason, 0) + end - at
             at = end
     return found
 
 
-def _ends(sight: Sight, n: int, *, failed: bool) -> Iterator[tuple[Miss, int]]:
+def _ends(coverage: Coverage, n: int, *, failed: bool) -> Iterator[tuple[Miss, int]]:
     """Yield the reasons in order, each with the length up to which it applies."""
-    yield (Miss.FAILED if failed else Miss.MISPREDICTED), min(sight.planned, n)
+    yield (Miss.FAILED if failed else Miss.MISPREDICTED), min(coverage.planned, n)
     for reason, end in (
-        (Miss.PRICE, sight.usable),
-        (Miss.BUSY, sight.waiting),
-        (Miss.KIND, sight.held),
-        (Miss.EVICTED, sight.evicted),
-        (Miss.DISPLACED, sight.displaced),
+        (Miss.PRICE, coverage.usable),
+        (Miss.BUSY, coverage.waiting),
+        (Miss.KIND, coverage.held),
+        (Miss.EVICTED, coverage.evicted),
+        (Miss.DISPLACED, coverage.displaced),
     ):
         yield reason, min(end, n - 1)
-    known = max(sight.held, sight.evicted, sight.displaced)
-    if known >= n - 1 or (known and not sight.parts):
+    known = max(coverage.held, coverage.evicted, coverage.displaced)
+    if known >= n - 1 or (known and not coverage.goes_on):
         yield Miss.NEW, n
     else:
-        yield (Miss.DIVERGED if known >= sight.worth else Miss.COLD), n
+        yield (Miss.DIVERGED if known >= coverage.worth else Miss.COLD), n

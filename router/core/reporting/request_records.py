@@ -8,7 +8,7 @@ from router.core.reporting.miss_reasons import missed
 
 def record_of(account: Account, ttft_s: float | None, total_s: float) -> RequestRecord:
     """Return the record for log and metrics; the times are the web layer's, in seconds."""
-    reported, chosen, sight = account.reported, account.plan.chosen, account.plan.sight
+    reported, chosen, sight = account.reported, account.plan.chosen, account.plan.coverage
     computed = computed_tokens(reported, account.prefilled)
     return RequestRecord(
         request=account.request.id,
@@ -23,7 +23,7 @@ def record_of(account: Account, ttft_s: float | None, total_s: float) -> Request
         generated_tokens=reported.generated_tokens,
         waited_s=account.waited_s,
         prepared_s=account.prepared_s,
-        stood_s=account.stood_s,
+        prefill_queue_s=account.prefill_queue_s,
         ttft_s=ttft_s,
         total_s=total_s,
         predicted_s=account.plan.ttft_s + account.waited_s,
@@ -48,7 +48,7 @@ def avoided_s(rates: Rates, reported: Reported, prefilled: Reported | None) -> f
 
 def _missed(account: Account, computed: int | None) -> dict[Miss, int]:
     """Return the computed tokens by reason; empty if the backend did not report them."""
-    n_prompt, sight = account.reported.prompt_tokens, account.plan.sight
+    n_prompt, sight = account.reported.prompt_tokens, account.plan.coverage
     if n_prompt is None or computed is None:
         return {}
     # `planned` is of the first plan; a plan that failed reuses fewer tokens.

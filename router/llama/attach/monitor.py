@@ -18,10 +18,10 @@ from router.base.errors import (
     TwinError,
 )
 from router.base.ports import SnapshotStore
-from router.base.types import BackendId, BackendInfo, Namespace, Place, SlotStatus
+from router.base.types import BackendId, BackendInfo, KvDir, Namespace, SlotStatus
 from router.llama.attach.diagnosis import Trouble, unusable
 from router.llama.attach.namespace import digest, namespace
-from router.llama.attach.probe import Probe, probe
+from router.llama.attach.probe import ProbeResult, probe
 from router.llama.client import LlamaClient
 from router.llama.replies import ModelsInfo, Process, Props
 
@@ -30,10 +30,10 @@ log = structlog.get_logger(__name__)
 # A backend that had no idle slot for the probe is probed again after this many checks, 20 s by
 # default: often enough over a day, and so seldom that clients do not notice. (The probe takes one
 # or two slots away for a second.)
-_PROBE_AGAIN_LOOKS = 10
+_PROBE_AGAIN_CHECKS = 10
 # With more than one poll of the slots a second, a server does not notice abandoned requests
 # (llama-server.md section 5.6).
-_LOOK_AROUND_S = 1.5
+_STRANGERS_INTERVAL_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Attached:
     slots: tuple[SlotStatus, ...]
     props: Props
     models: ModelsInfo
-    probe: Probe
+    probe: ProbeResult
 
 
 MIXES_TENANTS = (
@@ -54,7 +54,7 @@ MIXES_TENANTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class MonitorSettings:
     """Settings of the checks of a backend; times in seconds."""
 
     interval_s: float = 2.0
@@ -70,17 +70,17 @@ class Monitor:
         self,
         client: LlamaClient,
         *,
-        place: Place | None,
+        kv_dir: KvDir | None,
         store: SnapshotStore | None,
         extra_models: tuple[str, ...],
-        watch: Watch,
+        watch: MonitorSettings,
         known_namespaces: Callable[[], set[Namespace]],
         on_up: Callable[[Attached], None],
         on_down: Callable[[BackendId], None],
         borrow: Callable[[BackendId], Collection[int]],
         on_probed: Callable[[Attached], None],
         prepare: Callable[[LlamaClient, Props, Namespace], Awaitable[None]],
-        look_around: Callable[[BackendId], None],
+        poll_for_strangers: Callable[[BackendId], None],
         processes: dict[Process, BackendId],
     ) -> None:
         """Set up the monitor. `processes` is shared: it maps a server process to its backend."""
@@ -90,8 +90,8 @@ class Monitor:
         self.generates = True  # likewise; True until known otherwise.
         self.problem = "not contacted yet"
         self.watch = watch  # may be replaced; applies from the next check on.
-        self.let_go = False  # drained: no check runs any more.
-        self._place = place
+        self.detached = False  # drained: no check runs any more.
+        self._kv_dir = kv_dir
         self._store = store
         self._extra_models = extra_models
         self._known_namespaces = known_namespaces
@@ -101,11 +101,11 @@ class Monitor:
         self._on_probed = on_probed
         self._answered = False  # in this check, as a llama-server does.
         self._told: Trouble | None = None  # last trouble logged since it was up.
-        self._looks_since_probe = 0
+        self._checks_since_probe = 0
         self._prepare = prepare
-        self._look_around = look_around
+        self._poll_for_strangers = poll_for_strangers
         self._processes = processes
-        self._looks_around = 0
+        self._polls_for_strangers = 0
         self._doubt = asyncio.Event()
         self._sure = False  # a request has failed.
         self._hung_up = False  # the server did, since the last regular check.
@@ -117,7 +117,7 @@ class Monitor:
     @property
     def saves(self) -> bool:
         """Return whether the content of its slots may be saved to state files."""
-        return self.attached is not None and self.attached.info.place is not None
+        return self.attached is not None and self.attached.info.kv_dir is not None
 
     def doubt(self) -> None:
         """Check now rather than at the next interval: a request did not reach the backend."""
@@ -141,17 +141,17 @@ class Monitor:
             self._hung_up = True
             self._doubt.set()
 
-    async def look_anew(self) -> None:
+    async def check_again(self) -> None:
         """Check now; return when that check is over and its result is known."""
         mine = self._begun + 1
         self.doubt()
-        while self._over < mine and not self.let_go:
+        while self._over < mine and not self.detached:
             await self._news.wait()
 
-    def release(self) -> None:
+    def detach(self) -> None:
         """Give up a drained backend; its `run` is cancelled."""
         self._disclaim()
-        self.attached, self.let_go, self.problem = None, True, "drained"
+        self.attached, self.detached, self.problem = None, True, "drained"
         self._tell()
 
     def _tell(self) -> None:
@@ -168,7 +168,7 @@ class Monitor:
             self._begun += 1
             self._answered = False
             try:
-                await self._look()
+                await self._check()
                 failures = 0
                 self.client.doubted = self._sure  # a request may have failed meanwhile
             except (BackendError, KvError) as error:
@@ -189,7 +189,7 @@ class Monitor:
             except TimeoutError:
                 self._hung_up = False
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         """Check the backend once. Raises BackendError if it is not fit for use."""
         await self.client.health()
         props = await self.client.props()
@@ -201,12 +201,12 @@ class Monitor:
         if self.attached is None:
             await self._attach(props)
         elif self.attached.probe.untried:
-            self._looks_since_probe += 1
-            if self._looks_since_probe >= _PROBE_AGAIN_LOOKS:
-                self._looks_since_probe = 0
+            self._checks_since_probe += 1
+            if self._checks_since_probe >= _PROBE_AGAIN_CHECKS:
+                self._checks_since_probe = 0
                 await self._probe_again(props)
         if not props.is_sleeping:  # a poll of the slots would wake it (llama-server.md section 5.7)
-            self._maybe_look_around()
+            self._maybe_poll_for_strangers()
 
     def _claim(self, props: Props) -> None:
         """Claim the server process for this backend. Raises TwinError if another backend has it.
@@ -225,11 +225,11 @@ class Monitor:
             if holder == self.client.id:
                 del self._processes[process]
 
-    def _maybe_look_around(self) -> None:
-        self._looks_around += 1
-        if self._looks_around * self.watch.interval_s >= _LOOK_AROUND_S:
-            self._looks_around = 0
-            self._look_around(self.client.id)
+    def _maybe_poll_for_strangers(self) -> None:
+        self._polls_for_strangers += 1
+        if self._polls_for_strangers * self.watch.interval_s >= _STRANGERS_INTERVAL_S:
+            self._polls_for_strangers = 0
+            self._poll_for_strangers(self.client.id)
 
     def _failed(self, error: BackendError | KvError, *, sure: bool) -> None:
         """Handle a failed check. The trouble is logged once, and again when it changes."""
@@ -254,7 +254,7 @@ class Monitor:
         self.attached = attached
         self.models, self.generates = attached.info.models, attached.info.generates
         self.problem, self._told = "", None
-        self._looks_since_probe = 0
+        self._checks_since_probe = 0
         _log_attached("backend_up", attached)
         self._on_up(attached)
 
@@ -271,7 +271,7 @@ class Monitor:
         try:
             attached = await self._learn(props, borrowed)
         except (BackendError, KvError):
-            # Probe requests may still run in the slots: only attaching anew is safe.
+            # ProbeResult requests may still run in the slots: only attaching anew is safe.
             self._lose()
             raise
         self.attached = attached
@@ -282,7 +282,7 @@ class Monitor:
         attached = await attach(
             self.client,
             props,
-            place=self._place,
+            kv_dir=self._kv_dir,
             store=self._store,
             extra_models=self._extra_models,
             with_probe=self.watch.probe,
@@ -306,7 +306,7 @@ def _log_attached(event: str, attached: Attached) -> None:
         window=info.window,
         cuts=info.cuts,
         keeps_idle_slots=info.keeps_idle_slots,
-        snapshots=info.place is not None,
+        snapshots=info.kv_dir is not None,
     )
     if attached.probe.problem:
         log.warning("backend_limited", backend=info.id, reason=attached.probe.problem)
@@ -320,7 +320,7 @@ async def attach(
     client: LlamaClient,
     props: Props,
     *,
-    place: Place | None,
+    kv_dir: KvDir | None,
     store: SnapshotStore | None,
     extra_models: tuple[str, ...] = (),
     with_probe: bool = True,
@@ -342,9 +342,9 @@ async def attach(
         if slot.adapted and not slot.is_processing:
             with contextlib.suppress(BackendRefusedError):  # a model without KV refuses
                 await client.erase(slot.index)  # adapted KV is neither kept nor reused
-    found = Probe()
+    found = ProbeResult()
     if with_probe:
-        found = await probe(client, store, place, allowed, tenants=tenants)
+        found = await probe(client, store, kv_dir, allowed, tenants=tenants)
     layout = found.layout.fingerprint() if found.layout else ""
     info = BackendInfo(
         id=client.id,
@@ -352,7 +352,7 @@ async def attach(
         n_ctx=min((s.n_ctx for s in slots), default=props.n_ctx),
         namespace=namespace(digest(props, models, lora, layout), found.behaviour, known or set()),
         models=models.names | set(extra_models),
-        place=place if found.usable else None,
+        kv_dir=kv_dir if found.usable else None,
         memory_kind=found.memory_kind,
         keeps_idle_slots=found.keeps_idle_slots,
         generates=found.generates,

@@ -1,4 +1,4 @@
-"""Probe of a backend: try its abilities once, in an idle slot.
+"""ProbeResult of a backend: try its abilities once, in an idle slot.
 
 Prefill a small text, save, erase, restore, extend, diverge: the cached tokens afterwards show the
 memory kind. Rewritten state files are tried too: a padded window, a cut. `kvferry doctor` shows
@@ -13,7 +13,7 @@ from pathlib import Path
 from router.base.errors import BackendError, BackendRefusedError, KvError, KvFileError
 from router.base.ports import SnapshotStore
 from router.base.tokens import Tokens, count, head, join, pack, tail
-from router.base.types import MemoryKind, Place, SlotStatus
+from router.base.types import KvDir, MemoryKind, SlotStatus
 from router.llama.attach.namespace import Behaviour, alike
 from router.llama.attach.probe_slots import (
     discard,
@@ -68,7 +68,7 @@ class Padding(StrEnum):
 
 
 @dataclass(slots=True)
-class Probe:
+class ProbeResult:
     """Results of a probe in seconds, bytes and tokens; None if not measured."""
 
     memory_kind: MemoryKind = MemoryKind.UNKNOWN
@@ -112,17 +112,17 @@ class Probe:
 async def probe(
     client: LlamaClient,
     store: SnapshotStore | None,
-    place: Place | None,
+    kv_dir: KvDir | None,
     slots: list[SlotStatus],
     *,
     tenants: bool = False,
-) -> Probe:
-    """Probe one backend. Raises BackendError if it goes away; all else is in the result.
+) -> ProbeResult:
+    """ProbeResult one backend. Raises BackendError if it goes away; all else is in the result.
 
     Works in an idle slot, an empty one if there is one; the slot's content is restored.
     `tenants`: tenants are kept apart, so look for a RAM cache that mixes them.
     """
-    found = Probe()
+    found = ProbeResult()
     idle = [slot for slot in slots if not slot.is_processing]
     if not idle:
         found.problem = "every slot was busy; the router probes it again later"
@@ -132,17 +132,17 @@ async def probe(
     ids = await client.tokenize(TEXT, add_special=True, parse_special=True)
     room = max((slot.n_ctx or 512) // 2, 8)
     tokens = head(pack(ids), room)
-    keep = await put_aside(client, store, place, slot)
+    keep = await put_aside(client, store, kv_dir, slot)
     try:
-        if store is None or place is None:
+        if store is None or kv_dir is None:
             found.problem = "no kv_dir is configured for this backend"
             await _prefill(client, slot.index, tokens, found)
         else:
-            trial = _Trial(client, store, place, slot.index, room, found)
+            trial = _Trial(client, store, kv_dir, slot.index, room, found)
             try:
                 await trial.run(tokens)
             finally:
-                await discard(store, place, trial.name)
+                await discard(store, kv_dir, trial.name)
         await erase(client, slot.index)
         found.behaviour = await client.fingerprint(slot.index, tokens)
         found.keeps_idle_slots = await keeps_idle_slots(client, slots, slot, tokens)
@@ -153,11 +153,11 @@ async def probe(
             raise
         found.generates, found.problem, found.note = False, None, NO_KV
     finally:
-        await put_back(client, store, place, slot, keep)
+        await put_back(client, store, kv_dir, slot, keep)
     return found
 
 
-async def _prefill(client: LlamaClient, slot: int, tokens: Tokens, found: Probe) -> None:
+async def _prefill(client: LlamaClient, slot: int, tokens: Tokens, found: ProbeResult) -> None:
     """Prefill an erased slot, so that time and result are its own."""
     await erase(client, slot)
     reported = await client.prefill(slot, tokens)
@@ -176,15 +176,15 @@ class _Trial:
         self,
         client: LlamaClient,
         store: SnapshotStore,
-        place: Place,
+        kv_dir: KvDir,
         slot: int,
         room: int,
-        found: Probe,
+        found: ProbeResult,
     ) -> None:
         self.name = store.staging_name()
         self._client = client
         self._store = store
-        self._place = place
+        self._kv_dir = kv_dir
         self._slot = slot
         self._room = room  # tokens that the text may have
         self._found = found
@@ -222,7 +222,7 @@ class _Trial:
             return []
         found.can_save = True
         found.save_s, found.size_bytes = saved.seconds, saved.size_bytes
-        path = Path(self._place) / self.name
+        path = Path(self._kv_dir) / self.name
         try:
             async with asyncio.timeout(QUICK_S):
                 found.layout = await asyncio.to_thread(_layout_of, path, saved.size_bytes)
@@ -271,7 +271,7 @@ class _Trial:
         found = self._found
         assert found.size_bytes is not None
         try:
-            staged = await self._store.verify(self._place, self.name, found.size_bytes)
+            staged = await self._store.verify(self._kv_dir, self.name, found.size_bytes)
         except KvError as error:
             found.problem = f"the state file cannot be used: {error}"
             return False
@@ -323,7 +323,7 @@ class _Trial:
         found, name = self._found, self._store.staging_name()
         prompt = join([half, then])
         whole = await self._client.fingerprint(self._slot, prompt)
-        source, target = Path(self._place) / self.name, Path(self._place) / name
+        source, target = Path(self._kv_dir) / self.name, Path(self._kv_dir) / name
         try:
             async with asyncio.timeout(QUICK_S):
                 size = await asyncio.to_thread(_cut, source, target, count(half))
@@ -331,14 +331,14 @@ class _Trial:
             found.note = f"no prefix can be cut out of its state files: {error}"
             return
         try:
-            await self._store.verify(self._place, name, size)
+            await self._store.verify(self._kv_dir, name, size)
             cached = await self._reuse(name, head(prompt, count(half) + 1))
             again = await self._client.fingerprint(self._slot, prompt)
         except KvError as error:
             found.note = f"no prefix can be cut out of its state files: {error}"
             return
         finally:
-            await discard(self._store, self._place, name)
+            await discard(self._store, self._kv_dir, name)
         found.cuts = cached == count(half) and alike(again, whole)
         if not found.cuts:
             # A refused restore in `_reuse` concerns the cut file only, and stops nothing.
@@ -361,7 +361,7 @@ def _extended(tokens: Tokens, n: int) -> Tokens:
     return join([tokens, head(tokens, n)])
 
 
-def _rate(found: Probe) -> float | None:
+def _rate(found: ProbeResult) -> float | None:
     """Return the seconds of prefill per token, or None if not measured."""
     return found.prefill_s / found.n_tokens if found.prefill_s else None
 

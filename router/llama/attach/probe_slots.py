@@ -8,7 +8,7 @@ import structlog
 from router.base.errors import BackendError, BackendRefusedError, KvError
 from router.base.ports import SnapshotStore
 from router.base.tokens import Tokens, common_prefix, count, head, join, pack, unpack
-from router.base.types import Place, SlotStatus
+from router.base.types import KvDir, SlotStatus
 from router.llama.client import LlamaClient
 
 log = structlog.get_logger(__name__)
@@ -18,18 +18,18 @@ _APART = 8  # random tokens that make a prompt new.
 
 
 async def put_aside(
-    client: LlamaClient, store: SnapshotStore | None, place: Place | None, slot: SlotStatus
+    client: LlamaClient, store: SnapshotStore | None, kv_dir: KvDir | None, slot: SlotStatus
 ) -> str | None:
     """Save the slot's content to restore it afterwards; return the file name.
 
     None if the slot is empty or cannot be saved.
     """
-    if store is None or place is None or not slot.n_tokens:
+    if store is None or kv_dir is None or not slot.n_tokens:
         return None
     name = store.staging_name()
     try:
         saved = await client.save(slot.index, name)
-        await store.verify(place, name, saved.size_bytes)
+        await store.verify(kv_dir, name, saved.size_bytes)
     except (BackendError, KvError) as error:
         log.info("probe_cannot_keep_slot", backend=client.id, slot=slot.index, reason=str(error))
         return None
@@ -39,17 +39,17 @@ async def put_aside(
 async def put_back(
     client: LlamaClient,
     store: SnapshotStore | None,
-    place: Place | None,
+    kv_dir: KvDir | None,
     slot: SlotStatus,
     name: str | None,
 ) -> None:
     """Leave the slot as it was, or empty."""
     await erase(client, slot.index)
-    if store is not None and place is not None and name is not None:
+    if store is not None and kv_dir is not None and name is not None:
         try:
             await client.restore(slot.index, name)
         finally:
-            await discard(store, place, name)
+            await discard(store, kv_dir, name)
 
 
 async def keeps_idle_slots(
@@ -112,10 +112,10 @@ async def erase(client: LlamaClient, slot: int) -> None:
         await client.erase(slot)
 
 
-async def discard(store: SnapshotStore, place: Place, name: str) -> None:
+async def discard(store: SnapshotStore, kv_dir: KvDir, name: str) -> None:
     """Discard a state file of the probe; ignore failures.
 
     A file that stays is swept when the router starts.
     """
     with suppress(KvError):
-        await store.discard(place, name)
+        await store.discard(kv_dir, name)

@@ -12,7 +12,7 @@ EXT_BYTES = 12  # x, y, token: M-RoPE and PLE (`has_cell_ext`)
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class TensorSection:
     """The tensor data of one layer. `offset` is where the data begins, after its header."""
 
     type_id: int
@@ -29,8 +29,8 @@ class Stream:
     cell_count: int
     pos_min: int  # -1 if the stream is empty, as in llama.cpp
     pos_max: int
-    k: tuple[Section, ...]
-    v: tuple[Section, ...]
+    k: tuple[TensorSection, ...]
+    v: tuple[TensorSection, ...]
     end: int
 
     @property
@@ -96,9 +96,9 @@ class RecurrentBlock:
     cell_count: int
     pos_max: int
     n_layer: int  # of the model, including layers without recurrent state
-    r: tuple[Section, ...]
-    s: tuple[Section, ...]
-    ple: tuple[Section, ...]  # a second history, of some layers of some models
+    r: tuple[TensorSection, ...]
+    s: tuple[TensorSection, ...]
+    ple: tuple[TensorSection, ...]  # a second history, of some layers of some models
 
     def describe(self) -> str:
         """Return all that a reader of the file compares, except the cells."""
@@ -126,7 +126,7 @@ class Checkpoint:
     state: tuple[Block, ...] = ()  # what cannot be rolled back: window, recurrent block
 
 
-def runs(sections: Iterable[Section]) -> str:
+def runs(sections: Iterable[TensorSection]) -> str:
     """Return type and row bytes of sections in order, equal neighbours counted: `1:384*30`."""
     groups = groupby(f"{section.type_id}:{section.row_bytes}" for section in sections)
     return ",".join(f"{shape}*{sum(1 for _ in group)}" for shape, group in groups)

@@ -27,8 +27,8 @@ from router.store.format.blocks import (
     Block,
     Checkpoint,
     RecurrentBlock,
-    Section,
     Stream,
+    TensorSection,
 )
 from router.store.format.head import MAX_TOKENS, Head
 
@@ -300,7 +300,7 @@ class _Walk:
             raise KvFileError(f"no data header at byte {at}: v_trans {v_trans}, layers {n_layer}")
         at += _DATA.size
         k, at = self._rows(at, n_layer, n_cells)
-        v: tuple[Section, ...] = ()
+        v: tuple[TensorSection, ...] = ()
         if has_v:
             v, at = (
                 self._transposed(at, n_layer, n_cells)
@@ -325,17 +325,17 @@ class _Walk:
         if s_trans or not 1 <= n_layer <= MAX_LAYERS:
             raise KvFileError(f"no recurrent header at byte {at}: {s_trans}, layers {n_layer}")
         at += _RECURRENT.size
-        states: list[Section] = []
-        ple: list[Section] = []
+        states: list[TensorSection] = []
+        ple: list[TensorSection] = []
         while self.appendix(at) is None:
             (low_word,) = self._unpack(_U32, at, "type")
             if low_word not in TYPES and states:  # a PLE history follows its R without a type
                 (row,) = self._unpack(_U64, at, "row size")
-                section = Section(states[-1].type_id, row, at + _U64.size)
+                section = TensorSection(states[-1].type_id, row, at + _U64.size)
                 ple.append(section)
             else:
                 type_id, row = self._unpack(_ROW, at, "row header")
-                section = Section(type_id, row, at + _ROW.size)
+                section = TensorSection(type_id, row, at + _ROW.size)
                 states.append(section)
             at = self._skip(section, n_cells)
             if len(states) > 2 * n_layer or len(ple) > n_layer:
@@ -369,31 +369,33 @@ class _Walk:
             n -= now
         return (low, high) if high >= 0 else (-1, -1)
 
-    def _rows(self, at: int, n_layer: int, n_cells: int) -> tuple[tuple[Section, ...], int]:
-        sections: list[Section] = []
+    def _rows(self, at: int, n_layer: int, n_cells: int) -> tuple[tuple[TensorSection, ...], int]:
+        sections: list[TensorSection] = []
         for _ in range(n_layer):
             type_id, row = self._unpack(_ROW, at, "row header")
-            section = Section(type_id, row, at + _ROW.size)
+            section = TensorSection(type_id, row, at + _ROW.size)
             if not row:
                 raise KvFileError(f"a row at byte {at} is empty")
             at = self._skip(section, n_cells)
             sections.append(section)
         return tuple(sections), at
 
-    def _transposed(self, at: int, n_layer: int, n_cells: int) -> tuple[tuple[Section, ...], int]:
-        sections: list[Section] = []
+    def _transposed(
+        self, at: int, n_layer: int, n_cells: int
+    ) -> tuple[tuple[TensorSection, ...], int]:
+        sections: list[TensorSection] = []
         for _ in range(n_layer):
             type_id, element, n = self._unpack(_ROW_TRANSPOSED, at, "transposed header")
             # `element` has the bytes of one unit. A unit of a quantised type is more than one
             # element, but llama.cpp takes no quantised V without flash attention.
             if element != TYPES.get(type_id, (0, 0))[1] or not n:
                 raise KvFileError(f"no transposed V at byte {at}: type {type_id}, {element} bytes")
-            section = Section(type_id, element * n, at + _ROW_TRANSPOSED.size, element)
+            section = TensorSection(type_id, element * n, at + _ROW_TRANSPOSED.size, element)
             at = self._skip(section, n_cells)
             sections.append(section)
         return tuple(sections), at
 
-    def _skip(self, section: Section, n_cells: int) -> int:
+    def _skip(self, section: TensorSection, n_cells: int) -> int:
         """Return where the data of `section` ends. Raises KvFileError for an impossible section."""
         if section.type_id not in TYPES:
             raise KvFileError(f"unknown tensor type {section.type_id} before {section.offset}")
@@ -420,5 +422,5 @@ def _exactly(file: BinaryIO, n: int, name: str) -> bytes:
     return raw
 
 
-def _shapes(sections: Iterable[Section]) -> set[tuple[int, int]]:
+def _shapes(sections: Iterable[TensorSection]) -> set[tuple[int, int]]:
     return {(section.type_id, section.row_bytes) for section in sections}

@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 from router.base import tokens as tok
 from router.base.errors import KvFileError
 from router.base.types import MemoryKind
-from router.store.format.blocks import CELL_BYTES, AttentionBlock, Section, Stream
+from router.store.format.blocks import CELL_BYTES, AttentionBlock, Stream, TensorSection
 from router.store.format.head import MAGIC, MEDIA_TOKEN, PAYLOAD_VERSION, VERSION, Head
 from router.store.format.layout import MAX_STREAMS, Layout
 
@@ -322,18 +322,18 @@ def _runs(positions: "array[int]", n: int) -> list[tuple[int, int]]:
     return runs
 
 
-def _rows(section: Section) -> int:
+def _rows(section: TensorSection) -> int:
     """Return the number of rows that each have all cells: 1, unless V is transposed."""
     return section.row_bytes // section.element_bytes if section.element_bytes else 1
 
 
-def _row_offsets(section: Section, n_cells: int) -> range:
+def _row_offsets(section: TensorSection, n_cells: int) -> range:
     n_rows = _rows(section)
     size = section.row_bytes * n_cells // n_rows
     return range(section.offset, section.offset + n_rows * size, size)
 
 
-def _too_many_rows(sections: tuple[Section, ...]) -> bool:
+def _too_many_rows(sections: tuple[TensorSection, ...]) -> bool:
     return 2 * sum(_rows(section) for section in sections) > MAX_PIECES
 
 

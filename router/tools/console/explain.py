@@ -79,7 +79,7 @@ def _seconds(told: Json) -> str:
         for name, key in (
             ("waited", "waited_s"),
             ("prepared", "prepared_s"),
-            ("of that in the prefill queue", "stood_s"),
+            ("of that in the prefill queue", "prefill_queue_s"),
             ("first token after", "ttft_s"),
             ("predicted", "predicted_s"),
             ("all", "total_s"),
@@ -109,7 +109,7 @@ def _nearest(nearest: Json, console: Console) -> None:
     slot, common, held = nearest["slot"], nearest["common_tokens"], nearest["held_tokens"]
     name = f"slot {slot['backend']}/{slot['index']}" if slot else f"snapshot {nearest['snapshot']}"
     _line(console, f"Nearest: {name}, which shared {common:,} of its {held:,} tokens", "bold")
-    if not nearest["parts"]:
+    if not nearest["diverges"]:
         _line(console, "  One is a prefix of the other: they do not diverge.")
         return
     _line(console, f"  They diverge at token {common:,}{_place(nearest)}")
@@ -135,7 +135,7 @@ def _ways(plan: Json, console: Console) -> None:
     for heading in ("", "slot", "source", "reused", "total", "parts"):
         table.add_column(heading, justify="right" if heading in ("reused", "total") else "left")
     for way in (plan["chosen"], *plan["losers"]):
-        parts = ", ".join(f"{name} {value:.3f}" for name, value in way["parts_s"].items())
+        parts = ", ".join(f"{name} {value:.3f}" for name, value in way["breakdown_s"].items())
         table.add_row(
             Text("->" if way is plan["chosen"] else "  "),
             Text(f"{way['backend']}/{way['slot']}"),

@@ -9,7 +9,7 @@ from router.tools.terminal import output
 
 Json = dict[str, Any]
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 # Time for the probe of a healthy backend; with a large model it takes seconds.
 _ATTACH_S = 15.0
 
@@ -33,7 +33,7 @@ async def drain(url: str, name: str) -> int:
             if (saying := _progress(name, state)) != said:
                 said = saying
                 console.print(said, soft_wrap=True)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         console.print(f"{name}: drained", soft_wrap=True)
     return 0
 
@@ -41,7 +41,7 @@ async def drain(url: str, name: str) -> int:
 def _progress(name: str, state: Json) -> str:
     """Return a line with the slots that the drain still waits for."""
     phases = [slot["phase"] for slot in state["slots"] if slot["backend"] == name]
-    doing = {"running": "answering", "preparing": "saving or preparing", "draining": "abandoned"}
+    doing = {"running": "answering", "preparing": "saving or preparing", "abandoned": "abandoned"}
     counts = ((phases.count(phase), words) for phase, words in doing.items())
     left = ", ".join(f"{n} {words}" for n, words in counts if n)
     return f"{name}: draining; slots: {left or 'none in use'}"
@@ -52,13 +52,13 @@ async def undrain(url: str, name: str) -> int:
     async with connected(url) as client:
         await client.call("POST", f"/kvferry/backends/{name}/undrain")
         backend: Json | None = None
-        for _ in range(round(_ATTACH_S / _LOOK_S)):
+        for _ in range(round(_ATTACH_S / _POLL_S)):
             state = await client.state()
             backend = next((one for one in state["backends"] if one["name"] == name), None)
             # A backend that is down is being probed, which takes seconds, or is unreachable.
             if backend is None or backend["state"] != "down":
                 break
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
     found = "gone" if backend is None else backend["state"]
     if found == "up":
         said = "in use again"

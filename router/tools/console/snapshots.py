@@ -134,7 +134,7 @@ def _print_table(console: Console, rows: list[Json], found: Json) -> None:
             span(row["idle_s"]),
             f"{row['uses']:,}",
             Text("in use", "yellow") if row["in_use"] else "",
-            f"{row['place']}/{row['file']}" if wide else row["namespace"][:_SHORT],
+            f"{row['kv_dir']}/{row['file']}" if wide else row["namespace"][:_SHORT],
         )
     if rows:
         console.print(made)
@@ -169,7 +169,7 @@ def _show(options: argparse.Namespace) -> int:
         "last restored": idle if row["idle_s"] is None else f"{idle} ago",
         "uses": f"{row['uses']:,}, the save among them"
         + (f"; {row['in_use']:,} at this moment" if row["in_use"] else ""),
-        "file": f"{row['place']}/{row['file']}",
+        "file": f"{row['kv_dir']}/{row['file']}",
     }
     for name, text in lines.items():
         console.print(Text.assemble((f"{name:<14}", "bold"), text), soft_wrap=True)

@@ -27,6 +27,7 @@ _STYLES = {
     "preparing": "yellow",
     "running": "green",
     "draining": "magenta",
+    "abandoned": "magenta",
     "lost": "red",
     "resident": "green",
     "snapshot": "cyan",

@@ -17,7 +17,7 @@ class ChatError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatAnswer:
     """The answer. `backend`, `slot` and `source` are kvferry's headers, "" without kvferry."""
 
     text: str
@@ -51,7 +51,7 @@ class Chat:
     long: bool = False
     streams: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, session: aiohttp.ClientSession, url: str) -> Answer:
+    async def run(self, session: aiohttp.ClientSession, url: str) -> ChatAnswer:
         """Send the request and read the answer to its end. Raises ChatError."""
         try:
             return await self._run(session, url)
@@ -60,7 +60,7 @@ class Chat:
         finally:
             self.streams.set()  # also after a failure: nothing may wait for it in vain
 
-    async def _run(self, session: aiohttp.ClientSession, url: str) -> Answer:
+    async def _run(self, session: aiohttp.ClientSession, url: str) -> ChatAnswer:
         body = {
             "messages": self.messages,
             "max_tokens": _LONG_ANSWER_TOKENS if self.long else _ANSWER_TOKENS,
@@ -82,7 +82,7 @@ class Chat:
             headers = response.headers
         if reading.prompt_tokens is None or reading.cached_tokens is None:
             raise ChatError(f"the answer of {url} has no token counts (usage)")
-        return Answer(
+        return ChatAnswer(
             text=reading.text,
             prompt_tokens=reading.prompt_tokens,
             cached_tokens=reading.cached_tokens,

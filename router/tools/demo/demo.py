@@ -22,7 +22,7 @@ from rich.text import Text
 from router.assembly.router import Router, build, listening
 from router.base.types import BackendId
 from router.config.schema import parse
-from router.tools.demo.chat import Answer, Chat, ChatError
+from router.tools.demo.chat import Chat, ChatAnswer, ChatError
 from router.tools.demo.conversation import REMARKS, SCRIPT, Conversations, Step
 from router.tools.demo.launcher import (
     LlamaServer,
@@ -44,7 +44,7 @@ READY_TIMEOUT_S = 60.0
 INTERRUPTED = 130
 
 
-class Side(Protocol):
+class Contender(Protocol):
     """One of the two setups to compare: it says where requests go."""
 
     title: str
@@ -55,7 +55,7 @@ class Side(Protocol):
     async def restart(self, step: Step) -> None:
         """Kill the server of the next request, and start it again."""
 
-    def answered(self, step: Step, answer: Answer) -> None:
+    def answered(self, step: Step, answer: ChatAnswer) -> None:
         """Note that a request was answered."""
 
 
@@ -77,7 +77,7 @@ class RoundRobin:
         server.kill()
         await server.start()
 
-    def answered(self, step: Step, answer: Answer) -> None:
+    def answered(self, step: Step, answer: ChatAnswer) -> None:
         pass
 
     def _next(self) -> LlamaServer:
@@ -100,12 +100,12 @@ class Ferry:
     async def restart(self, step: Step) -> None:
         name = BackendId(self.served[step.who])
         server = self.servers[NAMES.index(name)]
-        before = self.router.directory.monitors[name].attached
+        before = self.router.selection.monitors[name].attached
         server.kill()
         await server.start()
         await self._until_seen(name, before)
 
-    def answered(self, step: Step, answer: Answer) -> None:
+    def answered(self, step: Step, answer: ChatAnswer) -> None:
         self.served[step.who] = answer.backend
 
     async def ready(self) -> None:
@@ -114,7 +114,7 @@ class Ferry:
             await self._until_seen(name, None)
 
     async def _until_seen(self, name: BackendId, before: object) -> None:
-        monitor = self.router.directory.monitors[name]
+        monitor = self.router.selection.monitors[name]
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 while monitor.attached is None or monitor.attached is before:  # noqa: ASYNC110
@@ -281,14 +281,14 @@ async def _ferry(
         yield ferry
 
 
-async def _play(side: Side, setting: _Setting) -> list[Answer]:
+async def _play(side: Contender, setting: _Setting) -> list[ChatAnswer]:
     """Send all requests of the script to one setup. Raises ChatError."""
     # One connection for each request: llama-server closes it after a stream.
     connector = aiohttp.TCPConnector(force_close=True)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         play = _Play(side, setting, session)
-        answers: list[Answer] = []
+        answers: list[ChatAnswer] = []
         steps = list(SCRIPT)
         while steps:
             step = steps.pop(0)
@@ -298,13 +298,13 @@ async def _play(side: Side, setting: _Setting) -> list[Answer]:
 
 @dataclass(slots=True)
 class _Play:
-    side: Side
+    side: Contender
     setting: _Setting
     session: aiohttp.ClientSession
     people: Conversations = field(default_factory=Conversations)
     sent: int = 0
 
-    async def one(self, step: Step, chat: Chat | None = None) -> list[Answer]:
+    async def one(self, step: Step, chat: Chat | None = None) -> list[ChatAnswer]:
         """Send one request, after a pause unless `chat` is given, and read its answer."""
         if chat is None:
             await asyncio.sleep(self.setting.reading_s)
@@ -318,7 +318,7 @@ class _Play:
         self.people.answered(step, answer.text)
         return [answer]
 
-    async def both(self, long: Step, step: Step) -> list[Answer]:
+    async def both(self, long: Step, step: Step) -> list[ChatAnswer]:
         """Send `long`, then `step` as soon as the answer to `long` streams; read both answers."""
         await asyncio.sleep(self.setting.reading_s)
         chat = self.prepare(long)

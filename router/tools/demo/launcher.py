@@ -62,7 +62,7 @@ def find_server(explicit: str | None = None) -> list[str]:
     Raises ServerNotFoundError if none exists, and if (1) or (2) is named and is no program: the
     others never replace a program that the user named.
     """
-    # (1) and (2)
+    # Cases (1) and (2).
     for origin, named in (
         ("the given path", explicit),
         ("LLAMA_SERVER_BIN", os.environ.get("LLAMA_SERVER_BIN")),
@@ -72,7 +72,7 @@ def find_server(explicit: str | None = None) -> list[str]:
             if found is None:
                 raise ServerNotFoundError(f"{origin} is not a program: {named}")
             return [found]
-    # (3)
+    # Case (3).
     on_path = shutil.which("llama-server")
     if on_path is not None:
         return [on_path]

@@ -7,7 +7,7 @@ from statistics import fmean
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from router.tools.demo.chat import Answer
+from router.tools.demo.chat import ChatAnswer
 
 WIDTH = 100
 
@@ -17,8 +17,8 @@ class Row:
     """One request, sent without and with kvferry."""
 
     what: str
-    without: Answer
-    with_: Answer
+    without: ChatAnswer
+    with_: ChatAnswer
 
     @property
     def resident(self) -> int:
@@ -94,6 +94,6 @@ def _tokens(number: int) -> str:
     return f"{number:,}" if number else "-"
 
 
-def _mean(answers: Sequence[Answer]) -> str:
+def _mean(answers: Sequence[ChatAnswer]) -> str:
     """Return the mean TTFT. A sum would mean nothing: clients wait for single requests."""
     return f"{fmean(answer.ttft_s for answer in answers):.2f}"

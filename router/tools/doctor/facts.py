@@ -16,7 +16,7 @@ from router.assembly.backends import StartError, client_of, timeouts_of
 from router.base.errors import BackendError, BackendRefusedError, KvError
 from router.base.ports import SnapshotStore
 from router.base.tasks import Tasks
-from router.base.types import Namespace, Place, SlotStatus, StagedFile
+from router.base.types import KvDir, Namespace, SlotStatus, StagedFile
 from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.llama.attach.diagnosis import Trouble, Unusable, unusable
 from router.llama.attach.monitor import Attached, attach
@@ -42,7 +42,7 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedFile:
     """A state file that a backend wrote."""
 
     mode: int
@@ -71,7 +71,7 @@ class Facts:
     actions: bool = True  # False: started without --slot-save-path
     attached: Attached | None = None
     lora: bytes = b""
-    saved: Saved | None = None
+    saved: SavedFile | None = None
     unseen: str = ""  # name of a file that the backend saved and that is not in kv_dir
     untried: str = ""  # why the probe was skipped
     words: Words | None = None
@@ -88,23 +88,23 @@ class DirectoryProbeStore:
     """
 
     def __init__(self) -> None:
-        self.saved: Saved | None = None  # the last file found
+        self.saved: SavedFile | None = None  # the last file found
         self.unseen = ""  # name of the last file that was missing
 
     def staging_name(self) -> str:
         """Return a name that a later router removes at its start if this process dies."""
         return files.staging_name()
 
-    async def verify(self, place: Place, name: str, size_bytes: int) -> StagedFile:
+    async def verify(self, kv_dir: KvDir, name: str, size_bytes: int) -> StagedFile:
         """Check and pad a file that a backend wrote, as the real store does. Raises KvError."""
         with os_errors(name):
-            found = await asyncio.to_thread(_verify, Path(place) / name, size_bytes)
-        return StagedFile(place, name, found.head.tokens, found.identity.size_bytes, found.shape)
+            found = await asyncio.to_thread(_verify, Path(kv_dir) / name, size_bytes)
+        return StagedFile(kv_dir, name, found.head.tokens, found.identity.size_bytes, found.shape)
 
-    async def discard(self, place: Place, name: str) -> None:
+    async def discard(self, kv_dir: KvDir, name: str) -> None:
         """Remove a file that a backend wrote, if it exists. Raises KvError."""
         with os_errors(name):
-            await asyncio.to_thread(self._discard, Path(place) / name)
+            await asyncio.to_thread(self._discard, Path(kv_dir) / name)
 
     def _discard(self, path: Path) -> None:
         try:
@@ -112,7 +112,7 @@ class DirectoryProbeStore:
         except FileNotFoundError:
             self.unseen = path.name
             return
-        self.saved = Saved(stat.S_IMODE(status.st_mode), status.st_uid)
+        self.saved = SavedFile(stat.S_IMODE(status.st_mode), status.st_uid)
         path.unlink(missing_ok=True)
 
 
@@ -126,7 +126,7 @@ async def gather(
     """Gather everything about one backend. Problems of the backend become facts, not errors."""
     facts = Facts(backend)
     if backend.kv_dir is not None:
-        folder = await asyncio.to_thread(look_at, Path(backend.kv_dir))
+        folder = await asyncio.to_thread(inspect_folder, Path(backend.kv_dir))
         folder = replace(folder, group_access=config.store.group_access)
         facts = replace(facts, folder=folder)
     try:
@@ -144,7 +144,7 @@ async def gather(
     return facts
 
 
-def look_at(path: Path) -> Folder:
+def inspect_folder(path: Path) -> Folder:
     """Examine the directory `path`. Blocking."""
     try:
         status = path.stat()
@@ -187,15 +187,15 @@ async def _try_out(
     """Attach and probe the backend as `serve` would. Raises BackendError."""
     props, folder = facts.props, facts.folder
     assert props is not None
-    place = None
+    kv_dir = None
     if folder is not None and folder.usable and facts.actions:
-        place = Place(str(facts.backend.kv_dir))
+        kv_dir = KvDir(str(facts.backend.kv_dir))
     store = DirectoryProbeStore()
-    untried = await _why_untried(client, props, store, place)
+    untried = await _why_untried(client, props, store, kv_dir)
     attached = await attach(
         client,
         props,
-        place=place,
+        kv_dir=kv_dir,
         # probe() uses only the three methods of DirectoryProbeStore.
         store=cast(SnapshotStore, store),
         extra_models=facts.backend.models,
@@ -209,7 +209,7 @@ async def _try_out(
 
 
 async def _why_untried(
-    client: LlamaClient, props: Props, store: DirectoryProbeStore, place: Place | None
+    client: LlamaClient, props: Props, store: DirectoryProbeStore, kv_dir: KvDir | None
 ) -> str:
     """Return why a probe would be impossible or destroy KV; "" if it is safe."""
     if not props.endpoint_slots:
@@ -220,13 +220,13 @@ async def _why_untried(
     if any(not slot.n_tokens for slot in idle):
         return ""
     used = min(idle, key=lambda slot: slot.n_tokens or 0)  # the slot that probe() will take
-    if place is not None and await _can_put_back(client, store, place, used):
+    if kv_dir is not None and await _can_put_back(client, store, kv_dir, used):
         return ""
     return "every idle slot holds KV that could not be put back"
 
 
 async def _can_put_back(
-    client: LlamaClient, store: DirectoryProbeStore, place: Place, slot: SlotStatus
+    client: LlamaClient, store: DirectoryProbeStore, kv_dir: KvDir, slot: SlotStatus
 ) -> bool:
     name = store.staging_name()
     try:
@@ -234,11 +234,11 @@ async def _can_put_back(
     except BackendError:
         return False
     try:
-        await store.verify(place, name, saved.size_bytes)
+        await store.verify(kv_dir, name, saved.size_bytes)
     except KvError:
         return False
     finally:
-        await store.discard(place, name)
+        await store.discard(kv_dir, name)
     return True
 
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from router.base.types import MemoryKind
 from router.core.model.memory_kinds import can_restore
 from router.llama.attach.monitor import Attached
-from router.llama.attach.probe import NO_CACHE_REUSE, NO_SWA_FULL, Padding, Probe
+from router.llama.attach.probe import NO_CACHE_REUSE, NO_SWA_FULL, Padding, ProbeResult
 from router.store.files import openness
 from router.tools.doctor.facts import Facts, Folder
 
@@ -57,7 +57,7 @@ def restores(facts: Facts) -> bool:
         return False
     info, found = facts.attached.info, facts.attached.probe
     seen = bool(found.restored_extension) or found.padded is Padding.NEEDED
-    return info.place is not None and can_restore(info.memory_kind) and seen
+    return info.kv_dir is not None and can_restore(info.memory_kind) and seen
 
 
 def _server(facts: Facts, attached: Attached) -> Iterator[Finding]:
@@ -237,7 +237,7 @@ def _moved(attached: Attached) -> Iterator[Finding]:
             yield Finding(Level.NOTE, f"{why}; only whole state files are used")
 
 
-def _windowed(found: Probe, seen: str) -> Finding:
+def _windowed(found: ProbeResult, seen: str) -> Finding:
     if found.padded is Padding.NEEDED:
         return Finding(Level.NOTE, f"sliding-window attention; {found.note}")
     return Finding(
@@ -247,7 +247,7 @@ def _windowed(found: Probe, seen: str) -> Finding:
     )
 
 
-def _files(found: Probe) -> Finding:
+def _files(found: ProbeResult) -> Finding:
     """Describe the layout of its state files, which is equal on servers that exchange them."""
     assert found.layout is not None
     k, v = found.cache_types
@@ -258,7 +258,7 @@ def _files(found: Probe) -> Finding:
     return Finding(Level.OK, f"state files: K {k}, V {v}, {streams}, {size}")
 
 
-def _speeds(found: Probe) -> Finding:
+def _speeds(found: ProbeResult) -> Finding:
     parts = []
     if found.prefill_s:
         parts.append(f"prefill {found.n_tokens / found.prefill_s:,.0f} tokens/s")

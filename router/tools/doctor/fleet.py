@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from router.assembly.backends import place_of
+from router.assembly.backends import kv_dir_of
 from router.base.types import Namespace
 from router.config.loader import path_text
 from router.config.schema import Config, TokenizerMode
@@ -64,7 +64,7 @@ def verdict(fleet: Sequence[Facts], config: Config) -> tuple[int, str]:
 def _shut_out(facts: Facts, config: Config) -> bool:
     """Return whether its kv_dir is needed and unusable; `findings.of_backend` gives details."""
     folder = facts.folder
-    if folder is None or place_of(facts.backend, config) is None:
+    if folder is None or kv_dir_of(facts.backend, config) is None:
         return False
     return not folder.usable or openness(folder.mode, group_access=folder.group_access) is not None
 

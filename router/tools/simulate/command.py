@@ -28,8 +28,8 @@ from router.tools.simulate.experiment import Experiment
 from router.tools.simulate.fleet import Setup
 from router.tools.simulate.hardware import PRESETS, Hardware
 from router.tools.simulate.measure import Result
-from router.tools.simulate.requests import Source
-from router.tools.simulate.trace import BLOCK_TOKENS, Trace, TraceError, read_trace
+from router.tools.simulate.requests import RequestSource
+from router.tools.simulate.trace import BLOCK_TOKENS, TraceError, TraceWorkload, read_trace
 from router.tools.simulate.workload import WORKLOADS, Workload
 from router.tools.terminal import Progress, output
 
@@ -230,10 +230,12 @@ def _experiment(options: argparse.Namespace) -> Experiment:
     )
 
 
-def _source(options: argparse.Namespace) -> Callable[[], Source]:
+def _source(options: argparse.Namespace) -> Callable[[], RequestSource]:
     if options.trace is not None:
         lines = read_trace(options.trace, options.limit)
-        return partial(Trace, lines, options.scale or 1, options.speed or 1.0, options.repeat or 1)
+        return partial(
+            TraceWorkload, lines, options.scale or 1, options.speed or 1.0, options.repeat or 1
+        )
     return partial(
         Workload,
         WORKLOADS[options.workload],

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from router.base.tokens import Tokens, count
-from router.base.types import MemoryKind, Namespace, Place, Snapshot, SnapshotId
+from router.base.types import KvDir, MemoryKind, Namespace, Snapshot, SnapshotId
 from router.core.fleet.catalog import Catalog
 from router.core.fleet.prefix_index import PrefixIndex
 from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
@@ -56,7 +56,7 @@ def production(
 ) -> Evicted:
     """Play `sequence` with the production catalog."""
     catalog = Catalog(SnapshotLimits(max_bytes=budget_bytes, min_tokens=min_tokens))
-    space, place = Namespace("n"), Place("p")
+    space, kv_dir = Namespace("n"), KvDir("p")
     asked = reused = 0
     for number, (prompt, held) in enumerate(sequence):
         asked += count(prompt)
@@ -64,11 +64,11 @@ def production(
             gain = min(match.common, count(prompt) - 1)
             if gain >= min_tokens:
                 reused += gain
-                catalog.acquire(match.item, number)
-                catalog.release(match.item)
+                catalog.add_reference(match.item, number)
+                catalog.drop_reference(match.item)
         if count(held) >= min_tokens:
             size_bytes = count(held) * hardware.bytes_per_token
-            made = Snapshot(SnapshotId(str(number)), space, place, held, size_bytes)
+            made = Snapshot(SnapshotId(str(number)), space, kv_dir, held, size_bytes)
             catalog.add(made, MemoryKind.FULL, hardware.prefill_of(count(held), 0))
             while catalog.is_over:
                 catalog.shrink()

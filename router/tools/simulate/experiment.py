@@ -10,7 +10,7 @@ from router.tools.simulate.eviction import Evicted, compare
 from router.tools.simulate.fleet import Setup
 from router.tools.simulate.losses import Losses
 from router.tools.simulate.measure import Result, percentiles
-from router.tools.simulate.requests import Source
+from router.tools.simulate.requests import RequestSource
 from router.tools.simulate.simulator import Simulator
 
 Told = Callable[[int], None]
@@ -21,7 +21,7 @@ class Experiment:
     """Runs to compare. `source` makes a fresh workload for each run."""
 
     setup: Setup
-    source: Callable[[], Source]
+    source: Callable[[], RequestSource]
     policies: tuple[PolicyName, ...]
     budgets: tuple[int, ...]
     explain: bool = False
@@ -58,7 +58,7 @@ class Experiment:
         ]
 
 
-def _run(setup: Setup, source: Source, *, explain: bool, told: Told) -> Result:
+def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> Result:
     start, scale = perf_counter(), setup.scale
     losses = Losses() if explain else None
     simulator = Simulator(
@@ -74,7 +74,7 @@ def _run(setup: Setup, source: Source, *, explain: bool, told: Told) -> Result:
         budget_bytes=setup.budget_bytes,
         requests=meter.arrived,
         answered=meter.answered,
-        left=meter.left,
+        abandoned=meter.abandoned,
         rejected=_named(meter.rejected),
         plans=_named(meter.plans),
         prompt_tokens=meter.prompt_tokens * scale,

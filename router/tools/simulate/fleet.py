@@ -12,7 +12,7 @@ from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
 from router.core.scheduler import Scheduler
 from router.tools.simulate.hardware import Hardware
 from router.tools.simulate.server import Server
-from router.tools.simulate.simulator import PLACE
+from router.tools.simulate.simulator import KV_DIR
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Setup:
                     n_ctx=max(self.n_ctx // self.scale, 2),
                     namespace=Namespace("simulated"),
                     # As in production: no KV directory without a store and a policy that moves KV.
-                    place=PLACE if self.budget_bytes and self.policy.moves_kv else None,
+                    kv_dir=KV_DIR if self.budget_bytes and self.policy.moves_kv else None,
                     memory_kind=self.memory_kind,
                     cuts=self.memory_kind is MemoryKind.FULL,
                     bytes_per_token=hardware.bytes_per_token,

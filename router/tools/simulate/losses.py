@@ -35,7 +35,7 @@ class Losses:
 
     def saw(self, effect: ef.Effect, state: State) -> None:
         """Note where a request's tokens are, at the first effect for the request."""
-        if isinstance(effect, ef.Account | ef.Reject | ef.Delete | ef.Quarantine | ef.Release):
+        if isinstance(effect, ef.Account | ef.Reject | ef.Delete | ef.Quarantine | ef.Detach):
             if isinstance(effect, ef.Delete):
                 self._ever.insert(effect.snapshot.tokens, effect.snapshot.id)
             return

@@ -15,7 +15,7 @@ class Meter:
 
     arrived: int = 0
     answered: int = 0
-    left: int = 0  # abandoned requests
+    abandoned: int = 0  # abandoned requests
     rejected: Counter[str] = field(default_factory=Counter)  # by error
     plans: Counter[str] = field(default_factory=Counter)  # dispatched requests by source
     prompt_tokens: int = 0
@@ -63,7 +63,7 @@ class Result:
     budget_bytes: int
     requests: int
     answered: int
-    left: int
+    abandoned: int
     rejected: dict[str, int]
     plans: dict[str, int]
     prompt_tokens: int

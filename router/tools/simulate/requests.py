@@ -9,7 +9,7 @@ from router.base.types import Prompt, RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class SimulatedRequest:
     """One request as a client sends it, with the answer that it will get.
 
     `leaves_after_s`: the client disconnects this long after `at` if the answer is incomplete.
@@ -23,7 +23,7 @@ class Ask:
     leaves_after_s: float | None = None
 
 
-class Source(Protocol):
+class RequestSource(Protocol):
     """A workload. Open loop: `arrivals` yields all requests. Closed loop: `then` adds requests."""
 
     @property
@@ -31,10 +31,10 @@ class Source(Protocol):
         """Return the number of requests, or an estimate if the workload cannot know it."""
         ...
 
-    def arrivals(self) -> Iterator[Ask]:
+    def arrivals(self) -> Iterator[SimulatedRequest]:
         """Yield the requests that depend on no other, in the order of `at`; read one ahead."""
         ...
 
-    def then(self, ask: Ask, now: float, *, answered: bool) -> list[Ask]:
+    def then(self, ask: SimulatedRequest, now: float, *, answered: bool) -> list[SimulatedRequest]:
         """Return the requests that follow the end of `ask`, none before `now`."""
         ...

@@ -24,7 +24,7 @@ _NO_TOKEN = 1e-6
 
 
 @dataclass(slots=True)
-class Held:
+class SlotContent:
     """The tokens in a slot, and the checkpoints to which a live slot can go back."""
 
     tokens: Tokens = EMPTY
@@ -74,7 +74,7 @@ class Server:
     info: BackendInfo
     hardware: Hardware
     at: float = 0.0
-    slots: list[Held] = field(default_factory=list)
+    slots: list[SlotContent] = field(default_factory=list)
     runs: dict[int, Run] = field(default_factory=dict)  # by slot
     transfers: deque[TransferRun] = field(default_factory=deque)
     transfer_ends: float = 0.0  # of the first of `transfers`
@@ -83,7 +83,7 @@ class Server:
     computed_tokens: int = 0  # prompt tokens, also of abandoned requests
 
     def __post_init__(self) -> None:
-        self.slots = self.slots or [Held() for _ in range(self.info.n_slots)]
+        self.slots = self.slots or [SlotContent() for _ in range(self.info.n_slots)]
 
     # -- start and stop ------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Server:
                 return []
             transfer = self.transfers.popleft()
             if transfer.loads is not None:
-                self.slots[transfer.index] = Held(transfer.loads)
+                self.slots[transfer.index] = SlotContent(transfer.loads)
             if self.transfers:
                 self.transfer_ends = self.at + self.transfers[0].seconds
             return [transfer]

@@ -13,9 +13,9 @@ from time import perf_counter
 from router.base.tokens import Tokens, count, head, join, pack
 from router.base.types import (
     BackendId,
+    KvDir,
     Namespace,
     Outcome,
-    Place,
     Reported,
     Request,
     RequestId,
@@ -30,10 +30,10 @@ from router.core.scheduler import Scheduler
 from router.tools.simulate.losses import Losses
 from router.tools.simulate.measure import Meter
 from router.tools.simulate.oracle import Oracle
-from router.tools.simulate.requests import Ask, Source
+from router.tools.simulate.requests import RequestSource, SimulatedRequest
 from router.tools.simulate.server import Run, Server, TransferRun
 
-PLACE = Place("simulated")
+KV_DIR = KvDir("simulated")
 # Ticks are a little late rather than early, as in `router.engine.engine`.
 _TICK_S = 0.001
 # Until a server notices that a client disconnected (about 1 s, llama-server.md section 5.6), and
@@ -48,7 +48,7 @@ _ONE_TOKEN = pack([0])
 class _Client:
     """An unfinished request."""
 
-    ask: Ask
+    ask: SimulatedRequest
     oracle: int  # prompt tokens that an unlimited cache would reuse
     dispatch: ef.Dispatch | None = None
     ttft_s: float | None = None
@@ -61,7 +61,7 @@ class Simulator:
         self,
         scheduler: Scheduler,
         servers: list[Server],
-        source: Source,
+        source: RequestSource,
         *,
         losses: Losses | None = None,
         keep_sequence: bool = False,
@@ -166,7 +166,7 @@ class Simulator:
             self._to_come += 1
             self._at(ask.at, partial(self._arrives, ask, by_itself=True))
 
-    def _arrives(self, ask: Ask, *, by_itself: bool = False) -> None:
+    def _arrives(self, ask: SimulatedRequest, *, by_itself: bool = False) -> None:
         meter, prompt = self.meter, ask.prompt.tokens
         meter.arrived += 1
         self._to_come -= 1
@@ -184,7 +184,7 @@ class Simulator:
         client = self._clients.get(name)
         if client is None:
             return  # already answered or refused
-        self.meter.left += 1
+        self.meter.abandoned += 1
         if client.dispatch is None:
             self._over(client, answered=False)
             self._feed(ev.Cancelled(name))
@@ -280,13 +280,13 @@ class Simulator:
                 if effect.request in self._prefills:
                     self._given_up.add(effect.request)
                     self._at(self.now + _NOTICE_S, partial(self._gives_up, effect.request))
-            case ef.Watch():
+            case ef.WatchSlot():
                 self._watching[effect.slot] = effect.request
                 if effect.slot.index not in self.servers[effect.slot.backend].runs:
                     self._quiet(effect.slot)
             case ef.Delete() | ef.Quarantine():
                 pass  # no file exists: Python frees the tokens
-            case ef.Erase() | ef.Release():  # pragma: no cover - no tenants here, and no drains
+            case ef.Erase() | ef.Detach():  # pragma: no cover - no tenants here, and no drains
                 pass
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
@@ -353,7 +353,7 @@ class Simulator:
     def _file(self, namespace: Namespace, tokens: Tokens, server: Server) -> Snapshot:
         self._files += 1
         size_bytes = count(tokens) * server.hardware.bytes_per_token
-        return Snapshot(SnapshotId(f"s{self._files}"), namespace, PLACE, tokens, size_bytes)
+        return Snapshot(SnapshotId(f"s{self._files}"), namespace, KV_DIR, tokens, size_bytes)
 
     def _peak(self) -> None:
         total_bytes = self.scheduler.state.fleet.catalog.total_bytes

@@ -13,7 +13,7 @@ import orjson
 
 from router.base.tokens import Tokens, head, join, pack
 from router.base.types import Prompt, RequestId
-from router.tools.simulate.requests import Ask
+from router.tools.simulate.requests import SimulatedRequest
 
 BLOCK_TOKENS = 512
 # Answers have token ids of their own, which no prompt repeats: a trace does not contain them.
@@ -26,7 +26,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TraceRow:
     """One request of a trace. Milliseconds, tokens."""
 
     at_ms: float
@@ -35,9 +35,9 @@ class Line:
     blocks: tuple[int, ...]
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[Line]:
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRow]:
     """Read the first `limit` requests, sorted by time. Raises OSError or TraceError."""
-    lines: list[Line] = []
+    lines: list[TraceRow] = []
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if limit is not None and len(lines) == limit:
@@ -49,10 +49,10 @@ def read_trace(path: Path, limit: int | None = None) -> list[Line]:
     return sorted(lines, key=lambda line: line.at_ms)
 
 
-def _line(text: bytes, where: str) -> Line:
+def _line(text: bytes, where: str) -> TraceRow:
     try:
         found = orjson.loads(text)
-        line = Line(
+        line = TraceRow(
             float(found["timestamp"]),
             int(found["input_length"]),
             int(found["output_length"]),
@@ -72,14 +72,14 @@ def _line(text: bytes, where: str) -> Line:
 
 
 @dataclass(slots=True)
-class Trace:
+class TraceWorkload:
     """A trace as a workload.
 
     `scale` 8: one token stands for 8 of the trace. `speed` 2: requests arrive in half the time.
     `repeat` 2: the trace is played twice, the second time with other prompts.
     """
 
-    lines: list[Line]
+    lines: list[TraceRow]
     scale: int = 1
     speed: float = 1.0
     repeat: int = 1
@@ -99,7 +99,7 @@ class Trace:
     def total(self) -> int:
         return len(self.lines) * self.repeat
 
-    def arrivals(self) -> Iterator[Ask]:
+    def arrivals(self) -> Iterator[SimulatedRequest]:
         """Yield the requests in order; each is made when it is read."""
         next_id, number = _FIRST_ANSWER_ID, 0
         first_ms = self.lines[0].at_ms
@@ -110,7 +110,7 @@ class Trace:
                 if next_id + n_answer > _LAST_ID:
                     next_id = _FIRST_ANSWER_ID
                 at_ms = line.at_ms - first_ms + turn * span_ms
-                yield Ask(
+                yield SimulatedRequest(
                     RequestId(f"r{number}"),
                     at_ms / 1000 / self.speed,
                     Prompt(self.prompt(line, turn)),
@@ -119,12 +119,12 @@ class Trace:
                 next_id += n_answer
                 number += 1
 
-    def prompt(self, line: Line, turn: int = 0) -> Tokens:
+    def prompt(self, line: TraceRow, turn: int = 0) -> Tokens:
         """Return the prompt of a request; equal blocks have equal tokens within one `turn`."""
         size, first = self._block, turn * self._ids
         blocks = (pack(range((first + b) * size, (first + b + 1) * size)) for b in line.blocks)
         return head(join(blocks), max(line.input_tokens // self.scale, 1))
 
-    def then(self, ask: Ask, now: float, *, answered: bool) -> list[Ask]:
+    def then(self, ask: SimulatedRequest, now: float, *, answered: bool) -> list[SimulatedRequest]:
         """Return nothing: requests of a trace do not depend on others."""
         return []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from router.base.tokens import EMPTY, Tokens, count, join, pack
 from router.base.types import Prompt, RequestId
-from router.tools.simulate.requests import Ask
+from router.tools.simulate.requests import SimulatedRequest
 
 Span = tuple[int, int]
 
@@ -106,7 +106,7 @@ class Workload:
     def total(self) -> int:
         return self.requests
 
-    def arrivals(self) -> Iterator[Ask]:
+    def arrivals(self) -> Iterator[SimulatedRequest]:
         """Yield the first requests of the first conversations."""
         begun = [self._begin() for _ in range(self.conversations)]
         for conversation in begun:
@@ -114,7 +114,7 @@ class Workload:
         for conversation in sorted(begun, key=lambda c: (c.start_s, c.number)):
             yield from self._turn(conversation, conversation.start_s)
 
-    def then(self, ask: Ask, now: float, *, answered: bool) -> list[Ask]:
+    def then(self, ask: SimulatedRequest, now: float, *, answered: bool) -> list[SimulatedRequest]:
         """Return the client's next requests. The question of an unanswered turn is dropped."""
         conversation, said = self._waiting.pop(ask.id)
         if said is None:
@@ -143,7 +143,7 @@ class Workload:
         turns = own.randint(*habits.turns)
         return _Conversation(number, own, system, count(system), turns)
 
-    def _turn(self, conversation: _Conversation, at: float) -> list[Ask]:
+    def _turn(self, conversation: _Conversation, at: float) -> list[SimulatedRequest]:
         """Return one request, or several at once; none if all were issued."""
         habits, own = self.habits, conversation.random
         n = own.randint(*habits.fan) if own.random() < habits.fan_chance else 1
@@ -154,21 +154,25 @@ class Workload:
         conversation.open = len(asks)
         return asks
 
-    def _ask(self, conversation: _Conversation, question: Tokens, n_answer: int, at: float) -> Ask:
+    def _ask(
+        self, conversation: _Conversation, question: Tokens, n_answer: int, at: float
+    ) -> SimulatedRequest:
         history, own = conversation.history, conversation.random
         leaves = own.random() < self.habits.leave_chance
         prompt = join([history, question])
-        places = {conversation.n_system, count(history), count(prompt) - 1} - {0, count(prompt)}
+        positions = {conversation.n_system, count(history), count(prompt) - 1} - {0, count(prompt)}
         return self._issue(
             (conversation, question),
             at,
-            Prompt(prompt, boundaries=tuple(sorted(places))),
+            Prompt(prompt, boundaries=tuple(sorted(positions))),
             _text(own, n_answer),
             session=f"conversation {conversation.number}",
             leaves_after_s=own.uniform(*self.habits.leave_s) if leaves else None,
         )
 
-    def _title(self, conversation: _Conversation, question: Tokens, now: float) -> list[Ask]:
+    def _title(
+        self, conversation: _Conversation, question: Tokens, now: float
+    ) -> list[SimulatedRequest]:
         """Return a title request: other instructions, the first question again, a short answer."""
         own = conversation.random
         if self.issued >= self.requests or own.random() >= self.habits.title_chance:
@@ -186,11 +190,11 @@ class Workload:
         answer: Tokens,
         session: str | None = None,
         leaves_after_s: float | None = None,
-    ) -> Ask:
+    ) -> SimulatedRequest:
         name = RequestId(f"r{self.issued}")
         self.issued += 1
         self._waiting[name] = waiting
-        return Ask(name, at, prompt, answer, session, leaves_after_s)
+        return SimulatedRequest(name, at, prompt, answer, session, leaves_after_s)
 
     def _fits(self, conversation: _Conversation) -> bool:
         """Return whether the next question and its answer fit into a slot."""

@@ -8,7 +8,7 @@ from aiohttp import web
 from router.base.errors import NotFoundError
 from router.base.types import BackendId, RequestId
 from router.web.admin.guard import Guard
-from router.web.api.backend_selection import Directory
+from router.web.api.backend_selection import BackendSelection
 from router.web.server.error_responses import json_response
 
 BACKENDS = "/kvferry/backends/"
@@ -21,18 +21,18 @@ class _Backends(Protocol):
     def undrain(self, name: BackendId) -> None: ...
 
 
-class Operations:
+class OperatorActions:
     """The handlers of routes that change something; `guard` checks the right to do so."""
 
     def __init__(
         self,
         guard: Guard,
-        directory: Directory,
+        selection: BackendSelection,
         backends: _Backends,
         reload: Callable[[], Awaitable[Mapping[str, object]]],
     ) -> None:
         self._guard = guard
-        self._directory = directory
+        self._selection = selection
         self._reload = reload
         self._actions = {"drain": backends.drain, "undrain": backends.undrain}
 
@@ -54,8 +54,8 @@ class Operations:
         name = BackendId(backend)
         if action not in self._actions:
             raise NotFoundError("the action on a backend must be drain or undrain")
-        if name not in self._directory.monitors:
-            known = ", ".join(self._directory.monitors)
+        if name not in self._selection.monitors:
+            known = ", ".join(self._selection.monitors)
             raise NotFoundError(f"there is no backend {name}; there are: {known}")
         self._actions[action](name)
-        return json_response({"backend": name, "state": self._directory.standing(name)})
+        return json_response({"backend": name, "state": self._selection.standing(name)})

@@ -25,15 +25,15 @@ class Guard:
         self._token = token
         self.protects_reads = protects_reads
 
-    def may_look(self, request: web.BaseRequest) -> bool:
+    def may_read(self, request: web.BaseRequest) -> bool:
         """Return whether the request may read the router's state."""
         try:
-            self.check_look(request)
+            self.check_read(request)
         except (ForbiddenError, NeedsTokenError):
             return False
         return True
 
-    def check_look(self, request: web.BaseRequest) -> None:
+    def check_read(self, request: web.BaseRequest) -> None:
         """Raise NeedsTokenError or ForbiddenError unless the request may read.
 
         The token may also be the password of HTTP Basic, with any user name: a browser asks for

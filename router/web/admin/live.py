@@ -18,11 +18,11 @@ from aiohttp import web
 from router.base.errors import TooManyViewersError
 from router.base.ports import Spawn
 from router.base.types import RequestId
-from router.telemetry.decision_log import Entry
+from router.telemetry.decision_log import LoggedDecision
 from router.web.admin.state_json import Picture, Row, changes
 from router.web.server.error_responses import OWN_HEADERS, REQUEST_ID
 
-LOOK_EVERY_S = 1.0
+REFRESH_EVERY_S = 1.0
 MAX_VIEWERS = 32
 DECISIONS = 100  # in a full picture and in a change; the newest
 HISTORY = 500  # decisions in a full picture; the older ones only as points of the charts
@@ -49,7 +49,7 @@ class Subject:
     picture: Callable[[], Picture]
     n_snapshots: Callable[[], int]
     survey: Callable[[], Awaitable[Row]]
-    decisions: Callable[[int], list[Entry]]  # the last N, newest first
+    decisions: Callable[[int], list[LoggedDecision]]  # the last N, newest first
 
 
 class Live:
@@ -60,19 +60,19 @@ class Live:
         subject: Subject,
         spawn: Spawn,
         wall_now: Callable[[], float],
-        may_look: Callable[[web.BaseRequest], bool],
+        may_read: Callable[[web.BaseRequest], bool],
     ) -> None:
         self._subject = subject
         self._spawn = spawn
         self._wall_now = wall_now
-        self._may_look = may_look
+        self._may_read = may_read
         self._viewers = 0
-        self._looking = False
+        self._refreshing = False
         self._stopping = False
         self._picture: Picture = {}
         self._survey: Row = {"sizes": [], "top": []}
         self._survey_due = 0.0
-        self._told: dict[int, Entry] = {}  # the newest decisions, by identity
+        self._told: dict[int, LoggedDecision] = {}  # the newest decisions, by identity
         self._id = 0  # of the newest message
         self._messages: deque[bytes] = deque(maxlen=_KEPT)
         # The number of a message, and the full picture as of that, with its time.
@@ -98,7 +98,7 @@ class Live:
         self._viewers += 1
         try:
             await response.prepare(request)
-            await self._show(response, partial(self._may_look, request))
+            await self._show(response, partial(self._may_read, request))
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
@@ -106,17 +106,17 @@ class Live:
             self._viewers -= 1
         return response
 
-    async def _show(self, response: web.StreamResponse, may_look: Callable[[], bool]) -> None:
+    async def _show(self, response: web.StreamResponse, may_read: Callable[[], bool]) -> None:
         """Send messages to one viewer.
 
         Raises TimeoutError if the viewer reads nothing, ConnectionError if it disconnected.
         """
-        if not self._looking:
-            self._look()
-            self._looking = True
-            self._spawn(self.keep_looking(), name="live page")
+        if not self._refreshing:
+            self._refresh()
+            self._refreshing = True
+            self._spawn(self.keep_refreshing(), name="live page")
         seen: int | None = None  # the last message; an earlier stream's Last-Event-ID is no use
-        while self._looking and not self._stopping and may_look():
+        while self._refreshing and not self._stopping and may_read():
             news = self._news
             if seen is None:
                 data, seen = b"retry: %d\n\n" % _RETRY_MS + self._whole_picture(), self._id
@@ -155,15 +155,15 @@ class Live:
             "history": [[row[name] for name in POINT] for row in entries[DECISIONS:]],
         }
 
-    async def keep_looking(self) -> None:
+    async def keep_refreshing(self) -> None:
         """Look once a second until there are no viewers, or the router stops."""
         try:
             while self._viewers and not self._stopping:
                 await self._survey_if_due()
-                await asyncio.sleep(LOOK_EVERY_S)
-                self._look()
+                await asyncio.sleep(REFRESH_EVERY_S)
+                self._refresh()
         finally:
-            self._looking = False
+            self._refreshing = False
             self._tell()  # after a bug: end the streams, since a frozen page looks alive
 
     async def _survey_if_due(self) -> None:
@@ -174,7 +174,7 @@ class Live:
             self._survey_due = now + pause_s
             self._survey = await self._subject.survey()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         """Read the engine's state, and send what changed, if anything."""
         picture = self._subject.picture()
         picture["fleet"]["snapshots"] = self._survey
@@ -195,7 +195,7 @@ class Live:
         self._told = {id(entry): entry for entry in recent}
         return new
 
-    def _is_new(self, entry: Entry) -> bool:
+    def _is_new(self, entry: LoggedDecision) -> bool:
         return id(entry) not in self._told
 
     def _tell(self) -> None:

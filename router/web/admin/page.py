@@ -34,7 +34,7 @@ _HEADERS = OWN_HEADERS | {
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class StaticFile:
     """One file of the page as it is sent."""
 
     content: bytes
@@ -62,7 +62,7 @@ async def to_page(_request: web.BaseRequest, _name: RequestId) -> web.StreamResp
     return web.Response(status=308, headers=OWN_HEADERS | {"Location": PREFIX.lstrip("/")})
 
 
-def load_page() -> dict[str, File]:
+def load_page() -> dict[str, StaticFile]:
     """Return all files by the path that they are served at. Blocking: call it in a thread."""
     found = {}
     for path in files("router.web.admin").joinpath("static").iterdir():
@@ -71,5 +71,5 @@ def load_page() -> dict[str, File]:
             continue
         content = path.read_bytes()
         name = "" if path.name == "index.html" else path.name
-        found[PREFIX + name] = File(content, content_type, f'"{xxh3_128_hexdigest(content)}"')
+        found[PREFIX + name] = StaticFile(content, content_type, f'"{xxh3_128_hexdigest(content)}"')
     return found

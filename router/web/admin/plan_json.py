@@ -8,8 +8,8 @@ def plan_json(made: Plan) -> dict[str, object]:
     return {
         "chosen": _candidate(made.chosen),
         "prefill_first": made.prefill_first,
-        "pauses": list(made.pauses),
-        "pauses_s": round(made.pauses_s, 6),
+        "boundary_saves": list(made.boundary_saves),
+        "boundary_saves_s": round(made.boundary_saves_s, 6),
         "losers": [_candidate(loser) for loser in made.losers],
     }
 
@@ -36,5 +36,5 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
         "copy_from": str(candidate.copy_from) if candidate.copy_from else None,
         "waits_for": str(candidate.wait_for) if candidate.wait_for else None,
         "total_s": round(price.total_s, 6),
-        "parts_s": {name: round(value, 6) for name, value in parts.items() if value},
+        "breakdown_s": {name: round(value, 6) for name, value in parts.items() if value},
     }

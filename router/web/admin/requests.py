@@ -15,9 +15,9 @@ from router.base.tokens import Tokens, unpack
 from router.base.types import BackendId, Nearest, RequestId
 from router.prompts.divergence import Part
 from router.prompts.reader import without_prompt
-from router.telemetry.decision_log import Journal
+from router.telemetry.decision_log import DecisionLog
 from router.web.admin.plan_json import plan_json
-from router.web.api.backend_selection import Directory
+from router.web.api.backend_selection import BackendSelection
 from router.web.server.error_responses import error_response, json_response
 
 Json = dict[str, Any]
@@ -32,9 +32,11 @@ _FILTERS = ("outcome", "source", "backend")
 class Requests:
     """The routes of finished requests. `show_content`: parts of prompts may be shown as text."""
 
-    def __init__(self, journal: Journal, directory: Directory, *, show_content: bool) -> None:
-        self._journal = journal
-        self._directory = directory
+    def __init__(
+        self, decision_log: DecisionLog, selection: BackendSelection, *, show_content: bool
+    ) -> None:
+        self._decision_log = decision_log
+        self._selection = selection
         self._show_content = show_content
 
     async def recent(self, request: web.BaseRequest, name: RequestId) -> web.Response:
@@ -47,14 +49,14 @@ class Requests:
             problem = BadRequestError(f"limit: {limit!r} is not a number of requests")
             return error_response(problem, name)
         wanted = {key: value for key in _FILTERS if (value := request.query.get(key))}
-        told = (entry.as_json() for entry in self._journal.recent(self._journal.limit))
+        told = (entry.as_json() for entry in self._decision_log.recent(self._decision_log.limit))
         found = (one for one in told if wanted.items() <= one.items())
         return json_response({"requests": list(islice(found, int(limit)))})
 
     async def one(self, _: web.BaseRequest, name: RequestId, wanted: str) -> web.Response:
         """Show all that is known of one request, by its id or a prefix of it; 404 if unknown."""
-        exact = self._journal.get(RequestId(wanted))
-        alike = self._journal.find(wanted) if exact is None else [exact]
+        exact = self._decision_log.get(RequestId(wanted))
+        alike = self._decision_log.find(wanted) if exact is None else [exact]
         if len(alike) > 1:
             first = ", ".join(one.id for one in alike[:_NAMED])
             problem = BadRequestError(
@@ -64,7 +66,7 @@ class Requests:
         if not alike:
             problem = NotFoundError(
                 f"no request {wanted!r} is known: it is not over, or is no longer kept"
-                f" (the last {self._journal.limit} are, see diagnostics.requests)"
+                f" (the last {self._decision_log.limit} are, see diagnostics.requests)"
             )
             return error_response(problem, name)
         (entry,) = alike
@@ -87,7 +89,7 @@ class Requests:
             "snapshot": nearest.snapshot,
             "common_tokens": nearest.common,
             "held_tokens": nearest.length,
-            "parts": nearest.parts,
+            "diverges": nearest.diverges,
             "part": asdict(part) if part else None,
             "part_unknown": unknown,
             "before": await self._shown(backend, nearest.before),
@@ -99,11 +101,11 @@ class Requests:
         self, backend: BackendId, nearest: Nearest, chat: Json | None
     ) -> tuple[Part | None, str | None]:
         """Return the part of the chat where the prompts diverge, or why it is unknown."""
-        if not nearest.parts:
+        if not nearest.diverges:
             return None, None
         if chat is None:
             return None, "it is no chat, has media, or its text is no longer kept"
-        reader = self._directory.reader_of(backend)
+        reader = self._selection.reader_of(backend)
         if reader is None:
             return None, "no backend can render the chat"
         try:
@@ -116,7 +118,7 @@ class Requests:
         """Return token ids, and their text if it may be shown and the backend answers."""
         ids = unpack(tokens)
         text = None
-        monitor = self._directory.monitors.get(backend)  # None after a reload that removed it
+        monitor = self._selection.monitors.get(backend)  # None after a reload that removed it
         wanted = self._show_content and all(token >= 0 for token in ids)  # < 0: media
         if monitor is not None and wanted:
             with suppress(BackendError):

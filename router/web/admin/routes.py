@@ -23,7 +23,7 @@ Handler = Callable[[web.BaseRequest, RequestId], Awaitable[web.StreamResponse]]
 HandlerOfOne = Callable[[web.BaseRequest, RequestId, str], Awaitable[web.StreamResponse]]
 
 
-class Side(Enum):
+class Audience(Enum):
     """The kind of callers that an address is for."""
 
     ALL = auto()  # there is only one address
@@ -32,7 +32,7 @@ class Side(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class AdminRoute:
     """A route. `path` as in OpenAPI: the parameter in braces goes to a HandlerOfOne."""
 
     method: str
@@ -49,7 +49,7 @@ class Route:
 class OwnRoutes:
     """The table of the router's own routes."""
 
-    def __init__(self, routes: Sequence[Route], guard: Guard, brief_health: Handler) -> None:
+    def __init__(self, routes: Sequence[AdminRoute], guard: Guard, brief_health: Handler) -> None:
         """Build the table. `brief_health` serves callers without read access.
 
         The full health names files in the problems of a backend.
@@ -65,7 +65,7 @@ class OwnRoutes:
             else:
                 self._exact.setdefault(route.path, {})[route.method] = route.handler  # type: ignore[assignment]
 
-    def find(self, request: web.BaseRequest, path: str, side: Side) -> Handler | None:
+    def find(self, request: web.BaseRequest, path: str, side: Audience) -> Handler | None:
         """Return the handler of a request; None if it is not for the router. `path` is decoded.
 
         1. The operators' address has only these routes; the clients' address has only health.
@@ -74,9 +74,9 @@ class OwnRoutes:
         Raises NotFoundError, MethodError, NeedsTokenError, ForbiddenError.
         """
         ours = is_own(path)
-        if not ours and side is not Side.OPERATORS:
+        if not ours and side is not Audience.OPERATORS:
             return None
-        if not ours or (side is Side.CLIENTS and path != HEALTH):
+        if not ours or (side is Audience.CLIENTS and path != HEALTH):
             raise NotFoundError("there is nothing at this path")
         fitting = self._fitting(path)
         if not fitting:
@@ -86,8 +86,8 @@ class OwnRoutes:
             allowed = sorted(fitting)
             raise MethodError(f"this path is for {' and '.join(allowed)}", allowed)
         if path != HEALTH:
-            self._guard.check_look(request)
-        elif side is Side.CLIENTS or not self._guard.may_look(request):
+            self._guard.check_read(request)
+        elif side is Audience.CLIENTS or not self._guard.may_read(request):
             return self._brief_health
         return handler
 

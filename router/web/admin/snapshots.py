@@ -122,7 +122,7 @@ class Item:
             "media": snapshot.shape.media,
             "age_s": round(self.age_s, 1),
             "idle_s": None if self.idle_s is None else round(self.idle_s, 1),
-            "place": snapshot.place,
+            "kv_dir": snapshot.kv_dir,
             "file": final_name(snapshot.id),
         }
 

@@ -12,12 +12,12 @@ from router.base.types import BackendId, RequestId, Snapshot
 from router.core.fleet.catalog import Catalog
 from router.core.model.jobs import (
     AtGate,
+    CheckSlotStep,
     CutStep,
     DispatchStep,
     EraseStep,
-    InLine,
+    InPrefillQueue,
     Job,
-    LookStep,
     PrefillStep,
     RestoreStep,
     SaveStep,
@@ -27,7 +27,7 @@ from router.core.model.request_queue import Queue
 from router.core.model.slots import Slot
 from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
-from router.web.api.backend_selection import Directory
+from router.web.api.backend_selection import BackendSelection
 
 Row = dict[str, object]
 Rows = dict[str, Row]
@@ -40,29 +40,29 @@ Changes = dict[str, dict[str, Row | None]]
 _BATCH = 1000  # snapshots per event-loop iteration
 _TOP = 10
 
-_DOING: dict[type[Step | InLine | AtGate], str] = {
+_DOING: dict[type[Step | InPrefillQueue | AtGate], str] = {
     SaveStep: "save",
     CutStep: "cut",
     EraseStep: "erase",
     RestoreStep: "restore",
     PrefillStep: "prefill",
-    InLine: "in line",
-    AtGate: "at the gate",
-    LookStep: "look",
+    InPrefillQueue: "prefill queue",
+    AtGate: "placement gate",
+    CheckSlotStep: "check slot",
     DispatchStep: "answer",
 }
 
 
-def backend_row(name: BackendId, directory: Directory, engine: Engine) -> Row:
+def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) -> Row:
     """Return the row of a backend; if it is down, with the problem instead of its properties."""
-    monitor = directory.monitors[name]
+    monitor = selection.monitors[name]
     attached = monitor.attached
     if attached is None:
         return {
             "name": name,
             "url": monitor.client.url,
             "up": False,
-            "state": directory.standing(name),
+            "state": selection.standing(name),
             "problem": monitor.problem,
         }
     info, found = attached.info, attached.probe
@@ -71,7 +71,7 @@ def backend_row(name: BackendId, directory: Directory, engine: Engine) -> Row:
         "name": name,
         "url": monitor.client.url,
         "up": True,
-        "state": directory.standing(name),
+        "state": selection.standing(name),
         "models": sorted(info.models),
         "slots": info.n_slots,
         "n_ctx": info.n_ctx,
@@ -103,7 +103,8 @@ def backend_row(name: BackendId, directory: Directory, engine: Engine) -> Row:
 def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
     """Return the row of a slot, with what its job does.
 
-    `doing` is a step, `in line`, `at the gate`, or `answer`. `source` and `copy_from` are the
+    `doing` is a step, `prefill queue`, `placement gate`, or `answer`. `source` and `copy_from` are
+    the
     plan's. `pending_tokens` is what the slot will hold after the step.
     """
     job = jobs.get(slot.holder) if slot.holder is not None else None
@@ -127,7 +128,7 @@ def _doing(slot: Slot, job: Job | None) -> str | None:
     if job is None or job.doing is None:
         return None
     worked_on = (
-        job.doing.slot if isinstance(job.doing, SaveStep | EraseStep | LookStep) else job.slot
+        job.doing.slot if isinstance(job.doing, SaveStep | EraseStep | CheckSlotStep) else job.slot
     )
     return _DOING[type(job.doing)] if worked_on == slot.id else None
 
@@ -160,17 +161,17 @@ def snapshot_row(snapshot: Snapshot, uses: int, references: int) -> Row:
     }
 
 
-def picture_of(engine: Engine, directory: Directory, now: float) -> Picture:
+def picture_of(engine: Engine, selection: BackendSelection, now: float) -> Picture:
     """Return all but the snapshots, which `survey` sums up. `now` is the engine's clock."""
     state = engine.scheduler.state
     fleet = state.fleet
     return {
         "fleet": {
             "router": {"policy": fleet.policy.name, "stopping": state.stopping},
-            "queue": _queue_row(state.queue, directory.waiting, now),
+            "queue": _queue_row(state.queue, selection.waiting, now),
             "store": store_row(fleet.catalog),
         },
-        "backends": {name: backend_row(name, directory, engine) for name in directory.monitors},
+        "backends": {name: backend_row(name, selection, engine) for name in selection.monitors},
         "slots": {str(slot.id): slot_row(slot, state.jobs) for slot in fleet.slots},
     }
 

@@ -17,7 +17,7 @@ from router.llama.wire import parse_body, parse_request, route_of
 from router.telemetry.backend_metrics import BackendMetrics
 from router.web.admin.plan_json import plan_json
 from router.web.admin.state_json import backend_row, slot_row, snapshot_row, store_row
-from router.web.api.backend_selection import Directory
+from router.web.api.backend_selection import BackendSelection
 from router.web.api.completions import Completions
 from router.web.server.error_responses import OWN_HEADERS, error_response, json_response
 
@@ -35,20 +35,20 @@ class _One(Collector):
         return [self._metric]
 
 
-class Admin:
+class StatusRoutes:
     """The handlers of the read-only routes."""
 
     def __init__(
         self,
         engine: Engine,
-        directory: Directory,
+        selection: BackendSelection,
         completions: Completions,
         registry: CollectorRegistry,
         backend_metrics: BackendMetrics,
         now: Callable[[], float],
     ) -> None:
         self._engine = engine
-        self._directory = directory
+        self._selection = selection
         self._completions = completions
         self._registry = registry
         self._backend_metrics = backend_metrics
@@ -68,12 +68,12 @@ class Admin:
 
     async def health(self, *, brief: bool) -> web.Response:
         """Answer 200 if a backend is up, else 503; unless `brief`, with each backend's state."""
-        standing = {name: self._directory.standing(name) for name in self._directory.monitors}
+        standing = {name: self._selection.standing(name) for name in self._selection.monitors}
         usable = Standing.UP in standing.values()
         told: dict[str, object] = {"status": "ok" if usable else "no backend"}
         if not brief:
             told["backends"] = {
-                name: self._directory.monitors[name].problem if what is Standing.DOWN else what
+                name: self._selection.monitors[name].problem if what is Standing.DOWN else what
                 for name, what in standing.items()
             }
         return json_response(told, status=200 if usable else 503)
@@ -86,8 +86,8 @@ class Admin:
             {
                 "policy": fleet.policy.name,
                 "backends": [
-                    backend_row(name, self._directory, self._engine)
-                    for name in self._directory.monitors
+                    backend_row(name, self._selection, self._engine)
+                    for name in self._selection.monitors
                 ],
                 "slots": [
                     {
@@ -100,7 +100,7 @@ class Admin:
                     **store_row(fleet.catalog),
                     "items": [snapshot_row(*one) for one in fleet.catalog.snapshots()[:1000]],
                 },
-                "waiting_for_backend": self._directory.waiting,
+                "waiting_for_backend": self._selection.waiting,
                 "queue": [
                     {
                         "request": waiting.request.id,

@@ -17,7 +17,7 @@ from router.llama.wire import ParsedRequest
 from router.prompts.reader import PromptReader
 
 
-class Directory:
+class BackendSelection:
     """A view on the monitors and the engine; owns only the requests that wait for a reader."""
 
     def __init__(
@@ -142,7 +142,8 @@ class Directory:
         True if a backend saves state files that can perhaps only be extended.
         """
         return any(
-            info.memory_kind not in (MemoryKind.FULL, MemoryKind.UNKNOWN) and info.place is not None
+            info.memory_kind not in (MemoryKind.FULL, MemoryKind.UNKNOWN)
+            and info.kv_dir is not None
             for info in self._engine.infos.values()
             if info.answers_to(model)
         )
@@ -198,9 +199,9 @@ class Directory:
         as with policy `passthrough`.
         """
         monitor = self.monitors[backend]
-        if backend in self._engine.draining or (monitor.let_go and monitor.client.relaying):
+        if backend in self._engine.draining or (monitor.detached and monitor.client.relaying):
             return Standing.DRAINING
-        if monitor.let_go:
+        if monitor.detached:
             return Standing.DRAINED
         return Standing.UP if monitor.attached else Standing.DOWN
 
@@ -209,10 +210,10 @@ class Directory:
         if backend in self.monitors:
             self.monitors[backend].doubt()
 
-    async def look_anew(self, backend: BackendId) -> None:
+    async def check_again(self, backend: BackendId) -> None:
         """Check whether this backend is still there; return when that is known."""
         if backend in self.monitors:
-            await self.monitors[backend].look_anew()
+            await self.monitors[backend].check_again()
 
     def without_kv(self, model: str | None) -> frozenset[BackendId]:
         """Return the backends that cannot complete a prompt, up or down.

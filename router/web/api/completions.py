@@ -27,7 +27,7 @@ from router.base.types import (
     Tenant,
 )
 from router.engine.engine import Engine, Grant, Timing
-from router.engine.loop_throttle import Turnstile
+from router.engine.loop_throttle import LoopThrottle
 from router.llama import json_offload
 from router.llama.client import RelayedResponse
 from router.llama.replies import read_reply
@@ -39,10 +39,10 @@ from router.llama.wire import (
     parse_body,
     parse_request,
 )
-from router.prompts.reader import PromptReader, is_left
-from router.telemetry.decision_log import Journal
+from router.prompts.reader import PromptReader, is_left_to_server
+from router.telemetry.decision_log import DecisionLog
 from router.web.api import upstream_request
-from router.web.api.backend_selection import Directory
+from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.slot_demand import SlotsAsked
 from router.web.server.error_responses import clients_id, names, sender_of, session_of
@@ -90,19 +90,19 @@ class Completions:
     def __init__(
         self,
         engine: Engine,
-        directory: Directory,
-        journal: Journal,
+        selection: BackendSelection,
+        decision_log: DecisionLog,
         spawn: Spawn,
         settings: Settings,
         keys: Keys,
-        turnstile: Turnstile,
+        throttle: LoopThrottle,
         tracing: Tracing | None = None,
     ) -> None:
         self._keys = keys
-        self._turnstile = turnstile
+        self._throttle = throttle
         self._engine = engine
-        self._journal = journal
-        self._directory = directory
+        self._decision_log = decision_log
+        self._selection = selection
         self._spawn = spawn
         self._settings = settings
         self._tracing = tracing
@@ -122,9 +122,9 @@ class Completions:
         """Wait for a backend that can read the prompt, then `describe`. Raises RouterError."""
         request, reader = await self.describe(http, parsed, request_id)
         while reader is None and not parsed.lora:  # with LoRA adapters the prompt is not read
-            if not self._directory.can_wait_for_reader(parsed.model):
+            if not self._selection.can_wait_for_reader(parsed.model):
                 break
-            await self._directory.wait_for_reader(parsed.model)
+            await self._selection.wait_for_reader(parsed.model)
             request, reader = await self.describe(http, parsed, request_id)
         return request, reader
 
@@ -132,21 +132,21 @@ class Completions:
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
     ) -> tuple[Request, PromptReader | None]:
         """Return a completion for the scheduler, and its reader. Raises ModelNotFoundError."""
-        model = self._directory.resolve(parsed.model)
-        whose, avoid = self._from(http), self._directory.without_kv(model)
+        model = self._selection.resolve(parsed.model)
+        origin, avoid = self._from(http), self._selection.without_kv(model)
         reader: PromptReader | None = None
         if parsed.lora:
             # KV computed with an adapter is another model's (llama-server.md section 1.7).
             prompt = Prompt(unknown="a LoRA adapter for this request alone")
         else:
-            prompt, reader = await self._directory.read(parsed, model, whose["tenant"], avoid)
+            prompt, reader = await self._selection.read(parsed, model, origin["tenant"], avoid)
         request = Request(
             id=request_id,
             prompt=prompt,
             model=model,
             max_new_tokens=parsed.max_new_tokens,
             pinnable=parsed.pinnable,
-            left=parsed.pinnable and is_left(parsed, reader, whose["tenant"]),
+            server_picks=parsed.pinnable and is_left_to_server(parsed, reader, origin["tenant"]),
             whole_backend=parsed.whole_backend,
             reuse=parsed.cache_prompt,
             streams=parsed.stream,
@@ -154,7 +154,7 @@ class Completions:
             shifts=parsed.shifts,
             slot_hint=parsed.slot_hint,
             avoid=avoid,
-            **whose,
+            **origin,
             session=session_of(http),
         )
         return request, reader
@@ -164,7 +164,7 @@ class Completions:
     ) -> web.StreamResponse:
         """Serve a server-placed request that is no completion. Raises RouterError."""
         stateless = http.path.rstrip("/").endswith(_STATELESS)
-        model = self._directory.resolve(asked.model)
+        model = self._selection.resolve(asked.model)
         request = Request(
             id=request_id,
             prompt=Prompt(unknown="not a completion"),
@@ -174,7 +174,7 @@ class Completions:
             max_new_tokens=0,
             # Stateless tasks start from nothing, whatever the slot holds (server-context.cpp:3440).
             reuse=not stateless,
-            avoid=frozenset() if stateless else self._directory.without_kv(model),
+            avoid=frozenset() if stateless else self._selection.without_kv(model),
             **self._from(http),
         )
         arrived = perf_counter()
@@ -223,14 +223,14 @@ class Completions:
             except BackendError as error:
                 if error.backend is not None:  # the backend failed before the grant
                     backend = error.backend
-                    self._directory.doubt(backend)
+                    self._selection.doubt(backend)
                 if attempt == _ATTEMPTS:
                     raise
             anew = replace(exchange.request, avoid=first.avoid)
-            if backend is not None and self._directory.others(backend, anew):
+            if backend is not None and self._selection.others(backend, anew):
                 anew = replace(anew, avoid=first.avoid | {backend})
             elif backend is not None:
-                await self._directory.look_anew(backend)  # instead of three failures in a row
+                await self._selection.check_again(backend)  # instead of three failures in a row
             if exchange.reader is None and exchange.parsed is not None:  # not read yet
                 read, exchange.reader = await self._read(exchange.http, exchange.parsed, first.id)
                 anew = replace(read, avoid=anew.avoid)
@@ -241,7 +241,7 @@ class Completions:
     async def _send(self, exchange: _Exchange, grant: Grant) -> web.StreamResponse:
         """Relay one admitted request; the grant is used up on return and on exception."""
         backend = grant.lease.slot.backend
-        monitor = self._directory.monitors[backend]
+        monitor = self._selection.monitors[backend]
         capture = Capture()
         outcome = Outcome.BACKEND_ERROR
         upstream: RelayedResponse | None = None
@@ -250,7 +250,7 @@ class Completions:
             exchange.first_byte = perf_counter()
             if grant.plan.prefill_first and exchange.request.streams:
                 told = partial(self._engine.begun, exchange.request.id)
-                asyncio.get_running_loop().call_soon(self._turnstile.call, told)
+                asyncio.get_running_loop().call_soon(self._throttle.call, told)
 
         try:
             headers, target = forward_headers(exchange.http), forward_target(exchange.http)
@@ -267,7 +267,7 @@ class Completions:
                     self._settings,
                     capture,
                     first_byte,
-                    self._turnstile,
+                    self._throttle,
                 )
                 return response
         except asyncio.CancelledError:
@@ -275,7 +275,7 @@ class Completions:
             raise
         finally:
             if outcome is Outcome.BACKEND_ERROR:
-                self._directory.doubt(backend)
+                self._selection.doubt(backend)
             ok = outcome is Outcome.OK and upstream is not None and upstream.status == 200
             finish = partial(
                 self._finish,
@@ -288,9 +288,9 @@ class Completions:
             elif outcome in (Outcome.OK, Outcome.REFUSED):
                 # uvloop sends what was written at the end of this event-loop iteration. The next
                 # iteration finishes the request, before anything that the client sends later.
-                asyncio.get_running_loop().call_soon(self._turnstile.call, finish)
+                asyncio.get_running_loop().call_soon(self._throttle.call, finish)
             else:
-                self._turnstile.call(finish)
+                self._throttle.call(finish)
 
     def _finish(
         self,
@@ -338,7 +338,7 @@ class Completions:
     ) -> None:
         source = exchange.parsed.prompt_source if exchange.parsed is not None else None
         if isinstance(source, ChatPrompt) and not source.media:
-            self._journal.keep_chat(exchange.request.id, source.body, len(exchange.raw))
+            self._decision_log.keep_chat(exchange.request.id, source.body, len(exchange.raw))
         if outcome is Outcome.OK and exchange.reader is not None:
             self._spawn(
                 self._learn(exchange, grant, reported, capture),

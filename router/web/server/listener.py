@@ -27,7 +27,7 @@ from router.base.errors import (
     TooManyConnectionsError,
 )
 from router.base.types import RequestId
-from router.engine.loop_throttle import Turnstile
+from router.engine.loop_throttle import LoopThrottle
 from router.web.server.error_responses import error_response, request_id
 from router.web.server.settings import Settings
 
@@ -51,14 +51,14 @@ class Listener(web.Server):
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         settings: Settings,
         on_refused: OnRefused,
-        turnstile: Turnstile,
+        throttle: LoopThrottle,
     ) -> None:
         """Set up the factory; `on_refused` gets errors of input that never reached `handler`."""
         # Without cancellation a request abandoned during a long prefill keeps its slot.
         super().__init__(handler, handler_cancellation=True)
         self.settings = settings
         self.on_refused = on_refused
-        self.turnstile = turnstile
+        self.throttle = throttle
         self._open: Counter[str] = Counter()
         self._n_open = 0
 
@@ -107,9 +107,9 @@ class _Connection(web.RequestHandler):
         "_answered",
         "_begun",
         "_body",
-        "_body_left",
+        "_body_remaining",
         "_client",
-        "_head_left_s",
+        "_head_remaining_s",
         "_head_timer",
         "_held",
         "_listener",
@@ -120,12 +120,12 @@ class _Connection(web.RequestHandler):
         self._listener = listener
         self._client: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
-        self._head_left_s: float | None = None  # of a head that had begun before it was held
+        self._head_remaining_s: float | None = None  # of a head that had begun before it was held
         self._held = False  # by the loop throttle; nothing more is read meanwhile
         self._answered = 0  # of `_request_count`
         self._begun = False  # a head: its end has not come
         self._body: StreamReader = EMPTY_PAYLOAD  # of the last request
-        self._body_left = 0  # bytes of it that have not come, at most
+        self._body_remaining = 0  # bytes of it that have not come, at most
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         client = client_of(transport.get_extra_info("peername"))
@@ -150,7 +150,7 @@ class _Connection(web.RequestHandler):
         if not data or self._messages or self._current_request is not None:
             self._receive(data)  # more of a request that has begun
             return
-        if not self._listener.turnstile.call(partial(self._begin, data)):
+        if not self._listener.throttle.call(partial(self._begin, data)):
             self._held = True
             self._stop_head_timer()  # it goes on with the time that is left
             self._pause_transport_reading()
@@ -186,41 +186,41 @@ class _Connection(web.RequestHandler):
         a body that is chunked and came in parts, or that came together with other requests. The
         connection then counts as idle until more of the head comes.
         """
-        behind = data[self._body_left :]
-        left = self._body_left - len(data)
+        behind = data[self._body_remaining :]
+        remaining = self._body_remaining - len(data)
         if n_new:
             message, self._body = self._messages[-1]
-            left = sys.maxsize
+            remaining = sys.maxsize
             if length := _length(message):
                 behind = behind.lstrip(_NEW_LINE).partition(_END)[2] if n_new == 1 else b""
-                left = length - len(behind)
+                remaining = length - len(behind)
                 behind = behind[length:]
         if self._upgraded or not self._body.is_eof():
-            self._begun, self._body_left = False, 0 if self._upgraded else max(left, 0)
+            self._begun, self._body_remaining = False, 0 if self._upgraded else max(remaining, 0)
             return
         # A whole head would be a request; empty lines before a head do not count.
         begins = bool(behind.rpartition(_END)[2].lstrip(_NEW_LINE))
-        self._begun, self._body_left = begins or (self._begun and not n_new), 0
+        self._begun, self._body_remaining = begins or (self._begun and not n_new), 0
 
     def _wait_for_head(self) -> None:
         """Start the timer for the rest of a head, if no request is unanswered."""
         idle = self._answered == self._request_count and not self._held
         if idle and self._begun and self._head_timer is None:
             limit_s = self._listener.settings.header_timeout_s
-            left_s = limit_s if self._head_left_s is None else self._head_left_s
-            self._head_timer = self._loop.call_later(left_s, self._head_is_late, limit_s)
+            remaining_s = limit_s if self._head_remaining_s is None else self._head_remaining_s
+            self._head_timer = self._loop.call_later(remaining_s, self._head_timed_out, limit_s)
 
     def _head_is_in(self) -> None:
         self._stop_head_timer()
-        self._head_left_s = None
+        self._head_remaining_s = None
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
-            self._head_left_s = max(self._head_timer.when() - self._loop.time(), 0.0)
+            self._head_remaining_s = max(self._head_timer.when() - self._loop.time(), 0.0)
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _head_is_late(self, limit_s: float) -> None:
+    def _head_timed_out(self, limit_s: float) -> None:
         self._head_timer = None
         if self._waiter is None:  # the connection is being closed
             return

@@ -14,10 +14,10 @@ from aiohttp import web
 
 from router.base.errors import BackendError, BackendTimeoutError, BadRequestError
 from router.base.types import Caller, Outcome
-from router.engine.loop_throttle import Turnstile
+from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import RelayedResponse
 from router.llama.http1 import Header
-from router.web.server.relayed_response import HOP_BY_HOP, Answer, named_in_connection
+from router.web.server.relayed_response import HOP_BY_HOP, RelayedAnswer, named_in_connection
 from router.web.server.settings import Settings
 
 # The router's server has already decoded a compressed body.
@@ -46,12 +46,12 @@ def forward_headers(request: web.BaseRequest, *, resumable: bool = False) -> lis
     Where clients have keys, they are for the router and left out. `resumable`: the client may ask
     for a stream that goes on without it.
     """
-    left_out = _NOT_FORWARDED if resumable else _NOT_FORWARDED | _RESUMABLE
+    omitted = _NOT_FORWARDED if resumable else _NOT_FORWARDED | _RESUMABLE
     if KEYED in request:
-        left_out = left_out | _KEYS
+        omitted = omitted | _KEYS
     if "Connection" in request.headers:
-        left_out = left_out | named_in_connection(request.raw_headers)
-    return [header for header in request.raw_headers if header[0].lower() not in left_out]
+        omitted = omitted | named_in_connection(request.raw_headers)
+    return [header for header in request.raw_headers if header[0].lower() not in omitted]
 
 
 def forward_target(request: web.BaseRequest) -> str:
@@ -125,26 +125,26 @@ class _Silence:
         self._seen: object = None
         self._loop = asyncio.get_running_loop()
         self.since: float | None = self._loop.time()
-        self.look()
-        self.client_timer = self._loop.call_later(self._send_s, self.look_at_client)
+        self.check_idle()
+        self.client_timer = self._loop.call_later(self._send_s, self.check_client)
 
-    def look(self) -> None:
+    def check_idle(self) -> None:
         """End the wait for a backend, or check again at its earliest timeout."""
         now = self._loop.time()
         since = now if self.since is None else self.since
         if since + self._idle_s <= now:
             self._timeout.reschedule(now)
         else:
-            self.timer = self._loop.call_at(since + self._idle_s, self.look)
+            self.timer = self._loop.call_at(since + self._idle_s, self.check_idle)
 
-    def look_at_client(self) -> None:
+    def check_client(self) -> None:
         """End the wait for a client, or check again later."""
         seen = self._taken() if self.since is None else None
         if seen is not None and seen == self._seen:
             self._timeout.reschedule(self._loop.time())
         else:
             self._seen = seen
-            self.client_timer = self._loop.call_later(self._send_s, self.look_at_client)
+            self.client_timer = self._loop.call_later(self._send_s, self.check_client)
 
 
 @asynccontextmanager
@@ -183,21 +183,21 @@ async def relay(
     settings: Settings,
     capture: Capture,
     on_first_byte: Callable[[], None],
-    turnstile: Turnstile,
+    throttle: LoopThrottle,
 ) -> tuple[web.StreamResponse, Outcome]:
     """Copy a response until one side stops.
 
     Raises BackendError if the backend fails before anything was sent, so that another can be
     tried. A later failure aborts the client's connection: a partial answer must not look complete.
     """
-    response = Answer(upstream, headers)
+    response = RelayedAnswer(upstream, headers)
     outcome = Outcome.OK if upstream.status < 400 else Outcome.REFUSED
     loop = asyncio.get_running_loop()
     failed: type[BackendError] | None = None
     try:
         if upstream.is_complete:  # only the client may have to be awaited
             body = await upstream.read()
-            await turnstile.pass_by()
+            await throttle.pass_by()
             capture.add(body)
             on_first_byte()
             await response.prepare(request)
@@ -214,7 +214,7 @@ async def relay(
             async for chunk in upstream:
                 # A wait at the loop throttle or for a slow client is not the backend's silence.
                 silence.since = None
-                await turnstile.pass_by()
+                await throttle.pass_by()
                 if not response.prepared:
                     on_first_byte()
                     await response.prepare(request)
@@ -223,7 +223,7 @@ async def relay(
                 await response.write(chunk)
                 silence.since = loop.time()
             silence.since = None
-            await turnstile.pass_by()
+            await throttle.pass_by()
             await response.write_eof()
             await request.writer.drain()
     except (ConnectionResetError, aiohttp.ClientConnectionResetError):

@@ -41,7 +41,7 @@ def named_in_connection(headers: Iterable[Header]) -> frozenset[bytes]:
     )
 
 
-class Answer(web.StreamResponse):
+class RelayedAnswer(web.StreamResponse):
     """A relayed answer, as aiohttp's server needs it.
 
     The head waits for the first bytes of the body: the client wakes up for one packet less.
@@ -104,14 +104,14 @@ class Answer(web.StreamResponse):
         # RFC 9110 section 8.6: a HEAD states the length of a GET; these statuses have none.
         lengthless = status < 200 or status in (204, 304)
         self._bodiless = lengthless or method == "HEAD"
-        left_out = HOP_BY_HOP | {b"content-length"} if lengthless else HOP_BY_HOP
-        left_out |= named_in_connection(self._upstream.headers)
+        omitted = HOP_BY_HOP | {b"content-length"} if lengthless else HOP_BY_HOP
+        omitted |= named_in_connection(self._upstream.headers)
         names = {name.encode() for name in self._own}
-        left_out |= names
+        omitted |= names
         lines = [f"HTTP/{version.major}.{version.minor} {status} {self.reason}".encode("latin-1")]
         for name, value in self._upstream.headers:
             lower = name.lower()
-            if lower not in left_out:
+            if lower not in omitted:
                 lines.append(b"%b: %b" % (name, value))
                 names.add(lower)
         lines += [f"{name}: {value}".encode() for name, value in self._own.items()]

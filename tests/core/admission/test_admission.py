@@ -131,7 +131,7 @@ def test_a_client_with_many_prompts_waits_for_itself() -> None:
     assert list(s.state.jobs) == ["b"]
 
 
-MANY = 3 * admission._LOOKED_AT
+MANY = 3 * admission._SCANNED_AT_ONCE
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_a_request_that_failed_elsewhere_avoids_that_backend() -> None:
 
 # -- a model without KV --------------------------------------------------------------------------
 
-EMBEDDER = backend("a", 2, generates=False, place=None)
+EMBEDDER = backend("a", 2, generates=False, kv_dir=None)
 
 
 def test_where_slots_hold_nothing_embeddings_go_side_by_side() -> None:

@@ -16,8 +16,8 @@ from router.base.types import (
 from router.core.admission.backend_attach import probe_name
 from router.core.execution.state import State
 from router.core.model import events as ev
-from router.core.model.effects import Delete, Watch
-from router.core.model.rates import Line, Rates
+from router.core.model.effects import Delete, WatchSlot
+from router.core.model.rates import LinearFit, Rates
 from router.core.model.slots import UNKNOWN, Phase, Resident
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
@@ -50,7 +50,7 @@ def test_what_a_slot_holds_is_known_in_number_only() -> None:
 
     assert [x.resident for x in s.state.fleet.slots.of(B)] == [
         Resident(unread=5),
-        Resident(unsure=True),
+        Resident(may_hold_more=True),
         Resident(),
     ]
 
@@ -59,8 +59,8 @@ def test_a_slot_that_a_stranger_uses_is_left_alone_until_it_is_quiet() -> None:
     s = scheduler(backend("a", 1))
     up = ev.BackendUp(backend("b", 1), (status(busy=True),))
 
-    assert s.handle(up, NOW) == [Watch(STRANGER, B0)]
-    assert slot(s, B0).phase is Phase.DRAINING
+    assert s.handle(up, NOW) == [WatchSlot(STRANGER, B0)]
+    assert slot(s, B0).phase is Phase.ABANDONED
     arrive(s)
     assert arrive(s, "r2") == []
     # What it left is saved before it is displaced, and read by that.
@@ -74,7 +74,7 @@ def test_what_an_adapter_of_its_own_has_computed_is_wiped(busy: bool) -> None:
     found = SlotStatus(0, busy, 5, 1000, adapted=True)
 
     assert s.handle(ev.BackendUp(backend("b", 1), (found,)), NOW) == [
-        Watch(STRANGER, B0, wipe=True)
+        WatchSlot(STRANGER, B0, wipe=True)
     ]
     assert s.handle(ev.Quiet(STRANGER, None), NOW) == []
     assert slot(s, B0).resident == UNKNOWN
@@ -111,7 +111,7 @@ def test_a_backend_that_tells_nothing_gets_priors_all_the_same() -> None:
 # -- a backend that is tried out later -------------------------------------------------------------
 
 TRIED = backend("a", 3, memory_kind=MemoryKind.FULL, bytes_per_token=7.0)
-UNTRIED = backend("a", 3, place=None, memory_kind=MemoryKind.UNKNOWN)
+UNTRIED = backend("a", 3, kv_dir=None, memory_kind=MemoryKind.UNKNOWN)
 
 
 def lent(s: Scheduler, backend_id: BackendId = A) -> list[SlotId]:
@@ -245,7 +245,7 @@ def values(s: Scheduler) -> dict[str, float]:
 
 
 def seconds(n: int, s_per_token: float = 1e-4) -> float:
-    return Rates(prefill=Line(s_per_token, Rates().prefill.b)).prefill_s(n)
+    return Rates(prefill=LinearFit(s_per_token, Rates().prefill.b)).prefill_s(n)
 
 
 def test_what_is_on_disk_is_valued_anew_when_its_backend_is_known() -> None:
@@ -322,8 +322,8 @@ def test_an_idle_slot_found_busy_is_left_alone() -> None:
     s = scheduler(backend("a", 2), idle_save_after_s=None)
     slot(s, A0).resident = Resident(run_of(900))
 
-    assert s.handle(ev.FoundBusy({A0: 0}), NOW) == [Watch(RequestId("stranger-a/0-0"), A0)]
-    assert (slot(s, A0).phase, slot(s, A1).phase) == (Phase.DRAINING, Phase.IDLE)
+    assert s.handle(ev.FoundBusy({A0: 0}), NOW) == [WatchSlot(RequestId("stranger-a/0-0"), A0)]
+    assert (slot(s, A0).phase, slot(s, A1).phase) == (Phase.ABANDONED, Phase.IDLE)
     s.handle(ev.Quiet(RequestId("stranger-a/0-0"), 7), NOW)
     assert (slot(s, A0).phase, slot(s, A0).resident) == (Phase.IDLE, Resident(unread=7))
 

@@ -7,7 +7,7 @@ import pytest
 from router.base.errors import NoBackendError, QueueFullError
 from router.base.types import Outcome, RequestId, SlotStatus, SnapshotId
 from router.core.model import events as ev
-from router.core.model.effects import Delete, Release, Save, SaveReason
+from router.core.model.effects import Delete, Detach, Save, SaveReason
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Phase
@@ -38,7 +38,7 @@ DRAINING = ev.Draining(A)
 def test_an_idle_backend_is_let_go_of_at_once() -> None:
     s = scheduler(backend("a"), backend("b"))
 
-    assert s.handle(DRAINING, NOW) == [Release(A)]
+    assert s.handle(DRAINING, NOW) == [Detach(A)]
     assert A not in s.state.fleet.infos
     assert slot(s, A0).phase is Phase.LOST
     assert s.state.fleet.draining == set()
@@ -47,7 +47,7 @@ def test_an_idle_backend_is_let_go_of_at_once() -> None:
 def test_so_is_one_that_nobody_has_seen_yet() -> None:
     s = scheduler(backend("b"))
 
-    assert s.handle(DRAINING, NOW) == [Release(A)]
+    assert s.handle(DRAINING, NOW) == [Detach(A)]
 
 
 def test_what_runs_ends_first_and_nothing_new_comes() -> None:
@@ -58,7 +58,7 @@ def test_what_runs_ends_first_and_nothing_new_comes() -> None:
     assert s.handle(DRAINING, NOW) == []
     assert plan_of(arrive(s, "r2")).chosen.slot == B0
     assert arrive(s, "r3") == []  # waits for b, although a has an idle slot
-    assert names(finish(s, "r")) == ["Account", "Release"]
+    assert names(finish(s, "r")) == ["Account", "Detach"]
     assert names(finish(s, "r2")) == ["Account", "Dispatch"]
 
 
@@ -70,7 +70,7 @@ def test_what_is_worth_it_is_saved_before() -> None:
     assert s.handle(DRAINING, NOW) == [Save(SAVE, A0, NS, SaveReason.IDLE)]
     (second,) = s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
     assert isinstance(second, Save)
-    assert s.handle(ev.SaveFailed(second.request, A1, "disk full"), NOW) == [Release(A)]
+    assert s.handle(ev.SaveFailed(second.request, A1, "disk full"), NOW) == [Detach(A)]
     assert SnapshotId("s") in s.state.fleet.catalog
 
 
@@ -80,7 +80,7 @@ def test_what_was_saved_there_is_restored_elsewhere() -> None:
     assert arrive(s, ids=run_of(1001)) == []  # what is being saved is about to be of use
     effects = s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
 
-    assert names(effects) == ["Restore", "Release"]
+    assert names(effects) == ["Restore", "Detach"]
     assert plan_of(restored(s, 1000)).chosen.slot == B0
 
 
@@ -105,16 +105,16 @@ def test_who_leaves_nothing_behind_is_waited_for() -> None:
     arrive(s)
     s.handle(DRAINING, NOW)
 
-    assert names(finish(s, outcome=Outcome.CLIENT_GONE)) == ["Account", "Watch"]
-    assert s.handle(ev.Quiet(R, 0), NOW) == [Release(A)]
+    assert names(finish(s, outcome=Outcome.CLIENT_GONE)) == ["Account", "WatchSlot"]
+    assert s.handle(ev.Quiet(R, 0), NOW) == [Detach(A)]
 
 
 def test_strangers_who_use_it_are_not_waited_for() -> None:
     s = scheduler(backend("a", 2), idle_save_after_s=None)
     s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
-    assert slot(s, A0).phase is Phase.DRAINING
+    assert slot(s, A0).phase is Phase.ABANDONED
 
-    assert Release(A) in s.handle(ev.Draining(A), NOW)
+    assert Detach(A) in s.handle(ev.Draining(A), NOW)
     assert not s.state.jobs
 
 
@@ -125,7 +125,7 @@ def test_it_may_go_down_before_it_is_done() -> None:
     s.handle(DRAINING, NOW)
 
     assert s.handle(ev.BackendDown(A), NOW) == []
-    assert names(finish(s, outcome=Outcome.BACKEND_ERROR)) == ["Account", "Release"]
+    assert names(finish(s, outcome=Outcome.BACKEND_ERROR)) == ["Account", "Detach"]
 
 
 def test_and_come_up_again() -> None:
@@ -135,7 +135,7 @@ def test_and_come_up_again() -> None:
     s.handle(ev.BackendUp(backend("a", 1), (SlotStatus(0, False, 0, 100),)), NOW)
 
     assert arrive(s, "r2") == []
-    assert names(finish(s, outcome=Outcome.BACKEND_ERROR)) == ["Account", "Release"]
+    assert names(finish(s, outcome=Outcome.BACKEND_ERROR)) == ["Account", "Detach"]
 
 
 def test_who_could_be_served_nowhere_else_waits_as_for_one_that_is_down() -> None:

@@ -69,7 +69,7 @@ def test_what_is_better_left_to_the_server_is_pinned_where_it_would_wait(
 
 # -- what a server that empties idle slots has in a cache of its own -------------------------------
 
-EMPTIES = backend("a", 3, keeps_idle_slots=False, place=None)
+EMPTIES = backend("a", 3, keeps_idle_slots=False, kv_dir=None)
 
 
 def emptied(*infos: BackendInfo) -> Scheduler:

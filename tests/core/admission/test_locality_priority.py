@@ -21,7 +21,7 @@ def sent(effects: list[Effect]) -> list[str]:
 
 def talking(n_slots: int = 1, **more: Any) -> Scheduler:
     """Of the first slot's conversation an answer is being written; nothing can be saved."""
-    info = backend("a", n_slots, place=None)
+    info = backend("a", n_slots, kv_dir=None)
     s = scheduler(info, coalesce_above_s=None, idle_save_after_s=None, **more)
     assert sent(arrive(s, "talk", TALK, client="talker")) == ["talk"]
     return s

@@ -136,7 +136,7 @@ def test_what_is_computed_first_for_another_is_saved_for_those_who_wait() -> Non
 
     (save,) = prefilled(s, "r2", prompt_tokens=999)
     assert save == Save(RequestId("r2"), A0, NS, SaveReason.SHARED)
-    assert not slot(s, A0).declined
+    assert not slot(s, A0).must_not_save
 
 
 def test_what_is_restored_is_no_longer_what_it_left() -> None:
@@ -144,7 +144,7 @@ def test_what_is_restored_is_no_longer_what_it_left() -> None:
 
     assert names(arrive(s, "r2", ELSE)) == ["Restore"]
     restored(s, 900, "r2")
-    assert not slot(s, A0).declined
+    assert not slot(s, A0).must_not_save
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -154,7 +154,7 @@ def test_nor_what_is_erased(failed: bool) -> None:
 
     name = RequestId("r2")
     s.handle(ev.EraseFailed(name, A0, "no") if failed else ev.Erased(name, A0), NOW)
-    assert slot(s, A0).declined is failed
+    assert slot(s, A0).must_not_save is failed
 
 
 # -- other ends ----------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_a_slot_that_was_watched_may_be_the_one() -> None:
     finish(s, "r2", prompt_tokens=3, **ANSWER)
 
     quiet(s, n=800)
-    assert slot(s, A0).declined
+    assert slot(s, A0).must_not_save
 
 
 def test_where_it_did_not_run_nothing_changes() -> None:
@@ -200,7 +200,7 @@ def test_where_it_did_not_run_nothing_changes() -> None:
     launched(s, 0)
     finish(s)
 
-    assert [slot(s, at).declined for at in (A0, A1)] == [True, False]
+    assert [slot(s, at).must_not_save for at in (A0, A1)] == [True, False]
 
 
 @pytest.mark.parametrize("pinnable", [True, False])
@@ -210,7 +210,7 @@ def test_a_connection_that_was_lost_leaves_it_where_it_was(pinnable: bool) -> No
 
     s.handle(ev.BackendDown(A), NOW)
     s.handle(ev.BackendUp(backend("a", 3)), NOW)
-    assert [one.declined for one in s.state.fleet.slots] == [True, not pinnable, False]
+    assert [one.must_not_save for one in s.state.fleet.slots] == [True, not pinnable, False]
 
 
 def test_slots_that_come_back_are_still_declined() -> None:
@@ -219,4 +219,4 @@ def test_slots_that_come_back_are_still_declined() -> None:
     table[A1].declined = True
 
     table.add(A, 3)
-    assert [one.declined for one in table] == [False, True, False]
+    assert [one.must_not_save for one in table] == [False, True, False]

@@ -7,17 +7,17 @@ import pytest
 from router.base.tokens import EMPTY, head
 from router.base.types import (
     NOBODY,
-    Left,
     Outcome,
     Prompt,
     Reported,
+    RequestProgress,
     SlotId,
     Source,
     Tenant,
 )
 from router.core.model import events as ev
-from router.core.model.effects import Account, Prefill, StopWork, Watch
-from router.core.model.rates import Line, Rates
+from router.core.model.effects import Account, Prefill, StopWork, WatchSlot
+from router.core.model.rates import LinearFit, Rates
 from router.core.model.slots import UNKNOWN, Phase, Resident
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
@@ -65,7 +65,7 @@ PLAIN: dict[str, Any] = {
 
 def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
     s = running()
-    s.look_back()
+    s.explain_admitted()
     plan = s.state.jobs[R].plan
     assert plan is not None
     request_ = s.state.jobs[R].request
@@ -119,9 +119,9 @@ def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None
     s = running()
 
     # The answer to nonsense is whole, so nothing runs.
-    left = Left.ANSWERED if outcome is Outcome.REFUSED else Left.SENT
-    assert finish(s, "r", outcome)[1:] == [Watch(R, A0, left)]
-    assert slot(s, A0).phase is Phase.DRAINING
+    left = RequestProgress.ANSWERED if outcome is Outcome.REFUSED else RequestProgress.SENT
+    assert finish(s, "r", outcome)[1:] == [WatchSlot(R, A0, left)]
+    assert slot(s, A0).phase is Phase.ABANDONED
     assert quiet(s, n=2) == []
     assert slot(s, A0).resident == Resident(tokens(1, 2))
     assert s.state.jobs == {}
@@ -131,8 +131,8 @@ def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None
 def test_a_stream_that_was_left_is_soon_over_unless_nobody_saw_where(pinnable: bool) -> None:
     s = scheduler(backend("a", 1), idle_save_after_s=None)
     arrive(s, ids=[1], pinnable=pinnable)
-    left = Left.BEGUN if pinnable else Left.SENT
-    assert finish(s, "r", GONE, begun=True)[1:] == [Watch(R, A0, left)]
+    left = RequestProgress.BEGUN if pinnable else RequestProgress.SENT
+    assert finish(s, "r", GONE, begun=True)[1:] == [WatchSlot(R, A0, left)]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_who_comes_back_at_once_waits_for_the_slot_that_was_left(
     """A stream is over in a moment; of a plain request the server takes a second to notice, which
     is as long as it takes to compute 200 tokens again."""
     s = scheduler(backend("a", 2), **PLAIN)
-    s.state.fleet.rates[A] = Rates(prefill=Line(2e-3, 0.0))
+    s.state.fleet.rates[A] = Rates(prefill=LinearFit(2e-3, 0.0))
     arrive(s, ids=run_of(n))
     finish(s, "r", GONE, begun=begun)
 
@@ -185,7 +185,7 @@ def test_what_is_to_be_wiped_is_not_waited_for() -> None:
 def test_the_rest_of_a_long_prefill_is_not_too_long_to_wait_for() -> None:
     """It ends before, and what it computed is most of the prompt."""
     s = scheduler(backend("a", 2, n_ctx=40_000), idle_save_after_s=None)
-    s.state.fleet.rates[A] = Rates(prefill=Line(2e-3, 0.0))
+    s.state.fleet.rates[A] = Rates(prefill=LinearFit(2e-3, 0.0))
     arrive(s, ids=run_of(30_000))
     cancel(s)
     back = request("r2", run_of(30_000) + tokens(7))
@@ -210,9 +210,9 @@ def test_a_prefill_that_was_left_is_gone_on_from() -> None:
 def test_what_an_adapter_of_its_own_has_computed_is_wiped(outcome: Outcome) -> None:
     s = running(adapted=True)
 
-    left = Left.SENT if outcome is GONE else Left.ANSWERED
-    assert finish(s, "r", outcome, prompt_tokens=3)[1:] == [Watch(R, A0, left, wipe=True)]
-    assert slot(s, A0).phase is Phase.DRAINING
+    left = RequestProgress.SENT if outcome is GONE else RequestProgress.ANSWERED
+    assert finish(s, "r", outcome, prompt_tokens=3)[1:] == [WatchSlot(R, A0, left, wipe=True)]
+    assert slot(s, A0).phase is Phase.ABANDONED
     assert arrive(s, "r2", [1, 2, 3], slot_hint=0) == []
     quiet(s, n=None)
     assert slot(s, A0).phase is Phase.RUNNING
@@ -222,8 +222,8 @@ def test_several_answers_of_an_adapter_leave_nothing_anywhere() -> None:
     s = running(adapted=True, whole_backend=True)
 
     assert finish(s)[1:] == [
-        Watch(R, A0, Left.ANSWERED, wipe=True),
-        Watch(stranger(A1, 1), A1, Left.ANSWERED, wipe=True),
+        WatchSlot(R, A0, RequestProgress.ANSWERED, wipe=True),
+        WatchSlot(stranger(A1, 1), A1, RequestProgress.ANSWERED, wipe=True),
     ]
     quiet(s, n=None)
     quiet(s, stranger(A1, 1), None)
@@ -237,7 +237,7 @@ def test_several_answers_are_over_when_each_slot_has_computed_something_else(
     """They shared a state, and the server copies that with its next batch; not if they had none."""
     s = running(backend("a", 2, n_stream=2), whole_backend=True)
 
-    effects = [e for e in finish(s, "r", outcome, prompt_tokens=3) if isinstance(e, Watch)]
+    effects = [e for e in finish(s, "r", outcome, prompt_tokens=3) if isinstance(e, WatchSlot)]
     assert {e.slot for e in effects} == {A0, A1}
     flushed = outcome is not Outcome.REFUSED
     assert {(e.wipe, e.flush) for e in effects} == {(flushed, flushed)}
@@ -245,7 +245,7 @@ def test_several_answers_are_over_when_each_slot_has_computed_something_else(
 
 def test_several_answers_in_one_stream_copy_nothing() -> None:
     s = running(backend("a", 2, n_stream=1), whole_backend=True)
-    assert not any(isinstance(e, Watch) for e in finish(s))
+    assert not any(isinstance(e, WatchSlot) for e in finish(s))
 
 
 def test_a_slot_that_nobody_can_tell_about_claims_nothing() -> None:
@@ -261,7 +261,10 @@ def test_who_is_refused_takes_nothing_from_others() -> None:
     s = astray(holding={A0: tokens(2), A1: tokens(7, 8)})
     slot(s, A1).tenant = Tenant("bob")
     watched = finish(s, outcome=Outcome.REFUSED)[1:]
-    assert watched == [Watch(R, A0, Left.ANSWERED), Watch(stranger(A1), A1, Left.ANSWERED)]
+    assert watched == [
+        WatchSlot(R, A0, RequestProgress.ANSWERED),
+        WatchSlot(stranger(A1), A1, RequestProgress.ANSWERED),
+    ]
     quiet(s, stranger(A1), 2)
 
     assert (held(s, A1), slot(s, A1).tenant) == (tokens(7, 8), "bob")
@@ -337,7 +340,7 @@ def test_nothing_is_claimed_where_it_ran_in_a_slot_that_was_left(last: str) -> N
         quiet(s, "r2", 3)
 
     assert held(s, A0) == EMPTY
-    assert slot(s, A1).resident.unsure
+    assert slot(s, A1).resident.may_hold_more
 
 
 def test_who_waits_for_a_request_that_is_over_before_it_is_seen_goes_on_from_it() -> None:
@@ -355,8 +358,8 @@ def test_a_request_gone_before_we_saw_where_puts_all_idle_slots_in_doubt() -> No
     s = astray(holding={A0: tokens(2), A1: tokens(1, 5)})
     finish(s, prompt_tokens=1, cached_tokens=0, generated_tokens=5)
 
-    assert slot(s, A0).resident == Resident(EMPTY, unsure=True)
-    assert slot(s, A1).resident == Resident(tokens(1), unsure=True)
+    assert slot(s, A0).resident == Resident(EMPTY, may_hold_more=True)
+    assert slot(s, A1).resident == Resident(tokens(1), may_hold_more=True)
 
 
 def test_what_was_prepared_for_it_is_there_wherever_it_ran() -> None:
@@ -373,7 +376,7 @@ def test_a_request_left_before_we_saw_where_keeps_all_idle_slots_out_of_use() ->
     s = astray()
     effects = finish(s, "r", GONE)
 
-    assert effects[1:] == [Watch(R, A0, Left.SENT), Watch(stranger(A1), A1)]
+    assert effects[1:] == [WatchSlot(R, A0, RequestProgress.SENT), WatchSlot(stranger(A1), A1)]
     assert arrive(s, "r2", [5]) == []
     quiet(s, n=1)
     assert slot(s, A0).resident == Resident(unread=1)
@@ -385,7 +388,7 @@ def test_a_slot_that_was_still_watched_is_in_doubt_too() -> None:
     arrive(s, "x", [5])
     launched(s, 0)  # x follows, to a/1
     finish(s, "x", GONE)
-    s.state.jobs[R].placed = False  # as if it had been sent after x had left
+    s.state.jobs[R].slot_confirmed = False  # as if it had been sent after x had left
     finish(s, "r", prompt_tokens=1)
 
     quiet(s, "x", n=1)
@@ -459,9 +462,9 @@ def test_after_a_batch_that_was_left_all_slots_are_watched() -> None:
 
     strangers = [s.state.fleet.slots[x].holder for x in (A1, A2)]
     assert effects[1:] == [
-        Watch(R, A0, Left.SENT),
-        Watch(stranger(A1, 1), A1),
-        Watch(stranger(A2, 1), A2),
+        WatchSlot(R, A0, RequestProgress.SENT),
+        WatchSlot(stranger(A1, 1), A1),
+        WatchSlot(stranger(A2, 1), A2),
     ]
     assert strangers == [stranger(A1, 1), stranger(A2, 1)]
 

@@ -3,7 +3,7 @@
 from router.base.errors import BackendError
 from router.base.types import Outcome, SlotStatus
 from router.core.model import events as ev
-from router.core.model.effects import Delete, Reject, Save, SaveReason, StopWork, Watch
+from router.core.model.effects import Delete, Reject, Save, SaveReason, StopWork, WatchSlot
 from router.core.model.slots import Phase
 from tests.support.scheduler.build import (
     A0,
@@ -98,10 +98,10 @@ def test_a_stranger_from_before_a_restart_is_another() -> None:
     (first,) = s.handle(busy, NOW)
     (second,) = s.handle(busy, NOW)
 
-    assert first == Watch(stranger(B0), B0)
+    assert first == WatchSlot(stranger(B0), B0)
     assert second != first
     assert quiet(s, stranger(B0), 1) == []
-    assert slot(s, B0).phase is Phase.DRAINING
+    assert slot(s, B0).phase is Phase.ABANDONED
 
 
 def test_a_snapshot_that_was_not_restored_yet_is_let_go_with_the_job() -> None:

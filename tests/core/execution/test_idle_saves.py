@@ -57,7 +57,7 @@ def test_a_save_is_no_use_of_a_slot_and_a_request_is() -> None:
     assert (fleet.neglect(slots[A0]), fleet.neglect(slots[A1])) == (0, 0)
 
     assert names(arrive(s, "r", [9, 9, 9], slot_hint=1)) == ["Dispatch"]
-    assert "Watch" not in names(finish(s, "r", prompt_tokens=3, generated_tokens=1))
+    assert "WatchSlot" not in names(finish(s, "r", prompt_tokens=3, generated_tokens=1))
     assert (fleet.neglect(slots[A0]), fleet.neglect(slots[A1])) == (0.5, 0)
 
 

@@ -261,7 +261,7 @@ def test_a_restore_outlives_its_job_and_keeps_the_file_until_it_is_over() -> Non
     assert s.state.fleet.catalog.remove(SNAP.id) == []
 
     assert restored(s) == [Delete(SNAP)]
-    assert s.state.late == {}
+    assert s.state.orphaned_restores == {}
 
 
 def test_a_file_that_kills_backends_is_put_aside() -> None:
@@ -328,7 +328,7 @@ def test_what_nobody_needs_is_not_saved(other: Tokens) -> None:
 
 
 def test_what_cannot_be_saved_is_not() -> None:
-    s = scheduler(backend("a", 1, place=None))
+    s = scheduler(backend("a", 1, kv_dir=None))
     arrive(s, ids=LONG, pinnable=False)
     arrive(s, "r2", LONG)
 

@@ -11,7 +11,7 @@ from router.core.execution.job_steps import next_step
 from router.core.model import events as ev
 from router.core.model.effects import Cut, Delete, Restore
 from router.core.model.jobs import CutStep
-from router.core.model.rates import Line
+from router.core.model.rates import LinearFit
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.planner import plan
 from router.core.scheduler import Scheduler
@@ -37,14 +37,14 @@ SHORT = join([run_of(500), run_of(50, 2)])
 TRUNK = snapshot("t", run_of(500), size=500_000)
 
 
-def by_size() -> Line:
+def by_size() -> LinearFit:
     """1 ms and 1 s a GB: what is moved is what counts."""
-    return Line(1e-3, 1e-9)
+    return LinearFit(1e-3, 1e-9)
 
 
 def cutting(info: Any = CUTS, **more: Any) -> Scheduler:
     s = scheduler(info, snapshots=[LONG], coalesce_above_s=None, **more)
-    s.state.fleet.rates[A].restore = Line(1e-3, 1e-8)
+    s.state.fleet.rates[A].restore = LinearFit(1e-3, 1e-8)
     s.state.fleet.rates[A].rewrite = by_size()
     return s
 
@@ -87,10 +87,10 @@ def test_what_was_learned_prices_the_next_cut() -> None:
 
 @pytest.mark.parametrize(
     ("info", "rewrite"),
-    [(backend(cuts=False), by_size()), (CUTS, Line(9.0, 0.0))],
+    [(backend(cuts=False), by_size()), (CUTS, LinearFit(9.0, 0.0))],
     ids=["not on this backend", "dearer than the bytes"],
 )
-def test_else_the_whole_is_restored(info: Any, rewrite: Line) -> None:
+def test_else_the_whole_is_restored(info: Any, rewrite: LinearFit) -> None:
     s = cutting(info)
     s.state.fleet.rates[A].rewrite = rewrite
 
@@ -101,7 +101,7 @@ def test_a_state_with_media_is_restored_whole() -> None:
     """A cut was tried each time, and failed each time."""
     seen = replace(LONG, shape=StateShape(media=True))
     s = scheduler(CUTS, snapshots=[seen], coalesce_above_s=None)
-    s.state.fleet.rates[A].restore = Line(1e-3, 1e-8)
+    s.state.fleet.rates[A].restore = LinearFit(1e-3, 1e-8)
     s.state.fleet.rates[A].rewrite = by_size()
 
     assert arrive(s, ids=SHORT) == [Restore(R, A0, seen)]
@@ -215,10 +215,10 @@ def test_what_rewriting_for_a_restore_took_is_learned() -> None:
 
 def test_a_file_with_other_streams_is_priced_for_its_rewriting() -> None:
     two = snapshot("s", run_of(900))
-    two = type(two)(two.id, two.namespace, two.place, two.tokens, two.size_bytes, StateShape(2))
+    two = type(two)(two.id, two.namespace, two.kv_dir, two.tokens, two.size_bytes, StateShape(2))
     made = fleet(backend(), snapshots=[two])
     made.rates[A] = rates()
-    made.rates[A].rewrite = Line(0.5, 0.0)
+    made.rates[A].rewrite = LinearFit(0.5, 0.0)
     found = plan(request(ids=run_of(1000)), made, NOW)
 
     assert found is not None

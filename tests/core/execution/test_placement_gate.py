@@ -8,7 +8,7 @@ import pytest
 
 from router.base.errors import DeadlineError
 from router.base.tokens import head
-from router.base.types import Left, Outcome, Place, Prompt, RequestId, SlotId, Tenant
+from router.base.types import KvDir, Outcome, Prompt, RequestId, RequestProgress, SlotId, Tenant
 from router.core.execution.completion import watch
 from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Effect, Erase, Prefill, Reject, Restore, Save
@@ -39,8 +39,8 @@ X, Y = Tenant("x"), Tenant("y")
 
 def fresh(n_slots: int = 4, **more: Any) -> Scheduler:
     given: dict[str, Any] = {"idle_save_after_s": None, "reuse_probability": 0.0}
-    place = None if more.pop("unsaved", False) else Place("kv")
-    return scheduler(backend("a", n_slots, place=place), **(given | more))
+    kv_dir = None if more.pop("unsaved", False) else KvDir("kv")
+    return scheduler(backend("a", n_slots, kv_dir=kv_dir), **(given | more))
 
 
 def message(s: Scheduler, name: str = "m", ids: Any = LONG, **more: Any) -> list[str]:
@@ -151,7 +151,7 @@ def test_a_tie_with_an_idle_slot_moves_the_lease() -> None:
     launched(s, 1, "m")
     assert s.state.jobs[RequestId("m")].slot == A1
     assert slot(s, A0).is_idle
-    assert s.state.fleet.wayward == set()
+    assert s.state.fleet.places_otherwise == set()
 
 
 def test_two_of_one_prompt_change_places() -> None:
@@ -276,20 +276,20 @@ def test_a_server_that_does_not_go_by_prefixes_is_remembered() -> None:
     message(s)
     prefilled(s, "m")
     launched(s, 2, "m")
-    assert s.state.fleet.wayward == {A}
+    assert s.state.fleet.places_otherwise == {A}
     message(s, "m2", OTHER)
     assert arrive(s, "r", SHORT) == [], "the gate is closed from the grant on"
     prefilled(s, "m2")
     launched(s, s.state.jobs[RequestId("m2")].slot.index, "m2")
-    assert s.state.fleet.wayward == set()
+    assert s.state.fleet.places_otherwise == set()
 
 
 def test_what_ran_unseen_may_be_in_the_slot_of_one_who_waits() -> None:
     s = at_gate()
     assert waits(s, "m2")
-    s.state.jobs[RequestId("m")].sent_over = UNKNOWN
+    s.state.jobs[RequestId("m")].resident_at_dispatch = UNKNOWN
     effects = finish(s, "m", prompt_tokens=300, generated_tokens=1)
-    assert slot(s, A1).resident.unsure
+    assert slot(s, A1).resident.may_hold_more
     assert of(effects) == ["Dispatch m2"]
 
 
@@ -306,7 +306,7 @@ def test_a_stranger_is_not_waited_for() -> None:
     s = fresh(3)
     message(s)
     effects = s.handle(ev.FoundBusy({A1: slot(s, A1).generation}), NOW)
-    assert [e.left for e in effects] == [Left.UNSEEN]  # type: ignore[union-attr]
+    assert [e.left for e in effects] == [RequestProgress.UNSEEN]  # type: ignore[union-attr]
     assert of(prefilled(s, "m")) == ["Dispatch m"]
 
 

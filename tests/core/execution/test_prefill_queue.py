@@ -9,7 +9,7 @@ from router.base.tokens import count, pack
 from router.base.types import MemoryKind, Outcome, Prompt, Reported, RequestId
 from router.core.model import events as ev
 from router.core.model.effects import Account, Dispatch, Effect, Prefill, Reject
-from router.core.model.jobs import InLine
+from router.core.model.jobs import InPrefillQueue
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Phase, Resident
 from router.core.planning.planner import plan
@@ -109,18 +109,18 @@ def test_nobody_stands_in_line_for_ever() -> None:
     assert isinstance(reject, Reject)
     assert (reject.request, type(reject.error)) == ("r2", DeadlineError)
     assert slot(s, A1).is_idle
-    assert s.state.in_line == []
+    assert s.state.in_prefill_queue == []
     assert s.next_wakeup(NOW + 3) is None
     assert of(prefilled(s, "r")) == ["Dispatch r"]
 
 
 def test_a_slot_that_comes_free_by_the_clock_is_shown_to_all_who_wait() -> None:
     s = two(queue=QueueLimits(deadline_s=3.0))
-    s.state.looked_at.add(RequestId("another"))  # it waits, and was looked at a moment ago
+    s.state.scanned.add(RequestId("another"))  # it waits, and was looked at a moment ago
     tick(s, 2.9)
-    assert not s.state.changed
+    assert not s.state.dirty
     assert names(tick(s, 3.0)) == ["Reject"]
-    assert s.state.changed
+    assert s.state.dirty
 
 
 def test_the_wait_for_a_slot_counts_in_line_as_well() -> None:
@@ -130,7 +130,7 @@ def test_the_wait_for_a_slot_counts_in_line_as_well() -> None:
     arrive(s, "s", SHORT)
     arrive(s, "r2", OTHER)
     s.handle(ev.Finished(RequestId("s"), Outcome.OK, Reported()), NOW + 2)
-    assert isinstance(s.state.jobs[RequestId("r2")].doing, InLine)
+    assert isinstance(s.state.jobs[RequestId("r2")].doing, InPrefillQueue)
     assert s.next_wakeup(NOW + 2) == NOW + 3
     assert names(tick(s, 3.0)) == ["Reject"]
 
@@ -140,7 +140,7 @@ def test_what_was_computed_was_no_wait() -> None:
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", OTHER)
     s.handle(ev.Prefilled(RequestId("r"), Reported(512, 0, prompt_s=15.0)), NOW + 15)
-    assert isinstance(s.state.jobs[RequestId("r")].doing, InLine)
+    assert isinstance(s.state.jobs[RequestId("r")].doing, InPrefillQueue)
     assert tick(s, 20.0) == []  # r2 has waited for 15 s, and computes; r for 5
     assert of(tick(s, 25.0)) == ["Prefill r"]
 
@@ -171,7 +171,7 @@ def test_who_has_left_and_stands_there_for_others_is_told_nothing() -> None:
     s.handle(ev.Cancelled(RequestId("r2")), NOW + 12.5)
     s.handle(ev.Prefilled(RequestId("r2"), PIECE), NOW + 13)
     job = s.state.jobs[RequestId("r2")]
-    assert (job.cancelled, type(job.doing)) == (True, InLine)
+    assert (job.cancelled, type(job.doing)) == (True, InPrefillQueue)
     assert names(tick(s, 21.0)) == []
     assert s.state.jobs[RequestId("r2")] is job
 
@@ -183,7 +183,7 @@ def test_what_takes_no_time_waits_for_nobody() -> None:
 def test_a_request_that_the_server_places_takes_no_turn_for_a_short_prompt() -> None:
     s = scheduler(backend("a", 2))
     assert of(arrive(s, "r", SHORT, pinnable=False)) == ["Prefill r"]
-    assert slot(s, A0).turn_until == 0
+    assert slot(s, A0).permit_until == 0
 
 
 def test_each_backend_has_turns_of_its_own() -> None:
@@ -356,10 +356,10 @@ def test_nobody_begins_while_what_was_computed_is_saved_for_others() -> None:
     s = two(4)
     arrive(s, "r3", LONG)
     s.state.fleet.rates[A0.backend] = rates(transfer_s=8.0)
-    before = slot(s, A0).turn_until
+    before = slot(s, A0).permit_until
     assert names(prefilled(s, "r")) == ["Save"]
 
-    assert slot(s, A0).turn_until == before + 8.0
+    assert slot(s, A0).permit_until == before + 8.0
 
 
 def test_the_rest_of_a_prompt_is_in_its_turn_however_short_it_is() -> None:
@@ -429,8 +429,8 @@ def test_one_whose_state_is_read_is_before_those_who_need_more() -> None:
     assert names(arrive(s, "r", run_of(1001, 8))) == ["Restore"]
 
     (rest,) = ahead(s.state.fleet, A0.backend, NOW)
-    assert rest.left_s == pytest.approx(1.01, abs=0.01)
-    assert before_s([rest], 2.0) == rest.left_s
+    assert rest.remaining_s == pytest.approx(1.01, abs=0.01)
+    assert before_s([rest], 2.0) == rest.remaining_s
     assert before_s([rest], 0.6) == 0
 
 
@@ -442,7 +442,7 @@ def test_what_one_has_stood_in_line_is_told_of_him() -> None:
     done = s.handle(ev.Finished(RequestId("r2"), Outcome.OK, Reported()), NOW + 7)
 
     (account,) = (effect for effect in done if isinstance(effect, Account))
-    assert (account.stood_s, account.prepared_s) == (4, 6)
+    assert (account.prefill_queue_s, account.prepared_s) == (4, 6)
 
 
 # -- several, in their time ---------------------------------------------------------------------
@@ -528,8 +528,8 @@ def test_a_turn_goes_where_its_request_runs() -> None:
     prefilled(s, "r")
     launched(s, 1)
 
-    assert slot(s, A1).turn_until == NOW + 0.5
-    assert slot(s, A0).turn_until == 0
+    assert slot(s, A1).permit_until == NOW + 0.5
+    assert slot(s, A0).permit_until == 0
 
 
 def test_who_waits_is_told_when_the_backend_goes_away() -> None:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from router.base.tokens import join
-from router.base.types import Left, Outcome
+from router.base.types import Outcome, RequestProgress
 from router.core.model import events as ev
-from router.core.model.effects import Watch
+from router.core.model.effects import WatchSlot
 from router.core.model.slots import UNKNOWN
 from tests.support.scheduler.build import A0, A1, A, R, backend, run_of, scheduler, tokens
 from tests.support.scheduler.drive import (
@@ -27,7 +27,7 @@ from tests.support.scheduler.drive import (
 WHOLE = join([run_of(100), run_of(500, 7), run_of(500, 8)])
 LESS = join([run_of(100), run_of(500, 8)])
 SENT_AS_IT_IS: dict[str, Any] = {"coalesce_above_s": None, "idle_save_after_s": None}
-WIPED = Watch(R, A0, Left.ANSWERED, wipe=True)
+WIPED = WatchSlot(R, A0, RequestProgress.ANSWERED, wipe=True)
 
 
 def moving(cached: int, **more: Any) -> Any:
@@ -46,7 +46,7 @@ def test_what_was_moved_is_wiped() -> None:
     assert arrive(s, "r2", LESS) == []
     assert names(quiet(s, n=None)) == ["Dispatch"]
     assert slot(s, A0).resident == UNKNOWN
-    assert not slot(s, A0).declined
+    assert not slot(s, A0).must_not_save
 
 
 def test_what_was_not_is_kept() -> None:
@@ -54,7 +54,7 @@ def test_what_was_not_is_kept() -> None:
 
     assert names(effects) == ["Account"]
     assert held(s, A0) == LESS
-    assert not slot(s, A0).declined
+    assert not slot(s, A0).must_not_save
 
 
 def test_a_client_that_leaves_may_have_left_it() -> None:
@@ -62,7 +62,7 @@ def test_a_client_that_leaves_may_have_left_it() -> None:
     arrive(s, ids=LESS, shifts=True)
 
     assert finish(s, outcome=Outcome.CLIENT_GONE, begun=True)[1:] == [
-        Watch(R, A0, Left.BEGUN, wipe=True)
+        WatchSlot(R, A0, RequestProgress.BEGUN, wipe=True)
     ]
 
 
@@ -71,14 +71,16 @@ def test_who_goes_on_and_leaves_has_left_nothing_of_the_kind() -> None:
     s = scheduler(backend("a", 1), holding={A0: LESS}, reuse_probability=0.0, **SENT_AS_IT_IS)
     arrive(s, ids=join([LESS, run_of(50, 9)]), shifts=True)
 
-    assert finish(s, outcome=Outcome.CLIENT_GONE, begun=True)[1:] == [Watch(R, A0, Left.BEGUN)]
+    assert finish(s, outcome=Outcome.CLIENT_GONE, begun=True)[1:] == [
+        WatchSlot(R, A0, RequestProgress.BEGUN)
+    ]
 
 
 def test_who_was_refused_has_moved_nothing() -> None:
     s = scheduler(backend("a", 1), holding={A0: WHOLE}, reuse_probability=0.0, **SENT_AS_IT_IS)
     arrive(s, ids=LESS, shifts=True)
 
-    assert finish(s, outcome=Outcome.REFUSED)[1:] == [Watch(R, A0, Left.ANSWERED)]
+    assert finish(s, outcome=Outcome.REFUSED)[1:] == [WatchSlot(R, A0, RequestProgress.ANSWERED)]
 
 
 def test_an_answer_that_went_over_the_end_is_wiped() -> None:
@@ -99,7 +101,7 @@ def test_a_connection_that_was_lost_may_leave_it_there(pinnable: bool) -> None:
 
     s.handle(ev.BackendDown(A), NOW)
     s.handle(ev.BackendUp(backend("a", 2)), NOW)
-    assert [slot(s, at).declined for at in (A0, A1)] == [True, not pinnable]
+    assert [slot(s, at).must_not_save for at in (A0, A1)] == [True, not pinnable]
 
 
 @pytest.mark.parametrize("shifts", [True, False])
@@ -108,4 +110,4 @@ def test_nor_is_it_looked_for_in_the_server_s_own_cache(shifts: bool) -> None:
     arrive(s, ids=LESS, shifts=shifts)
     finish(s, outcome=Outcome.CLIENT_GONE, begun=True)
     quiet(s, n=None)
-    assert s.state.fleet.parked_tokens(A, LESS) == (0 if shifts else 600)
+    assert s.state.fleet.ram_cache_tokens(A, LESS) == (0 if shifts else 600)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from router.base.types import Left, MemoryKind, Outcome, Reported, SnapshotId
+from router.base.types import MemoryKind, Outcome, Reported, RequestProgress, SnapshotId
 from router.core.model import events as ev
-from router.core.model.effects import Save, SaveReason, Watch
+from router.core.model.effects import Save, SaveReason, WatchSlot
 from router.core.model.slots import UNKNOWN, Phase
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A0, NS, R2, R3, R, backend, run_of, scheduler, snapshot
@@ -119,7 +119,7 @@ def test_what_came_free_during_a_prefill_is_looked_at_before_the_start(n: int, a
     """It was taken for empty; but the prefill had started long before."""
     s = prefilling()
 
-    assert prefilled(s, "r2") == [Watch(R2, A0, Left.ANSWERED)]
+    assert prefilled(s, "r2") == [WatchSlot(R2, A0, RequestProgress.ANSWERED)]
     assert names(quiet(s, "r2", n)) == [after]
 
 
@@ -127,7 +127,7 @@ def test_also_if_the_client_left_meanwhile() -> None:
     s = prefilling()
     cancel(s, "r2")
 
-    assert prefilled(s, "r2") == [Watch(R2, A0, Left.ANSWERED)]
+    assert prefilled(s, "r2") == [WatchSlot(R2, A0, RequestProgress.ANSWERED)]
     assert names(quiet(s, "r2", 1000)) == ["Save"]
 
 
@@ -144,7 +144,7 @@ def test_what_came_free_behind_a_gate_was_emptied_or_not(seen: bool, n: int) -> 
     finish(s, "r", **DONE)
     effects = launched(s, 1, "r2") if seen else finish(s, "r2", **DONE)
 
-    assert Watch(name, A0, Left.ANSWERED) in effects
+    assert WatchSlot(name, A0, RequestProgress.ANSWERED) in effects
     effects = quiet(s, name, n)
     assert names(effects) == (["Save"] if n else [])
     assert (held(s, A0) == LONG) == bool(n)
@@ -222,10 +222,10 @@ def test_a_slot_that_was_to_be_looked_at_is_not_believed_if_the_client_leaves() 
     assert names(arrive(s, "r2", run_of(2000, 7))) == ["Prefill"]
     for name in ("r", "q"):
         finish(s, name, **DONE)
-    assert names(prefilled(s, "r2")) == ["Watch"]
+    assert names(prefilled(s, "r2")) == ["WatchSlot"]
     cancel(s, "r2")
 
-    assert names(quiet(s, "r2", 0)) == ["Watch"]
+    assert names(quiet(s, "r2", 0)) == ["WatchSlot"]
     (save,) = quiet(s, "r2", 0)  # of what it has computed itself
     assert isinstance(save, Save)
     assert n_held(s, save.slot) == 1999

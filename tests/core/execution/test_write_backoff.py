@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.base.types import Place, RequestId, Snapshot, SnapshotId, Source, StateShape
+from router.base.types import KvDir, RequestId, Snapshot, SnapshotId, Source, StateShape
 from router.core.model import events as ev
 from router.core.model.effects import Effect, Save, SaveReason
 from router.core.scheduler import Scheduler
@@ -14,7 +14,7 @@ from tests.support.scheduler.drive import NOW, arrive, names, plan_of, saved
 LONG = run_of(1000)
 SNAP = snapshot("s", run_of(900))
 TWO_STREAMS = replace(SNAP, shape=StateShape(n_stream=2))
-ELSEWHERE = replace(SNAP, place=Place("other"))
+ELSEWHERE = replace(SNAP, kv_dir=KvDir("other"))
 
 
 def failing() -> Scheduler:
@@ -56,7 +56,7 @@ def test_a_save_that_works_ends_it() -> None:
     s.handle(ev.Tick(), NOW + 1.0)
     effects = s.handle(ev.Saved(RequestId("save-3"), A0, SNAP, 0.001), NOW + 1.0)
     assert names(effects) == ["Save"]
-    assert s.state.fleet.rests == {}
+    assert s.state.fleet.backoffs == {}
 
 
 def test_requests_displace_without_a_save_meanwhile() -> None:
@@ -96,5 +96,5 @@ def test_a_backend_that_goes_away_is_not_blamed_for_its_saves() -> None:
     s.handle(ev.BackendDown(A), NOW)
     s.handle(ev.Removed(A), NOW)
     fails(s, 3, NOW)
-    assert s.state.fleet.rests == {}
+    assert s.state.fleet.backoffs == {}
     saved(s, SNAP)  # nobody vouches for it

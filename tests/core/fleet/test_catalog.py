@@ -60,7 +60,7 @@ def withdrawn(*, purged: bool = False) -> Catalog:
     """S1 is being read, and its directory does not answer."""
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
-    catalog.acquire(S1, NOW)
+    catalog.add_reference(S1, NOW)
     if purged:
         catalog.remove(S1)
     catalog.forget(S1)
@@ -76,7 +76,7 @@ def test_what_is_still_being_read_is_taken_back() -> None:
     assert catalog.match(NS, tokens(1, 2, 3)) == [Match(S1, 3, 3)]
     assert (catalog.total_bytes, catalog.total_tokens) == (3000, 3)
     assert not catalog.is_forgotten(S1)
-    assert catalog.release(S1) == []
+    assert catalog.drop_reference(S1) == []
     assert S1 in catalog
     assert catalog.remove(S1) == [snapshot("s1")]
 
@@ -90,7 +90,7 @@ def test_what_is_not_wanted_back_leaves_with_its_last_reader() -> None:
     for catalog in (too_large, had_again, purged):
         assert catalog.add(snapshot("s1"), FULL, 1.0) == []
         assert S1 not in catalog
-        assert catalog.release(S1) == [snapshot("s1")]
+        assert catalog.drop_reference(S1) == [snapshot("s1")]
     assert [len(catalog) for catalog in (too_large, had_again, purged)] == [0, 1, 0]
 
 
@@ -155,8 +155,8 @@ def with_another(second: Snapshot, kind: MemoryKind = FULL) -> Catalog:
 
 
 def use(catalog: Catalog, snapshot: SnapshotId) -> None:
-    catalog.acquire(snapshot, NOW)
-    catalog.release(snapshot)
+    catalog.add_reference(snapshot, NOW)
+    catalog.drop_reference(snapshot)
 
 
 def evicted(catalog: Catalog, kind: MemoryKind = FULL) -> list[SnapshotId]:
@@ -248,22 +248,22 @@ def test_one_that_no_limit_admits_does_not_push_out_the_others() -> None:
 def test_what_is_in_use_is_named_when_its_last_user_lets_go() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
-    assert catalog.acquire(S1, NOW) == catalog.acquire(S1, NOW) == snapshot("s1")
+    assert catalog.add_reference(S1, NOW) == catalog.add_reference(S1, NOW) == snapshot("s1")
 
     assert catalog.remove(S1) == []
     assert S1 not in catalog
     assert catalog[S1] == snapshot("s1")
     assert catalog.snapshots() == []
     assert catalog.remove(S1) == []
-    assert catalog.release(S1) == []
-    assert catalog.release(S1) == [snapshot("s1")]
+    assert catalog.drop_reference(S1) == []
+    assert catalog.drop_reference(S1) == [snapshot("s1")]
     assert len(catalog) == 0
 
 
 def test_the_next_of_equal_tokens_takes_the_place_of_one_that_is_leaving() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
-    catalog.acquire(S1, NOW)
+    catalog.add_reference(S1, NOW)
     catalog.remove(S1)
 
     assert catalog.add(snapshot("s2"), FULL, 1.0) == []
@@ -273,34 +273,34 @@ def test_the_next_of_equal_tokens_takes_the_place_of_one_that_is_leaving() -> No
 def test_an_end_of_use_deletes_nothing_that_is_still_wanted() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
-    catalog.acquire(S1, NOW)
+    catalog.add_reference(S1, NOW)
 
     assert catalog.snapshots() == [(snapshot("s1"), 2, 1)]
-    assert catalog.release(S1) == []
+    assert catalog.drop_reference(S1) == []
     assert S1 in catalog
 
 
 def test_what_is_forgotten_is_never_named_for_deletion() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
-    catalog.acquire(S1, NOW)
+    catalog.add_reference(S1, NOW)
     assert not catalog.is_forgotten(S1)
 
     assert catalog.forget(S1)
     assert catalog.is_forgotten(S1)
     assert not catalog.forget(S1)
-    assert catalog.release(S1) == []
+    assert catalog.drop_reference(S1) == []
     assert (len(catalog), catalog.match(NS, tokens(1))) == (0, [])
 
 
 def test_what_is_leaving_already_can_still_be_forgotten() -> None:
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
-    catalog.acquire(S1, NOW)
+    catalog.add_reference(S1, NOW)
     catalog.remove(S1)
 
     assert catalog.forget(S1)
-    assert catalog.release(S1) == []
+    assert catalog.drop_reference(S1) == []
 
 
 def test_the_unknown_can_be_removed_and_forgotten_in_vain() -> None:
@@ -357,8 +357,8 @@ def test_it_is_known_when_a_snapshot_was_used_last() -> None:
     catalog.add(snapshot("s1"), FULL, 1.0)
     assert catalog.used_at(S1) is None
     for now in (3.0, 5.0):
-        catalog.acquire(S1, now)
-        catalog.release(S1)
+        catalog.add_reference(S1, now)
+        catalog.drop_reference(S1)
 
     assert catalog.used_at(S1) == 5.0
     assert catalog.used_at(S2) is None
@@ -435,11 +435,11 @@ def test_what_has_left_is_not_valued() -> None:
     catalog = found(3)
     first, second, third = [one for one, _, _ in catalog.snapshots()]
     catalog.value_anew(by_length(Basis.OWN))
-    catalog.acquire(first.id, NOW)
+    catalog.add_reference(first.id, NOW)
     for one in (first, second):
         catalog.remove(one.id)
     catalog.shrink()
-    assert catalog.release(first.id) == [first]
+    assert catalog.drop_reference(first.id) == [first]
     assert [one for one, _, _ in catalog.snapshots()] == [third]
 
     catalog.value_anew(by_length(Basis.OWN))
@@ -523,7 +523,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def acquire(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from(self.model.usable()))
-        assert self.catalog.acquire(one.snapshot.id, NOW) == one.snapshot
+        assert self.catalog.add_reference(one.snapshot.id, NOW) == one.snapshot
         one.references += 1
 
     @precondition(lambda self: any(k.references for k in self.model.known.values()))
@@ -534,7 +534,7 @@ class CatalogMachine(RuleBasedStateMachine):
         one.references -= 1
         last = not one.usable and one.references == 0
 
-        assert self.catalog.release(one.snapshot.id) == ([one.snapshot] if last else [])
+        assert self.catalog.drop_reference(one.snapshot.id) == ([one.snapshot] if last else [])
         if last:
             self.name(one)
 

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.core.fleet.eviction_order import Ranks
+from router.core.fleet.eviction_order import EvictionOrder
 
 ITEMS = "abcdefgh"
 
 
-def ranks(*worths: float) -> Ranks[str]:
+def ranks(*worths: float) -> EvictionOrder[str]:
     """a, b, ..., in turn."""
-    made: Ranks[str] = Ranks()
+    made: EvictionOrder[str] = EvictionOrder()
     for item, worth in zip(ITEMS, worths, strict=False):
         made.use(item, worth)
     return made
@@ -97,7 +97,7 @@ steps = st.tuples(
 def test_it_is_the_least_of_all_within_the_width_of_a_class(
     told: list[tuple[str, str, float]],
 ) -> None:
-    made: Ranks[str] = Ranks()
+    made: EvictionOrder[str] = EvictionOrder()
     used: dict[str, int] = {}
     worths: dict[str, float] = {}
     now = 0

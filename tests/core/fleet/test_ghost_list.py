@@ -1,12 +1,12 @@
 """What was held once is remembered, within bounds."""
 
 from router.base.types import Namespace
-from router.core.fleet.ghost_list import Ghosts
+from router.core.fleet.ghost_list import GhostList
 from tests.support.scheduler.build import NS, OTHER_NS, run_of, tokens
 
 
 def test_what_was_held_is_found_by_its_beginning() -> None:
-    ghosts = Ghosts()
+    ghosts = GhostList()
     ghosts.add(NS, tokens(1, 2, 3))
 
     assert ghosts.nearest(NS, tokens(1, 2, 4)) == (2, True)
@@ -16,7 +16,7 @@ def test_what_was_held_is_found_by_its_beginning() -> None:
 
 
 def test_the_longer_takes_the_place_of_its_beginnings() -> None:
-    ghosts = Ghosts()
+    ghosts = GhostList()
     for n in (5, 9, 9):
         ghosts.add(NS, run_of(n))
     ghosts.add(NS, run_of(0))
@@ -26,7 +26,7 @@ def test_the_longer_takes_the_place_of_its_beginnings() -> None:
 
 
 def test_all_its_beginnings_go_however_many_and_nothing_else() -> None:
-    ghosts = Ghosts()
+    ghosts = GhostList()
     for n in range(9, 0, -1):
         ghosts.add(NS, run_of(n))
     ghosts.add(NS, tokens(1, 1, 2))
@@ -39,7 +39,7 @@ def test_all_its_beginnings_go_however_many_and_nothing_else() -> None:
 
 
 def test_of_too_many_the_oldest_are_forgotten() -> None:
-    ghosts = Ghosts(max_tokens=1000)
+    ghosts = GhostList(max_tokens=1000)
     for token in range(20):
         ghosts.add(NS, run_of(100, token))
 
@@ -49,14 +49,14 @@ def test_of_too_many_the_oldest_are_forgotten() -> None:
 
 
 def test_one_that_is_too_long_leaves_nothing() -> None:
-    ghosts = Ghosts(max_tokens=10)
+    ghosts = GhostList(max_tokens=10)
     ghosts.add(NS, run_of(100))
 
     assert len(ghosts) == 0
 
 
 def test_a_namespace_that_is_dropped() -> None:
-    ghosts = Ghosts()
+    ghosts = GhostList()
     ghosts.add(Namespace("a"), run_of(10))
     ghosts.add(Namespace("b"), run_of(20))
     ghosts.drop(Namespace("a"))

@@ -5,15 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.base.types import Speeds
-from router.core.model.rates import Line, Mean, Rates
+from router.core.model.rates import LinearFit, Mean, Rates
 
 
 def test_a_line_starts_at_its_prior() -> None:
-    assert Line(2.0, 3.0).predict(10, 100) == 320.0
+    assert LinearFit(2.0, 3.0).predict(10, 100) == 320.0
 
 
 def test_a_line_learns_both_of_its_parts() -> None:
-    line = Line(1.0, 1.0)
+    line = LinearFit(1.0, 1.0)
     for size in (10.0, 20.0, 50.0, 100.0) * 5:
         line.observe(1.0, size, 0.5 + 0.01 * size)
 
@@ -21,7 +21,7 @@ def test_a_line_learns_both_of_its_parts() -> None:
 
 
 def test_sizes_that_are_all_equal_scale_the_prior() -> None:
-    line = Line(1.0, 0.1)
+    line = LinearFit(1.0, 0.1)
     line.observe(1.0, 10.0, 4.0)
 
     assert line.a == pytest.approx(2.0)
@@ -30,7 +30,7 @@ def test_sizes_that_are_all_equal_scale_the_prior() -> None:
 
 
 def test_a_fit_below_zero_scales_the_prior_instead() -> None:
-    line = Line(1.0, 1.0)
+    line = LinearFit(1.0, 1.0)
     line.observe(1.0, 1.0, 10.0)
     line.observe(1.0, 10.0, 1.0)
 
@@ -38,14 +38,14 @@ def test_a_fit_below_zero_scales_the_prior_instead() -> None:
 
 
 def test_a_prior_of_zero_cannot_be_scaled() -> None:
-    line = Line(0.0, 0.0)
+    line = LinearFit(0.0, 0.0)
     line.observe(1.0, 10.0, 4.0)
 
     assert line.predict(1.0, 10.0) == 0.0
 
 
 def test_one_slow_observation_does_not_turn_a_settled_line() -> None:
-    line = Line(0.0, 0.01)
+    line = LinearFit(0.0, 0.01)
     for size in (10.0, 20.0, 30.0):
         line.observe(1.0, size, 0.01 * size)
     before = line.predict(1.0, 20.0)
@@ -57,7 +57,7 @@ def test_one_slow_observation_does_not_turn_a_settled_line() -> None:
 
 @given(st.lists(st.tuples(st.floats(1, 1e4), st.floats(0, 1e3)), max_size=30), st.floats(0, 1e5))
 def test_a_prediction_is_never_below_zero(seen: list[tuple[float, float]], size: float) -> None:
-    line = Line(1e-3, 1e-6)
+    line = LinearFit(1e-3, 1e-6)
     for one, seconds in seen:
         line.observe(1.0, one, seconds)
 
@@ -74,7 +74,7 @@ def test_a_mean_leaves_its_prior_quickly_and_then_follows() -> None:
 
 
 def test_prefill_grows_with_depth() -> None:
-    rates = Rates(prefill=Line(0.001, 0.001))
+    rates = Rates(prefill=LinearFit(0.001, 0.001))
 
     assert rates.prefill_s(0) == 0
     assert rates.prefill_s(10, 100) > rates.prefill_s(10)
@@ -122,9 +122,9 @@ def test_generation_is_learned_and_nothing_from_no_tokens() -> None:
 
 def test_speeds_are_those_of_a_state_of_a_thousand_tokens() -> None:
     rates = Rates(
-        prefill=Line(0.01, 0.0),
-        save=Line(1.0, 1 / 1e6),
-        restore=Line(0.0, 1 / 1e6),
+        prefill=LinearFit(0.01, 0.0),
+        save=LinearFit(1.0, 1 / 1e6),
+        restore=LinearFit(0.0, 1 / 1e6),
         bytes_per_token=Mean(1000.0),
         output_s_per_token=Mean(0.5),
     )
@@ -136,7 +136,9 @@ def test_speeds_are_those_of_a_state_of_a_thousand_tokens() -> None:
 
 
 def test_a_speed_of_what_takes_no_time_is_a_number() -> None:
-    rates = Rates(prefill=Line(0.0, 0.0), save=Line(0.0, 0.0), output_s_per_token=Mean(0.0))
+    rates = Rates(
+        prefill=LinearFit(0.0, 0.0), save=LinearFit(0.0, 0.0), output_s_per_token=Mean(0.0)
+    )
 
     assert rates.speeds.prefill_tokens == pytest.approx(1e12)
     assert rates.speeds.output_tokens == pytest.approx(1e9)

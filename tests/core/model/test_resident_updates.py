@@ -37,7 +37,7 @@ def test_an_answer_of_known_length_is_there_unread() -> None:
     held = after_finish(PROMPT, Reported(generated_tokens=3))
 
     assert (held.tokens, held.unread) == (PROMPT.tokens, 2)
-    assert after_finish(PROMPT, Reported()) == Resident(PROMPT.tokens, 0, (0,), unsure=True)
+    assert after_finish(PROMPT, Reported()) == Resident(PROMPT.tokens, 0, (0,), may_hold_more=True)
 
 
 @pytest.mark.parametrize("prompt", NO_CLAIM)
@@ -52,7 +52,7 @@ def test_of_a_prompt_with_media_the_text_before_it_is_known() -> None:
     prompt = Prompt(tokens(1, 2, -5, 3), n_media=1)
 
     assert after_finish(prompt, Reported(20, generated_tokens=5)) == Resident(tokens(1, 2), 22)
-    assert after_finish(prompt, Reported(20)) == Resident(tokens(1, 2), 18, unsure=True)
+    assert after_finish(prompt, Reported(20)) == Resident(tokens(1, 2), 18, may_hold_more=True)
     assert after_finish(prompt, Reported(3)) == UNKNOWN
 
 
@@ -123,7 +123,7 @@ def test_an_unchanged_length_may_be_either_of_two_contents() -> None:
 def test_a_slot_of_unknown_length_may_not_have_changed_at_all() -> None:
     """After a batch nothing was known of a slot; that was taken for a length of zero."""
     assert after_quiet(UNKNOWN, PROMPT, 2) == Resident(EMPTY, 2)
-    assert after_quiet(Resident(tokens(1), unsure=True), PROMPT, 3) == Resident(tokens(1), 2)
+    assert after_quiet(Resident(tokens(1), may_hold_more=True), PROMPT, 3) == Resident(tokens(1), 2)
 
 
 @given(before=few, unread=few, prompt=few, answer=few, computed=st.integers(0, 6))

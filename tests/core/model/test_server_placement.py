@@ -28,7 +28,7 @@ PROMPT = prompt_of([1, 2, 3, 4])
         (Resident(tokens(1, 2), unread=1), False, True),
         (Resident(tokens(1, 2, 9), unread=5), False, False),
         (Resident(tokens(1), unread=1), False, False),
-        (Resident(unsure=True), False, True),
+        (Resident(may_hold_more=True), False, True),
         (Resident(), False, False),
     ],
 )

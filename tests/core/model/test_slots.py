@@ -28,8 +28,8 @@ def slot_in(phase: Phase) -> tuple[Slot, Lease]:
             slot.release(lease, NOTHING, 0.0)
         case Phase.RUNNING:
             slot.start(lease)
-        case Phase.DRAINING:
-            slot.drain(lease)
+        case Phase.ABANDONED:
+            slot.abandon(lease)
         case Phase.LOST:
             slot.lose()
         case Phase.PREPARING:
@@ -44,8 +44,8 @@ def make(slot: Slot, move: Move, lease: Lease) -> None:
             slot.lease(R2)
         case Move.START:
             slot.start(lease)
-        case Move.DRAIN:
-            slot.drain(lease)
+        case Move.ABANDON:
+            slot.abandon(lease)
         case Move.RELEASE:
             slot.release(lease, NOTHING, 0.0)
         case Move.LOSE:

@@ -32,9 +32,9 @@ from router.core.model.effects import (
 )
 from router.core.model.policy import PolicyName
 from router.core.model.slots import UNKNOWN, Resident
-from router.core.model.tenancy import may_tempt, model_of, namespace_of, tempts, tenant_of
+from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of, tenant_of
 from router.core.planning.planner import plan
-from router.core.reporting.miss_reasons import look
+from router.core.reporting.miss_reasons import coverage_of
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,
@@ -217,13 +217,13 @@ def test_a_miss_is_not_explained_by_what_another_had() -> None:
         finish(s, prompt_tokens=3, generated_tokens=1)
         holds(s, A0, tenant, Resident(run_of(3, 7)))
         arrive(s, "r2", ids=LONG, tenant=tenant)
-        s.look_back()
+        s.explain_admitted()
         (account,) = [
             e
             for e in finish(s, "r2", prompt_tokens=900, cached_tokens=0, generated_tokens=1)
             if type(e).__name__ == "Account"
         ]
-        sight = account.plan.sight  # type: ignore[union-attr]
+        sight = account.plan.coverage  # type: ignore[union-attr]
         assert sight is not None
         assert (sight.displaced > 0) == (reason is Miss.DISPLACED)
         assert sight.held == 0
@@ -252,8 +252,8 @@ def other() -> Resident:
         (Resident(head(LONG, 899)), True),
         (Resident(head(LONG, 898)), False),  # ours will hold one more
         (Resident(head(LONG, 400), unread=5), True),  # which may be the prompt's next
-        (Resident(head(LONG, 400), unsure=True), True),
-        (Resident(unsure=True), True),
+        (Resident(head(LONG, 400), may_hold_more=True), True),
+        (Resident(may_hold_more=True), True),
         (Resident(), False),
         (other(), False),
     ],
@@ -262,10 +262,10 @@ def test_which_idle_slots_the_server_could_prefer(held: Resident, expected: bool
     s = apart(backend("a", 2))
     holds(s, A1, X, held)
     asked = request(ids=LONG, tenant=Y, pinnable=False)
-    assert tempts(slot(s, A1), asked, computed_first=True) == expected
-    assert tempts(slot(s, A1), asked, computed_first=False), "it may take any"
-    assert not tempts(slot(s, A1), request(ids=LONG, tenant=X), computed_first=False)
-    assert not tempts(slot(s, A1), request(tenant=Y, reuse=False), computed_first=False)
+    assert attracts(slot(s, A1), asked, computed_first=True) == expected
+    assert attracts(slot(s, A1), asked, computed_first=False), "it may take any"
+    assert not attracts(slot(s, A1), request(ids=LONG, tenant=X), computed_first=False)
+    assert not attracts(slot(s, A1), request(tenant=Y, reuse=False), computed_first=False)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_which_idle_slots_the_server_could_prefer(held: Resident, expected: bool
         (Resident(run_of(899, 5)), True),  # nothing of the prompt, and as long
         (Resident(run_of(898, 5)), False),
         (Resident(run_of(400, 5), unread=5), True),
-        (Resident(run_of(400, 5), unsure=True), True),
+        (Resident(run_of(400, 5), may_hold_more=True), True),
         (Resident(), False),
     ],
 )
@@ -283,19 +283,19 @@ def test_which_are_emptied_does_not_depend_on_their_tokens(held: Resident, expec
     s = apart(backend("a", 2))
     holds(s, A1, X, held)
     asked = request(ids=LONG, tenant=Y, pinnable=False)
-    assert may_tempt(slot(s, A1), asked, computed_first=True) == expected
-    assert may_tempt(slot(s, A1), asked, computed_first=False), "it may take any"
-    assert not may_tempt(slot(s, A1), request(ids=LONG, tenant=X), computed_first=False)
-    assert not may_tempt(slot(s, A1), request(tenant=Y, reuse=False), computed_first=False)
+    assert may_attract(slot(s, A1), asked, computed_first=True) == expected
+    assert may_attract(slot(s, A1), asked, computed_first=False), "it may take any"
+    assert not may_attract(slot(s, A1), request(ids=LONG, tenant=X), computed_first=False)
+    assert not may_attract(slot(s, A1), request(tenant=Y, reuse=False), computed_first=False)
 
 
 @given(st.lists(st.integers(1, 2), max_size=4), st.integers(0, 2), st.booleans())
-def test_whatever_tempts_is_emptied(held: list[int], unread: int, unsure: bool) -> None:
+def test_whatever_tempts_is_emptied(held: list[int], unread: int, may_hold_more: bool) -> None:
     s = apart(backend("a", 2))
-    holds(s, A1, X, Resident(tokens(*held), unread, unsure=unsure))
+    holds(s, A1, X, Resident(tokens(*held), unread, may_hold_more=may_hold_more))
     asked = request(ids=[1, 2, 1], tenant=Y, pinnable=False)
-    if tempts(slot(s, A1), asked, computed_first=True):
-        assert may_tempt(slot(s, A1), asked, computed_first=True)
+    if attracts(slot(s, A1), asked, computed_first=True):
+        assert may_attract(slot(s, A1), asked, computed_first=True)
 
 
 def unpinned(s: Scheduler, name: str = "r", tenant: Tenant = Y) -> list[Effect]:
@@ -406,7 +406,7 @@ def test_a_slot_that_may_have_been_used_by_another_is_nobodys() -> None:
     prefilled(s)
     launched_at = slot(s, A0).phase
     assert launched_at == "running"
-    s.state.jobs[R].placed = False
+    s.state.jobs[R].slot_confirmed = False
     s.state.fleet.gated.clear()
     arrive(s, "r2", ids=[1, 2, 3], tenant=X)
     finish(s, "r2", outcome=Outcome.CLIENT_GONE)
@@ -447,7 +447,7 @@ def test_sight_is_of_ones_own() -> None:
     asked = request(ids=LONG, tenant=Y)
     made = plan(asked, s.state.fleet, NOW)
     assert made is not None
-    sight = look(asked, made, s.state.fleet)
+    sight = coverage_of(asked, made, s.state.fleet)
     assert sight is not None
     assert (sight.held, sight.nearest) == (0, None)
 

@@ -20,7 +20,7 @@ from router.core.model.effects import Account, Delete, Dispatch, Prefill, Save, 
 from router.core.model.plan import Plan
 from router.core.model.slots import Resident
 from router.core.model.snapshot_limits import SnapshotLimits
-from router.core.planning.boundary_saves import pauses
+from router.core.planning.boundary_saves import boundary_saves
 from router.core.planning.planner import plan
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
@@ -73,8 +73,8 @@ def planned(made: Any, prompt: Prompt = CHAT, **more: Any) -> Plan:
 def test_a_kind_that_cannot_go_back_pauses_at_the_boundaries(kind: MemoryKind) -> None:
     found = planned(fleet(backend(memory_kind=kind)))
 
-    assert found.pauses == (600, 900)
-    assert found.pauses_s == pytest.approx(0.002)
+    assert found.boundary_saves == (600, 900)
+    assert found.boundary_saves_s == pytest.approx(0.002)
     assert found.ttft_s == pytest.approx(found.chosen.price.ttft_s + 0.002)
 
 
@@ -83,7 +83,7 @@ def test_a_kind_that_cannot_go_back_pauses_at_the_boundaries(kind: MemoryKind) -
     [
         (backend(memory_kind=MemoryKind.FULL), {}),
         (backend(memory_kind=MemoryKind.UNKNOWN), {}),
-        (backend(memory_kind=MemoryKind.HYBRID, place=None), {}),
+        (backend(memory_kind=MemoryKind.HYBRID, kv_dir=None), {}),
         (backend(memory_kind=MemoryKind.SLIDING_WINDOW, window=2000), {}),
         (HYBRID, {"whole_backend": True, "pinnable": False}),
         (HYBRID, {"reuse": False}),
@@ -92,11 +92,11 @@ def test_a_kind_that_cannot_go_back_pauses_at_the_boundaries(kind: MemoryKind) -
     ],
 )
 def test_nothing_is_saved_that_would_be_of_no_use(info: Any, more: dict[str, Any]) -> None:
-    assert planned(fleet(info), **({"prompt": CHAT} | more)).pauses == ()
+    assert planned(fleet(info), **({"prompt": CHAT} | more)).boundary_saves == ()
 
 
 def test_without_boundaries_the_last_token_but_one() -> None:
-    assert planned(fleet(HYBRID), Prompt(run_of(905))).pauses == (904,)
+    assert planned(fleet(HYBRID), Prompt(run_of(905))).boundary_saves == (904,)
 
 
 def test_what_is_reused_is_behind_and_what_is_there_is_not_saved_again() -> None:
@@ -104,44 +104,47 @@ def test_what_is_reused_is_behind_and_what_is_there_is_not_saved_again() -> None
     found = planned(made)
 
     assert (found.chosen.source, found.chosen.reused_tokens) == (Source.SNAPSHOT, 600)
-    assert found.pauses == (900,)
+    assert found.boundary_saves == (900,)
 
     made = fleet(HYBRID, snapshots=[snapshot("s", run_of(900))])
-    assert pauses(made, asked(), planned(fleet(HYBRID)).chosen) == ((600,), 0.001)
+    assert boundary_saves(made, asked(), planned(fleet(HYBRID)).chosen) == ((600,), 0.001)
 
 
 def test_where_somebody_parted_before_there_is_a_snapshot_from_the_second_time_on() -> None:
     made = fleet(HYBRID, snapshots=[snapshot("s", run_of(1000))])
-    assert planned(made, Prompt(OTHER)).pauses == (600, 904)
+    assert planned(made, Prompt(OTHER)).boundary_saves == (600, 904)
 
     made = fleet(HYBRID)
     made.slots[A1].resident = Resident(run_of(700))
-    assert planned(made, Prompt(OTHER)).pauses == (600, 904)
+    assert planned(made, Prompt(OTHER)).boundary_saves == (600, 904)
 
 
 def test_a_save_that_costs_more_than_it_can_spare_is_not_made() -> None:
     made = fleet(HYBRID)
     made.rates[HYBRID.id] = rates(prefill_s=1e-6)
-    assert planned(made).pauses == ()
+    assert planned(made).boundary_saves == ()
 
     # With a chance of a half: 600 tokens at 10 ms, less a restore, are 2.5 s and 300 are 1 s.
     made = fleet(HYBRID)
     made.rates[HYBRID.id] = rates(transfer_s=1.0)
-    assert planned(made).pauses == (600,)
+    assert planned(made).boundary_saves == (600,)
     busy(made, A1)
-    assert planned(made).pauses == (600,)
+    assert planned(made).boundary_saves == (600,)
     made.rates[HYBRID.id] = rates(transfer_s=1.3)
-    assert planned(made).pauses == (900,)  # a stream stops with each of them
+    assert planned(made).boundary_saves == (900,)  # a stream stops with each of them
 
 
 def test_what_a_save_takes_beside_the_backend_is_learned_and_counts() -> None:
     made = fleet(HYBRID)
     made.rates[HYBRID.id] = rates(prefill_s=0.0001)
-    assert planned(made).pauses == (600, 900)  # spare 30 ms and 15 ms, with a chance of a half
+    assert planned(made).boundary_saves == (
+        600,
+        900,
+    )  # spare 30 ms and 15 ms, with a chance of a half
     made.rates[HYBRID.id].handling_s.value = 0.01
     found = planned(made)
-    assert found.pauses == (600,)
-    assert found.pauses_s == pytest.approx(0.021)
+    assert found.boundary_saves == (600,)
+    assert found.boundary_saves_s == pytest.approx(0.021)
 
     s = started()
     prefilled(s, prompt_tokens=600, cached_tokens=0)
@@ -160,7 +163,7 @@ def test_a_window_that_nobody_has_seen_is_learned_from_a_state_that_gives_nothin
     assert held(s, A0) == run_of(600)
     assert s.state.fleet.infos[swa.id].window == 600
     other = Prompt(run_of(905, 3), boundaries=(600, 900))
-    assert planned(s.state.fleet, other).pauses == (900,)
+    assert planned(s.state.fleet, other).boundary_saves == (900,)
 
 
 def test_a_state_with_checkpoints_says_nothing_of_the_window() -> None:
@@ -172,13 +175,16 @@ def test_a_state_with_checkpoints_says_nothing_of_the_window() -> None:
     saved(s, replace(snapshot("b1", run_of(600)), shape=StateShape(1, (500,), extendable=False)))
 
     assert s.state.fleet.infos[swa.id].window == 0
-    assert planned(s.state.fleet, Prompt(run_of(905, 3), boundaries=(600, 900))).pauses[0] == 600
+    assert (
+        planned(s.state.fleet, Prompt(run_of(905, 3), boundaries=(600, 900))).boundary_saves[0]
+        == 600
+    )
 
 
 def test_limits_hold_for_pauses() -> None:
     made = fleet(HYBRID)
     made.catalog.limits = SnapshotLimits(max_tokens=700)
-    assert planned(made).pauses == (600,)
+    assert planned(made).boundary_saves == (600,)
 
 
 def started(**more: Any) -> Scheduler:
@@ -236,7 +242,7 @@ def test_a_prefill_that_fails_leaves_nothing_to_save() -> None:
 
     effects = s.handle(ev.PrefillFailed(R, "no"), NOW)
     assert names(effects) == ["Dispatch"]
-    assert slot(s, A0).resident.unsure
+    assert slot(s, A0).resident.may_hold_more
 
 
 def test_a_client_that_leaves_at_a_pause_is_the_end_of_it() -> None:
@@ -268,7 +274,7 @@ def test_a_request_that_the_server_places_is_prefilled_to_the_end() -> None:
     assert saved(s, snapshot("b2", run_of(900))) == [Prefill(R, A0, head(CHAT.tokens, 904))]
     effects = prefilled(s, prompt_tokens=904, cached_tokens=900)
     assert [type(e) for e in effects] == [Dispatch]
-    assert plan_of(effects).pauses == (600, 900)
+    assert plan_of(effects).boundary_saves == (600, 900)
 
 
 def test_the_computed_tokens_of_all_parts_are_counted_once() -> None:

@@ -95,7 +95,7 @@ def test_a_cold_start_takes_the_slot_that_is_idle_for_longest() -> None:
 
 
 def test_a_cold_start_displaces_what_is_worth_least() -> None:
-    made = fleet(backend(place=None), holding={A0: ELSE})
+    made = fleet(backend(kv_dir=None), holding={A0: ELSE})
 
     assert chosen(request(ids=LONG), made).slot == A1
 
@@ -203,7 +203,7 @@ def test_a_server_that_chooses_is_kept_from_slots_in_preparation() -> None:
     assert plan(unread, made, 0.0) is None
     assert plan(request(), made, 0.0) is not None
 
-    made.slots[A0].drain(lease)
+    made.slots[A0].abandon(lease)
     assert plan(unread, made, 0.0) is None
     assert plan(request(), made, 0.0) is not None
 
@@ -213,7 +213,7 @@ def test_where_a_start_empties_idle_slots_nothing_starts_beside_a_preparation() 
     lease = made.slots[A0].lease(R)
     assert plan(request(), made, 0.0) is None
 
-    made.slots[A0].drain(lease)
+    made.slots[A0].abandon(lease)
     assert plan(request(), made, 0.0) is not None
 
 
@@ -316,7 +316,7 @@ def test_the_chance_falls_with_the_uses_of_other_slots() -> None:
 
 def test_who_is_gone_for_long_is_displaced_before_who_has_just_begun() -> None:
     """2,000 tokens that nobody has come for while two slots were used ten times, and 300."""
-    made = fleet(backend(place=None), holding={A0: run_of(2000, 7), A1: run_of(300, 8)})
+    made = fleet(backend(kv_dir=None), holding={A0: run_of(2000, 7), A1: run_of(300, 8)})
     assert chosen(request(ids=LONG), made).slot == A1
 
     for _ in range(20):

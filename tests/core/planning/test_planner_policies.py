@@ -54,7 +54,7 @@ def shared_prefill(policy: PolicyName = PolicyName.PREFER_IDLE, until: float = 2
     made = fleet(policy=policy)
     made.slots[A0].lease(R)
     made.slots[A0].pending, made.slots[A0].sharing = LONG, True
-    made.slots[A0].busy_until = made.slots[A0].piece_until = until
+    made.slots[A0].busy_until = made.slots[A0].chunk_until = until
     return made
 
 
@@ -167,7 +167,7 @@ def test_a_long_prefill_is_done_first_so_that_others_can_share_it() -> None:
     assert prefill_first(request(ids=LONG), fleet())
     assert not prefill_first(request(ids=run_of(10)), fleet())
     assert not prefill_first(request(ids=LONG), fleet(coalesce_above_s=None))
-    assert not prefill_first(request(ids=LONG), fleet(backend(place=None)))
+    assert not prefill_first(request(ids=LONG), fleet(backend(kv_dir=None)))
 
 
 def test_where_the_server_chooses_the_prefill_leads_it_to_our_slot() -> None:

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from router.base.tokens import common_prefix, head, pack
-from router.base.types import MemoryKind, Place, Prompt, Request, SlotId, Source
+from router.base.types import KvDir, MemoryKind, Prompt, Request, SlotId, Source
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
@@ -37,7 +37,7 @@ infos = st.fixed_dictionaries(
         "n_slots": st.integers(1, 3),
         "n_ctx": st.sampled_from([100, 22]),
         "namespace": st.sampled_from([NS, NS, OTHER_NS]),
-        "place": st.sampled_from([Place("kv"), Place("kv"), None]),
+        "place": st.sampled_from([KvDir("kv"), KvDir("kv"), None]),
         "memory_kind": st.sampled_from([MemoryKind.FULL, MemoryKind.FULL, MemoryKind.HYBRID]),
         "keeps_idle_slots": st.booleans(),
     }
@@ -70,7 +70,7 @@ def fleets(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Fleet:  
                 slot.lease(request("x").id)
                 slot.saving, slot.pending = pack(draw(ids)), pack(draw(ids))
             case "draining":
-                slot.drain(slot.lease(request("x").id))
+                slot.abandon(slot.lease(request("x").id))
             case _:
                 pass
     made.gated = draw(st.sets(st.sampled_from([A, B]), max_size=1))

@@ -198,7 +198,7 @@ def test_who_left_a_prefill_is_gone_from_its_slot_soon() -> None:
     cancel(s, MINE)
     s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
     held = next(slot for slot in s.state.fleet.slots if slot.holder == MINE)
-    assert held.leaving
+    assert held.prefill_abandoned
     assert held.busy_until < inf
 
 
@@ -232,13 +232,15 @@ def test_nor_for_those_who_waited_and_left_as_well() -> None:
     assert names(prefilled(s, MINE)) == []
 
 
-@pytest.mark.parametrize("unsure", [False, True])
-def test_an_answer_that_nobody_has_read_is_not_cut_off(unsure: bool) -> None:
+@pytest.mark.parametrize("may_hold_more", [False, True])
+def test_an_answer_that_nobody_has_read_is_not_cut_off(may_hold_more: bool) -> None:
     """A prompt that ends before it would leave the server no more than that."""
     s = beside(reuse_probability=0.0)
-    slot(s, A1).resident = Resident(head(LONG, 600), 0 if unsure else 400, unsure=unsure)
+    slot(s, A1).resident = Resident(
+        head(LONG, 600), 0 if may_hold_more else 400, may_hold_more=may_hold_more
+    )
 
-    assert n_asked(arrive(s, MINE, LONG)) == (1999 if unsure else 1512)
+    assert n_asked(arrive(s, MINE, LONG)) == (1999 if may_hold_more else 1512)
 
 
 def test_a_slot_that_was_never_used_has_nothing_to_be_cut_off() -> None:

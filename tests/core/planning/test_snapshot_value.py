@@ -5,7 +5,7 @@ import pytest
 from router.base.types import Snapshot
 from router.core.fleet.catalog import Basis
 from router.core.fleet.fleet import Fleet
-from router.core.model.rates import Line, Rates
+from router.core.model.rates import LinearFit, Rates
 from router.core.planning.snapshot_value import PRIORS, worth_of
 from tests.support.scheduler.build import NS, OTHER_NS, A, B, backend, run_of, snapshot
 
@@ -18,7 +18,7 @@ def fleet(**known: tuple[str, float]) -> Fleet:
     for name, (namespace, s_per_token) in known.items():
         info = backend(name, 1, namespace=namespace)
         made.infos[info.id] = info
-        made.rates[info.id] = Rates(prefill=Line(s_per_token, 0.0))
+        made.rates[info.id] = Rates(prefill=LinearFit(s_per_token, 0.0))
     return made
 
 

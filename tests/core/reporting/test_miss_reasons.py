@@ -11,12 +11,12 @@ from router.base.types import MemoryKind, Miss, Nearest, Prompt, Request
 from router.core.fleet.catalog import Catalog
 from router.core.fleet.fleet import Fleet
 from router.core.model import events as ev
-from router.core.model.plan import Sight
+from router.core.model.plan import Coverage
 from router.core.model.policy import PolicyName
 from router.core.model.slots import Resident
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.planner import plan
-from router.core.reporting.miss_reasons import look, missed
+from router.core.reporting.miss_reasons import coverage_of, missed
 from tests.support.scheduler.build import (
     A0,
     A1,
@@ -38,7 +38,7 @@ PROMPT = join([SHARED, TAIL])
 AWAY = join([SHARED, OTHER])
 lengths = st.integers(0, 12)
 sights = st.builds(
-    Sight,
+    Coverage,
     planned=lengths,
     usable=lengths,
     waiting=lengths,
@@ -51,9 +51,9 @@ sights = st.builds(
 
 
 @given(st.none() | sights, lengths, lengths, st.booleans())
-@example(Sight(), 1, 1, False)
-@example(Sight(planned=3), 2, 2, True)
-def test_the_parts_add_up(sight: Sight | None, n: int, computed: int, failed: bool) -> None:
+@example(Coverage(), 1, 1, False)
+@example(Coverage(planned=3), 2, 2, True)
+def test_the_parts_add_up(sight: Coverage | None, n: int, computed: int, failed: bool) -> None:
     computed = min(computed, n)
     found = missed(request(), sight, n, computed, failed=failed)
 
@@ -64,7 +64,7 @@ def test_the_parts_add_up(sight: Sight | None, n: int, computed: int, failed: bo
 def test_the_first_reason_is_taken() -> None:
     lengths: dict[str, Any] = {"usable": 5, "waiting": 6, "held": 7, "evicted": 8, "displaced": 9}
 
-    assert missed(request(), Sight(**lengths), 20, 18) == {
+    assert missed(request(), Coverage(**lengths), 20, 18) == {
         Miss.PRICE: 3,
         Miss.BUSY: 1,
         Miss.KIND: 1,
@@ -73,7 +73,7 @@ def test_the_first_reason_is_taken() -> None:
         Miss.NEW: 11,
     }
     equal: dict[str, Any] = dict.fromkeys(lengths, 9)
-    assert missed(request(), Sight(**equal), 20, 18) == {Miss.PRICE: 7, Miss.NEW: 11}
+    assert missed(request(), Coverage(**equal), 20, 18) == {Miss.PRICE: 7, Miss.NEW: 11}
 
 
 def why(made: Fleet, asked: Request, computed: int | None = None) -> dict[Miss, int]:
@@ -82,7 +82,7 @@ def why(made: Fleet, asked: Request, computed: int | None = None) -> dict[Miss, 
     assert decision is not None
     n = len(asked.prompt)
     reused = decision.chosen.reused_tokens
-    seen = look(asked, decision, made)
+    seen = coverage_of(asked, decision, made)
     return missed(asked, seen, n, n - reused if computed is None else computed)
 
 
@@ -91,7 +91,7 @@ def nearest_of(made: Fleet) -> Nearest:
     asked = request(ids=PROMPT)
     decision = plan(asked, made, 0.0)
     assert decision is not None
-    seen = look(asked, decision, made)
+    seen = coverage_of(asked, decision, made)
     assert seen is not None
     assert seen.nearest is not None
     return seen.nearest
@@ -173,7 +173,7 @@ def test_a_policy_that_never_moves_kv() -> None:
 
 
 def test_a_slot_that_the_client_did_not_want() -> None:
-    made = fleet(backend("a", 2, place=None), holding={A1: SHARED})
+    made = fleet(backend("a", 2, kv_dir=None), holding={A1: SHARED})
 
     found = why(made, request(ids=PROMPT, slot_hint=0))
     assert found == {Miss.PRICE: 200, Miss.NEW: 100}
@@ -199,7 +199,7 @@ def test_where_the_router_has_no_say(more: dict[str, Any], reason: Miss) -> None
     decision = plan(asked, made, 0.0)
 
     assert decision is not None
-    assert look(asked, decision, made) is None
+    assert coverage_of(asked, decision, made) is None
     assert missed(asked, None, 9, 5) == {reason: 5}
     assert missed(asked, None, 9, 0) == {}
 
@@ -209,7 +209,7 @@ def test_one_of_equals_is_named_that_goes_on() -> None:
     made = fleet(backend("a", 2), holding={A0: SHARED, A1: AWAY})
     nearest = nearest_of(made)
     assert (nearest.slot, nearest.snapshot) == (A1, None)
-    assert (nearest.common, nearest.length, nearest.parts) == (200, 300, True)
+    assert (nearest.common, nearest.length, nearest.diverges) == (200, 300, True)
     assert [unpack(part) for part in (nearest.before, nearest.ours, nearest.theirs)] == [
         [1] * 10,
         [2] * 10,
@@ -222,7 +222,7 @@ def test_a_snapshot_is_the_nearest() -> None:
     nearest = nearest_of(made)
 
     assert (nearest.slot, nearest.snapshot) == (None, "s")
-    assert not nearest.parts
+    assert not nearest.diverges
     assert count(nearest.theirs) == 0
 
 
@@ -232,10 +232,10 @@ def test_it_may_be_told_when_the_slot_is_leased_but_not_later() -> None:
     arrive(s, "r", PROMPT)
     job = s.state.jobs[request().id]
     assert job.plan is not None
-    before = job.plan.sight
+    before = job.plan.coverage
 
     save_failed(s)
-    after = job.plan.sight
+    after = job.plan.coverage
     assert before is None
     assert after is not None
     assert (after.usable, after.held) == (200, 200)
@@ -248,10 +248,10 @@ def test_it_may_be_told_when_the_slot_is_leased_but_not_later() -> None:
 def reasons(s: Any, name: str, ids: Tokens, **more: Any) -> dict[Miss, int]:
     """Why a request computes what it does; it is granted at once."""
     arrive(s, name, ids, **more)
-    s.look_back()
+    s.explain_admitted()
     job = s.state.jobs[name]
     n = count(ids)
-    return missed(job.request, job.plan.sight, n, n - job.plan.chosen.reused_tokens)
+    return missed(job.request, job.plan.coverage, n, n - job.plan.chosen.reused_tokens)
 
 
 def alone(**more: Any) -> Any:
@@ -266,7 +266,7 @@ def serve(s: Any, name: str, ids: Tokens) -> None:
 
 
 def test_what_another_prompt_displaced() -> None:
-    s = alone(place=None)
+    s = alone(kv_dir=None)
     serve(s, "first", SHARED)
     serve(s, "second", OTHER)
 
@@ -274,9 +274,9 @@ def test_what_another_prompt_displaced() -> None:
 
 
 def test_what_was_lost_with_its_backend() -> None:
-    s = alone(place=None)
+    s = alone(kv_dir=None)
     serve(s, "first", SHARED)
-    s.handle(ev.BackendUp(backend("a", 1, place=None)), NOW)
+    s.handle(ev.BackendUp(backend("a", 1, kv_dir=None)), NOW)
 
     assert reasons(s, "again", PROMPT) == {Miss.DISPLACED: 200, Miss.NEW: 100}
 
@@ -288,7 +288,7 @@ def test_what_was_lost_with_its_backend() -> None:
 )
 def test_what_a_server_emptied(hint: int | None, why: dict[Miss, int]) -> None:
     s = scheduler(
-        backend("a", 2, place=None, keeps_idle_slots=False),
+        backend("a", 2, kv_dir=None, keeps_idle_slots=False),
         idle_save_after_s=None,
         coalesce_above_s=None,
     )
@@ -299,7 +299,7 @@ def test_what_a_server_emptied(hint: int | None, why: dict[Miss, int]) -> None:
 
 
 def test_what_a_snapshot_holds_is_not_displaced() -> None:
-    s = alone(place=None)
+    s = alone(kv_dir=None)
     serve(s, "first", SHARED)
     s.state.fleet.catalog.add(snapshot("s", SHARED), MemoryKind.FULL, 1.0)
     serve(s, "second", OTHER)
@@ -308,11 +308,11 @@ def test_what_a_snapshot_holds_is_not_displaced() -> None:
 
 
 def test_what_several_answers_at_once_displaced() -> None:
-    s = scheduler(backend("a", 2, place=None), idle_save_after_s=None, coalesce_above_s=None)
+    s = scheduler(backend("a", 2, kv_dir=None), idle_save_after_s=None, coalesce_above_s=None)
     serve(s, "first", SHARED)
     serve(s, "second", OTHER)
     arrive(s, "many", run_of(10, 9), whole_backend=True)
-    s.look_back()
+    s.explain_admitted()
 
     assert len(s.state.fleet.displaced) == 2
 
@@ -343,5 +343,5 @@ def test_a_restore_that_failed() -> None:
 
     assert job.plan is not None
     assert job.plan.chosen.reused_tokens == 0
-    sight = job.plan.sight
+    sight = job.plan.coverage
     assert missed(request(), sight, 300, 300, failed=True) == {Miss.FAILED: 200, Miss.NEW: 100}

@@ -5,8 +5,8 @@ import pytest
 from router.base.tokens import EMPTY
 from router.base.types import Miss, Nearest, Outcome, Reported, RequestRecord, Source
 from router.core.model.effects import Account
-from router.core.model.plan import Candidate, Plan, Price, Sight
-from router.core.model.rates import Line, Rates
+from router.core.model.plan import Candidate, Coverage, Plan, Price
+from router.core.model.rates import LinearFit, Rates
 from router.core.reporting.request_records import avoided_s, computed_tokens, record_of
 from tests.support.scheduler.build import A0, R, request
 
@@ -17,9 +17,9 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
     chosen = Candidate(A0, Source.SNAPSHOT, 2, Price(restore_s=1.0, prefill_s=2.0, loss_s=50.0))
     said = Reported(prompt_tokens=3, cached_tokens=2, generated_tokens=9)
     # At first the last token was to be reused as well.
-    plan = Plan(chosen, reason="why", sight=Sight(planned=3, nearest=NEAREST))
+    plan = Plan(chosen, reason="why", coverage=Coverage(planned=3, nearest=NEAREST))
     account = Account(
-        request(), A0, plan, Outcome.OK, said, 5.0, 6.0, None, avoided_s=9.0, stood_s=4.0
+        request(), A0, plan, Outcome.OK, said, 5.0, 6.0, None, avoided_s=9.0, prefill_queue_s=4.0
     )
 
     assert record_of(account, ttft_s=7.0, total_s=8.0) == RequestRecord(
@@ -35,7 +35,7 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
         generated_tokens=9,
         waited_s=5.0,
         prepared_s=6.0,
-        stood_s=4.0,
+        prefill_queue_s=4.0,
         ttft_s=7.0,
         total_s=8.0,
         predicted_s=8.0,
@@ -48,7 +48,7 @@ def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
 def test_what_was_planned_and_came_is_not_called_a_failure() -> None:
     chosen = Candidate(A0, Source.RESIDENT, 2, Price())
     said = Reported(prompt_tokens=3, cached_tokens=1)
-    plan = Plan(chosen, sight=Sight(planned=2))
+    plan = Plan(chosen, coverage=Coverage(planned=2))
     account = Account(request(), A0, plan, Outcome.OK, said, 0.0, 0.0, None)
 
     assert record_of(account, None, 0.0).missed == {Miss.MISPREDICTED: 1, Miss.COLD: 1}
@@ -91,7 +91,7 @@ def test_reuse_avoids_what_a_cold_prefill_would_take_longer(
     said: Reported, prefilled: Reported | None
 ) -> None:
     """800 of 1,000 tokens; with a rate that falls with depth, so that it matters which."""
-    rates = Rates(prefill=Line(2e-3, 5e-6))
+    rates = Rates(prefill=LinearFit(2e-3, 5e-6))
     whole_s, rest_s = rates.prefill_s(1000), rates.prefill_s(200, depth=800)
     expected = 0.0 if said.cached_tokens is None else whole_s - rest_s
 

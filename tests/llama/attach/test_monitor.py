@@ -9,15 +9,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from router.base.errors import BackendTimeoutError
-from router.base.types import BackendId, MemoryKind, Namespace, Place
-from router.llama.attach.monitor import Attached, Monitor, Watch
+from router.base.types import BackendId, KvDir, MemoryKind, Namespace
+from router.llama.attach.monitor import Attached, Monitor, MonitorSettings
 from router.llama.client import Connections, LlamaClient, Timeouts
 from router.llama.replies import Process, Props
 from router.store.store import KvStore
 from tests.support.servers.fake_llama import FakeLlama
 
 # Longer than any test: what happens, happens because of `doubt`.
-SLOW = Watch(interval_s=3600, failures=2)
+SLOW = MonitorSettings(interval_s=3600, failures=2)
 
 
 async def until_seen(fake: FakeLlama, number: int) -> None:
@@ -34,14 +34,14 @@ class Watched:
         self,
         fake: FakeLlama,
         connections: Connections,
-        kv_dir: Path | None,
+        folder: Path | None,
         name: str = "a",
         processes: dict[Process, BackendId] | None = None,
     ) -> None:
-        place = None if kv_dir is None else Place(str(kv_dir))
+        kv_dir = None if folder is None else KvDir(str(folder))
         self.store = None
-        if place is not None:
-            self.store = KvStore([place], on_lost=lambda *_: None, wall_now=lambda: 1.0)
+        if kv_dir is not None:
+            self.store = KvStore([kv_dir], on_lost=lambda *_: None, wall_now=lambda: 1.0)
         self.said: list[str] = []
         self.up: list[Attached] = []
         self.lent: set[int] = set()
@@ -52,7 +52,7 @@ class Watched:
         )
         self.monitor = Monitor(
             client,
-            place=place,
+            kv_dir=kv_dir,
             store=self.store,
             extra_models=("alias",),
             watch=SLOW,
@@ -62,7 +62,7 @@ class Watched:
             borrow=self._borrow,
             on_probed=self._probed,
             prepare=self._prepare,
-            look_around=lambda _: None,
+            poll_for_strangers=lambda _: None,
             processes=self.processes,
         )
 
@@ -118,7 +118,7 @@ async def test_what_is_learned(watched: Watched) -> None:
     assert (info.n_slots, info.n_ctx, info.models) == (2, 4096, frozenset({"fake", "alias"}))
     assert (info.memory_kind, info.keeps_idle_slots) == (MemoryKind.FULL, True)
     assert (info.n_stream, info.window, info.cuts) == (2, 0, True)
-    assert info.place is not None
+    assert info.kv_dir is not None
     assert info.bytes_per_token > 0
     assert info.prefill_s_per_token == pytest.approx(1e-4)
     assert watched.monitor.problem == ""
@@ -153,17 +153,17 @@ async def test_what_is_wrong_is_logged_once(fake: FakeLlama, tmp_path: Path) -> 
             watched = Watched(fake, connections, None)
             task = group.create_task(watched.monitor.run())
             for _ in range(2):
-                await watched.monitor.look_anew()
+                await watched.monitor.check_again()
             fake.faults.loading = True
             await fake.come_up()
             for _ in range(2):
-                await watched.monitor.look_anew()
+                await watched.monitor.check_again()
             problem = watched.monitor.problem
             fake.faults.loading = False
-            await watched.monitor.look_anew()
+            await watched.monitor.check_again()
             await fake.go_down()
             for _ in range(2):
-                await watched.monitor.look_anew()
+                await watched.monitor.check_again()
             task.cancel()
     told = [(line["event"], line["log_level"], line.get("reason")) for line in lines]
     refused = ("backend_down", "warning", "nothing listens there")
@@ -219,11 +219,11 @@ async def test_in_doubt_until_a_look_goes_well(
     """Also while the only look that failed is not the last word yet."""
     await watched.until("prepare", "up")
     client = watched.monitor.client
-    await watched.monitor.look_anew()
+    await watched.monitor.check_again()
     seen = [client.doubted]
     watched.monitor.doubt()
     seen.append(client.doubted)
-    await watched.monitor.look_anew()
+    await watched.monitor.check_again()
     seen.append(client.doubted)
     assert seen == [False, True, False]
 
@@ -295,7 +295,7 @@ async def test_without_kv_dir(fake: FakeLlama) -> None:
         task.cancel()
 
     attached = watched.up[0]
-    assert attached.info.place is None
+    assert attached.info.kv_dir is None
     assert attached.probe.problem == "no kv_dir is configured for this backend"
 
 
@@ -313,7 +313,7 @@ async def test_wrong_kv_dir(fake: FakeLlama, tmp_path: Path) -> None:
         await watched.store.aclose()
 
     attached = watched.up[0]
-    assert attached.info.place is None
+    assert attached.info.kv_dir is None
     assert "--slot-save-path" in (attached.probe.problem or "")
 
 
@@ -350,7 +350,7 @@ async def busy(fake: FakeLlama) -> FakeLlama:
 async def test_what_was_busy_is_tried_later(busy: FakeLlama, watched: Watched) -> None:
     """In slots that the engine lends, and in no others."""
     await watched.until("prepare", "up")
-    assert watched.up[0].info.place is None
+    assert watched.up[0].info.kv_dir is None
     assert "busy" in (watched.up[0].probe.problem or "")
     busy.slots[1].busy = False
     await looks(watched, busy, 10)
@@ -361,7 +361,7 @@ async def test_what_was_busy_is_tried_later(busy: FakeLlama, watched: Watched) -
     await looks(watched, busy, 10)
     await watched.until("prepare", "up", "borrow", "borrow", "prepare", "probed")
     info = watched.up[1].info
-    assert (info.place is not None, info.memory_kind) == (True, MemoryKind.FULL)
+    assert (info.kv_dir is not None, info.memory_kind) == (True, MemoryKind.FULL)
     assert {slot for _, slot in busy.counts} == {1}
     assert watched.monitor.attached is watched.up[1]
 
@@ -376,7 +376,7 @@ async def test_slot_that_is_lent_but_busy_is_left_alone(busy: FakeLlama, watched
     await looks(watched, busy, 10)
     await watched.until("prepare", "up", "borrow", "prepare", "probed")
 
-    assert watched.up[1].info.place is None
+    assert watched.up[1].info.kv_dir is None
     assert busy.counts == {}
 
 
@@ -402,16 +402,16 @@ async def test_a_server_under_two_names_is_used_under_one(
         twin = Watched(fake, connections, None, "b", watched.processes)
         task = group.create_task(twin.monitor.run())
         with capture_logs() as logs:
-            await twin.monitor.look_anew()
+            await twin.monitor.check_again()
         assert (twin.said, twin.monitor.attached) == ([], None)
         assert "the same llama-server as another backend (a)" in twin.monitor.problem
         assert "list it once" in twin.monitor.problem
         assert [line["event"] for line in logs] == ["backend_down"]
 
-        await watched.monitor.look_anew()
+        await watched.monitor.check_again()
         assert watched.said == ["prepare", "up"]
-        watched.monitor.release()
-        await twin.monitor.look_anew()
+        watched.monitor.detach()
+        await twin.monitor.check_again()
         assert twin.said == ["prepare", "up"]
         task.cancel()
 
@@ -423,12 +423,12 @@ async def test_after_a_restart_each_has_its_own(fake: FakeLlama, watched: Watche
     ((_, path, build),) = watched.processes
     another = (fake.marker, path, build)
     watched.processes[another] = BackendId("b")
-    await watched.monitor.look_anew()
+    await watched.monitor.check_again()
     assert watched.said == ["prepare", "up", "down"]
     assert watched.processes == {another: "b"}
 
     del watched.processes[another]
-    await watched.monitor.look_anew()
+    await watched.monitor.check_again()
     assert watched.said == ["prepare", "up", "down", "prepare", "up"]
 
 
@@ -438,7 +438,7 @@ async def test_servers_that_do_not_tell_which_they_are(fake: FakeLlama, watched:
     fake.marker = "<__media__>"
     ((_, path, build),) = watched.processes
     watched.processes[(fake.marker, path, build)] = BackendId("b")
-    await watched.monitor.look_anew()
+    await watched.monitor.check_again()
     assert watched.said == ["prepare", "up", "down", "prepare", "up"]
 
 
@@ -450,5 +450,5 @@ async def test_servers_of_two_models_with_one_marker_are_two(
     ((_, _, build),) = watched.processes
     fake.marker = "<__theirs__>"
     watched.processes[(fake.marker, "another.gguf", build)] = BackendId("b")
-    await watched.monitor.look_anew()
+    await watched.monitor.check_again()
     assert watched.said == ["prepare", "up", "down", "prepare", "up"]

@@ -13,7 +13,7 @@ import pytest
 
 from router.base.errors import BackendRefusedError, KvFileError
 from router.base.tokens import Tokens
-from router.base.types import BackendId, MemoryKind, Namespace, Place, Reported, Transfer
+from router.base.types import BackendId, KvDir, MemoryKind, Namespace, Reported, Transfer
 from router.llama.attach import probe
 from router.llama.attach.monitor import Attached, attach
 from router.llama.attach.probe import MOVES_CHUNKS, SWA_FULL, Padding
@@ -47,14 +47,14 @@ async def look(server: LlamaServer, connections: Connections, *known: Namespace)
     return await examine(client, server.kv_dir, *known)
 
 
-async def examine(client: LlamaClient, kv_dir: Path, *known: Namespace) -> Attached:
+async def examine(client: LlamaClient, folder: Path, *known: Namespace) -> Attached:
     """Attach; nothing may be left in the directory."""
-    place = Place(str(kv_dir))
-    store = KvStore([place], on_lost=lambda *_: None, wall_now=lambda: 1.0)
+    kv_dir = KvDir(str(folder))
+    store = KvStore([kv_dir], on_lost=lambda *_: None, wall_now=lambda: 1.0)
     await store.load()
     try:
         return await attach(
-            client, await client.props(), place=place, store=store, known=set(known)
+            client, await client.props(), kv_dir=kv_dir, store=store, known=set(known)
         )
     finally:
         await store.aclose()
@@ -72,7 +72,7 @@ async def test_memory_kind(
     info, found = attached.info, attached.probe
     assert info.memory_kind is KINDS[kind]
     assert info.keeps_idle_slots
-    assert info.place is not None
+    assert info.kv_dir is not None
     assert (found.problem, found.note) == (None, None)
     assert found.can_save
     assert found.size_bytes
@@ -95,7 +95,7 @@ async def test_swa_full(llama_server: StartServer, connections: Connections) -> 
 
     assert attached.probe.problem == SWA_FULL
     assert attached.info.memory_kind is MemoryKind.UNKNOWN
-    assert attached.info.place is None
+    assert attached.info.kv_dir is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,7 +111,7 @@ async def test_a_server_that_moves_what_it_holds(
         for server, expected in ((plain, False), (moves, kind == "llama")):
             found = await look(server, connections)
             assert found.probe.problem == (MOVES_CHUNKS if expected else None)
-            assert (found.info.place is None) == expected
+            assert (found.info.kv_dir is None) == expected
 
 
 def with_window(folder: Path, window: int) -> Path:
@@ -169,7 +169,7 @@ async def test_window_that_is_not_seen(
 
     info, found = attached.info, attached.probe
     assert (info.memory_kind, info.window) == (MemoryKind.SLIDING_WINDOW, 0)
-    assert info.place is not None
+    assert info.kv_dir is not None
     assert (found.problem, found.padded, found.n_tokens) == (None, Padding.NEEDED, n_tokens)
     assert f"longer than the {n_tokens} tokens" in (found.note or "")
 
@@ -213,7 +213,7 @@ async def test_padding_that_does_not_work(
     assert expected[how] in (attached.probe.problem or "")
     assert attached.probe.padded is Padding.FAILS
     assert attached.info.memory_kind is MemoryKind.SLIDING_WINDOW
-    assert attached.info.place is None
+    assert attached.info.kv_dir is None
 
 
 async def test_server_that_empties_idle_slots(
@@ -317,7 +317,7 @@ async def test_odd_restore(tmp_path: Path, oddities: dict[str, int], problem: st
     attached = await odd_one(tmp_path, **oddities)
 
     assert problem in (attached.probe.problem or "")
-    assert attached.info.place is None
+    assert attached.info.kv_dir is None
     assert not attached.info.cuts
 
 
@@ -327,7 +327,7 @@ async def test_not_what_the_file_looks_like(tmp_path: Path) -> None:
 
     assert "leaves it after" in (attached.probe.problem or "")
     assert attached.info.memory_kind is MemoryKind.UNKNOWN
-    assert attached.info.place is None
+    assert attached.info.kv_dir is None
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ async def test_odd_cut(tmp_path: Path, oddities: dict[str, int], note: str) -> N
     assert not attached.info.cuts
     assert note in (attached.probe.note or "")
     assert attached.probe.problem is None
-    assert attached.info.place is not None
+    assert attached.info.kv_dir is not None
 
 
 async def test_file_that_cannot_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +357,7 @@ async def test_file_that_cannot_be_cut(tmp_path: Path, monkeypatch: pytest.Monke
 
     assert not attached.info.cuts
     assert "cells in a strange order" in (attached.probe.note or "")
-    assert attached.info.place is not None
+    assert attached.info.kv_dir is not None
 
 
 async def test_a_model_without_kv_is_used_for_what_it_can(
@@ -369,7 +369,7 @@ async def test_a_model_without_kv_is_used_for_what_it_can(
         client = LlamaClient(BackendId("a"), fake.url, connections, Timeouts())
         fake.faults.refuses = "the current context does not support logits computation. skipping"
         found = await examine(client, tmp_path)
-        assert (found.info.generates, found.info.place) == (False, None)
+        assert (found.info.generates, found.info.kv_dir) == (False, None)
         assert (found.probe.problem, found.probe.note) == (None, probe.NO_KV)
 
         fake.faults.refuses = "out of memory"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from router.base.tokens import pack
-from router.base.types import BackendId, Place
+from router.base.types import BackendId, KvDir
 from router.llama.attach.probe_slots import (
     erase,
     has_ram_cache,
@@ -40,7 +40,7 @@ async def client(fake: FakeLlama) -> AsyncIterator[LlamaClient]:
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[KvStore]:
-    made = KvStore([Place(str(tmp_path))], on_lost=lambda *_: None, wall_now=lambda: 1.0)
+    made = KvStore([KvDir(str(tmp_path))], on_lost=lambda *_: None, wall_now=lambda: 1.0)
     await made.load()
     yield made
     await made.aclose()
@@ -53,11 +53,11 @@ def files(tmp_path: Path) -> list[str]:
 async def test_aside_and_back(
     fake: FakeLlama, client: LlamaClient, store: KvStore, tmp_path: Path
 ) -> None:
-    place, slot = Place(str(tmp_path)), (await client.slots())[1]
-    name = await put_aside(client, store, place, slot)
+    kv_dir, slot = KvDir(str(tmp_path)), (await client.slots())[1]
+    name = await put_aside(client, store, kv_dir, slot)
     assert files(tmp_path) == [name]
     await client.prefill(slot.index, TEXT)
-    await put_back(client, store, place, slot, name)
+    await put_back(client, store, kv_dir, slot, name)
 
     assert fake.slots[1].tokens == MINE
     assert files(tmp_path) == []
@@ -67,13 +67,13 @@ async def test_what_cannot_be_kept_is_left_empty(
     fake: FakeLlama, client: LlamaClient, store: KvStore, tmp_path: Path
 ) -> None:
     """Saving fails, the file is short, or there is nowhere to save to."""
-    place, slot = Place(str(tmp_path)), (await client.slots())[0]
+    kv_dir, slot = KvDir(str(tmp_path)), (await client.slots())[0]
     for fault in ("save_fails", "save_lies"):
         setattr(fake.faults, fault, True)
-        assert await put_aside(client, store, place, slot) is None
+        assert await put_aside(client, store, kv_dir, slot) is None
         setattr(fake.faults, fault, False)
     assert await put_aside(client, None, None, slot) is None
-    await put_back(client, store, place, slot, None)
+    await put_back(client, store, kv_dir, slot, None)
 
     assert fake.slots[0].tokens == []
     assert files(tmp_path) == []
@@ -83,7 +83,7 @@ async def test_nothing_to_keep(client: LlamaClient, store: KvStore, tmp_path: Pa
     slot = (await client.slots())[0]
     await erase(client, slot.index)
     slot = (await client.slots())[0]
-    assert await put_aside(client, store, Place(str(tmp_path)), slot) is None
+    assert await put_aside(client, store, KvDir(str(tmp_path)), slot) is None
 
 
 @pytest.mark.parametrize("empty", [False, True])

@@ -1,7 +1,8 @@
 """Damaged state files of real servers: refused, or harmless to the server that reads them.
 
 llama-server aborts on some files that it wrote itself and that lost a byte (docs/llama-server.md
-sections 0.3 and 4.4). So what `router.store.format` lets through is also given to a real server here.
+sections 0.3 and 4.4). So what `router.store.format` lets
+through is also given to a real server here.
 """
 
 import io

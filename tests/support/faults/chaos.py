@@ -106,13 +106,13 @@ class Chaos:
         return self.fleets[TENANTS[0]]
 
     @property
-    def places(self) -> set[Path]:
-        return {self._place(name) for name in self.members}
+    def kv_dirs(self) -> set[Path]:
+        return {self._kv_dir(name) for name in self.members}
 
-    def _place(self, name: str) -> Path:
-        place = self.members[name].server.kv_dir
-        assert place is not None
-        return place
+    def _kv_dir(self, name: str) -> Path:
+        kv_dir = self.members[name].server.kv_dir
+        assert kv_dir is not None
+        return kv_dir
 
     async def step(self) -> None:
         """One thing after the other; what is at once is in a burst."""
@@ -123,7 +123,7 @@ class Chaos:
 
     async def check(self) -> None:
         """What must be so when it is quiet."""
-        await assert_consistent(self.fleet, self.places, foreign=self.damaged)
+        await assert_consistent(self.fleet, self.kv_dirs, foreign=self.damaged)
 
     async def end(self) -> None:
         """All is well again, and each conversation goes on."""
@@ -140,7 +140,7 @@ class Chaos:
 
     def _configure(self) -> None:
         backends = [(name, member.server.url) for name, member in self.members.items()]
-        homes = {name: self._place(name) for name in self.members}
+        homes = {name: self._kv_dir(name) for name in self.members}
         self.router.config.write_text(configuration_text(backends, homes, yaml=self._settings()))
 
     def _settings(self) -> str:
@@ -318,7 +318,7 @@ class Chaos:
 
     @staticmethod
     def _file(row: Json) -> Path:
-        return Path(row["place"], row["file"])
+        return Path(row["kv_dir"], row["file"])
 
     async def _rows(self) -> list[Json]:
         await self.fleet.until_quiet()

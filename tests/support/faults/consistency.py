@@ -28,7 +28,7 @@ TOLD: Json = {"n_probs": 5}
 
 
 async def assert_consistent(
-    fleet: Fleet, places: Iterable[Path], *, foreign: Iterable[str] = ()
+    fleet: Fleet, kv_dirs: Iterable[Path], *, foreign: Iterable[str] = ()
 ) -> None:
     """No lease is left; what the router offers, what is recorded and what lies on the disk are
     the same; nobody's file is there; the limits hold. `foreign`: files to which somebody has done
@@ -41,7 +41,7 @@ async def assert_consistent(
     try:
         async with asyncio.timeout(PATIENCE_S):
             while wrong:
-                wrong = await _differences(fleet, list(places), frozenset(foreign))
+                wrong = await _differences(fleet, list(kv_dirs), frozenset(foreign))
                 await asyncio.sleep(_POLL_S if wrong else 0)
     except TimeoutError:
         raise AssertionError(f"never consistent: {wrong}") from None
@@ -63,16 +63,16 @@ async def assert_undisturbed(
     return answers
 
 
-async def _differences(fleet: Fleet, places: list[Path], foreign: frozenset[str]) -> list[str]:
+async def _differences(fleet: Fleet, kv_dirs: list[Path], foreign: frozenset[str]) -> list[str]:
     listed = (await fleet.get("/kvferry/snapshots?limit=1000")).json
     rows = {row["id"]: row for row in listed["snapshots"]}
     wrong = []
     recorded: dict[str, Json] = {}
-    for place in places:
-        records = _records(place)
+    for kv_dir in kv_dirs:
+        records = _records(kv_dir)
         recorded |= records
         owned = {record["file"] for record in records.values()} | foreign | {MANIFEST, LOCK}
-        others = set(os.listdir(place)) - owned
+        others = set(os.listdir(kv_dir)) - owned
         aside = {name for name in others if _SET_ASIDE.fullmatch(name)}
         if len(aside) > _KEPT_ASIDE:
             wrong.append(f"{len(aside)} files set aside")
@@ -80,7 +80,7 @@ async def _differences(fleet: Fleet, places: list[Path], foreign: frozenset[str]
         for record in records.values():
             if record["file"] in foreign:
                 continue
-            problem = _disagreement(place / record["file"], record, rows.get(record["id"]))
+            problem = _disagreement(kv_dir / record["file"], record, rows.get(record["id"]))
             wrong += [f"{record['file']}: {problem}"] if problem else []
     wrong += [f"{name} is offered and not recorded" for name in rows.keys() - recorded.keys()]
     snapshots = (await fleet.state())["snapshots"]
@@ -91,11 +91,11 @@ async def _differences(fleet: Fleet, places: list[Path], foreign: frozenset[str]
     return wrong
 
 
-def _records(place: Path) -> dict[str, Json]:
+def _records(kv_dir: Path) -> dict[str, Json]:
     """What the manifest says is there. Every line must be whole."""
     found: dict[str, Json] = {}
-    for line in (place / MANIFEST).read_bytes().splitlines():
-        assert int(line[:8], 16) == zlib.crc32(line[9:]), f"a damaged line in {place}"
+    for line in (kv_dir / MANIFEST).read_bytes().splitlines():
+        assert int(line[:8], 16) == zlib.crc32(line[9:]), f"a damaged line in {kv_dir}"
         record: Json = json.loads(line[9:])
         if record.get("op") == "add":
             found[record["id"]] = record

@@ -12,7 +12,7 @@ NONSENSE = b"\x00\xff nonsense\r\n\r\n"
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 
 
-async def untouched(answer: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def unchanged(answer: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """As it comes."""
     while data := await answer.read(1 << 16):
         yield data

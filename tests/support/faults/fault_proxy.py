@@ -13,7 +13,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from router.base.tasks import Tasks
-from tests.support.faults.corrupted_replies import HEAD_END, Spoiling, body_of, untouched
+from tests.support.faults.corrupted_replies import HEAD_END, Spoiling, body_of, unchanged
 
 
 class Meddler:
@@ -88,7 +88,7 @@ class Meddler:
                 self._news.set()
                 self._news = asyncio.Event()
                 return how
-        return untouched
+        return unchanged
 
     async def _pass(self, answer: AsyncIterator[bytes], router: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):

@@ -15,7 +15,7 @@ from typing import Any
 from router.llama.client import LlamaClient
 from router.store import copies, files, io_pool, manifest, records
 from router.store.manifest import Manifest
-from router.store.records import Held
+from router.store.records import StoredSnapshot
 from router.tools.cli import main
 
 Wrapped = Callable[..., Any]
@@ -128,8 +128,8 @@ POINTS: dict[str, list[Callable[[], None]]] = {
     "commit: half a record": [_halve_record],
     "commit: recorded": [lambda: _wrap(Manifest, "add", after=True)],
     "evict: before the record goes": [lambda: _wrap(Manifest, "drop", after=False)],
-    "evict: before the file goes": [lambda: _wrap(Held, "unlink", after=False)],
-    "evict: after the file went": [lambda: _wrap(Held, "unlink", after=True)],
+    "evict: before the file goes": [lambda: _wrap(StoredSnapshot, "unlink", after=False)],
+    "evict: after the file went": [lambda: _wrap(StoredSnapshot, "unlink", after=True)],
     "compact: half written": [_compact_soon, lambda: _halve_record(whole=True)],
     "compact: before the name": [_compact_soon, lambda: _rename(after=False)],
     "compact: after the name": [_compact_soon, lambda: _rename(after=True)],

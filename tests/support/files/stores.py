@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.base.types import Namespace, Place, Snapshot
+from router.base.types import KvDir, Namespace, Snapshot
 from router.store.store import KvStore
 from tests.support.files.state_files import full
 
@@ -21,13 +21,13 @@ NAMESPACE = Namespace("n")
 class Stores:
     """Makes stores over the same directories, as if the router was started again."""
 
-    places: tuple[Place, ...]
+    kv_dirs: tuple[KvDir, ...]
     lost: list[tuple[Snapshot, str]] = field(default_factory=list)
     _open: list[KvStore] = field(default_factory=list)
 
-    def make(self, *places: Place, fsync: bool = True) -> KvStore:
+    def make(self, *kv_dirs: KvDir, fsync: bool = True) -> KvStore:
         store = KvStore(
-            places or self.places[:1],
+            kv_dirs or self.kv_dirs[:1],
             on_lost=lambda snapshot, reason: self.lost.append((snapshot, reason)),
             wall_now=lambda: 1.5,
             fsync=fsync,
@@ -37,7 +37,7 @@ class Stores:
 
     async def restart(self, store: KvStore) -> tuple[KvStore, list[Snapshot]]:
         await store.aclose()
-        again = self.make(*store._places)
+        again = self.make(*store._kv_dirs)
         return again, await again.load()
 
     async def aclose(self) -> None:
@@ -45,26 +45,26 @@ class Stores:
             await store.aclose()
 
 
-def write(store: KvStore, raw: bytes = full(TOKENS), place: Place | None = None) -> str:
+def write(store: KvStore, raw: bytes = full(TOKENS), kv_dir: KvDir | None = None) -> str:
     """Play the backend: write a state file under a staging name."""
     name = store.staging_name()
-    Path(place or store._places[0], name).write_bytes(raw)
+    Path(kv_dir or store._kv_dirs[0], name).write_bytes(raw)
     return name
 
 
 async def put(store: KvStore, raw: bytes = full(TOKENS)) -> Snapshot:
-    place = store._places[0]
-    staged = await store.verify(place, write(store, raw), len(raw))
+    kv_dir = store._kv_dirs[0]
+    staged = await store.verify(kv_dir, write(store, raw), len(raw))
     return await store.commit(staged, NAMESPACE)
 
 
 def names(store: KvStore) -> set[str]:
     """The files in the first place, without the store's own books."""
-    return {n for n in os.listdir(store._places[0]) if not n.startswith("kvferry.")}
+    return {n for n in os.listdir(store._kv_dirs[0]) if not n.startswith("kvferry.")}
 
 
 def path(snapshot: Snapshot) -> Path:
-    return Path(snapshot.place, f"kvf-{snapshot.id}.kv")
+    return Path(snapshot.kv_dir, f"kvf-{snapshot.id}.kv")
 
 
 def touch(file: Path) -> None:
@@ -76,9 +76,9 @@ def enospc(*_: object, **__: object) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def at(place: Place, name: str = "") -> Path:
+def at(kv_dir: KvDir, name: str = "") -> Path:
     """A file of a place."""
-    return Path(place, name)
+    return Path(kv_dir, name)
 
 
 async def cancel_inside(monkeypatch: pytest.MonkeyPatch, function: str, coro: Any) -> None:

@@ -7,9 +7,9 @@ from router.base.tokens import EMPTY, Tokens, count, pack
 from router.base.types import (
     BackendId,
     BackendInfo,
+    KvDir,
     MemoryKind,
     Namespace,
-    Place,
     Prompt,
     Request,
     RequestId,
@@ -21,7 +21,7 @@ from router.core.execution.state import State
 from router.core.fleet.catalog import Catalog
 from router.core.fleet.fleet import Fleet
 from router.core.model.policy import Policy, PolicyName
-from router.core.model.rates import Line, Mean, Rates
+from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.request_queue import Queue, QueueLimits
 from router.core.model.slots import Resident
 from router.core.model.snapshot_limits import SnapshotLimits
@@ -68,7 +68,7 @@ def backend(name: str = "a", n_slots: int = 2, **more: Any) -> BackendInfo:
         "n_ctx": 10_000,
         "namespace": NS,
         "models": frozenset({"m"}),
-        "place": Place("kv"),
+        "kv_dir": KvDir("kv"),
         "memory_kind": MemoryKind.FULL,
     }
     return BackendInfo(id=BackendId(name), n_slots=n_slots, **(given | more))
@@ -80,15 +80,15 @@ def snapshot(
     """A snapshot of these ids."""
     held = Tokens(ids) if isinstance(ids, bytes) else pack(ids)
     size_bytes = BYTES_PER_TOKEN * count(held) if size is None else size
-    return Snapshot(SnapshotId(name), Namespace(ns), Place("kv"), held, size_bytes)
+    return Snapshot(SnapshotId(name), Namespace(ns), KvDir("kv"), held, size_bytes)
 
 
 def rates(prefill_s: float = 0.01, transfer_s: float = 0.001) -> Rates:
     """A backend that prefills a token in `prefill_s` and moves any file in `transfer_s`."""
     return Rates(
-        prefill=Line(prefill_s, 0.0),
-        save=Line(transfer_s, 0.0),
-        restore=Line(transfer_s, 0.0),
+        prefill=LinearFit(prefill_s, 0.0),
+        save=LinearFit(transfer_s, 0.0),
+        restore=LinearFit(transfer_s, 0.0),
         handling_s=Mean(0.0),
         bytes_per_token=Mean(BYTES_PER_TOKEN),
     )

@@ -40,7 +40,7 @@ PROMPTS = st.builds(
     st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4),
 )
 ANSWERS = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=4).map(tuple)
-Answerable = ef.Save | ef.Restore | ef.Erase | ef.Prefill | ef.Dispatch | ef.Watch
+Answerable = ef.Save | ef.Restore | ef.Erase | ef.Prefill | ef.Dispatch | ef.WatchSlot
 ACTIONS = (ef.Save, ef.Restore, ef.Erase, ef.Prefill)
 
 
@@ -66,9 +66,9 @@ class Op:
     def may_go_to(self, slot: SlotId, prompt: Ids) -> bool:
         """The server may put it there: it goes by the prefix where our slot has nearly all of it
         (llama-server.md section 2.2), and nothing else relies on that."""
-        return self.may_go_anywhere and slot.index in self.places(prompt)
+        return self.may_go_anywhere and slot.index in self.kv_dirs(prompt)
 
-    def places(self, prompt: Ids) -> list[int]:
+    def kv_dirs(self, prompt: Ids) -> list[int]:
         held = self.server.slots[self.slot.index]
         steered = self.server.info.keeps_idle_slots and common(held, prompt) >= len(prompt) - 1 > 0
         return self.server.picks(prompt) if steered else self.server.idle()
@@ -104,7 +104,7 @@ class World:
         self.ops = [
             op
             for op in self.ops
-            if op.server is not self.servers[name] or not isinstance(op.effect, ef.Watch)
+            if op.server is not self.servers[name] or not isinstance(op.effect, ef.WatchSlot)
         ]
         self.servers[name].alive = False
         self.probing.discard(name)
@@ -133,7 +133,7 @@ class World:
                 self.erases(op, op.effect, data.draw(st.integers(0, 4)) > 0)
             case ef.Prefill():
                 self.prefills(op, op.effect, data.draw(st.integers(0, 4)))
-            case ef.Watch():
+            case ef.WatchSlot():
                 if op.server.user_of(op.slot.index) is None:
                     self.ops.remove(op)
                     self.feed(ev.Quiet(op.effect.request, len(op.server.slots[op.slot.index])))
@@ -151,7 +151,7 @@ class World:
             assert tenant_of(effect.namespace) in (owner, NOBODY), "it is another's"
         name = SnapshotId(f"s{len(self.files)}")
         shape = StateShape(op.server.info.n_stream)
-        made = Snapshot(name, effect.namespace, self.place(), pack(held), 1000 * len(held), shape)
+        made = Snapshot(name, effect.namespace, self.kv_dir(), pack(held), 1000 * len(held), shape)
         self.files[name] = made
         self.feed(ev.Saved(effect.request, op.slot, made, 0.001))
 
@@ -251,10 +251,10 @@ class World:
             slots = op.server.idle()
         elif not sent.pin:
             # Between tenants it matters that the longest prefix wins.
-            free = op.server.picks(prompt) if tenant else op.places(prompt)
+            free = op.server.picks(prompt) if tenant else op.kv_dirs(prompt)
             slots = [data.draw(st.sampled_from(free))]
             there = [o for o in self.ops if o.server is op.server and o.slot.index == slots[0]]
-            there = [o for o in there if o is not op and not isinstance(o.effect, ef.Watch)]
+            there = [o for o in there if o is not op and not isinstance(o.effect, ef.WatchSlot)]
             assert all(o.may_go_anywhere for o in there), "the slot is somebody else's"
             self.is_nobodys(SlotId(op.server.info.id, slots[0]), sent.request)
         op.server.start(sent.request, prompt, slots, tenant)
@@ -294,7 +294,14 @@ class World:
 
     def takes(self, effect: ef.Effect) -> None:
         match effect:
-            case ef.Save() | ef.Restore() | ef.Erase() | ef.Prefill() | ef.Dispatch() | ef.Watch():
+            case (
+                ef.Save()
+                | ef.Restore()
+                | ef.Erase()
+                | ef.Prefill()
+                | ef.Dispatch()
+                | ef.WatchSlot()
+            ):
                 self.begins(effect)
             case ef.Cut():
                 assert effect.snapshot.id not in self.gone
@@ -312,7 +319,7 @@ class World:
                 assert name not in self.gone, "deleted twice, or after its quarantine"
                 assert name not in self.restoring(), "deleted while it is being restored"
                 self.gone.add(name)
-            case ef.Release():
+            case ef.Detach():
                 assert self.scheduler.state.fleet.slots.phases(effect.backend)[Phase.IDLE] == 0
                 left = [op for op in self.ops if op.server is self.servers[effect.backend]]
                 # Others may use its slots for ever.
@@ -330,7 +337,7 @@ class World:
         assert op.server.alive, "work for a backend that is down"
         assert op.slot.index < op.server.info.n_slots
         peers = [o for o in self.ops if o.server is op.server and not o.confirmed]
-        if not isinstance(effect, ef.Watch) and not op.may_go_anywhere:
+        if not isinstance(effect, ef.WatchSlot) and not op.may_go_anywhere:
             assert op.server.user_of(op.slot.index) is None, "the slot is somebody else's"
             assert all(o.slot != op.slot for o in peers), "two things at once on a slot"
             astray = [o for o in peers if o.may_go_anywhere and not o.started]
@@ -342,7 +349,8 @@ class World:
             # sent before.
             slots = self.scheduler.state.fleet.slots
             first = [
-                isinstance(o.effect, ef.Prefill) and slots[o.slot].resident.unsure for o in peers
+                isinstance(o.effect, ef.Prefill) and slots[o.slot].resident.may_hold_more
+                for o in peers
             ]
             peers = [o for o, is_first in zip(peers, first, strict=True) if not is_first]
             actions = [o for o in peers if isinstance(o.effect, ACTIONS)]
@@ -373,8 +381,8 @@ class World:
         return slot
 
     @staticmethod
-    def place() -> Any:
-        return backend().place
+    def kv_dir() -> Any:
+        return backend().kv_dir
 
     def restoring(self) -> set[SnapshotId]:
         return {op.effect.snapshot.id for op in self.ops if isinstance(op.effect, ef.Restore)}

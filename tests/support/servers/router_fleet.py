@@ -210,7 +210,7 @@ class Fleet:
 
     async def standings(self) -> Mapping[str, str]:
         """Backends and how they are; asked of the router itself, who may not tell everybody."""
-        directory = self.router.directory
+        directory = self.router.selection
         return {name: directory.standing(name) for name in directory.monitors}
 
 

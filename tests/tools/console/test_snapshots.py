@@ -13,7 +13,7 @@ import pytest
 
 from router.base.clock import wall_now
 from router.base.tokens import pack
-from router.base.types import Namespace, Place, Snapshot, SnapshotId, StateShape
+from router.base.types import KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.tools.cli import main
 from router.tools.console.client import TOKEN_ENV
 from tests.support.servers.fake_llama import FakeLlama
@@ -29,7 +29,7 @@ def snapshot(number: int) -> Snapshot:
     name, space = SnapshotId(f"{number:06d}" + "f" * 26), Namespace(f"space{number % 2}:1=2")
     shape = StateShape(2, (10, 20), extendable=False, media=True) if number == 1 else StateShape(1)
     saved_at = wall_now() - 3600.0 * number
-    return Snapshot(name, space, Place("/kv"), tokens, 2**20 * number, shape, saved_at)
+    return Snapshot(name, space, KvDir("/kv"), tokens, 2**20 * number, shape, saved_at)
 
 
 @pytest.fixture
@@ -123,7 +123,9 @@ async def test_show(fleet: Fleet, capsys: Capture) -> None:
 
 async def test_show_one_in_use(fleet: Fleet, capsys: Capture) -> None:
     engine = fleet.router.engine
-    engine.scheduler.state.fleet.catalog.acquire(snapshot(2).id, asyncio.get_running_loop().time())
+    engine.scheduler.state.fleet.catalog.add_reference(
+        snapshot(2).id, asyncio.get_running_loop().time()
+    )
     await run(fleet, "show", "000002")
     await run(fleet, "show", "000002", "--json")
 
@@ -219,7 +221,7 @@ async def test_purge_dry_run(fleet: Fleet, capsys: Capture) -> None:
 async def test_purge_without_asking(fleet: Fleet, capsys: Capture) -> None:
     """By id; one is in use, and goes later."""
     engine = fleet.router.engine
-    engine.scheduler.state.fleet.catalog.acquire(snapshot(7).id, 0.0)
+    engine.scheduler.state.fleet.catalog.add_reference(snapshot(7).id, 0.0)
     capsys.readouterr()
     assert await run(fleet, "purge", "--yes", "--id", "000007", "--id", "000008") == 0
 

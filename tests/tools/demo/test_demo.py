@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.tools.demo.chat import Answer
+from router.tools.demo.chat import ChatAnswer
 from router.tools.demo.conversation import SCRIPT, Conversations
 from router.tools.demo.demo import demo
 from router.tools.demo.table import Row, summary
@@ -167,7 +167,7 @@ def test_conversations_grow_as_in_a_chat_client() -> None:
 
 
 def test_summary() -> None:
-    row = Row("x", Answer("", 100, 0, 1.0), Answer("", 100, 80, 0.25, "a", "0", "snapshot"))
+    row = Row("x", ChatAnswer("", 100, 0, 1.0), ChatAnswer("", 100, 80, 0.25, "a", "0", "snapshot"))
 
     assert (row.resident, row.snapshot) == (0, 80)
     assert "20 prompt tokens computed instead of 100 (5.0 times fewer)" in summary([row])

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from router.base.types import BackendId, BackendInfo, MemoryKind, Namespace, Place
+from router.base.types import BackendId, BackendInfo, KvDir, MemoryKind, Namespace
 from router.config.schema import BackendConfig, Config, from_flags, parse
 from router.llama.attach.diagnosis import Trouble, Unusable
 from router.llama.attach.monitor import Attached
-from router.llama.attach.probe import MOVES_CHUNKS, NO_KV, SWA_FULL, Padding, Probe
+from router.llama.attach.probe import MOVES_CHUNKS, NO_KV, SWA_FULL, Padding, ProbeResult
 from router.llama.replies import ModelsInfo, Props
 from router.store.format.layout import Layout
-from router.tools.doctor.facts import Facts, Folder, Saved, Words
+from router.tools.doctor.facts import Facts, Folder, SavedFile, Words
 from router.tools.doctor.findings import Finding, Level, of_backend, restores
 from router.tools.doctor.fleet import of_fleet, verdict
 
@@ -21,7 +21,7 @@ NOBODY = "http://127.0.0.1:9"
 GOOD = Facts(
     BackendConfig.model_validate({"url": "http://127.0.0.1:8081", "name": "one", "kv_dir": "/kv"}),
     folder=Folder(True, 0o700, os.geteuid(), True, (1, 1)),
-    saved=Saved(0o600, os.geteuid()),
+    saved=SavedFile(0o600, os.geteuid()),
     words=Words(12, None, None),
     props=Props(
         total_slots=2,
@@ -41,9 +41,9 @@ GOOD = Facts(
 )
 MODELS = ModelsInfo(frozenset({"small"}), 512, 8192, 64, 135_000_000, 98_000_000, "Q4_1", 2, "t")
 INFO = BackendInfo(
-    BackendId("one"), 2, 4096, Namespace("n"), place=Place("/kv"), memory_kind=MemoryKind.FULL
+    BackendId("one"), 2, 4096, Namespace("n"), kv_dir=KvDir("/kv"), memory_kind=MemoryKind.FULL
 )
-PROBE = Probe(
+PROBE = ProbeResult(
     memory_kind=MemoryKind.FULL,
     layout=Layout(blocks=()),
     n_tokens=100,
@@ -99,7 +99,7 @@ WINDOWED: dict[str, object] = {
 
 
 def facts(name: str = "one", /, **changes: object) -> Facts:
-    """A backend with nothing wrong, but for `changes` of Facts, Props, BackendInfo or Probe."""
+    """A backend with nothing wrong, but for `changes` of its parts."""
 
     def of(kind: type) -> dict[str, object]:
         return {key: changes.pop(key) for key in list(changes) if key in kind.__annotations__}
@@ -107,7 +107,7 @@ def facts(name: str = "one", /, **changes: object) -> Facts:
     own = of(Facts)
     assert GOOD.props is not None
     props = replace(GOOD.props, **of(Props))  # type: ignore[arg-type]
-    probe = replace(PROBE, **({"layout": _Full()} | of(Probe)))  # type: ignore[arg-type]
+    probe = replace(PROBE, **({"layout": _Full()} | of(ProbeResult)))  # type: ignore[arg-type]
     seen = {"memory_kind": probe.memory_kind, "keeps_idle_slots": probe.keeps_idle_slots}
     info = replace(INFO, **(seen | of(BackendInfo)))  # type: ignore[arg-type]
     models = replace(MODELS, **of(ModelsInfo))  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def test_a_model_for_embeddings_has_nothing_to_save() -> None:
         ({"unseen": "kvf-1.part"}, "kvf-1.part was left", "--slot-save-path /kv"),
         ({"untried": "every slot is busy"}, "every slot is busy", "try again"),
         ({"can_save": False, "problem": "disk full"}, "disk full", "log"),
-        ({"layout": None, "saved": Saved(0o600, 12345)}, "belongs to uid 12345", "same user"),
+        ({"layout": None, "saved": SavedFile(0o600, 12345)}, "belongs to uid 12345", "same user"),
         ({"layout": None, "problem": "5 bytes are there"}, "5 bytes are there", "free space"),
         ({"restored_extension": 0, "problem": "it gives no cached tokens"}, "0/100", "log"),
         ({"problem": SWA_FULL, "memory_kind": MemoryKind.UNKNOWN}, "wrong answers", "--swa-full"),
@@ -246,12 +246,12 @@ def test_every_trouble_has_an_advice(trouble: Trouble) -> None:
 
 def test_exit_code_follows_the_policy() -> None:
     """A fleet that cannot restore is fine for a policy that never does."""
-    unable = facts(actions=False, place=None)
+    unable = facts(actions=False, kv_dir=None)
 
     assert not restores(unable)
     assert verdict([unable], config())[0] == 1
     assert verdict([unable], config(policy="round_robin"))[0] == 0
-    code, text = verdict([facts(), facts("two", place=None)], config())
+    code, text = verdict([facts(), facts("two", kv_dir=None)], config())
     assert (code, text) == (0, "Ready, but only one can restore KV; see above.")
 
 

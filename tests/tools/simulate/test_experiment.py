@@ -11,10 +11,10 @@ from router.tools.simulate.experiment import Experiment
 from router.tools.simulate.fleet import Setup
 from router.tools.simulate.hardware import PRESETS
 from router.tools.simulate.measure import percentiles
-from router.tools.simulate.trace import Line, Trace
+from router.tools.simulate.trace import TraceRow, TraceWorkload
 
 LINES = [
-    Line(20_000.0 * n, 2048, 80, (n % 3, 10 + n % 3, 20 + n % 3, 30 + n))  # three in turn
+    TraceRow(20_000.0 * n, 2048, 80, (n % 3, 10 + n % 3, 20 + n % 3, 30 + n))  # three in turn
     for n in range(12)
 ]
 GIB = 1024**3
@@ -23,7 +23,7 @@ GIB = 1024**3
 def experiment(scale: int = 1, **more: object) -> Experiment:
     given: dict[str, object] = {
         "setup": Setup(PRESETS["gpu-8b"], servers=1, slots=2, scale=scale),
-        "source": partial(Trace, LINES, scale),
+        "source": partial(TraceWorkload, LINES, scale),
         "policies": (PolicyName.PREFER_IDLE, PolicyName.ROUND_ROBIN),
         "budgets": (0, UNLIMITED),
     }

@@ -15,9 +15,9 @@ from router.core.model.snapshot_limits import UNLIMITED
 from router.tools.simulate.fleet import Setup
 from router.tools.simulate.hardware import PRESETS, Hardware
 from router.tools.simulate.losses import Losses
-from router.tools.simulate.requests import Ask
+from router.tools.simulate.requests import SimulatedRequest
 from router.tools.simulate.simulator import Simulator
-from router.tools.simulate.trace import Line, Trace
+from router.tools.simulate.trace import TraceRow, TraceWorkload
 from router.tools.simulate.workload import WORKLOADS, Workload
 
 # A token of prompt takes 10 ms and of an answer 100 ms; a state of 512 tokens is saved in 0.512 s.
@@ -32,7 +32,7 @@ POLICIES = [*MOVING, PolicyName.STICKY, PolicyName.ROUND_ROBIN, PolicyName.LEAST
 class Script:
     """These requests and no others."""
 
-    asks: list[Ask]
+    asks: list[SimulatedRequest]
     answered: dict[str, list[bool]] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
 
@@ -40,10 +40,10 @@ class Script:
     def total(self) -> int:
         return len(self.asks)
 
-    def arrivals(self) -> Iterator[Ask]:
+    def arrivals(self) -> Iterator[SimulatedRequest]:
         return iter(self.asks)
 
-    def then(self, ask: Ask, now: float, *, answered: bool) -> list[Ask]:
+    def then(self, ask: SimulatedRequest, now: float, *, answered: bool) -> list[SimulatedRequest]:
         self.answered.setdefault(ask.id, []).append(answered)
         self.times[ask.id] = now
         return []
@@ -53,9 +53,11 @@ def ids(n: int, first: int = 0) -> Tokens:
     return pack(range(first, first + n))
 
 
-def ask(name: str, at: float, prompt: Tokens, n_answer: int = 11, **more: float) -> Ask:
+def ask(
+    name: str, at: float, prompt: Tokens, n_answer: int = 11, **more: float
+) -> SimulatedRequest:
     answer = ids(n_answer, 1_000_000 + hash(at) % 1000 * 1000)
-    return Ask(RequestId(name), at, Prompt(prompt), answer, **more)  # type: ignore[arg-type]
+    return SimulatedRequest(RequestId(name), at, Prompt(prompt), answer, **more)  # type: ignore[arg-type]
 
 
 def setup(policy: PolicyName = PolicyName.LEAST_BUSY, **more: object) -> Setup:
@@ -63,7 +65,9 @@ def setup(policy: PolicyName = PolicyName.LEAST_BUSY, **more: object) -> Setup:
     return Setup(policy=Policy(policy), **(given | more))  # type: ignore[arg-type]
 
 
-def play(of: Setup, source: Script | Trace | Workload, losses: Losses | None = None) -> Simulator:
+def play(
+    of: Setup, source: Script | TraceWorkload | Workload, losses: Losses | None = None
+) -> Simulator:
     made = Simulator(of.scheduler_of(), of.servers_of(), source, losses=losses)
     made.run()
     return made
@@ -73,9 +77,13 @@ def test_a_trace_by_hand() -> None:
     """One slot. r0: 512 tokens in 5.12 s, ten more tokens of answer in 1 s. r1 came at 1 s, waits
     until 6.12, and has 512 of its 1,024 tokens: first token at 11.24. r2 came at 20 s, and shares
     one block of its 600 tokens."""
-    lines = [Line(0, 512, 11, (0,)), Line(1000, 1024, 11, (0, 1)), Line(20_000, 600, 1, (0, 2))]
+    lines = [
+        TraceRow(0, 512, 11, (0,)),
+        TraceRow(1000, 1024, 11, (0, 1)),
+        TraceRow(20_000, 600, 1, (0, 2)),
+    ]
 
-    meter = play(setup(), Trace(lines)).meter
+    meter = play(setup(), TraceWorkload(lines)).meter
 
     assert meter.ttft_s == pytest.approx([5.12, 10.24, 0.88])
     assert meter.waited_s == pytest.approx([0.0, 5.12, 0.0])
@@ -132,7 +140,7 @@ def test_a_client_that_leaves_while_it_waits() -> None:
     meter = play(setup(), source).meter
     assert source.answered == {"a": [True], "b": [False]}
     assert source.times["b"] == 3.0
-    assert (meter.answered, meter.left) == (1, 1)
+    assert (meter.answered, meter.abandoned) == (1, 1)
 
 
 def test_a_client_that_leaves_during_its_answer() -> None:
@@ -151,7 +159,7 @@ def test_a_client_that_leaves_during_the_routers_own_prefill() -> None:
     source = Script([ask("a", 0.0, ids(900), leaves_after_s=2.0), ask("b", 2.5, ids(9, 7_000), 1)])
     made = play(setup(PolicyName.PREFER_IDLE), source)
     assert source.times == {"a": 2.0, "b": pytest.approx(3.0 + 0.12 + 0.09)}
-    assert made.meter.left == 1
+    assert made.meter.abandoned == 1
 
 
 def test_a_prompt_that_fits_nowhere() -> None:
@@ -198,7 +206,7 @@ def test_the_same_again(policy: PolicyName, kind: MemoryKind) -> None:
 def conserved(made: Simulator, requests: int) -> None:
     meter = made.meter
     assert meter.arrived == requests
-    assert meter.answered + meter.left + meter.rejected.total() == requests
+    assert meter.answered + meter.abandoned + meter.rejected.total() == requests
     assert sum(meter.reused_tokens.values()) + meter.computed_tokens == meter.prompt_tokens
     assert meter.plans.total() == meter.answered == len(meter.ttft_s) == len(meter.waited_s)
     on_servers = sum(server.computed_tokens for server in made.servers.values())
@@ -235,7 +243,7 @@ def test_everybody_gets_one_answer(
 ) -> None:
     """Whatever comes, and whoever leaves."""
     asks = [
-        Ask(
+        SimulatedRequest(
             RequestId(f"r{n}"),
             at,
             Prompt(pack([token for token in prompt for _ in range(40)])),

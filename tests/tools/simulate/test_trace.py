@@ -7,18 +7,18 @@ import pytest
 
 from router.base.tokens import common_prefix, count
 from router.base.types import RequestId
-from router.tools.simulate.requests import Ask
-from router.tools.simulate.trace import Line, Trace, TraceError, read_trace
+from router.tools.simulate.requests import SimulatedRequest
+from router.tools.simulate.trace import TraceError, TraceRow, TraceWorkload, read_trace
 
 LINES = [
-    Line(1000, 1000, 20, (0, 1)),
-    Line(3000, 1024, 30, (0, 2)),
-    Line(5000, 1300, 4, (0, 1, 3)),
+    TraceRow(1000, 1000, 20, (0, 1)),
+    TraceRow(3000, 1024, 30, (0, 2)),
+    TraceRow(5000, 1300, 4, (0, 1, 3)),
 ]
 
 
-def asks(*lines: Line, **more: float) -> list[Ask]:
-    return list(Trace(list(lines), **more).arrivals())  # type: ignore[arg-type]
+def asks(*lines: TraceRow, **more: float) -> list[SimulatedRequest]:
+    return list(TraceWorkload(list(lines), **more).arrivals())  # type: ignore[arg-type]
 
 
 def test_equal_blocks_are_equal_tokens() -> None:
@@ -92,7 +92,7 @@ def test_empty(tmp_path: Path) -> None:
 
 
 def test_too_many_blocks_for_token_ids() -> None:
-    line = Line(0, 512, 1, (4_000_000,))
+    line = TraceRow(0, 512, 1, (4_000_000,))
     with pytest.raises(TraceError, match="larger scale"):
-        Trace([line])
+        TraceWorkload([line])
     assert len(asks(line, scale=8)[0].prompt) == 64

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from router.base.tokens import common_prefix, count
-from router.tools.simulate.requests import Ask
+from router.tools.simulate.requests import SimulatedRequest
 from router.tools.simulate.workload import WORKLOADS, Workload
 
 HABITS = replace(WORKLOADS["chat"], leave_chance=0.0)
 
 
-def served(workload: Workload) -> list[Ask]:
+def served(workload: Workload) -> list[SimulatedRequest]:
     """Everything, each answered after a second."""
     pending, done = list(workload.arrivals()), []
     while pending:
@@ -24,7 +24,7 @@ def served(workload: Workload) -> list[Ask]:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_same_for_a_seed(name: str) -> None:
-    def made(seed: int) -> list[Ask]:
+    def made(seed: int) -> list[SimulatedRequest]:
         return served(Workload(WORKLOADS[name], 200, 10, 32_768, seed))
 
     assert made(1) == made(1)

@@ -99,7 +99,7 @@ async def test_nobody_looks_at_a_drained_backend(a: FakeLlama, fleet: Fleet) -> 
     await fleet.operate("a", "drain")
     await fleet.until_is("a", "drained")
     seen = len(a.seen)
-    fleet.router.directory.doubt(BackendId("a"))
+    fleet.router.selection.doubt(BackendId("a"))
     for _ in range(3):
         await fleet.complete(PROMPT)
     await a.go_down()

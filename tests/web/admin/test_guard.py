@@ -68,7 +68,7 @@ PAGE = {"Sec_Fetch_Site": "same-origin"}
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8080", "127.0.0.1:80", "[::1]:8080"])
 def test_without_a_token_looking_is_for_this_machine(host: str) -> None:
-    Guard(None, protects_reads=True).check_look(asked(Host=host, **PAGE))
+    Guard(None, protects_reads=True).check_read(asked(Host=host, **PAGE))
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_without_a_token_looking_is_for_this_machine(host: str) -> None:
 )
 def test_not_by_a_name_that_may_have_been_rebound(host: str) -> None:
     guard = Guard(None, protects_reads=True)
-    assert not guard.may_look(asked(Host=host, **PAGE))
+    assert not guard.may_read(asked(Host=host, **PAGE))
     with pytest.raises(ForbiddenError, match="localhost"):
-        guard.check_look(asked(Host=host))
+        guard.check_read(asked(Host=host))
     guard.protects_reads = False
-    guard.check_look(asked(Host=host, **PAGE))
+    guard.check_read(asked(Host=host, **PAGE))

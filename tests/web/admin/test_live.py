@@ -14,8 +14,8 @@ from aiohttp import web
 
 from router.base.tasks import Tasks
 from router.base.tokens import pack
-from router.base.types import MemoryKind, Place, RequestId, Snapshot, SnapshotId
-from router.telemetry.decision_log import Entry
+from router.base.types import KvDir, MemoryKind, RequestId, Snapshot, SnapshotId
+from router.telemetry.decision_log import LoggedDecision
 from router.web.admin import live
 from router.web.admin.live import Live, Subject
 from router.web.admin.state_json import Picture, Row, picture_of
@@ -92,7 +92,7 @@ async def watching(fleet: Fleet) -> AsyncIterator[Viewer]:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(live, "REFRESH_EVERY_S", 0.01)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ async def test_changes_lead_to_what_there_is(fleet: Fleet) -> None:
         await fleet.until_quiet()
 
         def caught_up() -> bool:
-            engine, directory = fleet.router.engine, fleet.router.directory
+            engine, directory = fleet.router.engine, fleet.router.selection
             there = json.loads(json.dumps(picture_of(engine, directory, 0.0)))
             shown = json.loads(json.dumps(viewer.picture))
             shown["fleet"].pop("snapshots")
@@ -198,7 +198,7 @@ async def test_a_large_fleet_fits_into_few_bytes(tmp_path: Path) -> None:
         for i in range(10_000):
             name = SnapshotId(f"{i:032x}")
             tokens = pack([i] * 8)
-            snapshot = Snapshot(name, namespace, Place(str(tmp_path)), tokens, 10)
+            snapshot = Snapshot(name, namespace, KvDir(str(tmp_path)), tokens, 10)
             catalog.add(snapshot, MemoryKind.FULL, 1.0)
         async with watching(fleet) as viewer:
             await viewer.next()
@@ -282,7 +282,7 @@ class World:
 
     def __init__(self) -> None:
         self.tasks = Tasks()
-        self.entries: list[Entry] = []
+        self.entries: list[LoggedDecision] = []
         self.viewers: list[asyncio.Task[None]] = []
         self.looks = 0
         self.number = 0
@@ -369,15 +369,15 @@ async def test_nobody_looks_when_nobody_watches(world: World) -> None:
 
 async def test_a_request_that_was_sent_once_more(world: World) -> None:
     """Its first entry is gone from the journal; those before it are not told again."""
-    world.entries = older = [Entry(RequestId("x"), 0.0, "ok", "")]
+    world.entries = older = [LoggedDecision(RequestId("x"), 0.0, "ok", "")]
     connection = Connection()
     world.show(connection)
     await connection.next()
     await connection.next()
     told = []
     for entry in (
-        Entry(RequestId("y"), 1.0, "backend_error", ""),
-        Entry(RequestId("y"), 2.0, "ok", ""),
+        LoggedDecision(RequestId("y"), 1.0, "backend_error", ""),
+        LoggedDecision(RequestId("y"), 2.0, "ok", ""),
     ):
         world.entries = [entry, *older]
         (row,) = (await connection.next()).data["decisions"]
@@ -388,14 +388,14 @@ async def test_a_request_that_was_sent_once_more(world: World) -> None:
 
 async def test_what_came_since_the_last_look_is_told_once(world: World) -> None:
     """To somebody who comes before the next one: not in the picture and then as a change."""
-    world.entries = [Entry(RequestId("x"), 0.0, "ok", "")]
+    world.entries = [LoggedDecision(RequestId("x"), 0.0, "ok", "")]
     first, second = Connection(), Connection()
     world.show(first)
     await first.next()
     await first.next()
     world.number = 1
     await first.next()  # the picture that was made for it is out of date
-    world.entries = [Entry(RequestId("y"), 1.0, "ok", ""), *world.entries]
+    world.entries = [LoggedDecision(RequestId("y"), 1.0, "ok", ""), *world.entries]
     world.number = 2
     world.show(second)
     decisions: list[Json] = []

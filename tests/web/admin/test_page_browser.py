@@ -42,7 +42,7 @@ DETAIL = {
         "snapshot": None,
         "common_tokens": 200,
         "held_tokens": 307,
-        "parts": True,
+        "diverges": True,
         "part": {"what": "message", "index": 1, "role": "user", "n_messages": 4},
         "part_unknown": None,
         "before": {"ids": [7, 8, 9], "text": None},
@@ -56,7 +56,7 @@ DETAIL = {
             "source": "snapshot",
             "reused_tokens": 200,
             "total_s": 0.5,
-            "parts_s": {"restore": 0.5},
+            "breakdown_s": {"restore": 0.5},
         },
         "losers": [
             {
@@ -65,7 +65,7 @@ DETAIL = {
                 "source": "cold",
                 "reused_tokens": 0,
                 "total_s": 1.54,
-                "parts_s": {"save_displaced": 0.04, "prefill": 1.5},
+                "breakdown_s": {"save_displaced": 0.04, "prefill": 1.5},
             }
         ],
     },

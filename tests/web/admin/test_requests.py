@@ -67,7 +67,11 @@ async def test_one_that_was_served(fleet: Fleet) -> None:
     assert told["missed"] == {"diverged": 50}
     nearest = told["nearest"]
     assert nearest["slot"] == {"backend": "a", "index": answer.slot[1]}
-    assert (nearest["common_tokens"], nearest["held_tokens"], nearest["parts"]) == (200, 307, True)
+    assert (nearest["common_tokens"], nearest["held_tokens"], nearest["diverges"]) == (
+        200,
+        307,
+        True,
+    )
     assert nearest["before"] == {"ids": [ord("p")] * 10, "text": None}
     assert nearest["prompt"] == {"ids": [ord("x")] * 10, "text": None}
     assert nearest["held"] == {"ids": [ord("p")] * 10, "text": None}

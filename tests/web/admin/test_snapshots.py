@@ -11,7 +11,7 @@ import pytest
 
 from router.base.clock import wall_now
 from router.base.tokens import pack
-from router.base.types import Namespace, Place, Snapshot, SnapshotId
+from router.base.types import KvDir, Namespace, Snapshot, SnapshotId
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Answer, Fleet, running
 
@@ -38,7 +38,7 @@ def made(number: int, *, tokens: int = 10, size: int = 100, age_h: float = 0.0) 
     ids = pack(range(first, first + tokens))
     saved_at = wall_now() - age_h * HOUR_S
     name, space = SnapshotId(f"{number:08x}ff"), Namespace("odd" if number % 2 else "even")
-    return Snapshot(name, space, Place("/kv"), ids, size, saved_at=saved_at)
+    return Snapshot(name, space, KvDir("/kv"), ids, size, saved_at=saved_at)
 
 
 async def told(fleet: Fleet, *snapshots: Snapshot) -> None:
@@ -72,7 +72,7 @@ async def test_what_was_saved_is_listed(fake: FakeLlama, tmp_path: Path) -> None
         one = (await fleet.get(f"{PATH}/{row['id'][:6]}")).json
 
     assert (row["tokens"], row["uses"], row["in_use"]) == (307, 1, 0)
-    assert (row["place"], row["extendable"], row["media"]) == (str(tmp_path), True, False)
+    assert (row["kv_dir"], row["extendable"], row["media"]) == (str(tmp_path), True, False)
     assert (tmp_path / row["file"]).stat().st_size == row["size_bytes"]
     assert 0 <= row["age_s"] < 60
     assert row["idle_s"] is None
@@ -124,7 +124,7 @@ async def test_filters_and_order(fleet: Fleet, query: dict[str, str], expected: 
 async def test_what_was_used_is_not_unused(fleet: Fleet) -> None:
     await told(fleet, *FOUR)
     catalog = fleet.router.engine.scheduler.state.fleet.catalog
-    catalog.acquire(FOUR[2].id, 0.0)
+    catalog.add_reference(FOUR[2].id, 0.0)
 
     assert ids_of(await fleet.get(f"{PATH}?unused=true")) == [4, 2, 1]
     assert ids_of(await fleet.get(f"{PATH}?sort=least_used")) == [1, 2, 4, 3]

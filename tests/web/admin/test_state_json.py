@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from router.base.tokens import pack
 from router.base.types import (
     BackendId,
+    KvDir,
     Lease,
     MemoryKind,
     Namespace,
-    Place,
     RequestId,
     SlotId,
     Snapshot,
@@ -24,11 +24,11 @@ from router.base.types import (
 from router.core.fleet.catalog import Catalog
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import (
+    CheckSlotStep,
     CutStep,
     DispatchStep,
     EraseStep,
     Job,
-    LookStep,
     PrefillStep,
     RestoreStep,
     SaveStep,
@@ -85,7 +85,7 @@ def catalog_of(n: int) -> Catalog:
     for i in range(n):
         tokens = pack([i, *[7] * (1 + i % 5)])
         name = SnapshotId(f"{i:032x}")
-        snapshot = Snapshot(name, Namespace("n"), Place("/kv"), tokens, 10)
+        snapshot = Snapshot(name, Namespace("n"), KvDir("/kv"), tokens, 10)
         catalog.add(snapshot, MemoryKind.FULL, 1.0)
     return catalog
 
@@ -93,7 +93,7 @@ def catalog_of(n: int) -> Catalog:
 async def test_ten_thousand_snapshots_in_few_numbers() -> None:
     catalog = catalog_of(10_000)
     used = SnapshotId(f"{1234:032x}")
-    catalog.acquire(used, 0.0)
+    catalog.add_reference(used, 0.0)
     turns = 0
 
     async def another() -> None:
@@ -156,6 +156,6 @@ def test_every_step_has_a_word() -> None:
         doing = step.__new__(step)
         if step is SaveStep:
             doing = SaveStep(TO, SaveReason.IDLE)
-        if step in (EraseStep, LookStep):
+        if step in (EraseStep, CheckSlotStep):
             doing = step(TO)
         assert slot_row(Slot(TO, holder=HOLDER), {HOLDER: job_of(doing)})["doing"]

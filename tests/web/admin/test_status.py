@@ -151,7 +151,7 @@ async def test_a_dry_run_does_nothing(
     assert (answer["unknown"] is None) == (tokens is not None)
     chosen = answer["plan"]["chosen"]
     assert chosen["backend"] == "a"
-    assert chosen["total_s"] == pytest.approx(sum(chosen["parts_s"].values()), abs=1e-5)
+    assert chosen["total_s"] == pytest.approx(sum(chosen["breakdown_s"].values()), abs=1e-5)
     assert all(loser["total_s"] >= chosen["total_s"] for loser in answer["plan"]["losers"])
     assert dict(fake.counts) == before
     assert (await fleet.state())["slots"] == slots
@@ -167,4 +167,4 @@ async def test_a_dry_run_says_what_then_happens(fleet: Fleet) -> None:
 
     assert planned["plan"]["chosen"]["source"] == answer.source == "resident"
     assert planned["plan"]["chosen"]["reused_tokens"] == answer.cached
-    assert planned["plan"]["pauses"] == []
+    assert planned["plan"]["boundary_saves"] == []

@@ -15,25 +15,25 @@ from router.base.types import (
     NOBODY,
     BackendId,
     BackendInfo,
+    KvDir,
     MemoryKind,
-    Place,
     Prompt,
     RequestId,
     Tenant,
 )
 from router.engine.engine import Engine
-from router.engine.loop_throttle import Turnstile
+from router.engine.loop_throttle import LoopThrottle
 from router.llama.attach.monitor import Monitor
 from router.llama.wire import ParsedRequest, Route, parse_request
 from router.prompts.reader import PromptReader
-from router.telemetry.decision_log import Journal
-from router.web.api.backend_selection import Directory
+from router.telemetry.decision_log import DecisionLog
+from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
 from router.web.server.settings import Settings
 from tests.support.scheduler.build import backend
 
-PLACE = Place("/kv")
+PLACE = KvDir("/kv")
 CHAT = parse_request(Route.CHAT, {"messages": [], "model": "m"})
 
 
@@ -55,23 +55,23 @@ class Reader:
         return Prompt()
 
 
-def directory_of(*infos: BackendInfo, reader: Reader | None = None) -> Directory:
+def directory_of(*infos: BackendInfo, reader: Reader | None = None) -> BackendSelection:
     return reading({info.id: (info, reader) for info in infos})
 
 
-def reading(backends: Mapping[str, tuple[BackendInfo, Reader | None]]) -> Directory:
+def reading(backends: Mapping[str, tuple[BackendInfo, Reader | None]]) -> BackendSelection:
     """Backends by name, in the order in which they came up, and who reads for them."""
     infos = {info.id: info for info, _ in backends.values()}
     readers = {info.id: cast(PromptReader, one) for info, one in backends.values() if one}
     monitors = {name: monitor_of(name, set(info.models)) for name, info in infos.items()}
     engine = cast(Engine, SimpleNamespace(infos=infos))
-    return Directory(monitors, readers, engine, reads_prompts=True)
+    return BackendSelection(monitors, readers, engine, reads_prompts=True)
 
 
 def info_of(
-    name: str, kind: MemoryKind, model: str = "m", place: Place | None = PLACE
+    name: str, kind: MemoryKind, model: str = "m", kv_dir: KvDir | None = PLACE
 ) -> BackendInfo:
-    return backend(name, memory_kind=kind, models=frozenset({model}), place=place)
+    return backend(name, memory_kind=kind, models=frozenset({model}), kv_dir=kv_dir)
 
 
 def monitor_of(name: str, models: set[str], *, generates: bool = True) -> Monitor:
@@ -101,13 +101,13 @@ async def test_who_names_no_model_does_not_mean_one_without_kv(
     up = {BackendId("e"): info_of("e", MemoryKind.UNKNOWN, model="e")}
     readers = {BackendId("e"): cast(PromptReader, Reader())}
     engine = cast(Engine, SimpleNamespace(infos=up))
-    directory = Directory(monitors, readers, engine, reads_prompts=True)
+    directory = BackendSelection(monitors, readers, engine, reads_prompts=True)
     assert directory.without_kv(model) == avoided
     _, reader = await directory.read(CHAT, model, NOBODY, directory.without_kv(model))
     assert (reader is None) == (bool(avoided) or model == "c")
 
 
-async def asked(directory: Directory, model: str = "m") -> tuple[Prompt, Reader | None]:
+async def asked(directory: BackendSelection, model: str = "m") -> tuple[Prompt, Reader | None]:
     prompt, reader = await directory.read(CHAT, model, NOBODY, directory.without_kv(model))
     return prompt, cast(Reader | None, reader)
 
@@ -154,7 +154,7 @@ def test_boundaries_are_for_states_that_are_extended_only(kind: MemoryKind) -> N
 
 
 def test_boundaries_are_for_states_that_are_saved() -> None:
-    assert not directory_of(info_of("a", MemoryKind.HYBRID, place=None)).wants_boundaries("m")
+    assert not directory_of(info_of("a", MemoryKind.HYBRID, kv_dir=None)).wants_boundaries("m")
     assert not directory_of().wants_boundaries("m")
 
 
@@ -170,7 +170,7 @@ def test_one_backend_of_the_model_is_enough() -> None:
 async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: MemoryKind) -> None:
     reader = Reader()
     directory = directory_of(info_of("a", kind), reader=reader)
-    journal = Journal(0, lambda: 0.0)
+    journal = DecisionLog(0, lambda: 0.0)
     keys = Keys(cast(Telemetry, None))
     completions = Completions(
         cast(Engine, None),
@@ -179,7 +179,7 @@ async def test_a_completion_is_read_with_the_boundaries_that_are_wanted(kind: Me
         lambda coro, *, name: None,
         Settings(),
         keys,
-        Turnstile(MonotonicClock()),
+        LoopThrottle(MonotonicClock()),
     )
     nobody = SimpleNamespace(headers={}, remote=None, get=lambda _: None)
     http = cast(web.Request, nobody)

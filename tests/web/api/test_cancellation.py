@@ -181,7 +181,7 @@ async def test_slot_is_not_leased_again_before_the_backend_is_idle(
     fake.decode_gate.clear()
     async with leaving(fleet, PROMPT):
         await fake.until(lambda: fake.slots[0].busy)
-    await fleet.until(phase("draining"))
+    await fleet.until(phase("abandoned"))
     async with asyncio.TaskGroup() as group:
         task = group.create_task(fleet.complete("next"))
         await fleet.until(waiting(1))

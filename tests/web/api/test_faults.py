@@ -403,7 +403,7 @@ async def test_stranger_on_a_slot(two: Two) -> None:
             await response.content.readuntil(b"\n\n")
             async with running(two.backends[:1], two.kv_dir) as fleet:
                 state = await fleet.state()
-                assert [slot["phase"] for slot in state["slots"]] == ["draining", "idle"]
+                assert [slot["phase"] for slot in state["slots"]] == ["abandoned", "idle"]
                 for i in range(3):
                     answer = await fleet.complete(f"{i}" * 300, n_predict=2)
                     assert answer.slot == ("a", 1)

@@ -35,7 +35,7 @@ class Flaky(FakeLlama):
         self.on_rendered: Callable[[], None] = lambda: None
         self.slow = False  # to render
         self.loading = False
-        self.looked_at = asyncio.Event()
+        self.scanned = asyncio.Event()
         self.goes_on = asyncio.Event()
         self.goes_on.set()
 
@@ -57,10 +57,10 @@ class Flaky(FakeLlama):
         if request.path == TEMPLATE:
             self.on_rendered()
         if request.path == "/props":
-            self.looked_at.set()
+            self.scanned.set()
         if request.path == TEMPLATE and self.slow:
-            self.looked_at.clear()
-            await self.looked_at.wait()
+            self.scanned.clear()
+            await self.scanned.wait()
         return await FakeLlama._front(self, request, handler)
 
     @property
@@ -183,7 +183,7 @@ async def test_one_that_loads_its_model_says_nothing_of_the_prompt(tmp_path: Pat
 async def test_it_is_who_hangs_that_is_looked_at(tmp_path: Path) -> None:
     """The one that renders is well; the one that tokenizes for all of the model is not."""
     async with two(tmp_path) as at:
-        reader = at.fleet.router.directory.reader_of(BackendId("first"))
+        reader = at.fleet.router.selection.reader_of(BackendId("first"))
         assert reader is not None
         speakers = reader._vocabulary.tokenizer._call.__self__  # type: ignore[attr-defined]
         reading, other = at.fleet.router.engine.infos
@@ -207,7 +207,7 @@ async def test_a_prompt_whose_last_reader_went_meanwhile_is_read_when_it_is_back
             for one in (at.a, at.b):
                 one.goes_on.set()
             for name in ("first", "second"):
-                at.fleet.router.directory.doubt(BackendId(name))
+                at.fleet.router.selection.doubt(BackendId(name))
 
         assert asked.result().cached > 200
 

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from router.telemetry.tracing import Tracing
+from router.telemetry.tracing import OtelTracing
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
 
@@ -41,7 +41,7 @@ async def fleet(
 ) -> AsyncIterator[Fleet]:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    async with running([("a", fake.url)], tmp_path, tracing=Tracing(provider)) as router:
+    async with running([("a", fake.url)], tmp_path, tracing=OtelTracing(provider)) as router:
         yield router
 
 

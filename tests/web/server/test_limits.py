@@ -12,7 +12,7 @@ from aiohttp import web
 
 from router.base.clock import MonotonicClock
 from router.base.errors import TooManyConnectionsError
-from router.engine.loop_throttle import Turnstile
+from router.engine.loop_throttle import LoopThrottle
 from router.web.server.listener import Listener, _Connection, client_of
 from router.web.server.settings import Settings
 from tests.support.servers.recorder import exchange
@@ -205,8 +205,8 @@ async def test_half_a_head_while_an_answer_is_made() -> None:
         transport.get_extra_info.return_value = None
         transport.is_closing.return_value = False
         transport.close.side_effect = closed.set
-        turnstile = Turnstile(MonotonicClock())
-        connection = Listener(handle, settings, lambda *_: None, turnstile)()
+        throttle = LoopThrottle(MonotonicClock())
+        connection = Listener(handle, settings, lambda *_: None, throttle)()
         connection.connection_made(transport)
         await asyncio.sleep(0)
         connection.data_received(KEPT)
@@ -282,8 +282,8 @@ def error_or_good(answer: bytes) -> str:
 
 async def test_a_reload_counts_for_new_connections() -> None:
     settings = Settings(connections=-1, connections_per_client=-1)
-    turnstile = Turnstile(MonotonicClock())
-    listener = Listener(_never, settings, lambda *_: None, turnstile)
+    throttle = LoopThrottle(MonotonicClock())
+    listener = Listener(_never, settings, lambda *_: None, throttle)
     listener.admit("a")
     listener.admit("b")
     settings.connections_per_client = 1
@@ -299,16 +299,16 @@ async def test_a_reload_counts_for_new_connections() -> None:
 
 async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None:
     """aiohttp closes one that has been idle for long; of this one it knows nothing yet."""
-    turnstile, line = Turnstile(MonotonicClock()), list[Callable[[], object]]()
+    throttle, line = LoopThrottle(MonotonicClock()), list[Callable[[], object]]()
     settings = Settings(connections=-1, connections_per_client=-1)
-    listener = Listener(_never, settings, lambda *_: None, turnstile)
+    listener = Listener(_never, settings, lambda *_: None, throttle)
     connection, transport = listener(), Mock()
     transport.get_extra_info.return_value = None
     connection.connection_made(transport)
     await asyncio.sleep(0)
     connection._keepalive = True  # it has had an answer before
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turnstile, "call", line.append)
+        patch.setattr(throttle, "call", line.append)
         connection.data_received(KEPT)
     connection._process_keepalive()
     transport.close.assert_not_called()
@@ -318,9 +318,9 @@ async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None
 
 async def test_a_head_that_drips_while_the_router_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece waits for its turn. That is not the client's time, and gives it no other."""
-    turnstile, line = Turnstile(MonotonicClock()), list[Callable[[], object]]()
+    throttle, line = LoopThrottle(MonotonicClock()), list[Callable[[], object]]()
     settings = Settings(-1, -1, *(8192, 8192, 100), header_timeout_s=10.0)
-    connection, transport = Listener(_never, settings, lambda *_: None, turnstile)(), Mock()
+    connection, transport = Listener(_never, settings, lambda *_: None, throttle)(), Mock()
     transport.get_extra_info.return_value = None
     connection.connection_made(transport)
     assert isinstance(connection, _Connection)
@@ -336,18 +336,18 @@ async def test_a_head_that_drips_while_the_router_is_busy(monkeypatch: pytest.Mo
     connection._loop = Mock(wraps=connection._loop)
     connection._loop.time.side_effect = lambda: now
     connection._loop.call_later.side_effect = call_later
-    monkeypatch.setattr(turnstile, "call", line.append)
+    monkeypatch.setattr(throttle, "call", line.append)
     for piece in (b"GET / HTTP/1.1\r\n", b"A: ", b"b", b"c", b"d"):
         connection.data_received(piece)
         assert all(timer.cancel.called for timer in timers)
-        now += 100.0  # at the turnstile
+        now += 100.0  # at the throttle
         line.pop()()
         now += 3.0  # until there is more
     assert given == [10.0, 7.0, 4.0, 1.0, 0.0]
     connection.data_received(b"\r\n\r\n")
     line.pop()()  # the last of it was here before its time was up
     assert timers[-1].cancel.called
-    assert connection._head_left_s is None  # the next has its own
+    assert connection._head_remaining_s is None  # the next has its own
     connection.force_close()
 
 
@@ -355,7 +355,7 @@ async def test_a_request_that_waits_for_its_turn_is_answered_at_the_end() -> Non
     """It has begun for its client, who would not know whether to send it again."""
     came = asyncio.Event()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Turnstile, "_has_room", lambda _: came.set())
+        patch.setattr(LoopThrottle, "_has_room", lambda _: came.set())
         async with limited("connections: 10") as fleet:
             reader, writer = await fleet.connect()
             writer.write(KEPT)

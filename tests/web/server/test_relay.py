@@ -11,13 +11,13 @@ from multidict import CIMultiDict
 
 from router.base.clock import MonotonicClock
 from router.base.types import Outcome
-from router.engine.loop_throttle import Turnstile
+from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import RelayedResponse
 from router.web.server.relay import Capture, forward_headers, relay
 from router.web.server.settings import Settings
 
 MEGABYTE = 2**20
-TURNSTILE = Turnstile(MonotonicClock())
+TURNSTILE = LoopThrottle(MonotonicClock())
 
 
 def test_headers_of_a_hop_stay_behind() -> None:

@@ -9,7 +9,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from router.llama.client import RelayedResponse
 from router.llama.http1 import Header
-from router.web.server.relayed_response import Answer
+from router.web.server.relayed_response import RelayedAnswer
 
 LENGTH = (b"Content-Length", b"2")
 
@@ -35,7 +35,7 @@ async def sent(
 ) -> tuple[bool, list[str], bytes]:
     """Whether the connection stays open; the lines of the head; what comes after it."""
     upstream = SimpleNamespace(status=status, reason="Fine", headers=list(headers))
-    answer = Answer(cast(RelayedResponse, upstream), own or {})
+    answer = RelayedAnswer(cast(RelayedResponse, upstream), own or {})
     writer = Writer()
     request = make_mocked_request(method, "/", client, version=version, writer=writer)
     await answer.prepare(request)
@@ -61,7 +61,7 @@ async def test_what_the_backend_says_of_its_own_hop_stays_behind() -> None:
 
 async def test_head_and_body_are_one_write() -> None:
     upstream = SimpleNamespace(status=200, reason="OK", headers=[LENGTH])
-    answer, writer = Answer(cast(RelayedResponse, upstream), {}), Writer()
+    answer, writer = RelayedAnswer(cast(RelayedResponse, upstream), {}), Writer()
     await answer.prepare(make_mocked_request("GET", "/", writer=writer))
     await answer.write_eof(b"ok")
 
@@ -102,7 +102,7 @@ async def test_the_connection_stays_open_as_the_client_wants(
 ) -> None:
     closing = connection == "close"
     upstream = SimpleNamespace(status=200, reason="OK", headers=[LENGTH])
-    answer, writer = Answer(cast(RelayedResponse, upstream), {}), Writer()
+    answer, writer = RelayedAnswer(cast(RelayedResponse, upstream), {}), Writer()
     request = make_mocked_request("GET", "/", version=version, writer=writer, closing=closing)
     await answer.prepare(request)
     await answer.write_eof(b"ok")

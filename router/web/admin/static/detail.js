@@ -13,7 +13,7 @@ const FIELDS = [
   ["generated_tokens", whole],
   ["waited_s", seconds],
   ["prepared_s", seconds],
-  ["stood_s", seconds],
+  ["prefill_queue_s", seconds],
   ["ttft_s", seconds],
   ["predicted_s", seconds],
   ["total_s", seconds],
@@ -69,9 +69,9 @@ function nearest(found) {
       ["shared", shared],
       found.part && ["diverged in", partName(found.part)],
       found.part_unknown && ["diverged in", found.part_unknown],
-      found.parts && ["tokens before", pieces(found.before)],
-      found.parts && ["held after it", pieces(found.held)],
-      found.parts && ["prompt after it", pieces(found.prompt)],
+      found.diverges && ["tokens before", pieces(found.before)],
+      found.diverges && ["held after it", pieces(found.held)],
+      found.diverges && ["prompt after it", pieces(found.prompt)],
     ]),
   ];
 }
@@ -88,7 +88,7 @@ function candidates({ chosen, losers }) {
     h("span", { class: "badge", "data-source": one.source }, one.source),
     whole(one.reused_tokens),
     seconds(one.total_s),
-    Object.entries(one.parts_s)
+    Object.entries(one.breakdown_s)
       .map(([part, s]) => `${part.replaceAll("_", " ")} ${seconds(s)}`)
       .join(", "),
   ]);

@@ -2,7 +2,7 @@
 
 import { h, percent, setText, short, tableOf, whole } from "./show.js";
 
-const PHASES = ["idle", "preparing", "running", "draining", "lost"];
+const PHASES = ["idle", "preparing", "running", "abandoned", "lost"];
 const SOURCES = ["resident", "snapshot", "copy", "cold"];
 const MOVED = new Set(["snapshot", "copy"]);
 const CALM = matchMedia("(prefers-reduced-motion: reduce)");
@@ -121,7 +121,7 @@ function showCell(cell, slot, n_ctx) {
   cell.n_ctx = n_ctx;
   const { root } = cell;
   const step = slot.phase === "idle" || slot.phase === "lost" ? "" : (slot.doing ?? "wait");
-  const word = slot.phase === "draining" ? "drain" : step;
+  const word = slot.phase === "abandoned" ? "abandoned" : step;
   root.dataset.phase = slot.phase;
   toggle(root, "source", slot.source);
   toggle(root, "moving", slot.phase === "preparing" ? MOVES[slot.doing] : undefined);
