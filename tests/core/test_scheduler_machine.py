@@ -117,7 +117,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             "unpinned": {"pinnable": False},
             "whole": {"pinnable": False, "whole_backend": True},
             "unknown": {"prompt": Prompt(unknown="media")},
-            "left": {"prompt": Prompt(unknown="infill"), "left": True},
+            "left": {"prompt": Prompt(unknown="infill"), "server_picks": True},
             "fresh": {"reuse": False},
         }
         for prompt in prompts:

@@ -170,31 +170,33 @@ async def test_each_route(talk: Talk) -> None:
 
 
 def _cases() -> list[object]:
-    """All of it with states that are cut, hopping from slot to slot; of the other kinds less."""
+    """Return kind and slots, route and fields: most with states that are cut, on several slots."""
     fields: dict[tuple[str, int, str], Iterable[str]]
     fields = {("llama", 2, path): FIELDS if path == CHAT else OUTPUT for path in PATHS}
     fields |= {(kind, 1, CHAT): OUTPUT for kind in KINDS[1:]}
-    often = {("llama", 2, CHAT, name) for name in OFTEN}
+    often = pytest.param(("llama", 2), CHAT, tuple(OFTEN), id="often")
     return [
-        pytest.param(
-            *((kind, slots), path, name),
-            id=f"{kind}-{path}-{name}",
-            marks=[] if (kind, slots, path, name) in often else [pytest.mark.slow],
-        )
-        for (kind, slots, path), names in fields.items()
-        for name in names
-        if name not in LEFT_OUT
+        often,
+        *(
+            pytest.param(
+                *((kind, slots), path, tuple(name for name in names if name not in LEFT_OUT)),
+                id=f"{kind}-{path}",
+                marks=pytest.mark.slow,
+            )
+            for (kind, slots, path), names in fields.items()
+        ),
     ]
 
 
-@pytest.mark.parametrize(("talk", "path", "name"), _cases(), indirect=["talk"])
-async def test_each_field(talk: Talk, path: str, name: str) -> None:
-    """Every other one as a stream."""
-    await talk.begin()
+@pytest.mark.parametrize(("talk", "path", "names"), _cases(), indirect=["talk"])
+async def test_fields(talk: Talk, path: str, names: tuple[str, ...]) -> None:
+    """Every other value is asked as a stream."""
     found = []
-    for number, value in enumerate(FIELDS[name]):
-        if talk.kind == "gemma3" and name == "max_tokens" and value in UNLIMITED:
-            continue
-        if told := await talk.ask(path, **{"stream": number % 2 == 1, name: value}):
-            found.append(f"{value!r}: {told[:1500]}")
+    for name in names:
+        await talk.begin()
+        for number, value in enumerate(FIELDS[name]):
+            if talk.kind == "gemma3" and name == "max_tokens" and value in UNLIMITED:
+                continue
+            if told := await talk.ask(path, **{"stream": number % 2 == 1, name: value}):
+                found.append(f"{name} {value!r}: {told[:1500]}")
     assert found == []

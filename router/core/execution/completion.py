@@ -209,7 +209,7 @@ def _content_after(state: State, job: Job, event: ev.Finished) -> Resident:
     if job.request.whole_backend:
         return UNKNOWN
     if job.request.pinnable or job.slot_confirmed:
-        state.fleet.slots[job.slot].declined = False  # what it held before is gone
+        state.fleet.slots[job.slot].must_not_save = False  # what it held before is gone
         return after_finish(job.request.prompt, event.reported, job.resident_at_dispatch)
     _doubt_drained(state, job, job.request)
     placement_gate.mix(state, job)

@@ -524,7 +524,7 @@ def test_of_slots_that_cost_the_same_the_one_that_was_not_used_for_longest() -> 
 
 
 def unread(name: str, **more: Any) -> ev.Arrived:
-    return ev.Arrived(request(name, (), prompt=Prompt(unknown="infill"), left=True, **more))
+    return ev.Arrived(request(name, (), prompt=Prompt(unknown="infill"), server_picks=True, **more))
 
 
 def test_the_server_picks_the_slot_of_a_prompt_that_only_it_can_read() -> None:

@@ -216,7 +216,7 @@ def test_a_connection_that_was_lost_leaves_it_where_it_was(pinnable: bool) -> No
 def test_slots_that_come_back_are_still_declined() -> None:
     table = SlotTable()
     table.add(A, 2)
-    table[A1].declined = True
+    table[A1].must_not_save = True
 
     table.add(A, 3)
     assert [one.must_not_save for one in table] == [False, True, False]

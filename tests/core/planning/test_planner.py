@@ -242,7 +242,7 @@ def test_namespaces_never_mix() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"place": None}, {"memory_kind": MemoryKind.SLIDING_WINDOW}, {"n_ctx": 1100}],
+    [{"kv_dir": None}, {"memory_kind": MemoryKind.SLIDING_WINDOW}, {"n_ctx": 1100}],
     ids=["no place for files", "a kind that cannot be restored", "longer than a slot"],
 )
 def test_no_restore_where_it_could_not_be_used(change: dict[str, Any]) -> None:
@@ -255,10 +255,10 @@ def test_no_restore_where_it_could_not_be_used(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        ({"place": None}, {}),
+        ({"kv_dir": None}, {}),
         ({}, {"n_ctx": 1100}),
         ({}, {"memory_kind": MemoryKind.HYBRID}),
-        ({}, {"place": None}),
+        ({}, {"kv_dir": None}),
     ],
     ids=["source cannot save", "target too small", "diverging hybrid", "target cannot restore"],
 )
@@ -395,7 +395,7 @@ def test_streams_that_stop_are_priced() -> None:
 @pytest.mark.parametrize(
     ("change", "policy", "limits"),
     [
-        ({"place": None}, PolicyName.CHEAPEST, SnapshotLimits()),
+        ({"kv_dir": None}, PolicyName.CHEAPEST, SnapshotLimits()),
         (
             {"memory_kind": MemoryKind.SLIDING_WINDOW, "window": 5},
             PolicyName.CHEAPEST,

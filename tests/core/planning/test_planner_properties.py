@@ -37,7 +37,7 @@ infos = st.fixed_dictionaries(
         "n_slots": st.integers(1, 3),
         "n_ctx": st.sampled_from([100, 22]),
         "namespace": st.sampled_from([NS, NS, OTHER_NS]),
-        "place": st.sampled_from([KvDir("kv"), KvDir("kv"), None]),
+        "kv_dir": st.sampled_from([KvDir("kv"), KvDir("kv"), None]),
         "memory_kind": st.sampled_from([MemoryKind.FULL, MemoryKind.FULL, MemoryKind.HYBRID]),
         "keeps_idle_slots": st.booleans(),
     }

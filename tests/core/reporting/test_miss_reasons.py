@@ -45,7 +45,7 @@ sights = st.builds(
     held=lengths,
     evicted=lengths,
     displaced=lengths,
-    parts=st.booleans(),
+    goes_on=st.booleans(),
     worth=lengths,
 )
 

@@ -151,9 +151,9 @@ async def test_paths_that_a_backend_would_read_otherwise(
     assert b"slot" not in body
 
 
-@pytest.mark.parametrize("escaped", [f"/x%{byte:02X}" for byte in range(1, 128)])
-def test_every_other_escape_is_read_alike(escaped: str) -> None:
-    check_head(make_mocked_request("GET", f"{escaped}?%u0069=%zz"))
+def test_every_other_escape_is_read_alike() -> None:
+    for byte in range(1, 128):
+        check_head(make_mocked_request("GET", f"/x%{byte:02X}?%u0069=%zz"))
 
 
 @pytest.mark.parametrize("target", ["*", "somewhere.else:80"])

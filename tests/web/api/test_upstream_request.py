@@ -2,7 +2,10 @@
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from router.base.errors import BadRequestError
 from router.base.types import Lease, RequestId, Source
 from router.core.model.plan import Candidate, Plan, Price
 from router.engine.engine import Grant
@@ -62,6 +65,33 @@ def test_a_server_moves_nothing_by_itself(
         parse_body(upstream_request.body(grant(pin=False), given, parsed, saved=True)) == expected
     )
     assert parse_body(given) == asked
+
+
+FIELDS = st.dictionaries(
+    st.text(max_size=12).filter(lambda key: key not in ("id_slot", "lora")),
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=12),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
+        max_leaves=8,
+    ),
+    max_size=6,
+)
+
+
+@given(FIELDS, st.booleans())
+def test_all_fields_are_sent_as_they_came(fields: dict[str, object], pin: bool) -> None:
+    """The body that a backend gets is the client's body, and the slot if the request is pinned."""
+    given_body = {"prompt": "a"} | fields
+    raw = orjson.dumps(given_body)
+    try:
+        parsed = parse_request(Route.COMPLETION, parse_body(raw))
+    except BadRequestError:
+        return
+    expected = given_body | ({"id_slot": 1} if pin else {})
+
+    assert parse_body(upstream_request.body(grant(pin=pin), raw, parsed)) == expected
 
 
 def test_what_was_not_read_is_sent_as_it_is() -> None:
