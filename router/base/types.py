@@ -15,11 +15,11 @@ SnapshotId = NewType("SnapshotId", str)
 Namespace = NewType("Namespace", str)
 """Names all that must be equal for reusable KV: model, adapters, RoPE, cache layout."""
 Tenant = NewType("Tenant", str)
-"""The owner of tokens; none are reused for another one. `NOBODY`, no name: no particular tenant."""
+"""The owner of tokens; none are reused for another one. `NO_TENANT`, no name: no particular tenant."""
 KvDir = NewType("KvDir", str)
 """A KV directory: holds state files; the `--slot-save-path` of one or more backends."""
 
-NOBODY = Tenant("")
+NO_TENANT = Tenant("")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -167,7 +167,7 @@ class Request:
     adapted: bool = False  # has a LoRA adapter of its own: its KV is another model's
     shifts: bool = False  # the server may shift chunks of KV for it (llama-server.md section 2.3)
     slot_hint: int | None = None
-    tenant: Tenant = NOBODY  # the prompt's tenant, where tenants are kept apart
+    tenant: Tenant = NO_TENANT  # the prompt's tenant, where tenants are kept apart
     client: str | None = None  # the queue is fair between clients
     session: str | None = None  # a hint for `sticky`; everything else goes by tokens
     avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not to be used for it

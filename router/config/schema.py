@@ -35,7 +35,7 @@ KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 
 class TokenizerMode(StrEnum):
-    """Where prompts are turned into tokens."""
+    """The place where prompts are tokenized."""
 
     AUTO = "auto"  # as `local`, with the model's own file, where it is readable and proved right
     BACKEND = "backend"  # llama-server's own /apply-template and /tokenize
@@ -61,7 +61,7 @@ class LogFormat(StrEnum):
 
 
 class Sharing(StrEnum):
-    """Whether KV that was computed for one tenant is reused for another."""
+    """Reuse of KV between tenants."""
 
     NONE = "none"
     ALL = "all"
@@ -89,7 +89,7 @@ class BackendConfig(ConfigSection):
 
 
 class StoreConfig(ConfigSection):
-    """How many snapshots are kept, and when slots are saved. Independent of context sizes."""
+    """Limits of snapshots, and the times of saves. Independent of context sizes."""
 
     max_bytes: values.SizeOrNoLimit = 32 * GIB  # -1: no limit, 0: off
     max_tokens: values.CountOrNoLimit = NO_LIMIT  # the same
@@ -116,7 +116,7 @@ class StoreConfig(ConfigSection):
 
 
 class PolicyConfig(ConfigSection):
-    """How a slot is chosen. In YAML also just the name."""
+    """The choice of a slot. In YAML also just the name."""
 
     name: Annotated[PolicyName, choice_of(PolicyName)] = PolicyName.PREFER_IDLE
     max_wait_s: values.Seconds = Field(default=30.0, alias="max_wait")
@@ -159,7 +159,7 @@ class LimitsConfig(ConfigSection):
 
 
 class HealthConfig(ConfigSection):
-    """How the health of backends is checked."""
+    """Health checks of backends."""
 
     interval_s: values.PositiveSeconds = Field(default=2.0, alias="interval")
     timeout_s: values.PositiveSeconds = Field(default=2.0, alias="timeout")
@@ -167,7 +167,7 @@ class HealthConfig(ConfigSection):
 
 
 class TokenizerConfig(ConfigSection):
-    """Where the exact tokens of a prompt come from."""
+    """The source of the exact tokens of a prompt."""
 
     mode: Annotated[TokenizerMode, choice_of(TokenizerMode)] = TokenizerMode.AUTO
     path: values.OptionalPath = None
@@ -290,20 +290,20 @@ class TlsConfig(ConfigSection):
 
 
 class LoggingConfig(ConfigSection):
-    """What is written to standard error."""
+    """Log lines, written to standard error."""
 
     level: Annotated[LogLevel, choice_of(LogLevel)] = LogLevel.INFO
     format: Annotated[LogFormat, choice_of(LogFormat)] = LogFormat.AUTO
 
 
 class TracingConfig(ConfigSection):
-    """Where traces of requests are sent."""
+    """The collector that traces of requests are sent to."""
 
     endpoint: values.OptionalUrl = None
 
 
 class DiagnosticsConfig(ConfigSection):
-    """What is kept of requests that are over, and what of it may be shown."""
+    """Data kept of finished requests, and whether their text may be shown."""
 
     requests: values.Count = 1000  # 0: off
     show_content: values.Flag = False
@@ -389,7 +389,7 @@ def from_flags(
 ) -> Config:
     """Return the configuration of `kvferry serve` without a file; the rest has its defaults.
 
-    `kv_dir` is for every backend. Raises ConfigError whose problems name the flag.
+    `kv_dir` is for every backend. Raises ConfigError; its problems name the flag.
     """
     entries = [
         {"url": url} | ({"kv_dir": kv_dir} if kv_dir is not None else {}) for url in backends

@@ -18,7 +18,7 @@ import structlog
 
 from router.base.errors import BackendError
 from router.base.tokens import WIDTH, Tokens, common_prefix, count, unpack
-from router.base.types import NOBODY, Tenant
+from router.base.types import NO_TENANT, Tenant
 from router.prompts.chat_template import SEEN_BY_TEMPLATES
 from router.prompts.tokenizer import SegmentTokenizer
 
@@ -88,7 +88,7 @@ class BoundaryFinder:
     """Finds the boundaries of a tenant's prompts for one tokenizer. For one event loop."""
 
     def __init__(
-        self, render: Render, tokenizer: SegmentTokenizer, tenant: Tenant = NOBODY
+        self, render: Render, tokenizer: SegmentTokenizer, tenant: Tenant = NO_TENANT
     ) -> None:
         self._render = render
         self._tokenizer = tokenizer

@@ -15,7 +15,7 @@ import structlog
 
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.tokens import Tokens, count, head, join, pack, tail
-from router.base.types import NOBODY, Nearest, Prompt, Tenant
+from router.base.types import NO_TENANT, Nearest, Prompt, Tenant
 from router.llama.client import LlamaClient
 from router.llama.wire import (
     ChatPrompt,
@@ -46,7 +46,7 @@ class Vocabulary:
 class PromptReader:
     """Reads prompts with the tokenizer of one backend, and caches ids for one tenant."""
 
-    def __init__(self, vocabulary: Vocabulary, tenant: Tenant = NOBODY) -> None:
+    def __init__(self, vocabulary: Vocabulary, tenant: Tenant = NO_TENANT) -> None:
         self._vocabulary = vocabulary
         self._tenant = tenant
         self._finder = BoundaryFinder(self._render, vocabulary.tokenizer, tenant)

@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from router.base.frozen import dataclass
 from router.base.tokens import WIDTH, Tokens, pack
-from router.base.types import NOBODY, Tenant
+from router.base.types import NO_TENANT, Tenant
 
 SHORT_KEY = 64  # characters; a text of at most this length is its own key
 BRIDGE = 256  # characters; tokenizing this many known ones again is cheaper than another call
@@ -19,7 +19,7 @@ class Segment:
     special: int | None  # id of its first token; None: the text before the first special
 
 
-def key_of(text: str, tenant: Tenant = NOBODY) -> str | bytes:
+def key_of(text: str, tenant: Tenant = NO_TENANT) -> str | bytes:
     """Return the cache key of a text.
 
     Each tenant has its own keys: with shared keys, the time to tokenize a text would tell whether
@@ -38,7 +38,7 @@ class Cutter:
         longest_first = sorted(specials, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def cut(self, text: str, tenant: Tenant = NOBODY) -> list[Segment]:
+    def cut(self, text: str, tenant: Tenant = NO_TENANT) -> list[Segment]:
         """Cut all of `text` into segments, in order; no segment is empty."""
         segments: list[Segment] = []
         start, special = 0, None

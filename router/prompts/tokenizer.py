@@ -21,7 +21,7 @@ import structlog
 from router.base.errors import BackendError
 from router.base.ports import Spawn
 from router.base.tokens import EMPTY, Tokens, join, pack
-from router.base.types import NOBODY, Tenant
+from router.base.types import NO_TENANT, Tenant
 from router.prompts.local_tokenizer import Encoder, LocalTokenizer, probes_alone, probes_together
 from router.prompts.special_tokens import (
     Framing,
@@ -182,7 +182,7 @@ class SegmentTokenizer:
                 return False
         return True
 
-    async def tokenize(self, text: str, *, add_special: bool, tenant: Tenant = NOBODY) -> Tokens:
+    async def tokenize(self, text: str, *, add_special: bool, tenant: Tenant = NO_TENANT) -> Tokens:
         """Return the ids of `text`, with special tokens parsed.
 
         `add_special` adds the tokens that the model wants around a text. Each tenant has its own
@@ -334,7 +334,7 @@ class SegmentTokenizer:
         return False
 
     async def disagreed(
-        self, text: str, *, add_special: bool, tenant: Tenant = NOBODY
+        self, text: str, *, add_special: bool, tenant: Tenant = NO_TENANT
     ) -> str | None:
         """Compare `text` with a full call and drop, for good, the part that made it differ.
 

@@ -225,12 +225,12 @@ def prepare_directory(directory: Path, *, group_access: bool = False) -> None:
         ) from error
     mode = stat.S_IMODE(directory.stat().st_mode)
     if found := openness(mode, group_access=group_access):
-        whom, right = found
+        open_to, right = found
         way_out = f"chmod {right} {shlex.quote(str(directory))}"
-        if whom == "its group":
+        if open_to == "its group":
             way_out += ", or set store.group_access: true if llama-server is another user of it"
         raise KvError(
-            f"{directory} is open to {whom} (mode {mode:o}), and state files are transcripts of"
+            f"{directory} is open to {open_to} (mode {mode:o}), and state files are transcripts of"
             f" conversations: {way_out}"
         )
     probe = directory / staging_name()

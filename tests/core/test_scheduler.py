@@ -9,18 +9,18 @@ from router.core.model.request_queue import QueueLimits
 from tests.support.scheduler.build import A0, A, R, backend, run_of, scheduler, snapshot, tokens
 from tests.support.scheduler.drive import NOW, arrive, finish, held, names
 
-NOBODY = RequestId("nobody")
+NO_TENANT = RequestId("nobody")
 LATE: list[ev.Event] = [
     ev.BackendDown(A),
-    ev.Cancelled(NOBODY),
-    ev.SaveFailed(NOBODY, A0, "x"),
-    ev.Restored(NOBODY, SnapshotId("x"), 5, 0.1),
-    ev.Prefilled(NOBODY, Reported()),
-    ev.PrefillFailed(NOBODY, "x"),
-    ev.Launched(NOBODY, 0),
-    ev.Finished(NOBODY, Outcome.OK, Reported()),
+    ev.Cancelled(NO_TENANT),
+    ev.SaveFailed(NO_TENANT, A0, "x"),
+    ev.Restored(NO_TENANT, SnapshotId("x"), 5, 0.1),
+    ev.Prefilled(NO_TENANT, Reported()),
+    ev.PrefillFailed(NO_TENANT, "x"),
+    ev.Launched(NO_TENANT, 0),
+    ev.Finished(NO_TENANT, Outcome.OK, Reported()),
     ev.AnswerRead(A0, 0, tokens(1), tokens(2)),
-    ev.Quiet(NOBODY, 5),
+    ev.Quiet(NO_TENANT, 5),
     ev.SnapshotLost(SnapshotId("x")),
     ev.Tick(),
 ]

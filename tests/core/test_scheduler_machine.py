@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from router.base.tokens import pack, unpack
 from router.base.types import (
-    NOBODY,
+    NO_TENANT,
     BackendId,
     MemoryKind,
     Namespace,
@@ -75,7 +75,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         room: int,
         apart: bool,
     ) -> None:
-        self.tenants = (Tenant("x"), Tenant("y")) if apart else (NOBODY,)
+        self.tenants = (Tenant("x"), Tenant("y")) if apart else (NO_TENANT,)
         # Prompts are short here.
         self.small = mock.patch("router.core.planning.prefill_chunks._LEAST", 2)
         self.small.start()

@@ -15,7 +15,7 @@ from tests.support.faults.consistency import assert_consistent, assert_undisturb
 from tests.support.servers.router_fleet import Fleet, running
 
 LONG, CHANCE = 700, 10
-NOBODY = 65534
+NO_TENANT = 65534
 AS_ROOT = os.geteuid() == 0
 
 
@@ -77,7 +77,7 @@ def _unreadable(file: Path, _: Path) -> None:
 
 
 def _chowned(file: Path, _: Path) -> None:
-    os.chown(file, NOBODY, NOBODY)
+    os.chown(file, NO_TENANT, NO_TENANT)
 
 
 def _touched(file: Path, _: Path) -> None:

@@ -239,3 +239,10 @@ def test_importing_starts_nothing() -> None:
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_no_public_class_name_twice() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, module in public_classes():
+        homes.setdefault(name, []).append(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}

@@ -1,5 +1,6 @@
 """What comments cite of docs/llama-server.md is there, and links of the pages lead somewhere."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -90,3 +91,65 @@ def anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+PROSE = [*sorted((ROOT / "router").rglob("*.py")), *sorted((ROOT / "router").rglob("*.js"))]
+# An object is "it" and has a noun. Identifiers and texts for a model are not prose.
+_PERSONS = re.compile(
+    r"\b(who|whom|whose|whoever|he|his|him|somebody|someone|nobody|anybody|everybody)\b"
+)
+_QUOTED_TEXTS = {"router/llama/attach/probe.py", "router/tools/demo/conversation.py"}
+
+
+def test_objects_are_not_persons() -> None:
+    found = []
+    for path in PROSE:
+        name = str(path.relative_to(ROOT))
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if name not in _QUOTED_TEXTS and (word := _PERSONS.search(line.lower())):
+                found.append(f"{name}:{number}: {word[0]}")
+    assert found == []
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """No docstring begins with a clause, and no function's with an article or a pronoun."""
+    clause = re.compile(r"(What|Who|Which|Where|Whether|How|When|Of|If|Whose|Those|Nobody)\b")
+    noun = re.compile(r"(The|A|An|All|It|Its|Not|One|This|These|There|As|For|No|From|Until|Like)\b")
+    found = []
+    for path in sorted((ROOT / "router").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(
+                node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            ):
+                continue
+            text = ast.get_docstring(node) or ""
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if clause.match(text) or (is_function and noun.match(text)):
+                found.append(f"{path.relative_to(ROOT)}: {text[:60]!r}")
+    assert found == []
+
+
+def test_every_module_is_in_the_architecture_page() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    missing = []
+    for path in sorted((ROOT / "router").rglob("*.py")):
+        folder = str(path.parent.relative_to(ROOT / "router"))
+        (row,) = [
+            line for line in page.splitlines() if line.startswith(f"| `{folder}` |") and "|" in line
+        ][:1] or [""]
+        if path.name != "__init__.py" and f"`{path.stem}`" not in row:
+            missing.append(str(path.relative_to(ROOT)))
+    assert missing == []
+
+
+def test_every_word_of_the_glossary_is_used() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    used = "\n".join(path.read_text() for path in PROSE).lower().replace("_", " ")
+    words = [
+        word.strip()
+        for line in page.splitlines()
+        if line.startswith("| ") and not line.startswith("| word |")
+        for word in line.split("|")[1].split(",")
+    ]
+    assert len(words) > 40
+    assert [word for word in words if word.lower() not in " ".join(used.split())] == []

@@ -20,7 +20,7 @@ from router import __version__
 from router.tools.cli import main
 from tests.conftest import StartServer
 
-NOBODY = "http://127.0.0.1:9"
+NO_TENANT = "http://127.0.0.1:9"
 # Seconds until a program that was told to end, or that was killed, is given up.
 END_S = 60.0
 Capture = pytest.CaptureFixture[str]
@@ -72,7 +72,7 @@ def test_help_names_every_command(capsys: Capture) -> None:
 
 def test_check_good(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "good.yaml"
-    file.write_text(f"backends: [{{url: '{NOBODY}', kv_dir: /kv}}]\n")
+    file.write_text(f"backends: [{{url: '{NO_TENANT}', kv_dir: /kv}}]\n")
 
     assert run("check", str(file)) == 0
 
@@ -106,7 +106,7 @@ def test_check_needs_what_serve_needs(
     """A package is missed with its line. A variable may be there for the router alone."""
     monkeypatch.delenv("KVFERRY_TEST_A", raising=False)
     file = tmp_path / "file.yaml"
-    file.write_text(f"backends:\n  - url: {NOBODY}\n    api_key_env: KVFERRY_TEST_A\n")
+    file.write_text(f"backends:\n  - url: {NO_TENANT}\n    api_key_env: KVFERRY_TEST_A\n")
     assert run("check", str(file)) == 0
     said = "Warning: backends[0].api_key_env names KVFERRY_TEST_A, which is not set"
     assert said in capsys.readouterr().out
@@ -133,9 +133,9 @@ def test_check_needs_what_serve_needs(
     [
         ([], "--backend"),
         (["--backend", "nonsense"], "--backend"),
-        (["--backend", NOBODY, "--listen", "nowhere"], "--listen"),
-        (["--backend", NOBODY, "--policy", "best"], "--policy"),
-        (["--backend", NOBODY, "--backend", NOBODY], "--backend (number 2)"),
+        (["--backend", NO_TENANT, "--listen", "nowhere"], "--listen"),
+        (["--backend", NO_TENANT, "--policy", "best"], "--policy"),
+        (["--backend", NO_TENANT, "--backend", NO_TENANT], "--backend (number 2)"),
         (["--backend", "http://127.0.0.1:8080"], "where kvferry itself listens"),
     ],
 )
@@ -146,7 +146,7 @@ def test_bad_flags(command: str, flags: list[str], named: str, capsys: Capture) 
 
 def test_file_and_flags_together(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "good.yaml"
-    file.write_text(f"backends: [{{url: '{NOBODY}'}}]\n")
+    file.write_text(f"backends: [{{url: '{NO_TENANT}'}}]\n")
 
     assert run("serve", "--config", str(file), "--policy", "sticky", "--kv-dir", "/kv") != 0
 
@@ -154,7 +154,7 @@ def test_file_and_flags_together(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_doctor_without_a_backend_that_answers(capsys: Capture) -> None:
-    assert run("doctor", "--backend", NOBODY) == 1
+    assert run("doctor", "--backend", NO_TENANT) == 1
     assert "nothing listens there" in capsys.readouterr().out
 
 
@@ -252,7 +252,7 @@ async def test_serve(llama_server: StartServer, tmp_path: Path, number: signal.S
 async def test_serve_without_a_backend_that_answers(tmp_path: Path) -> None:
     """It starts all the same: the backend may come later."""
     async with (
-        serving("--backend", NOBODY, "--listen", "127.0.0.1:0") as process,
+        serving("--backend", NO_TENANT, "--listen", "127.0.0.1:0") as process,
         aiohttp.ClientSession() as session,
     ):
         url = (await process.event("listening"))["url"]
@@ -266,7 +266,7 @@ async def test_more_clients_than_a_shell_allows_open_files() -> None:
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
     try:
-        serve = serving("--backend", NOBODY, "--listen", "127.0.0.1:0")
+        serve = serving("--backend", NO_TENANT, "--listen", "127.0.0.1:0")
         process = await serve.__aenter__()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
@@ -286,7 +286,7 @@ async def test_more_clients_than_a_shell_allows_open_files() -> None:
 async def test_port_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        async with serving("--backend", NOBODY, "--listen", f"127.0.0.1:{port}") as process:
+        async with serving("--backend", NO_TENANT, "--listen", f"127.0.0.1:{port}") as process:
             assert await process.end() == 1
             assert str(port) in process.log[-1]
             assert "kvferry: listen (--listen): " in process.log[-1]
@@ -297,7 +297,7 @@ async def test_port_taken() -> None:
 async def test_kv_dir_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kv_dir = str(tmp_path / "file" / "kv")
-    flags = ("--backend", NOBODY, "--kv-dir", kv_dir, "--listen", "127.0.0.1:0")
+    flags = ("--backend", NO_TENANT, "--kv-dir", kv_dir, "--listen", "127.0.0.1:0")
     async with serving(*flags) as process:
         assert await process.end() == 1
         assert kv_dir in process.log[-1]
@@ -306,7 +306,7 @@ async def test_kv_dir_that_cannot_be_used(tmp_path: Path) -> None:
 
 async def test_key_that_is_not_there(tmp_path: Path) -> None:
     file = tmp_path / "key.yaml"
-    file.write_text(f"backends: [{{url: '{NOBODY}', api_key_env: KVFERRY_NO_SUCH_KEY}}]\n")
+    file.write_text(f"backends: [{{url: '{NO_TENANT}', api_key_env: KVFERRY_NO_SUCH_KEY}}]\n")
     async with serving("--config", str(file)) as process:
         assert await process.end() == 1
         assert "KVFERRY_NO_SUCH_KEY" in process.log[-1]

@@ -134,8 +134,8 @@ def expire(state: State, now: float) -> None:
         if now - since >= limits.no_backend_s:
             state.queue.remove(waiting.request.id)
             # Its backend may have come back with a shorter context.
-            nobody = NoBackendError("no backend for this model is up")
-            state.reject(waiting.request.id, _too_long(state, waiting.request) or nobody)
+            no_backend = NoBackendError("no backend for this model is up")
+            state.reject(waiting.request.id, _too_long(state, waiting.request) or no_backend)
 
 
 def note_unserved(state: State, now: float) -> None:
@@ -248,8 +248,8 @@ def _give(
         if decision is None or decision.plan.chosen.wait_for is not None:
             return decision
         first = overtaking_request(state, waiting, decision.plan, asked, now)
-        who, its = first or (waiting, decision)
-        _grant(state, who, its.plan, now, pinnable=its.request.pinnable)
+        admitted, its = first or (waiting, decision)
+        _grant(state, admitted, its.plan, now, pinnable=its.request.pinnable)
         if first is None:
             return decision
         waiting.passed_over += 1

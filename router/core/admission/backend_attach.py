@@ -1,6 +1,6 @@
 """Take in what exists at the start: backends with slots in use, snapshots on disk."""
 
-from router.base.types import NOBODY, BackendId, BackendInfo, MemoryKind, RequestId
+from router.base.types import NO_TENANT, BackendId, BackendInfo, MemoryKind, RequestId
 from router.core.execution.completion import end, watch
 from router.core.execution.state import State
 from router.core.model import events as ev
@@ -64,7 +64,7 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
         lease, *others = [slot.lease(name) for slot in chosen]
         state.jobs[name] = Job(id=name, lease=lease, others=others, since=now)
     for slot in chosen:
-        slot.busy_until, slot.tenant = now + _PROBE_S, NOBODY
+        slot.busy_until, slot.tenant = now + _PROBE_S, NO_TENANT
 
 
 def probed(state: State, event: ev.Probed, now: float) -> None:

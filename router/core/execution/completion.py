@@ -5,7 +5,7 @@ from math import inf
 
 from router.base.errors import BackendError
 from router.base.types import (
-    NOBODY,
+    NO_TENANT,
     BackendId,
     BackendInfo,
     Namespace,
@@ -297,7 +297,7 @@ def _shares_state(state: State, job: Job) -> bool:
 def _mix(slot: Slot, request: Request) -> None:
     """Note that the slot may hold the request's tokens; mixed tenants make it no tenant's."""
     if slot.tenant != request.tenant:
-        slot.tenant = NOBODY
+        slot.tenant = NO_TENANT
     _note_wish(slot, request)
 
 
@@ -375,7 +375,7 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
         if job.likely_unchanged:
             state.fleet.give_up(slot)
         held = UNKNOWN if event.n_tokens is None else Resident(unread=event.n_tokens)
-        slot.tenant = NOBODY  # an unknown client may have used it
+        slot.tenant = NO_TENANT  # an unknown client may have used it
         end(state, job, now, held)
     else:
         end(

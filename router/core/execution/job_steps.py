@@ -12,7 +12,7 @@ from typing import assert_never
 from router.base.errors import NoBackendError
 from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
 from router.base.types import (
-    NOBODY,
+    NO_TENANT,
     MemoryKind,
     RequestId,
     RequestProgress,
@@ -348,7 +348,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
             state.fleet.give_up(slot)
         slot.resident = UNKNOWN if failed else NOTHING
         slot.must_not_save = slot.must_not_save and failed
-        slot.tenant = NOBODY if failed else job.request.tenant
+        slot.tenant = NO_TENANT if failed else job.request.tenant
         if not own and not job.request.whole_backend:
             job.others.remove(lease)
             slot.release(lease, slot.resident, slot.last_used)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from router.base.errors import DeadlineError
 from router.base.tokens import Tokens, common_prefix
-from router.base.types import NOBODY, BackendId, Request
+from router.base.types import NO_TENANT, BackendId, Request
 from router.core.execution.state import State
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import (
@@ -183,7 +183,7 @@ def mix(state: State, job: Job) -> None:
         slot.resident = after_either(slot.resident, request.prompt)
         slot.must_not_save = slot.must_not_save or not request.reuse
         if slot.tenant != request.tenant:
-            slot.tenant = NOBODY
+            slot.tenant = NO_TENANT
 
 
 def _is_free(state: State, job: Job) -> bool:

@@ -52,7 +52,7 @@ class GhostList:
 
     def drop(self, namespace: Namespace) -> None:
         """Drop all sequences of a namespace."""
-        for item in [item for item, (whose, _) in self._kept.items() if whose == namespace]:
+        for item in [item for item, (home, _) in self._kept.items() if home == namespace]:
             self._forget(item)
         self._index.pop(namespace, None)
 

@@ -11,7 +11,7 @@ from router.base.errors import StaleLeaseError
 from router.base.frozen import dataclass
 from router.base.tokens import EMPTY, Tokens, count
 from router.base.types import (
-    NOBODY,
+    NO_TENANT,
     BackendId,
     BackendInfo,
     Lease,
@@ -118,8 +118,8 @@ class Slot:
     busy_until: float = 0.0
     pending: Tokens = EMPTY  # computed under this lease
     saving: Tokens = EMPTY  # tokens of the save in progress
-    tenant: Tenant = NOBODY  # of `resident` and `saving`
-    next_tenant: Tenant = NOBODY  # of the request that holds it, and of `pending`
+    tenant: Tenant = NO_TENANT  # of `resident` and `saving`
+    next_tenant: Tenant = NO_TENANT  # of the request that holds it, and of `pending`
     sharing: bool = False  # PREPARING: queued requests may reuse `pending` later
     prefill_abandoned: bool = False  # PREPARING: the prefill in progress was abandoned
     permit_until: float = 0.0  # end of its prefill permit, clock seconds (`prefill_queue.py`)
@@ -204,7 +204,7 @@ class Slot:
         self._move(Move.LOSE)
         self.generation += 1
         self._reset_lease()
-        self.resident, self.tenant = NOTHING, NOBODY
+        self.resident, self.tenant = NOTHING, NO_TENANT
 
     def _reset_lease(self) -> None:
         self.holder = None

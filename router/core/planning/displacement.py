@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from router.base.types import NOBODY, BackendId, BackendInfo
+from router.base.types import NO_TENANT, BackendId, BackendInfo
 from router.core.fleet.fleet import Fleet
 from router.core.model.memory_kinds import can_restore
 from router.core.model.slots import Slot
@@ -65,7 +65,7 @@ class Displacing:
         """
         held = slot.resident
         n_held = len(held)
-        if n_held <= kept or slot.must_not_save or (self._apart and slot.tenant == NOBODY):
+        if n_held <= kept or slot.must_not_save or (self._apart and slot.tenant == NO_TENANT):
             return _NOTHING
         rates, stopped = self._rates, self._stopped
         chance = self._chance / (1 + self._fleet.neglect(slot))

@@ -75,8 +75,8 @@ class PricingContext:
             request = self.request
             # Without tenants, no slot's tenant has to be compared.
             matters = request.tenant or fleet.has_tenants
-            whose = request.tenant if matters else None
-            self._shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, whose)
+            tenant = request.tenant if matters else None
+            self._shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, tenant)
         return self._shared
 
     def running(self, backend: BackendId) -> int:

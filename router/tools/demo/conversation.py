@@ -81,7 +81,7 @@ class Step:
     """One request of the script."""
 
     what: str
-    who: str
+    person: str
     question: str = ""  # empty: the last question again
     long: bool = False  # the answer still streams when the next request arrives
     restart: bool = False  # first kill and start the server of this request
@@ -129,7 +129,7 @@ class Conversations:
 
     def ask(self, step: Step) -> list[dict[str, str]]:
         """Return the messages to send."""
-        mine = self.messages[step.who]
+        mine = self.messages[step.person]
         if not step.question:
             return mine[:-1]  # drop the answer that is regenerated
         if step.long:
@@ -140,7 +140,7 @@ class Conversations:
 
     def answered(self, step: Step, text: str) -> None:
         """Add the answer to the conversation, except that of a `long` step."""
-        mine = self.messages[step.who]
+        mine = self.messages[step.person]
         if step.long:
             return
         if not step.question:

@@ -98,7 +98,7 @@ class Ferry:
         return self.router_url
 
     async def restart(self, step: Step) -> None:
-        name = BackendId(self.served[step.who])
+        name = BackendId(self.served[step.person])
         server = self.servers[NAMES.index(name)]
         before = self.router.selection.monitors[name].attached
         server.kill()
@@ -106,7 +106,7 @@ class Ferry:
         await self._until_seen(name, before)
 
     def answered(self, step: Step, answer: ChatAnswer) -> None:
-        self.served[step.who] = answer.backend
+        self.served[step.person] = answer.backend
 
     async def ready(self) -> None:
         """Wait until the router has attached every server. Raises ChatError after 60 s for one."""

@@ -128,10 +128,10 @@ def _folder(facts: Facts) -> Iterator[Finding]:
             "run kvferry and llama-server as the same user",
         )
     elif found := openness(folder.mode, group_access=folder.group_access):
-        whom, right = found
+        open_to, right = found
         yield Finding(
             Level.ERROR,
-            f"kv_dir {path} is open to {whom} (mode {folder.mode:o}), and state files contain"
+            f"kv_dir {path} is open to {open_to} (mode {folder.mode:o}), and state files contain"
             " conversations: `kvferry serve` does not start with it",
             f"chmod {right} {shown}",
         )

@@ -15,7 +15,7 @@ from aiohttp import web
 from router.base.api_keys import digest_of
 from router.base.errors import TenantBusyError, UnauthorizedError
 from router.base.ports import Telemetry
-from router.base.types import NOBODY, Caller, Tenant
+from router.base.types import NO_TENANT, Caller, Tenant
 from router.web.server.relay import CALLER, KEYED
 
 # Open on a llama-server with --api-key (server-http.cpp:237-258): these routes and its page. The
@@ -69,7 +69,7 @@ class Keys:
     def tenant(self, caller: Caller | None) -> Tenant:
         """Return the tenant that owns the tokens of a caller's prompts."""
         if caller is None or not self.known.keeps_apart:
-            return NOBODY
+            return NO_TENANT
         return Tenant(caller.tenant)
 
     def room(self, caller: Caller | None) -> AbstractContextManager[None]:

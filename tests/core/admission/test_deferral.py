@@ -60,7 +60,9 @@ def test_what_is_better_left_to_the_server_is_pinned_where_it_would_wait(
     s.state.fleet.sticky["s"] = SlotId(A, 1)
     arrive(s, "first", slot_hint=0, avoid=frozenset({B}))
     finish(s, "first", Outcome.CLIENT_GONE)
-    decision = decide(s.state, request("new", prompt=unread, server_picks=True, session="s"), NOW, 0.0)
+    decision = decide(
+        s.state, request("new", prompt=unread, server_picks=True, session="s"), NOW, 0.0
+    )
 
     assert decision is not None
     expected = (A, True) if policy is PolicyName.STICKY else (B, False)

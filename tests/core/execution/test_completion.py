@@ -6,7 +6,7 @@ import pytest
 
 from router.base.tokens import EMPTY, head
 from router.base.types import (
-    NOBODY,
+    NO_TENANT,
     Outcome,
     Prompt,
     Reported,
@@ -277,7 +277,7 @@ def test_but_a_slot_of_another_length_is_nobodys() -> None:
     finish(s, outcome=Outcome.REFUSED)
     quiet(s, stranger(A1), 3)
 
-    assert (slot(s, A1).resident, slot(s, A1).tenant) == (Resident(unread=3), NOBODY)
+    assert (slot(s, A1).resident, slot(s, A1).tenant) == (Resident(unread=3), NO_TENANT)
 
 
 # -- where the server placed it --------------------------------------------------------------------

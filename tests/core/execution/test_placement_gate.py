@@ -306,7 +306,7 @@ def test_a_stranger_is_not_waited_for() -> None:
     s = fresh(3)
     message(s)
     effects = s.handle(ev.FoundBusy({A1: slot(s, A1).generation}), NOW)
-    assert [e.left for e in effects] == [RequestProgress.UNSEEN]  # type: ignore[union-attr]
+    assert [e.progress for e in effects] == [RequestProgress.UNSEEN]  # type: ignore[union-attr]
     assert of(prefilled(s, "m")) == ["Dispatch m"]
 
 

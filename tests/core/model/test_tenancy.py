@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from router.base.errors import NoBackendError
 from router.base.tokens import head
 from router.base.types import (
-    NOBODY,
+    NO_TENANT,
     BackendId,
     Miss,
     Namespace,
@@ -91,10 +91,10 @@ def erase_failed(s: Scheduler, where: SlotId = A0, name: str = "r") -> list[Effe
 
 def test_a_namespace_is_of_a_model_and_of_a_tenant() -> None:
     info = backend("a", 1)
-    assert namespace_of(info, NOBODY) == NS
+    assert namespace_of(info, NO_TENANT) == NS
     named = namespace_of(info, X)
     assert (named, model_of(named), tenant_of(named)) == (XS, NS, X)
-    assert (model_of(NS), tenant_of(NS)) == (NS, NOBODY)
+    assert (model_of(NS), tenant_of(NS)) == (NS, NO_TENANT)
 
 
 def test_ones_own_slot_is_gone_on_from() -> None:
@@ -121,7 +121,7 @@ def test_what_it_held_is_saved_for_its_tenant() -> None:
 
 def test_a_slot_of_unknown_content_is_emptied_and_never_saved() -> None:
     s = apart(reuse_probability=1.0)
-    holds(s, A0, NOBODY)
+    holds(s, A0, NO_TENANT)
     assert arrive(s, ids=LONG, tenant=Y) == [Erase(R, A0)]
 
 
@@ -135,7 +135,7 @@ def test_nothing_is_sent_to_a_slot_that_could_not_be_emptied(
     (reject,) = erase_failed(s)
     assert isinstance(reject, Reject)
     assert isinstance(reject.error, NoBackendError)
-    assert (slot(s, A0).resident, slot(s, A0).tenant) == (UNKNOWN, NOBODY)
+    assert (slot(s, A0).resident, slot(s, A0).tenant) == (UNKNOWN, NO_TENANT)
     assert slot(s, A0).is_idle
     assert arrive(s, "r2", ids=LONG, tenant=X) == [Erase(R2, A0)], "not even for whose it was"
 
@@ -374,7 +374,7 @@ def test_where_it_ran_unseen_nobody_owns_what_is_left() -> None:
     unpinned(s)
     prefilled(s)
     finish(s, prompt_tokens=900, generated_tokens=2)
-    assert (slot(s, A0).tenant, slot(s, A1).tenant) == (Y, NOBODY)
+    assert (slot(s, A0).tenant, slot(s, A1).tenant) == (Y, NO_TENANT)
 
 
 def test_where_it_was_left_unseen_nobody_owns_what_is_left() -> None:
@@ -384,7 +384,7 @@ def test_where_it_was_left_unseen_nobody_owns_what_is_left() -> None:
     unpinned(s)
     prefilled(s)
     finish(s, outcome=Outcome.CLIENT_GONE)
-    assert slot(s, A1).tenant == NOBODY
+    assert slot(s, A1).tenant == NO_TENANT
 
 
 def test_where_it_ran_instead_is_its_tenants_now() -> None:
@@ -412,13 +412,13 @@ def test_a_slot_that_may_have_been_used_by_another_is_nobodys() -> None:
     finish(s, "r2", outcome=Outcome.CLIENT_GONE)
     finish(s, "r", prompt_tokens=3, generated_tokens=1)
     quiet(s, "r2", 3)
-    assert slot(s, A1).tenant == NOBODY
+    assert slot(s, A1).tenant == NO_TENANT
 
 
 def test_all_slots_of_a_backend_are_emptied_for_a_batch() -> None:
     s = apart(backend("a", 2), reuse_probability=0.0)
     holds(s, A0, X)
-    holds(s, A1, NOBODY)
+    holds(s, A1, NO_TENANT)
     effects = arrive(s, ids=LONG, tenant=Y, whole_backend=True)
     assert names(effects) == ["Erase"]
     (second,) = erased(s, effects[0].slot)  # type: ignore[union-attr]
@@ -431,7 +431,7 @@ def test_slots_that_are_lent_to_the_probe_are_nobodys() -> None:
     s = apart()
     holds(s, A0, X)
     s.handle(ev.ProbeDue(A0.backend), NOW)
-    assert slot(s, A0).tenant == NOBODY
+    assert slot(s, A0).tenant == NO_TENANT
 
 
 def test_where_all_share_nothing_is_emptied() -> None:

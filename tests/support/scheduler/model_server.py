@@ -5,7 +5,7 @@ No time passes here and nothing is decided: the state machine says what happens 
 
 from dataclasses import dataclass, field
 
-from router.base.types import NOBODY, BackendInfo, RequestId, Tenant
+from router.base.types import NO_TENANT, BackendInfo, RequestId, Tenant
 
 Ids = tuple[int, ...]
 
@@ -41,7 +41,7 @@ class Server:
 
     def __post_init__(self) -> None:
         self.slots = self.slots or [()] * self.info.n_slots
-        self.owners = [NOBODY] * self.info.n_slots
+        self.owners = [NO_TENANT] * self.info.n_slots
 
     def user_of(self, index: int) -> Run | None:
         """Who uses a slot."""
@@ -57,7 +57,7 @@ class Server:
         return [index for index, n in shared.items() if n == max(shared.values())]
 
     def start(
-        self, request: RequestId, prompt: Ids, slots: list[int], tenant: Tenant = NOBODY
+        self, request: RequestId, prompt: Ids, slots: list[int], tenant: Tenant = NO_TENANT
     ) -> Run:
         """Begin: the slots keep what they share with the prompt. It must be the tenant's own."""
         assert set(slots) <= set(self.idle()), "a request on a busy slot"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.base.tokens import head, pack, unpack
 from router.base.types import (
-    NOBODY,
+    NO_TENANT,
     BackendId,
     BackendInfo,
     Outcome,
@@ -77,7 +77,7 @@ class Op:
 class World:
     """The state machine adds when each of these happens."""
 
-    tenants: tuple[Tenant, ...] = (NOBODY,)
+    tenants: tuple[Tenant, ...] = (NO_TENANT,)
 
     def populate(self, scheduler: Scheduler, infos: list[BackendInfo]) -> None:
         """At the start all servers are up and empty."""
@@ -148,7 +148,7 @@ class World:
             return
         if op.server.alive:
             owner = op.server.owners[op.slot.index]
-            assert tenant_of(effect.namespace) in (owner, NOBODY), "it is another's"
+            assert tenant_of(effect.namespace) in (owner, NO_TENANT), "it is another's"
         name = SnapshotId(f"s{len(self.files)}")
         shape = StateShape(op.server.info.n_stream)
         made = Snapshot(name, effect.namespace, self.kv_dir(), pack(held), 1000 * len(held), shape)

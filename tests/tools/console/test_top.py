@@ -25,7 +25,7 @@ from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
 
 Capture = pytest.CaptureFixture[str]
-NOBODY = "http://127.0.0.1:9"
+NO_TENANT = "http://127.0.0.1:9"
 
 
 def counted(number: float) -> Figures:
@@ -63,7 +63,7 @@ async def test_once(
     """Two requests on a real server, the second of which finds the first; and a backend is down."""
     server = await llama_server()
     monkeypatch.setenv("COLUMNS", columns)
-    backends = [("gpu0", server.url), ("gpu1", NOBODY)]
+    backends = [("gpu0", server.url), ("gpu1", NO_TENANT)]
     async with running(backends, server.kv_dir, wait_for=["gpu0"]) as fleet:
         prompt = ids(1, 600)
         await fleet.complete(prompt, id_slot=0)
@@ -88,9 +88,10 @@ async def test_once(
 
 
 def test_no_router(capsys: Capture) -> None:
-    assert main(["top", "--url", NOBODY]) == 1
+    assert main(["top", "--url", NO_TENANT]) == 1
     assert (
-        capsys.readouterr().err == f"kvferry: no router answers at {NOBODY}: Connection refused\n"
+        capsys.readouterr().err
+        == f"kvferry: no router answers at {NO_TENANT}: Connection refused\n"
     )
 
 

@@ -16,7 +16,7 @@ from router.tools.doctor.command import doctor
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import N_SWA, tiny_model
 
-NOBODY = "http://127.0.0.1:9"
+NO_TENANT = "http://127.0.0.1:9"
 Said = Callable[[], str]
 
 
@@ -45,7 +45,7 @@ async def test_output_fits_and_has_no_colours(
 ) -> None:
     server = await llama_server()
 
-    await doctor(from_flags([server.url, NOBODY], str(tmp_path / "kv")))
+    await doctor(from_flags([server.url, NO_TENANT], str(tmp_path / "kv")))
 
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines) <= 80
@@ -107,7 +107,7 @@ async def test_without_kv_dir(llama_server: StartServer, said: Said) -> None:
 async def test_one_backend_down(llama_server: StartServer, tmp_path: Path, said: Said) -> None:
     server = await llama_server()
 
-    assert await doctor(from_flags([server.url, NOBODY], str(tmp_path / "kv"))) == 1
+    assert await doctor(from_flags([server.url, NO_TENANT], str(tmp_path / "kv"))) == 1
 
     text = said()
     assert "nothing listens there" in text

@@ -17,7 +17,7 @@ from router.tools.doctor.facts import Facts, Folder, SavedFile, Words
 from router.tools.doctor.findings import Finding, Level, of_backend, restores
 from router.tools.doctor.fleet import of_fleet, verdict
 
-NOBODY = "http://127.0.0.1:9"
+NO_TENANT = "http://127.0.0.1:9"
 GOOD = Facts(
     BackendConfig.model_validate({"url": "http://127.0.0.1:8081", "name": "one", "kv_dir": "/kv"}),
     folder=Folder(True, 0o700, os.geteuid(), True, (1, 1)),

@@ -12,7 +12,7 @@ from router.base.clock import MonotonicClock
 from router.base.errors import BackendError
 from router.base.ports import Telemetry
 from router.base.types import (
-    NOBODY,
+    NO_TENANT,
     BackendId,
     BackendInfo,
     KvDir,
@@ -45,7 +45,7 @@ class Reader:
         self._failures = failures
 
     def of(self, tenant: Tenant) -> "Reader":
-        assert tenant == NOBODY
+        assert tenant == NO_TENANT
         return self
 
     async def read(self, parsed: ParsedRequest, *, boundaries: bool = False) -> Prompt:
@@ -103,12 +103,12 @@ async def test_who_names_no_model_does_not_mean_one_without_kv(
     engine = cast(Engine, SimpleNamespace(infos=up))
     directory = BackendSelection(monitors, readers, engine, reads_prompts=True)
     assert directory.without_kv(model) == avoided
-    _, reader = await directory.read(CHAT, model, NOBODY, directory.without_kv(model))
+    _, reader = await directory.read(CHAT, model, NO_TENANT, directory.without_kv(model))
     assert (reader is None) == (bool(avoided) or model == "c")
 
 
 async def asked(directory: BackendSelection, model: str = "m") -> tuple[Prompt, Reader | None]:
-    prompt, reader = await directory.read(CHAT, model, NOBODY, directory.without_kv(model))
+    prompt, reader = await directory.read(CHAT, model, NO_TENANT, directory.without_kv(model))
     return prompt, cast(Reader | None, reader)
 
 

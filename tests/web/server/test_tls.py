@@ -25,7 +25,7 @@ from router.web.server import tls
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import configuration_text, running
 
-NOBODY = [("a", "http://127.0.0.1:9")]
+NO_TENANT = [("a", "http://127.0.0.1:9")]
 
 
 @dataclass
@@ -89,7 +89,7 @@ async def asks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> by
 async def test_a_client_that_trusts_the_issuer(files: Files) -> None:
     """On both addresses: the token of an operator travels over the second."""
     yaml = files.yaml + "\nadmin: {listen: '127.0.0.1:0'}"
-    async with running(NOBODY, None, yaml=yaml, wait_for=[]) as fleet:
+    async with running(NO_TENANT, None, yaml=yaml, wait_for=[]) as fleet:
         assert fleet.url.startswith("https://")
         assert fleet.router.admin_url is not None
         for url in (fleet.url, fleet.router.admin_url):
@@ -101,7 +101,10 @@ async def test_a_client_that_trusts_the_issuer(files: Files) -> None:
 
 async def test_what_a_command_says_that_speaks_otherwise(files: Files) -> None:
     """An issuer that nobody knows was "Operation not permitted"."""
-    async with running(NOBODY, None, yaml=files.yaml, wait_for=[]) as fleet, FakeLlama() as plain:
+    async with (
+        running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as fleet,
+        FakeLlama() as plain,
+    ):
         for url, why in (
             (fleet.url, "its certificate is not accepted: .*SSL_CERT_FILE=FILE"),
             (fleet.url.replace("https:", "http:"), r"closed the connection; is it https://\?"),
@@ -114,7 +117,7 @@ async def test_what_a_command_says_that_speaks_otherwise(files: Files) -> None:
 
 async def test_old_versions_are_refused(files: Files) -> None:
     assert tls.server_context().minimum_version is ssl.TLSVersion.TLSv1_2
-    async with running(NOBODY, None, yaml=files.yaml, wait_for=[]) as fleet:
+    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as fleet:
         for version, works in (
             (ssl.TLSVersion.TLSv1_1, False),
             (ssl.TLSVersion.TLSv1_2, True),
@@ -134,7 +137,7 @@ async def test_old_versions_are_refused(files: Files) -> None:
 
 async def test_plain_http_on_the_port_of_tls(files: Files) -> None:
     """No answer, and whoever comes next is served."""
-    async with running(NOBODY, None, yaml=files.yaml, wait_for=[]) as fleet:
+    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as fleet:
         port = int(fleet.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -147,7 +150,7 @@ async def test_plain_http_on_the_port_of_tls(files: Files) -> None:
 
 async def test_a_handshake_that_is_never_finished(files: Files) -> None:
     yaml = files.yaml + "\nlimits: {header_timeout: 300ms}"
-    async with running(NOBODY, None, yaml=yaml, wait_for=[]) as fleet:
+    async with running(NO_TENANT, None, yaml=yaml, wait_for=[]) as fleet:
         port = int(fleet.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"\x16\x03\x01")
@@ -159,8 +162,8 @@ async def test_a_handshake_that_is_never_finished(files: Files) -> None:
 async def test_a_renewed_certificate(files: Files, tmp_path: Path) -> None:
     """New connections see it after a reload, also of files of other names; old ones go on."""
     path = tmp_path / "kvferry.yaml"
-    path.write_text(configuration_text(NOBODY, None, yaml=files.yaml))
-    async with running(NOBODY, None, yaml=files.yaml, wait_for=[], path=path) as fleet:
+    path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
+    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[], path=path) as fleet:
         reader, writer, first = await handshake(fleet.url, files.client())
         files.renew()
         _, other, still = await handshake(fleet.url, files.client())
@@ -170,7 +173,7 @@ async def test_a_renewed_certificate(files: Files, tmp_path: Path) -> None:
         other.close()
         moved = Files(tmp_path / "moved.pem", tmp_path / "moved.key", files.ca)
         moved.renew()
-        path.write_text(configuration_text(NOBODY, None, yaml=moved.yaml))
+        path.write_text(configuration_text(NO_TENANT, None, yaml=moved.yaml))
         told = await fleet.router.reload()
         _, other, elsewhere = await handshake(fleet.url, files.client())
         other.close()
@@ -185,8 +188,8 @@ async def test_a_renewed_certificate(files: Files, tmp_path: Path) -> None:
 
 async def test_a_reload_with_files_that_do_not_fit(files: Files, tmp_path: Path) -> None:
     path = tmp_path / "kvferry.yaml"
-    path.write_text(configuration_text(NOBODY, None, yaml=files.yaml))
-    async with running(NOBODY, None, yaml=files.yaml, wait_for=[], path=path) as fleet:
+    path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
+    async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[], path=path) as fleet:
         _, writer, before = await handshake(fleet.url, files.client())
         writer.close()
         key = files.key.read_bytes()
@@ -202,8 +205,8 @@ async def test_a_reload_with_files_that_do_not_fit(files: Files, tmp_path: Path)
 
 async def test_tls_is_not_switched_on_by_a_reload(files: Files, tmp_path: Path) -> None:
     path = tmp_path / "kvferry.yaml"
-    path.write_text(configuration_text(NOBODY, None, yaml=files.yaml))
-    async with running(NOBODY, None, wait_for=[], path=path) as fleet:
+    path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
+    async with running(NO_TENANT, None, wait_for=[], path=path) as fleet:
         told = await fleet.router.reload()
         assert (await fleet.get("/kvferry/health")).status == 503
 
@@ -268,7 +271,7 @@ async def test_files_that_cannot_be_used(files: Files, tmp_path: Path, name: str
     break_, key, words = BAD[name]
     break_(files)
     path = tmp_path / "kvferry.yaml"
-    path.write_text(configuration_text(NOBODY, None, yaml=files.yaml))
+    path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
 
     code, text = check_text(path)
     assert code == 2
@@ -279,7 +282,7 @@ async def test_files_that_cannot_be_used(files: Files, tmp_path: Path, name: str
     assert words in text
     assert "PRIVATE" not in text
     with pytest.raises(StartError) as refused:
-        async with running(NOBODY, None, yaml=files.yaml, wait_for=[]):
+        async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[]):
             pass
     assert f"{path}:{line}: {refused.value}" == text
 
@@ -295,20 +298,20 @@ async def test_an_expired_certificate_is_used_with_a_warning(files: Files, tmp_p
     """Better than no service; monitoring will say so as well."""
     files.renew(expired=True)
     path = tmp_path / "kvferry.yaml"
-    path.write_text(configuration_text(NOBODY, None, yaml=files.yaml))
+    path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
 
     code, text = check_text(path)
     assert code == 0
     assert text.endswith(f"Warning: tls.certificate: {files.certificate}: certificate has expired.")
     with structlog.testing.capture_logs() as log:
-        async with running(NOBODY, None, yaml=files.yaml, wait_for=[]) as fleet:
+        async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as fleet:
             assert fleet.url.startswith("https://")
     assert [entry["log_level"] for entry in log if "has expired" in str(entry)] == ["warning"]
 
 
 def test_a_key_that_everybody_reads_is_told(files: Files, tmp_path: Path) -> None:
     path = tmp_path / "kvferry.yaml"
-    path.write_text(configuration_text(NOBODY, None, yaml=files.yaml))
+    path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
     for mode, warned in ((0o644, True), (0o640, False), (0o600, False)):
         files.key.chmod(mode)
         code, text = check_text(path)
@@ -317,7 +320,7 @@ def test_a_key_that_everybody_reads_is_told(files: Files, tmp_path: Path) -> Non
 
 def test_a_good_one_has_none(files: Files, tmp_path: Path) -> None:
     path = tmp_path / "kvferry.yaml"
-    path.write_text(configuration_text(NOBODY, None, yaml=files.yaml))
+    path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
 
     assert tls.warning(files.certificate, files.key) is None
     code, text = check_text(path)
