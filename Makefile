@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Two commands do everything on a fresh machine: `make demo` and `make test`. CI runs `make test-all`.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -13,13 +13,32 @@ RUN := PYTHON=$(BIN)/python tests/run
 # Their servers take all the processors there are for themselves.
 REAL_MODELS := tests/e2e/test_real_models.py
 
-.PHONY: demo test test-binary test-slow test-clients soak check bench clean
+# Tests that failed beside others and passed alone, collected over all targets of a `make test-all`.
+export FLAKES ?= $(CURDIR)/.cache/flakes
+
+.PHONY: demo test test-all test-thorough test-binary test-slow test-clients soak check bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvferry demo
 
 test: $(VENV)/.test
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./check
+
+# Everything, in about 40 minutes on two cores.
+test-all:
+	mkdir -p $(dir $(FLAKES))
+	: > $(FLAKES)
+	$(MAKE) test
+	$(MAKE) test-thorough
+	$(MAKE) test-binary
+	$(MAKE) test-slow
+	$(MAKE) test-clients
+	@printf '=== %s flaky tests in all: failed beside other tests, passed alone ===\n' \
+		"$$(grep -c . $(FLAKES))"; cat $(FLAKES)
+
+# Real servers in all combinations, faults, many clients at once, benches.
+test-thorough: $(VENV)/.test
+	$(RUN) -m "thorough and not slow"
 
 # The tests that talk to a real server once more, with a compiled llama-server instead of the
 # prebuilt wheel.

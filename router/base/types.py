@@ -15,7 +15,7 @@ SnapshotId = NewType("SnapshotId", str)
 Namespace = NewType("Namespace", str)
 """Names all that must be equal for reusable KV: model, adapters, RoPE, cache layout."""
 Tenant = NewType("Tenant", str)
-"""The owner of tokens; none are reused for another one. `NO_TENANT`, no name: no particular tenant."""
+"""The owner of tokens; none are reused for another. `NO_TENANT`, no name: no particular tenant."""
 KvDir = NewType("KvDir", str)
 """A KV directory: holds state files; the `--slot-save-path` of one or more backends."""
 

@@ -32,6 +32,8 @@ from bench.client import Stream
 from bench.report import Report, median, percentile, shown
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.thorough
+
 Main = Callable[[Sequence[str] | None], int]
 
 

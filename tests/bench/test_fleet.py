@@ -23,6 +23,8 @@ from router.tools.simulate.oracle import reusable
 from router.tools.simulate.trace import TraceError
 from tests.conftest import StartServer
 
+pytestmark = pytest.mark.thorough
+
 MIXED = Sizes(
     conversations=5,
     turns=3,

@@ -6,11 +6,15 @@ the state that was saved just before the answer.
 
 from contextlib import nullcontext
 
+import pytest
+
 from tests.conftest import StartServer
 from tests.support.conversations.measuring import CHAT, Measured, measured, occupied
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.conversations.turns import named
 from tests.support.servers.router_fleet import Fleet, running
+
+pytestmark = pytest.mark.thorough
 
 TURNS = 12
 SYSTEM = 57  # sentences of about 35 tokens

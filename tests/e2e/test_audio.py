@@ -34,6 +34,8 @@ from tests.support.models.mmproj import silent_mp3, sound
 from tests.support.parity.pair import Pair, client, difference
 from tests.support.servers.router_fleet import running
 
+pytestmark = pytest.mark.thorough
+
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 N_FRAMES = 25  # of a sound, and so many positions
 

@@ -17,6 +17,8 @@ from tests.support.conversations.measuring import direct
 from tests.support.faults.chaos import Chaos, Member
 from tests.support.servers.router_process import Outside
 
+pytestmark = pytest.mark.thorough
+
 BUDGET_S = float(os.environ.get("KVFERRY_CHAOS_S", "40"))
 SEED = int(os.environ.get("KVFERRY_CHAOS_SEED", random.SystemRandom().randrange(10**6)))
 CHECK_EVERY = 8  # steps

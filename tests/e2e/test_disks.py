@@ -15,6 +15,8 @@ from tests.support.conversations.prompts import ids
 from tests.support.faults.consistency import assert_consistent, assert_undisturbed
 from tests.support.servers.router_fleet import Fleet, running
 
+pytestmark = pytest.mark.thorough
+
 LONG = 700  # 735 kB
 YAML = "store: {idle_save_after: 20ms}"
 FAILED_SAVES = 'kvferry_kv_failures_total{action="save"}'

@@ -36,6 +36,8 @@ from tests.support.faults.consistency import assert_consistent, assert_undisturb
 from tests.support.faults.fault_proxy import Meddler
 from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
+pytestmark = pytest.mark.thorough
+
 Seen = Callable[[str, object], None]
 
 LONG, CTX, SLOTS = 900, 8192, 2

@@ -16,6 +16,8 @@ from tests.support.faults.breaking import BROKEN_OFF, RIGHT, Reference, seen, to
 from tests.support.faults.consistency import assert_consistent
 from tests.support.servers.router_fleet import running
 
+pytestmark = pytest.mark.thorough
+
 Seen = Callable[[str, object], None]
 LONG, PREFILL = 1000, 2500
 WATCHFUL = """

@@ -29,6 +29,8 @@ from tests.support.faults.breaking import (
 from tests.support.faults.consistency import assert_consistent
 from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
+pytestmark = pytest.mark.thorough
+
 Seen = Callable[[str, object], None]
 
 # Long enough that there is a middle.

@@ -17,6 +17,8 @@ from tests.support.faults.breaking import BROKEN_OFF, until_at_work
 from tests.support.servers.router_fleet import Answer, configuration_text, read_answer
 from tests.tools.test_cli import Process, serving
 
+pytestmark = pytest.mark.thorough
+
 Seen = Callable[[str, object], None]
 LONG = 1500
 # Only the end of the router saves anything.

@@ -21,6 +21,8 @@ from tests.support.faults.breaking import RIGHT, Reference, look, told, until_at
 from tests.support.faults.consistency import TOLD, assert_consistent
 from tests.support.servers.router_fleet import Answer, Fleet, read_answer, running
 
+pytestmark = pytest.mark.thorough
+
 Seen = Callable[[str, object], None]
 LONG = 1500
 CACHE = ("--cache-ram", "256")  # the last of a flag counts

@@ -14,6 +14,8 @@ from tests.support.conversations.prompts import ids
 from tests.support.faults.consistency import assert_consistent, assert_undisturbed
 from tests.support.servers.router_fleet import Fleet, running
 
+pytestmark = pytest.mark.thorough
+
 LONG, CHANCE = 700, 10
 NO_TENANT = 65534
 AS_ROOT = os.geteuid() == 0

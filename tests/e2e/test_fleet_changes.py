@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import all_but_one
@@ -20,6 +21,8 @@ from tests.support.servers.router_fleet import (
     running,
 )
 from tests.tools.test_cli import serving
+
+pytestmark = pytest.mark.thorough
 
 LONG = 2400
 # Only what is drained is saved.

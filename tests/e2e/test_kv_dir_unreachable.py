@@ -22,6 +22,8 @@ from tests.support.conversations.prompts import ids
 from tests.support.faults.consistency import assert_consistent, assert_undisturbed
 from tests.support.servers.router_fleet import PATIENCE_S, Fleet, running
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["mounted"]  # a fixture
 
 LONG = 700

@@ -29,6 +29,8 @@ from tests.support.conversations.turns import (
 )
 from tests.support.servers.router_fleet import running
 
+pytestmark = pytest.mark.thorough
+
 QUANTISED = ("-ctk", "q8_0", "-ctv", "q8_0", "-fa", "on")
 TRANSPOSED = ("-fa", "off")  # V is stored by column
 PLAIN = ("-fa", "on")

@@ -15,6 +15,8 @@ from tests.support.models.lora import tiny_lora
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Answer, Fleet, is_quiet, running
 
+pytestmark = pytest.mark.thorough
+
 # Applied to everybody; `--lora-init-without-apply` changes nothing for the server's requests.
 FLAGS = ("--lora", str(tiny_lora()))
 LORA: list[Json] = [{"id": 0, "scale": 0.0}]

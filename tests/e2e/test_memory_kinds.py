@@ -58,11 +58,16 @@ PLACES = {
 # A unified state is laid out as that of `-np 1`, and a recurrent one has no layout.
 _SLOW = {(kind, place) for kind in KINDS for place in ("np2-unified", "unified-np2")}
 _SLOW -= {("llama", "np2-unified"), ("gemma3", "unified-np2")}
-CELLS = [
-    pytest.param(kind, place, marks=[pytest.mark.slow] if (kind, place) in _SLOW else [])
-    for kind in KINDS
-    for place in PLACES
-]
+
+
+def _mark(kind: str, place: str) -> list[pytest.MarkDecorator]:
+    """Return the tier of a cell: `make test` moves each kind to another server once."""
+    if (kind, place) in _SLOW:
+        return [pytest.mark.slow]
+    return [] if place == "other-server" else [pytest.mark.thorough]
+
+
+CELLS = [pytest.param(kind, place, marks=_mark(kind, place)) for kind in KINDS for place in PLACES]
 
 
 @pytest.mark.parametrize(("kind", "place"), CELLS)

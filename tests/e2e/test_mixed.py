@@ -11,6 +11,8 @@ from tests.support.conversations.measuring import measured
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.servers.router_fleet import Answer, Fleet, running
 
+pytestmark = pytest.mark.thorough
+
 
 async def _converse(fleet: Fleet, seed: int, turns: int) -> list[Answer]:
     """A conversation of some length, over a route that goes with its seed."""

@@ -39,6 +39,8 @@ from tests.support.conversations.turns import (
 from tests.support.models.mmproj import N_POSITIONS
 from tests.support.servers.router_fleet import running
 
+pytestmark = pytest.mark.thorough
+
 
 async def test_pictures_are_told_apart(llama_server: StartServer) -> None:
     """What the other tests rest on: the tiny model sees, and answers the same picture the same."""

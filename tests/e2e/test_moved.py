@@ -14,6 +14,8 @@ from tests.support.conversations.prompts import Json, ids
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Answer, Fleet, running
 
+pytestmark = pytest.mark.thorough
+
 WHOLE = ids(1, 900)
 LESS = [*WHOLE[:100], *WHOLE[300:]]  # as of a conversation whose old messages were dropped
 MORE = [*LESS, *ids(2, 5)]

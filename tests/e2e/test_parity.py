@@ -26,7 +26,7 @@ from tests.support.parity.pair import Pair, Seen, difference
 from tests.support.parity.policies import CTX, DEFAULT, POLICIES, paired
 from tests.support.servers.router_fleet import Json
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

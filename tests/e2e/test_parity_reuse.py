@@ -25,7 +25,7 @@ from tests.support.parity.corpus import CHATTING, OUTPUT, SAMPLING
 from tests.support.parity.pair import Pair, Seen, client, difference
 from tests.support.servers.router_fleet import Fleet, running
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 
 CTX = 768  # of a slot: an answer without a limit ends there
 POLICY = "policy: {reuse_probability: 1}"  # tiny models compute in no time

@@ -17,6 +17,7 @@ from tests.support.parity.pair import NOT_COMPARED, Pair, Seen, difference
 from tests.support.parity.policies import DEFAULT, POLICIES, paired
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.parametrize("policy", POLICIES),
 ]

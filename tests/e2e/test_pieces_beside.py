@@ -1,11 +1,15 @@
 """A long prompt beside a stream, on a real server: in pieces, and each token once."""
 
+import pytest
+
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import differs_in_earnest, kept_busy
 from tests.support.conversations.prompts import ids
 from tests.support.faults.corrupted_replies import unchanged
 from tests.support.faults.fault_proxy import Meddler
 from tests.support.servers.router_fleet import running
+
+pytestmark = pytest.mark.thorough
 
 YAML = "policy: {coalesce_above: 1ms, prefill_chunk: 1ms}"
 ASKED = "POST /completion"

@@ -2,11 +2,14 @@
 correctly, and never worse than without kvferry."""
 
 import aiohttp
+import pytest
 
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import reuse
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.servers.router_fleet import Answer, Fleet, read_answer, running
+
+pytestmark = pytest.mark.thorough
 
 
 def conversation(seed: int, turns: int) -> list[list[Json]]:

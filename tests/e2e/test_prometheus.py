@@ -3,11 +3,15 @@
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from tests.conftest import StartServer
 from tests.repository.test_dashboards import PANELS, alerts, queries, rules
 from tests.support.conversations.prompts import chat, ids, sentences
 from tests.support.servers.prometheus import program, prometheus
 from tests.support.servers.router_fleet import Fleet, running
+
+pytestmark = pytest.mark.thorough
 
 # What Grafana puts in for its variables: the whole test, and every backend.
 VARIABLES = {"$__rate_interval": "1m", "$__range": "1m", "$backend": ".*"}

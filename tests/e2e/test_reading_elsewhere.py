@@ -12,6 +12,8 @@ from tests.support.conversations.prompts import Json, sentences
 from tests.support.faults.breaking import send
 from tests.support.servers.router_fleet import running
 
+pytestmark = pytest.mark.thorough
+
 # Nobody looks by himself, and a call to a server that hangs does not end by itself.
 YAML = """
 tokenizer: {mode: backend}

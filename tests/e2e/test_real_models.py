@@ -18,6 +18,8 @@ from tests.support.conversations.turns import SAVES_S, Reference, Talk, ask_all,
 from tests.support.models.real_models import gemma_270m
 from tests.support.servers.router_fleet import running
 
+pytestmark = pytest.mark.thorough
+
 CTX = 4096  # of each slot
 # With quantised weights one token alone is computed otherwise than many at once: SmolLM2's first
 # log probability differs by 0.25 on a server where nothing was ever moved.

@@ -23,6 +23,8 @@ from tests.support.servers.router_fleet import Fleet, configuration_text, runnin
 from tests.support.servers.router_process import Elsewhere
 from tests.tools.test_cli import Process, starting
 
+pytestmark = pytest.mark.thorough
+
 LONG = 1500
 KEPT, OTHER, THIRD = ids(1, LONG), ids(2, LONG), ids(3, LONG)
 QUICK = "store: {idle_save_after: 50ms, fsync: true}"

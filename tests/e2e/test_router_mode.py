@@ -18,6 +18,8 @@ from tests.support.conversations.prompts import Json, chat
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.router_fleet import running
 
+pytestmark = pytest.mark.thorough
+
 ADVICE = "start one llama-server for each model"
 
 

@@ -3,11 +3,15 @@ conversations. Who waits for whom, and who computes what again, in tokens and in
 
 import asyncio
 
+import pytest
+
 from tests.conftest import StartServer
 from tests.support.conversations.measuring import CHAT, Measured, measured
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.conversations.turns import named
 from tests.support.servers.router_fleet import Answer, Fleet, running
+
+pytestmark = pytest.mark.thorough
 
 _LONG = 2_000  # tokens
 _LANES = 12  # requests of the client with long prompts at any time, on four slots

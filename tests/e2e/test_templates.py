@@ -25,6 +25,8 @@ from tests.support.conversations.prompts import sentences
 from tests.support.paths import TEMPLATES
 from tests.support.servers.router_fleet import Json, running
 
+pytestmark = pytest.mark.thorough
+
 OFTEN = {"Qwen-Qwen3-0.6B"}
 ASKS: Json = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 1}
 

@@ -17,6 +17,8 @@ from tests.support.conversations.conversing import all_but_one, saved
 from tests.support.conversations.prompts import chat, ids
 from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
+pytestmark = pytest.mark.thorough
+
 LONG = 600
 SLOW = pytest.mark.slow
 ALICE, BOB = "alice", "bob"

@@ -1,11 +1,15 @@
 """A short prompt that begins like a long conversation pays for what they share, not for all."""
 
+import pytest
+
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
 from tests.support.conversations.measuring import CHAT, GREEDY, common, direct, measured
 from tests.support.conversations.prompts import Json, chat, sentences
 from tests.support.conversations.turns import SAVES_S, Reference, named, tiny_talk
 from tests.support.servers.router_fleet import running
+
+pytestmark = pytest.mark.thorough
 
 SYSTEM = 80  # sentences of about 35 tokens: 2,800
 TURN = 55  # 1,900

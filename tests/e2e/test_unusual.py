@@ -13,6 +13,8 @@ from tests.support.conversations.measuring import Direct, direct
 from tests.support.conversations.prompts import Json, chat, ids, sentences
 from tests.support.servers.router_fleet import Answer, Fleet, is_quiet, running
 
+pytestmark = pytest.mark.thorough
+
 # Chat, embeddings and, with `rank`, reranking: one server does all of it.
 EMBEDS = ("--embeddings", "--pooling", "mean")
 RANKS = ("--embeddings", "--pooling", "rank")

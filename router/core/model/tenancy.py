@@ -1,7 +1,7 @@
 """Tenants: the namespace of a tenant, and slots with content that a request must not meet.
 
-A request's tenant is `NO_TENANT` where tenants are not kept apart. Content of unknown origin also has
-the tenant `NO_TENANT`; where tenants are kept apart, no request owns such content.
+A request's tenant is `NO_TENANT` where tenants are not kept apart. Content of unknown origin has
+the tenant `NO_TENANT`, too; where tenants are kept apart, no request owns such content.
 """
 
 from router.base.tokens import common_prefix, count

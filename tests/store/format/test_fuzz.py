@@ -31,6 +31,8 @@ from tests.conftest import StartServer
 from tests.store.format.test_rewrite import parse, plain_apply
 from tests.support.models.tiny_models import KINDS
 
+pytestmark = pytest.mark.thorough
+
 PROMPT = [(i * 7 + i * i) % 500 for i in range(120)]
 WORDS = (0, 1, 2, 3, 4, 8, 64, 119, 120, 121, 255, 2**16, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
 # Another seed, another sample of the slow test.

@@ -24,6 +24,8 @@ from tests.support.conversations.prompts import ids
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
 
+pytestmark = pytest.mark.thorough
+
 Capture = pytest.CaptureFixture[str]
 NO_TENANT = "http://127.0.0.1:9"
 

@@ -16,6 +16,8 @@ from router.tools.demo.demo import demo
 from router.tools.demo.table import Row, summary
 from tests.support.models.tiny_models import tiny_model
 
+pytestmark = pytest.mark.thorough
+
 ROW = re.compile(
     r"^ *(?P<number>\d+) (?P<what>\D.*?) +(?P<prompt>[\d,]+) +(?P<before>[\d,]+) +[\d.]+ "
     r"(?P<slot>[ab]/[01]) +(?P<source>[a-z]+) +(?P<resident>[\d,]+|-) +(?P<snapshot>[\d,]+|-)"

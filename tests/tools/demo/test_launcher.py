@@ -24,6 +24,8 @@ from router.tools.demo.launcher import (
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import tiny_model
 
+pytestmark = pytest.mark.thorough
+
 
 async def status(url: str) -> int:
     """HTTP status of /health; 0 when nobody listens."""

@@ -16,6 +16,8 @@ from router.tools.doctor.command import doctor
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import N_SWA, tiny_model
 
+pytestmark = pytest.mark.thorough
+
 NO_TENANT = "http://127.0.0.1:9"
 Said = Callable[[], str]
 

@@ -28,6 +28,7 @@ from tests.web.admin.test_state_json import applied, not_empty
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 # One loop for all, and so one browser: starting it takes longer than most of what is tried in it.
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium here"),
     pytest.mark.asyncio(loop_scope="module"),
 ]

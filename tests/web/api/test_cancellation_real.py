@@ -15,7 +15,7 @@ from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.router_fleet import Fleet, Json, running
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 
 # Seconds of prefill on one thread, so that there is a middle to leave in.
 TOKENS = [3 + i * 7 % 400 for i in range(30_000)]

@@ -23,6 +23,8 @@ from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import PATIENCE_S, Fleet, Json, running
 from tests.web.api.test_faults import stopped_reading
 
+pytestmark = pytest.mark.thorough
+
 CHUNK = 2**18
 
 

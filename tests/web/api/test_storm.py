@@ -16,6 +16,8 @@ from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import generate, render_chat, render_messages
 from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
+pytestmark = pytest.mark.thorough
+
 REQUESTS = 200
 SYSTEMS = ["s" * 200, "t" * 400, "u" * 600]
 
