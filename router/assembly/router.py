@@ -246,7 +246,14 @@ async def build(
         )
         live = Live(subject, tasks.spawn, wall_now, guard.may_read)
         completions = Completions(
-            *(engine, selection, decision_log, tasks.spawn, settings, keys, throttle), tracing
+            engine,
+            selection,
+            decision_log,
+            tasks.spawn,
+            settings,
+            keys,
+            throttle,
+            tracing,
         )
         app = App(
             keys=keys,

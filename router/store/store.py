@@ -347,7 +347,9 @@ class KvStore:
         threads = Threads(kv_dir, lambda: self._changed(kv_dir), self._background.spawn)
         make = partial(
             records.open_directory,
-            *(kv_dir, self._distinct(), threads),
+            kv_dir,
+            self._distinct(),
+            threads,
             fsync=self._fsync,
             group_access=self._group_access,
         )

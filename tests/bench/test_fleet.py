@@ -19,7 +19,7 @@ from bench.fleet.oracle import computed
 from bench.fleet.workload import CHAT, COMPLETIONS, Ask, Sizes, Workload, build
 from router.base.tokens import pack
 from router.core.model.policy import PolicyName
-from router.tools.simulate.oracle import reusable
+from router.tools.simulate.accounting import reusable
 from router.tools.simulate.trace import TraceError
 from tests.conftest import StartServer
 

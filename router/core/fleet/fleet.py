@@ -115,8 +115,14 @@ class Fleet:
         # `attracts` compares the tokens of these requests: each is a kind of its own.
         own = self.has_tenants and not (request.pinnable or prompt.unknown or prompt.n_media)
         return (
-            *(request.model, request.avoid, request.slot_hint, request.pinnable),
-            *(request.whole_backend, request.reuse, request.tenant, too_short),
+            request.model,
+            request.avoid,
+            request.slot_hint,
+            request.pinnable,
+            request.whole_backend,
+            request.reuse,
+            request.tenant,
+            too_short,
             request.id if own or self.at_gate else None,
         )
 

@@ -24,11 +24,11 @@ from router.config.values import (
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.tools.simulate import report
+from router.tools.simulate.accounting import Result
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.fleet import Setup
 from router.tools.simulate.hardware import PRESETS, Hardware
-from router.tools.simulate.measure import Result
 from router.tools.simulate.requests import RequestSource
+from router.tools.simulate.setup import Setup
 from router.tools.simulate.trace import BLOCK_TOKENS, TraceError, TraceWorkload, read_trace
 from router.tools.simulate.workload import WORKLOADS, Workload
 from router.tools.terminal import Progress, output

@@ -6,11 +6,10 @@ from time import perf_counter
 
 from router.core.model.policy import PolicyName
 from router.core.model.snapshot_limits import UNLIMITED
+from router.tools.simulate.accounting import Losses, Result, percentiles
 from router.tools.simulate.eviction import Evicted, compare
-from router.tools.simulate.fleet import Setup
-from router.tools.simulate.losses import Losses
-from router.tools.simulate.measure import Result, percentiles
 from router.tools.simulate.requests import RequestSource
+from router.tools.simulate.setup import Setup
 from router.tools.simulate.simulator import Simulator
 
 Told = Callable[[int], None]

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from router.config.values import NO_LIMIT, format_size
+from router.tools.simulate.accounting import Result
 from router.tools.simulate.eviction import Evicted
-from router.tools.simulate.measure import Result
 
 GIB = 1024**3
 _WIDTH = 120  # columns of the tables in a file

@@ -27,9 +27,7 @@ from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
-from router.tools.simulate.losses import Losses
-from router.tools.simulate.measure import Meter
-from router.tools.simulate.oracle import Oracle
+from router.tools.simulate.accounting import Losses, Meter, Oracle
 from router.tools.simulate.requests import RequestSource, SimulatedRequest
 from router.tools.simulate.server import Run, Server, TransferRun
 

@@ -258,7 +258,7 @@ class Completions:
                 headers = exchange.trace.inject(headers)
             body = upstream_request.body(grant, exchange.raw, exchange.parsed, saved=monitor.saves)
             async with monitor.client.relay(
-                *(exchange.http.method, target, headers, body), yields=True
+                exchange.http.method, target, headers, body, yields=True
             ) as upstream:
                 response, outcome = await relay(
                     exchange.http,
@@ -279,7 +279,10 @@ class Completions:
             ok = outcome is Outcome.OK and upstream is not None and upstream.status == 200
             finish = partial(
                 self._finish,
-                *(exchange, grant, outcome, capture),
+                exchange,
+                grant,
+                outcome,
+                capture,
                 readable=upstream if ok else None,
                 ended=perf_counter(),
             )

@@ -7,10 +7,10 @@ import pytest
 
 from router.core.model.policy import PolicyName
 from router.core.model.snapshot_limits import UNLIMITED
+from router.tools.simulate.accounting import percentiles
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.fleet import Setup
 from router.tools.simulate.hardware import PRESETS
-from router.tools.simulate.measure import percentiles
+from router.tools.simulate.setup import Setup
 from router.tools.simulate.trace import TraceRow, TraceWorkload
 
 LINES = [

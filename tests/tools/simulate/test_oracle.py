@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.base.tokens import Tokens, join, pack
-from router.tools.simulate.oracle import Oracle, reusable
+from router.tools.simulate.accounting import Oracle, reusable
 
 short = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=6).map(tuple)
 

@@ -9,11 +9,11 @@ from rich.console import Console
 from router.core.model.policy import PolicyName
 from router.core.model.snapshot_limits import UNLIMITED
 from router.tools.simulate import report
+from router.tools.simulate.accounting import Result
 from router.tools.simulate.eviction import Evicted
 from router.tools.simulate.experiment import Experiment
-from router.tools.simulate.fleet import Setup
 from router.tools.simulate.hardware import PRESETS
-from router.tools.simulate.measure import Result
+from router.tools.simulate.setup import Setup
 from router.tools.simulate.workload import WORKLOADS, Workload
 
 EVICTED = [Evicted(name, UNLIMITED, 100, 50, 0) for name in ("kvferry", "lru", "belady")]

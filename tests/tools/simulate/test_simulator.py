@@ -12,10 +12,10 @@ from router.base.types import MemoryKind, Prompt, RequestId
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.snapshot_limits import UNLIMITED
-from router.tools.simulate.fleet import Setup
+from router.tools.simulate.accounting import Losses
 from router.tools.simulate.hardware import PRESETS, Hardware
-from router.tools.simulate.losses import Losses
 from router.tools.simulate.requests import SimulatedRequest
+from router.tools.simulate.setup import Setup
 from router.tools.simulate.simulator import Simulator
 from router.tools.simulate.trace import TraceRow, TraceWorkload
 from router.tools.simulate.workload import WORKLOADS, Workload
