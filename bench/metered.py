@@ -78,7 +78,7 @@ def _in_steps(work: Coroutine[Any, Any, Any], call: Callable[..., Any]) -> Gener
 def _run(argv: list[str]) -> int:
     meter, file = Meter(), Path(argv[0])
     meter.coroutine("page_s", Live, "events")
-    meter.coroutine("page_s", Live, "keep_looking")
+    meter.coroutine("page_s", Live, "keep_refreshing")
     meter.coroutine("metrics_s", StatusRoutes, "metrics")
     meter.function("metrics_s", PrometheusTelemetry, "count")
     atexit.register(lambda: file.write_text(json.dumps(meter.report())))

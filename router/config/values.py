@@ -33,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})")
 _HOST_PORT = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*)):(\d{1,5})", re.ASCII)
 
-MAX_SIZE_BYTES = 2**63 - 1
+MAX_SIZE_BYTES = 2**53 - 1  # 8 PiB; pydantic reads sizes as floats
 MAX_DURATION_S = 366 * 86400.0  # far above any sensible timeout, far below the limits of a float
 MAX_COUNT = 2**53 - 1
 NO_LIMIT = -1

@@ -38,11 +38,14 @@ def test_what_cannot_be_meant_is_refused(text: str, path: str, said: str) -> Non
     assert GOOD not in str(caught.value)
 
 
-@pytest.mark.parametrize(("share", "said"), [("none", "not reused for"), ("all", "is reused for")])
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [("none", "not reused for other tenants"), ("all", "is reused for other tenants")],
+)
 def test_the_summary_counts_keys_and_tenants(share: str, said: str) -> None:
     keys = auth(("a", GOOD, "x"), ("b", ALSO, "x"), share=share)
     told = summary(parse(f"backends: [{{url: 'http://a:1'}}]\n{keys}", "test"))
-    assert "2 keys of 1 tenant let clients in" in told
+    assert "Clients need a key (2 keys of 1 tenant)" in told
     assert said in told
 
 

@@ -521,8 +521,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
     [
         ("", "no backend has a kv_dir"),
         ("policy: sticky", "policy sticky never moves KV"),
-        ("tokenizer: {mode: off}", "no prompt is known"),
-        ("queue: {deadline: off}", "each at most as long as it takes"),
+        ("tokenizer: {mode: off}", "prompts are not tokenized"),
+        ("queue: {deadline: off}", "deadline none"),
     ],
 )
 def test_the_summary_says_what_has_no_effect(text: str, said: str) -> None:
@@ -535,8 +535,8 @@ def test_the_summary_says_what_has_no_effect(text: str, said: str) -> None:
         ("{}", "at least 128 tokens are kept, up to 32GiB."),
         ("{max_tokens: 1000}", "up to 32GiB and 1000 tokens."),
         ("{max_bytes: -1}", "are kept, without limit."),
-        ("{max_bytes: 0}", "the store is off."),
-        ("{}\nprobe: {enabled: false}", "without the probe no backend is trusted with it."),
+        ("{max_bytes: 0}", "the store is off (max_bytes or max_tokens is 0)."),
+        ("{}\nprobe: {enabled: false}", "only probed backends may save and restore."),
     ],
 )
 def test_the_summary_says_what_is_kept(store: str, said: str) -> None:

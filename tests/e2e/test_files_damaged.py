@@ -120,7 +120,7 @@ async def saved_files(fleet: Fleet, prompts: list[list[int]]) -> list[Path]:
         await fleet.complete(prompt)
         await fleet.until(saved(LONG - 1, number))
         rows = (await fleet.get("/kvferry/snapshots?limit=100")).json["snapshots"]
-        (new,) = {Path(row["place"]) / row["file"] for row in rows} - set(files)
+        (new,) = {Path(row["kv_dir"]) / row["file"] for row in rows} - set(files)
         files.append(new)
     return files
 

@@ -103,7 +103,7 @@ async def until_offered(fleet: Fleet, place: Path, offered: bool) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
             rows = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
-            if any(row["place"] == str(place) for row in rows) is offered:
+            if any(row["kv_dir"] == str(place) for row in rows) is offered:
                 return
             await asyncio.sleep(0.02)
 

@@ -128,7 +128,7 @@ async def test_backend_that_is_gone(reader: PromptReader, fake: FakeLlama) -> No
 
 async def test_what_the_backend_refuses_is_unknown(reader: PromptReader) -> None:
     prompt = await reader.read(parse_request(Route.CHAT, {"messages": [{"content": "no role"}]}))
-    assert prompt.unknown == "the backend does not render or tokenize it: HTTP 500"
+    assert prompt.unknown == "the backend does not render or tokenize the prompt: HTTP 500"
 
 
 async def test_boundaries_are_read_on_demand(reader: PromptReader) -> None:

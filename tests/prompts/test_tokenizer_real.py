@@ -27,6 +27,12 @@ from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import SPECIALS, tiny_model
 
+
+@pytest.fixture(autouse=True)
+def blocking_calls_fail() -> None:
+    """These functions block: the router calls them in a thread or at its start."""
+
+
 pytestmark = pytest.mark.real
 MESSAGES = [
     {"role": "system", "content": "You are a helpful assistant.  "},

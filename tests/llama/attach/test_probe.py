@@ -325,7 +325,7 @@ async def test_not_what_the_file_looks_like(tmp_path: Path) -> None:
     """One that gives nothing when a prompt diverges is no full attention."""
     attached = await odd_one(tmp_path, nothing_cached=2)
 
-    assert "leaves it after" in (attached.probe.problem or "")
+    assert "diverges after" in (attached.probe.problem or "")
     assert attached.info.memory_kind is MemoryKind.UNKNOWN
     assert attached.info.kv_dir is None
 

@@ -155,7 +155,7 @@ def test_checkpoint_behind_the_tokens_is_refused() -> None:
         ("hybrid", 2, recurrent(2), "last position is 2"),
         ("hybrid", 2, recurrent(1, with_state=1), "other shapes"),
         ("hybrid", 2, attention(stream([0, 1])), "no one sequence|recurrent"),
-        ("recurrent", 0, recurrent(0), "behind the"),
+        ("recurrent", 0, recurrent(0), "not within the"),
         ("iswa", 3, attention(stream([0, 2])), "2 cells for 3 positions"),
         ("iswa", 3, attention(stream([0, 1, 2], row=8)), "other shapes"),
         ("iswa", 3, attention(stream([-1, 2])), "position -1"),

@@ -57,7 +57,7 @@ async def test_one_that_was_served(fleet: Fleet, capsys: pytest.CaptureFixture[s
     assert "250 prompt tokens: 200 reused of 200 planned, 50 computed" in told
     assert "50  diverged" in told
     assert "which shared 200 of its 307 tokens" in told
-    assert "They part at token 200 (in which message is not known: it is no chat" in told
+    assert "They diverge at token 200 (in which message is not known: it is no chat" in told
     assert "the prompt  120 120 120" in told
     assert "->  a/0   resident     200" in told
     assert "a/1   cold" in told
@@ -67,7 +67,7 @@ async def test_one_that_goes_on(fleet: Fleet, capsys: pytest.CaptureFixture[str]
     first = await fleet.complete(LONG)
     told = await explain(fleet, await fleet.complete(LONG + first.text[:-1] + "new"), capsys)
 
-    assert "One is the beginning of the other: they do not part." in told
+    assert "One is a prefix of the other: they do not diverge." in told
 
 
 async def test_one_of_which_nothing_was_known(

@@ -70,7 +70,7 @@ async def test_somebody_keeps_it_meanwhile(a: FakeLlama, fleet: Fleet) -> None:
         await a.until(lambda: a.slots[0].busy)
 
         async def waits() -> None:
-            with pytest.raises(CallError, match="a is up: somebody wants to keep it"):
+            with pytest.raises(CallError, match="a is up: another command ended the drain"):
                 await drain(fleet.url, "a")
 
         group.create_task(waits())

@@ -140,9 +140,9 @@ async def test_show_one_in_use(fleet: Fleet, capsys: Capture) -> None:
     [
         (["show", "123"], 1, "give at least 6 digits"),
         (["show", "999999"], 1, "there is no snapshot '999999'"),
-        (["list", "--older-than", "5"], 2, "older_than: needs a unit: write 5s"),
+        (["list", "--older-than", "5"], 2, "it needs a unit: write 5s"),
         (["list", "--limit", "0"], 2, "limit: must be a whole number of at least 1"),
-        (["list", "--larger-than", "5 apples"], 2, "unknown unit 'apples'"),
+        (["list", "--larger-than", "5 apples"], 2, "a size such as 500MB"),
         (["purge", "--yes"], 2, "name a condition, or `all`"),
         (["purge", "--yes", "--all", "--unused"], 2, "name a condition, or `all`"),
         (["purge", "--yes", "--id", "999999"], 1, "there is no snapshot '999999'"),
@@ -169,8 +169,8 @@ async def test_purge_asks(
     code = await run(fleet, "purge", "--older-than", "57.5h")
 
     said = capsys.readouterr()
-    assert "Give up 3 snapshots, 177MiB, 477 tokens? [y/N] " in said.err
-    assert ("3 snapshots, 177MiB, 477 tokens given up" in said.out) == goes
+    assert "Purge 3 snapshots, 177MiB, 477 tokens? [y/N] " in said.err
+    assert ("3 snapshots, 177MiB, 477 tokens purged" in said.out) == goes
     assert (code, await count(fleet)) == ((0, N - 3) if goes else (1, N))
 
 
@@ -208,13 +208,13 @@ async def test_nobody_to_ask_is_a_no(
     monkeypatch.setattr(sys, "stdin", StringIO("y\n"))
 
     assert await run(fleet, "purge", "--all") == 1
-    assert "nobody to ask; use --yes" in capsys.readouterr().err
+    assert "no terminal to ask on; use --yes" in capsys.readouterr().err
     assert await count(fleet) == N
 
 
 async def test_purge_dry_run(fleet: Fleet, capsys: Capture) -> None:
     assert await run(fleet, "purge", "--larger-than", str(59 * 2**20), "--dry-run") == 0
-    assert "1 snapshot, 60.0MiB, 160 tokens would be given up\n" in capsys.readouterr().out
+    assert "1 snapshot, 60.0MiB, 160 tokens would be purged\n" in capsys.readouterr().out
     assert await count(fleet) == N
 
 
@@ -225,13 +225,11 @@ async def test_purge_without_asking(fleet: Fleet, capsys: Capture) -> None:
     capsys.readouterr()
     assert await run(fleet, "purge", "--yes", "--id", "000007", "--id", "000008") == 0
 
-    (line,) = [line for line in printed(capsys) if "given up" in line]
-    assert line == (
-        "2 snapshots, 15.0MiB, 215 tokens given up; 1 in use: its file goes when that is over"
-    )
+    (line,) = [line for line in printed(capsys) if "purged" in line]
+    assert line == ("2 snapshots, 15.0MiB, 215 tokens purged; 1 in use, to be deleted after use")
     assert await count(fleet) == N - 2
     await run(fleet, "purge", "--yes", "--all", "--json")
     assert json.loads("\n".join(printed(capsys)))["count"] == N - 2
     assert await count(fleet) == 0
     await run(fleet, "purge", "--all")
-    assert capsys.readouterr().out == "0 snapshots given up\n"
+    assert capsys.readouterr().out == "0 snapshots purged\n"

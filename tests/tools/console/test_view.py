@@ -114,7 +114,7 @@ def test_an_empty_fleet(width: int) -> None:
 
     assert "since start  0 requests" in text
     assert "no prompt yet" in text
-    assert "nobody waits" in text
+    assert "none waiting" in text
     assert "cannot be" in text
     assert "resident of" not in text
 

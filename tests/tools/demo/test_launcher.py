@@ -374,5 +374,5 @@ def test_a_free_port_is_none_that_the_system_hands_out(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(launcher, "_PORTS", [held.getsockname()[1]])
         monkeypatch.setattr(launcher, "_TRIES", 1)
-        with pytest.raises(ServerStartError, match="can be had"):
+        with pytest.raises(ServerStartError, match="was found"):
             launcher.free_port()

@@ -34,7 +34,7 @@ async def test_good_fleet(llama_server: StartServer, tmp_path: Path, said: Said)
     assert await doctor(from_flags(urls, str(tmp_path / "kv"))) == 0
 
     text = said()
-    assert "278/278 cached when continued, 139/139 when branched off" in text
+    assert "278/278 cached when continued, 139/139 when diverging" in text
     assert "can use each other's KV" in text
     assert "Ready: every backend can save and restore KV." in text
     assert "warning" not in text
@@ -145,7 +145,7 @@ async def test_other_flags(llama_server: StartServer, tmp_path: Path, said: Said
     assert "flash attention is on for one of them only" in text
     assert "predict different tokens" in text
     assert text.count("cannot use the KV of") == 3
-    assert "states are rewritten on their way" in text
+    assert "states are restreamed between servers" in text
 
 
 async def test_sliding_window(llama_server: StartServer, tmp_path: Path, said: Said) -> None:
@@ -176,7 +176,7 @@ async def test_a_server_that_moves_what_it_holds(
     assert await doctor(from_flags([server.url], str(tmp_path / "kv"))) == 1
 
     text = said()
-    assert "not to be saved" in text
+    assert "must not be saved" in text
     assert "-> restart it without --cache-reuse" in text
 
 

@@ -192,7 +192,7 @@ def test_what_is_wrong_and_what_to_do(changed: dict[str, object], what: str, do:
     [
         (
             {"layout": _Hybrid(), "memory_kind": MemoryKind.HYBRID, "restored_divergence": 0},
-            "hybrid model (restored: 100/100 cached when continued, 0/50 when branched off)",
+            "hybrid model (restored: 100/100 cached when continued, 0/50 when diverging)",
         ),
         (
             WINDOWED | {"padded": Padding.NEEDED, "note": "longer than 278 tokens", "window": 0},
@@ -318,7 +318,7 @@ def test_one_server_under_two_urls() -> None:
     ("changed", "what"),
     [
         ({"model_path": "C:\\models\\big.gguf"}, "different model files (small.gguf, big.gguf)"),
-        ({"n_params": 7}, "different models, although both are called small.gguf"),
+        ({"n_params": 7}, "different models, although both files are named small.gguf"),
         ({"lora": b"[1]"}, "different LoRA adapters"),
         ({"layout": None}, "no state file of two could be read"),
         ({}, "predict different tokens"),

@@ -67,7 +67,7 @@ async def test_what_is_not_there(fleet: Fleet) -> None:
 
     assert (nobody.status, nothing.status) == (404, 404)
     assert "a, b" in nobody.json["error"]["message"]
-    assert "drained" in nothing.json["error"]["message"]
+    assert "drain or undrain" in nothing.json["error"]["message"]
 
 
 async def test_a_drained_backend(a: FakeLlama, b: FakeLlama, fleet: Fleet) -> None:

@@ -141,7 +141,7 @@ async def test_the_message_of_a_chat(fleet: Fleet) -> None:
     assert LONG[:20] not in str(told)
 
 
-async def test_a_chat_that_is_rendered_otherwise_by_now(
+async def test_a_chat_that_is_rendered_differently_by_now(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A template that has changed says nothing of what was sent before."""
@@ -152,7 +152,7 @@ async def test_a_chat_that_is_rendered_otherwise_by_now(
     told = (await fleet.get(f"/kvferry/requests/{name_of(answer)}")).json
 
     assert told["nearest"]["part"] is None
-    assert "otherwise" in told["nearest"]["part_unknown"]
+    assert "differently" in told["nearest"]["part_unknown"]
 
 
 async def test_the_backend_is_gone_by_then(fake: FakeLlama, tmp_path: Path) -> None:

@@ -153,6 +153,6 @@ async def test_from_a_terminal(
             await fetch(url, "x")
         monkeypatch.setenv(TOKEN_ENV, TOKEN)
         assert await top(url, once=True) == 0
-        assert "nobody waits" in capsys.readouterr().out
+        assert "none waiting" in capsys.readouterr().out
         with pytest.raises(Exception, match="no request 'x' is known"):
             await fetch(url, "x")

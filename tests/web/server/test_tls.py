@@ -25,6 +25,12 @@ from router.web.server import tls
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import configuration_text, running
 
+
+@pytest.fixture(autouse=True)
+def blocking_calls_fail() -> None:
+    """These functions block: the router calls them in a thread or at its start."""
+
+
 NO_TENANT = [("a", "http://127.0.0.1:9")]
 
 
