@@ -71,11 +71,11 @@ class Reload:
         try:
             changes = compare(self.config, await asyncio.to_thread(load, self._path))
             if misfits := changes.config.misfits():
-                left = ", ".join(change.key for change in changes.needs_restart)
+                pending = ", ".join(change.key for change in changes.needs_restart)
                 raise ConfigError(
                     str(self._path),
                     [
-                        Problem(path_text(path), None, f"{message} (needs a restart: {left})")
+                        Problem(path_text(path), None, f"{message} (needs a restart: {pending})")
                         for path, message in misfits
                     ],
                 )

@@ -148,7 +148,7 @@ async def build(
         stack.push_async_callback(store.aclose)
         clients: dict[BackendId, LlamaClient] = {}
 
-        def released(backend: BackendId) -> None:
+        def detached(backend: BackendId) -> None:
             backends.detached(backend)
             vocabularies.leave(backend)
 
@@ -159,7 +159,7 @@ async def build(
             clock,
             telemetry,
             throttle,
-            on_detach=released,
+            on_detach=detached,
             on_over=decision_log.over,
             on_abandoned=partial(_abandoned, telemetry, decision_log),
         )

@@ -178,13 +178,13 @@ async def wait_started(
     A server-placed request could otherwise take the slot of a pinned request on its way. With a RAM
     cache, that destroys an answer (llama-server.md section 0.1).
     """
-    for look in range(_LAUNCHED_WITHIN):
+    for poll in range(_LAUNCHED_WITHIN):
         if not sent() or not concerned():
             return
         busy = await _busy(backend)
         if busy is None or sent() <= busy:
             return
-        await asyncio.sleep(_LAUNCH_DELAYS_S[min(look, len(_LAUNCH_DELAYS_S) - 1)])
+        await asyncio.sleep(_LAUNCH_DELAYS_S[min(poll, len(_LAUNCH_DELAYS_S) - 1)])
 
 
 async def find_start(

@@ -243,9 +243,9 @@ class App:
         self, request: web.BaseRequest, path: str, name: RequestId
     ) -> web.StreamResponse:
         path = path.rstrip("/") or "/"
-        looks_at_it = request.method == "POST" and not self._settings.passthrough
-        route = route_of(path) if looks_at_it else None
-        if route or (looks_at_it and path in _TAKES_SLOTS):
+        may_take_slot = request.method == "POST" and not self._settings.passthrough
+        route = route_of(path) if may_take_slot else None
+        if route or (may_take_slot and path in _TAKES_SLOTS):
             with self._keys.room(request.get(CALLER)):  # before the body, which takes memory
                 return await self._takes_slots(request, route, name)
         if reason := forbidden(request.method, path):
@@ -253,7 +253,7 @@ class App:
         if path in _MODELS and request.method == "GET":
             return await self._models(request, name)
         raw = await self._read(request)
-        model = await model_asked(request, raw) if looks_at_it else None
+        model = await model_asked(request, raw) if may_take_slot else None
         if path == _CONTROL and request.method == "POST":
             return await self._control(request, name, raw, model)
         return await self._pass(request, name, raw, model)

@@ -96,9 +96,12 @@ def _only_stands(state: State, made: Plan, now: float, waited_s: float) -> bool:
     others = [
         (slot, remaining_prefill_s(fleet, slot, slot.pending)) for slot in fleet.prefilling(backend)
     ]
-    others = [(slot, left_s) for slot, left_s in others if fleet.policy.is_long(left_s)]
+    others = [
+        (slot, remaining_s) for slot, remaining_s in others if fleet.policy.is_long(remaining_s)
+    ]
     return bool(others) and all(
-        rank(left_s, _age_s(state, slot, now)) <= rank(own_s, waited_s) for slot, left_s in others
+        rank(remaining_s, _age_s(state, slot, now)) <= rank(own_s, waited_s)
+        for slot, remaining_s in others
     )
 
 

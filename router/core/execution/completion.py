@@ -53,7 +53,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
     state.fleet.infos.pop(backend, None)
     state.fleet.ram_cache.drop(Namespace(backend))
     state.fleet.gated.discard(backend)
-    state.fleet.places_otherwise.discard(backend)
+    state.fleet.ignores_prefixes.discard(backend)
     state.fleet.slots.lose(backend)
     for job in list(state.jobs.values()):
         if job.slot.backend != backend:

@@ -161,9 +161,9 @@ def note_server_choice(state: State, job: Job, index: int) -> None:
     slots = state.fleet.slots.of(backend)
     if index != job.slot.index:
         if not any(s.id.index == index and may_hold(s.resident, request.prompt) for s in slots):
-            state.fleet.places_otherwise.add(backend)
+            state.fleet.ignores_prefixes.add(backend)
     elif job.prefilled is not None and any(slot.is_idle for slot in slots):
-        state.fleet.places_otherwise.discard(
+        state.fleet.ignores_prefixes.discard(
             backend
         )  # by last use the server would have picked another
 

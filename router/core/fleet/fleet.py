@@ -37,7 +37,7 @@ class Fleet:
     gated: set[BackendId] = field(default_factory=set)
     at_gate: dict[BackendId, list[Expected]] = field(default_factory=dict)  # see placement_gate.py
     # Backends that placed a request on another slot than the one with most of its prompt.
-    places_otherwise: set[BackendId] = field(default_factory=set)
+    ignores_prefixes: set[BackendId] = field(default_factory=set)
     # Backends that get no new requests: their jobs end, and their slots are saved.
     draining: set[BackendId] = field(default_factory=set)
     backoffs: dict[BackendId, Backoff] = field(default_factory=dict)  # see write_backoff.py
@@ -149,7 +149,7 @@ class Fleet:
 
     def gates_at_dispatch(self, backend: BackendId, request: Request) -> bool:
         """Return whether the request needs the placement gate only when it is sent."""
-        steered = self.policy.moves_kv and backend not in self.places_otherwise
+        steered = self.policy.moves_kv and backend not in self.ignores_prefixes
         return steered and can_be_steered(request, self.infos[backend])
 
     def attracting(self, backend: BackendId, request: Request) -> list[Slot]:

@@ -16,7 +16,7 @@ from router.core.planning.start_candidates import cold, resident
 _SHORT = 64  # characters; most session names are shorter
 
 
-def baseline(ask: PricingContext, room: list[BackendId]) -> Plan | None:
+def baseline(context: PricingContext, room: list[BackendId]) -> Plan | None:
     """Choose by the policy's rule among the backends that have `room`. None: wait.
 
     1. `sticky`: the conversation's first slot, however long the wait; else the least busy. A first
@@ -24,10 +24,10 @@ def baseline(ask: PricingContext, room: list[BackendId]) -> Plan | None:
     2. `round_robin`: the next slot of a fixed cycle.
     3. `least_busy`: the backend with the fewest running, then the slot idle for longest.
     """
-    fleet = ask.fleet
-    free = [slot for backend in room for slot in fleet.free(backend, ask.request)]
+    fleet = context.fleet
+    free = [slot for backend in room for slot in fleet.free(backend, context.request)]
     if fleet.policy.name is PolicyName.STICKY:
-        home = _home(fleet, ask.request)
+        home = _home(fleet, context.request)
         if home is not None:
             free = [slot for slot in free if slot.id == home]
     if not free:
@@ -38,16 +38,16 @@ def baseline(ask: PricingContext, room: list[BackendId]) -> Plan | None:
         in_turn = everyone[turn:] + everyone[:turn]
         slot = min(free, key=lambda s: in_turn.index(s.id))
     else:
-        slot = min(free, key=lambda s: (ask.running(s.id.backend), s.last_used, s.id))
-    held, wanted = slot.resident.tokens, ask.request.prompt.tokens
-    foreign = slot.tenant != ask.request.tenant
-    common = 0 if foreign or ask.has_no_say else common_prefix(held, wanted)
-    reused = ask.fleet.reusable(slot, ask.n_prompt, common)
-    chosen = resident(ask, slot, common, reused) if reused else cold(ask, slot)
+        slot = min(free, key=lambda s: (context.running(s.id.backend), s.last_used, s.id))
+    held, wanted = slot.resident.tokens, context.request.prompt.tokens
+    foreign = slot.tenant != context.request.tenant
+    common = 0 if foreign or context.has_no_say else common_prefix(held, wanted)
+    reused = context.fleet.reusable(slot, context.n_prompt, common)
+    chosen = resident(context, slot, common, reused) if reused else cold(context, slot)
     return Plan(
         chosen=replace(chosen, save_displaced=False),
         reason=fleet.policy.name,
-        shared=None if ask.has_no_say else ask.shared,
+        shared=None if context.has_no_say else context.shared,
     )
 
 

@@ -20,7 +20,7 @@ def boundary_saves(
     """Return the lengths to stop at, ascending, and the seconds of their saves.
 
     A length is worth it if the save costs less than a snapshot there is expected to save. The
-    chance that later requests ask for it counts. Candidates:
+    chance that later requests context for it counts. Candidates:
 
     1. the boundaries of the messages, or without any the last token but one;
     2. where the prompt diverges from what a snapshot or a slot holds: another prompt has diverged
@@ -35,19 +35,19 @@ def boundary_saves(
     # Besides the save: one more request before it, and one more check of a file after it.
     handling_s = 2 * rates.handling_s.value
     namespace = namespace_of(info, request.tenant)
-    places = {*(prompt.boundaries or (len(prompt) - 1,)), _branch(fleet, info, request)}
+    positions = {*(prompt.boundaries or (len(prompt) - 1,)), _branch(fleet, info, request)}
     found: list[int] = []
     cost_s = 0.0
-    for place in sorted(places):
-        if not chosen.reused_tokens < place < len(prompt) or not can_save(fleet, info, place):
+    for position in sorted(positions):
+        if not chosen.reused_tokens < position < len(prompt) or not can_save(fleet, info, position):
             continue
-        there = catalog.reach(kind, namespace, head(prompt.tokens, place))
+        there = catalog.reach(kind, namespace, head(prompt.tokens, position))
         there = max([there, *found])
-        size_bytes = round(place * rates.bytes_per_token.value)
-        save_s = rates.save_s(place)
-        gain_s = rates.prefill_s(place - there, there) - rates.restore_s(size_bytes)
+        size_bytes = round(position * rates.bytes_per_token.value)
+        save_s = rates.save_s(position)
+        gain_s = rates.prefill_s(position - there, there) - rates.restore_s(size_bytes)
         if save_s * (1 + running) + handling_s < chance * gain_s:
-            found.append(place)
+            found.append(position)
             cost_s += save_s + handling_s
     return tuple(found), cost_s
 

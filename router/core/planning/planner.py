@@ -27,21 +27,21 @@ def plan(
     priced on the way. None of them decides anything, and in a large fleet they take longer than the
     decision. If `chosen.wait_for` of the plan is set, another slot is free, but waiting is cheaper.
     """
-    ask = PricingContext(request, fleet, now)
+    context = PricingContext(request, fleet, now)
     room = fleet.room(request)
     if not fleet.policy.moves_kv:
-        return baseline(ask, room)
+        return baseline(context, room)
     if not room:
         return None
-    later = starting_later(ask, 1 + losers, patient=waited_s < fleet.policy.max_wait_s)
+    later = starting_later(context, 1 + losers, patient=waited_s < fleet.policy.max_wait_s)
     # Owners of a prefix compete by other rules than their price alone.
     shared = [way for way in later if way.source is Source.SNAPSHOT]
-    candidates = starting_now(ask, room, 1 + losers, shared) + later
+    candidates = starting_now(context, room, 1 + losers, shared) + later
     candidates.sort(key=Candidate.order)
     chosen = candidates[0]
     if fleet.policy.name is PolicyName.PREFER_OWNER:
         chosen = _owner_first(candidates)
-    starts = chosen.wait_for is None and not ask.has_no_say
+    starts = chosen.wait_for is None and not context.has_no_say
     stops, stops_s = boundary_saves(fleet, request, chosen) if starts else ((), 0.0)
     return Plan(
         chosen=chosen,
@@ -50,7 +50,7 @@ def plan(
         prefill_first=_prefill_first(request, chosen, fleet),
         boundary_saves=stops,
         boundary_saves_s=stops_s,
-        shared=ask.shared if starts else None,
+        shared=context.shared if starts else None,
     )
 
 

@@ -26,7 +26,7 @@ class _Owner(NamedTuple):
 
 
 def starting_now(
-    ask: PricingContext, room: list[BackendId], n: int, known: list[Candidate]
+    context: PricingContext, room: list[BackendId], n: int, known: list[Candidate]
 ) -> list[Candidate]:
     """Return ways to start at once on a backend with room: resident, snapshot, copy, cold.
 
@@ -34,44 +34,44 @@ def starting_now(
     for the request. Those that cannot be, by the tokens that they share and what runs beside them,
     are not priced.
     """
-    if ask.has_no_say:
-        return [_any_slot(ask, backend) for backend in room]
+    if context.has_no_say:
+        return [_any_slot(context, backend) for backend in room]
     found = Cheapest(n, known)
-    owner = _residents(ask, room, found)
+    owner = _residents(context, room, found)
     leads: list[tuple[float, BackendId]] = []
     for backend in room:
-        files = _files(ask, ask.fleet.infos[backend], owner)
-        leads.append((ask.least_of_s(backend, files), backend))
+        files = _files(context, context.fleet.infos[backend], owner)
+        leads.append((context.least_of_s(backend, files), backend))
     for least_s, backend in sorted(leads):
         if found.beat(least_s):
             break
-        _elsewhere(ask, backend, owner, found, least_s)
+        _elsewhere(context, backend, owner, found, least_s)
     return found.ways
 
 
-def _residents(ask: PricingContext, room: list[BackendId], found: Cheapest) -> _Owner | None:
+def _residents(context: PricingContext, room: list[BackendId], found: Cheapest) -> _Owner | None:
     """Add ways that go on from what idle slots hold.
 
     Return the slot that holds most of the prompt, if it can be copied.
     """
-    fleet, position = ask.fleet, {backend: at for at, backend in enumerate(room)}
+    fleet, position = context.fleet, {backend: at for at, backend in enumerate(room)}
     leads: list[tuple[float, SlotId, int, int]] = []
     owners: list[tuple[int, int, SlotId]] = []
-    hinted = ask.request.slot_hint is not None
-    for name, common in ask.shared.items():
+    hinted = context.request.slot_hint is not None
+    for name, common in context.shared.items():
         slot = fleet.slots[name]
         if slot.phase is not Phase.IDLE or name.backend not in position:
             continue
-        if hinted and not fleet.wants(slot, ask.request):
+        if hinted and not fleet.wants(slot, context.request):
             continue
-        if reused := fleet.reusable(slot, ask.n_prompt, common):
-            leads.append((ask.least_s(name.backend, reused), name, common, reused))
+        if reused := fleet.reusable(slot, context.n_prompt, common):
+            leads.append((context.least_s(name.backend, reused), name, common, reused))
             if not slot.must_not_save:
                 owners.append((-reused, position[name.backend], name))
     for least_s, name, common, reused in sorted(leads):
         if found.beat(least_s):
             break
-        found.add(resident(ask, fleet.slots[name], common, reused))
+        found.add(resident(context, fleet.slots[name], common, reused))
     if not owners:
         return None
     owner = min(owners)[2]
@@ -79,82 +79,88 @@ def _residents(ask: PricingContext, room: list[BackendId], found: Cheapest) -> _
     if not can_save(fleet, info, len(held)):
         return None
     size_bytes = round(len(held) * fleet.rates[info.id].bytes_per_token.value)
-    return _Owner(owner, held, ask.shared[owner], size_bytes)
+    return _Owner(owner, held, context.shared[owner], size_bytes)
 
 
-def resident(ask: PricingContext, slot: Slot, common: int, reused: int) -> Candidate:
+def resident(context: PricingContext, slot: Slot, common: int, reused: int) -> Candidate:
     """Return the way that goes on from what an idle slot holds."""
-    displaced = saving_pays(ask.fleet, slot, kept=common)
-    return ask.candidate(slot.id, Source.RESIDENT, displaced, reused=reused)
+    displaced = saving_pays(context.fleet, slot, kept=common)
+    return context.candidate(slot.id, Source.RESIDENT, displaced, reused=reused)
 
 
-def cold(ask: PricingContext, slot: Slot) -> Candidate:
+def cold(context: PricingContext, slot: Slot) -> Candidate:
     """Return the way that starts from nothing."""
-    return _from_nothing(ask, slot, saving_pays(ask.fleet, slot))
+    return _from_nothing(context, slot, saving_pays(context.fleet, slot))
 
 
-def _any_slot(ask: PricingContext, backend: BackendId) -> Candidate:
+def _any_slot(context: PricingContext, backend: BackendId) -> Candidate:
     """Return the way to start where the router has no say: in the cheapest free slot.
 
     Of equals the one unused for longest, which a server that picks itself takes as well.
     """
-    displaced, target = _target(ask, backend)
-    return _from_nothing(ask, target, displaced)
+    displaced, target = _target(context, backend)
+    return _from_nothing(context, target, displaced)
 
 
-def _from_nothing(ask: PricingContext, slot: Slot, displaced: Displaced) -> Candidate:
-    source = Source.NONE if ask.has_no_say else Source.COLD
-    return ask.candidate(slot.id, source, displaced)
+def _from_nothing(context: PricingContext, slot: Slot, displaced: Displaced) -> Candidate:
+    source = Source.NONE if context.has_no_say else Source.COLD
+    return context.candidate(slot.id, source, displaced)
 
 
-def _target(ask: PricingContext, backend: BackendId) -> tuple[Displaced, Slot]:
-    return Displacing(ask.fleet, backend).cheapest(ask.fleet.free(backend, ask.request))
+def _target(context: PricingContext, backend: BackendId) -> tuple[Displaced, Slot]:
+    return Displacing(context.fleet, backend).cheapest(context.fleet.free(backend, context.request))
 
 
 def _elsewhere(
-    ask: PricingContext, backend: BackendId, owner: _Owner | None, found: Cheapest, least_s: float
+    context: PricingContext,
+    backend: BackendId,
+    owner: _Owner | None,
+    found: Cheapest,
+    least_s: float,
 ) -> None:
     """Add ways that start in a slot of one backend without its content: cold, file or copy.
 
     The slot decides nothing but what is displaced. `least_s`: the least that any way costs without
     that.
     """
-    fleet = ask.fleet
-    displaced, target = _target(ask, backend)
+    fleet = context.fleet
+    displaced, target = _target(context, backend)
     save_s, loss_s, _ = displaced
-    if found.beat(least_s + save_s * (1 + ask.running(backend)) + loss_s):
+    if found.beat(least_s + save_s * (1 + context.running(backend)) + loss_s):
         return
     info = fleet.infos[backend]
-    found.add(ask.candidate(target.id, Source.COLD, displaced))
-    for file in _files(ask, info, owner).files:
+    found.add(context.candidate(target.id, Source.COLD, displaced))
+    for file in _files(context, info, owner).files:
         # A longer file "does not fit in the slot context" (llama-server.md section 1.1).
         if file.length <= info.n_ctx and (fleet.may_write(backend) or _is_there(info, file)):
-            found.add(_restore(ask, target, displaced, info, file))
+            found.add(_restore(context, target, displaced, info, file))
     if owner is not None and owner.slot.backend != backend:
-        way = _copy(ask, target, displaced, info, owner)
+        way = _copy(context, target, displaced, info, owner)
         if way is not None:
             found.add(way)
 
 
-def _files(ask: PricingContext, info: BackendInfo, owner: _Owner | None) -> Files:
+def _files(context: PricingContext, info: BackendInfo, owner: _Owner | None) -> Files:
     """Return each useful snapshot: the whole, or what the prompt shares with it."""
     if info.kv_dir is None or not can_restore(info.memory_kind):
         return _NO_FILES
     key = info.memory_kind, info.namespace, info.cuts
-    if key not in ask.files:
-        found = _find_files(ask, info)
+    if key not in context.files:
+        found = _find_files(context, info)
         reused, sizes = [file.reused for file in found], [file.size_bytes for file in found]
         if owner is not None:
             reused.append(owner.common)
             sizes.append(owner.size_bytes)
-        ask.files[key] = Files(found, max(reused, default=0), min(sizes, default=0))
-    return ask.files[key]
+        context.files[key] = Files(found, max(reused, default=0), min(sizes, default=0))
+    return context.files[key]
 
 
-def _find_files(ask: PricingContext, info: BackendInfo) -> list[RestoreOption]:
-    catalog, prompt = ask.fleet.catalog, ask.request.prompt
-    namespace = namespace_of(info, ask.request.tenant)
-    useful = catalog.useful(info.memory_kind, namespace, prompt.tokens, ask.n_prompt, _SNAPSHOTS)
+def _find_files(context: PricingContext, info: BackendInfo) -> list[RestoreOption]:
+    catalog, prompt = context.fleet.catalog, context.request.prompt
+    namespace = namespace_of(info, context.request.tenant)
+    useful = catalog.useful(
+        info.memory_kind, namespace, prompt.tokens, context.n_prompt, _SNAPSHOTS
+    )
     found: list[RestoreOption] = []
     for match, reused in useful:
         if reused < catalog.limits.min_tokens:
@@ -177,12 +183,16 @@ def _is_there(info: BackendInfo, file: RestoreOption) -> bool:
 
 
 def _restore(
-    ask: PricingContext, target: Slot, displaced: Displaced, info: BackendInfo, file: RestoreOption
+    context: PricingContext,
+    target: Slot,
+    displaced: Displaced,
+    info: BackendInfo,
+    file: RestoreOption,
 ) -> Candidate:
     """Return the way that restores a file into a slot, rewritten if need be."""
-    rates = ask.fleet.rates[info.id]
+    rates = context.fleet.rates[info.id]
     n_rewrites = (file.cut is not None) + file.snapshot.shape.needs_restream(info.n_stream)
-    return ask.candidate(
+    return context.candidate(
         target.id,
         Source.SNAPSHOT,
         displaced,
@@ -194,16 +204,16 @@ def _restore(
 
 
 def _copy(
-    ask: PricingContext,
+    context: PricingContext,
     target: Slot,
     displaced: Displaced,
     here: BackendInfo,
     owner: _Owner,
 ) -> Candidate | None:
     """Return the way that saves the slot of `owner` and restores it into a slot elsewhere."""
-    fleet, n_held = ask.fleet, len(owner.held)
+    fleet, n_held = context.fleet, len(owner.held)
     there = fleet.infos[owner.slot.backend]
-    reused = reusable_tokens(here.memory_kind, ask.n_prompt, owner.common, n_held)
+    reused = reusable_tokens(here.memory_kind, context.n_prompt, owner.common, n_held)
     fits = here.kv_dir is not None and can_restore(here.memory_kind) and here.n_ctx >= n_held
     if not (reused and fits and there.namespace == here.namespace):
         return None
@@ -211,7 +221,7 @@ def _copy(
     save_s = fleet.rates[there.id].save_s(n_held)
     rewritten = StateShape(there.n_stream).needs_restream(here.n_stream)
     rewrite_s = fleet.rates[there.id].rewrite_s(owner.size_bytes)
-    return ask.candidate(
+    return context.candidate(
         target.id,
         Source.COPY,
         displaced,
@@ -219,7 +229,7 @@ def _copy(
         save_s=save_s,
         rewrite_s=rewritten * rewrite_s,
         restore_s=rates.restore_s(owner.size_bytes),
-        stall_s=save_s * ask.running(there.id),
+        stall_s=save_s * context.running(there.id),
         n_saves=1,
         copy_from=owner.slot,
     )

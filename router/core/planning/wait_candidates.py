@@ -22,7 +22,7 @@ _SOON = (Phase.PREPARING, Phase.ABANDONED)
 _MAY_WAIT = (*_SOON, Phase.RUNNING)
 
 
-def starting_later(ask: PricingContext, n: int, *, patient: bool = True) -> list[Candidate]:
+def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> list[Candidate]:
     """Return ways that wait for a busy slot which has, or is computing, the prefix.
 
     1. Its content is being written to a file, perhaps because the slot is another request's now.
@@ -34,21 +34,21 @@ def starting_later(ask: PricingContext, n: int, *, patient: bool = True) -> list
 
     Included are the `n` cheapest of cases 1 and 2, and the `n` cheapest of cases 3 and 4.
     """
-    if ask.has_no_say:
+    if context.has_no_say:
         return []
-    fleet, shared = ask.fleet, ask.shared
+    fleet, shared = context.fleet, context.shared
     may_wait = fleet.policy.may_wait and patient
     at_least = max(fleet.catalog.limits.min_tokens, 1)
     saved, owners = Cheapest(n), Cheapest(n)
-    for slot in _busy(ask):
+    for slot in _busy(context):
         if (
             slot.saving
-            and slot.tenant == ask.request.tenant
-            and (way := _once_saved(ask, slot, at_least))
+            and slot.tenant == context.request.tenant
+            and (way := _once_saved(context, slot, at_least))
         ):
             saved.add(way)
-        hoped = ask.now < slot.busy_until + _OVERDUE_S < inf if slot.is_abandoned else may_wait
-        sharing = slot.sharing and ask.now < slot.busy_until + _GIVE_UP_S
+        hoped = context.now < slot.busy_until + _OVERDUE_S < inf if slot.is_abandoned else may_wait
+        sharing = slot.sharing and context.now < slot.busy_until + _GIVE_UP_S
         if not (sharing or hoped):
             continue
         common = shared.get(slot.id, 0)
@@ -56,20 +56,20 @@ def starting_later(ask: PricingContext, n: int, *, patient: bool = True) -> list
             continue  # so little is not saved for others
         info, rates = fleet.infos[slot.id.backend], fleet.rates[slot.id.backend]
         held = count(slot.pending)
-        reused = reusable_tokens(info.memory_kind, ask.n_prompt, common, held)
+        reused = reusable_tokens(info.memory_kind, context.n_prompt, common, held)
         if reused < at_least:
             continue
-        wait_s = max(slot.busy_until - ask.now, 0.0)
-        remaining_s = rates.prefill_s(ask.n_prompt - reused, reused)
+        wait_s = max(slot.busy_until - context.now, 0.0)
+        remaining_s = rates.prefill_s(context.n_prompt - reused, reused)
         if sharing and can_save(fleet, info, held):
-            ask.computing = max(ask.computing, reused)
+            context.computing = max(context.computing, reused)
             if not saved.beat(wait_s + remaining_s):
-                saved.add(_from_file(ask, slot, held, reused, wait_s))
+                saved.add(_from_file(context, slot, held, reused, wait_s))
         elif (
             hoped
             # A prefill that was broken off ends sooner than predicted.
             and (slot.prefill_abandoned or wait_s <= fleet.policy.max_wait_s)
-            and _is_to_be_had(ask, slot)
+            and _is_to_be_had(context, slot)
         ):
             price = Price(wait_s=wait_s, prefill_s=remaining_s)
             owners.add(Candidate(slot.id, Source.RESIDENT, reused, price, wait_for=slot.id))
@@ -91,46 +91,48 @@ def hope_ends(fleet: Fleet, now: float) -> float | None:
     return min((end for end in ends if now < end < inf), default=None)
 
 
-def _busy(ask: PricingContext) -> Iterator[Slot]:
+def _busy(context: PricingContext) -> Iterator[Slot]:
     """Yield slots that could be waited for; on a draining backend, for their files."""
-    fleet = ask.fleet
+    fleet = context.fleet
     wanted = _MAY_WAIT if fleet.policy.may_wait else _SOON
     for backend, bench in fleet.slots.benches():
         phases = bench.phases
         if not any(phases[phase] for phase in wanted):
             continue
-        if fleet.fits(backend, ask.request):
+        if fleet.fits(backend, context.request):
             for slot in fleet.slots.of(backend):
                 if slot.phase in wanted:
                     yield slot
 
 
-def _is_to_be_had(ask: PricingContext, slot: Slot) -> bool:
+def _is_to_be_had(context: PricingContext, slot: Slot) -> bool:
     """Return True if the request may have the slot itself when it is idle."""
-    fleet, request = ask.fleet, ask.request
+    fleet, request = context.fleet, context.request
     return fleet.serves(slot.id.backend, request) and fleet.wants(slot, request)
 
 
-def _once_saved(ask: PricingContext, slot: Slot, at_least: int) -> Candidate | None:
+def _once_saved(context: PricingContext, slot: Slot, at_least: int) -> Candidate | None:
     """Return the way that waits for a save of the slot's content. None: of no use.
 
     Until the save is over no request can have that content. If the slot is another request's
     already, the content is nowhere else.
     """
-    info, held = ask.fleet.infos[slot.id.backend], len(slot.resident)
-    common = common_prefix(slot.saving, ask.request.prompt.tokens)
-    reused = reusable_tokens(info.memory_kind, ask.n_prompt, common, held)
-    if reused < at_least or not can_save(ask.fleet, info, held):
+    info, held = context.fleet.infos[slot.id.backend], len(slot.resident)
+    common = common_prefix(slot.saving, context.request.prompt.tokens)
+    reused = reusable_tokens(info.memory_kind, context.n_prompt, common, held)
+    if reused < at_least or not can_save(context.fleet, info, held):
         return None
-    ask.computing = max(ask.computing, reused)
-    return _from_file(ask, slot, held, reused, 0.0)
+    context.computing = max(context.computing, reused)
+    return _from_file(context, slot, held, reused, 0.0)
 
 
-def _from_file(ask: PricingContext, slot: Slot, held: int, reused: int, wait_s: float) -> Candidate:
+def _from_file(
+    context: PricingContext, slot: Slot, held: int, reused: int, wait_s: float
+) -> Candidate:
     """Return the way that waits until the slot's content is saved, and restores it."""
-    rates = ask.fleet.rates[slot.id.backend]
+    rates = context.fleet.rates[slot.id.backend]
     back_s = rates.save_s(held) + rates.restore_s(round(held * rates.bytes_per_token.value))
-    remaining_s = rates.prefill_s(ask.n_prompt - reused, reused)
+    remaining_s = rates.prefill_s(context.n_prompt - reused, reused)
     handling_s = rates.handling_s.value
     price = Price(wait_s=wait_s, restore_s=back_s, handling_s=handling_s, prefill_s=remaining_s)
     return Candidate(slot.id, Source.SNAPSHOT, reused, price, wait_for=slot.id)

@@ -98,8 +98,8 @@ async def moves_chunks(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
     The beginning is random, or a RAM cache might know the prompt from the last time.
     """
     some = unpack(tokens)
-    start, left_out = (pack(secrets.choice(some) for _ in range(_APART)) for _ in range(2))
-    whole, less = join([start, left_out, tokens]), join([start, tokens])
+    start, omitted = (pack(secrets.choice(some) for _ in range(_APART)) for _ in range(2))
+    whole, less = join([start, omitted, tokens]), join([start, tokens])
     await erase(client, slot)
     await client.prefill(slot, whole)
     again = await client.prefill(slot, less, exact=False)

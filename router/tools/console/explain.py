@@ -36,7 +36,7 @@ _MEANING = {
 }
 
 
-_PLACES = {
+_POSITIONS = {
     "tools": "in the tools",
     "template": "in what the template puts before the first message",
     "answer": "where the answer begins",
@@ -112,7 +112,7 @@ def _nearest(nearest: Json, console: Console) -> None:
     if not nearest["diverges"]:
         _line(console, "  One is a prefix of the other: they do not diverge.")
         return
-    _line(console, f"  They diverge at token {common:,}{_place(nearest)}")
+    _line(console, f"  They diverge at token {common:,}{_position(nearest)}")
     for label, key in (("both", "before"), ("the prompt", "prompt"), ("held", "held")):
         shown = nearest[key]
         ids = " ".join(map(str, shown["ids"]))
@@ -120,13 +120,13 @@ def _nearest(nearest: Json, console: Console) -> None:
         _line(console, f"  {label:>10}  {ids}{text}")
 
 
-def _place(nearest: Json) -> str:
+def _position(nearest: Json) -> str:
     part = nearest["part"]
     if part is None:
         return f" (in which message is not known: {nearest['part_unknown']})"
     if part["what"] == "message":
         return f", in message {part['index'] + 1} of {part['n_messages']} ({part['role']})"
-    return f", {_PLACES[part['what']]}"
+    return f", {_POSITIONS[part['what']]}"
 
 
 def _ways(plan: Json, console: Console) -> None:

@@ -43,8 +43,8 @@ def _progress(name: str, state: Json) -> str:
     phases = [slot["phase"] for slot in state["slots"] if slot["backend"] == name]
     doing = {"running": "answering", "preparing": "saving or preparing", "abandoned": "abandoned"}
     counts = ((phases.count(phase), words) for phase, words in doing.items())
-    left = ", ".join(f"{n} {words}" for n, words in counts if n)
-    return f"{name}: draining; slots: {left or 'none in use'}"
+    remaining = ", ".join(f"{n} {words}" for n, words in counts if n)
+    return f"{name}: draining; slots: {remaining or 'none in use'}"
 
 
 async def undrain(url: str, name: str) -> int:

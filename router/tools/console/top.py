@@ -23,23 +23,23 @@ _DECISIONS = 20
 class History:
     """Figures of the last minute, with the clock seconds at which they were read."""
 
-    _looks: deque[tuple[float, Figures]] = field(default_factory=deque)
+    _scrapes: deque[tuple[float, Figures]] = field(default_factory=deque)
 
     def add(self, now: float, figures: Figures) -> tuple[Figures, float | None]:
         """Add `figures`; return the figures to compare with and their age in seconds.
 
         The first time, and after a restart of the router, these are NONE and None.
         """
-        looks = self._looks
-        if looks and began_anew(looks[-1][1], figures):
-            looks.clear()
+        scrapes = self._scrapes
+        if scrapes and began_anew(scrapes[-1][1], figures):
+            scrapes.clear()
         # The newest entry older than the window stays, so that all of the window is covered.
-        while len(looks) > 1 and now - looks[1][0] >= WINDOW_S:
-            looks.popleft()
-        looks.append((now, figures))
-        if len(looks) == 1:
+        while len(scrapes) > 1 and now - scrapes[1][0] >= WINDOW_S:
+            scrapes.popleft()
+        scrapes.append((now, figures))
+        if len(scrapes) == 1:
             return NONE, None
-        began, before = looks[0]
+        began, before = scrapes[0]
         return before, now - began
 
 
@@ -48,7 +48,7 @@ async def top(url: str, *, once: bool) -> int:
     console = output()
     async with connected(url) as client:
         history = History()
-        view = await look(client, history)
+        view = await scrape(client, history)
         if once or not console.is_terminal:
             console.print(picture(view, console.width))
             return 0
@@ -67,12 +67,12 @@ async def _live(console: Console, client: RouterClient, history: History, view: 
             live.update(drawn, refresh=True)
             await asyncio.sleep(INTERVAL_S)
             try:
-                view, trouble = await look(client, history), None
+                view, trouble = await scrape(client, history), None
             except CallError as error:
                 trouble = f"{error}; trying again"
 
 
-async def look(client: RouterClient, history: History) -> View:
+async def scrape(client: RouterClient, history: History) -> View:
     """Return a view of the router now. Raises CallError."""
     state, decisions = await client.state(), await client.decisions(_DECISIONS)
     figures = read_figures(await client.metrics())

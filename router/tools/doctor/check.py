@@ -23,11 +23,11 @@ def check_text(path: Path) -> tuple[int, str]:
     except ConfigError as error:
         return 2, str(error)
     if lacks := unusable_parts(config):
-        return 2, str(_placed(lacks, path))
+        return 2, str(_with_lines(lacks, path))
     return 0, summary(config) + "".join(f" Warning: {what}." for what in _warnings(config))
 
 
-def _placed(lacks: list[Lack], path: Path) -> ConfigError:
+def _with_lines(lacks: list[Lack], path: Path) -> ConfigError:
     """Return a ConfigError that lists `lacks` with their lines.
 
     Raises ConfigError if the file has become invalid since it was loaded.

@@ -174,7 +174,7 @@ class Snapshots:
         query = _parsed(Listing, _of_query(request.query))
         rank = _RANKS[query.sort]
 
-        def place(item: Item) -> tuple[float, str]:
+        def sort_key(item: Item) -> tuple[float, str]:
             return rank(item), item.snapshot.id
 
         after = _read_cursor(query.after) if query.after else None
@@ -182,10 +182,10 @@ class Snapshots:
         sums, page, n_rest = Sums(), list[Item](), 0
         async for found in self._fitting(query):
             sums.add(found)
-            rest = found if after is None else [item for item in found if place(item) > after]
-            page = heapq.nsmallest(limit, page + rest, key=place)
+            rest = found if after is None else [item for item in found if sort_key(item) > after]
+            page = heapq.nsmallest(limit, page + rest, key=sort_key)
             n_rest += len(rest)
-        cursor = "{}:{}".format(*place(page[-1])) if n_rest > len(page) else None
+        cursor = "{}:{}".format(*sort_key(page[-1])) if n_rest > len(page) else None
         return json_response(
             asdict(sums) | {"snapshots": [item.row() for item in page], "next": cursor}
         )

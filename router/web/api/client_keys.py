@@ -95,8 +95,8 @@ class Keys:
 
 
 def _is_open(method: str, path: str) -> bool:
-    looks = method in ("GET", "HEAD")
-    return method == "OPTIONS" or (looks and bool(path in _PUBLIC or _PAGE.fullmatch(path)))
+    reads = method in ("GET", "HEAD")
+    return method == "OPTIONS" or (reads and bool(path in _PUBLIC or _PAGE.fullmatch(path)))
 
 
 def _key_of(request: web.BaseRequest) -> str:

@@ -151,7 +151,7 @@ def test_a_tie_with_an_idle_slot_moves_the_lease() -> None:
     launched(s, 1, "m")
     assert s.state.jobs[RequestId("m")].slot == A1
     assert slot(s, A0).is_idle
-    assert s.state.fleet.places_otherwise == set()
+    assert s.state.fleet.ignores_prefixes == set()
 
 
 def test_two_of_one_prompt_change_places() -> None:
@@ -276,12 +276,12 @@ def test_a_server_that_does_not_go_by_prefixes_is_remembered() -> None:
     message(s)
     prefilled(s, "m")
     launched(s, 2, "m")
-    assert s.state.fleet.places_otherwise == {A}
+    assert s.state.fleet.ignores_prefixes == {A}
     message(s, "m2", OTHER)
     assert arrive(s, "r", SHORT) == [], "the gate is closed from the grant on"
     prefilled(s, "m2")
     launched(s, s.state.jobs[RequestId("m2")].slot.index, "m2")
-    assert s.state.fleet.places_otherwise == set()
+    assert s.state.fleet.ignores_prefixes == set()
 
 
 def test_what_ran_unseen_may_be_in_the_slot_of_one_who_waits() -> None:

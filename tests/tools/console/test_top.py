@@ -182,7 +182,7 @@ async def test_a_router_that_goes_away_is_waited_for(
             raise found
         return found
 
-    monkeypatch.setattr(top, "look", look)
+    monkeypatch.setattr(top, "scrape", look)
     monkeypatch.setattr(top, "INTERVAL_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
         await top._live(console, cast(RouterClient, None), History(), view)
@@ -193,4 +193,4 @@ async def test_a_router_that_goes_away_is_waited_for(
 
 async def seen_of(fleet: Fleet) -> View:
     async with connected(fleet.url) as client:
-        return await top.look(client, History())
+        return await top.scrape(client, History())
