@@ -1,4 +1,4 @@
-"""Nothing in `router.web` may block the loop; a router whose backend notes every byte."""
+"""Fixtures: blocking calls on the event loop fail; a router in front of a recording backend."""
 
 from collections.abc import AsyncIterator
 

@@ -104,8 +104,7 @@ def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
     """Return the row of a slot, with what its job does.
 
     `doing` is a step, `prefill queue`, `placement gate`, or `answer`. `source` and `copy_from` are
-    the
-    plan's. `pending_tokens` is what the slot will hold after the step.
+    the plan's. `pending_tokens` is what the slot will hold after the step.
     """
     job = jobs.get(slot.holder) if slot.holder is not None else None
     chosen = job.plan.chosen if job is not None and job.plan is not None else None

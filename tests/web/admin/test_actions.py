@@ -1,4 +1,4 @@
-"""What an operator may do to a router that runs: who may, and what becomes of the requests."""
+"""Operators' actions on a running router: the right to them, and the effect on requests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -47,7 +47,7 @@ async def health(fleet: Fleet) -> dict[str, str]:
 
 
 async def drained(fleet: Fleet) -> dict[str, float]:
-    """The metric by which the alert for backends that are down keeps silent."""
+    """Return the metric that silences the alert for backends that are down, by backend."""
     metrics, name = await fleet.metrics(), "kvferry_backend_drained"
     return {backend: metrics[f'{name}{{backend="{backend}"}}'] for backend in "ab"}
 
@@ -71,7 +71,7 @@ async def test_what_is_not_there(fleet: Fleet) -> None:
 
 
 async def test_a_drained_backend(a: FakeLlama, b: FakeLlama, fleet: Fleet) -> None:
-    """Its stream ends, what it holds is saved, and the next turn goes on elsewhere."""
+    """The stream is finished, its slot is saved, and the next request continues elsewhere."""
     a.decode_gate.clear()
     async with asyncio.TaskGroup() as group:
         task = group.create_task(fleet.complete(PROMPT, stream=True))
@@ -95,7 +95,7 @@ async def test_a_drained_backend(a: FakeLlama, b: FakeLlama, fleet: Fleet) -> No
 
 
 async def test_nobody_looks_at_a_drained_backend(a: FakeLlama, fleet: Fleet) -> None:
-    """It may be stopped: nobody minds, or notices."""
+    """A drained backend may be stopped: the router does not check it and reports nothing."""
     await fleet.operate("a", "drain")
     await fleet.until_is("a", "drained")
     seen = len(a.seen)
@@ -114,7 +114,7 @@ async def test_nobody_looks_at_a_drained_backend(a: FakeLlama, fleet: Fleet) -> 
 
 
 async def test_it_comes_back_with_what_it_has_now(a: FakeLlama, fleet: Fleet) -> None:
-    """Somebody may have used it meanwhile: it is attached anew."""
+    """The backend may have been used meanwhile, so it is attached anew."""
     assert_good(await fleet.complete(PROMPT))
     await fleet.operate("a", "drain")
     await fleet.until_is("a", "drained")
@@ -159,7 +159,7 @@ async def test_who_has_no_other_waits_for_it(a: FakeLlama, tmp_path: Path) -> No
 async def test_what_takes_no_slot_is_waited_for_too(
     a: FakeLlama, b: FakeLlama, tmp_path: Path
 ) -> None:
-    """With `passthrough` that is everything."""
+    """With `passthrough` no request takes a slot."""
     backends = [("a", a.url), ("b", b.url)]
     async with running(backends, tmp_path, yaml="policy: passthrough") as fleet:
         a.decode_gate.clear()

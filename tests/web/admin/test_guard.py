@@ -1,4 +1,4 @@
-"""Who may change things: an operator on the machine or with the token, and nobody's browser."""
+"""The right to change things: for operators on the machine or with the token, for no browser."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,7 +33,7 @@ def test_nobody_else_may(remote: str | None) -> None:
 @pytest.mark.parametrize(
     ("headers", "why"),
     [
-        ({"Origin": "http://127.0.0.1:8080"}, "browser"),  # a name that was rebound looks like this
+        ({"Origin": "http://127.0.0.1:8080"}, "browser"),  # a rebound host name looks like this
         ({"Origin": "null"}, "browser"),
         ({"Sec_Fetch_Site": "none"}, "browser"),
         ({"X_Forwarded_For": HERE}, "own machine"),

@@ -1,4 +1,4 @@
-"""The live page's events: whole pictures, changes, those who are too slow, and the end."""
+"""The live page's events: full pictures, changes, slow viewers, and the end of a stream."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ class Event:
 
 
 def parse(raw: bytes) -> Event:
-    """One event without its empty line. Raises ValueError at a line that is none of ours."""
+    """Parse one event without its empty line. Raises AssertionError for an unknown line."""
     event = Event(size=len(raw))
     for line in raw.decode().split("\n"):
         name, _, value = line.partition(": ")
@@ -58,7 +58,7 @@ def parse(raw: bytes) -> Event:
 
 
 class Viewer:
-    """Reads a stream, and keeps the picture as the page does."""
+    """A reader of a stream that keeps the picture as the page does."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self.response = response
@@ -158,7 +158,7 @@ async def test_snapshots_are_summed_up(fleet: Fleet) -> None:
 
 
 async def test_who_comes_later_sees_the_same(fleet: Fleet) -> None:
-    """The decisions before its time as well, and none of them twice."""
+    """A later viewer also gets the earlier decisions, and none of them twice."""
     async with watching(fleet) as first:
         for _ in range(3):
             await fleet.complete(PROMPT)
@@ -214,7 +214,7 @@ async def test_a_large_fleet_fits_into_few_bytes(tmp_path: Path) -> None:
     assert len(viewer.picture["slots"]) == 128
     assert viewer.picture["fleet"]["store"]["count"] == 10_000
     assert whole.size < 50_000
-    # What is known of one backend is expected of the seven that nobody has used, too.
+    # Facts measured on one backend are assumed for the seven unused backends, too.
     assert max(event.size for event in changes) < 6_000
 
 
@@ -246,7 +246,7 @@ async def test_only_the_head(fleet: Fleet) -> None:
 
 
 async def test_the_router_stops_with_a_page_open(tmp_path: Path) -> None:
-    """At once, and with a proper end: whoever is held up is cut off in the middle of a chunk."""
+    """The streams end at once and properly: a delayed stream would be cut off in mid-chunk."""
     async with FakeLlama() as fake, aiohttp.ClientSession() as session:
         async with running([("a", fake.url)], None) as fleet:
             response = await session.get(fleet.url + "/kvferry/events")
@@ -256,11 +256,11 @@ async def test_the_router_stops_with_a_page_open(tmp_path: Path) -> None:
     assert rest.endswith(b"\n\n")
 
 
-# --- by itself ------------------------------------------------------------------------------------
+# --- without the app ------------------------------------------------------------------------------
 
 
 class Connection:
-    """What is written to a viewer; `takes` cleared, it takes no more."""
+    """The events written to a viewer; while `takes` is cleared, the viewer takes no more."""
 
     def __init__(self) -> None:
         self.takes = asyncio.Event()
@@ -278,7 +278,7 @@ class Connection:
 
 
 class World:
-    """A fleet of one number, and who watches it."""
+    """A fleet of one number, and its viewers."""
 
     def __init__(self) -> None:
         self.tasks = Tasks()
@@ -304,12 +304,12 @@ class World:
         return {"sizes": [], "top": []}
 
     async def look(self) -> None:
-        """The next one."""
+        """Wait for the next read of the picture."""
         async with asyncio.timeout(PATIENCE_S):
             await self.looked.wait()
 
     def show(self, connection: Connection) -> None:
-        """One more viewer: as `events` does it, without HTTP."""
+        """Add a viewer as `events` does, without HTTP."""
 
         async def viewer() -> None:
             self.live._viewers += 1
@@ -332,7 +332,7 @@ async def world() -> AsyncIterator[World]:
 async def test_streams_end_for_those_who_may_not_look_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys are added: looking is for operators from now on."""
+    """After a reload adds keys, only operators may read."""
     monkeypatch.setenv("KVFERRY_TEST_TOKEN", "sesame")
     token = {"Authorization": "Bearer sesame"}
     path, admin = tmp_path / "kvferry.yaml", "admin: {token_env: KVFERRY_TEST_TOKEN}\n"
@@ -368,7 +368,7 @@ async def test_nobody_looks_when_nobody_watches(world: World) -> None:
 
 
 async def test_a_request_that_was_sent_once_more(world: World) -> None:
-    """Its first entry is gone from the journal; those before it are not told again."""
+    """A retry replaces its entry in the decision log; older entries are not sent again."""
     world.entries = older = [LoggedDecision(RequestId("x"), 0.0, "ok", "")]
     connection = Connection()
     world.show(connection)
@@ -387,14 +387,14 @@ async def test_a_request_that_was_sent_once_more(world: World) -> None:
 
 
 async def test_what_came_since_the_last_look_is_told_once(world: World) -> None:
-    """To somebody who comes before the next one: not in the picture and then as a change."""
+    """A viewer that comes before the next read gets a new decision only as a change."""
     world.entries = [LoggedDecision(RequestId("x"), 0.0, "ok", "")]
     first, second = Connection(), Connection()
     world.show(first)
     await first.next()
     await first.next()
     world.number = 1
-    await first.next()  # the picture that was made for it is out of date
+    await first.next()  # the picture cached for `first` is stale
     world.entries = [LoggedDecision(RequestId("y"), 1.0, "ok", ""), *world.entries]
     world.number = 2
     world.show(second)
@@ -433,7 +433,7 @@ async def test_who_is_too_slow_gets_another_picture(world: World) -> None:
         await world.look()
     await world.look()
     slow.takes.set()
-    await slow.next()  # the change that it did not take
+    await slow.next()  # the change that was waiting to be written
     event = await slow.next()
 
     assert first.name == event.name == "picture"
@@ -479,7 +479,7 @@ async def test_silence_is_no_end(world: World, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_bug_ends_the_streams(world: World) -> None:
-    """A page that stands still would look as if nothing happened."""
+    """A frozen page would look as if nothing happened."""
     connection = Connection()
     world.show(connection)
     await connection.next()

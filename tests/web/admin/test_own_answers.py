@@ -1,4 +1,4 @@
-"""What the router says in its own name: to browsers, about itself, and when it has a bug."""
+"""The router's own answers: to browsers, about itself, and after a bug."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ async def test_names_itself_and_not_its_library(
 
 
 async def test_a_page_can_read_what_is_wrong_with_its_request(fleet: Fleet) -> None:
-    """llama-server names the origin in all of its answers; without it a browser shows none."""
+    """llama-server names the origin in all of its answers; a browser hides an answer without it."""
     async with fleet.session.post(fleet.url + "/completion", headers=ORIGIN) as response:
         assert response.status == 400
         assert response.headers["Access-Control-Allow-Origin"] == ORIGIN["Origin"]
@@ -76,7 +76,7 @@ async def test_a_page_can_read_the_list_of_all_models(two_models: Fleet) -> None
 
 
 async def test_no_page_can_read_what_is_for_operators(fleet: Fleet) -> None:
-    """Any page that an operator visits could ask from their browser."""
+    """Any page that an operator visits could send the request from the operator's browser."""
     for path in ("/kvferry/state", "/kvferry/health", "/metrics"):
         async with fleet.session.get(fleet.url + path, headers=ORIGIN) as response:
             assert "Access-Control-Allow-Origin" not in response.headers
@@ -87,7 +87,7 @@ async def test_no_page_can_read_what_is_for_operators(fleet: Fleet) -> None:
 
 @pytest.fixture
 def log() -> Iterator[list[structlog.typing.EventDict]]:
-    """What is logged; nothing of it is written."""
+    """Yield the log entries, which are not written."""
     with structlog.testing.capture_logs() as entries:
         yield entries
 
@@ -113,7 +113,7 @@ async def test_a_bug_before_the_answer(
     method: str,
     path: str,
 ) -> None:
-    """The client gets an error of the usual shape, the log the reason, the slot is free again."""
+    """The client gets an error of the usual shape, the log the reason; the slot is free again."""
     fleet = two_models
 
     def merge(_: object) -> None:
@@ -157,7 +157,7 @@ def _raise(_: object) -> None:
 async def test_a_bug_in_the_middle_of_an_answer(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It must not look like the end of one."""
+    """A partial answer must not look complete."""
 
     async def breaks(request: web.Request, *_: object) -> None:
         response = web.StreamResponse()
@@ -177,7 +177,7 @@ async def test_a_bug_in_the_middle_of_an_answer(
 
 
 async def test_a_client_that_does_not_take_what_is_ours_is_cut_off(tmp_path: Path) -> None:
-    """It asks and asks, and reads nothing; its connection is the only one that there may be."""
+    """The client sends many requests and reads nothing; its connection is the only one allowed."""
     yaml = "limits: {send_timeout: 100ms, connections_per_client: 1}"
     once = aiohttp.TCPConnector(force_close=True)
     async with (

@@ -1,4 +1,4 @@
-"""The live page's files: what a browser is told about them, and that they need nobody else."""
+"""The live page's files: their headers, and that they load nothing from other servers."""
 
 import re
 import tomllib
@@ -58,7 +58,7 @@ async def test_a_browser_keeps_what_has_not_changed(fleet: Fleet) -> None:
 
 
 async def test_without_the_slash(fleet: Fleet) -> None:
-    """A relative way, so that it leads there from behind another proxy's path as well."""
+    """The redirect is relative, so that it works under another proxy's path as well."""
     async with fleet.session.get(fleet.url + "/kvferry", allow_redirects=False) as response:
         assert (response.status, response.headers["Location"]) == (308, "kvferry/")
     assert (await fleet.get("/kvferry")).status == 200
@@ -81,7 +81,7 @@ def test_every_file_is_served_and_every_reference_leads_to_one() -> None:
 
 
 def test_nothing_comes_from_elsewhere() -> None:
-    """No other server, and no way from text to markup or script."""
+    """The files use no other server, and nothing that turns text into markup or script."""
     for path in FILES:
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?:|//\w+\.\w|@import|url\(", text), path.name

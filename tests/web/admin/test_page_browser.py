@@ -1,6 +1,6 @@
 """The live page in a headless Chromium (Debian: `apt-get install chromium`), in front of a router.
 
-Skipped where there is none.
+Skipped without Chromium.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from tests.support.servers.router_fleet import Fleet, running
 from tests.web.admin.test_state_json import applied, not_empty
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-# One loop for all, and so one browser: starting it takes longer than most of what is tried in it.
+# One loop and one browser for all tests: starting a browser takes longer than most tests.
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium here"),
@@ -76,7 +76,7 @@ DETAIL = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
-        # No sandbox: its name spaces are not there in every container.
+        # No sandbox: some containers lack the namespaces that the sandbox needs.
         made = await playwright.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
         )
@@ -86,7 +86,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 @dataclass
 class Opened:
-    """The page, and what went wrong in it."""
+    """The open page, and the errors in it."""
 
     page: Page
     errors: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Opened:
 
 @asynccontextmanager
 async def opened(browser: Browser, fleet: Fleet, **options: object) -> AsyncIterator[Opened]:
-    """The page, once it has a picture; closed at the end, and nothing went wrong in it."""
+    """Yield the open page with its first picture; at the end, check for errors and close it."""
     page = await browser.new_page(**options)  # type: ignore[arg-type]
     found = Opened(page)
     page.on("console", found.note)
@@ -121,7 +121,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 async def test_behind_a_token(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The browser is asked once, and shows the password for files and for the events as well."""
+    """The browser is asked once, and sends the password for the files and the events, too."""
     monkeypatch.setenv("TEST_TOKEN", "sesame")
     yaml = "admin: {listen: '127.0.0.1:0', token_env: TEST_TOKEN, protect_reads: true}"
     async with running([("a", "http://127.0.0.1:9")], None, yaml=yaml, wait_for=[]) as router:
@@ -131,7 +131,7 @@ async def test_behind_a_token(browser: Browser, monkeypatch: pytest.MonkeyPatch)
         async with opened(browser, operators, http_credentials=credentials) as found:
             await expect(found.page.locator("body")).to_contain_text("down")
         page = await browser.new_page()
-        with pytest.raises(Error, match="ERR_INVALID_AUTH_CREDENTIALS"):  # nobody types it in
+        with pytest.raises(Error, match="ERR_INVALID_AUTH_CREDENTIALS"):  # no password is entered
             await page.goto(operators.url + "/kvferry/")
         await page.close()
 
@@ -139,7 +139,7 @@ async def test_behind_a_token(browser: Browser, monkeypatch: pytest.MonkeyPatch)
 async def test_shows_a_router_at_work(
     browser: Browser, server_argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slots as they are, and a request when it is over, without a reload."""
+    """The page shows the slots as they are, and a finished request, without a reload."""
     monkeypatch.setattr(live, "_SURVEY_EVERY_S", 0.1)
     model = (await asyncio.to_thread(tiny_model, "llama")).path
     kv_dir = tmp_path / "kv"
@@ -162,7 +162,7 @@ async def test_shows_a_router_at_work(
         slot = page.get_by_role("listitem").filter(has_text=f"slot {answer.slot[1]}: idle")
         await expect(slot).to_contain_text(f"{held} of 4,096 tokens")
         await expect(page.locator("#figures")).to_contain_text("0 / 2")
-        await expect(page.locator("#top tbody tr")).to_have_count(1)  # saved when idle
+        await expect(page.locator("#top tbody tr")).to_have_count(1)  # idle save
 
 
 async def test_shows_what_a_slot_does(browser: Browser, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ async def test_text_is_never_markup(browser: Browser, fleet: Fleet) -> None:
 
 
 async def test_what_may_be_missing_from_a_decision(browser: Browser, fleet: Fleet) -> None:
-    """One that the router answered itself has no slot and no numbers; its reason may quote."""
+    """A request answered by the router itself has no slot and no numbers; its reason may quote."""
     names = ("backend", "slot", "source", "prompt_tokens", "computed_tokens", "ttft_s")
     rejected = dict.fromkeys((*names, "predicted_s")) | {"missed": {}}
     rejected |= {"id": "r1", "time": WHEN, "outcome": "model_not_found", "reason": MARKUP}
@@ -224,7 +224,7 @@ async def test_what_may_be_missing_from_a_decision(browser: Browser, fleet: Flee
 
 
 async def test_one_decision_in_full(browser: Browser, fleet: Fleet) -> None:
-    """What the stream said of it, and what is asked for: here that of a chat that diverged."""
+    """The dialog shows the row from the stream and fetched details; here of a diverged chat."""
     answer = await fleet.complete("x" * 300)
     async with opened(browser, fleet) as found:
         await found.page.route("**/kvferry/requests/*", lambda route: route.fulfill(json=DETAIL))
@@ -260,7 +260,7 @@ async def test_pause(browser: Browser, fleet: Fleet) -> None:
 
 
 async def test_can_be_used_by_everybody(browser: Browser, fleet: Fleet) -> None:
-    """axe-core finds nothing, with all that can be opened open; and nothing is cut off."""
+    """axe-core finds nothing while everything that opens is open; and nothing is cut off."""
     for _ in range(3):
         await fleet.complete("x" * 500)
     for viewport, scheme in product((LAPTOP, PHONE), ("light", "dark")):
@@ -282,7 +282,7 @@ async def test_can_be_used_by_everybody(browser: Browser, fleet: Fleet) -> None:
 
 
 async def test_a_decision_on_a_small_phone(browser: Browser, fleet: Fleet) -> None:
-    """The time and the id were cut off, beside a name as long as those of flags are."""
+    """Regression: the time and the id were cut off beside a name as long as those from flags."""
     served: dict[str, object] = {"id": "0123456789abcdef", "time": WHEN, "outcome": "ok"}
     served |= {"backend": "192.168.100.200-8081", "slot": 12, "source": "snapshot", "missed": {}}
     served |= {"prompt_tokens": 123456, "computed_tokens": 456, "reason": "snapshot is cheapest"}
@@ -314,7 +314,7 @@ async def test_everything_can_be_reached_by_keyboard(browser: Browser, fleet: Fl
 
 
 async def test_applies_changes_as_the_tests_do(browser: Browser, fleet: Fleet) -> None:
-    """`static/picture.js` against `applied`, on which the property of `changes` rests."""
+    """`static/picture.js` agrees with `applied`, which the property test of `changes` uses."""
     chance = random.Random(1)
     pictures = [a_picture(chance) for _ in range(60)]
     pairs = [(one, changes(one, two)) for one, two in pairwise(pictures)]
@@ -333,7 +333,7 @@ ADD = """async (decisions) => {
   made.show();
 }"""
 
-# All viewers are told at once: so the page was too, and has had the time to show it.
+# All viewers get an event at once: the page got it, too, and has had time to show it.
 TWO_TOLD = """() => new Promise((resolve) => {
   let n = 0;
   const told = (event) => {

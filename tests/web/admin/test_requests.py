@@ -1,4 +1,4 @@
-"""GET /kvferry/requests: what was decided, for those who ask afterwards."""
+"""`GET /kvferry/requests`: the decisions on finished requests."""
 
 import asyncio
 from collections import Counter
@@ -87,7 +87,7 @@ async def test_one_that_was_rejected(fleet: Fleet) -> None:
 
 
 async def test_one_that_nobody_knows(fleet: Fleet) -> None:
-    """And asking for it makes no entry of its own."""
+    """The query itself makes no entry."""
     answer = await fleet.get("/kvferry/requests/nobody")
 
     assert (answer.status, answer.json["error"]["code"]) == (404, 404)
@@ -103,7 +103,7 @@ async def test_the_beginning_of_an_id_will_do(fleet: Fleet) -> None:
 
 async def test_the_beginning_of_several_ids_will_not(fleet: Fleet) -> None:
     names = [name_of(await fleet.post("/completion", [])) for _ in range(17)]
-    digit, n = Counter(name[0] for name in names).most_common(1)[0]  # of sixteen
+    digit, n = Counter(name[0] for name in names).most_common(1)[0]  # sixteen digits, seventeen ids
     answer = await fleet.get(f"/kvferry/requests/{digit}")
 
     assert answer.status == 400
@@ -144,7 +144,7 @@ async def test_the_message_of_a_chat(fleet: Fleet) -> None:
 async def test_a_chat_that_is_rendered_differently_by_now(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A template that has changed says nothing of what was sent before."""
+    """A changed template says nothing about a prompt that was rendered before."""
     await fleet.chat([{"role": "user", "content": "blue"}])
     answer = await fleet.chat([{"role": "user", "content": "red"}])
     await fleet.until_quiet()

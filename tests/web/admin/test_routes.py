@@ -1,4 +1,4 @@
-"""The router's own routes: on an address of their own, and for who has the token."""
+"""The router's own routes: on an address of their own, and protected by the token."""
 
 import base64
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ OWN = [
     ("GET", "/kvferry/page.css", 200),
     ("HEAD", "/kvferry/events", 200),
 ]
-# Reach no backend, whoever asks and wherever.
+# Reach no backend, from any client and at any address.
 NOWHERE = [
     ("OPTIONS", "/kvferry/state", 405),
     ("OPTIONS", "/metrics", 405),
@@ -90,7 +90,7 @@ async def test_nothing_of_it_goes_to_a_backend(backend: Recorder, where: str) ->
 
 
 async def test_an_address_of_their_own(backend: Recorder) -> None:
-    """There is all of it and nothing else; for clients it is as if it were not there."""
+    """The operators' address has all of these routes and nothing else; clients get 404 for them."""
     async with guarded(backend, "{listen: '127.0.0.1:0'}") as fleet:
         operators = fleet.router.admin_url
         assert operators is not None
@@ -112,7 +112,7 @@ async def test_an_address_of_their_own(backend: Recorder) -> None:
 
 
 async def test_looking_needs_the_token(backend: Recorder) -> None:
-    """By machines as `Bearer`, by browsers as a password; health is for everybody, in short."""
+    """Programs send the token as `Bearer`, browsers as a password; brief health needs no token."""
     async with guarded(backend, "{token_env: TEST_TOKEN, protect_reads: true}") as fleet:
         for method, path, status in OWN:
             url = fleet.url + path
@@ -130,7 +130,7 @@ async def test_looking_needs_the_token(backend: Recorder) -> None:
 
 
 async def test_a_password_changes_nothing(backend: Recorder) -> None:
-    """A browser shows it for what any page asks for: good for looking, not for more."""
+    """A browser sends the password with requests of any page: the password allows reading only."""
     async with guarded(backend, "{token_env: TEST_TOKEN, protect_reads: true}") as fleet:
         url = fleet.url + "/kvferry/backends/a/drain"
 

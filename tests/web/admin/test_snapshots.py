@@ -1,4 +1,4 @@
-"""Snapshots over HTTP: what is listed is what there is, and only what was meant is given up."""
+"""Snapshots over HTTP: the list is complete, and only the chosen snapshots are discarded."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 def made(number: int, *, tokens: int = 10, size: int = 100, age_h: float = 0.0) -> Snapshot:
-    """The catalog's word is enough: nothing here reads the file."""
+    """Return a snapshot for the catalog alone: these tests never read its file."""
     first = 100_000 * number
     ids = pack(range(first, first + tokens))
     saved_at = wall_now() - age_h * HOUR_S
@@ -133,7 +133,7 @@ async def test_what_was_used_is_not_unused(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("sort", ["newest", "largest", "least_used"])
 async def test_pages_hold_each_once_whatever_goes_meanwhile(fleet: Fleet, sort: str) -> None:
-    """Equal ranks are told apart by id; what the cursor names may be gone."""
+    """Equal ranks are ordered by id; the snapshot that the cursor names may be gone."""
     await told(
         fleet, *(made(n, tokens=5 + n % 3, size=7 + n % 5, age_h=n % 4) for n in range(1, 51))
     )
@@ -188,7 +188,7 @@ async def test_a_query_that_means_nothing_is_refused(
 
 @pytest.mark.parametrize("number", ["00000009ff", "0000000", "00000", "..", "a/b"])
 async def test_no_such_snapshot(fleet: Fleet, number: str) -> None:
-    """Nor one of several, nor one by an id that is too short."""
+    """Ambiguous ids and ids that are too short find no snapshot either."""
     await told(fleet, *FOUR)
     async with fleet.session.get(f"{fleet.url}{PATH}/{number.replace('/', '%2F')}") as response:
         assert response.status == 404 or number == ".."
@@ -196,7 +196,7 @@ async def test_no_such_snapshot(fleet: Fleet, number: str) -> None:
     assert await left(fleet) == [1, 2, 3, 4]
 
 
-# -- giving up -------------------------------------------------------------------------------------
+# -- purge and delete ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ async def test_no_such_snapshot(fleet: Fleet, number: str) -> None:
     ],
 )
 async def test_purge(fleet: Fleet, wanted: dict[str, Any], goes: list[int]) -> None:
-    """A dry run says the same and does nothing."""
+    """A dry run gives the same answer and discards nothing."""
     await told(fleet, *FOUR)
     tried = await purged(fleet, dry_run=True, **wanted)
     assert await left(fleet) == [1, 2, 3, 4]
@@ -256,7 +256,7 @@ async def test_more_than_are_taken_at_once(fleet: Fleet) -> None:
         {"all": True, "unused": True},
         {"dry_run": True},
         {"everything": True},
-        {"id": []},  # of a script that found none
+        {"id": []},  # from a script that found none
         {"older_than": None},
         {"unused": False, "min_tokens": 0},
         {"namespace": ""},
@@ -270,7 +270,7 @@ async def test_a_purge_says_what_it_means(fleet: Fleet, wanted: dict[str, Any]) 
 
 
 async def test_no_page_in_a_browser_purges(fleet: Fleet) -> None:
-    """A form cannot declare JSON; a script says where it comes from."""
+    """A form cannot declare JSON; a page's script sends its origin."""
     await told(fleet, *FOUR)
     url = f"{fleet.url}{PATH}/purge"
     async with fleet.session.post(url, data='{"all": true}') as response:
@@ -288,7 +288,7 @@ async def test_with_a_token(fake: FakeLlama, monkeypatch: pytest.MonkeyPatch) ->
     async with running([("a", fake.url)], None, yaml="admin: {token_env: KVFERRY_TEST_TOKEN}") as f:
         await told(f, *FOUR)
         assert (await purged(f, all=True)).status == 403
-        assert await left(f) == [1, 2, 3, 4]  # looking is free
+        assert await left(f) == [1, 2, 3, 4]  # reading needs no token
         shown = {"Authorization": "Bearer sesame"}
         assert (await f.post(f"{PATH}/purge", {"all": True}, headers=shown)).status == 200
         assert await left(f) == []

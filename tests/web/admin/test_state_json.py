@@ -1,4 +1,4 @@
-"""The fleet as rows: what is said of a slot, the snapshots in few numbers, and what changed."""
+"""The fleet as rows: the row of a slot, the summary of the snapshots, and the changes."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ pictures = st.dictionaries(
 
 
 def applied(picture: Picture, told: Changes) -> Picture:
-    """As `static/picture.js` does it; test_page_browser.py compares the two."""
+    """Apply changes as `static/picture.js` does; test_page_browser.py compares the two."""
     after = {section: dict(found) for section, found in picture.items()}
     for section, found in told.items():
         for key, row in found.items():
@@ -118,7 +118,7 @@ async def test_no_snapshots() -> None:
 
 
 def job_of(doing: Step | None) -> Job:
-    """`b/0` gets a copy of what `a/0` holds."""
+    """Return a job that copies the content of `a/0` to `b/0`, at step `doing`."""
     price = Candidate(TO, Source.COPY, 5, Price(), copy_from=FROM)
     return Job(HOLDER, Lease(TO, 1, HOLDER), plan=Plan(price), doing=doing)
 
@@ -151,7 +151,7 @@ def test_a_slot_that_nobody_holds() -> None:
 
 
 def test_every_step_has_a_word() -> None:
-    """A new one would be a KeyError for whoever looks while it is under way."""
+    """A step without a word would raise KeyError in every view of the state while it runs."""
     for step in get_args(Step):
         doing = step.__new__(step)
         if step is SaveStep:

@@ -1,4 +1,4 @@
-"""What operators see: as the scheduler has it, and looking changes nothing."""
+"""Operators' views: they show the scheduler's state and do not change it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -114,8 +114,10 @@ async def test_a_scrape_lets_others_have_their_turn(
 
 
 async def test_one_scrape_for_all(fake: FakeLlama, tmp_path: Path) -> None:
-    """The router's own and every backend's metrics, valid as a whole; a backend that is down is
-    told so. Without the parameter nobody is asked."""
+    """The router's own and every backend's metrics are valid as a whole.
+
+    A backend that is down is reported. Without the parameter no backend is asked.
+    """
     async with running([("a", fake.url), ("b", "http://127.0.0.1:9")], None, wait_for=["a"]) as f:
         alone, seen = await f.metrics(), list(fake.seen)
         text = (await f.get("/metrics?backends=1")).body.decode()
@@ -159,7 +161,7 @@ async def test_a_dry_run_does_nothing(
 
 async def test_a_dry_run_says_what_then_happens(fleet: Fleet) -> None:
     await fleet.complete(PROMPT)
-    # While it is saved it is to be had from the file alone, and then from the slot.
+    # During the save the content can be used from the file alone, and then from the slot.
     await fleet.until(lambda state: state["snapshots"]["count"] == 1)
     await fleet.until_quiet()
     planned = (await fleet.post("/kvferry/plan?path=/completion", {"prompt": PROMPT})).json

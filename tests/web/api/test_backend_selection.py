@@ -1,5 +1,6 @@
-"""Who is asked for the tokens of a prompt, and for its boundaries: those whose states can only be
-extended."""
+"""Selection of the backend that reads a prompt.
+
+Boundaries are read only for backends with states that can only be extended."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ CHAT = parse_request(Route.CHAT, {"messages": [], "model": "m"})
 
 
 class Reader:
-    """Remembers what it was asked for."""
+    """A prompt reader that records whether boundaries were asked for."""
 
     def __init__(self, *failures: str) -> None:
         self.boundaries: list[bool] = []
@@ -60,7 +61,7 @@ def directory_of(*infos: BackendInfo, reader: Reader | None = None) -> BackendSe
 
 
 def reading(backends: Mapping[str, tuple[BackendInfo, Reader | None]]) -> BackendSelection:
-    """Backends by name, in the order in which they came up, and who reads for them."""
+    """Return a selection; `backends`: by name, in the order in which they came up, with readers."""
     infos = {info.id: info for info, _ in backends.values()}
     readers = {info.id: cast(PromptReader, one) for info, one in backends.values() if one}
     monitors = {name: monitor_of(name, set(info.models)) for name, info in infos.items()}
@@ -94,7 +95,7 @@ def monitor_of(name: str, models: set[str], *, generates: bool = True) -> Monito
 async def test_who_names_no_model_does_not_mean_one_without_kv(
     chat: set[str] | None, embedding: set[str], model: str | None, avoided: set[str]
 ) -> None:
-    """Also while the others are down: then one waits for them."""
+    """Also while the other backends are down: the request then waits for them."""
     monitors = {BackendId("e"): monitor_of("e", embedding, generates=False)}
     if chat is not None:
         monitors[BackendId("c")] = monitor_of("c", chat)
@@ -121,7 +122,7 @@ async def test_the_first_one_reads_and_remembers() -> None:
 
 
 async def test_each_one_that_answers_to_the_model_is_asked_once() -> None:
-    """One that fails is doubted, and from then on the last one to be asked."""
+    """A backend that fails is doubted, and from then on asked last."""
     a, b, other = Reader("gone", "gone"), Reader("late", "gone"), Reader()
     full = MemoryKind.FULL
     directory = reading(
@@ -140,7 +141,7 @@ async def test_each_one_that_answers_to_the_model_is_asked_once() -> None:
 
     directory.monitors[BackendId("b")].client.doubted = False
     prompt, reader = await asked(directory)
-    assert (len(a.boundaries), len(b.boundaries)) == (2, 2)  # `b` first, which is not in doubt
+    assert (len(a.boundaries), len(b.boundaries)) == (2, 2)  # `b` first: it is not doubted
     assert reader is None
     directory.monitors[BackendId("b")].client.doubted = False
     assert (await asked(directory))[1] is b

@@ -1,4 +1,4 @@
-"""What is wrong with a request is said at once, in the OpenAI shape, and costs nothing."""
+"""Errors in a request are reported at once, in the OpenAI shape, and cost nothing."""
 
 import asyncio
 import gzip
@@ -23,7 +23,7 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 @pytest.fixture
 async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
-    """Afterwards nothing is held, and nothing but the look at the new backend ran on it."""
+    """Yield a router; afterwards nothing is held, and nothing has run since the attach."""
     async with running([("a", fake.url)], tmp_path, yaml=LIMITS) as router:
         before = dict(fake.counts)
         yield router
@@ -78,7 +78,7 @@ async def test_body_over_the_limit(fleet: Fleet) -> None:
 
 
 async def test_small_body_that_unpacks_to_a_huge_one(fleet: Fleet) -> None:
-    """The limit counts what comes out."""
+    """The limit counts decompressed bytes."""
     packed = gzip.compress(b'{"a":"' + b"x" * 5_000_000 + b'"}')
     assert len(packed) < 10_000
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
@@ -94,7 +94,7 @@ async def test_gzip_that_is_none(fleet: Fleet) -> None:
 
 
 async def test_body_that_does_not_arrive(fleet: Fleet) -> None:
-    """A client that stops in the middle is told so, and does not hold anything meanwhile."""
+    """A client that stops in mid-body gets an error, and holds nothing meanwhile."""
 
     async def stalled() -> AsyncIterator[bytes]:
         yield b'{"messages": ['
@@ -140,7 +140,7 @@ async def test_an_expectation_that_nobody_knows(fleet: Fleet) -> None:
 
 
 async def test_prompt_longer_than_the_context(fleet: Fleet) -> None:
-    """Before anything is leased: no slot is emptied for it (llama-server.md section 2.3)."""
+    """The refusal precedes any lease: no slot is emptied for it (llama-server.md section 2.3)."""
     answer = await fleet.complete("x" * 1024)
 
     assert_refused(answer, 400, "exceed_context_size_error", "(1024 tokens)")
@@ -148,7 +148,7 @@ async def test_prompt_longer_than_the_context(fleet: Fleet) -> None:
 
 
 async def test_one_model_answers_to_any_name(fake: FakeLlama, tmp_path: Path) -> None:
-    """As llama-server itself does: it ignores the field."""
+    """The router ignores the name, as llama-server itself does."""
     async with running([("a", fake.url)], tmp_path) as fleet:
         answer = await fleet.complete("x", model="gpt-4")
 
@@ -156,8 +156,8 @@ async def test_one_model_answers_to_any_name(fake: FakeLlama, tmp_path: Path) ->
 
 
 async def test_two_models(fake: FakeLlama, tmp_path: Path) -> None:
-    """(1) A known name goes where it belongs. (2) An unknown one is an error with the names.
-    (3) No name goes anywhere."""
+    """(1) A known name goes to its backend. (2) An unknown name is an error that lists the names.
+    (3) Without a name any backend may serve."""
     async with (
         FakeLlama(kv_dir=tmp_path, model="other") as other,
         running([("a", fake.url), ("b", other.url)], tmp_path) as fleet,

@@ -1,7 +1,7 @@
-"""A client that leaves costs nothing more from then on, wherever it leaves.
+"""An abandoned request costs nothing more, at whatever point the client disconnects.
 
-With the fake, the request is stopped at the point in question by a gate; what a real server does
-about it is in test_cancellation_real.py.
+A gate of the fake stops the request at the point in question; test_cancellation_real.py tests real
+servers.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ import pytest
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, Json, running
 
-PROMPT = "p" * 300  # more than store.min_tokens: worth a snapshot
+PROMPT = "p" * 300  # more than store.min_tokens: gets a snapshot
 OTHER = "q" * 300
-LONG = "l" * 3500  # more than policy.coalesce_above: computed by the router first
+LONG = "l" * 3500  # more than policy.coalesce_above: prefilled by the router first
 STREAM: Json = {"stream": True}
 
 
@@ -35,7 +35,7 @@ async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 @asynccontextmanager
 async def leaving(fleet: Fleet, prompt: str, **fields: object) -> AsyncIterator[None]:
-    """A client that sends its request before the block and is gone after it."""
+    """Send a request before the block, and disconnect after the block."""
     async with asyncio.TaskGroup() as group:
         task = group.create_task(fleet.complete(prompt, **fields))
         yield
@@ -43,17 +43,17 @@ async def leaving(fleet: Fleet, prompt: str, **fields: object) -> AsyncIterator[
 
 
 def waiting(n: int) -> Callable[[Json], bool]:
-    """For `until`."""
+    """Return a predicate for `until`: `n` requests are queued."""
     return lambda state: len(state["queue"]) == n
 
 
 def phase(name: str) -> Callable[[Json], bool]:
-    """For `until`."""
+    """Return a predicate for `until`: a slot is in this phase."""
     return lambda state: any(slot["phase"] == name for slot in state["slots"])
 
 
 async def saved(fleet: Fleet, prompt: str) -> Answer:
-    """Let `prompt` become a snapshot, and something else the content of the slot."""
+    """Save `prompt` as a snapshot, then displace it from the slot; return the first answer."""
     answer = await fleet.complete(prompt)
     await fleet.until(lambda state: state["snapshots"]["count"] >= 1)
     await fleet.until_quiet()
@@ -64,12 +64,12 @@ async def saved(fleet: Fleet, prompt: str) -> Answer:
 
 
 def prompts(fake: FakeLlama) -> list[object]:
-    """What completions the fake was asked for."""
+    """Return the prompts of all completions that the fake received."""
     return [body.get("prompt") for path, body in fake.bodies if path == "/completion"]
 
 
 async def test_while_queued(fake: FakeLlama, fleet: Fleet) -> None:
-    """No restore, prefill or save happens for it, and the next in the queue is served."""
+    """An abandoned request causes no restore, prefill or save; the next in the queue is served."""
     await saved(fleet, PROMPT)
     fake.decode_gate.clear()
     async with asyncio.TaskGroup() as group:
@@ -107,7 +107,7 @@ async def test_all_who_queue_leave(fake: FakeLlama, fleet: Fleet) -> None:
 
 
 async def test_during_a_restore(fake: FakeLlama, fleet: Fleet) -> None:
-    """A restore cannot be called back: the slot is free when it has ended, and holds the state."""
+    """A restore cannot be cancelled: at its end the slot is free and holds the restored tokens."""
     cold = await saved(fleet, PROMPT)
     fake.action_gate.clear()
     async with leaving(fleet, PROMPT):
@@ -124,7 +124,7 @@ async def test_during_a_restore(fake: FakeLlama, fleet: Fleet) -> None:
 
 
 async def test_during_the_routers_own_prefill(fake: FakeLlama, fleet: Fleet) -> None:
-    """It is stopped, and the client's own request is never sent."""
+    """The prefill is stopped, and the client's own request is never sent."""
     fake.prefill_gate.clear()
     async with leaving(fleet, LONG):
         await fake.until(lambda: fake.slots[0].busy)
@@ -139,7 +139,7 @@ async def test_during_the_routers_own_prefill(fake: FakeLlama, fleet: Fleet) -> 
 
 @pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
 async def test_during_a_silent_prefill(fake: FakeLlama, fleet: Fleet, fields: Json) -> None:
-    """No byte has come yet; the connection to the backend is closed at once all the same."""
+    """The connection to the backend is closed at once, although no byte has come yet."""
     fake.prefill_gate.clear()
     async with leaving(fleet, PROMPT, **fields):
         await fake.until(lambda: fake.slots[0].busy)
@@ -153,7 +153,7 @@ async def test_during_a_silent_prefill(fake: FakeLlama, fleet: Fleet, fields: Js
 
 
 async def test_in_the_middle_of_a_stream(fake: FakeLlama, fleet: Fleet) -> None:
-    """The backend stops; what it has computed until then is known by its length."""
+    """The backend stops; the length of its slot's content tells which tokens it has computed."""
     fake.faults.hang_after_chunks = 4
     body = {"prompt": PROMPT, "n_predict": 50, **STREAM}
     async with fleet.session.post(fleet.url + "/completion", json=body) as response:
@@ -176,7 +176,7 @@ async def test_in_the_middle_of_a_stream(fake: FakeLlama, fleet: Fleet) -> None:
 async def test_slot_is_not_leased_again_before_the_backend_is_idle(
     fake: FakeLlama, fleet: Fleet
 ) -> None:
-    """The fake goes on computing for a client that is gone, as a real one may for a second."""
+    """The fake goes on with an abandoned request, as a real server may for a second."""
     fake.faults.ignores_leaving = True
     fake.decode_gate.clear()
     async with leaving(fleet, PROMPT):
@@ -191,7 +191,7 @@ async def test_slot_is_not_leased_again_before_the_backend_is_idle(
 
 
 async def test_slow_reader_slows_the_backend(fake: FakeLlama, fleet: Fleet) -> None:
-    """What the client does not read is not fetched: it waits in the backend, not in the router."""
+    """Data that the client does not read is not fetched: the data waits in the backend."""
     fake.faults.padding_bytes = 256 * 1024
     body = {"prompt": "x", "n_predict": 1000, **STREAM}  # a quarter of a gigabyte
     async with fleet.session.post(
@@ -202,7 +202,7 @@ async def test_slow_reader_slows_the_backend(fake: FakeLlama, fleet: Fleet) -> N
             while fake.chunks_sent != sent or not fake.stuck:
                 sent = fake.chunks_sent
                 await asyncio.sleep(0.05)
-        # Socket buffers on both ways and two small ones of ours: some megabytes.
+        # Socket buffers in both directions and two small ones of the router: some megabytes.
         assert 0 < fake.chunks_sent < 200
         response.close()
     await fleet.until_quiet()
@@ -224,7 +224,7 @@ async def test_slow_reader_gets_everything(fake: FakeLlama, fleet: Fleet) -> Non
 
 
 async def test_leaving_between_the_grant_and_the_request(fake: FakeLlama, fleet: Fleet) -> None:
-    """Many who leave at any moment: nothing is left over."""
+    """Many requests are abandoned, each at another moment: nothing is left over."""
     for steps in range(60):
         async with leaving(fleet, PROMPT):
             for _ in range(steps):

@@ -1,7 +1,7 @@
-"""What a real llama-server does when a client leaves the router.
+"""Abandoned requests on a real llama-server.
 
-Its /slots is looked at afterwards: asking more than once a second keeps it from noticing that a
-client has left (llama-server.md section 5.6).
+The tests poll `/slots` only afterwards: with more than one poll a second the server does not notice
+that a client has disconnected (llama-server.md section 5.6).
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tests.support.servers.router_fleet import Fleet, Json, running
 
 pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 
-# Seconds of prefill on one thread, so that there is a middle to leave in.
+# Seconds of prefill on one thread, so that a client can disconnect during it.
 TOKENS = [3 + i * 7 % 400 for i in range(30_000)]
 # Seconds of generation.
 ENDLESS: Json = {"prompt": [5, 6, 7], "n_predict": 60_000, "temperature": 0, "ignore_eos": True}
@@ -43,7 +43,7 @@ async def server(
 async def caching(
     server_argv: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[LlamaServer]:
-    """With a cache in RAM, as llama-server has it unless told otherwise."""
+    """Yield a server with a cache in RAM, the default of llama-server."""
     kv_dir = tmp_path_factory.mktemp("kv")
     async for started in _started(server_argv, kv_dir, "--cache-ram", "512"):
         yield started
@@ -51,13 +51,13 @@ async def caching(
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def fleet(server: LlamaServer) -> AsyncIterator[Fleet]:
-    """Without snapshots: here it is only about stopping."""
+    """Yield a router without snapshots: these tests are only about stopping."""
     async with running([("a", server.url)], None, yaml="policy: least_busy") as router:
         yield router
 
 
 async def look(server: LlamaServer, fleet: Fleet) -> Json:
-    """The server's slot as it is now."""
+    """Return the server's slot as it is now (`GET /slots`)."""
     async with fleet.session.get(server.url + "/slots") as response:
         slots: list[Json] = await response.json()
         return slots[0]
@@ -71,7 +71,7 @@ async def until_processing(server: LlamaServer, fleet: Fleet) -> None:
 
 
 async def assert_stopped(server: LlamaServer, fleet: Fleet) -> Json:
-    """The router leases the slot again, the server's slot is idle, and both stay so."""
+    """Check that the server's slot is idle and that the router leases it again; return the slot."""
     await fleet.until_quiet()
     first = await look(server, fleet)
     assert not first["is_processing"]
@@ -84,7 +84,7 @@ async def assert_stopped(server: LlamaServer, fleet: Fleet) -> Json:
 @pytest.mark.fault("a client leaves", "computing a prompt")
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_during_a_silent_prefill(server: LlamaServer, fleet: Fleet, stream: bool) -> None:
-    """The server notices within a second or so, before its next batch."""
+    """The server notices the disconnect within a second or so, before its next batch."""
     async with asyncio.TaskGroup() as group:
         task = group.create_task(fleet.complete(TOKENS, stream=stream))
         await until_processing(server, fleet)
@@ -129,7 +129,7 @@ async def test_of_a_request_that_does_not_stream(server: LlamaServer, fleet: Fle
 
 
 async def test_conversation_id_does_not_keep_it_going(server: LlamaServer, fleet: Fleet) -> None:
-    """llama-server goes on for a client that sends this header and leaves; the router drops it."""
+    """llama-server goes on with an abandoned request that has this header; the router drops it."""
     body = ENDLESS | {"stream": True}
     headers = {"X-Conversation-Id": "abc"}
     async with fleet.session.post(
@@ -148,7 +148,7 @@ _WITHOUT_END: Json = {"temperature": 0, "ignore_eos": True, "cache_prompt": Fals
 
 
 def _bodies(text: str, n: int) -> dict[str, Json]:
-    """By route: a question of `text` and up to `n` tokens of an answer."""
+    """Return a body for each route: a prompt of `text` and up to `n` tokens of answer."""
     messages = [{"role": "user", "content": text}]
     return {
         "/completion": {"prompt": text, "n_predict": n, **_WITHOUT_END},
@@ -161,7 +161,7 @@ def _bodies(text: str, n: int) -> dict[str, Json]:
 
 
 _ROUTES = list(_bodies("", 0))
-# Two often, all of them in the slow run.
+# Two cases run often, all of them in the slow run.
 _OFTEN = {("/v1/chat/completions", False, "generation"), ("/v1/messages", True, "generation")}
 
 
@@ -178,8 +178,11 @@ _OFTEN = {("/v1/chat/completions", False, "generation"), ("/v1/messages", True, 
     ],
 )
 async def test_on_every_route(caching: LlamaServer, path: str, stream: bool, where: str) -> None:
-    """Also where the server keeps states in RAM: pinned to a slot that is still at work, the next
-    request would take its content away (llama-server.md section 0.1)."""
+    """The server also keeps states in RAM here.
+
+    The next request, pinned to a slot that is still busy, would take away the slot's content
+    (llama-server.md section 0.1).
+    """
     server = caching
     text, n = (_LONG, 1) if where == "prefill" else ("hi", 60_000)
     body = _bodies(text, n)[path] | {"stream": stream}
@@ -195,7 +198,7 @@ async def test_on_every_route(caching: LlamaServer, path: str, stream: bool, whe
 
 
 async def test_of_a_queue_nothing_reaches_the_server(server: LlamaServer, fleet: Fleet) -> None:
-    """All routes wait for a slot that is busy, and leave."""
+    """Requests on all routes wait for a busy slot, and are abandoned in the queue."""
 
     async def computed() -> float:
         async with fleet.session.get(server.url + "/metrics") as response:
@@ -220,7 +223,7 @@ async def test_of_a_queue_nothing_reaches_the_server(server: LlamaServer, fleet:
         first.cancel()
 
     await fleet.until_quiet()
-    assert await computed() <= before + 3  # the first one's own, if they were not counted yet
+    assert await computed() <= before + 3  # the first request's own, if not counted yet
 
 
 _PROMPT_TOKENS = "llamacpp:prompt_tokens_total"

@@ -1,4 +1,4 @@
-"""Who may use the router, and what a key opens: as a llama-server with --api-key does it."""
+"""Client keys: the requests that need one, and what a key opens, as on llama-server --api-key."""
 
 import asyncio
 import io
@@ -53,13 +53,13 @@ async def status(fleet: Fleet, method: str, path: str, **options: Any) -> int:
         return response.status
 
 
-# What a key is
+# Keys and digests
 
 
 def test_a_key_is_random_and_known_by_its_digest() -> None:
     key = new_key()
     assert key.startswith("kvf_")
-    assert len(key) == 47  # 256 bits, six in a character
+    assert len(key) == 47  # 256 bits, 6 in a character
     assert key != new_key()
     assert read_hash(hash_text(key)) == digest_of(key)
 
@@ -87,7 +87,7 @@ def test_the_command_refuses_a_name_that_the_file_would(capsys: pytest.CaptureFi
     assert "letters, digits" in capsys.readouterr().err
 
 
-# Who may come in
+# Requests with and without a valid key
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_command_refuses_a_name_that_the_file_would(capsys: pytest.CaptureFi
     [
         bearer(GOOD),
         {"x-api-key": GOOD},
-        {"Authorization": GOOD},  # llama-server takes it like that, too
+        {"Authorization": GOOD},  # llama-server accepts this form, too
         {"x-api-key": f"Bearer {GOOD}"},
     ],
 )
@@ -149,7 +149,7 @@ ROUTES = [
 async def test_the_same_routes_are_open_as_on_a_server_with_a_key(
     llama_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the refusal is the server's own. The client's key is not the server's."""
+    """The refusal is the server's own, too. The client's key is not the server's key."""
     server = await llama_server("llama", extra_args=("--api-key", "theirs"))
     monkeypatch.setenv("THEIRS", "theirs")
     yaml = configuration_text([("a", server.url)], None, yaml=KEYS)
@@ -174,7 +174,7 @@ async def test_the_same_routes_are_open_as_on_a_server_with_a_key(
 
 
 async def test_the_page_of_the_server_is_open(fake: FakeLlama) -> None:
-    """It asks for the key itself. Its files have names of their own."""
+    """The page asks for the key itself. The names of its files differ from all routes."""
     async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
         for path in ("/", "/index.html", "/_app/immutable/x.1.js", "/favicon.svg"):
             assert await status(fleet, "GET", path) != 401, path
@@ -191,7 +191,7 @@ async def test_the_page_of_the_server_is_open(fake: FakeLlama) -> None:
 async def test_nothing_that_is_open_is_open_with_a_body(
     fake: FakeLlama, asked: bytes, size: bytes
 ) -> None:
-    """Of which the answer does not wait to see anything."""
+    """The refusal does not wait for the body."""
     async with running([("a", fake.url)], None, yaml=KEYS) as fleet:
         before = len(fake.bodies)
         reader, writer = await fleet.connect()
@@ -242,7 +242,7 @@ async def test_a_dry_run_is_for_a_tenant(llama_server: StartServer) -> None:
             assert (await fleet.post(path, body)).json["plan"]["chosen"]["source"] == expected
 
 
-# Where a key goes
+# Keys and the decision log
 
 
 async def test_a_key_goes_no_further(fake: FakeLlama, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,7 +302,7 @@ async def test_a_tenant_may_have_so_many_and_no_more(fake: FakeLlama) -> None:
 
 @pytest.mark.parametrize("path", ["/completion", "/v1/embeddings"])
 async def test_a_body_that_is_on_its_way_is_one_of_so_many(fake: FakeLlama, path: str) -> None:
-    """What a tenant makes the router hold is limited, too: of one more, nothing is read."""
+    """A tenant's limit counts requests that still arrive: the body of one more is not read."""
     yaml = auth(
         ("laptop", GOOD, "alice"), ("desk", OTHER, "bob"), limits="{name: alice, max_requests: 1}"
     )
@@ -339,11 +339,11 @@ async def test_a_body_that_is_on_its_way_is_one_of_so_many(fake: FakeLlama, path
             assert again.status != 429
 
 
-# While it runs
+# Reload
 
 
 async def test_keys_come_and_go_with_a_reload(fake: FakeLlama, tmp_path: Path) -> None:
-    """A request that is running goes on, also when its key is gone."""
+    """A running request goes on, even if its key was removed."""
     path, backends = tmp_path / "kvferry.yaml", [("a", fake.url)]
     before, after = auth(("old", GOOD, "alice")), auth(("new", OTHER, "alice"))
     path.write_text(configuration_text(backends, None, yaml=before))

@@ -1,4 +1,4 @@
-"""Who sends the most waits for itself. Clients are told apart by key."""
+"""A client that sends the most delays only itself. Clients are told apart by key."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,9 +18,9 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 
 async def order(fake: FakeLlama, many: dict[str, str], one: dict[str, str]) -> list[str]:
-    """Four requests with the headers `many`, then one with `one`: in which order they are served.
+    """Send four requests with the headers `many`, then one with `one`; return the order of service.
 
-    The first is under way while the others come, one by one.
+    The first request is running while the others come, one by one.
     """
     async with running([("a", fake.url)], None) as fleet, asyncio.TaskGroup() as group:
         fake.decode_gate.clear()
@@ -51,7 +51,7 @@ async def test_one_client_is_served_in_order(fake: FakeLlama) -> None:
 
 
 async def test_of_two_long_prompts_one_is_done_before_the_other_begins(tmp_path: Path) -> None:
-    """The server would be done with both when it is done with the second."""
+    """Left to the server, both prompts would be done only when the second is done."""
     async with (
         FakeLlama(kv_dir=tmp_path, n_slots=3) as fake,
         running([("a", fake.url)], tmp_path) as fleet,

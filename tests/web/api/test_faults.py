@@ -1,4 +1,4 @@
-"""Backends that die, hang and come back, and what the client sees of it: as little as possible."""
+"""Backends that die, hang and come back: clients shall see as little of it as possible."""
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ from tests.support.servers.fake_wire import generate
 from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 
 PROMPT = "p" * 300
-LONG = "l" * 3500  # more than policy.coalesce_above: computed by the router first
+LONG = "l" * 3500  # more than policy.coalesce_above: prefilled by the router first
 STREAM: Json = {"stream": True}
 IMPATIENT = "limits: {first_byte_timeout: 300ms, idle_timeout: 300ms}"
 
 
 @dataclass
 class Two:
-    """Two fakes that share a directory. The first request goes to `a`, by order of names."""
+    """Two fakes that share a KV directory. The first request goes to `a`, by order of names."""
 
     a: FakeLlama
     b: FakeLlama
@@ -53,12 +53,12 @@ def assert_good(answer: Answer, prompt: str, backend: str) -> None:
 
 
 async def to_a(fleet: Fleet) -> None:
-    """Make `a` the place where PROMPT goes next: it holds the prefix."""
+    """Fill a slot of `a` with PROMPT, so that the next request with PROMPT goes to `a`."""
     assert_good(await fleet.complete(PROMPT, id_slot=0), PROMPT, "a")
 
 
 async def broken_stream(fleet: Fleet) -> bytes:
-    """What comes of a stream that must not end well."""
+    """Return the bytes of a stream that must break off. Raises AssertionError at a clean end."""
     body = {"prompt": PROMPT, "n_predict": 20} | STREAM
     received = b""
     async with fleet.session.post(fleet.url + "/completion", json=body) as response:
@@ -75,7 +75,7 @@ async def broken_stream(fleet: Fleet) -> bytes:
 async def stopped_reading(
     fleet: Fleet, body: Json, room: int = 4096
 ) -> AsyncIterator[socket.socket]:
-    """A client that has read the head of its answer and nothing more."""
+    """Yield the connection of a client that has read the status of its answer and nothing more."""
     raw, parts = json.dumps(body).encode(), urlsplit(fleet.url)
     head = f"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
     loop = asyncio.get_running_loop()
@@ -88,7 +88,7 @@ async def stopped_reading(
         yield connection
 
 
-# --- before the first byte: nobody has seen anything, so it is tried again ------------------------
+# --- before the first byte: the client has seen nothing, so the router retries --------------------
 
 
 @pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
@@ -102,7 +102,7 @@ async def test_dies_before_the_first_byte(two: Two, fields: Json) -> None:
 
 
 async def test_crashes_during_prefill(two: Two) -> None:
-    """The process is gone: its slots are lost, and come back empty with it."""
+    """The process is gone: its slots are lost, and are empty when the backend comes back."""
     async with running(two.backends, None) as fleet:
         await to_a(fleet)
         two.a.prefill_gate.clear()
@@ -129,7 +129,7 @@ async def test_crashes_during_prefill(two: Two) -> None:
 )
 @pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
 async def test_hangs_before_the_first_byte(two: Two, fields: Json) -> None:
-    """/health goes on saying ok; the clock decides."""
+    """`/health` still answers ok; the timeout decides."""
     async with running(two.backends, None, yaml=IMPATIENT) as fleet:
         two.a.faults.hang = True
         answer = await fleet.complete(PROMPT, **fields)
@@ -145,7 +145,7 @@ async def test_hangs_before_the_first_byte(two: Two, fields: Json) -> None:
 )
 @pytest.mark.parametrize("fields", [STREAM, {}], ids=["stream", "whole"])
 async def test_hangs_while_the_router_has_the_prompt_computed(two: Two, fields: Json) -> None:
-    """The router gives up its prefill, finds the slot idle, and sends what the client wants."""
+    """The router gives up its prefill, finds the slot idle, and sends the client's request."""
     async with running(two.backends, two.kv_dir, yaml=IMPATIENT) as fleet:
         two.a.faults.hang = True
         answer = await fleet.complete(LONG, **fields)
@@ -176,7 +176,7 @@ async def test_hangs_after_the_headers(two: Two) -> None:
 )
 @pytest.mark.parametrize("fault", ["hang", "die_at_once"])
 async def test_all_fail(two: Two, fault: str) -> None:
-    """Three attempts, then the truth."""
+    """After three attempts the client gets the error."""
     async with running(two.backends, None, yaml=IMPATIENT, no_backend_s=0.1) as fleet:
         for fake in (two.a, two.b):
             setattr(fake.faults, fault, True)
@@ -192,7 +192,7 @@ async def test_all_fail(two: Two, fault: str) -> None:
 
 
 async def test_only_one_backend_and_it_recovers(two: Two) -> None:
-    """With nowhere else to go the same one is asked again."""
+    """Without another backend the router retries on the same one."""
     async with running(two.backends[:1], None) as fleet:
         two.a.faults.die_at_once = True
         async with asyncio.TaskGroup() as group:
@@ -205,12 +205,12 @@ async def test_only_one_backend_and_it_recovers(two: Two) -> None:
         assert_good(await task, PROMPT, "a")
 
 
-# --- afterwards: what was sent cannot be taken back -----------------------------------------------
+# --- after the first byte: sent bytes cannot be taken back ----------------------------------------
 
 
 @pytest.mark.fault("closes at once", "mid-stream", client="connection broken off")
 async def test_dies_in_the_middle_of_a_stream(two: Two) -> None:
-    """The connection is broken off: the client must not take a part for the whole."""
+    """The connection is broken off: a partial answer must not look complete."""
     async with running(two.backends, None) as fleet:
         two.a.faults.die_after_chunks = 3
         before = dict(two.b.counts)
@@ -241,7 +241,7 @@ async def test_falls_silent_in_the_middle_of_a_stream(two: Two) -> None:
     "a client reads slowly, for longer than `idle_timeout`", "mid-stream", client="the whole answer"
 )
 async def test_a_slow_client_is_no_silent_backend(two: Two) -> None:
-    """idle_timeout is about what the backend does not send, not what the client does not read."""
+    """`idle_timeout` limits the silence of the backend, not of a client that does not read."""
     yaml = "limits: {idle_timeout: 100ms}"
     async with running(two.backends, None, yaml=yaml) as fleet:
         two.a.faults.padding_bytes = 256 * 1024
@@ -260,11 +260,11 @@ async def test_a_slow_client_is_no_silent_backend(two: Two) -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 async def test_a_client_that_takes_nothing_does_not_keep_its_slot(two: Two, stream: bool) -> None:
-    """It is there and does not read; with a whole answer the backend is done long ago."""
+    """The client is connected and does not read; an unstreamed answer was finished long before."""
     yaml = "{limits: {send_timeout: 100ms}, health: {interval: 60s}}"
     async with running(two.backends[:1], None, yaml=yaml) as fleet:
         two.a.faults.padding_bytes = 2**18
-        two.a.model = "m" * 2**24  # it is in a whole answer
+        two.a.model = "m" * 2**24  # an unstreamed answer contains the model name
         body = {"prompt": PROMPT, "n_predict": 1000 if stream else 1, "stream": stream}
         metrics: dict[str, float] = {}
         async with stopped_reading(fleet, body):
@@ -276,7 +276,7 @@ async def test_a_client_that_takes_nothing_does_not_keep_its_slot(two: Two, stre
 
 
 async def test_a_client_that_takes_little_by_little_is_left_alone(two: Two) -> None:
-    """One event is more than it reads in the time in which one may take nothing."""
+    """One event is larger than what the client reads within `send_timeout`."""
     yaml = "limits: {send_timeout: 500ms}"
     async with running(two.backends[:1], None, yaml=yaml) as fleet:
         two.a.faults.padding_bytes = 2**24
@@ -292,7 +292,7 @@ async def test_a_client_that_takes_little_by_little_is_left_alone(two: Two) -> N
         assert metrics['kvferry_requests_total{outcome="ok"}'] == 1
 
 
-# --- nobody there, or nobody free -----------------------------------------------------------------
+# --- no backend, or no free slot ------------------------------------------------------------------
 
 
 @pytest.mark.fault("all servers down", "from the start", client="503 with Retry-After")
@@ -340,7 +340,7 @@ async def test_deadline_in_the_queue(two: Two) -> None:
 
 @pytest.mark.fault("server restarted between two looks at it", "idle", client="the right answer")
 async def test_restart_between_two_looks(two: Two) -> None:
-    """Nobody saw it down, but it is another process: what its slots held is gone."""
+    """No check saw the backend down, but its process is another one: its slots' content is lost."""
     async with running(two.backends[:1], None) as fleet:
         await to_a(fleet)
         two.a.marker = "another"
@@ -395,7 +395,7 @@ async def test_loading_is_not_up(two: Two) -> None:
     "somebody else generates on a slot", "when the router starts", client="the right answer"
 )
 async def test_stranger_on_a_slot(two: Two) -> None:
-    """A slot that somebody else uses is nobody's until it is idle (llama-server.md 0.1)."""
+    """A slot that another program uses is not leased until it is idle (llama-server.md 0.1)."""
     two.a.faults.hang_after_chunks = 3
     async with aiohttp.ClientSession() as session:
         body = {"prompt": "stranger", "id_slot": 0, "n_predict": 50} | STREAM
@@ -419,7 +419,7 @@ async def test_stranger_on_a_slot(two: Two) -> None:
     client="the right answer",
 )
 async def test_strangers_on_every_slot(two: Two) -> None:
-    """Nothing can be tried then. It is later, with no more disturbance than two slots away."""
+    """With every slot busy there is no probe. A later probe takes at most two slots away."""
     two.a.faults.hang_after_chunks = 3
     async with aiohttp.ClientSession() as session, AsyncExitStack() as strangers:
         for index in range(2):

@@ -1,4 +1,4 @@
-"""Backends that answer with anything but an answer, and machines whose clock is set."""
+"""Backends with broken answers or none, and machines with a clock that is set."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -39,7 +39,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[tuple[FakeLlama, FakeLlama]]:
 async def test_no_answer_at_all(
     pair: tuple[FakeLlama, FakeLlama], raw: bytes, stream: bool
 ) -> None:
-    """Another backend answers; the one is used again when it is itself again."""
+    """Another backend answers; the broken one is used again once it is well."""
     a, b = pair
     async with running([("a", a.url), ("b", b.url)], None) as fleet:
         a.faults.says = raw
@@ -67,7 +67,7 @@ async def test_no_answer_at_all(
     ],
 )
 async def test_half_an_answer(pair: tuple[FakeLlama, FakeLlama], raw: bytes) -> None:
-    """What came whole is passed on, and nothing pretends to be the end."""
+    """Complete events are passed on, and the client's stream gets no proper end."""
     a, b = pair
     async with running([("a", a.url), ("b", b.url)], None) as fleet:
         a.faults.says = raw
@@ -118,7 +118,7 @@ DAY_S = 86_400.0
 async def test_a_clock_that_is_set(
     pair: tuple[FakeLlama, FakeLlama], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing that waits or expires looks at it; ages of snapshots are never negative."""
+    """No wait and no expiry uses the wall clock; ages of snapshots are never negative."""
     clock = [1_790_000_000.0]
     for module in (
         "router.assembly.router",

@@ -1,4 +1,4 @@
-"""What only the router may do to a backend never gets there, however it is spelled."""
+"""Requests that only the router may make never reach a backend, however they are spelled."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,10 +13,8 @@ from router.web.server.framing_checks import check_head
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
 
-# The router's own calls go to these, too: health checks, and the look at a backend when it is new.
-OWN = {("GET", "/health"), ("GET", "/props")}
-
-# (method, target): the target as it stands in the request line.
+# The router itself calls these, too: in health checks and to attach a backend.
+# (method, target): the target as in the request line.
 REFUSED = [
     ("GET", "/slots"),
     ("HEAD", "/slots"),
@@ -69,7 +67,7 @@ async def fleet(fake: FakeLlama) -> AsyncIterator[Fleet]:
 
 
 async def send(fleet: Fleet, method: str, target: str) -> tuple[int, bytes]:
-    """The request line as it is: a client library would tidy it up."""
+    """Send a request line unchanged, as no client library would; return status and body."""
     reader, writer = await fleet.connect()
     head = (
         f"{method} {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\n"
@@ -167,7 +165,7 @@ async def test_targets_that_are_no_path(fake: FakeLlama, fleet: Fleet, target: s
 
 
 async def test_file_names_and_urls_stay_inside(tmp_path: Path, fake: FakeLlama) -> None:
-    """What the router says of a failure names neither a backend's address nor a directory."""
+    """The router's error after a failure names neither a backend's address nor a directory."""
     async with FakeLlama(kv_dir=tmp_path) as other, running([("a", other.url)], tmp_path) as fleet:
         other.faults.die_at_once = True
         answer = await fleet.complete("x" * 300)

@@ -1,4 +1,4 @@
-"""Many clients at once, of every kind: what they cost is bounded, and nothing of them is left."""
+"""Many clients at once, of every kind: their cost is bounded, and nothing is left of them."""
 
 import asyncio
 import io
@@ -40,7 +40,7 @@ def clients(n: int, **more: Any) -> list[Client]:
 
 
 async def left_over(fleet: Fleet) -> Json:
-    """What the router and this process hold, once the pools have let go of idle connections."""
+    """Return counts of all that the router and this process hold, once the router is quiet."""
     await fleet.until_quiet()
     engine = fleet.router.engine
     return {
@@ -53,7 +53,7 @@ async def left_over(fleet: Fleet) -> Json:
 
 
 def grown(before: Json, after: Json) -> Json:
-    """Where there is more than before. Tasks without a name count by their module's own."""
+    """Return the counts that have grown. Tasks without a name of their own are left out."""
     before_tasks, after_tasks = before["tasks"], after["tasks"]
     found: Json = {key: after[key] for key in after if key != "tasks" and after[key] > before[key]}
     new = {name: n for name, n in after_tasks.items() if not name.startswith("Task-")}
@@ -62,7 +62,7 @@ def grown(before: Json, after: Json) -> Json:
 
 
 async def until_refused(fleet: Fleet, n: int) -> None:
-    """Wait until so many were turned away."""
+    """Wait until `n` requests have been refused for a full queue."""
     metrics: dict[str, float] = {}
     async with asyncio.timeout(PATIENCE_S):
         while metrics.get('kvferry_requests_total{outcome="queue_full"}', 0) < n:
@@ -70,7 +70,7 @@ async def until_refused(fleet: Fleet, n: int) -> None:
 
 
 async def test_nothing_is_left_of_a_storm(fake: FakeLlama, tmp_path: Path) -> None:
-    """Some leave at any moment, some ask for nothing, the rest get what is theirs."""
+    """Some clients disconnect at any moment, some send nothing, the rest get the right answer."""
     async with running([("a", fake.url)], tmp_path) as fleet:
         await send(fleet.url, clients(5))
         before = await left_over(fleet)
@@ -92,8 +92,10 @@ async def test_nothing_is_left_of_a_storm(fake: FakeLlama, tmp_path: Path) -> No
 
 
 async def test_clients_that_stop_reading_cost_a_bounded_amount(fake: FakeLlama) -> None:
-    """Five gigabytes are there for twenty of them. What is fetched waits in the buffers of two
-    connections each, mostly the kernel's."""
+    """The backend has 5 GB for twenty clients.
+
+    Fetched bytes wait in the buffers of two connections for each client, mostly the kernel's.
+    """
     fake.faults.padding_bytes = CHUNK
     async with running([("a", fake.url)], None) as fleet, AsyncExitStack() as stack:
         for number in range(20):
@@ -106,7 +108,7 @@ async def test_clients_that_stop_reading_cost_a_bounded_amount(fake: FakeLlama) 
                 await asyncio.sleep(0.2)
         assert 20 <= sent < 20 * 64
 
-        others = await fleet.state()  # nobody else is held up
+        others = await fleet.state()  # other requests are not held up
         assert [slot["phase"] for slot in others["slots"]] == ["running"] * 20
         await stack.aclose()
         await fleet.until_quiet()
@@ -114,7 +116,7 @@ async def test_clients_that_stop_reading_cost_a_bounded_amount(fake: FakeLlama) 
 
 
 async def test_as_many_wait_as_may_and_no_more(fake: FakeLlama) -> None:
-    """20 are served, 30 wait, the rest is told to come again."""
+    """20 requests are served, 30 wait, and the other 30 get 503."""
     async with running([("a", fake.url)], None, yaml="queue: {max_requests: 30}") as fleet:
         fake.decode_gate.clear()
         async with asyncio.TaskGroup() as group:
@@ -129,7 +131,7 @@ async def test_as_many_wait_as_may_and_no_more(fake: FakeLlama) -> None:
 
 
 async def test_one_with_five_hundred_requests_does_not_starve_another(tmp_path: Path) -> None:
-    """The one loses its last ones to the limit; each of the other's is served after one of its."""
+    """The first client loses its last requests to the limit; then both clients alternate."""
     async with (
         FakeLlama(n_slots=1) as fake,
         running([("a", fake.url)], None, yaml="queue: {max_requests: 200}") as fleet,
@@ -169,7 +171,7 @@ async def test_one_with_five_hundred_requests_does_not_starve_another(tmp_path: 
 async def test_long_bodies_are_read_off_the_loop(
     fake: FakeLlama, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Every parse of a body that is long is made by another thread."""
+    """Every long body is parsed in another thread."""
     here, parsed = threading.get_ident(), list[tuple[bool, bool]]()
 
     def noted(function: Any) -> Any:
@@ -195,7 +197,7 @@ async def test_long_bodies_are_read_off_the_loop(
 
 
 async def test_what_takes_no_slot_goes_where_least_is_under_way(tmp_path: Path) -> None:
-    """With `passthrough` no slot tells which backend is busy."""
+    """With `passthrough` no slot shows which backend is busy."""
     async with FakeLlama() as a, FakeLlama() as b:
         backends = [("a", a.url), ("b", b.url)]
         async with running(backends, None, yaml="policy: passthrough") as fleet:
@@ -213,7 +215,7 @@ async def test_what_takes_no_slot_goes_where_least_is_under_way(tmp_path: Path) 
 async def test_a_few_begin_in_one_turn_of_the_loop(
     fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those who ask at the same moment; some leave before it is their turn."""
+    """All requests come at the same moment; some are abandoned before they start."""
     turn, begun, begin = 0, Counter[int](), listener._Connection._begin
 
     def noted(connection: listener._Connection, data: bytes) -> None:
@@ -225,7 +227,7 @@ async def test_a_few_begin_in_one_turn_of_the_loop(
         port = int(fleet.url.rpartition(":")[2])
         crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5 * MOST)]
         begun.clear()
-        for number, (_, writer) in enumerate(crowd):  # sent at once, as the kernel takes it
+        for number, (_, writer) in enumerate(crowd):  # sent at once: the kernel takes it
             writer.write(b"GET /props HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             if number % 5 == 4:
                 writer.transport.abort()
@@ -239,5 +241,5 @@ async def test_a_few_begin_in_one_turn_of_the_loop(
             writer.close()
 
     assert {answer.split()[1] for answer in answers} == {b"200"}
-    assert max(begun.values()) <= 2 * MOST  # a turn of this test's may be in two of the router's
+    assert max(begun.values()) <= 2 * MOST  # `turn` may span two iterations
     assert len(begun) >= 3

@@ -1,4 +1,4 @@
-"""What a log line says of a request, and what none ever says."""
+"""Log lines of requests: their content, and what no line ever contains."""
 
 import asyncio
 import gzip
@@ -88,7 +88,7 @@ async def test_an_id_that_is_fit_for_no_log(fleet: Fleet, bad: str) -> None:
 async def test_a_body_that_cannot_be_read_is_one_line(
     caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
-    """And no traceback, which anybody could write without a key."""
+    """The log gets no traceback, which any client could cause without a key."""
     yaml = f"auth: {{keys: [{{name: a, tenant: a, hash: '{hash_text(SECRET)}'}}]}}"
     headers = {"Content-Encoding": "gzip"}
     if status == 400:
@@ -113,7 +113,7 @@ async def test_a_body_that_cannot_be_read_is_one_line(
 
 
 async def test_what_else_ends_a_connection_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """A bug stays one."""
+    """A bug still gets its traceback."""
     connection = Listener(Mock(), Settings(), Mock(), Mock())()
     connection.log_exception("Unhandled exception", exc_info=web.RequestPayloadError())
     connection.log_exception("Unhandled exception", exc_info=ValueError())
@@ -121,7 +121,7 @@ async def test_what_else_ends_a_connection_is_told(caplog: pytest.LogCaptureFixt
 
 
 async def test_no_line_says_what_was_said(llama_server: StartServer, tmp_path: Path) -> None:
-    """Neither a prompt nor a key, at the lowest level, and when everything goes wrong."""
+    """The log holds neither prompts nor keys, even at the lowest level and after all errors."""
     server = await llama_server(slots=1)
     path = tmp_path / "kvferry.yaml"
     yaml = "logging: {level: debug, format: json}\nqueue: {no_backend_wait: 200ms}"

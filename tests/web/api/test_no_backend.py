@@ -1,4 +1,4 @@
-"""Requests that come while no backend is there: they wait for one, and lose nothing by it."""
+"""Requests that come while no backend is up: they wait for one, and lose nothing by it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ def assert_good(answer: Answer) -> None:
 
 
 async def down(fleet: Fleet, fake: FakeLlama) -> None:
-    """The backend dies, and the router knows."""
+    """Stop the backend, and wait until the router knows."""
     await fake.go_down()
     await fleet.until(lambda state: not state["backends"][0]["up"])
 
@@ -45,7 +45,7 @@ async def test_request_waits_for_a_backend_that_comes_back(fake: FakeLlama) -> N
 async def test_what_came_during_an_outage_is_read_before_it_is_served(
     fake: FakeLlama, tmp_path: Path
 ) -> None:
-    """It had been queued unread, and then served without the snapshot that held all of it."""
+    """Regression: the request was queued unread, and served without the snapshot of its prompt."""
     async with running([("a", fake.url)], tmp_path) as fleet:
         assert_good(await fleet.complete(PROMPT))
         await fleet.until(lambda state: state["snapshots"]["count"] == 1)
@@ -61,7 +61,7 @@ async def test_what_came_during_an_outage_is_read_before_it_is_served(
 
 
 async def test_waiting_for_the_first_backend_of_all(fake: FakeLlama) -> None:
-    """Any model name will do where there is one model, also if it is not known yet which."""
+    """With one model any name is accepted, even before that model is known."""
     fake.faults.loading = True
     async with running([("a", fake.url)], None, wait_for=[]) as fleet:
         async with asyncio.TaskGroup() as group:
@@ -110,7 +110,7 @@ async def test_nobody_waits_for_a_backend_when_the_router_stops(fake: FakeLlama)
 
 
 async def test_the_wait_is_over_once(fake: FakeLlama) -> None:
-    """Not a second time in the queue: 503 comes when `queue.no_backend_wait` says."""
+    """The request does not wait again in the queue: 503 comes after `queue.no_backend_wait`."""
     async with running([("a", fake.url)], None, no_backend_s=0.5) as fleet:
         await down(fleet, fake)
         begun = asyncio.get_running_loop().time()

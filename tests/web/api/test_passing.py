@@ -1,5 +1,6 @@
-"""What passes through, and lists of models, while a server hangs: its process is there, takes
-connections, and answers nothing."""
+"""Forwarded requests and lists of models while a server hangs.
+
+The process of a hanging server accepts connections and answers nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,13 +12,13 @@ from aiohttp import web
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Fleet, running
 
-HASTY = "health: {interval: 50ms, timeout: 100ms}"  # given up soon
-BLIND = "health: {interval: 60s}"  # nobody has noticed yet
+HASTY = "health: {interval: 50ms, timeout: 100ms}"  # a hanging server is given up soon
+BLIND = "health: {interval: 60s}"  # no check notices that a server hangs
 PATIENCE_S = 10.0
 
 
 class Hanging(FakeLlama):
-    """Answers nothing while `goes_on` is cleared."""
+    """A server that answers nothing while `goes_on` is cleared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,7 +66,10 @@ async def models(fleet: Fleet) -> list[str]:
 async def test_a_server_that_is_given_up_is_not_waited_for(
     a: Hanging, path: str, policy: str
 ) -> None:
-    """They waited for `first_byte_timeout`, an hour; the same server had been given up long ago."""
+    """Regression: these requests waited for `first_byte_timeout`, an hour.
+
+    The server had been given up long before.
+    """
     yaml = HASTY + (f"\npolicy: {policy}" if policy else "")
     async with running([("a", a.url)], None, yaml=yaml) as fleet:
         a.goes_on.clear()
@@ -101,7 +105,10 @@ async def test_what_may_change_something_is_sent_once(a: Hanging, b: Hanging) ->
 
 
 async def test_a_server_that_does_not_answer_in_time_is_looked_at_at_once(a: Hanging) -> None:
-    """A failed request that took no slot was not told of: others went there until the next look."""
+    """Regression: a failed request that took no slot triggered no check.
+
+    Other requests went to the same server until the next regular check.
+    """
     yaml = BLIND + "\nlimits: {first_byte_timeout: 200ms}"
     async with running([("a", a.url)], None, yaml=yaml) as fleet:
         a.goes_on.clear()
@@ -113,7 +120,7 @@ async def test_a_server_that_does_not_answer_in_time_is_looked_at_at_once(a: Han
 async def test_the_models_of_a_server_that_hangs_are_left_out(
     a: Hanging, b: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole answer failed, after 10 s."""
+    """Regression: the whole answer failed, after 10 s."""
     monkeypatch.setattr("router.web.app._MODELS_WITHIN_S", 0.2)
     b.model = "two"
     async with running([("a", a.url), ("b", b.url)], None, yaml=BLIND) as fleet:

@@ -1,5 +1,6 @@
-"""The backend that reads prompts goes away, hangs or is slow: another one of the model reads them,
-and what is there already is not computed anew."""
+"""Prompts are read by another backend of the model if the first one is down or hangs.
+
+Tokens that are already held are then not computed again."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,7 +17,7 @@ from tests.support.servers.router_fleet import Answer, Fleet, Json, running
 CHAT, TEMPLATE = "/v1/chat/completions", "/apply-template"
 FIRST: list[Json] = [{"role": "user", "content": "p" * 300}]
 MORE: Json = {"role": "user", "content": "and more"}
-# Nobody looks unless somebody doubts, and no call ends by itself.
+# Without a doubt there is no check for an hour, and no call times out.
 PATIENT = """
 tokenizer: {mode: backend}
 store: {min_tokens: 32}
@@ -26,14 +27,14 @@ health: {interval: 1h, timeout: 100ms}
 
 
 class Flaky(FakeLlama):
-    """Some routes break off, or nothing is answered at all."""
+    """A fake with routes that break off, or that answers nothing at all."""
 
     def __init__(self, kv_dir: Path) -> None:
         super().__init__(kv_dir=kv_dir)
         self.broken: set[str] = set()
         self.on_broken: Callable[[str], None] = lambda _: None
         self.on_rendered: Callable[[], None] = lambda: None
-        self.slow = False  # to render
+        self.slow = False  # to render; waits for the next `GET /props`
         self.loading = False
         self.scanned = asyncio.Event()
         self.goes_on = asyncio.Event()
@@ -50,7 +51,7 @@ class Flaky(FakeLlama):
             self.on_broken(request.path)
             assert request.transport is not None
             request.transport.abort()
-            await asyncio.Event().wait()  # to be cancelled for it
+            await asyncio.Event().wait()  # until cancelled by the abort
         if self.loading:
             told = {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
             return web.json_response(told, status=503)
@@ -69,7 +70,7 @@ class Flaky(FakeLlama):
 
 
 class Two:
-    """Two servers, of which `a` is asked; the first chat is on the disk, in reach of both."""
+    """Two servers: `a` reads the prompts; the first chat is saved where both can restore it."""
 
     def __init__(self, fleet: Fleet, a: Flaky, b: Flaky) -> None:
         self.fleet, self.a, self.b = fleet, a, b
@@ -90,7 +91,7 @@ async def two(kv_dir: Path) -> AsyncIterator[Two]:
     async with first, second:
         backends = [("first", first.url), ("second", second.url)]
         async with running(backends, kv_dir, yaml=PATIENT) as fleet:
-            # Whichever was up sooner is the one that is asked.
+            # The backend that was up first reads the prompts.
             sooner = next(iter(fleet.router.engine.infos))
             reading, other = (first, second) if sooner == "first" else (second, first)
             await fleet.chat(FIRST)
@@ -105,7 +106,7 @@ async def two(kv_dir: Path) -> AsyncIterator[Two]:
 
 
 async def test_one_that_is_unreachable_says_nothing_of_the_prompt(tmp_path: Path) -> None:
-    """It was unknown then, and all of it computed where most of it was there."""
+    """Regression: the prompt was then unknown, and computed in full although it was mostly held."""
     async with two(tmp_path) as at:
         at.a.broken = {TEMPLATE}
         answer = await at.goes_on()
@@ -123,7 +124,7 @@ async def test_the_same_one_is_asked_each_time(tmp_path: Path) -> None:
 
 
 async def test_one_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
-    """Nobody looks at it by himself, and `control_timeout` is an hour."""
+    """Neither the regular check nor `control_timeout` helps: both take an hour."""
     async with two(tmp_path) as at:
         at.a.goes_on.clear()
         answer = await at.goes_on()
@@ -134,7 +135,7 @@ async def test_one_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
 
 
 async def test_one_that_is_slow_and_alive_is_waited_for(tmp_path: Path) -> None:
-    """It renders when it has been looked at: another would have had to do the same again."""
+    """The slow backend renders after its check; another one would have had to repeat the work."""
     async with two(tmp_path) as at:
         at.a.slow = True
         answer = await at.goes_on()
@@ -181,7 +182,7 @@ async def test_one_that_loads_its_model_says_nothing_of_the_prompt(tmp_path: Pat
 
 
 async def test_it_is_who_hangs_that_is_looked_at(tmp_path: Path) -> None:
-    """The one that renders is well; the one that tokenizes for all of the model is not."""
+    """The backend that renders is well; the backend that tokenizes for the whole model hangs."""
     async with two(tmp_path) as at:
         reader = at.fleet.router.selection.reader_of(BackendId("first"))
         assert reader is not None
@@ -202,7 +203,7 @@ async def test_a_prompt_whose_last_reader_went_meanwhile_is_read_when_it_is_back
             one.goes_on.clear()
         async with asyncio.TaskGroup() as group:
             asked = group.create_task(at.goes_on())
-            while at.fleet.router.engine.infos:  # noqa: ASYNC110 - nobody tells of it
+            while at.fleet.router.engine.infos:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.01)
             for one in (at.a, at.b):
                 one.goes_on.set()

@@ -1,6 +1,6 @@
-"""What bodies of requests that are no completions say, and what becomes of those that say nothing.
+"""Model and slots that requests other than completions ask for, also with unreadable bodies.
 
-That llama-server makes a task of each input is tested with real ones, in `tests/e2e`.
+`tests/e2e` tests with real servers that llama-server makes a task of each input.
 """
 
 from collections.abc import Callable

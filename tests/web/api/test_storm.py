@@ -1,7 +1,7 @@
-"""Many clients at once, some of whom leave: no request is ever pinned to a busy slot.
+"""Many clients at once, and some disconnect: no request is ever pinned to a busy slot.
 
-That is the one thing that must never happen: it can put one client's text into another's answer
-(llama-server.md section 0.1). The fake notes it as a violation.
+Pinning to a busy slot must never happen: one client's text can get into another's answer
+(llama-server.md section 0.1). The fake records every case as a violation.
 """
 
 import asyncio
@@ -24,7 +24,10 @@ SYSTEMS = ["s" * 200, "t" * 400, "u" * 600]
 
 @dataclass(frozen=True)
 class Client:
-    """What somebody asks, and after how many turns of the loop they lose patience, if ever."""
+    """One request; its client disconnects after `patience` event-loop iterations.
+
+    `patience` None: the client stays.
+    """
 
     path: str
     body: Json
@@ -45,7 +48,7 @@ class Client:
 
 
 def clients(seed: int, *, leaving: float) -> list[Client]:
-    """The same for the same seed: three dialects, few prefixes, all kinds of odd fields."""
+    """Return clients, the same for the same seed: three dialects, few prefixes, many odd fields."""
     chance = random.Random(seed)
     return [_client(chance, leaving) for _ in range(REQUESTS)]
 
@@ -82,7 +85,7 @@ def text_of(path: str, answer: Answer) -> str:
 
 
 async def run(fleet: Fleet, client: Client) -> Answer | None:
-    """None for a client that left."""
+    """Send a client's request; return its answer, or None if the client disconnected."""
     task = asyncio.ensure_future(fleet.post(client.path, client.body))  # noqa: TID251 - awaited
     if client.patience is not None:
         for _ in range(client.patience):
@@ -105,7 +108,7 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeLlama]]:
         "policy: {coalesce_above: 20ms}",
         "policy: {name: cheapest, coalesce_above: 20ms}",
         "policy: sticky",
-        # Nobody knows where the server puts what it may place itself, until it runs there.
+        # The slot of a server-placed request is unknown until the request runs there.
         "tokenizer: {mode: 'off'}",
     ],
     ids=["default", "cheapest", "sticky", "tokens unknown"],
@@ -128,8 +131,10 @@ async def test_storm(fakes: list[FakeLlama], tmp_path: Path, seed: int, yaml: st
 
 @pytest.mark.parametrize("seed", [4, 5])
 async def test_tokens_add_up(fakes: list[FakeLlama], tmp_path: Path, seed: int) -> None:
-    """resident + snapshot + computed = the prompt tokens that the backends reported; computed is
-    what they computed, for a client or for the router on its behalf."""
+    """resident + snapshot + computed = the prompt tokens that the backends reported.
+
+    `computed` is what they computed, for a client or for the router on its behalf.
+    """
     backends = [(name, fake.url) for name, fake in zip("ab", fakes, strict=True)]
     asked = clients(seed, leaving=0.0)
     yaml = "policy: {coalesce_above: 20ms}"
@@ -143,7 +148,7 @@ async def test_tokens_add_up(fakes: list[FakeLlama], tmp_path: Path, seed: int) 
     name = "kvferry_prompt_tokens_total"
     parts = [metrics[f'{name}{{source="{s}"}}'] for s in ("resident", "snapshot", "computed")]
     assert sum(parts) == sum(len(client.prompt) for client in asked)
-    # After several answers each slot computes a token that is nobody's.
+    # After a request for several answers each slot is overwritten with a token of no client.
     wiped = sum(
         body.get("prompt") == [0]
         for fake in fakes
@@ -176,8 +181,10 @@ async def test_one_prefix_for_everybody_is_computed_once_a_backend(
 async def test_nothing_is_pinned_before_it_is_known_where_an_unpinned_request_runs(
     fakes: list[FakeLlama], tmp_path: Path
 ) -> None:
-    """The router leases slot 0 for it; the server takes slot 1, which holds something like it
-    (llama-server.md section 2.2)."""
+    """The router leases slot 0 for the server-placed request.
+
+    The server takes slot 1, which holds a similar prompt (llama-server.md section 2.2).
+    """
     fake = fakes[0]
     message = {"role": "user", "content": "m" * 300}
     async with running([("a", fake.url)], tmp_path, yaml="tokenizer: {mode: 'off'}") as fleet:

@@ -1,4 +1,4 @@
-"""Traces of requests: what is below what, what is said of them, and what is without them."""
+"""Traces of requests: the tree of spans, their attributes, and the router without tracing."""
 
 import asyncio
 import subprocess
@@ -46,7 +46,7 @@ async def fleet(
 
 
 def spans(exporter: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpan]]:
-    """The request's, and those below it in the order of time."""
+    """Return the span of the request, and the spans below it in order of time."""
     found = exporter.get_finished_spans()
     (root,) = (span for span in found if span.kind is SpanKind.SERVER)
     rest = sorted((s for s in found if s is not root), key=lambda s: s.start_time or 0)
@@ -170,7 +170,7 @@ def test_nothing_of_it_is_imported_without_an_endpoint() -> None:
 
 
 async def test_to_a_collector(fake: FakeLlama) -> None:
-    """Over HTTP, and what is left when the router stops."""
+    """Spans are sent over HTTP; those that are left are sent when the router stops."""
     from aiohttp import web
 
     received: list[bytes] = []

@@ -1,4 +1,4 @@
-"""A client cannot tell the router from the llama-server behind it, but for its own headers.
+"""A client can tell the router from the llama-server behind it only by the router's own headers.
 
 Each request goes to the same real server twice, directly and through the router.
 """
@@ -24,7 +24,7 @@ USER = [{"role": "user", "content": "hi"}]
 CHAT: Json = {"messages": USER, "max_tokens": 3, "temperature": 0}
 TEXT: Json = {"prompt": "hi there", "n_predict": 3, "temperature": 0}
 STREAM: Json = {"stream": True}
-COLD: Json = {"cache_prompt": False}  # numbers depend on how a prompt is cut into batches
+COLD: Json = {"cache_prompt": False}  # numbers depend on how a prompt is split into batches
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -136,7 +136,7 @@ REFUSED: list[tuple[str, Json]] = [
 
 @pytest.mark.parametrize(("path", "body"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
 async def test_the_servers_own_refusal_comes_back(pair: Pair, path: str, body: Json) -> None:
-    """What is wrong with a field is the server's to say, in its own words."""
+    """Errors in a field are reported by the server, in its own words."""
     direct, routed = await pair.ask("POST", path, json=body)
 
     assert_equal(direct, routed)
@@ -144,7 +144,7 @@ async def test_the_servers_own_refusal_comes_back(pair: Pair, path: str, body: J
 
 
 async def test_prompt_longer_than_the_context(pair: Pair) -> None:
-    """The router knows before it asks; its words, type and fields are those of the server."""
+    """The router refuses by itself, with the message, type and fields of the server's refusal."""
     direct, routed = await pair.ask("POST", "/completion", json=TEXT | {"prompt": "x " * 9000})
 
     assert (direct.status, routed.status) == (400, 400)
@@ -166,7 +166,7 @@ async def test_cors_preflight(pair: Pair, path: str) -> None:
 
 
 async def test_origin_reaches_the_server(pair: Pair) -> None:
-    """Its answer names the origin, or a browser would not show it."""
+    """The server's answer names the origin; a browser hides an answer without it."""
     direct, routed = await pair.ask(
         "POST", "/v1/chat/completions", json=CHAT, headers={"Origin": "http://here"}
     )
@@ -176,7 +176,7 @@ async def test_origin_reaches_the_server(pair: Pair) -> None:
 
 
 async def test_compressed_answer_stays_compressed(pair: Pair) -> None:
-    """The web interface comes as gzip, where the build has one: not unpacked on its way."""
+    """The web interface, where the build has one, comes as gzip; the router does not unpack it."""
     direct, routed = await pair.ask("GET", "/", headers={"Accept-Encoding": "gzip"})
 
     assert_equal(direct, routed)
@@ -187,7 +187,7 @@ async def test_compressed_answer_stays_compressed(pair: Pair) -> None:
 
 @pytest.mark.parametrize("path", ["/completion", "/tokenize"])
 async def test_compressed_request(pair: Pair, path: str) -> None:
-    """Unpacked here; this build of llama-server would answer 415."""
+    """The router unpacks the body; this build of llama-server would answer 415."""
     packed = gzip.compress(orjson.dumps(TEXT | {"content": "hi"}))
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     _, routed = await pair.ask("POST", path, data=packed, headers=headers)
@@ -207,7 +207,7 @@ async def test_body_of_20_megabytes(pair: Pair) -> None:
 
 
 async def test_chunked_body(pair: Pair) -> None:
-    """A client that does not know how much it will send."""
+    """The client does not know the length of its body in advance."""
 
     async def parts() -> AsyncIterator[bytes]:
         for part in (b'{"prompt": "hi', b' there", "n_predict": 3,', b' "temperature": 0}'):
@@ -222,7 +222,7 @@ async def test_chunked_body(pair: Pair) -> None:
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/json; charset=utf-8", "x/y"])
 async def test_content_type_does_not_matter(pair: Pair, content_type: str) -> None:
-    """llama-server does not look at it."""
+    """llama-server ignores the content type."""
     direct, routed = await pair.ask(
         "POST", "/completion", data=orjson.dumps(TEXT), headers={"Content-Type": content_type}
     )
@@ -240,7 +240,7 @@ async def test_byte_order_mark_and_white_space(pair: Pair) -> None:
 
 
 async def test_http_1_0(pair: Pair) -> None:
-    """Without chunks: the end of the stream is the end of the connection."""
+    """Without chunks the stream ends with the connection."""
     body = orjson.dumps(CHAT | STREAM)
     request = (
         b"POST /v1/chat/completions HTTP/1.0\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -259,7 +259,7 @@ async def test_http_1_0(pair: Pair) -> None:
 
 
 async def test_connection_of_the_client_is_its_own(pair: Pair) -> None:
-    """The server closes its side after each request; the client keeps the one it has."""
+    """The server closes its connection after each request; the client keeps its own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(pair.routed.rpartition(":")[2]))
     for _ in range(3):
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -271,7 +271,7 @@ async def test_connection_of_the_client_is_its_own(pair: Pair) -> None:
 
 
 async def test_an_old_client_may_keep_its_connection(pair: Pair) -> None:
-    """Where the length of the answer is known, also in HTTP/1.0."""
+    """HTTP/1.0 keeps a connection, too, if the length of the answer is known."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(pair.routed.rpartition(":")[2]))
     for _ in range(2):
         writer.write(b"GET /health HTTP/1.0\r\nHost: x\r\nConnection: keep-alive\r\n\r\n")

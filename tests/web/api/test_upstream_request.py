@@ -1,4 +1,4 @@
-"""What is sent of a request that was granted a slot, and what its client is told."""
+"""The body that an admitted request is sent with, and the headers that its client gets."""
 
 import orjson
 import pytest
@@ -15,7 +15,7 @@ from tests.support.scheduler.build import A1
 
 
 def grant(*, pin: bool) -> Grant:
-    """Of the second slot of a, to go on from 40 tokens there."""
+    """Return a grant of the second slot of `a`, which reuses 40 resident tokens."""
     chosen = Candidate(A1, Source.RESIDENT, 40, Price())
     plan = Plan(chosen=chosen, losers=(), reason="", prefill_first=False)
     return Grant(Lease(A1, 1, RequestId("r")), plan, pin, 0.0)
@@ -82,7 +82,7 @@ FIELDS = st.dictionaries(
 
 @given(FIELDS, st.booleans())
 def test_all_fields_are_sent_as_they_came(fields: dict[str, object], pin: bool) -> None:
-    """The body that a backend gets is the client's body, and the slot if the request is pinned."""
+    """A backend gets the client's body, plus the slot if the request is pinned."""
     given_body = {"prompt": "a"} | fields
     raw = orjson.dumps(given_body)
     try:

@@ -1,4 +1,4 @@
-"""No byte of a client gets where it could mean something else, and no address of ours gets out."""
+"""A client's bytes reach no place where they mean something else; no backend address leaks."""
 
 import asyncio
 import json
@@ -16,12 +16,12 @@ from tests.support.servers.recorder import Recorder, exchange
 from tests.support.servers.router_fleet import Fleet, Json, running
 from tests.web.server.test_smuggling import seen_by, statuses
 
-# What has a meaning in a head, a path, a file name, a shell, a log line or a page.
+# Characters with a meaning in a head, a path, a file name, a shell, a log line or a page.
 ODD = st.text(
     st.sampled_from("\r\n\t\0\x7f :;,/\\.%\"'<>&=?#{}[]$`é\u2028\ud800aZ0-_"), max_size=40
 )
 RAW = st.binary(max_size=40) | ODD.map(lambda text: text.encode("utf-8", "surrogatepass"))
-# Always tried: what a header may hold, and an answer must not repeat as it is.
+# Always tried: values that a header may hold, and that an answer must not repeat unchanged.
 ALWAYS = [
     b"\xff",
     "é".encode(),
@@ -41,8 +41,10 @@ TRY = settings(
 
 
 async def own_head_is_clean(url: str, raw: bytes, backend: Recorder) -> list[int]:
-    """Send; no header of an answer or of what the backend got holds the client's bytes otherwise
-    than they were allowed; no 5xx; the answers are JSON."""
+    """Send `raw` and return the statuses of the answers.
+
+    Checked: no 5xx, only safe bytes in the heads of answers, well-framed requests at the backend.
+    """
     backend.requests.clear()
     answer = await exchange(url, raw)
     told = statuses(answer)
@@ -62,7 +64,7 @@ def get(target: bytes, *fields: bytes) -> bytes:
 @pytest.mark.parametrize("name", [b"x-request-id", b"Origin", b"Authorization", b"x-session-id"])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_headers(backend: Recorder, fleet: Fleet, name: bytes) -> None:
-    """Those that are echoed, logged or compared; to us and to what passes."""
+    """Headers that are echoed, logged or compared, on the router's own and on forwarded routes."""
     for value in ALWAYS:
         told = await own_head_is_clean(fleet.url, get(b"/slots", name + b": " + value), backend)
         assert told == [403], value
@@ -140,7 +142,7 @@ def fuzzed_in(
     made: st.SearchStrategy[bytes],
     ask: Callable[[bytes], Awaitable[None]],
 ) -> None:
-    """Run `ask` on `loop` for what Hypothesis makes. Blocking."""
+    """Run `ask` on `loop` for each value that Hypothesis makes; block until all are done."""
 
     @TRY
     @given(made)
@@ -153,10 +155,10 @@ def fuzzed_in(
     run()
 
 
-# --- what gets out --------------------------------------------------------------------------------
+# --- leaks ----------------------------------------------------------------------------------------
 
 ASKED = [
-    ("GET", "/x"),  # first: nobody has noticed yet
+    ("GET", "/x"),  # first: the router has not noticed the fault yet
     ("GET", "/v1/models"),
     ("POST", "/completion"),
     ("POST", "/v1/chat/completions"),
@@ -172,7 +174,7 @@ ASKED = [
     [pytest.param("die_at_once", marks=pytest.mark.slow), "hang", "loading", "down", "never there"],
 )
 async def test_no_address_gets_out(tmp_path: Path, fault: str) -> None:
-    """Whatever is wrong with a backend, a client learns neither where it is nor where files are."""
+    """A client learns neither a backend's address nor a file's path, whatever the fault."""
     yaml = (
         "limits: {first_byte_timeout: 200ms, control_timeout: 200ms, connect_timeout: 200ms}\n"
         "queue: {no_backend_wait: 50ms}\nadmin: {listen: '127.0.0.1:0'}"
@@ -207,7 +209,7 @@ async def test_no_address_gets_out(tmp_path: Path, fault: str) -> None:
 
 
 async def test_no_file_is_named_by_a_client(tmp_path: Path) -> None:
-    """Names of state files are ours alone: letters and digits that mean nothing."""
+    """The router alone chooses the names of state files: letters and digits without a meaning."""
     odd = "../../kvf-evil\0/..%2f$(x)"
     headers = {"x-request-id": "kvf-evil", "x-session-id": "../kvf-evil"}
     async with (

@@ -1,4 +1,4 @@
-"""Connections and heads of requests within their limits; an error names the key of the limit."""
+"""Limits of connections and of request heads; an error names the key of the limit."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ def error_in(answer: bytes) -> Json:
     ],
 )
 async def test_the_head_of_a_request(limits: str, raw: bytes, status: int, key: str) -> None:
-    """The last: two limits that are equal cannot be told apart, and the error does not guess."""
+    """The last case: aiohttp reports a size only; for equal limits the error names `max_header`."""
     async with limited(limits) as fleet:
         error = error_in(await exchange(fleet.url, raw))
         fits = statuses(await exchange(fleet.url, GOOD))
@@ -86,14 +86,14 @@ async def test_what_just_fits() -> None:
     "raw", [b"", KEPT], ids=["the first request", "the second request of a connection"]
 )
 async def test_a_head_that_drips(raw: bytes) -> None:
-    """Each byte in time, and all of them too late: what counts is when the head began."""
+    """Each byte comes in time and the head too late: the time counts from the head's first byte."""
     async with limited("header_timeout: 300ms, keep_alive_timeout: 1m") as fleet:
         reader, writer = await fleet.connect()
         writer.write(raw)
         if raw:
             await reader.readuntil(b"}}")
         writer.write(b"GET /kvferry/health HTTP/1.1\r\nA: ")
-        # Not to the end: what drips on after the close is answered by a reset.
+        # Not to the end: bytes sent after the close are answered by a reset.
         told = asyncio.ensure_future(reader.readuntil(b"}}"))  # noqa: TID251 - a test's own
         while not told.done():
             writer.write(b"x")
@@ -152,10 +152,12 @@ IDLE: dict[str, tuple[Packets, list[int]]] = {
 
 
 async def sent(fleet: Fleet, packets: Packets, wait_s: float) -> tuple[list[int], bool]:
-    """The answers to what is sent packet by packet, the first with the connection, and whether the
-    connection was closed within `wait_s` of the last."""
+    """Send packets one by one, the first with the connection; return the statuses of the answers.
+
+    Also return whether the connection was closed within `wait_s` seconds of the last packet.
+    """
     host, port = fleet.url.removeprefix("http://").split(":")
-    raw = socket.create_connection((host, int(port)))  # the router's loop has no turn before
+    raw = socket.create_connection((host, int(port)))  # blocking: the loop runs only after sendall
     raw.sendall(packets[0])
     reader, writer = await asyncio.open_connection(sock=raw)
     for packet in packets[1:]:
@@ -179,20 +181,23 @@ async def all_sent(cases: dict[str, tuple[Packets, list[int]]], wait_s: float) -
 
 
 async def test_half_a_head_and_silence() -> None:
-    """Wherever the packet began in which it came."""
+    """The head times out wherever in a packet it began."""
     assert await all_sent(LATE, PATIENCE_S) == {
         name: (told, True) for name, (_, told) in LATE.items()
     }
 
 
 async def test_what_is_whole_and_silence() -> None:
-    """Nothing of another head has come: the connection is an idle one, and kept."""
+    """No byte of another head has come: the connection is idle, and stays open."""
     assert await all_sent(IDLE, 1.0) == {name: (told, False) for name, (_, told) in IDLE.items()}
 
 
 async def test_half_a_head_while_an_answer_is_made() -> None:
-    """Its time begins with the answer's end. aiohttp takes a request out of its queue before the
-    handler knows of it; what comes in between is behind it too."""
+    """The head's timeout begins with the end of the answer.
+
+    aiohttp takes a request out of its queue before the handler knows of it; bytes that come in
+    between follow the request, too.
+    """
     settings = Settings(-1, -1, *(8192, 8192, 100), header_timeout_s=0.1)
     settings.keep_alive_timeout_s = settings.send_timeout_s = 60.0
     for turns in range(5):
@@ -224,7 +229,7 @@ async def test_half_a_head_while_an_answer_is_made() -> None:
 
 
 async def test_a_head_that_comes_in_time_and_a_slow_answer() -> None:
-    """The time is for the head alone: what is asked may take longer, and so may the next head."""
+    """The timeout is for the head alone: the body and the next head may come later."""
     async with limited("header_timeout: 200ms, body_timeout: 1m") as fleet:
         reader, writer = await fleet.connect()
         writer.write(b"POST /kvferry/plan HTTP/1.1\r\nHost: x\r\nContent-Le")
@@ -242,7 +247,7 @@ async def test_a_head_that_comes_in_time_and_a_slow_answer() -> None:
 
 @pytest.mark.parametrize("raw", [b"", KEPT], ids=["before the first", "after an answer"])
 async def test_a_connection_without_a_request(raw: bytes) -> None:
-    """Closed without a word: there is nobody to tell."""
+    """An idle connection is closed without an error: there is no request to answer."""
     async with limited("keep_alive_timeout: 200ms") as fleet:
         answer = await exchange(fleet.url, raw)
 
@@ -251,7 +256,7 @@ async def test_a_connection_without_a_request(raw: bytes) -> None:
 
 @pytest.mark.parametrize("key", ["connections", "connections_per_client"])
 async def test_one_connection_too_many(key: str) -> None:
-    """It is told why; and as soon as one is closed there is room again."""
+    """The refused client gets the reason; once a connection is closed there is room again."""
     async with limited(f"{key}: 2") as fleet:
         open_ = [await fleet.connect() for _ in range(2)]
         for reader, writer in open_:
@@ -261,7 +266,7 @@ async def test_one_connection_too_many(key: str) -> None:
         assert (error["code"], error["type"]) == (503, "unavailable_error")
         assert f"limits.{key})" in error["message"]
 
-        for reader, writer in open_:  # which are as good as before
+        for reader, writer in open_:  # the open connections still work
             writer.write(KEPT)
             assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 503")
         open_[0][1].close()
@@ -298,7 +303,7 @@ async def test_a_reload_counts_for_new_connections() -> None:
 
 
 async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None:
-    """aiohttp closes one that has been idle for long; of this one it knows nothing yet."""
+    """aiohttp closes long idle connections, and does not know of a request at the loop throttle."""
     throttle, line = LoopThrottle(MonotonicClock()), list[Callable[[], object]]()
     settings = Settings(connections=-1, connections_per_client=-1)
     listener = Listener(_never, settings, lambda *_: None, throttle)
@@ -306,7 +311,7 @@ async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None
     transport.get_extra_info.return_value = None
     connection.connection_made(transport)
     await asyncio.sleep(0)
-    connection._keepalive = True  # it has had an answer before
+    connection._keepalive = True  # an answer has been sent before
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(throttle, "call", line.append)
         connection.data_received(KEPT)
@@ -317,14 +322,14 @@ async def test_a_request_that_waits_for_its_turn_is_no_idle_connection() -> None
 
 
 async def test_a_head_that_drips_while_the_router_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece waits for its turn. That is not the client's time, and gives it no other."""
+    """A part's wait at the loop throttle does not count and does not restart the timeout."""
     throttle, line = LoopThrottle(MonotonicClock()), list[Callable[[], object]]()
     settings = Settings(-1, -1, *(8192, 8192, 100), header_timeout_s=10.0)
     connection, transport = Listener(_never, settings, lambda *_: None, throttle)(), Mock()
     transport.get_extra_info.return_value = None
     connection.connection_made(transport)
     assert isinstance(connection, _Connection)
-    await asyncio.sleep(0)  # it waits for a request
+    await asyncio.sleep(0)  # until the connection waits for a request
     now, given, timers = 0.0, list[float](), list[Mock]()
 
     def call_later(delay_s: float, *_: object) -> Mock:
@@ -342,17 +347,17 @@ async def test_a_head_that_drips_while_the_router_is_busy(monkeypatch: pytest.Mo
         assert all(timer.cancel.called for timer in timers)
         now += 100.0  # at the throttle
         line.pop()()
-        now += 3.0  # until there is more
+        now += 3.0  # until more bytes come
     assert given == [10.0, 7.0, 4.0, 1.0, 0.0]
     connection.data_received(b"\r\n\r\n")
-    line.pop()()  # the last of it was here before its time was up
+    line.pop()()  # the end of the head came before the timeout
     assert timers[-1].cancel.called
-    assert connection._head_remaining_s is None  # the next has its own
+    assert connection._head_remaining_s is None  # the next head has its own
     connection.force_close()
 
 
 async def test_a_request_that_waits_for_its_turn_is_answered_at_the_end() -> None:
-    """It has begun for its client, who would not know whether to send it again."""
+    """The client has sent the request, and could not know whether to send it again."""
     came = asyncio.Event()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LoopThrottle, "_has_room", lambda _: came.set())

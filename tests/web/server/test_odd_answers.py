@@ -1,5 +1,7 @@
-"""A backend that answers oddly: the client gets one answer or an error, never two, never part of
-somebody else's; and the connection to the backend is not used again.
+"""Odd answers of a backend: the client gets one answer or an error, never two.
+
+A client never gets a part of another client's answer, and the connection to the backend is not
+used again.
 """
 
 import pytest
@@ -16,7 +18,7 @@ SECOND = plain(b"stolen")
 ASK = get(b"GET /odd HTTP/1.1")
 LAST = get(b"GET /last HTTP/1.1", b"Host: x\r\nConnection: close\r\n")
 
-# Not to be understood: 502 after three attempts.
+# Invalid answers: the client gets 502.
 BROKEN = {
     "length and chunked": OK + LENGTH + CHUNKED + b"\r\n" + CHUNK,
     "chunked and length": OK + CHUNKED + LENGTH + b"\r\n" + CHUNK,
@@ -49,7 +51,7 @@ BROKEN = {
     "no HTTP": b"hello\r\n\r\n",
     "ICY": b"ICY 200 OK\r\n\r\n{}",
 }
-# One answer, whose status and body are these.
+# Raw bytes, and the status and body of the one answer that the client gets.
 ONE: dict[str, tuple[bytes, int, bytes]] = {
     "another answer": (plain(b"mine") + SECOND, 200, b"mine"),
     "half an answer": (plain(b"mine") + SECOND[:30], 200, b"mine"),
@@ -76,7 +78,7 @@ ONE: dict[str, tuple[bytes, int, bytes]] = {
 
 
 def first(answer: bytes) -> tuple[bytes, bytes]:
-    """Head and body of the first answer on a connection; chunks put together."""
+    """Return head and body of the first answer on a connection; chunks are joined."""
     head, _, rest = answer.partition(b"\r\n\r\n")
     if b"Transfer-Encoding: chunked" in head:
         body = b""
@@ -122,7 +124,7 @@ async def test_what_is_more_than_an_answer(backend: Recorder, fleet: Fleet, name
 async def test_a_connection_that_said_too_much(
     backend: Recorder, fleet: Fleet, more: bytes
 ) -> None:
-    """It is not used again: the rest of what it says would be the next one's answer."""
+    """The connection is not used again: the surplus bytes would answer the next request."""
     backend.answers = {b"/odd": plain(b"mine") + more}
     assert (await fleet.get("/odd")).body == b"mine"
     assert (await fleet.get("/next")).body == b"{}"
@@ -133,7 +135,7 @@ async def test_a_connection_that_said_too_much(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_connection_that_is_used_again(backend: Recorder, fleet: Fleet) -> None:
-    """As the rule: what the test above looks at would otherwise say nothing."""
+    """Connections are reused by default; otherwise the test above would prove nothing."""
     backend.answers = {}
     for _ in range(5):
         assert (await fleet.get("/next")).body == b"{}"
@@ -157,7 +159,7 @@ async def test_a_body_for_a_head(backend: Recorder, fleet: Fleet) -> None:
 async def test_bytes_on_a_connection_that_is_kept(
     backend: Recorder, fleet: Fleet, late: bytes
 ) -> None:
-    """Nobody asked for them: whoever asks next must not get them."""
+    """The bytes were not requested: the next request must not get them."""
     backend.answers = {}
     assert (await fleet.get("/first")).body == b"{}"
     await backend.say(late)
@@ -170,8 +172,10 @@ async def test_bytes_on_a_connection_that_is_kept(
 @pytest.mark.parametrize("sent", [plain(b"whole")[:-2], OK + CHUNKED + b"\r\n5\r\nwho"])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_half_an_answer(backend: Recorder, fleet: Fleet, sent: bytes) -> None:
-    """Its head was sent on already: the connection is broken off, so that nobody takes what comes
-    next for the rest."""
+    """The head has been sent on already.
+
+    The connection is broken off, so that later bytes are not taken for the rest of the answer.
+    """
     backend.answers, backend.then_close = {b"/odd": sent}, True
     answer = await exchange(fleet.url, ASK + LAST)
     backend.then_close = False

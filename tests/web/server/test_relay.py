@@ -1,4 +1,4 @@
-"""Headers between two hops, and what is kept of a response that went by."""
+"""Headers of one hop, and the kept part of a relayed response."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,10 @@ TURNSTILE = LoopThrottle(MonotonicClock())
 
 
 def test_headers_of_a_hop_stay_behind() -> None:
-    """RFC 9110 section 7.6.1, and the one that would keep a server going for a client that left."""
+    """Headers of a hop (RFC 9110 section 7.6.1) are dropped.
+
+    Also dropped: the header that makes a server go on with an abandoned request.
+    """
     headers = CIMultiDict(
         [
             ("Host", "router"),
@@ -64,7 +67,7 @@ def test_a_small_answer_is_kept_whole() -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [1000, 2**16, MEGABYTE // 2])
 def test_of_a_huge_one_the_two_ends(chunk_bytes: int) -> None:
-    """However long it gets, a bounded part of it is kept."""
+    """The kept part is bounded, however long the response gets."""
     capture = Capture()
     sent = 0
     while sent < 20 * MEGABYTE:
@@ -80,7 +83,7 @@ def test_of_a_huge_one_the_two_ends(chunk_bytes: int) -> None:
 
 
 class _Stuck(dict[object, object]):
-    """A request whose client takes nothing of what is written."""
+    """A request; its client takes nothing of what is written."""
 
     method, version, keep_alive = "POST", HttpVersion11, True
 
@@ -101,7 +104,7 @@ class _Stuck(dict[object, object]):
 
 
 class _Whole:
-    """A backend's answer that has come as a whole."""
+    """A backend's answer that has come completely."""
 
     status, reason, headers, is_complete = 200, "OK", [(b"Content-Length", b"100000")], True
 
@@ -120,7 +123,7 @@ async def test_of_a_whole_answer_a_client_must_take_something_too() -> None:
 
 
 class _Pipelining(_Stuck):
-    """Its client asks and asks, and takes nothing: what is written is kept by the transport."""
+    """A request; its client sends many and reads none of the bytes kept by the transport."""
 
     async def write(self, data: bytes) -> None:
         self.unsent += len(data)

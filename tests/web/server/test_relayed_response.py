@@ -1,4 +1,4 @@
-"""The head of a relayed answer, for clients of both versions of HTTP."""
+"""The head of a relayed answer, for clients of HTTP/1.0 and of HTTP/1.1."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -15,7 +15,7 @@ LENGTH = (b"Content-Length", b"2")
 
 
 class Writer:
-    """Keeps what would go to the client, by write."""
+    """A writer that records what would go to the client, write by write."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -33,7 +33,7 @@ async def sent(
     client: dict[str, str] | None = None,
     own: dict[str, str] | None = None,
 ) -> tuple[bool, list[str], bytes]:
-    """Whether the connection stays open; the lines of the head; what comes after it."""
+    """Return whether the connection stays open, the head's lines without Date, and the rest."""
     upstream = SimpleNamespace(status=status, reason="Fine", headers=list(headers))
     answer = RelayedAnswer(cast(RelayedResponse, upstream), own or {})
     writer = Writer()
@@ -43,7 +43,7 @@ async def sent(
     for chunk in body:
         await answer.write(chunk)
     await answer.write_eof()
-    await answer.write_eof()  # aiohttp does it once more
+    await answer.write_eof()  # aiohttp calls it a second time
     head, _, rest = b"".join(writer.written).partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     assert [line for line in lines if line.startswith("Date: ")] or (b"Date", b"x") in headers
@@ -114,7 +114,7 @@ async def test_the_connection_stays_open_as_the_client_wants(
 
 @pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("GET", 204), ("GET", 304)])
 async def test_what_has_no_body(method: str, status: int) -> None:
-    """A HEAD tells the length of what a GET would give."""
+    """An answer to HEAD has the length of the answer to GET."""
     _, head, rest = await sent(LENGTH, method=method, status=status, body=())
 
     assert head[1:] == (["Content-Length: 2"] if method == "HEAD" else [])

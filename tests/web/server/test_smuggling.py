@@ -1,7 +1,7 @@
 """No client can make a backend see a request that a strict reader does not see.
 
-Each case is sent raw, followed by one more request on the same connection: where two readers
-disagree on where the first ends, they disagree on the second. The strict reader is h11.
+Each case is sent raw, followed by one more request on the same connection: two readers that
+disagree on the end of the first request disagree on the second. The strict reader is h11.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ Seen = list[tuple[bytes, bytes, bytes]]
 
 
 class We(Enum):
-    """How the router compares with h11."""
+    """The router's reading of a case, compared with h11's."""
 
     AGREE = auto()  # the same requests, the last one too
-    REFUSE = auto()  # 4xx and the connection is closed; h11 does too
-    ARE_STRICTER = auto()  # the same, where h11 reads on
-    ARE_LENIENT = auto()  # h11 refuses; why it is harmless stands with the case
+    REFUSE = auto()  # 4xx, and the connection is closed; h11 refuses, too
+    ARE_STRICTER = auto()  # 4xx, and the connection is closed; h11 reads on
+    ARE_LENIENT = auto()  # h11 refuses; the case says why it is harmless
 
 
 def post(fields: bytes, body: bytes, line: bytes = b"POST /x HTTP/1.1") -> bytes:
@@ -46,7 +46,7 @@ CL = b"Content-Length: 2\r\n"
 UPGRADE = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
 
 CASES: dict[str, tuple[bytes, We]] = {
-    # -- one length too many
+    # -- more than one length
     "length": (post(CL, b"{}"), We.AGREE),
     "length, then chunked": (post(CL + b"Transfer-Encoding: chunked\r\n", CHUNK), We.ARE_STRICTER),
     "chunked, then length": (post(b"Transfer-Encoding: chunked\r\n" + CL, CHUNK), We.ARE_STRICTER),
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[bytes, We]] = {
     "two lengths": (post(CL + b"Content-Length: 3\r\n", b"{}"), We.REFUSE),
     "two lengths as a list": (post(b"Content-Length: 2, 3\r\n", b"{}"), We.REFUSE),
     "chunked twice": (post(b"Transfer-Encoding: chunked\r\n" * 2, CHUNK), We.REFUSE),
-    # -- what is no length
+    # -- forms of a length
     "length +": (post(b"Content-Length: +2\r\n", b"{}"), We.REFUSE),
     "length -": (post(b"Content-Length: -2\r\n", b"{}"), We.REFUSE),
     "length with a space": (post(b"Content-Length: 1 0\r\n", b"0123456789"), We.REFUSE),
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[bytes, We]] = {
     ),
     "length by another name": (post(b"Content_Length: 2\r\n", b""), We.AGREE),
     "length before a colon and a space": (post(b"Content-Length : 2\r\n", b"{}"), We.REFUSE),
-    # -- what is no chunked
+    # -- forms of Transfer-Encoding
     "chunked, in capitals": (post(b"TRANSFER-ENCODING: CHUNKED\r\n", CHUNK), We.AGREE),
     "chunked, after a tab": (post(b"Transfer-Encoding:\tchunked \r\n", CHUNK), We.AGREE),
     "chunked, identity": (post(b"Transfer-Encoding: chunked, identity\r\n", CHUNK), We.REFUSE),
@@ -158,10 +158,10 @@ CASES: dict[str, tuple[bytes, We]] = {
     "CONNECT to a path": (get(b"CONNECT /x HTTP/1.1"), We.REFUSE),
     "no host": (get(b"GET /x HTTP/1.1", b""), We.REFUSE),
     "two hosts": (get(b"GET /x HTTP/1.1", b"Host: x\r\nHost: y\r\n"), We.REFUSE),
-    # -- old clients: the connection ends after an answer, and nothing may follow a request
+    # -- HTTP/1.0: the connection ends after an answer, and nothing may follow a request
     "1.0": (get(b"GET /x HTTP/1.0", b""), We.ARE_STRICTER),
     "1.0 and chunked": (chunked(CHUNK, b"POST /x HTTP/1.0"), We.ARE_STRICTER),
-    # -- several requests, and headers of a hop
+    # -- several requests, and hop-by-hop headers
     "a body where there is none": (post(CL, b"{}", b"GET /x HTTP/1.1"), We.AGREE),
     "three at once": (get(b"GET /x HTTP/1.1") * 3, We.AGREE),
     "a body that looks like a request": (
@@ -180,14 +180,14 @@ CASES: dict[str, tuple[bytes, We]] = {
 
 @dataclass
 class Reading:
-    """What h11 makes of bytes: the requests, and whether it stopped at something."""
+    """h11's reading of some bytes: the requests, and whether h11 refused the rest."""
 
     requests: Seen
     refused: bool
 
 
 def strict(raw: bytes) -> Reading:
-    """By h11, which answers each request at once and declines every upgrade."""
+    """Read `raw` with h11, which answers each request at once and declines every upgrade."""
     connection = h11.Connection(h11.SERVER)
     connection.receive_data(raw)
     connection.receive_data(b"")
@@ -217,7 +217,7 @@ def strict(raw: bytes) -> Reading:
 
 
 def seen_by(backend: Recorder) -> Seen:
-    """The requests that arrived; each framed in one way, and without headers of a hop."""
+    """Return the backend's requests; check the framing, and that no header is hop-by-hop."""
     assert backend.odd == []
     found = []
     for line, headers, body in backend.requests:
@@ -232,7 +232,7 @@ def seen_by(backend: Recorder) -> Seen:
 
 
 def statuses(answer: bytes) -> list[int]:
-    """Of all answers on a connection, h11 being the client; 1xx left out."""
+    """Return the statuses of all answers on a connection, as h11 reads them; 1xx left out."""
     client = h11.Connection(h11.CLIENT)
     found: list[int] = []
     client.receive_data(answer)
@@ -284,7 +284,7 @@ def is_as_expected(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_comes_with_a_refusal(backend: Recorder, fleet: Fleet) -> None:
-    """What is behind it is not read, and what stood before it in one packet is refused with it."""
+    """Bytes behind a refused request are not read; one before it in the packet is refused, too."""
     backend.requests.clear()
     good = get(b"GET /good HTTP/1.1")
     answer = await exchange(fleet.url, good + post(b"Content-Length: +2\r\n", b"{}") + LAST)
@@ -304,7 +304,7 @@ async def test_what_comes_with_a_refusal(backend: Recorder, fleet: Fleet) -> Non
 )
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_upgrade_is_declined(backend: Recorder, fleet: Fleet, raw: bytes) -> None:
-    """The connection stays what it was. JDK clients ask for HTTP/2 with each first request."""
+    """The connection stays HTTP/1.1. JDK clients ask for HTTP/2 with each first request."""
     backend.requests.clear()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(fleet.url.rpartition(":")[2]))
     writer.write(raw)
@@ -330,7 +330,7 @@ async def test_an_upgrade_is_declined(backend: Recorder, fleet: Fleet, raw: byte
 )
 @pytest.mark.asyncio(loop_scope="module")
 async def test_with_nothing_behind_it(backend: Recorder, fleet: Fleet, raw: bytes) -> None:
-    """What the parser minds only when more follows is refused by itself as well."""
+    """Input that the parser rejects only when more follows is refused by itself, too."""
     backend.requests.clear()
 
     assert statuses(await exchange(fleet.url, raw))[0] in (400, 405)
@@ -339,7 +339,7 @@ async def test_with_nothing_behind_it(backend: Recorder, fleet: Fleet, raw: byte
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_headers_that_a_client_names_in_connection(backend: Recorder, fleet: Fleet) -> None:
-    """They are for the next hop alone, which is the router."""
+    """Headers named in `Connection` are for the next hop alone: the router."""
     backend.requests.clear()
     fields = (
         b"Host: x\r\nConnection: close, X-Hop, x-OTHER\r\nx-hop: a\r\nX-Other: b\r\nX-Stays: c\r\n"
@@ -354,7 +354,7 @@ async def test_headers_that_a_client_names_in_connection(backend: Recorder, flee
 @pytest.mark.parametrize("path", [b"/completion", b"/v1/chat/completions", b"/embeddings"])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_requests_that_take_a_slot(backend: Recorder, fleet: Fleet, path: bytes) -> None:
-    """Their bodies are made anew: the length is that of what is sent."""
+    """The router rewrites these bodies: the length is that of the body it sends."""
     backend.requests.clear()
     body = b'{"prompt": "x", "messages": [{"role": "user", "content": "x"}], "id_slot": 0}'
     raw = post(b"Transfer-Encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))

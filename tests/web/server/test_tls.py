@@ -1,4 +1,4 @@
-"""TLS with certificates of files: what is wrong with them is told; they are renewed in place."""
+"""TLS with certificates from files: errors in files are reported; renewed files are reloaded."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ NO_TENANT = [("a", "http://127.0.0.1:9")]
 
 @dataclass
 class Files:
-    """A certificate and its key, in files that may be written again."""
+    """A certificate and its key, in files that may be rewritten."""
 
     certificate: Path
     key: Path
@@ -47,7 +47,7 @@ class Files:
         return f"tls: {{certificate: {self.certificate}, key: {self.key}}}"
 
     def renew(self, *, expired: bool = False) -> None:
-        """Another certificate, with another key."""
+        """Write another certificate, with another key."""
         until = datetime.now(UTC) - timedelta(days=1) if expired else None
         since = datetime.now(UTC) - timedelta(days=9) if expired else None
         made = self.ca.issue_cert("127.0.0.1", not_before=since, not_after=until)
@@ -77,7 +77,7 @@ def encrypt(key: Path) -> None:
 async def handshake(
     url: str, context: ssl.SSLContext
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-    """A connection, and the certificate that was shown on it."""
+    """Connect over TLS; return the streams and the certificate that the server showed."""
     port = int(url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
@@ -85,7 +85,7 @@ async def handshake(
 
 
 async def asks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """The status of a request on a connection that stays."""
+    """Send a request that keeps the connection open; return the status of the answer."""
     writer.write(b"GET /kvferry/health HTTP/1.1\r\nHost: x\r\n\r\n")
     head = await reader.readuntil(b"\r\n\r\n")
     await reader.readuntil(b"}}")
@@ -93,7 +93,7 @@ async def asks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> by
 
 
 async def test_a_client_that_trusts_the_issuer(files: Files) -> None:
-    """On both addresses: the token of an operator travels over the second."""
+    """Both addresses use TLS: operators' tokens travel over the second."""
     yaml = files.yaml + "\nadmin: {listen: '127.0.0.1:0'}"
     async with running(NO_TENANT, None, yaml=yaml, wait_for=[]) as fleet:
         assert fleet.url.startswith("https://")
@@ -106,7 +106,7 @@ async def test_a_client_that_trusts_the_issuer(files: Files) -> None:
 
 
 async def test_what_a_command_says_that_speaks_otherwise(files: Files) -> None:
-    """An issuer that nobody knows was "Operation not permitted"."""
+    """Regression: an unknown issuer was reported as "Operation not permitted"."""
     async with (
         running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as fleet,
         FakeLlama() as plain,
@@ -142,7 +142,7 @@ async def test_old_versions_are_refused(files: Files) -> None:
 
 
 async def test_plain_http_on_the_port_of_tls(files: Files) -> None:
-    """No answer, and whoever comes next is served."""
+    """The client gets no answer, and the next client is served."""
     async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[]) as fleet:
         port = int(fleet.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -166,7 +166,10 @@ async def test_a_handshake_that_is_never_finished(files: Files) -> None:
 
 
 async def test_a_renewed_certificate(files: Files, tmp_path: Path) -> None:
-    """New connections see it after a reload, also of files of other names; old ones go on."""
+    """After a reload new connections get the new certificate, and old connections go on.
+
+    The reload may also name other files.
+    """
     path = tmp_path / "kvferry.yaml"
     path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
     async with running(NO_TENANT, None, yaml=files.yaml, wait_for=[], path=path) as fleet:
@@ -273,7 +276,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 async def test_files_that_cannot_be_used(files: Files, tmp_path: Path, name: str) -> None:
-    """By `kvferry check` and at the start, in the same words; nothing of a key is repeated."""
+    """`kvferry check` and the start report the same error; no part of a key is repeated."""
     break_, key, words = BAD[name]
     break_(files)
     path = tmp_path / "kvferry.yaml"
@@ -301,7 +304,7 @@ def test_a_key_that_is_not_ours_to_read(files: Files) -> None:
 
 
 async def test_an_expired_certificate_is_used_with_a_warning(files: Files, tmp_path: Path) -> None:
-    """Better than no service; monitoring will say so as well."""
+    """An expired certificate is better than no service; monitoring reports it, too."""
     files.renew(expired=True)
     path = tmp_path / "kvferry.yaml"
     path.write_text(configuration_text(NO_TENANT, None, yaml=files.yaml))
