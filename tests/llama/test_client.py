@@ -1,4 +1,4 @@
-"""HTTP to a server that behaves as llama-server does with connections, well and badly."""
+"""HTTP to a server that handles connections as llama-server does, well and badly."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ async def client_of(url: str, key: str | None = None) -> AsyncIterator[LlamaClie
 
 @asynccontextmanager
 async def serving(serve: Serve) -> AsyncIterator[str]:
-    """A server; its end waits for the end of every connection."""
+    """Start a server; at its end wait for the end of every connection."""
     handlers: set[asyncio.Task[None]] = set()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -64,7 +64,7 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_connection_that_was_closed_meanwhile() -> None:
-    """llama-server closes kept connections without saying so: once more on a fresh one."""
+    """llama-server closes kept connections unannounced: the call is retried on a fresh one."""
     connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,7 +90,7 @@ async def test_nobody_listens() -> None:
 
 
 async def test_server_that_never_answers() -> None:
-    """Each call gives up, and closes its connection: the server can see that nobody waits."""
+    """Each call times out and closes its connection, so that the server can notice."""
     left = asyncio.Semaphore(0)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -162,7 +162,7 @@ async def test_answer_that_is_not_what_was_asked_for() -> None:
 
 
 async def test_the_key_is_ours_and_the_path_as_it_came() -> None:
-    """The client's own key is for the router; a backend gets the one that is configured."""
+    """The client's own key is for the router; the backend gets its configured key."""
     seen = b""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -198,7 +198,7 @@ async def test_a_connection_is_kept_after_a_plain_answer() -> None:
 
 
 async def test_no_connection_is_kept_after_a_stream() -> None:
-    """llama-server closes it without saying so, and the next request on it would be lost."""
+    """llama-server closes the connection unannounced; the next request on it would be lost."""
     stream = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
     async with answering(stream) as (url, requests), client_of(url) as client:
         await read_to_the_end(client, 3)
@@ -243,7 +243,7 @@ async def test_an_answer_that_breaks_off_is_no_answer() -> None:
 
 
 async def test_the_head_of_something_long() -> None:
-    """HEAD: the length of a body that does not come. An interim answer is not the answer."""
+    """A HEAD response has the length of a body that never comes; a 1xx response is skipped."""
     head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
     async with (
         answering(head) as (url, _),
@@ -255,7 +255,7 @@ async def test_the_head_of_something_long() -> None:
 
 
 async def test_a_slow_reader_makes_the_backend_wait() -> None:
-    """What is not read stays in the backend's socket; of 64 MiB it can send but a part."""
+    """Unread bytes stay in the backend's socket: it can send only a part of 64 MiB."""
     sent = 0
     stuck = asyncio.Event()
 
@@ -295,8 +295,10 @@ async def test_a_line_break_in_a_header_is_refused() -> None:
 
 @asynccontextmanager
 async def answering(raw: bytes) -> AsyncIterator[tuple[str, list[int]]]:
-    """A server that gives the same bytes to every request; for each, the number of its
-    connection."""
+    """Start a server that answers every request with `raw`.
+
+    Yields its URL and, for each request, the number of its connection.
+    """
     requests: list[int] = []
     numbers = itertools.count()
 
@@ -325,7 +327,7 @@ async def test_prefill_is_told_to_stop_by_leaving() -> None:
 
 
 async def test_who_asks_a_server_that_is_given_up_can_ask_another() -> None:
-    """At once, and not after `control_timeout`. What changes slots is waited for."""
+    """A query ends at once, not after `control_timeout`; a call that changes slots is awaited."""
     reached, goes_on = asyncio.Semaphore(0), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -349,12 +351,12 @@ async def test_who_asks_a_server_that_is_given_up_can_ask_another() -> None:
         client.give_up()
         await asyncio.wait(asked)
         assert not erasing.done()
-        await failing(client.apply_template(b"{}"))  # also who comes later: it is not asked
+        await failing(client.apply_template(b"{}"))  # a later query: it is not sent
 
         goes_on.set()
         await erasing
         assert reached.locked()
-        with pytest.raises(BackendError, match="prompt"):  # it is alive, and asked again
+        with pytest.raises(BackendError, match="prompt"):  # it is alive and asked again
             await client.apply_template(b"{}")
         await reached.acquire()
 
@@ -365,7 +367,7 @@ async def failing(asked: Coroutine[Any, Any, object]) -> None:
 
 
 async def test_all_who_wait_for_quiet_are_told() -> None:
-    """As when a backend is drained, taken back and drained again while one answer lasts."""
+    """A backend may be drained, taken back and drained again while one answer lasts."""
     async with client_of("http://127.0.0.1:9") as client:
         client.relaying = 2
         async with asyncio.TaskGroup() as group:

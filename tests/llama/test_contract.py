@@ -1,6 +1,7 @@
-"""The fields and habits of a llama-server that kvferry relies on, for the fake and a real one.
+"""The fields and behaviour of llama-server that kvferry relies on, for the fake and a real one.
 
-If a new llama-server fails here, kvferry needs a change; if the fake does, the other tests lie.
+If a new llama-server fails here, kvferry needs a change. If the fake fails here, the other tests
+prove nothing.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ Json = dict[str, Any]
 
 @dataclass
 class Server:
-    """Either server, seen from outside only."""
+    """One of the two servers, seen from outside only."""
 
     url: str
     kv_dir: Path
@@ -44,7 +45,7 @@ class Server:
             return answer
 
     async def stream(self, path: str, body: Json) -> tuple[list[Json], bool]:
-        """The events, and whether [DONE] came after them."""
+        """Return the events, and whether [DONE] came after them."""
         async with self.session.post(self.url + path, json=body | {"stream": True}) as response:
             assert response.status == 200
             assert response.content_type == "text/event-stream"
@@ -65,7 +66,7 @@ class Server:
 async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
     kv_dir = tmp_path / "kv"
     kv_dir.mkdir(mode=0o700)
-    # A connection is not used again: llama-server closes it after a stream without saying so.
+    # No connection is reused: llama-server closes it after a stream without announcing it.
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
         if request.param == "fake":
@@ -73,7 +74,7 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
                 yield Server(fake.url, kv_dir, session)
                 assert fake.violations == []
         else:
-            # Only now, so that the fake half runs where no llama-server is.
+            # Requested only here, so that the fake half runs without a llama-server.
             argv: list[str] = request.getfixturevalue("server_argv")
             path = tiny_model("llama").path
             async with LlamaServer(path, slots=2, ctx=4096, kv_dir=kv_dir, argv=argv) as real:
@@ -98,7 +99,7 @@ async def test_what_the_probe_reads(server: Server) -> None:
 
 
 async def test_slots_before_and_after_use(server: Server) -> None:
-    """A slot that never ran shows no token count (section 5.1)."""
+    """A slot that never ran has no token count (section 5.1)."""
     before = await server.get("/slots")
     await server.complete(1, PROMPT, n=4)
     after = await server.get("/slots")
@@ -113,7 +114,7 @@ async def test_slots_before_and_after_use(server: Server) -> None:
 
 
 async def test_native_completion(server: Server) -> None:
-    """Counts of a cold run; the same prompt again costs one token (section 1.3)."""
+    """A cold run reports its counts; the same prompt again costs one token (section 1.3)."""
     cold = await server.complete(1, PROMPT)
     warm = await server.complete(1, PROMPT)
 
@@ -129,7 +130,7 @@ async def test_native_completion(server: Server) -> None:
 
 
 async def test_n_predict_zero_prefills(server: Server) -> None:
-    """It samples one token nevertheless, which does not get into the KV."""
+    """`n_predict: 0` samples one token nevertheless, which does not get into the KV."""
     answer = await server.complete(0, PROMPT, n=0)
     saved = await server.action(0, "save")
 
@@ -143,7 +144,7 @@ async def test_without_return_tokens_there_are_none(server: Server) -> None:
 
 
 async def test_native_stream(server: Server) -> None:
-    """Partials say slot -1 and carry their tokens; the last event has the truth; no [DONE]."""
+    """Partial events carry slot -1 and their tokens, the last event the totals; no [DONE]."""
     body = {"prompt": PROMPT, "n_predict": 3, "id_slot": 1}
     events, done = await server.stream("/completion", body)
 
@@ -157,7 +158,7 @@ async def test_native_stream(server: Server) -> None:
 
 
 async def test_progress_comes_first(server: Server) -> None:
-    """Its `cache` is the earliest word on reuse; its token 0 means nothing."""
+    """The first event's `cache` is the earliest report of reuse; its token 0 means nothing."""
     await server.complete(0, PROMPT)
     body = {"prompt": [*PROMPT, 33, 34], "n_predict": 2, "id_slot": 0, "return_progress": True}
     events, _ = await server.stream("/completion", body)
@@ -197,7 +198,7 @@ async def test_chat(server: Server) -> None:
 
 @pytest.mark.parametrize("include_usage", [False, True])
 async def test_chat_stream(server: Server, include_usage: bool) -> None:
-    """Role first, `timings` last; `usage` only when asked for, in an event without choices."""
+    """The role comes first, `timings` last, `usage` only on request, without choices."""
     body: Json = {"messages": MESSAGES, "max_tokens": 3}
     if include_usage:
         body["stream_options"] = {"include_usage": True}
@@ -215,7 +216,7 @@ async def test_chat_stream(server: Server, include_usage: bool) -> None:
 
 
 async def test_chat_is_template_then_tokenize(server: Server) -> None:
-    """The exact prompt ids of a chat request can be had before it is sent (section 6)."""
+    """The exact prompt ids of a chat request are known before it is sent (section 6)."""
     prompt = (await server.post("/apply-template", {"messages": MESSAGES}))["prompt"]
     body = {"content": prompt, "add_special": True, "parse_special": True}
     ids = (await server.post("/tokenize", body))["tokens"]
@@ -228,7 +229,7 @@ async def test_chat_is_template_then_tokenize(server: Server) -> None:
 
 
 async def test_save_and_restore(server: Server) -> None:
-    """A saved slot goes on in another one: tokens and bytes as told, next request cached."""
+    """A saved slot continues in another slot: tokens and bytes as reported, prefix cached."""
     done = await server.complete(0, PROMPT)
     saved = await server.action(0, "save")
     restored = await server.action(1, "restore")
@@ -249,7 +250,7 @@ async def test_save_and_restore(server: Server) -> None:
 
 
 def head_tokens(data: bytes) -> list[int]:
-    """The tokens in the head of a state file (section 1.4)."""
+    """Return the tokens in the head of a state file (section 1.4)."""
     magic, version, n_words, marker, layout, n = struct.unpack_from("<3IiII", data)
     assert (magic, version, n_words, marker, layout) == (0x67677371, 4, n + 4, -1, 1)
     return list(struct.unpack_from(f"<{n}i", data, 24))
@@ -271,7 +272,7 @@ async def test_erase(server: Server) -> None:
 
 
 async def test_failed_restore_empties_the_slot(server: Server) -> None:
-    """Also when there is no such file at all (section 0.5)."""
+    """A restore of a missing file empties the slot too (section 0.5)."""
     await server.complete(0, PROMPT)
     error = await server.action(0, "restore", "missing", status=400)
 
@@ -308,7 +309,7 @@ async def test_bad_requests(server: Server, path: str, body: Json) -> None:
 
 
 async def test_slot_numbers_wrap(server: Server) -> None:
-    """Slot 7 of 2 is slot 1, and the answer repeats the 7 (section 1.1): never send one."""
+    """Slot 7 of 2 is slot 1, and the answer repeats the 7 (section 1.1): never send such a slot."""
     await server.complete(1, PROMPT, n=1)
     assert await server.action(7, "erase") == {"id_slot": 7, "n_erased": len(PROMPT)}
 
@@ -322,7 +323,7 @@ async def test_prompt_too_long(server: Server) -> None:
 
 
 async def test_unpinned_request_goes_where_its_prefix_is(server: Server) -> None:
-    """Section 2.2: most similar first, then the last of the slots that were never used."""
+    """The most similar slot comes first, then the last never-used slot (section 2.2)."""
     first = await server.complete(-1, PROMPT)
     again = await server.complete(-1, [*PROMPT, 33])
     other = await server.complete(-1, list(range(80, 120)))
@@ -331,7 +332,7 @@ async def test_unpinned_request_goes_where_its_prefix_is(server: Server) -> None
 
 
 async def raw_post(url: str, bodies: list[Json]) -> bytes:
-    """POST them to /completion one after the other on one connection; all that came back."""
+    """Post `bodies` to /completion on one connection in order; return all received bytes."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     received = b""
@@ -351,7 +352,7 @@ async def raw_post(url: str, bodies: list[Json]) -> bytes:
 
 
 async def test_connection_ends_after_a_stream(server: Server) -> None:
-    """Without a word in the headers ("Connections"): a second request there gets no answer."""
+    """No header announces the end ("Connections"): a second request there gets no answer."""
     body: Json = {"prompt": PROMPT, "n_predict": 1}
     plain = await raw_post(server.url, [body, body])
     streamed = await raw_post(server.url, [body | {"stream": True}, body])
@@ -362,7 +363,7 @@ async def test_connection_ends_after_a_stream(server: Server) -> None:
 
 
 async def test_likeliest_tokens(server: Server) -> None:
-    """What backends are told apart by."""
+    """Backends are told apart by their likeliest tokens."""
     body = {"prompt": PROMPT, "n_predict": 1, "n_probs": 5, "temperature": 0}
     answer = await server.post("/completion", body)
 
@@ -374,7 +375,7 @@ async def test_likeliest_tokens(server: Server) -> None:
 
 
 async def test_messages_drop_the_slot(server: Server) -> None:
-    """Section 2.1; the counts stand in `usage`, new and cached apart."""
+    """/v1/messages ignores `id_slot` (section 2.1); `usage` counts new and cached separately."""
     body = {"messages": MESSAGES, "max_tokens": 2, "id_slot": 1}
     cold, warm = [await server.post("/v1/messages", body) for _ in range(2)]
 
@@ -383,6 +384,6 @@ async def test_messages_drop_the_slot(server: Server) -> None:
     assert usage["cache_read_input_tokens"] == 0
     assert warm["usage"]["cache_read_input_tokens"] == usage["input_tokens"] - 1
     assert warm["content"][0]["type"] == "text"
-    # On one and the same slot, which the server chose: another than it was asked for.
+    # Both requests ran on one slot, which the server chose, not on the requested one.
     slots = await server.get("/slots")
     assert ["id_task" in slot for slot in slots].count(True) == 1

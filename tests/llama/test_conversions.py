@@ -1,7 +1,7 @@
-"""Converted Anthropic and Responses bodies give the tokens that the server sees, exactly.
+"""Converted Anthropic and Responses bodies give exactly the tokens that the server sees.
 
-The judge is a real server: its own count for the same body, and the head of the state file that
-it saves after answering (llama-server.md section 1.4).
+A real server is the judge: its own count for the same body, and the head of the state file that
+it saves after the answer (llama-server.md section 1.4).
 """
 
 import struct
@@ -298,7 +298,7 @@ async def predicted_tokens(server: LlamaServer, route: Route, body: Json) -> Tok
 
 
 async def slot_tokens(server: LlamaServer, folder: Path) -> Tokens:
-    """What slot 0 holds, from the head of its state file."""
+    """Return the tokens of slot 0, from the head of its state file."""
     await ask(server, "/slots/0?action=save", b'{"filename": "head"}')
     raw = (folder / "head").read_bytes()
     marker, version, n = struct.unpack_from("<iII", raw, 12)
@@ -307,9 +307,9 @@ async def slot_tokens(server: LlamaServer, folder: Path) -> Tokens:
 
 
 def model_with_template(template: str, folder: Path) -> Path:
-    """The tiny model with another chat template in its metadata.
+    """Write the tiny model with another chat template in its metadata.
 
-    A comment fills the template up, so that what follows in the file stays aligned (to 32).
+    A comment pads the template, so that the rest of the file stays aligned (to 32 bytes).
     """
     raw = tiny_model("llama").path.read_bytes()
     old = CHAT_TEMPLATE.encode()
@@ -326,7 +326,7 @@ def model_with_template(template: str, folder: Path) -> Path:
 async def test_prompt_is_known_to_the_token(
     server_argv: list[str], tmp_path: Path, route: Route, template: str
 ) -> None:
-    """One token generated leaves exactly the prompt in the slot (llama-server.md section 2.3)."""
+    """One generated token leaves exactly the prompt in the slot (llama-server.md section 2.3)."""
     model = model_with_template(template, tmp_path)
     wrong = []
     async with LlamaServer(model, kv_dir=tmp_path / "kv", argv=server_argv) as server:
@@ -336,7 +336,7 @@ async def test_prompt_is_known_to_the_token(
             predicted = await predicted_tokens(server, route, body)
             assert orjson.dumps(body) == raw, "the conversion changed the client's body"
             counted = orjson.loads(await ask(server, COUNTERS[route], raw))["input_tokens"]
-            # noise is no tool call: the answer may be an error, the prompt is computed all the same
+            # Noise is no valid tool call: the answer may be an error, but the prompt is computed.
             await post(server, PATHS[route], raw)
             held = await slot_tokens(server, tmp_path / "kv")
             if (counted, held) != (count(predicted), predicted):
@@ -347,7 +347,7 @@ async def test_prompt_is_known_to_the_token(
 
 @pytest.mark.parametrize("route", REFUSED, ids=lambda route: route.value)
 async def test_unknown_is_what_the_server_refuses(llama_server: StartServer, route: Route) -> None:
-    """No reason is given for a body that the server would have answered."""
+    """A body that the server would answer is never rated unknown."""
     server = await llama_server()
     known = [
         name
@@ -381,7 +381,7 @@ async def test_unknown_is_what_the_server_refuses(llama_server: StartServer, rou
     ],
 )
 def test_arguments_are_written_as_the_server_writes_them(value: object, written: str) -> None:
-    """Taken from nlohmann's serializer, which `tool_use.input` goes through."""
+    """The expected texts are from nlohmann's serializer, which writes `tool_use.input`."""
     assert written == dump_like_server(value)
 
 
@@ -395,5 +395,5 @@ def test_arguments_are_written_as_the_server_writes_them(value: object, written:
     ],
 )
 def test_billing_stamp(given: str, expected: str) -> None:
-    """Only a prompt that begins with the header is touched, and only its first stamp."""
+    """Only a prompt that begins with the header is changed, and only its first stamp."""
     assert expected == normalize_billing_header(given)

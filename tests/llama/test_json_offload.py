@@ -30,14 +30,14 @@ async def test_what_it_raises_is_raised(size: int) -> None:
 
 
 def outcome(loads: Callable[[bytes], Any], raw: bytes) -> tuple[str, int]:
-    """With the types and the order of the keys, which `==` does not look at; or the error."""
+    """Return the result with types and key order, which `==` ignores; or the error."""
     try:
         return repr(loads(raw)), -1
     except orjson.JSONDecodeError as error:
         return str(error), error.pos
 
 
-# What is read in pieces, and what differs from that in a character or two.
+# Bodies that are read in pieces, and bodies that differ from them in a character or two.
 numbers = st.integers(-1000, 2**66).map(str) | st.sampled_from(["-0", "01", "", " ", "-", "1 2"])
 ids = st.lists(numbers, max_size=12).map(",".join)
 plain = st.lists(st.integers(0, 99).map(str), min_size=1, max_size=12).map(", ".join)
@@ -64,7 +64,7 @@ texts = st.one_of(objects, values, st.text(alphabet='[]{}",:1 2\t\\', max_size=3
 @example('{"n": [4.611686018427387904e18], "prompt": [1,2,3,4,5,6,7,8,9,10,11,12,13,14]}', 0, "")
 @example('{"n": [4611686018427387904], "prompt": [1,2,3,4,5,6,7,8,9,10,11,12,13,14]}', 0, "")
 def test_the_same_as_in_one_go(text: str, at: int, more: str) -> None:
-    """Whatever it is: result, types, order, or the error and where it is."""
+    """Result, types and key order are equal, or the error and its position."""
     raw = (text[:at] + more + text[at:]).encode("utf-8", "surrogatepass")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_offload, "LONG_BYTES", 0)
@@ -90,7 +90,7 @@ def test_no_step_reads_much(shape: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_array_that_nobody_needs_is_let_go() -> None:
-    """Not where the body is written anew, with a field of ours in the place of the client's."""
+    """The array is kept if the body will be rewritten (`id_slot`, `cache_prompt`)."""
     ids = [7] * (PIECE + 1)
     body: dict[str, Any] = {"prompt": ids, "n_predict": 1}
     json_offload.forget_ids(body)
@@ -104,7 +104,7 @@ def test_an_array_that_nobody_needs_is_let_go() -> None:
 def test_a_number_that_is_there_already_is_not_looked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever sends many would have each of them looked for in all of the body."""
+    """A client that sends many such numbers could cause a search of the body for each."""
     asked: list[int] = []
 
     def drawn(bits: int) -> int:

@@ -1,4 +1,4 @@
-"""Forms, as clients write them and as nobody should."""
+"""Multipart forms: well-formed and malformed ones."""
 
 import aiohttp
 import pytest
@@ -135,8 +135,10 @@ def test_is_array(raw: bytes, kind: str, expected: bool) -> None:
 
 
 async def test_the_server_takes_the_same_for_a_form(llama_server: StartServer) -> None:
-    """A JSON body is answered, or is no form: one that passes here for a form nobody has read, and
-    with it the `lora` and the `id_slot` that are in it."""
+    """llama-server refuses a form with 400 here and answers a JSON body.
+
+    A JSON body taken for a form would pass unread, with its `lora` and `id_slot`.
+    """
     server = await llama_server(slots=1)
     raw, found = b'{"prompt": [5, 6, 7], "n_predict": 1}', dict[str, bool]()
     async with aiohttp.ClientSession() as session:

@@ -1,4 +1,4 @@
-"""What a backend says of a request is found in the bytes of its answer, on every route."""
+"""Reported counts, times and ids are found in the bytes of an answer, on every route."""
 
 import json
 import struct
@@ -59,7 +59,7 @@ async def reply(server: LlamaServer, route: Route, stream: bool = False, **field
 
 
 async def held(server: LlamaServer, folder: Path) -> Tokens:
-    """The tokens in slot 0, from the head of its state file (llama-server.md section 1.4)."""
+    """Return the tokens of slot 0, from the head of its state file (llama-server.md 1.4)."""
     await call(server, "/slots/0?action=save", {"filename": "head"})
     raw = (folder / "kv" / "head").read_bytes()
     return Tokens(raw[24 : 24 + 4 * struct.unpack_from("<I", raw, 20)[0]])
@@ -73,7 +73,7 @@ async def held(server: LlamaServer, folder: Path) -> Tokens:
 async def test_totals_of_a_cold_and_a_warm_request(
     llama_server: StartServer, tmp_path: Path, route: Route, stream: bool
 ) -> None:
-    """A slot holds the prompt and what was generated, less the last token."""
+    """A slot holds the prompt and the generated tokens, less the last one."""
     server = await llama_server(slots=1)
     cold = await reply(server, route, stream)
     n_prompt = count(await held(server, tmp_path)) - (N_NEW - 1)
@@ -92,7 +92,7 @@ async def test_totals_of_a_cold_and_a_warm_request(
 async def test_text_is_what_was_generated(
     llama_server: StartServer, tmp_path: Path, route: Route, stream: bool
 ) -> None:
-    """The words of the tiny model are plain letters: they tokenize to what the slot holds."""
+    """The tiny model's words are plain letters: they tokenize to the slot's tokens."""
     server = await llama_server(slots=1)
     said = await reply(server, route, stream)
     ids = await held(server, tmp_path)
@@ -120,7 +120,7 @@ async def test_text_is_what_was_generated(
 async def test_ids_where_the_answer_carries_them(
     llama_server: StartServer, tmp_path: Path, route: Route, stream: bool, fields: Json
 ) -> None:
-    """Prompt and ids are what the slot holds, but for the last id: it was never computed."""
+    """Prompt and ids equal the slot's tokens, less the last id: it was never computed."""
     server = await llama_server(slots=1)
     said = await reply(server, route, stream, **fields)
     in_slot = await held(server, tmp_path)
@@ -132,7 +132,7 @@ async def test_ids_where_the_answer_carries_them(
 
 
 async def test_ids_that_a_stream_swallows_are_not_made_up(llama_server: StartServer) -> None:
-    """Of the three tokens of one character only the last is sent."""
+    """Only the last of the three tokens of one character is sent."""
     server = await llama_server(slots=1)
     fields = {"grammar": 'root ::= "日本"'}
     streamed = await reply(server, Route.COMPLETION, True, **fields)
@@ -169,7 +169,7 @@ async def test_chat_stream_says_it_with_or_without_usage(
 async def test_several_choices_say_nothing(
     llama_server: StartServer, route: Route, fields: Json, stream: bool
 ) -> None:
-    """Nobody can tell which slot had which numbers."""
+    """Numbers of several choices cannot be assigned to slots."""
     server = await llama_server(slots=2)
     assert await reply(server, route, stream, **fields) == Reported()
 
@@ -177,7 +177,7 @@ async def test_several_choices_say_nothing(
 @STREAM
 @ROUTES
 async def test_errors_say_nothing(llama_server: StartServer, route: Route, stream: bool) -> None:
-    """Also when a stream was asked for: the first error is a plain object."""
+    """Errors report nothing; the first error of a stream is a plain object."""
     server = await llama_server(slots=1, ctx=512)
     long = "again " * 2000
     message = [{"role": "user", "content": long}]
@@ -223,7 +223,7 @@ def test_event_stream(change: Callable[[bytes], bytes]) -> None:
 
 @given(st.integers(0, sum(map(len, CHUNKS))))
 def test_cut_anywhere(end: int) -> None:
-    """What is left is what the whole events say; the pieces it came in do not matter."""
+    """A cut answer reports what its whole events say, however it is split into chunks."""
     raw = b"".join(CHUNKS)[:end]
     said = native(raw)
     n_whole = len(
@@ -236,7 +236,7 @@ def test_cut_anywhere(end: int) -> None:
 
 
 def test_missing_middle() -> None:
-    """Totals of the last event stand; what was generated is not known any more."""
+    """The totals of the last event stand; the generated tokens are unknown."""
     raw = b"".join(CHUNKS)
     said = native([raw[:30], raw[120:]], complete=False)
     assert said == Reported(9, 4, 0.25, 2, 0.5)
@@ -299,7 +299,7 @@ REASONING_ITEM = {"type": "reasoning", "content": [{"type": "reasoning_text", "t
     ],
 )
 def test_text_that_cannot_be_rebuilt_is_none(route: Route, events: list[Json]) -> None:
-    """Templates write reasoning and calls in their own ways, and the answer does not say how."""
+    """Templates write reasoning and calls in their own ways, which the answer does not show."""
     raw = b"".join(b"data: " + orjson.dumps(event) + b"\n\n" for event in events)
     assert read_reply(route, True, raw).text is None
     if len(events) == 1:
@@ -396,7 +396,7 @@ def test_transfer() -> None:
 
 @pytest.mark.parametrize("dumps", [orjson.dumps, lambda value: json.dumps(value).encode()])
 def test_many_ids_are_read_like_few(dumps: Callable[[object], bytes]) -> None:
-    """In pieces, whatever white space is between them."""
+    """A long array of ids is read in pieces, with any white space between the ids."""
     ids = [number % 50_000 for number in range(100_000)]
     assert ids_from(dumps({"tokens": ids})) == ids
     for odd in ({"tokens": [*ids, "a"]}, {"tokens": [[1], *ids]}, {"other": ids}):

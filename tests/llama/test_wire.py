@@ -1,4 +1,4 @@
-"""Requests are read as llama-server reads them, and sent on as they came."""
+"""Requests are read as llama-server reads them and forwarded unchanged."""
 
 import struct
 from pathlib import Path
@@ -45,7 +45,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=8,
 )
-# names that the code looks for, so that odd types in known places come up
+# Names that the code looks for, so that odd types occur in known fields.
 NAMES = """prompt messages input content role type system tools n text n_predict max_tokens id_slot
 stream output call_id source image_url thinking reasoning prompt_string tool_result tool_use image
 function_call_output user assistant message input_image"""
@@ -72,7 +72,7 @@ def test_other_paths_are_no_completions(path: str) -> None:
 
 
 async def test_every_route_is_one_of_the_server(llama_server: StartServer) -> None:
-    """404 is what llama-server says of a path that it does not know."""
+    """llama-server answers 404 to an unknown path."""
     server = await llama_server()
     statuses = {path: (await post(server, path, b"{"))[0] for path in ROUTES}
 
@@ -97,20 +97,20 @@ async def test_every_route_is_one_of_the_server(llama_server: StartServer) -> No
     ],
 )
 def test_unusable_body(raw: bytes, message: str) -> None:
-    """The message says where, and holds nothing of the body."""
+    """The message names the position and contains nothing of the body."""
     with pytest.raises(BadRequestError, match=message):
         parse_body(raw)
 
 
 @pytest.mark.parametrize("raw", [BOM + b' {"a": [1]} ', b'\n{"a":[2],"a":[1]}'])
 def test_body_as_the_server_reads_it(raw: bytes) -> None:
-    """A byte order mark is skipped; of two equal keys the last one counts."""
+    """A byte order mark is skipped; the last of two equal keys counts."""
     assert parse_body(raw) == {"a": [1]}
 
 
 @given(odd_values, st.sampled_from(list(Route)))
 def test_no_field_type_is_an_error(value: Any, route: Route) -> None:
-    """Whatever is wrong with a field, the answer is the server's."""
+    """A field of a wrong type raises no error here: the server answers the request."""
     shapes: list[Json] = [
         value if isinstance(value, dict) else {"prompt": value},
         {"messages": value, "input": value, "system": value, "tools": value, "n": value},
@@ -146,7 +146,7 @@ def test_no_field_type_is_an_error(value: Any, route: Route) -> None:
     ],
 )
 def test_prompt(prompt: Any, expected: PromptSource) -> None:
-    """`tokenize_input_prompts`; a batch of one is not a batch."""
+    """Prompts are read as by `tokenize_input_prompts`; a batch of one is a single prompt."""
     for route in (Route.COMPLETION, Route.OAI_COMPLETION):
         parsed = parse_request(route, {"prompt": prompt})
         assert expected == parsed.prompt_source
@@ -170,7 +170,7 @@ def test_unknown_prompt(prompt: Any) -> None:
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [{"prompt_string": "a"}, "b"]])
 def test_batch_takes_the_whole_backend(prompt: Any) -> None:
-    """An array without a number in it; its prompts run in slots of the server's choice."""
+    """A batch is an array without numbers; the server chooses the slots of its prompts."""
     parsed = parse_request(Route.COMPLETION, {"prompt": prompt})
     assert parsed.whole_backend
     assert isinstance(parsed.prompt_source, UnknownPrompt)
@@ -221,7 +221,7 @@ def test_media_keeps_its_place_but_not_its_payload(part: Json, payload: str) -> 
 
 
 def test_media_of_converted_bodies_in_order_of_appearance() -> None:
-    """The same picture has the same fingerprint whichever route it came by."""
+    """A picture has the same fingerprint on every route."""
     anthropic = {"type": "base64", "media_type": "image/png", "data": "QQ=="}
     image = {"type": "image", "source": anthropic}
     result = {"type": "tool_result", "tool_use_id": "x", "content": [image]}
@@ -264,7 +264,7 @@ def test_max_new_tokens(fields: Json, expected: int | None) -> None:
 
 
 def test_fields_of_converted_bodies() -> None:
-    """/v1/messages passes on next to nothing, /v1/responses everything."""
+    """/v1/messages forwards almost no field, /v1/responses forwards every field."""
     fields = {"id_slot": 1, "n": 2, "n_predict": 7, "cache_prompt": False, "lora": [{"id": 0}]}
     fields |= {"n_cache_reuse": 8}
     messages = parse_request(Route.MESSAGES, {"messages": [], **fields})
@@ -292,7 +292,7 @@ def test_fields_of_converted_bodies() -> None:
         ({"n_cache_reuse": 0.9}, "shifts", False),
         ({"n_cache_reuse": 1.9}, "shifts", True),
         ({"n_cache_reuse": True}, "shifts", True),
-        ({"n_cache_reuse": None}, "shifts", True),  # as the server was started
+        ({"n_cache_reuse": None}, "shifts", True),  # null: the server's own setting
         ({"n": 1}, "whole_backend", False),
         ({"n_cmpl": 1, "n": 2}, "whole_backend", False),
         ({"n_cmpl": None, "n": 2}, "whole_backend", True),
@@ -315,7 +315,7 @@ def test_field(fields: Json, attribute: str, expected: object) -> None:
     st.booleans(),
 )
 def test_pinned_body_says_the_same(body: Json, slot: int, before: bytes, indent: bool) -> None:
-    """And stripped of it, the same without an id_slot."""
+    """Pinning changes only `id_slot`; stripping removes only `id_slot`."""
     raw = before + orjson.dumps(body, option=orjson.OPT_INDENT_2 if indent else 0) + b"\n"
     parsed = parse_body(raw)
     pinned = pin_slot(raw, parsed, slot)
@@ -326,7 +326,7 @@ def test_pinned_body_says_the_same(body: Json, slot: int, before: bytes, indent:
 
 
 def test_pinning_changes_no_other_byte() -> None:
-    """Numbers and escapes that a serializer would write in another way stay."""
+    """Numbers and escapes stay, even where a serializer would write them differently."""
     raw = b'\xef\xbb\xbf { "a" : 1E5, "b": "\\u0041", "a": 10000000000000000000000 }'
     pinned = pin_slot(raw, parse_body(raw), 3)
 
@@ -368,7 +368,7 @@ async def slot_tokens(server: LlamaServer, folder: Path) -> Tokens:
 async def test_prompt_source_gives_the_slot_s_tokens(
     llama_server: StartServer, tmp_path: Path, prompt: Any
 ) -> None:
-    """`gemma3` adds a BOS, so that where specials are added is seen."""
+    """`gemma3` adds a BOS, which shows where special tokens are added."""
     server = await llama_server("gemma3", slots=1)
     given_source = source({"prompt": prompt})
     match given_source:
@@ -395,7 +395,7 @@ async def test_prefill_leaves_exactly_the_tokens(llama_server: StartServer, tmp_
 
 
 def test_what_the_router_computes_is_never_moved_there() -> None:
-    """Unless that is what is to be found out: null is as the server was started."""
+    """`exact=False` sends null, the server's own setting, to find out what the server does."""
     tokens = pack([1, 2])
     moved = [
         prefill_body(tokens, 0),

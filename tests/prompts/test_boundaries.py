@@ -24,8 +24,8 @@ from tests.support.paths import TEMPLATES
 from tests.support.servers.fake_wire import render_chat
 from tests.support.servers.router_fleet import Json
 
-# Tokens between a boundary and what is truly common: the longest generation prompt of the
-# templates here, and the rounding. More where "<|im_start|>" is read letter by letter.
+# Tokens between a boundary and the true divergence: the longest generation prompt of these
+# templates, and the rounding. CLOSE_PLAIN: "<|im_start|>" is tokenized letter by letter.
 CLOSE, CLOSE_PLAIN = 24, 60
 
 # --- where a text settles -------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def test_it_settles_before_the_special_token_next_to_the_difference() -> None:
 
 
 def test_it_settles_at_a_difference_of_two_special_tokens_only() -> None:
-    """Text of a user may begin with a special token: another text does not, and merges."""
+    """A user's text may begin with a special token; another text does not, and merges."""
     assert settled([2, 5, 5, 1, 6], [2, 5, 5, 2, 6]) == 3
     assert settled([2, 5, 5, 1, 6], [2, 5, 5, 6, 6]) == 0
     assert settled([2, 5, 5, 1, 6], [2, 5, 5]) == 0
@@ -64,7 +64,7 @@ def test_far_from_special_tokens_a_few_are_given_up() -> None:
 
 @given(ids, ids, st.integers(0, 3 * NEAR))
 def test_what_is_settled_is_common(prompt: list[int], other: list[int], end: int) -> None:
-    """By the definition, read literally."""
+    """The result equals the definition, implemented literally."""
     end = min(end, len(prompt))
     agreed = 0
     while agreed < min(len(prompt), len(other)) and prompt[agreed] == other[agreed]:
@@ -92,7 +92,7 @@ def said(role: str, content: object, **more: object) -> Json:
 async def chatml_call(
     content: str | list[str | int], *, add_special: bool, parse_special: bool
 ) -> list[int]:
-    """A byte is a token, and so is each special of ChatML; two newlines are one."""
+    """Tokenize: a byte, a ChatML special and two newlines are one token each."""
     if isinstance(content, list):
         each = [
             [part]
@@ -116,14 +116,14 @@ async def chatml_call(
 
 @dataclass
 class Chatml:
-    """A finder over ChatML, and what it asked for."""
+    """A finder over ChatML, and the bodies that it asked to render."""
 
     finder: BoundaryFinder
     tokenizer: SegmentTokenizer
     asked: list[tuple[Json, bool]]
     refuses: Callable[[Json], bool] = lambda body: False
     trims: bool = False
-    counts: bool = False  # a template that begins with how many messages there are
+    counts: bool = False  # the template begins with the number of messages
 
     def text(self, body: Json) -> str:
         trimmed = [{**m, "content": m["content"].strip()} for m in body["messages"] if self.trims]
@@ -134,7 +134,7 @@ class Chatml:
         return await self.tokenizer.tokenize(self.text(body), add_special=True)
 
     async def find(self, *messages: Json, **fields: object) -> list[str]:
-        """What lies between the boundaries, as text of the rendered prompt."""
+        """Return the texts between the boundaries of the rendered prompt."""
         body = {"messages": list(messages), **fields}
         prompt = await self.tokens(body)
         cuts = await self.finder.find(body, prompt)
@@ -176,7 +176,7 @@ def chatml_of(tasks: Tasks) -> Chatml:
 
 
 async def test_a_conversation_has_three(chatml: Chatml) -> None:
-    """The system prompt, all but the last message, all but the generation prompt."""
+    """Boundaries follow the system prompt, precede the last message and the generation prompt."""
     assert await chatml.find(
         said("system", "S"), said("user", "a"), said("assistant", "b"), said("user", "c")
     ) == [
@@ -200,12 +200,12 @@ async def test_without_a_system_prompt_nothing_is_common_to_all(chatml: Chatml) 
 
 
 async def test_a_message_that_is_one_of_ours(chatml: Chatml) -> None:
-    """The other text differs from the first character on, whatever the message is."""
+    """The compared text differs from the first character on, whatever the message is."""
     for text in ("Z", "Q", "ZQ", "  Z", "", "\n\n", [{"type": "text", "text": "Z"}]):
         parts = await chatml.find(said("system", "S"), said("user", text))
         assert len(parts) == 3, text
         assert parts[0] == "<|im_start|>system\nS<|im_end|>\n"
-    # and has the same form
+    # The compared message has the same form.
     assert [{"type": "text", "text": "Q"}] in [
         b["messages"][-1]["content"] for b, _ in chatml.asked
     ]
@@ -220,7 +220,7 @@ async def test_a_message_that_is_one_of_ours_once_it_is_trimmed(chatml: Chatml) 
 async def test_what_a_part_has_in_common_counts_only_where_it_is_in_the_prompt(
     chatml: Chatml,
 ) -> None:
-    """No next turn begins alike: what is left is another last message, and this one again."""
+    """The next turn begins differently: the boundaries serve other and repeated last messages."""
     chatml.counts = True
     parts = await chatml.find(
         said("system", "S"), said("user", "a"), said("assistant", "b"), said("user", "c")
@@ -229,7 +229,7 @@ async def test_what_a_part_has_in_common_counts_only_where_it_is_in_the_prompt(
 
 
 async def test_text_that_may_merge_is_left_out(tasks: Tasks) -> None:
-    """Special tokens are not known: a newline before another message may be one with its own."""
+    """Special tokens are unknown: a newline before a message may merge with the message's own."""
     chatml = chatml_of(tasks)
     body: Json = {"messages": [said("system", "S"), said("user", "a")]}
     prompt = await chatml.tokens(body)
@@ -256,10 +256,10 @@ async def test_an_answer_that_is_begun_belongs_to_the_answer(chatml: Chatml) -> 
 
 async def test_a_rendering_that_fails_gives_no_boundary(chatml: Chatml) -> None:
     messages = (said("system", "S"), said("user", "a"), said("assistant", "b"), said("user", "c"))
-    chatml.refuses = lambda body: len(body["messages"]) == 2  # another first message
+    chatml.refuses = lambda body: len(body["messages"]) == 2  # with another first message
     assert len(await chatml.find(*messages)) == 3
-    chatml.refuses = lambda body: len(body["messages"]) == 6  # the next turn: still for this one
-    assert len(await chatml.find(*messages)) == 4  # the opening is asked for again, and kept
+    chatml.refuses = lambda body: len(body["messages"]) == 6  # the next turn: still for a repeat
+    assert len(await chatml.find(*messages)) == 4  # the opening is rendered again, and kept
     chatml.refuses = lambda body: True
     assert len(await chatml.find(*messages)) == 2
     assert len(await chatml.find(said("user", "a"))) == 1
@@ -271,7 +271,7 @@ async def test_no_messages_no_boundaries(chatml: Chatml) -> None:
 
 
 async def test_a_system_prompt_is_rendered_once(chatml: Chatml) -> None:
-    """For all prompts that have it, with the same tools; other fields do not matter."""
+    """One rendering serves all prompts with that system prompt and the same tools."""
     first = (said("system", "S"), said("user", "a"))
     await chatml.find(*first, temperature=1)
     openings = len(chatml.asked)
@@ -286,7 +286,7 @@ async def test_a_system_prompt_is_rendered_once(chatml: Chatml) -> None:
         await chatml.find(said("system", str(i)), said("user", "a"))
     before = len(chatml.asked)
     await chatml.find(*first)
-    assert len(chatml.asked) - before == openings  # forgotten meanwhile
+    assert len(chatml.asked) - before == openings  # evicted meanwhile
 
 
 async def test_a_tokenizer_that_fails_gives_no_boundary(tasks: Tasks) -> None:
@@ -341,7 +341,7 @@ NEXT_TOOL = tuple([call, RESULT] for call in (CALLED, THOUGHT_AND_CALLED))
 
 @dataclass
 class Model:
-    """A template on a real server, and a tokenizer that knows its special tokens or does not."""
+    """A template on a real server, and a tokenizer with or without its special tokens."""
 
     client: LlamaClient
     tokenizer: SegmentTokenizer
@@ -360,7 +360,7 @@ class Model:
         return text
 
     async def tokens(self, messages: list[Json], **fields: object) -> Tokens | None:
-        """None where the template refuses."""
+        """Return the tokens of a chat, or None where the template refuses the chat."""
         try:
             text = await self.render({"messages": messages, **fields}, True)
         except BackendRefusedError:
@@ -368,8 +368,11 @@ class Model:
         return await self.tokenizer.tokenize(text, add_special=True)
 
     async def check(self, messages: list[Json], others: list[list[Json]], **fields: object) -> int:
-        """Of each other conversation that the template takes, hardly less than what is common
-        stands before a boundary. The last boundary that serves all of them, 0 for none."""
+        """Check that a boundary stands close before each divergence from `others`.
+
+        Return the last boundary that serves all `others`, or 0. Others that the template refuses
+        are skipped.
+        """
         prompt = await self.tokens(messages, **fields)
         assert prompt is not None
         finder = BoundaryFinder(self.render, self.tokenizer)
@@ -390,7 +393,7 @@ class Model:
 
 
 def tokenizer_of(template: str, tasks: Tasks, *, marked: bool) -> SegmentTokenizer:
-    """The tiny models' own, with the special tokens of this template as well."""
+    """Return the tiny models' tokenizer; if `marked`, with the template's special tokens."""
     made = Tokenizer.from_file(str(tiny_model("llama").tokenizer_dir / "tokenizer.json"))
     likely = [
         text
@@ -419,7 +422,7 @@ def tokenizer_of(template: str, tasks: Tasks, *, marked: bool) -> SegmentTokeniz
 
 @dataclass(frozen=True)
 class Kind:
-    """What a template permits."""
+    """A template and its abilities."""
 
     name: str
     tools: bool = True
@@ -468,7 +471,7 @@ async def test_other_conversations_agree_up_to_the_boundaries(
             await check_turn(model, kind, [S, U], (*NEXT_USER, *NEXT_TOOL), tools=[WEATHER])
             for call in (CALLED, THOUGHT_AND_CALLED):
                 for before in ([], [U, ANSWERS[-1]], [call, RESULT], [U, call, RESULT, A]):
-                    # A call first belongs to the same loop; else to a turn that is over.
+                    # With a call first, `before` is in the same loop; else in a past turn.
                     turn = [V, *before] if before[:1] == [call] else [*before, V]
                     await check_loop(model, kind, [S, *turn, call, RESULT])
 
@@ -476,7 +479,7 @@ async def test_other_conversations_agree_up_to_the_boundaries(
 async def check_turn(
     model: Model, kind: Kind, asked: list[Json], turns: tuple[list[Json], ...], **fields: object
 ) -> None:
-    """A message of the user: the boundaries of its prompt serve what may come besides or next."""
+    """Check that boundaries of a user's message serve alternatives and next turns."""
     prompt = await model.tokens(asked, **fields)
     assert prompt is not None
     system = count(await model.tokenizer.tokenize(SYSTEM, add_special=False))
@@ -494,9 +497,9 @@ async def check_turn(
 
 
 async def check_loop(model: Model, kind: Kind, asked: list[Json]) -> None:
-    """The result of a tool: the next may be another one, or the user again.
+    """Check that boundaries of a tool's result serve another result and the user's next message.
 
-    Templates that keep reasoning between the calls drop it when the user speaks again.
+    Templates that keep reasoning between calls drop it at the next message of the user.
     """
     fields: Json = {"tools": [WEATHER]}
     prompt = await model.tokens(asked, **fields)

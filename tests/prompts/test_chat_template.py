@@ -1,4 +1,4 @@
-"""A chat template is rendered here only where that gives the backend's own text."""
+"""A chat template is rendered locally only where that gives the backend's own text."""
 
 from collections.abc import Callable
 from functools import cache
@@ -32,7 +32,7 @@ def chat(*turns: str, **fields: object) -> dict[str, object]:
 
 
 async def backend_of(template: str, *, bos: str = "", odd: str = "") -> LocalTemplate | None:
-    """Proved against a backend that uses `template`, strips BOS and adds `odd` to every text."""
+    """Prove `template` on a backend that strips BOS and adds `odd` to every text."""
     twin = _renderer(template, bos)
 
     async def apply(raw: bytes) -> str:
@@ -50,12 +50,12 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(autouse=True)
 def _loaded() -> None:
-    """Read from disk before the event loop runs, where that is not allowed."""
+    """Load the tokenizer before the event loop runs, where reading a file is not allowed."""
     _tokenizer()
 
 
 def _renderer(template: str, bos: str) -> Callable[[list[dict[str, str]]], str]:
-    """Hugging Face's own rendering."""
+    """Return Hugging Face's own renderer."""
     tokenizer = _tokenizer()
     tokenizer.bos_token = bos or None
 
@@ -150,7 +150,7 @@ async def test_agrees_with_a_real_server(llama_server: StartServer, name: str | 
 
 
 async def test_a_chat_of_very_many_messages_is_the_backends_to_render() -> None:
-    """Each takes 10 µs here, and nobody else is served meanwhile."""
+    """Each message takes 10 µs, in which no other request is served."""
     template = await backend_of("{% for m in messages %}{{ m.content }};{% endfor %}")
     assert template is not None
     assert template.render(chat(*["x"] * 499)) == "x;" * 499

@@ -1,4 +1,4 @@
-"""In which message a prompt leaves another one; a character is a token here."""
+"""The message in which a prompt diverges from another; one token per character."""
 
 import re
 from typing import Any
@@ -27,7 +27,7 @@ def text_of(message: Json) -> str:
 
 
 async def tokens_of(body: Json) -> Tokens:
-    """The tools after the system prompt; what a `note` says is not for the model."""
+    """Return a token per character: tools after the system prompt, no `note` messages."""
     shown = "<s>You.\n"
     for message in body["messages"]:
         if message["role"] == "note":
@@ -39,20 +39,20 @@ async def tokens_of(body: Json) -> Tokens:
 
 
 async def merged_of(body: Json) -> Tokens:
-    """The same by a tokenizer that takes a character and the newline after it for one token."""
+    """Return tokens in which a character and the newline after it are one token."""
     text = "".join(map(chr, unpack(await tokens_of(body))))
     return pack([hash(piece) % 2**31 for piece in re.findall(r"(?s).\n|.", text)])
 
 
 async def where(other: Json, chat: Json = CHAT, tokens_of: TokensOf = tokens_of) -> Part:
-    """The part where `chat` leaves another one."""
+    """Return the part in which `chat` diverges from `other`."""
     return await part_at(
         chat, common_prefix(await tokens_of(chat), await tokens_of(other)), tokens_of
     )
 
 
 def changed(index: int, content: object, role: str | None = None) -> Json:
-    """The chat with one message that is another."""
+    """Return the chat with one message changed."""
     messages = [*CHAT["messages"]]
     messages[index] = {"role": role or messages[index]["role"], "content": content}
     return {**CHAT, "messages": messages}

@@ -1,4 +1,4 @@
-"""From a request to the ids that the engine will see; what cannot be known is unknown, and why."""
+"""Reading of requests into the ids that the engine will see; an unknown prompt has a reason."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -69,7 +69,7 @@ async def ids(reader: PromptReader, route: Route, body: Json) -> list[int]:
 async def test_ids_are_taken_as_they_are(reader: PromptReader, fake: FakeLlama) -> None:
     seen = len(fake.seen)
     assert await ids(reader, Route.COMPLETION, {"prompt": [5, 6, 7]}) == [5, 6, 7]
-    assert len(fake.seen) == seen  # nobody was asked
+    assert len(fake.seen) == seen  # no request was sent
 
 
 async def test_text_and_chat(reader: PromptReader) -> None:
@@ -120,7 +120,7 @@ def test_without_a_tokenizer_that_is_all_but_what_will_be_refused(reader: Prompt
 
 
 async def test_backend_that_is_gone(reader: PromptReader, fake: FakeLlama) -> None:
-    """That says nothing of the prompt: another one may read it."""
+    """The failure says nothing of the prompt: another backend may read it."""
     await fake.go_down()
     with pytest.raises(BackendError, match="cannot be reached"):
         await reader.read(parse_request(Route.CHAT, {"messages": [USER]}))
@@ -132,7 +132,7 @@ async def test_what_the_backend_refuses_is_unknown(reader: PromptReader) -> None
 
 
 async def test_boundaries_are_read_on_demand(reader: PromptReader) -> None:
-    """Of chats in any dialect. Of a chat with a picture, a text or ids there are none."""
+    """Chats of every dialect have boundaries; chats with media, texts and ids have none."""
     system = {"role": "system", "content": "kind"}
     chat = parse_request(Route.CHAT, {"messages": [system, USER]})
     assert (await reader.read(chat)).boundaries == ()
@@ -145,7 +145,7 @@ async def test_boundaries_are_read_on_demand(reader: PromptReader) -> None:
     assert anthropic.boundaries == prompt.boundaries
 
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    marker = {"type": "text", "text": reader._vocabulary.media_marker}  # the fake writes none
+    marker = {"type": "text", "text": reader._vocabulary.media_marker}  # the fake writes no marker
     for route, body in (
         (Route.COMPLETION, {"prompt": "abc"}),
         (Route.COMPLETION, {"prompt": [5, 6, 7]}),
@@ -166,7 +166,7 @@ async def test_a_prompt_that_is_unknown_has_no_boundaries(reader: PromptReader) 
 async def test_boundaries_are_the_same_with_a_local_template(
     llama_server: StartServer, connections: Connections, tasks: Tasks, self_check: bool
 ) -> None:
-    """The next turn agrees with them, as a real server renders it."""
+    """The next turn, rendered by a real server, agrees with the prompt up to its boundaries."""
     extra = ["--jinja", "--chat-template-file", str(QWEN)]
     server = await llama_server("lfm2", slots=1, extra_args=extra)
     remote = await reader_of(server.url, connections, tasks)
@@ -200,7 +200,7 @@ async def test_boundaries_are_the_same_with_a_local_template(
 
 
 def test_pictures_have_ids_that_no_vocabulary_has() -> None:
-    """Negative, and never -1, which stands for any media in a state file."""
+    """Ids of media are negative, and never -1, which stands for any media in a state file."""
     found = {fingerprint_id(str(i)) for i in range(10_000)}
 
     assert max(found) <= -2

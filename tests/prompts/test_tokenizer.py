@@ -1,4 +1,4 @@
-"""The cut at special tokens against an oracle that tokenizes whole texts, and against bad luck."""
+"""The cut at special tokens against an oracle that tokenizes whole texts, and against faults."""
 
 import asyncio
 import contextlib
@@ -32,9 +32,11 @@ Content = str | list[str | int]
 
 @dataclass
 class Oracle:
-    """llama.cpp's order of work, written plainly: specials one after the other, the longest
-    first, each over all fragments; then every fragment by itself, three characters a token, so
-    that a cut in the wrong place shows."""
+    """llama.cpp's order of work, written plainly.
+
+    Specials are applied one after the other over all fragments, the longest first. Then every
+    fragment is tokenized by itself, three characters a token, so that a wrong cut shows.
+    """
 
     specials: dict[str, int] = field(default_factory=lambda: dict(SPECIALS))
     user_defined: dict[str, int] = field(default_factory=dict)
@@ -113,7 +115,7 @@ def make(oracle: Oracle, cache_bytes: int = 1 << 20) -> SegmentTokenizer:
 
 
 async def checked(oracle: Oracle, cache_bytes: int = 1 << 20) -> SegmentTokenizer:
-    """Attached, segmenting, with nothing cached and no call counted."""
+    """Return a checked tokenizer that segments, with an empty cache and no call counted."""
     made = make(oracle, cache_bytes)
     assert await made.self_check() is None
     made._void()
@@ -131,7 +133,7 @@ def turn(role: str, text: str) -> str:
     return f"<|start|>{role}\n{text}<|end|>\n"
 
 
-ENDING = "<|end|>\n"  # each message has one: it is known once the first of them is
+ENDING = "<|end|>\n"  # ends every message: cached after the first
 CHAT = (
     turn("system", "Be brief. " * 40) + turn("user", "Why? " * 90) + turn("assistant", "So. " * 99)
 )
@@ -150,7 +152,7 @@ async def test_cold_conversation_is_one_call() -> None:
 
 @pytest.mark.parametrize("cuts", [True, False])
 async def test_what_one_tenant_has_sent_is_new_for_another(cuts: bool) -> None:
-    """Also a short text, and at the same moment. Else its time would tell that it was sent."""
+    """Short and simultaneous texts are not shared either: timing would reveal another's text."""
     oracle = Oracle()
     made = await checked(oracle) if cuts else make(oracle)
     for text in (CHAT, "short"):
@@ -196,7 +198,7 @@ async def test_two_changes_far_apart_are_two_calls() -> None:
 
 
 async def test_add_special_shares_the_segments() -> None:
-    """What add_special adds stands around them; it does not belong to the first one."""
+    """Tokens of add_special stand around the segments and belong to none of them."""
     oracle = Oracle(tail=(EOS,))
     made = await checked(oracle)
     await made.tokenize("before " + CHAT, add_special=False)
@@ -285,7 +287,7 @@ async def test_who_leaves_takes_nothing_from_the_others(segmenting: bool) -> Non
     loop = asyncio.get_running_loop()
     waiters = [loop.create_task(made.tokenize(CHAT, add_special=True)) for _ in range(3)]
     await turns()
-    waiters[0].cancel()  # it was the first, so it caused the call
+    waiters[0].cancel()  # this waiter was the first: it caused the call
     await turns()
     oracle.gate.set()
 
@@ -408,7 +410,7 @@ def _does_not_start_with_its_special(content: Content, ids: list[int]) -> list[i
 async def test_answer_that_does_not_fall_into_segments_is_neither_used_nor_kept(
     spoil: Callable[[Content, list[int]], list[int]],
 ) -> None:
-    """Only the call without add_special lies: the fallback is the call that asks for all."""
+    """Only the call without add_special lies: the fallback is a call for the whole text."""
     oracle = Oracle()
     made = await checked(oracle)
 
@@ -440,7 +442,7 @@ PARTS = [*SPECIALS, "<|", "|>", "<", "s>", "start", " ", "  ", "\n", "a", "bc", 
 def test_segments_give_the_ids_of_the_whole(
     first: list[str], second: list[str], add_special: bool
 ) -> None:
-    """The second text is the first one continued, so that it meets a cache that is half full."""
+    """The second text continues the first, so that it meets a half-full cache."""
 
     async def compare() -> None:
         oracle = Oracle(tail=(EOS,))
@@ -474,7 +476,7 @@ async def test_special_that_strips_to_its_left_is_given_up_alone() -> None:
 
 
 async def test_specials_that_can_share_characters_are_given_up() -> None:
-    """In "<ab>cd]" the engine takes the longer token, wherever it begins."""
+    """The engine takes the longer token in "<ab>cd]", wherever it begins."""
     oracle = Oracle(specials={**SPECIALS, "<ab>": 5, "b>cd]": 6, "b>": 7})
     made = make(oracle)
 
@@ -489,7 +491,7 @@ async def test_special_that_begins_like_another_is_told_apart() -> None:
     made = await checked(oracle)
 
     assert pack([6, 5]) == await made.tokenize("<x>y<x>", add_special=False)
-    assert oracle.calls == ["<x>y<x>"]  # no second one for the whole text
+    assert oracle.calls == ["<x>y<x>"]  # no second call for the whole text
     assert made.specials == {"<x>", "<x>y"}
 
 
@@ -585,7 +587,7 @@ async def test_confirmed_disagreement_ends_segmenting_for_good() -> None:
 
 
 async def test_disagreement_is_confirmed_though_the_bad_ids_left_the_cache() -> None:
-    """One call for a long run hides what its segments give by themselves."""
+    """One call for a long run hides the ids of its segments by themselves."""
     oracle = Oracle()
     made = await checked(oracle)
     oracle.strips_left = frozenset({"<|end|>"})
@@ -652,7 +654,7 @@ async def test_backend_that_tokenizes_otherwise_than_before_empties_the_cache() 
 
 
 async def test_a_short_text_is_encoded_at_once() -> None:
-    """No task is started for what takes microseconds: a short chat pays for each of them."""
+    """Work of microseconds starts no task: a short chat pays for each task."""
     oracle = Oracle()
     made = make(oracle)
     assert await made.self_check(LocalTokenizer(lambda text: oracle.ids(text, False))) is None

@@ -1,7 +1,7 @@
-"""The ids that a real llama-server gives, for byte-level and SentencePiece vocabularies.
+"""The ids of a real llama-server, for byte-level and SentencePiece vocabularies.
 
-With KVFERRY_TEST_VOCABS set to a folder of vocabulary-only GGUFs (llama.cpp's `models/`), each of
-them gets a body of zeros and is tried as well.
+With KVFERRY_TEST_VOCABS set to a folder of vocabulary-only GGUFs (llama.cpp's `models/`), each
+vocabulary gets a model with zero weights and is tried as well.
 """
 
 import json
@@ -68,7 +68,7 @@ def spawn(coro: Coroutine[Any, Any, None], *, name: str) -> None:
 
 
 def mixtures(specials: list[str], n: int) -> list[str]:
-    """Specials, whole and broken, among texts of all kinds; the same ones every time."""
+    """Return mixtures of whole and broken specials with texts; the same ones every time."""
     draw = random.Random(7)
     odd = [" ", "\n", "  ", "x", "<", "|>", "<|", ""]
     return [
@@ -108,7 +108,7 @@ async def test_segments_and_local_tokenizers_are_exact(
             assert (True, local is not None) == (made.segmenting, made.uses_local)
             await assert_exact(made, call, list(found))
 
-        # What the engine counts for a chat request is what we say of its prompt.
+        # The engine's count for a chat request equals the count for its prompt here.
         made = SegmentTokenizer(call, found, spawn=spawn)
         assert await made.self_check() is None
         prompt = (await post("/apply-template", messages=MESSAGES))["prompt"]
@@ -124,7 +124,7 @@ async def post_props(url: str) -> dict[str, str]:
 
 
 async def test_wrong_local_tokenizer_is_refused(llama_server: StartServer, tmp_path: Path) -> None:
-    """Right vocabulary, right specials, but it joins less than the engine does."""
+    """Vocabulary and specials are right, but the tokenizer merges less than the engine."""
     server = await llama_server("llama", slots=1, ctx=4096)
     source = tiny_model("llama").tokenizer_dir / "tokenizer.json"
     tokenizer = json.loads(source.read_text())
@@ -139,11 +139,11 @@ async def test_wrong_local_tokenizer_is_refused(llama_server: StartServer, tmp_p
         await assert_exact(made, call, list(found))
 
 
-# --- other vocabularies around a body of zeros --------------------------------------------------
+# --- other vocabularies in models with zero weights ---------------------------------------------
 
 
 def write_model(path: Path, name: str, n_vocab: int, vocabulary: Callable[[Any], None]) -> None:
-    """A llama with one layer that says nothing; /tokenize needs no more."""
+    """Write a llama of one layer with zero weights; /tokenize needs no more."""
     size = 64
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name(name)
@@ -168,12 +168,12 @@ def write_model(path: Path, name: str, n_vocab: int, vocabulary: Callable[[Any],
     writer.close()
 
 
-# llama.cpp looks for the last two by name, in phi-3 and in modern-bert.
+# llama.cpp treats the last two specially in models named phi-3 and modern-bert.
 MARKS = ("<start_of_turn>", "<end_of_turn>", "<|endoftext|>", "[MASK]")
 
 
 def sentencepiece(*, space_prefix: bool, add_eos: bool) -> tuple[int, Callable[[Any], None]]:
-    """A gemma-like vocabulary: bytes, letters, and all prefixes of a few words."""
+    """Return size and writer of a gemma-like vocabulary: bytes, letters, prefixes of words."""
     kind = gguf.TokenType
     words = ["▁the", "▁you", "▁are", "▁how", "he", "re", "▁▁▁▁", "llo", "def", "▁漢字"]
     pieces = sorted({word[:n] for word in words for n in range(2, len(word) + 1)}, key=len)
@@ -206,8 +206,8 @@ def sentencepiece(*, space_prefix: bool, add_eos: bool) -> tuple[int, Callable[[
     [
         ("plain", True, False, set()),
         ("plain", False, True, set()),
-        # llama.cpp goes by the name: all specials of phi-3 strip to their right, which is
-        # harmless; modern-bert's [MASK] strips to its left, which is not.
+        # llama.cpp goes by the name. All specials of phi-3 strip to their right: harmless.
+        # The [MASK] of modern-bert strips to its left: harmful.
         ("phi-3", True, False, set()),
         ("modern-bert", False, False, {"[MASK]"}),
     ],
@@ -236,14 +236,17 @@ SPELLED = (
     "<｜begin▁of▁sentence｜><｜end▁of▁sentence｜><fim_prefix>[CLS][SEP][MASK]<mask>"
     "<BOS_TOKEN><|START_OF_TURN_TOKEN|><|END_OF_TURN_TOKEN|>"
 )
-REFUSED = {"ggml-vocab-phi-3"}  # the name makes its specials strip white space; the file is silent
+REFUSED = {"ggml-vocab-phi-3"}  # its specials strip white space, which the file does not say
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not NAMES, reason="KVFERRY_TEST_VOCABS names no folder with vocabularies")
 @pytest.mark.parametrize("name", NAMES)
 async def test_vocabulary_family_is_exact(tmp_path: Path, name: str) -> None:
-    """Also BERT's, which ends a text with a token, and those that no local tokenizer is for."""
+    """Vocabularies like BERT's, which ends a text with a token, are exact too.
+
+    Some have no local tokenizer.
+    """
     fields = gguf.GGUFReader(str(NAMES[name])).fields.values()
     values = [(f.name, f.contents(), f.types) for f in fields if f.name.startswith("tokenizer.")]
     n_vocab = next(len(value) for key, value, _ in values if key == "tokenizer.ggml.tokens")

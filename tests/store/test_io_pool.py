@@ -1,4 +1,4 @@
-"""`router.store.io_pool`, and what a store does with files in a directory that hangs."""
+"""`router.store.io_pool`, and a store's work with files in a directory that hangs."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ NO_TIME = 0.01
 
 
 async def turns() -> None:
-    """Let what is due happen."""
+    """Let due callbacks run."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -65,7 +65,7 @@ async def test_who_waits_for_a_thread_that_hangs_is_told_so_and_the_next_at_once
 
 
 async def test_what_waits_for_a_thread_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither behind work that nobody waits for, nor behind calls that come to their end."""
+    """A call that waits behind background work, or behind calls that return, does not hang."""
     made = threads()
     go = threading.Event()
     backlog = [asyncio.get_running_loop().create_task(made.unhurried(go.wait)) for _ in range(4)]
@@ -99,7 +99,7 @@ async def test_what_waits_for_a_thread_does_not_hang(monkeypatch: pytest.MonkeyP
 
 
 async def test_who_waits_behind_what_hangs_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if nobody waits for what hangs any more. It was not begun, and never is."""
+    """A call queued behind a cancelled call that hangs also fails, and never begins."""
     monkeypatch.setattr(io_pool, "BULK_S", 0.05)
     made = threads()
     go, begun = threading.Event(), list[int]()
@@ -132,7 +132,7 @@ async def test_what_a_thread_raises_is_raised(blamed: bool, expected: type[KvErr
 
 
 class Hanging:
-    """A function of the store's that waits, once for each thread that comes by."""
+    """A patched function of the store, in which every thread waits for `go`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
         self.go = threading.Event()
@@ -154,7 +154,7 @@ async def stores(tmp_path: Path) -> AsyncIterator[Stores]:
 
 
 async def kept(store: KvStore) -> Snapshot:
-    """A snapshot of a store that has begun."""
+    """Load the store and return a committed snapshot of it."""
     await store.load()
     snapshot = await put(store)
     await store.flush()
@@ -182,7 +182,7 @@ async def test_what_hangs_is_withdrawn_and_offered_again(
     await turns()
     assert stores.lost == [(snapshot, "its directory does not answer")]
     assert store.hangs
-    # The other directory has threads of its own.
+    # The other directory has its own threads.
     await store.discard(stores.kv_dirs[1], store.staging_name())
 
     hanging.go.set()
@@ -195,7 +195,7 @@ async def test_what_hangs_is_withdrawn_and_offered_again(
 async def test_a_file_that_comes_too_late_is_removed(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link that nobody waits for any more."""
+    """The late file here is a link; its caller has given up."""
     store = stores.make(*stores.kv_dirs)
     snapshot = await kept(store)
     hanging = Hanging(monkeypatch, files, "link")
@@ -211,7 +211,7 @@ async def test_a_file_that_comes_too_late_is_removed(
 async def test_of_two_directories_neither_is_blamed_for_the_other(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is read and the other written: only the way between them is closed."""
+    """One directory is read and the other written: only the way between them is closed."""
     here, there = stores.kv_dirs
     store = stores.make(here, there)
     snapshot = await kept(store)
@@ -270,7 +270,7 @@ async def test_one_that_hangs_while_it_is_opened_is_let_go_of(
 async def test_what_was_lost_is_told_before_what_is_found(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory answers when the first loss has been told."""
+    """The directory answers again once the first loss has been reported."""
     monkeypatch.setattr(store_module, "_TOLD_AT_ONCE", 1)
     offered: set[SnapshotId] = set()
 

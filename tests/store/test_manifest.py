@@ -57,7 +57,7 @@ def replay(directory: Path, content: bytes) -> Manifest:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A header, adds of 0 to 5, drops of 1 and 3."""
+    """Return a manifest with a header, adds of 0 to 5 and drops of 1 and 3."""
     directory = tmp_path_factory.mktemp("written")
     manifest = opened(directory)
     for number in range(6):
@@ -74,7 +74,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(lines: list[bytes]) -> dict[SnapshotId, ManifestEntry]:
-    """What the whole lines of `written` say, by the order in which the fixture wrote them."""
+    """Return the records in the whole lines of `written`, by the fixture's order of writes."""
     out = {}
     for index, _ in enumerate(lines):
         if 1 <= index <= 6:
@@ -117,7 +117,7 @@ def test_append_after_a_torn_line(scratch: Path, written: bytes) -> None:
 
 
 def test_short_record_over_a_long_torn_one(scratch: Path, written: bytes) -> None:
-    """What is left of the torn one must not become a line of its own."""
+    """The rest of the torn record must not become a line of its own."""
     lines = written.splitlines(keepends=True)
     (scratch / MANIFEST).write_bytes(b"".join(lines[:3]) + lines[3][:-1])
     manifest = opened(scratch)
@@ -173,7 +173,7 @@ def test_valid_checksum_is_not_enough(scratch: Path, written: bytes) -> None:
 
 
 def test_records_without_a_shape(scratch: Path, written: bytes) -> None:
-    """As they were before there were shapes: read as the plainest file there is."""
+    """A record from before shapes existed is read as a file of the plainest shape."""
     old = asdict(entry(7))
     for name in module._SHAPE:
         del old[name]
@@ -205,7 +205,7 @@ def test_records_with_a_strange_shape(
 
 
 def test_future_version_is_refused(tmp_path: Path) -> None:
-    """A newer kvferry's journal must not be read, and least of all be compacted."""
+    """A newer kvferry's manifest must not be read, still less compacted."""
     content = module._line({"format": "kvferry.manifest", "version": 2})
     with pytest.raises(KvError, match="unknown manifest format"):
         replay(tmp_path, content)
@@ -229,7 +229,7 @@ def test_compacts_when_drops_outnumber(tmp_path: Path) -> None:
 def test_compaction_that_stops_at_any_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """The old journal stays good, on disk and in this process."""
+    """The old manifest stays valid, on disk and in this process."""
     manifest = Manifest(tmp_path)
     manifest.open()
     for number in range(3):
@@ -256,7 +256,7 @@ def test_leftover_of_a_compaction_is_removed(tmp_path: Path, written: bytes) -> 
 
 
 def partly(real: Callable[[int, Any, int], int]) -> Callable[[int, Any, int], int]:
-    """The disk takes ten bytes and is full."""
+    """Return a `pwrite` that writes ten bytes and then finds the disk full."""
 
     def pwrite(fd: int, data: Any, offset: int) -> int:
         if len(data) <= 10:
@@ -309,7 +309,7 @@ def test_lock_file_is_no_symlink(tmp_path: Path) -> None:
 def test_whether_it_is_there_is_known_while_it_is_written_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for a disk that takes its time; it once waited for the writer, for ever here."""
+    """The check waits for no slow disk; it once waited for the writer, here for ever."""
     manifest, seen = Manifest(tmp_path, fsync=True), list[bool]()
 
     def looking(call: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Who can read state files: the owner, or the group if the operator says so; nobody else, ever."""
+"""Access to state files: the owner only, or also the group if the operator says so."""
 
 import os
 import stat
@@ -55,7 +55,7 @@ def store(kv_dir: Path, *, group_access: bool) -> KvStore:
 async def test_a_directory_that_is_too_open(
     tmp_path: Path, mode: int, group_access: bool, whom: str | None
 ) -> None:
-    """Refused at the start with what to do; it is not changed behind the operator's back."""
+    """The start is refused with a remedy; the directory's mode is not changed."""
     kv_dir = tmp_path / "a b"
     kv_dir.mkdir()
     kv_dir.chmod(mode)
@@ -99,7 +99,7 @@ async def test_a_path_that_leads_nowhere(tmp_path: Path) -> None:
 
 @pytest.fixture
 async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    """Writes as a llama-server does whose user reads and writes for all."""
+    """Yield a fake that writes as a llama-server with umask 0 does."""
     before = os.umask(0)
     async with FakeLlama(kv_dir=tmp_path) as server:
         yield server
@@ -110,7 +110,7 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 async def test_files_whatever_the_umask(
     fake: FakeLlama, tmp_path: Path, group_access: str, mode: int
 ) -> None:
-    """What a backend wrote, what is cut out of it, manifest and lock: closed once committed."""
+    """Saved and cut files, manifest and lock have restricted modes once committed."""
     yaml = f"store: {{group_access: {group_access}}}"
     async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
         await fleet.complete("x" * 600)
@@ -133,7 +133,7 @@ async def test_a_start_is_refused(tmp_path: Path, fake: FakeLlama) -> None:
 
 
 async def test_a_reload_is_refused(tmp_path: Path, fake: FakeLlama) -> None:
-    """And changes nothing. The error is for an operator: it names the directory."""
+    """A refused reload changes nothing. Its error is for an operator: it names the directory."""
     good, bad = tmp_path / "good", tmp_path / "bad"
     good.mkdir(mode=0o700)
     bad.mkdir()
@@ -149,7 +149,7 @@ async def test_a_reload_is_refused(tmp_path: Path, fake: FakeLlama) -> None:
 
 
 async def test_what_a_real_server_writes(llama_server: StartServer, tmp_path: Path) -> None:
-    """Its files have its umask until they are committed; the directory keeps others out so long."""
+    """A server's files have its umask until committed; the directory keeps others out meanwhile."""
     server = await llama_server()
     kv_dir = tmp_path / "kv"
     async with running([("a", server.url)], kv_dir, yaml="store: {min_tokens: 1}") as fleet:

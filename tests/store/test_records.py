@@ -1,5 +1,4 @@
-"""`router.store.records`: what a record and its file say together. Crashes are in
-test_kv_store_crash.py."""
+"""`router.store.records`: agreement of a record and its file. Crashes: test_store_crash.py."""
 
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def test_shape_is_recovered(tmp_path: Path, shape: StateShape) -> None:
 
 
 def test_unreadable_manifest_lets_go_of_the_directory(tmp_path: Path) -> None:
-    """A second attempt fails for the same reason, and not because of the first."""
+    """The first attempt releases the directory; the second fails for the same reason."""
     (tmp_path / MANIFEST).mkdir()
     for _ in range(2):
         with pytest.raises(KvError, match="cannot open the manifest"):
@@ -69,7 +68,7 @@ def test_unreadable_manifest_lets_go_of_the_directory(tmp_path: Path) -> None:
 def test_what_has_no_record_yet_may_have_been_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its record could not be written, and nobody has heard of that: it was a KeyError."""
+    """The record could not be written and no caller knows it yet; this once was a KeyError."""
     raw = full(TOKENS)
     file = tmp_path / f"kvf-{ID}.kv"
     file.write_bytes(raw)

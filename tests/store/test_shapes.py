@@ -1,4 +1,4 @@
-"""`router.store.shapes`: what is read off a file, and the files made from it."""
+"""`router.store.shapes`: facts read from a state file, and files made from it."""
 
 import os
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_cache_types(path: Path) -> None:
 
 @pytest.mark.parametrize("behind", [b"", CHECKPOINTS])
 def test_padding(path: Path, behind: bytes) -> None:
-    """In place, with one cell in front of the window; what was read holds of the new file."""
+    """Padding adds one cell in front of the window, in place; the result describes the new file."""
     before = look(path, WINDOWED + behind)
     after = shapes.pad(path, before)
     again = shapes.inspect(path, path.stat().st_size)
@@ -75,7 +75,7 @@ def test_padding(path: Path, behind: bytes) -> None:
 
 @pytest.mark.parametrize("raw", [full(TOKENS), WINDOW + recurrent(9), LONG_WINDOW])
 def test_nothing_to_pad(path: Path, raw: bytes) -> None:
-    """No window; or one that is longer than the state, of which nothing has been forgotten."""
+    """A state without a window, or shorter than its window, lacks nothing."""
     before = look(path, raw)
 
     assert shapes.pad(path, before) == before
@@ -96,7 +96,7 @@ def test_what_cannot_be_padded_stays(path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_padding_that_breaks_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the file is new and half old by then: nobody may use it."""
+    """Half of the file is new and half old then: the error keeps it from use."""
     before = look(path, WINDOWED)
     monkeypatch.setattr(os, "pwrite", enospc)
     with pytest.raises(OSError, match="No space"):
@@ -104,7 +104,7 @@ def test_padding_that_breaks_off(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_padding_is_checked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written is read again, as if the server had written it."""
+    """The written file is read again, as if the server had written it."""
     before = look(path, WINDOWED)
     real = rewrite.pad(before.layout, None, len(WINDOWED))
     assert real is not None
@@ -136,7 +136,7 @@ def test_what_cannot_be_cut(path: Path, raw: bytes, n: int) -> None:
 
 
 def test_cut_of_another_file(path: Path) -> None:
-    """Replaced by one of the same size after it was looked at."""
+    """The file was replaced by one of the same size after its inspection."""
     before, target = look(path, full(TOKENS)), path.with_name("cut")
     other = path.with_name("other")
     other.write_bytes(full(TOKENS))

@@ -1,4 +1,4 @@
-"""`router.store.store`: from a backend to a snapshot and back. Crashes are next door."""
+"""`router.store.store`: from a backend to a snapshot and back. Crashes: test_store_crash.py."""
 
 import asyncio
 import os
@@ -80,7 +80,7 @@ async def test_directory_is_made_private(stores: Stores, store: KvStore) -> None
 
 @pytest.mark.parametrize("delta", [-1, 1])
 async def test_size_lie(store: KvStore, delta: int) -> None:
-    """On a full disk llama-server reports more bytes than there are (section 0.4)."""
+    """On a full disk llama-server reports more bytes than the file has (section 0.4)."""
     raw = full(TOKENS)
     name = write(store, raw)
     with pytest.raises(KvFileError, match="reported"):
@@ -111,7 +111,7 @@ async def test_missing_file(store: KvStore) -> None:
 
 @pytest.mark.parametrize("kind", ["symlink", "pipe", "directory"])
 async def test_only_regular_files(store: KvStore, tmp_path: Path, kind: str) -> None:
-    """A pipe must not hang, a symbolic link must not be followed, let alone its target removed."""
+    """A pipe must not hang; a symbolic link is not followed, nor is its target removed."""
     target = tmp_path / "target"
     target.write_bytes(full(TOKENS))
     name = store.staging_name()
@@ -181,7 +181,7 @@ async def test_copy_that_fails_leaves_nothing(
 
 
 async def test_delete_while_linked_elsewhere(pair: KvStore) -> None:
-    """A backend that is about to read its own link does not notice."""
+    """A backend that is about to read its own link is not affected."""
     there = pair._kv_dirs[1]
     snapshot = await put(pair)
     name = await pair.open(snapshot, there, 1)
@@ -211,7 +211,7 @@ async def test_concurrent_opens_are_independent(pair: KvStore) -> None:
 async def test_cancelled_open_leaves_no_link(
     pair: KvStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread cannot be cancelled; what it made has to go all the same."""
+    """A thread cannot be cancelled, but its link must be removed all the same."""
     await cancel_inside(monkeypatch, "link", pair.open(await put(pair), pair._kv_dirs[1], 1))
     await pair.flush()
     assert {n for n in os.listdir(pair._kv_dirs[1]) if n.startswith("kvf-")} == set()
@@ -228,7 +228,7 @@ async def test_cancelled_commit_leaves_no_file(
 
 
 async def test_delete_before_it_is_durable(stores: Stores, store: KvStore) -> None:
-    """The background part must not write a record for a file that is gone."""
+    """The background work must not write a record for a deleted file."""
     for n in range(2, 12):
         snapshot = await put(store, full(range(n)))
         await store.delete(snapshot)
@@ -251,7 +251,7 @@ async def test_quarantine_keeps_the_newest_four(stores: Stores, store: KvStore) 
 
 
 async def test_media_tokens_survive_a_restart(stores: Stores, store: KvStore) -> None:
-    """The file has -1 where media is; which media it was, only the record tells."""
+    """The file has -1 for media; only the record has the fingerprints of the media."""
     tokens = [1, -1, -1, -1, 2]
     raw = head(tokens, [(1, b"abc"), (3, b"d")]) + attention(stream(range(5), ext=True))
     staged = await store.verify(store._kv_dirs[0], write(store, raw), len(raw))
@@ -273,7 +273,7 @@ async def test_without_fsync(stores: Stores, monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_cheap_open_is_cheap(store: KvStore) -> None:
-    """Under a millisecond, of which the machine may take some; the best of many counts."""
+    """An open takes under a millisecond; the best of 50 counts, as the machine may be busy."""
     snapshot = await put(store)
     await store.flush()
     best = 1.0
@@ -295,7 +295,7 @@ async def test_unknown_place_and_snapshot(store: KvStore) -> None:
 async def test_real_backends_share_a_snapshot(
     llama_server: StartServer, stores: Stores, pair: KvStore
 ) -> None:
-    """Saved by one server, restored by another that has its own directory."""
+    """A snapshot saved by one server is restored by another with a directory of its own."""
     here, there = pair._kv_dirs
     first = await llama_server(kv_dir=Path(here))
     second = await llama_server(kv_dir=Path(there))
@@ -331,7 +331,7 @@ async def test_real_backends_share_a_snapshot(
 async def test_many_records_are_checked_many_at_a_time(
     stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten thousand handed to the threads one by one would hold up the event loop."""
+    """Ten thousand calls, one for each record, would block the event loop."""
     made = [await put(store, full([number, 6, 7])) for number in range(210)]
     await store.aclose()
     calls = list[object]()
@@ -344,4 +344,4 @@ async def test_many_records_are_checked_many_at_a_time(
     monkeypatch.setattr(ThreadPoolExecutor, "submit", noted)
     again = stores.make()
     assert {snapshot.id for snapshot in await again.load()} == {one.id for one in made}
-    assert len(calls) == 3 + 2  # and the directory opened, and swept
+    assert len(calls) == 3 + 2  # plus opening and sweeping the directory

@@ -60,7 +60,7 @@ async def test_oldest_comes_first(stores: Stores) -> None:
 async def test_what_is_found_costs_no_copy_of_the_records_each(
     stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ten thousand, sorting them held the event loop up for half a second."""
+    """Sorting ten thousand records once blocked the event loop for half a second."""
     put_in = [await put(store, full(range(n))) for n in range(2, 12)]
     entries = vars(Manifest)["entries"].fget
     copied = []
@@ -147,7 +147,7 @@ def opened_by_path(file: Path) -> Any:
 async def test_disk_trouble_after_the_commit(
     stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """The engine is told, and neither file nor record stays."""
+    """The engine is told, and neither the file nor the record stays."""
     where: dict[str, Any] = {"checksum": files, "add": Manifest}
     monkeypatch.setattr(where.get(step, records), step, enospc)
     snapshot = await put(store)
@@ -164,7 +164,7 @@ async def test_disk_trouble_after_the_commit(
 async def test_crash_before_the_record(
     stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """What no record names is swept away, whatever step it had reached."""
+    """A file without a record is swept away, whatever step it had reached."""
     kv_dir = store._kv_dirs[0]
     kept = await put(store)
     await store.flush()
@@ -255,7 +255,7 @@ async def test_leftovers_are_swept_and_others_left_alone(stores: Stores) -> None
 
 
 async def test_record_with_a_foreign_file_name(stores: Stores, store: KvStore) -> None:
-    """A manifest that names `../x` makes nobody read, rename or remove it."""
+    """A manifest that names `../x` makes the store neither read, rename nor remove that file."""
     snapshot = await put(store)
     await store.flush()
     manifest = store._directories[snapshot.kv_dir].manifest
@@ -272,7 +272,7 @@ async def test_one_owner_per_directory(stores: Stores, store: KvStore) -> None:
     second = stores.make(stores.kv_dirs[1], stores.kv_dirs[0])
     with pytest.raises(KvError, match="in use by another kvferry"):
         await second.load()
-    # The one that it did get is free again.
+    # The directory that `second` had locked is free again.
     third = stores.make(stores.kv_dirs[1])
     assert await third.load() == []
 
@@ -318,7 +318,7 @@ async def test_record_of_another_file_is_not_believed(stores: Stores, store: KvS
 async def test_deleted_while_its_checksum_is_computed(
     store: KvStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No record may be written for a snapshot that is gone already."""
+    """No record may be written for a deleted snapshot."""
     inside, go = threading.Event(), threading.Event()
     real = files.checksum
 

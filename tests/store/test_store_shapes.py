@@ -1,4 +1,4 @@
-"""`router.store.store`: files that are padded, cut and given other streams on the way."""
+"""`router.store.store`: padding, cutting and restreaming of state files."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ def ours(kv_dir: KvDir) -> set[str]:
 
 
 async def test_window_is_padded(stores: Stores, store: KvStore) -> None:
-    """Once, when it comes from the backend; what it is survives a restart."""
+    """A file is padded once, when it comes from the backend; its shape survives a restart."""
     kv_dir = store._kv_dirs[0]
     name = write(store, WINDOWED)
     staged = await store.verify(kv_dir, name, len(WINDOWED))
@@ -93,7 +93,7 @@ async def test_others_stay_as_they_are(
 
 
 async def test_disk_is_full_while_padding(store: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was half written is gone."""
+    """The half-written file is removed."""
     name = write(store, WINDOWED)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", enospc)
@@ -147,7 +147,7 @@ async def test_cut_of_a_changed_file(store: KvStore) -> None:
 
 
 async def test_cut_on_a_full_disk(store: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The snapshot is as good as before: an error, but not of its file."""
+    """The snapshot is as good as before: the error does not blame its file."""
     snapshot = await put(store, full(TOKENS))
     await store.flush()
     monkeypatch.setattr(os, "pwrite", enospc)
@@ -172,7 +172,7 @@ async def test_cancelled_cut_leaves_no_file(
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_other_number_of_streams(store: KvStore, elsewhere: bool) -> None:
-    """Rewritten for the one restore, in the directory of the backend that asked."""
+    """The file is restreamed for one restore, in the directory of the backend that asked."""
     snapshot = await put(store, full(TOKENS))
     kv_dir = store._kv_dirs[elsewhere]
     before = ours(kv_dir)
@@ -190,7 +190,7 @@ async def test_other_number_of_streams(store: KvStore, elsewhere: bool) -> None:
     ("raw", "n_stream"), [(full(TOKENS), 1), (full(TOKENS), 0), (head(TOKENS) + recurrent(9), 2)]
 )
 async def test_streams_that_fit(store: KvStore, raw: bytes, n_stream: int) -> None:
-    """The same number; a backend or a state without attention."""
+    """Equal numbers of streams fit; without attention any number fits."""
     snapshot = await put(store, raw)
     assert await store.open(snapshot, snapshot.kv_dir, n_stream) == path(snapshot).name
 
@@ -203,7 +203,7 @@ async def test_rewritten_file_does_not_outlive_the_store(store: KvStore) -> None
 
 
 async def test_streams_on_a_full_disk(store: KvStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reason to quarantine the snapshot."""
+    """A full disk is no reason to quarantine the snapshot."""
     snapshot = await put(store, full(TOKENS))
     await store.flush()
     for function in ("copy_file_range", "pwrite"):
@@ -228,7 +228,7 @@ async def test_cancelled_rewriting_leaves_no_file(
 async def test_rewritings_at_once(store: KvStore) -> None:
     snapshot = await put(store, full(TOKENS))
     opened = await asyncio.gather(*(store.open(snapshot, snapshot.kv_dir, n) for n in range(5)))
-    assert len(set(opened)) == 4  # 0 and 1 need none
+    assert len(set(opened)) == 4  # 0 and 1 need no rewriting
 
 
 # --- real servers ---------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ async def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def complete(server: LlamaServer, prompt: list[int]) -> tuple[list[int], int]:
-    """Ten tokens by greedy choice, and how many of the prompt were cached."""
+    """Generate ten greedy tokens; return them and the number of cached prompt tokens."""
     body = {"prompt": prompt, "n_predict": 10, "id_slot": 0, "temperature": 0}
     answer = await post(server.url + "/completion", body | {"return_tokens": True})
     return answer["tokens"], answer["timings"]["cache_n"]
@@ -253,8 +253,10 @@ async def complete(server: LlamaServer, prompt: list[int]) -> tuple[list[int], i
 async def test_real_servers_with_other_streams(
     llama_server: StartServer, store: KvStore, kind: str, unified_first: bool
 ) -> None:
-    """Saved by one with a stream for each slot, restored by one with a stream for all, or the
-    other way round; continued as if it had been there all the time."""
+    """A state moves between servers with one stream per slot and with one stream for all.
+
+    The answer continues as if the state had been there all the time.
+    """
     here, there = store._kv_dirs
     flags: list[list[str]] = [[], ["--kv-unified"]]
     if unified_first:

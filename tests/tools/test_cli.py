@@ -20,14 +20,14 @@ from router import __version__
 from router.tools.cli import main
 from tests.conftest import StartServer
 
-NO_TENANT = "http://127.0.0.1:9"
-# Seconds until a program that was told to end, or that was killed, is given up.
+UNUSED_URL = "http://127.0.0.1:9"
+# Seconds to wait for the end of a program that was told to end or was killed.
 END_S = 60.0
 Capture = pytest.CaptureFixture[str]
 
 
 def run(*arguments: str) -> int:
-    """The exit code; argparse leaves by SystemExit."""
+    """Run the command line and return its exit code; argparse raises SystemExit."""
     try:
         return main(arguments)
     except SystemExit as left:
@@ -72,7 +72,7 @@ def test_help_names_every_command(capsys: Capture) -> None:
 
 def test_check_good(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "good.yaml"
-    file.write_text(f"backends: [{{url: '{NO_TENANT}', kv_dir: /kv}}]\n")
+    file.write_text(f"backends: [{{url: '{UNUSED_URL}', kv_dir: /kv}}]\n")
 
     assert run("check", str(file)) == 0
 
@@ -82,7 +82,7 @@ def test_check_good(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_check_bad(tmp_path: Path, capsys: Capture) -> None:
-    """Every problem at once, with file, line and key."""
+    """Every problem is reported at once, with file, line and key."""
     file = tmp_path / "bad.yaml"
     file.write_text("backends:\n  - url: nonsense\npolicy: best\n")
 
@@ -103,10 +103,13 @@ def test_check_missing_file(tmp_path: Path, capsys: Capture) -> None:
 def test_check_needs_what_serve_needs(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package is missed with its line. A variable may be there for the router alone."""
+    """A missing package is an error with its line.
+
+    A missing variable is a warning: perhaps only the router's environment has it.
+    """
     monkeypatch.delenv("KVFERRY_TEST_A", raising=False)
     file = tmp_path / "file.yaml"
-    file.write_text(f"backends:\n  - url: {NO_TENANT}\n    api_key_env: KVFERRY_TEST_A\n")
+    file.write_text(f"backends:\n  - url: {UNUSED_URL}\n    api_key_env: KVFERRY_TEST_A\n")
     assert run("check", str(file)) == 0
     said = "Warning: backends[0].api_key_env names KVFERRY_TEST_A, which is not set"
     assert said in capsys.readouterr().out
@@ -133,9 +136,9 @@ def test_check_needs_what_serve_needs(
     [
         ([], "--backend"),
         (["--backend", "nonsense"], "--backend"),
-        (["--backend", NO_TENANT, "--listen", "nowhere"], "--listen"),
-        (["--backend", NO_TENANT, "--policy", "best"], "--policy"),
-        (["--backend", NO_TENANT, "--backend", NO_TENANT], "--backend (number 2)"),
+        (["--backend", UNUSED_URL, "--listen", "nowhere"], "--listen"),
+        (["--backend", UNUSED_URL, "--policy", "best"], "--policy"),
+        (["--backend", UNUSED_URL, "--backend", UNUSED_URL], "--backend (number 2)"),
         (["--backend", "http://127.0.0.1:8080"], "where kvferry itself listens"),
     ],
 )
@@ -146,7 +149,7 @@ def test_bad_flags(command: str, flags: list[str], named: str, capsys: Capture) 
 
 def test_file_and_flags_together(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "good.yaml"
-    file.write_text(f"backends: [{{url: '{NO_TENANT}'}}]\n")
+    file.write_text(f"backends: [{{url: '{UNUSED_URL}'}}]\n")
 
     assert run("serve", "--config", str(file), "--policy", "sticky", "--kv-dir", "/kv") != 0
 
@@ -154,7 +157,7 @@ def test_file_and_flags_together(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_doctor_without_a_backend_that_answers(capsys: Capture) -> None:
-    assert run("doctor", "--backend", NO_TENANT) == 1
+    assert run("doctor", "--backend", UNUSED_URL) == 1
     assert "nothing listens there" in capsys.readouterr().out
 
 
@@ -171,7 +174,7 @@ class Process:
         self.log: list[str] = []
 
     async def event(self, name: str) -> dict[str, Any]:
-        """The next log line with this event."""
+        """Return the next log line with this event."""
         assert self._process.stderr is not None
         while line := (await self._process.stderr.readline()).decode():
             self.log.append(line)
@@ -184,7 +187,7 @@ class Process:
         self._process.send_signal(number)
 
     async def end(self, number: signal.Signals | None = None) -> int:
-        """Its exit code; `number` is sent first. Fails with its log if it does not end."""
+        """Send `number`, if any; return the exit code, or fail with the log on timeout."""
         if number is not None:
             self.send(number)
         try:
@@ -205,7 +208,7 @@ class Process:
 
 @asynccontextmanager
 async def starting(*argv: str, **environment: str) -> AsyncIterator[Process]:
-    """A program that logs as `kvferry serve` does; killed if it is still there at the end."""
+    """Start a program that logs as `kvferry serve` does; kill it at the end if it still runs."""
     made = Process(
         await asyncio.create_subprocess_exec(
             *argv,
@@ -230,7 +233,7 @@ async def serving(*flags: str, **environment: str) -> AsyncIterator[Process]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_serve(llama_server: StartServer, tmp_path: Path, number: signal.Signals) -> None:
-    """Starts, serves, says that it is healthy, ends well."""
+    """The router starts, serves, reports that it is healthy, and ends well."""
     server = await llama_server()
     kv_dir = str(tmp_path / "kv")
     flags = ("--backend", server.url, "--kv-dir", kv_dir, "--listen", "127.0.0.1:0")
@@ -250,9 +253,9 @@ async def test_serve(llama_server: StartServer, tmp_path: Path, number: signal.S
 
 
 async def test_serve_without_a_backend_that_answers(tmp_path: Path) -> None:
-    """It starts all the same: the backend may come later."""
+    """The router starts all the same: the backend may come later."""
     async with (
-        serving("--backend", NO_TENANT, "--listen", "127.0.0.1:0") as process,
+        serving("--backend", UNUSED_URL, "--listen", "127.0.0.1:0") as process,
         aiohttp.ClientSession() as session,
     ):
         url = (await process.event("listening"))["url"]
@@ -266,7 +269,7 @@ async def test_more_clients_than_a_shell_allows_open_files() -> None:
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
     try:
-        serve = serving("--backend", NO_TENANT, "--listen", "127.0.0.1:0")
+        serve = serving("--backend", UNUSED_URL, "--listen", "127.0.0.1:0")
         process = await serve.__aenter__()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
@@ -286,7 +289,7 @@ async def test_more_clients_than_a_shell_allows_open_files() -> None:
 async def test_port_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        async with serving("--backend", NO_TENANT, "--listen", f"127.0.0.1:{port}") as process:
+        async with serving("--backend", UNUSED_URL, "--listen", f"127.0.0.1:{port}") as process:
             assert await process.end() == 1
             assert str(port) in process.log[-1]
             assert "kvferry: listen (--listen): " in process.log[-1]
@@ -297,7 +300,7 @@ async def test_port_taken() -> None:
 async def test_kv_dir_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kv_dir = str(tmp_path / "file" / "kv")
-    flags = ("--backend", NO_TENANT, "--kv-dir", kv_dir, "--listen", "127.0.0.1:0")
+    flags = ("--backend", UNUSED_URL, "--kv-dir", kv_dir, "--listen", "127.0.0.1:0")
     async with serving(*flags) as process:
         assert await process.end() == 1
         assert kv_dir in process.log[-1]
@@ -306,7 +309,7 @@ async def test_kv_dir_that_cannot_be_used(tmp_path: Path) -> None:
 
 async def test_key_that_is_not_there(tmp_path: Path) -> None:
     file = tmp_path / "key.yaml"
-    file.write_text(f"backends: [{{url: '{NO_TENANT}', api_key_env: KVFERRY_NO_SUCH_KEY}}]\n")
+    file.write_text(f"backends: [{{url: '{UNUSED_URL}', api_key_env: KVFERRY_NO_SUCH_KEY}}]\n")
     async with serving("--config", str(file)) as process:
         assert await process.end() == 1
         assert "KVFERRY_NO_SUCH_KEY" in process.log[-1]

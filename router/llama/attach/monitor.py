@@ -271,7 +271,7 @@ class Monitor:
         try:
             attached = await self._learn(props, borrowed)
         except (BackendError, KvError):
-            # ProbeResult requests may still run in the slots: only attaching anew is safe.
+            # Probe requests may still run in the slots: only attaching anew is safe.
             self._lose()
             raise
         self.attached = attached

@@ -1,4 +1,4 @@
-"""ProbeResult of a backend: try its abilities once, in an idle slot.
+"""Probe of a backend: try its abilities once, in an idle slot.
 
 Prefill a small text, save, erase, restore, extend, diverge: the cached tokens afterwards show the
 memory kind. Rewritten state files are tried too: a padded window, a cut. `kvferry doctor` shows
@@ -117,7 +117,7 @@ async def probe(
     *,
     tenants: bool = False,
 ) -> ProbeResult:
-    """ProbeResult one backend. Raises BackendError if it goes away; all else is in the result.
+    """Probe one backend. Raises BackendError if it goes away; all else is in the result.
 
     Works in an idle slot, an empty one if there is one; the slot's content is restored.
     `tenants`: tenants are kept apart, so look for a RAM cache that mixes them.

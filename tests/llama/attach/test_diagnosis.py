@@ -1,4 +1,4 @@
-"""What a failed look at a backend means."""
+"""Diagnosis of a failed check of a backend."""
 
 import socket
 
@@ -38,7 +38,7 @@ def caused(cause: OSError) -> BackendError:
     ],
 )
 def test_trouble_from_errors(error: BackendError | KvError, first: Trouble, later: Trouble) -> None:
-    """At the first answer of a look, and after one that was a llama-server's."""
+    """An error may mean another trouble once a llama-server has answered in the check."""
     assert unusable(error, answered=False).trouble is first
     assert unusable(error, answered=True).trouble is later
 

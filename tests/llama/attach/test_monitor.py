@@ -1,4 +1,4 @@
-"""When a backend counts as up, when as down, and what is found out about it in between."""
+"""Backend monitor: up, down, and the facts learned when a backend comes up."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from router.llama.replies import Process, Props
 from router.store.store import KvStore
 from tests.support.servers.fake_llama import FakeLlama
 
-# Longer than any test: what happens, happens because of `doubt`.
+# Longer than any test: all that happens follows from `doubt`.
 SLOW = MonitorSettings(interval_s=3600, failures=2)
 
 
@@ -28,7 +28,7 @@ async def until_seen(fake: FakeLlama, number: int) -> None:
 
 
 class Watched:
-    """A monitor, and what it said in order."""
+    """A monitor and its reports in order."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ async def test_down_and_up_again(watched: Watched, fake: FakeLlama) -> None:
 
 
 async def test_what_is_wrong_is_logged_once(fake: FakeLlama, tmp_path: Path) -> None:
-    """From the first look on, again when it is something else, and not at each look."""
+    """Trouble is logged at the first check and when it changes, not at each check."""
     await fake.go_down()
     with capture_logs() as lines:
         async with Connections() as connections, asyncio.TaskGroup() as group:
@@ -193,10 +193,10 @@ async def test_doubt_about_a_healthy_backend_changes_nothing(
 async def test_a_look_during_which_a_request_failed_needs_no_second(
     watched: Watched, fake: FakeLlama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes `health.timeout`, and requests wait for the end of them all."""
+    """Each check takes up to `health.timeout`, and requests wait for all of them."""
     await watched.until("prepare", "up")
     begun, over = asyncio.Event(), asyncio.Event()
-    looks: list[list[str]] = []  # what had been said when each began
+    looks: list[list[str]] = []  # the reports made before each check began
 
     async def health() -> None:
         looks.append(watched.said.copy())
@@ -216,7 +216,7 @@ async def test_a_look_during_which_a_request_failed_needs_no_second(
 async def test_in_doubt_until_a_look_goes_well(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while the only look that failed is not the last word yet."""
+    """A backend stays in doubt too while its only failed check is not yet decisive."""
     await watched.until("prepare", "up")
     client = watched.monitor.client
     await watched.monitor.check_again()
@@ -237,10 +237,10 @@ async def test_in_doubt_until_a_look_goes_well(
         await real()
 
     monkeypatch.setattr(client, "health", health)
-    watched.monitor.suspect()  # by one that waits; nothing has failed
+    watched.monitor.suspect()  # from a waiting call; nothing has failed
     assert watched.monitor.client.doubted
     async with asyncio.timeout(30):
-        await second.wait()  # at once, whenever the next look is due
+        await second.wait()  # at once, before the next regular check
         while client.doubted:  # noqa: ASYNC110 - it yields
             await asyncio.sleep(0)
     assert watched.said == ["prepare", "up"]
@@ -269,7 +269,7 @@ async def test_restart_between_two_looks(watched: Watched, fake: FakeLlama) -> N
 async def test_a_process_that_ends_is_noticed_before_the_next_look(
     watched: Watched, fake: FakeLlama
 ) -> None:
-    """By a connection that it would have kept: nobody has to ask, nor to fail."""
+    """A kept connection that closes shows the end; no request has to be sent or to fail."""
     await watched.until("prepare", "up")
     await fake.go_down()
     await watched.until("prepare", "up", "down")
@@ -281,13 +281,13 @@ async def test_one_that_hangs_up_for_no_reason_is_looked_at_once(
     await watched.until("prepare", "up")
     for _ in range(3):
         fake.hang_up()
-        await asyncio.sleep(0.1)  # a look takes a few milliseconds
+        await asyncio.sleep(0.1)  # a check takes a few milliseconds
     assert fake.seen.count(("GET", "/props")) == 2
     assert watched.said == ["prepare", "up"]
 
 
 async def test_without_kv_dir(fake: FakeLlama) -> None:
-    """Served all the same, without snapshots."""
+    """A backend without `kv_dir` is served, without snapshots."""
     async with Connections() as connections, asyncio.TaskGroup() as group:
         watched = Watched(fake, connections, None)
         task = group.create_task(watched.monitor.run())
@@ -300,7 +300,7 @@ async def test_without_kv_dir(fake: FakeLlama) -> None:
 
 
 async def test_wrong_kv_dir(fake: FakeLlama, tmp_path: Path) -> None:
-    """The server saves somewhere else: said in words, and nothing is offered to it."""
+    """A server that saves elsewhere has a problem in plain words and gets no snapshots."""
     other = tmp_path / "other"
     other.mkdir(mode=0o700)
     async with Connections() as connections, asyncio.TaskGroup() as group:
@@ -318,7 +318,7 @@ async def test_wrong_kv_dir(fake: FakeLlama, tmp_path: Path) -> None:
 
 
 async def test_content_of_slots_survives_the_look(fake: FakeLlama, watched: Watched) -> None:
-    """Both slots hold something: the one that is borrowed gets its content back."""
+    """The borrowed slot gets its content back when both slots hold content."""
     await watched.until("prepare", "up")
     for slot in fake.slots:
         slot.tokens, slot.id_task = list(b"mine" * (slot.index + 2)), 1
@@ -331,7 +331,7 @@ async def test_content_of_slots_survives_the_look(fake: FakeLlama, watched: Watc
 
 
 async def looks(watched: Watched, fake: FakeLlama, n: int) -> None:
-    """Let the monitor look `n` times."""
+    """Let the monitor check `n` times."""
     for _ in range(n):
         seen = fake.seen.count(("GET", "/props"))
         watched.monitor.doubt()
@@ -341,20 +341,20 @@ async def looks(watched: Watched, fake: FakeLlama, n: int) -> None:
 
 @pytest.fixture
 async def busy(fake: FakeLlama) -> FakeLlama:
-    """A fake whose slots are all in use by somebody else."""
+    """Return a fake with all slots in use by another client."""
     for slot in fake.slots:
         slot.busy = True
     return fake
 
 
 async def test_what_was_busy_is_tried_later(busy: FakeLlama, watched: Watched) -> None:
-    """In slots that the engine lends, and in no others."""
+    """The later probe uses only slots that the engine lends."""
     await watched.until("prepare", "up")
     assert watched.up[0].info.kv_dir is None
     assert "busy" in (watched.up[0].probe.problem or "")
     busy.slots[1].busy = False
     await looks(watched, busy, 10)
-    await watched.until("prepare", "up", "borrow")  # none to be had
+    await watched.until("prepare", "up", "borrow")  # no slot can be lent
     assert busy.counts == {}
 
     watched.lent = {1}
@@ -370,7 +370,7 @@ async def test_what_was_busy_is_tried_later(busy: FakeLlama, watched: Watched) -
 
 
 async def test_slot_that_is_lent_but_busy_is_left_alone(busy: FakeLlama, watched: Watched) -> None:
-    """A stranger came in between: another time, then."""
+    """Another client came in between: the probe is tried later."""
     await watched.until("prepare", "up")
     watched.lent = {0, 1}
     await looks(watched, busy, 10)
@@ -381,7 +381,7 @@ async def test_slot_that_is_lent_but_busy_is_left_alone(busy: FakeLlama, watched
 
 
 async def test_backend_that_dies_while_it_is_tried(busy: FakeLlama, watched: Watched) -> None:
-    """What it was doing in the lent slots is not known: all of them are given up."""
+    """Requests of the probe may still run in the lent slots: the whole backend is given up."""
     await watched.until("prepare", "up")
     busy.slots[0].busy, watched.lent = False, {0}
     busy.action_gate.clear()
@@ -396,7 +396,7 @@ async def test_backend_that_dies_while_it_is_tried(busy: FakeLlama, watched: Wat
 async def test_a_server_under_two_names_is_used_under_one(
     fake: FakeLlama, watched: Watched
 ) -> None:
-    """Requests of the one would be sent to slots that the other believes to be idle."""
+    """Two backends on one server would send requests to each other's idle slots."""
     await watched.until("prepare", "up")
     async with Connections() as connections, asyncio.TaskGroup() as group:
         twin = Watched(fake, connections, None, "b", watched.processes)
@@ -417,7 +417,7 @@ async def test_a_server_under_two_names_is_used_under_one(
 
 
 async def test_after_a_restart_each_has_its_own(fake: FakeLlama, watched: Watched) -> None:
-    """Who sees the new process first has it, and the other gives up what it had."""
+    """The first monitor to see the new process claims it; the other drops its old claim."""
     await watched.until("prepare", "up")
     fake.marker = "<__media_another__>"
     ((_, path, build),) = watched.processes
@@ -433,7 +433,7 @@ async def test_after_a_restart_each_has_its_own(fake: FakeLlama, watched: Watche
 
 
 async def test_servers_that_do_not_tell_which_they_are(fake: FakeLlama, watched: Watched) -> None:
-    """Older ones all answer the same marker, and a fleet of them is a fleet."""
+    """Older servers all report the same marker, and are different servers all the same."""
     await watched.until("prepare", "up")
     fake.marker = "<__media__>"
     ((_, path, build),) = watched.processes
@@ -445,7 +445,7 @@ async def test_servers_that_do_not_tell_which_they_are(fake: FakeLlama, watched:
 async def test_servers_of_two_models_with_one_marker_are_two(
     fake: FakeLlama, watched: Watched
 ) -> None:
-    """Somebody has set LLAMA_MEDIA_MARKER for all of them."""
+    """An operator may set one LLAMA_MEDIA_MARKER for all servers."""
     await watched.until("prepare", "up")
     ((_, _, build),) = watched.processes
     fake.marker = "<__theirs__>"

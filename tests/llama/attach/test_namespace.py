@@ -1,4 +1,4 @@
-"""Which states may be read by whom: told apart where they differ, and only there."""
+"""Namespaces: backends differ where their states differ, and only there."""
 
 from router.base.types import Namespace
 from router.llama.attach.namespace import Behaviour, namespace
@@ -41,7 +41,7 @@ def test_the_tail_may_trade_places() -> None:
 
 
 def test_no_behaviour_matches_none_only() -> None:
-    """A server that tells no probabilities is not taken for one that does."""
+    """A server without probabilities does not match a server that reports them."""
     known = {namespace("facts", BEHAVIOUR, set()), Namespace("facts:")}
 
     assert namespace("facts", [], known) == "facts:"

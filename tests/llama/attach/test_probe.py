@@ -1,5 +1,4 @@
-"""What is found out about real servers of each memory kind by trying it once, and about servers
-that do something else than they should."""
+"""Probe of real servers of each memory kind, and of servers that misbehave."""
 
 import os
 import shutil
@@ -48,7 +47,7 @@ async def look(server: LlamaServer, connections: Connections, *known: Namespace)
 
 
 async def examine(client: LlamaClient, folder: Path, *known: Namespace) -> Attached:
-    """Attach; nothing may be left in the directory."""
+    """Attach, and check that nothing is left in the directory."""
     kv_dir = KvDir(str(folder))
     store = KvStore([kv_dir], on_lost=lambda *_: None, wall_now=lambda: 1.0)
     await store.load()
@@ -77,7 +76,7 @@ async def test_memory_kind(
     assert found.can_save
     assert found.size_bytes
     assert found.behaviour
-    # llama-server.md section 4.3, but for a window: its file is padded.
+    # llama-server.md section 4.3; files with a window are padded.
     assert found.restored_extension == found.n_tokens
     assert bool(found.restored_divergence) == (kind == "llama")
     assert info.cuts == (kind == "llama")
@@ -89,7 +88,7 @@ async def test_memory_kind(
 
 
 async def test_swa_full(llama_server: StartServer, connections: Connections) -> None:
-    """Its restored states lack what a prompt that diverges inside the window needs (0.9)."""
+    """Restored states lack what a prompt that diverges inside the window needs (0.9)."""
     server = await llama_server("gemma3", extra_args=["--swa-full"])
     attached = await look(server, connections)
 
@@ -103,8 +102,10 @@ async def test_swa_full(llama_server: StartServer, connections: Connections) -> 
 async def test_a_server_that_moves_what_it_holds(
     llama_server: StartServer, connections: Connections, kind: str, flags: list[str]
 ) -> None:
-    """As llama-server's presets for code do. Only full attention can be moved; and that a RAM
-    cache remembers the last probe changes nothing."""
+    """llama-server's presets for code set `--cache-reuse`; only full attention is moved.
+
+    A RAM cache that remembers the last probe changes nothing.
+    """
     plain = await llama_server(kind, extra_args=flags)
     moves = await llama_server(kind, extra_args=["--cache-reuse", "256", *flags])
     for _ in range(2):
@@ -115,7 +116,7 @@ async def test_a_server_that_moves_what_it_holds(
 
 
 def with_window(folder: Path, window: int) -> Path:
-    """The tiny gemma3 with another window."""
+    """Copy the tiny gemma3 with another window."""
     path = folder / f"gemma3-{window}.gguf"
     shutil.copy(tiny_model("gemma3").path, path)
     model = gguf.GGUFReader(str(path), "r+")
@@ -136,7 +137,7 @@ async def test_longer_window(
     n_tokens: int,
 ) -> None:
     """The text is repeated until the window shows, up to half of what a slot holds."""
-    monkeypatch.setattr(probe, "_LONGER_S", 60.0)  # whatever else this machine has to do
+    monkeypatch.setattr(probe, "_LONGER_S", 60.0)  # however busy this machine is
     model = with_window(tmp_path, window)
     async with LlamaServer(
         model, slots=2, ctx=ctx, kv_dir=tmp_path / "kv", argv=server_argv
@@ -157,7 +158,7 @@ async def test_window_that_is_not_seen(
     monkeypatch: pytest.MonkeyPatch,
     because: str,
 ) -> None:
-    """Nothing speaks against snapshots: it will show."""
+    """An unseen window does not rule out snapshots: a long state will show the window."""
     small = because == "the slot is small"
     window, n_tokens = (4000, 2048) if small else (512, 279)
     monkeypatch.setattr(probe, "_LONGER_S", 60.0 if small else 1e-6)
@@ -178,7 +179,7 @@ async def test_window_that_is_not_seen(
 async def test_padding_that_does_not_work(
     llama_server: StartServer, connections: Connections, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """A state that gives nothing, or something wrong, is not worth keeping."""
+    """A padded state that gives no reuse or wrong answers is not worth keeping."""
     real = shapes.pad
 
     def refuse(*_: object) -> None:
@@ -188,7 +189,7 @@ async def test_padding_that_does_not_work(
         return shapes.Inspected(found.identity, found.head, found.layout, padded=True)
 
     def spoil(path: Path, found: shapes.Inspected) -> shapes.Inspected:
-        """V of some layer of the base block becomes that of other tokens."""
+        """Replace V in each layer of the base block by V of other tokens."""
         made = real(path, found)
         raw = bytearray(path.read_bytes())
         base = next(stream for stream in made.layout.attention[0].streams if stream.cell_count)
@@ -219,7 +220,7 @@ async def test_padding_that_does_not_work(
 async def test_server_that_empties_idle_slots(
     llama_server: StartServer, connections: Connections
 ) -> None:
-    """Plain defaults: unified KV and a RAM cache (llama-server.md section 0.6)."""
+    """llama-server's defaults: unified KV and a RAM cache (llama-server.md section 0.6)."""
     server = await llama_server(slots=None, plain_defaults=True)
     attached = await look(server, connections)
 
@@ -231,8 +232,11 @@ async def test_server_that_empties_idle_slots(
 async def test_same_model_same_namespace(
     llama_server: StartServer, connections: Connections, tmp_path: Path
 ) -> None:
-    """Batch sizes make no difference, nor does the number of streams: files are rewritten for it.
-    Another RoPE base does, which the server neither tells nor checks; so does another cache."""
+    """Neither batch sizes nor the number of streams matter: files are rewritten for streams.
+
+    Another RoPE base, which the server neither reports nor checks, makes another namespace. Another
+    cache type does too.
+    """
     namespaces: list[Namespace] = []
     started: list[tuple[int, list[str]]] = [
         (2, []),
@@ -255,8 +259,10 @@ async def test_same_model_same_namespace(
 
 @dataclass
 class Oddities:
-    """What goes wrong after which restore; the first is that of the whole file, extended, the
-    second that of the whole, diverging, and the third that of the cut."""
+    """Faults of a server, each with the number of the restore that it follows; 0: never.
+
+    Restore 1 is of the whole file, extended; 2 of the whole, diverging; 3 of the cut.
+    """
 
     other_answers: int = 0
     nothing_cached: int = 0
@@ -265,7 +271,7 @@ class Oddities:
 
 
 class OddClient(LlamaClient):
-    """In front of a fake: the answers of a server that is not quite right."""
+    """A client of a fake, with the answers of a faulty server."""
 
     def __init__(self, url: str, connections: Connections, odd: Oddities) -> None:
         super().__init__(BackendId("a"), url, connections, Timeouts())
@@ -313,7 +319,7 @@ async def test_nothing_odd(tmp_path: Path) -> None:
     ],
 )
 async def test_odd_restore(tmp_path: Path, oddities: dict[str, int], problem: str) -> None:
-    """No snapshots: a doubtful state is worse than none."""
+    """A faulty server gets no snapshots: a doubtful state is worse than none."""
     attached = await odd_one(tmp_path, **oddities)
 
     assert problem in (attached.probe.problem or "")
@@ -322,7 +328,7 @@ async def test_odd_restore(tmp_path: Path, oddities: dict[str, int], problem: st
 
 
 async def test_not_what_the_file_looks_like(tmp_path: Path) -> None:
-    """One that gives nothing when a prompt diverges is no full attention."""
+    """A server that reuses nothing when a prompt diverges has no full attention."""
     attached = await odd_one(tmp_path, nothing_cached=2)
 
     assert "diverges after" in (attached.probe.problem or "")
@@ -339,7 +345,7 @@ async def test_not_what_the_file_looks_like(tmp_path: Path) -> None:
     ],
 )
 async def test_odd_cut(tmp_path: Path, oddities: dict[str, int], note: str) -> None:
-    """Whole states are fine all the same."""
+    """Snapshots of whole states are still used."""
     attached = await odd_one(tmp_path, **oddities)
 
     assert not attached.info.cuts
@@ -363,8 +369,10 @@ async def test_file_that_cannot_be_cut(tmp_path: Path, monkeypatch: pytest.Monke
 async def test_a_model_without_kv_is_used_for_what_it_can(
     tmp_path: Path, connections: Connections
 ) -> None:
-    """It refuses every completion, and was never up for it. What else a server refuses is a reason
-    to leave it alone."""
+    """A server of such a model refuses every completion, but is used for other routes.
+
+    Any other refusal is a reason not to use a server.
+    """
     async with FakeLlama(kv_dir=tmp_path) as fake:
         client = LlamaClient(BackendId("a"), fake.url, connections, Timeouts())
         fake.faults.refuses = "the current context does not support logits computation. skipping"

@@ -1,4 +1,4 @@
-"""`router.llama.attach.probe_slots`: whoever owned a slot finds it as it was."""
+"""`router.llama.attach.probe_slots`: a probed slot ends up as it was before."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -66,7 +66,7 @@ async def test_aside_and_back(
 async def test_what_cannot_be_kept_is_left_empty(
     fake: FakeLlama, client: LlamaClient, store: KvStore, tmp_path: Path
 ) -> None:
-    """Saving fails, the file is short, or there is nowhere to save to."""
+    """The slot is left empty if a save fails, the file is short or there is no KV directory."""
     kv_dir, slot = KvDir(str(tmp_path)), (await client.slots())[0]
     for fault in ("save_fails", "save_lies"):
         setattr(fake.faults, fault, True)
@@ -99,7 +99,7 @@ async def test_idle_slots_that_keep_theirs(
 
 
 async def test_without_slot_actions(fake: FakeLlama, client: LlamaClient) -> None:
-    """A token that is nobody's takes the place of what was there."""
+    """One token of no prompt replaces the slot's content."""
     fake.kv_dir = None
     await erase(client, 0)
     assert fake.slots[0].tokens == [0]

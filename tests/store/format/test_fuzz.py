@@ -1,8 +1,8 @@
-"""Damaged state files of real servers: refused, or harmless to the server that reads them.
+"""Damaged state files of real servers are refused, or harmless to a server that reads them.
 
-llama-server aborts on some files that it wrote itself and that lost a byte (docs/llama-server.md
-sections 0.3 and 4.4). So what `router.store.format` lets
-through is also given to a real server here.
+llama-server aborts on some of its own files after the loss of a byte (docs/llama-server.md
+sections 0.3 and 4.4). Files that `router.store.format` accepts are therefore also given to a
+real server here.
 """
 
 import io
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.thorough
 
 PROMPT = [(i * 7 + i * i) % 500 for i in range(120)]
 WORDS = (0, 1, 2, 3, 4, 8, 64, 119, 120, 121, 255, 2**16, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
-# Another seed, another sample of the slow test.
+# Another seed takes another sample in the slow test.
 SEED = int(os.environ.get("KVFERRY_FUZZ_SEED", "3"))
 SETTINGS = {
     "f16": [],
@@ -46,7 +46,7 @@ SETTINGS = {
 
 
 class Client:
-    """Asks a server that may die of it."""
+    """A client of a server that may crash."""
 
     def __init__(self, server: LlamaServer) -> None:
         assert server.kv_dir is not None
@@ -60,7 +60,7 @@ class Client:
         await self._http.close()
 
     async def post(self, path: str, body: dict[str, Any]) -> int:
-        """The status; 0 if there was no answer."""
+        """Post `body`; return the status, or 0 without an answer."""
         with suppress(aiohttp.ClientError, TimeoutError):
             async with self._http.post(path, json=body) as response:
                 await response.read()
@@ -74,7 +74,7 @@ class Client:
         return await self.post(f"/slots/{slot}?action={action}", {"filename": name})
 
     async def try_out(self, raw: bytes, head: Head) -> int:
-        """Restore it, extend what it says it has, then diverge from it. The restore's status."""
+        """Restore `raw`, extend its tokens, then diverge from them; return the restore's status."""
         (self.kv_dir / "mutant").write_bytes(raw)
         status = await self.action(0, "restore", "mutant")
         ids = [token for token in tok.iterate(head.tokens) if 0 <= token < 512] or [1]
@@ -96,7 +96,7 @@ async def saved(server: LlamaServer, n: int = len(PROMPT)) -> bytes:
 
 
 def structure(raw: bytes) -> list[range]:
-    """Where numbers are that a reader goes by: all but the tensor data."""
+    """Return the ranges of numbers that a reader uses: all but the tensor data."""
     head, layout = parse(raw)
     at = 0
     found: list[range] = []
@@ -110,7 +110,7 @@ def structure(raw: bytes) -> list[range]:
             found.append(range(at, section.offset))
             at = section.offset + n_cells * section.row_bytes
     for checkpoint in layout.checkpoints:
-        # Its own numbers, and the start of the state that it holds.
+        # Its own numbers, and the start of its state.
         found.append(range(at, min(checkpoint.offset + 24 + 300, checkpoint.end)))
         at = checkpoint.end
     found.append(range(at, len(raw)))
@@ -119,10 +119,10 @@ def structure(raw: bytes) -> list[range]:
 
 
 def mutate(chance: random.Random, raw: bytes, where: list[range]) -> bytes:
-    """One or two changes, most of them in what a reader goes by."""
+    """Make one or two changes, most of them in numbers that a reader uses."""
     out = bytearray(raw)
     for _ in range(chance.choice((1, 1, 1, 2))):
-        # By part, not by byte: the cells and tokens are many, the headers few.
+        # By part, not by byte: cells and tokens are many, headers few.
         at = (
             chance.choice(chance.choice(where))
             if chance.random() < 0.95
@@ -163,7 +163,7 @@ def mutants(raw: bytes, seed: int, n: int) -> Iterator[bytes]:
 
 
 def accepted(raw: bytes, seed: int, n: int) -> Iterator[tuple[bytes, Head, Layout]]:
-    """Those of `n` mutants that are let through."""
+    """Yield those of `n` mutants that the reader accepts."""
     for mutant in mutants(raw, seed, n):
         if mutant == raw:
             continue
@@ -172,7 +172,7 @@ def accepted(raw: bytes, seed: int, n: int) -> Iterator[tuple[bytes, Head, Layou
 
 
 def rewrites(raw: bytes, head: Head, layout: Layout) -> Iterator[bytes]:
-    """What can be made of a file."""
+    """Yield every rewritten form of a file that can be made."""
     file = io.BytesIO(raw)
     n = head.n_tokens
     makers: list[Callable[[], Rewrite | None]] = [
@@ -191,7 +191,7 @@ def rewrites(raw: bytes, head: Head, layout: Layout) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_truncated(llama_server: StartServer, tmp_path: Path, kind: str) -> None:
-    """Every cut but those that leave a whole file of another kind; the size tells those apart."""
+    """A cut leaves no valid file, except one of another kind, which the reported size reveals."""
     raw = await saved(await llama_server(kind), 40)
     original = parse(raw)[1]
     points = {at for part in structure(raw) for at in part}
@@ -212,7 +212,7 @@ async def test_truncated(llama_server: StartServer, tmp_path: Path, kind: str) -
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_mutations(llama_server: StartServer, kind: str) -> None:
-    """An error that says so, or a layout; soon, and in little memory."""
+    """A mutant gives a KvFileError or a layout, soon and in little memory."""
     raw = await saved(await llama_server(kind))
     n_accepted = 0
     slowest = 0.0
@@ -244,7 +244,7 @@ async def test_mutations(llama_server: StartServer, kind: str) -> None:
 async def test_what_is_let_through_is_harmless(
     llama_server: StartServer, tmp_path: Path, kind: str, setting: str
 ) -> None:
-    """Any status will do, but the server has to live."""
+    """The server may answer any status, but has to live."""
     server = await llama_server(kind, extra_args=SETTINGS[setting])
     raw = await saved(server)
     one = await llama_server(kind, slots=1, extra_args=SETTINGS[setting])
@@ -271,7 +271,7 @@ async def test_what_is_let_through_is_harmless(
 
 
 def differences(a: bytes, b: bytes) -> str:
-    """Where two files differ, for the message of a failed test."""
+    """Return where two files differ, for the message of a failed test."""
     if len(a) != len(b):
         return f"{len(a)} bytes became {len(b)}"
     found = [

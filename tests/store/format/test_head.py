@@ -1,4 +1,4 @@
-"""`router.store.format`: the reader against files made by hand, damaged ones and real servers'."""
+"""`router.store.format`: the reader on hand-made, damaged and real state files."""
 
 import io
 import os
@@ -68,7 +68,7 @@ FILES = {
 
 
 class Watched(io.BytesIO):
-    """A file that fails the test when somebody reads more than it needs to."""
+    """A file that fails the test at a read of more bytes than the file has."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         assert size is not None
@@ -109,7 +109,7 @@ def test_memory_kinds() -> None:
 
 
 def test_offsets_point_at_the_data() -> None:
-    """Those who rewrite files cut and copy at these offsets."""
+    """Rewriting cuts and copies at these offsets."""
     raw = FILES["two streams"]
     block = parse(raw)[1].attention[0]
     filled = block.streams[1]
@@ -130,13 +130,13 @@ def test_fingerprint_ignores_streams_and_cells() -> None:
 
 
 def test_fingerprint_tells_shapes_apart() -> None:
-    same = ("legacy", "two streams", "media", "empty")  # as another one, or as nothing
+    same = ("legacy", "two streams", "media", "empty")  # like another file, or without any
     names = [name for name in FILES if name not in same and "checkpoints" not in name]
     assert len(names) == len({parse(FILES[name])[1].fingerprint() for name in names})
 
 
 def test_checkpoints_do_not_change_the_fingerprint() -> None:
-    """A llama-server that knows no checkpoints ignores them."""
+    """A llama-server without checkpoints ignores those in a file, so the file still fits."""
     with_, without = parse(FILES["checkpoints"])[1], parse(FILES["hybrid"])[1]
 
     assert [checkpoint.n_tokens for checkpoint in with_.checkpoints] == [2, 3]
@@ -169,7 +169,7 @@ def test_checkpoint_that_kills_a_server(name: str, n_tokens: int, state: bytes, 
 
 
 def test_state_of_one_slot() -> None:
-    """A sequence has one stream, one recurrent cell and every position."""
+    """The state of a sequence has one stream, one recurrent cell and every position."""
     two = head(TOKENS) + attention(stream(POSITIONS), stream(POSITIONS))
     cells = head(TOKENS) + u32(2) + i32(3, 0, 3, 0) + u32(0, 1) + i32(0, 8, 0) + b"r" * 16
     for raw, what in (
@@ -195,10 +195,11 @@ def test_bytes_per_token_is_what_a_token_adds() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_truncated_anywhere(name: str) -> None:
-    """Short by one byte it can abort llama-server (llama-server.md section 0.3).
+    """A file that is short by one byte can abort llama-server (llama-server.md section 0.3).
 
-    Where a V or another block begins, what is left is a whole file of another kind, and where
-    the checkpoints begin one without any. The size that the backend reported tells those apart.
+    A file cut where a V or another block begins is a whole file of another kind. A file cut where
+    its checkpoints begin is whole, without checkpoints. The size that the backend reported tells
+    these files apart.
     """
     raw = FILES[name]
     original = parse(raw)[1]
@@ -358,7 +359,7 @@ PROMPT = [(i * 7) % 500 for i in range(100)]
 
 
 async def save(server: LlamaServer, name: str) -> tuple[list[int], Path]:
-    """Run PROMPT on slot 0, save it; what the server generated, and the file."""
+    """Run PROMPT on slot 0 and save it; return the generated tokens and the file."""
     async with aiohttp.ClientSession(server.url) as http:
 
         async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -394,7 +395,7 @@ def read(path: Path) -> tuple[Head, Layout]:
     ],
 )
 async def test_real_file(llama_server: StartServer, kind: str, memory: MemoryKind) -> None:
-    """The last sampled token was never decoded, and so it is not in the file."""
+    """The last sampled token was never decoded, so it is not in the file."""
     generated, path = await save(await llama_server(kind), "f")
     found, layout = read(path)
 
@@ -406,7 +407,7 @@ async def test_real_file(llama_server: StartServer, kind: str, memory: MemoryKin
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2"])
 async def test_real_compatibility(llama_server: StartServer, kind: str) -> None:
-    """A fingerprint differs where llama-server refuses, and `-np` only changes the streams."""
+    """Fingerprints differ where llama-server refuses a file; `-np` only changes the streams."""
     layouts: dict[str, Layout] = {}
     settings = {
         "plain": [],
@@ -430,7 +431,7 @@ async def test_real_compatibility(llama_server: StartServer, kind: str) -> None:
 
 
 async def test_real_window(llama_server: StartServer) -> None:
-    """Only the window of an SWA block is written, which is why it gives no reuse (section 4.3)."""
+    """Only the window of an SWA block is written, so the file gives no reuse (section 4.3)."""
     _, path = await save(await llama_server("gemma3"), "f")
     base, window = read(path)[1].attention
 

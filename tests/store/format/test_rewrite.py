@@ -1,7 +1,6 @@
-"""`router.store.format.rewrite` and its writer: against files built anew, and against real servers.
+"""`router.store.format.rewrite` and its writer, against files built anew and real servers.
 
-What a rewritten file should be is not computed here: the builder of `kvfiles.py` makes it from
-the cells that should be in it.
+Expected files are not computed here: the builder in `state_files.py` makes them from their cells.
 """
 
 import io
@@ -36,7 +35,7 @@ ROW = 8
 
 
 def cell(section: int, position: int) -> bytes:
-    """Tells every cell of every layer apart; zeros for the padding, whose position is negative."""
+    """Return bytes unique to a cell; zeros for the padding, which has a negative position."""
     return struct.pack("<HHI", section, position, 7 * position) if position >= 0 else bytes(ROW)
 
 
@@ -45,7 +44,7 @@ def filled(positions: Sequence[int], **shape: Any) -> bytes:
 
 
 def block(positions: Sequence[int], n_stream: int = 1, index: int = 0, **shape: Any) -> bytes:
-    """An attention block of which one stream has cells."""
+    """Return an attention block with cells in one of its streams."""
     streams = [u32(0)] * n_stream
     streams[index] = filled(positions, **shape)
     return attention(*streams)
@@ -60,7 +59,7 @@ def parse(raw: bytes) -> tuple[Head, Layout]:
 
 
 def plainly(rewrite: Rewrite) -> list[bytes | Span]:
-    """The pieces, with each row by itself."""
+    """Return the pieces, each row by itself."""
     plain: list[bytes | Span] = []
     for piece in rewrite.pieces:
         plain += piece.spans() if isinstance(piece, Rows) else [piece]
@@ -68,7 +67,7 @@ def plainly(rewrite: Rewrite) -> list[bytes | Span]:
 
 
 def apply(raw: bytes, rewrite: Rewrite) -> bytes:
-    """The result, in the plainest way; also that it says what it is and wastes no pieces."""
+    """Apply a rewrite plainly; check its announced size and that no piece is wasted."""
     out = raw[: rewrite.start]
     for piece in plainly(rewrite):
         if isinstance(piece, Span):
@@ -113,7 +112,7 @@ SHAPES: dict[str, dict[str, bool]] = {
 }
 WINDOW = [16, 17, 18, 13, 14, 15, 19]  # in ring order
 
-# What stands behind the first block, by its number of streams.
+# The parts behind the first block, by the number of streams.
 REST: dict[str, Callable[[int], bytes]] = {
     "nothing": lambda _: b"",
     "window": lambda n: block(WINDOW, n, v_trans=True),
@@ -211,7 +210,7 @@ def test_cut_refuses(raw: bytes, n: int, what: str) -> None:
 
 
 def test_cut_refuses_too_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hostile order of cells would make a piece of each."""
+    """A hostile order of cells would need one piece for each cell."""
     raw = head(TOKENS) + block([*range(0, 20, 2), *range(1, 20, 2)], v_trans=True)
     monkeypatch.setattr(module, "MAX_PIECES", 1)
     cut_to(raw, 1)  # one run of cells, however many rows
@@ -231,7 +230,7 @@ def test_pad(n_stream: int, shape: str, n_checkpoints: int) -> None:
 
         states = [(9, window([7, 8])), (15, window([14]))]
         rest = appendix(*states) if n_checkpoints else b""
-        # -12 gives the zeros; its position is put right here.
+        # -12 gives the zeros; the position is corrected here.
         new = window([*WINDOW, -12]).replace(i32(-12, 1, 3), i32(12, 1, 3))
         raw = base + window(WINDOW) + rest
         rewrite = pad(parse(raw)[1], io.BytesIO(raw), len(raw))
@@ -294,7 +293,7 @@ def test_two_cuts_are_one(state: tuple[list[int], bool, int, bool], a: int, b: i
 def test_streams_there_and_back(
     state: tuple[list[int], bool, int, bool], n_stream: int, n: int
 ) -> None:
-    """The first stream has the cells; and a cut does not care about streams."""
+    """The cells are in the first stream; a cut works alike with any number of streams."""
     raw = made(state)
     there = restreamed(raw, n_stream)
     assert raw == restreamed(there, state[2])
@@ -314,7 +313,7 @@ def written(tmp_path: Path, raw: bytes, rewrite: Rewrite) -> tuple[bytes, files.
 
 
 def random_rewrite(seed: int, size: int, *, forward: bool) -> Rewrite:
-    """Pieces of all sizes around the writer's limits; `forward`: as a change in place needs."""
+    """Return pieces of sizes around the writer's limits; `forward`: fit for a change in place."""
     chance = random.Random(seed)
     start = at = chance.choice([0, 1, 5000, 700_000])
     end = start
@@ -401,7 +400,7 @@ def refuse(*_: object) -> int:
     ids=["down", "down after bytes", "back", "rows"],
 )
 def test_not_in_place(tmp_path: Path, pieces: tuple[Piece, ...]) -> None:
-    """What moves to lower offsets could be overwritten before it was read."""
+    """Data that moves to lower offsets could be overwritten before it is read."""
     path = tmp_path / "file"
     path.write_bytes(bytes(range(40)))
     with pytest.raises(KvFileError, match="in place"):
@@ -456,7 +455,7 @@ def test_symlink_is_not_followed(tmp_path: Path) -> None:
 def test_rows_are_not_a_call_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
-    """20,000 rows of 200 bytes: 4 MB in some 40 reads, not in 20,000."""
+    """20,000 rows of 200 bytes (4 MB) take some 40 reads, not 20,000."""
     calls = []
     preadv = os.preadv
 
@@ -480,7 +479,7 @@ def test_transposed_rows_are_one_piece() -> None:
 # The rest talks to real servers.
 
 PROMPT = [(i * 7 + i * i) % 500 for i in range(300)]
-MORE = [11, 23, 35]  # what extends it
+MORE = [11, 23, 35]  # extends PROMPT
 GREEDY = {"temperature": 0, "return_tokens": True, "cache_prompt": True}
 
 
@@ -499,7 +498,7 @@ class Slots:
             return response.status, await response.json()
 
     async def run(self, slot: int, prompt: list[int], n: int = 16) -> tuple[int, list[int]]:
-        """Tokens reused of the prompt, and those generated."""
+        """Return the number of reused prompt tokens, and the generated tokens."""
         body = {**GREEDY, "prompt": prompt, "n_predict": n, "id_slot": slot}
         status, answer = await self._post("/completion", body)
         assert status == 200, answer
@@ -511,7 +510,7 @@ class Slots:
         return self.kv_dir / name
 
     async def restore(self, slot: int, name: str) -> int:
-        """Tokens restored."""
+        """Restore a file; return the number of restored tokens."""
         status, answer = await self._post(f"/slots/{slot}?action=restore", {"filename": name})
         assert status == 200, (answer, self.server.log_tail())
         n: int = answer["n_restored"]
@@ -522,7 +521,7 @@ class Slots:
 
 
 def rewritten(path: Path, name: str, change: Callable[..., Rewrite | None], *args: Any) -> None:
-    """Read `path`, change it, write it as `name`, and see that it is a state file as before."""
+    """Read `path`, change it, write it as `name`; check that the result is a state file too."""
     with path.open("rb") as file:
         found = read_head(file)
         size = path.stat().st_size
@@ -541,7 +540,7 @@ def rewritten(path: Path, name: str, change: Callable[..., Rewrite | None], *arg
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
 async def test_real_streams(llama_server: StartServer, kind: str) -> None:
-    """Between `-np 2`, `-np 1` and unified: all is reused, and the answer is the unmoved slot's."""
+    """A state moved between `-np 2`, `-np 1` and unified KV is reused whole, with equal answers."""
     servers = {
         "two": Slots(await llama_server(kind, slots=2)),
         "one": Slots(await llama_server(kind, slots=1)),
@@ -572,7 +571,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 async def test_real_cut(llama_server: StartServer, setting: str) -> None:
-    """A cut state goes on like one that was rolled back to the same token in its slot."""
+    """A cut state continues like a slot that was rolled back to the same token."""
     slots = Slots(await llama_server(slots=2, extra_args=SETTINGS[setting]))
     await slots.run(0, PROMPT, 16)
     path = await slots.save(0, "whole")
@@ -591,7 +590,7 @@ async def test_real_cut(llama_server: StartServer, setting: str) -> None:
 
 
 async def test_real_cut_of_scattered_cells(llama_server: StartServer) -> None:
-    """Two slots that grow in turns share the cells of a unified cache in no order."""
+    """Two slots that grow alternately mix their cells in a unified cache."""
     slots = Slots(await llama_server(slots=2, extra_args=["--kv-unified"]))
     for n in range(50, 301, 50):
         await slots.run(0, PROMPT[:n], 0)
@@ -606,7 +605,7 @@ async def test_real_cut_of_scattered_cells(llama_server: StartServer) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 async def test_real_window(llama_server: StartServer, setting: str) -> None:
-    """Unpadded, nothing or less is reused; padded, all, and a divergence is still safe."""
+    """An unpadded state gives no reuse; a padded one gives all, and can diverge safely."""
     extra = [*SETTINGS[setting], "--ctx-checkpoints", "0"]
     slots = Slots(await llama_server("gemma3", slots=2, extra_args=extra))
     await slots.run(0, PROMPT, 0)
@@ -636,7 +635,7 @@ async def test_real_window(llama_server: StartServer, setting: str) -> None:
 
 
 async def test_real_window_beside_checkpoints(llama_server: StartServer) -> None:
-    """Newer servers write checkpoints behind the state: they come along, and still work."""
+    """Newer servers write checkpoints behind the state: they are kept and still work."""
     slots = Slots(await llama_server("gemma3", slots=2))
     await slots.run(0, PROMPT, 0)
     path = await slots.save(0, "plain")

@@ -1,4 +1,4 @@
-"""A router asked over HTTP: its own words for what it refuses, a few for what goes wrong."""
+"""Calls to a router over HTTP: the router's words for a refusal, few words for a failure."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -108,7 +108,7 @@ async def test_a_router_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_what_takes_long_may_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reload goes on in the router, however long it takes to read large directories."""
+    """A reload goes on in the router, however long large directories take to read."""
     monkeypatch.setattr(client, "_TIMEOUT_S", 0.05)
     enough = asyncio.Event()
 

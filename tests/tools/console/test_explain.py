@@ -1,4 +1,4 @@
-"""`kvferry explain`: what a router knows of a request, in words; or why there is nothing to say."""
+"""`kvferry explain`: a router's facts about a request in words, or why there are none."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -36,14 +36,14 @@ async def fleet(fake: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 async def last(fleet: Fleet) -> Json:
-    """The last request that is over."""
+    """Return the last finished request."""
     await fleet.until_quiet()
     found: list[Json] = (await fleet.get("/kvferry/requests?limit=1")).json["requests"]
     return found[0]
 
 
 async def explain(fleet: Fleet, asked: Answer | str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command prints."""
+    """Run the command; return its output."""
     await fleet.until_quiet()
     name = asked if isinstance(asked, str) else asked.headers["x-kvferry-request-id"]
     assert await asyncio.to_thread(main, ["explain", name, "--url", fleet.url + "/"]) == 0
@@ -82,7 +82,7 @@ async def test_one_of_which_nothing_was_known(
 async def test_one_whose_tokens_were_not_reported(
     fleet: Fleet, fake: FakeLlama, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The backend broke off; its client never saw the end either."""
+    """The backend broke off; the client never saw the end either."""
     fake.faults.die_after_chunks = 1
     with pytest.raises(aiohttp.ClientError):
         await fleet.complete(LONG, stream=True)
@@ -131,7 +131,7 @@ async def test_nothing_to_explain(
 
 
 def test_every_reason_is_explained() -> None:
-    """In words by the command, and on the page of the metrics."""
+    """The command and the metrics page explain every reason."""
     assert set(_MEANING) == set(Miss)
     text = PAGE.read_text()
     assert [reason for reason in Miss if f"`{reason}`" not in text] == []

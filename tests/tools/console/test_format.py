@@ -1,4 +1,4 @@
-"""Numbers at a glance."""
+"""Numbers in short forms."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`kvferry drain`, `undrain` and `reload` against a router that runs."""
+"""`kvferry drain`, `undrain` and `reload` against a running router."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ async def fleet(a: FakeLlama, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 def lines(capsys: Capture) -> list[str]:
-    """What was printed, less the log of the router in this process."""
+    """Return the printed lines, less the log of the router in this process."""
     return [x for x in capsys.readouterr().out.splitlines() if not x.startswith("20")]
 
 
@@ -47,7 +47,7 @@ async def test_drain_says_how_far_it_is(a: FakeLlama, fleet: Fleet, capsys: Capt
     assert draining.result() == 0
 
     assert await undrain(fleet.url, "a") == 0
-    assert lines(capsys) == ["a: in use again"]  # it was "(down)", whatever came of it
+    assert lines(capsys) == ["a: in use again"]  # once printed "(down)" in every case
 
 
 async def test_undrain_of_one_that_is_down(

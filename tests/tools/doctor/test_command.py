@@ -1,4 +1,4 @@
-"""`kvferry doctor` on real servers: what it says of good and bad fleets; it leaves no trace."""
+"""`kvferry doctor` on real servers: findings on good and bad fleets, and no trace left."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from tests.support.models.tiny_models import N_SWA, tiny_model
 
 pytestmark = pytest.mark.thorough
 
-NO_TENANT = "http://127.0.0.1:9"
+UNUSED_URL = "http://127.0.0.1:9"
 Said = Callable[[], str]
 
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """What was printed, on one line."""
+    """Return a function that returns the printed text, on one line."""
     return lambda: " ".join(capsys.readouterr().out.split())
 
 
@@ -47,7 +47,7 @@ async def test_output_fits_and_has_no_colours(
 ) -> None:
     server = await llama_server()
 
-    await doctor(from_flags([server.url, NO_TENANT], str(tmp_path / "kv")))
+    await doctor(from_flags([server.url, UNUSED_URL], str(tmp_path / "kv")))
 
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines) <= 80
@@ -55,7 +55,7 @@ async def test_output_fits_and_has_no_colours(
 
 
 async def test_plain_defaults(llama_server: StartServer, tmp_path: Path, said: Said) -> None:
-    """What is advised mends it, and takes no context from a slot."""
+    """The advice removes the problem, and takes no context from a slot."""
     advised: list[tuple[str, list[str]]] = [
         ("-> restart it with --cache-ram 0 ok", ["--cache-ram", "0"]),
         (
@@ -109,12 +109,12 @@ async def test_without_kv_dir(llama_server: StartServer, said: Said) -> None:
 async def test_one_backend_down(llama_server: StartServer, tmp_path: Path, said: Said) -> None:
     server = await llama_server()
 
-    assert await doctor(from_flags([server.url, NO_TENANT], str(tmp_path / "kv"))) == 1
+    assert await doctor(from_flags([server.url, UNUSED_URL], str(tmp_path / "kv"))) == 1
 
     text = said()
     assert "nothing listens there" in text
     assert "127.0.0.1-9 cannot be used" in text
-    assert "278/278" in text  # the other one was looked at all the same
+    assert "278/278" in text  # the other backend was probed all the same
 
 
 async def test_two_models(llama_server: StartServer, tmp_path: Path, said: Said) -> None:
@@ -128,7 +128,7 @@ async def test_two_models(llama_server: StartServer, tmp_path: Path, said: Said)
 
 
 async def test_other_flags(llama_server: StartServer, tmp_path: Path, said: Said) -> None:
-    """One server of each kind of difference that stops an exchange."""
+    """Each server differs from the first in one flag; three of the flags prevent an exchange."""
     differing: tuple[list[str], ...] = (
         [],
         ["-ctk", "q8_0"],
@@ -183,7 +183,7 @@ async def test_a_server_that_moves_what_it_holds(
 async def test_api_key(
     llama_server: StartServer, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Missing, wrong, not in the environment, right."""
+    """The key is missing, not in the environment, wrong, and right in turn."""
     server = await llama_server(extra_args=["--api-key", "sesame"])
     kv_dir = tmp_path / "kv"
     backend = f"{{url: '{server.url}', kv_dir: '{kv_dir}', api_key_env: DOCTOR_KEY}}"
@@ -201,7 +201,7 @@ async def test_api_key(
 
 
 async def test_slots_keep_what_they_hold(llama_server: StartServer, tmp_path: Path) -> None:
-    """Also when no slot is empty, and when what a slot holds cannot be put back."""
+    """Slots keep their content with no slot empty, and where content cannot be put back."""
     server = await llama_server()
     prompts = [pack(range(10 + slot, 200 + slot)) for slot in range(2)]
     async with Connections() as connections:
@@ -217,11 +217,11 @@ async def test_slots_keep_what_they_hold(llama_server: StartServer, tmp_path: Pa
 
 
 async def test_beside_a_running_router(llama_server: StartServer, tmp_path: Path) -> None:
-    """The router holds the lock on the directory; its files and its manifest stay as they are."""
+    """The router holds the lock on the directory; files and manifest stay as they are."""
     server = await llama_server()
     settings = from_flags([server.url], str(tmp_path / "kv"))
     async with build(settings) as router:
-        while not router.engine.infos:  # noqa: ASYNC110 - nobody tells when its own probe is over
+        while not router.engine.infos:  # noqa: ASYNC110 - no event tells the end of its probe
             await asyncio.sleep(0.01)
         before = sorted(path.name for path in (tmp_path / "kv").iterdir())
 

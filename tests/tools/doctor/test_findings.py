@@ -1,4 +1,4 @@
-"""What `kvferry doctor` makes of facts: findings with a way out, the exit code, the last line."""
+"""Conclusions of `kvferry doctor`: findings with remedies, the exit code, the last line."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from router.tools.doctor.facts import Facts, Folder, SavedFile, Words
 from router.tools.doctor.findings import Finding, Level, of_backend, restores
 from router.tools.doctor.fleet import of_fleet, verdict
 
-NO_TENANT = "http://127.0.0.1:9"
+UNUSED_URL = "http://127.0.0.1:9"
 GOOD = Facts(
     BackendConfig.model_validate({"url": "http://127.0.0.1:8081", "name": "one", "kv_dir": "/kv"}),
     folder=Folder(True, 0o700, os.geteuid(), True, (1, 1)),
@@ -99,7 +99,7 @@ WINDOWED: dict[str, object] = {
 
 
 def facts(name: str = "one", /, **changes: object) -> Facts:
-    """A backend with nothing wrong, but for `changes` of its parts."""
+    """Return the facts of a backend with nothing wrong, except for `changes` of its parts."""
 
     def of(kind: type) -> dict[str, object]:
         return {key: changes.pop(key) for key in list(changes) if key in kind.__annotations__}
@@ -119,7 +119,7 @@ def facts(name: str = "one", /, **changes: object) -> Facts:
 
 
 def bad(found: list[Finding]) -> list[Finding]:
-    """Those that ask for something."""
+    """Return the findings that ask for a change."""
     return [finding for finding in found if finding.level in (Level.WARNING, Level.ERROR)]
 
 
@@ -205,7 +205,7 @@ def test_what_is_wrong_and_what_to_do(changed: dict[str, object], what: str, do:
     ],
 )
 def test_notes(changed: dict[str, object], what: str) -> None:
-    """True, but nothing that has to be changed."""
+    """A note is true, but asks for no change."""
     found = of_backend(facts(**changed))
 
     assert bad(found) == []
@@ -245,7 +245,7 @@ def test_every_trouble_has_an_advice(trouble: Trouble) -> None:
 
 
 def test_exit_code_follows_the_policy() -> None:
-    """A fleet that cannot restore is fine for a policy that never does."""
+    """A fleet that cannot restore is fine for a policy that never restores."""
     unable = facts(actions=False, kv_dir=None)
 
     assert not restores(unable)
@@ -257,14 +257,14 @@ def test_exit_code_follows_the_policy() -> None:
 
 @pytest.mark.parametrize("mode", [0o755, 0o750])
 def test_a_directory_that_serve_refuses(mode: int) -> None:
-    """It was told as an error, and then "Ready"."""
+    """The doctor once reported an error, and then "Ready"."""
     folder = replace(GOOD.folder or Folder(), mode=mode)
     fleet = [facts(folder=folder), facts("two")]
 
     code, text = verdict(fleet, config())
 
     assert (code, text) == (1, "Not ready: `kvferry serve` refuses kv_dir of one; see above.")
-    # Nobody looks at it where nothing is saved.
+    # The directory does not matter where nothing is saved.
     assert verdict(fleet, config(policy="round_robin"))[0] == 0
     if mode == 0o750:
         shared = replace(folder, group_access=True)
@@ -280,7 +280,10 @@ tls: {certificate: /nowhere/a.pem, key: /nowhere/a.key}
 
 
 def test_what_serve_needs_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor said "Ready" of what does not start. A backend's key is told with the backend."""
+    """The doctor once said "Ready" of a router that does not start.
+
+    A backend's key is reported with the backend.
+    """
     monkeypatch.delenv("KVFERRY_TEST_T", raising=False)
     monkeypatch.setitem(sys.modules, "router.telemetry.tracing", None)
     wanted = parse(STARTING, "test")
@@ -335,7 +338,7 @@ def test_why_not_the_same_namespace(changed: dict[str, object], what: str) -> No
 
 
 def test_streams() -> None:
-    """No obstacle any more, but work."""
+    """Different streams are no obstacle any more, but cost work."""
     other = facts("two", media_marker="<m2>", n_stream=2)
     found = of_fleet([facts(), other], config())
 
@@ -345,7 +348,7 @@ def test_streams() -> None:
 
 
 def test_directories() -> None:
-    """Files travel between two directories; from one device to another they are copied."""
+    """Files are linked between two directories, and copied from one device to another."""
     for device, word in ((1, "linked"), (2, "copied")):
         folder = Folder(True, 0o700, 0, True, (device, 2))
         other = facts("two", media_marker="<m2>", folder=folder)

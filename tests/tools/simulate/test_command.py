@@ -12,7 +12,7 @@ SMALL = ["simulate", "--workload", "chat", "--requests", "40", "--servers", "1",
 
 
 def run(*arguments: str) -> int:
-    """The exit code; argparse leaves by SystemExit."""
+    """Run the command line and return its exit code; argparse raises SystemExit."""
     try:
         return main(arguments)
     except SystemExit as left:

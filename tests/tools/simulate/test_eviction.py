@@ -1,4 +1,4 @@
-"""Ways to evict, on sequences small enough to be worked out by hand."""
+"""Eviction policies, on sequences small enough to be worked out by hand."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ HARDWARE = replace(PRESETS["gpu-8b"], bytes_per_token=1)
 
 
 def prompt(which: int, n: int = 10) -> tuple[Tokens, Tokens]:
-    """Of `n` tokens, which no other `which` begins with; the answer is of one token."""
+    """Return a prompt of `n` tokens unlike any other `which`, and it with a one-token answer."""
     ids = [which] * n
     return pack(ids), pack([*ids, 99])
 
@@ -26,7 +26,7 @@ def reused(sequence: list[tuple[Tokens, Tokens]], budget: int) -> dict[str, int]
 
 
 def test_scan() -> None:
-    """1 2 3 1 2 3 with room for two: LRU throws away what comes next, Belady keeps 1 and 2."""
+    """1 2 3 1 2 3 with room for two: LRU evicts the next one needed, Belady keeps 1 and 2."""
     sequence = [prompt(n) for n in (1, 2, 3, 1, 2, 3)]
     found = reused(sequence, 22)
     assert found["lru"] == 0
@@ -34,7 +34,7 @@ def test_scan() -> None:
 
 
 def test_room_for_all() -> None:
-    """Without a limit all are equal, and equal to the oracle."""
+    """Without a limit all policies are equal, and equal to the oracle."""
     sequence = [prompt(n, 5 + n) for n in (1, 2, 3, 1, 1, 2, 3)]
     assert set(reused(sequence, UNLIMITED).values()) == {reusable(sequence)}
 

@@ -1,4 +1,4 @@
-"""Runs over policies and budgets, and the numbers that come of them."""
+"""Runs over policies and budgets, and their numbers."""
 
 from dataclasses import replace
 from functools import partial
@@ -40,20 +40,20 @@ def test_a_policy_without_snapshots_is_run_once() -> None:
 
 
 def test_shares() -> None:
-    """Of each prompt but the first three, three of four blocks were there before."""
+    """Three of four blocks were there before, in each prompt but the first three."""
     none, all_, plain = (experiment().run(setup) for setup in experiment().runs())
     assert all_.prompt_tokens == 12 * 2048
     assert all_.oracle_tokens == 9 * 1536
     assert all_.reused_tokens == all_.oracle_tokens
     assert none.reused_share < all_.reused_share == all_.oracle_share
-    assert plain.reused_share == 0.0  # two slots in turn for three in turn
+    assert plain.reused_share == 0.0  # two slots in turn for three prompts in turn
     for result in (none, all_, plain):
         assert result.reused_tokens + result.computed_tokens == result.prompt_tokens
         assert result.wasted_tokens == 0
 
 
 def test_scale_changes_little() -> None:
-    """Tokens are the trace's, and seconds what they would be, whatever stands for them."""
+    """Tokens and seconds are those of the trace, however many tokens one stands for."""
     exact, coarse = (
         made.run(next(s for s in made.runs() if s.budget_bytes == UNLIMITED))
         for made in (experiment(), experiment(scale=8))
@@ -72,7 +72,7 @@ def test_explains() -> None:
 
 
 def test_evictions() -> None:
-    """A state is 2,128 tokens; in 0.5 GiB is room for one, and there are three in turn."""
+    """A state is 2,128 tokens: 0.5 GiB has room for one of the three in turn."""
     made = replace(experiment(), budgets=(0, GIB // 2, UNLIMITED))
     found = {(e.policy, e.budget_bytes): e.reused_tokens for e in made.compare_evictions()}
     assert {budget for _, budget in found} == {GIB // 2, UNLIMITED}

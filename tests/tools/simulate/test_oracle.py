@@ -1,4 +1,4 @@
-"""The upper line against a version that nobody can get wrong."""
+"""The upper bound of reuse against a version too simple to be wrong."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ short = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=6).map(tuple)
 
 
 def naive(sequence: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
-    """Each prompt with everything before it, token by token."""
+    """Return the reusable tokens: each prompt against all before it, token by token."""
     total = 0
     seen: list[tuple[int, ...]] = []
     for prompt, answer in sequence:

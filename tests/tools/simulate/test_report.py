@@ -1,4 +1,4 @@
-"""Results as people and programs get them."""
+"""Results of a simulation as tables, plots and JSON."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A simulated server by hand: one token of prompt takes 10 ms, of an answer 100 ms."""
+"""A simulated server by hand: a prompt token takes 10 ms, an answer token 100 ms."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def start(of: Server, index: int, prompt: Tokens, n_answer: int = 11) -> Run:
 
 
 def play(of: Server) -> list[tuple[float, object]]:
-    """Until nothing is left to do: when what was done."""
+    """Run until nothing is left to do; return each finished run or transfer with its time."""
     found: list[tuple[float, object]] = []
     while (at := of.next_change()) is not None:
         of.move_to(at)
@@ -44,14 +44,14 @@ def play(of: Server) -> list[tuple[float, object]]:
 
 
 def test_prompt_then_answer() -> None:
-    """The first token comes with the prompt's end, and each other after a step."""
+    """The first token comes with the prompt's end, and each further token after a step."""
     one = server()
     run = start(one, 0, ids(200))
 
     assert play(one) == [(3.0, run)]
     assert run.first_at == pytest.approx(2.0)
     assert (run.cached, run.computed, one.computed_tokens) == (0, 200, 200)
-    assert one.slots[0].tokens == ids(200) + ids(10, 9_000)  # all but the last of the answer
+    assert one.slots[0].tokens == ids(200) + ids(10, 9_000)  # all but the answer's last token
     assert (one.stall_prefill_s, one.stall_transfer_s) == (0.0, 0.0)
 
 
@@ -86,7 +86,7 @@ def test_strict_memory_reuses_whole_states_and_checkpoints() -> None:
 
 
 def test_a_prompt_slows_streams_to_a_token_for_each_batch() -> None:
-    """Two batches in two seconds: two tokens instead of twenty, so 1.8 s are lost."""
+    """Two batches take two seconds: two tokens instead of twenty, so 1.8 s are lost."""
     one = server()
     stream = start(one, 0, ids(1), 21)
     one.move_to(0.01)
@@ -101,7 +101,7 @@ def test_a_prompt_slows_streams_to_a_token_for_each_batch() -> None:
 
 
 def test_prompts_are_computed_one_after_the_other() -> None:
-    """The lowest slot first; the other waits, and that is a stall."""
+    """The lowest slot is first; the other slot waits, which counts as a stall."""
     one = server()
     second, first = start(one, 1, ids(100), 1), start(one, 0, ids(100), 1)
 
@@ -110,7 +110,7 @@ def test_prompts_are_computed_one_after_the_other() -> None:
 
 
 def test_transfers_stop_everything() -> None:
-    """A save of 500 tokens takes 0.5 s, a restore of as many half of that, one after the other."""
+    """A save of 500 tokens takes 0.5 s, a restore of as many half of that, in sequence."""
     one = server()
     one.slots[1].tokens = ids(500)
     stream = start(one, 0, ids(1), 11)
@@ -127,14 +127,14 @@ def test_transfers_stop_everything() -> None:
 
 
 def test_batches_of_streams() -> None:
-    """Each stream more makes a step longer."""
+    """Each further stream makes a step longer."""
     hardware = PRESETS["gpu-8b"]
     assert hardware.step_of(5) == pytest.approx(hardware.decode_s + 4 * hardware.decode_more_s)
     assert hardware.step_of(0) == hardware.decode_s
 
 
 def test_stopped_in_the_prompt() -> None:
-    """The slot keeps what was computed, and so much has been computed."""
+    """The slot keeps the computed tokens, and only these count as computed."""
     one = server()
     run = start(one, 0, ids(200))
     one.move_to(0.5)
@@ -146,7 +146,7 @@ def test_stopped_in_the_prompt() -> None:
 
 
 def test_stopped_in_the_answer() -> None:
-    """Five tokens are out and the fifth is not computed."""
+    """Five tokens are out, and the fifth is not computed."""
     one = server()
     run = start(one, 0, ids(100))
     one.move_to(1.0)
@@ -165,7 +165,7 @@ def test_answers_end_with_the_context() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_scaled_tokens_take_as_long(preset: str) -> None:
-    """A prompt of 8,000 tokens, and the same as 1,000 that stand for 8 each."""
+    """A prompt of 8,000 tokens takes as long as 1,000 tokens that stand for 8 each."""
     hardware = PRESETS[preset]
     scaled = hardware.scaled(8)
     assert scaled.prefill_of(1000, 500) == pytest.approx(hardware.prefill_of(8000, 4000))

@@ -1,4 +1,4 @@
-"""The production scheduler over simulated servers: totals by hand, and what always holds."""
+"""The production scheduler over simulated servers: totals by hand, and invariants."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,9 +20,9 @@ from router.tools.simulate.simulator import Simulator
 from router.tools.simulate.trace import TraceRow, TraceWorkload
 from router.tools.simulate.workload import WORKLOADS, Workload
 
-# A token of prompt takes 10 ms and of an answer 100 ms; a state of 512 tokens is saved in 0.512 s.
+# A prompt token takes 10 ms, an answer token 100 ms; a state of 512 tokens is saved in 0.512 s.
 SLOW = Hardware(0.01, 0.0, 0.1, 0.0, 1000, 1e6, 2e6, 1e6, transfer_s=0.0, batch=512)
-# A transfer costs next to nothing.
+# A transfer takes next to no time.
 HARDWARE = replace(SLOW, save_bytes_per_s=1e9, restore_bytes_per_s=1e9, rewrite_bytes_per_s=1e9)
 MOVING = [PolicyName.PREFER_IDLE, PolicyName.PREFER_OWNER, PolicyName.CHEAPEST]
 POLICIES = [*MOVING, PolicyName.STICKY, PolicyName.ROUND_ROBIN, PolicyName.LEAST_BUSY]
@@ -30,7 +30,7 @@ POLICIES = [*MOVING, PolicyName.STICKY, PolicyName.ROUND_ROBIN, PolicyName.LEAST
 
 @dataclass
 class Script:
-    """These requests and no others."""
+    """A source of the given requests and no others."""
 
     asks: list[SimulatedRequest]
     answered: dict[str, list[bool]] = field(default_factory=dict)
@@ -74,9 +74,11 @@ def play(
 
 
 def test_a_trace_by_hand() -> None:
-    """One slot. r0: 512 tokens in 5.12 s, ten more tokens of answer in 1 s. r1 came at 1 s, waits
-    until 6.12, and has 512 of its 1,024 tokens: first token at 11.24. r2 came at 20 s, and shares
-    one block of its 600 tokens."""
+    """One slot. r0: 512 tokens in 5.12 s, ten more tokens of answer in 1 s.
+
+    r1 comes at 1 s, waits until 6.12 s, and has 512 of its 1,024 tokens: first token at 11.24 s.
+    r2 comes at 20 s, and shares one block of its 600 tokens.
+    """
     lines = [
         TraceRow(0, 512, 11, (0,)),
         TraceRow(1000, 1024, 11, (0, 1)),
@@ -96,7 +98,7 @@ def test_a_trace_by_hand() -> None:
 
 
 def test_what_is_displaced_comes_back_as_a_snapshot() -> None:
-    """One slot, two conversations in turn: with room for snapshots nothing is computed twice."""
+    """Two conversations alternate in one slot: with snapshots nothing is computed twice."""
     a, b = ids(600), ids(700, 5_000)
     asks = [
         ask(f"r{n}", 100.0 * n, Tokens(p + ids(n, 9_000)))
@@ -114,8 +116,10 @@ def test_what_is_displaced_comes_back_as_a_snapshot() -> None:
 
 
 def test_a_restore_stalls_the_stream_beside_it() -> None:
-    """600 tokens are 600,000 bytes: at 2 MB/s the long answer stops for 0.3 s, and the request
-    that they are restored for has its five other tokens computed in 0.05 s."""
+    """600 tokens are 600,000 bytes: at 2 MB/s the long answer stops for 0.3 s.
+
+    The request that they are restored for has its five other tokens computed in 0.05 s.
+    """
     known = ids(600, 5_000)
     asks = [
         ask("warm", 0.0, known, 1),
@@ -155,7 +159,7 @@ def test_a_client_that_leaves_during_its_answer() -> None:
 
 
 def test_a_client_that_leaves_during_the_routers_own_prefill() -> None:
-    """Nobody else wants it, so it is given up."""
+    """No other request wants the prefill, so it is given up."""
     source = Script([ask("a", 0.0, ids(900), leaves_after_s=2.0), ask("b", 2.5, ids(9, 7_000), 1)])
     made = play(setup(PolicyName.PREFER_IDLE), source)
     assert source.times == {"a": 2.0, "b": pytest.approx(3.0 + 0.12 + 0.09)}
@@ -177,7 +181,7 @@ def test_a_queue_that_is_full_or_slow() -> None:
 
 
 def test_losses_add_up() -> None:
-    """What an unlimited cache would have reused is reused, or it is said where it was."""
+    """Tokens that an unlimited cache would reuse are reused, or counted as losses."""
     losses = Losses()
     of = setup(PolicyName.PREFER_IDLE, servers=2, slots=2, hardware=PRESETS["gpu-8b"])
     of = replace(of, budget_bytes=2 * 1024**3)
@@ -190,7 +194,7 @@ def test_losses_add_up() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", [MemoryKind.FULL, MemoryKind.HYBRID])
 def test_the_same_again(policy: PolicyName, kind: MemoryKind) -> None:
-    """Two runs are equal to the last digit; everybody is answered; tokens add up."""
+    """Two runs are equal to the last digit; every request is answered; tokens add up."""
 
     def once() -> Simulator:
         of = setup(policy, servers=2, slots=2, hardware=PRESETS["gpu-8b"], memory_kind=kind)
@@ -241,7 +245,7 @@ def test_everybody_gets_one_answer(
     slots: int,
     budget: int,
 ) -> None:
-    """Whatever comes, and whoever leaves."""
+    """Every request ends exactly once, abandoned ones included."""
     asks = [
         SimulatedRequest(
             RequestId(f"r{n}"),

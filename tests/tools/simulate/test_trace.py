@@ -35,7 +35,7 @@ def test_time_begins_with_the_first() -> None:
 
 
 def test_scale() -> None:
-    """Blocks shrink with the lengths, so shares stay shares."""
+    """Blocks shrink with the lengths, so the shares of reuse stay the same."""
     first, second, third = asks(*LINES, scale=8)
     assert [len(a.prompt) for a in (first, second, third)] == [125, 128, 162]
     assert [count(a.answer) for a in (first, second, third)] == [2, 3, 1]

@@ -1,4 +1,4 @@
-"""Made-up clients: what they say depends on the seed."""
+"""Synthetic clients: their prompts depend on the seed."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ HABITS = replace(WORKLOADS["chat"], leave_chance=0.0)
 
 
 def served(workload: Workload) -> list[SimulatedRequest]:
-    """Everything, each answered after a second."""
+    """Return all requests, each answered after a second."""
     pending, done = list(workload.arrivals()), []
     while pending:
         pending.sort(key=lambda ask: (ask.at, ask.id))
@@ -59,7 +59,7 @@ def test_a_fan_shares_its_history() -> None:
     assert len({ask.at for ask in asks[:3]}) == 1
     shared = asks[0].prompt.boundaries[0]
     assert common_prefix(asks[0].prompt.tokens, asks[1].prompt.tokens) == shared
-    # One of the three answers is what the conversation goes on with.
+    # The conversation goes on with one of the three answers.
     assert common_prefix(asks[3].prompt.tokens, asks[0].prompt.tokens) == len(asks[0].prompt)
 
 
