@@ -150,7 +150,7 @@ async def build(
 
         def detached(backend: BackendId) -> None:
             backends.detached(backend)
-            vocabularies.leave(backend)
+            tokenizers.leave(backend)
 
         engine = Engine(
             Scheduler(State()),
@@ -166,7 +166,7 @@ async def build(
         stack.push_async_callback(engine.aclose)
         tasks = Tasks()
         stack.push_async_callback(tasks.aclose)
-        vocabularies = TokenizerRegistry(config.tokenizer, tasks)
+        tokenizers = TokenizerRegistry(config.tokenizer, tasks)
 
         processes: dict[Process, BackendId] = {}
 
@@ -176,7 +176,7 @@ async def build(
 
         def down(backend: BackendId) -> None:
             engine.backend_down(backend)
-            vocabularies.leave(backend)
+            tokenizers.leave(backend)
 
         def monitor(backend: BackendConfig, config: Config) -> Monitor:
             return Monitor(
@@ -190,7 +190,7 @@ async def build(
                 on_down=down,
                 borrow=engine.borrow,
                 on_probed=lambda attached: engine.probed(attached.info),
-                prepare=vocabularies.prepare,
+                prepare=tokenizers.prepare,
                 poll_for_strangers=engine.poll_for_strangers,
                 processes=processes,
             )
@@ -210,7 +210,7 @@ async def build(
         stack.push_async_callback(backends.aclose)
         selection = BackendSelection(
             backends.monitors,
-            vocabularies.readers,
+            tokenizers.readers,
             engine,
             reads_prompts=config.tokenizer.mode is not TokenizerMode.OFF,
         )

@@ -99,7 +99,7 @@ class Engine:
         self._transfers = Transfers(backends, store, clock, telemetry)
         self._clock = clock
         self._telemetry = telemetry
-        self._turnstile = throttle
+        self._throttle = throttle
         self._tasks = Tasks()
         self._prefills: dict[RequestId, asyncio.Task[None] | None] = {}  # None: not started
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
@@ -122,7 +122,7 @@ class Engine:
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._grants[request.id] = future
         try:
-            await self._turnstile.do(partial(self._feed, ev.Arrived(request)))
+            await self._throttle.do(partial(self._feed, ev.Arrived(request)))
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
@@ -412,7 +412,7 @@ class Engine:
             jobs = self._scheduler.state.jobs
             await wipe(backend, index, lambda: effect.request in jobs, flush=effect.flush)
             n_tokens = None
-        self._turnstile.call(partial(self._feed, ev.Quiet(effect.request, n_tokens)))
+        self._throttle.call(partial(self._feed, ev.Quiet(effect.request, n_tokens)))
 
     async def _quiet(
         self, at: ef.WatchSlot, on_overdue: Callable[[], None] = lambda: None
@@ -425,7 +425,7 @@ class Engine:
     async def _poll_for_strangers(self, backend: BackendId) -> None:
         idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
         if found := await find_busy(self._pollers.at(backend), idle):
-            self._turnstile.call(partial(self._feed, ev.FoundBusy(found)))
+            self._throttle.call(partial(self._feed, ev.FoundBusy(found)))
 
     def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
         return tuple(self._scheduler.state.fleet.slots.of(backend))
