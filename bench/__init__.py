@@ -1,4 +1,4 @@
-"""Measurements, each a command: `python -m bench.NAME`. README.md says what they show.
+"""Measurements, each a command: `python -m bench.NAME`. README.md describes each.
 
-Nothing here is a test: no bench fails for being slow, and `router` never imports this package.
+Nothing here is a test: no bench fails for being slow. `router` never imports this package.
 """

@@ -1,9 +1,8 @@
-"""`python -m bench.agent`: agents with long histories take turns on fewer slots than there are
-agents, with and without kvferry in front of the same llama-servers.
+"""`python -m bench.agent`: agents with long histories alternate on fewer slots than agents.
 
-Each agent has a system prompt of its own; each turn adds the model's answer and what a tool
-returned. Without kvferry, turns go to the servers in turn, and the servers keep what they can in
-their own RAM cache.
+They run with and without kvferry in front of the same llama-servers. Each agent has a system prompt
+of its own; each turn adds the model's answer and a tool's result. Without kvferry, turns go round
+robin to the servers, which keep what fits in their own RAM cache.
 """
 
 import argparse
@@ -32,14 +31,14 @@ CHAT = "/v1/chat/completions"
 BASELINE = "round robin"
 _COMPUTED = 'kvferry_prompt_tokens_total{source="computed"}'
 _ENDED = 'kvferry_requests_total{outcome="ok"}'
-_TOOL_TOKENS = 120  # that a tool returns
+_TOOL_TOKENS = 120  # of each tool result
 _MARGIN = 2048  # beyond the conversation, in each slot
 _RAM_CACHE = ("--cache-ram", "8192")
 
 
 @dataclass
 class Agent:
-    """One conversation."""
+    """The conversation of one agent."""
 
     seed: int
     client: Client
@@ -57,7 +56,7 @@ class Agent:
         ]
 
     def heard(self, answer: str) -> None:
-        """What the model said, and what the tool returned that it asked for."""
+        """Add the model's answer, and the result of the tool that the model called."""
         said = {"role": "assistant", "content": answer}
         result = {"role": "tool", "tool_call_id": "x", "content": self._tool()}
         self.messages = [*self.messages, said, result]
@@ -74,7 +73,7 @@ class Found:
     cached_tokens: int = 0
     wall_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
-    computed: int | None = None  # where somebody counts better than the server
+    computed: int | None = None  # by kvferry's metrics; None: by the server
 
     @property
     def computed_tokens(self) -> int:
@@ -83,7 +82,7 @@ class Found:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.agent", description=__doc__)
     parser.add_argument("--agents", type=int, default=5)
     parser.add_argument("--turns", type=int, default=12, help="of each agent")
@@ -95,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """One contender after the other, for each kind of model."""
-    report = Report("agent", "Agents that take turns", list(COLUMNS), arguments_of(options))
+    """Run one contender after the other, for each kind of model."""
+    report = Report("agent", "Agents that alternate", list(COLUMNS), arguments_of(options))
     for kind in options.kinds.split(","):
         without = await _contender(kind, BASELINE, options)
         with_ = await _contender(kind, "kvferry", options)
@@ -109,8 +108,8 @@ async def measure(options: argparse.Namespace) -> Report:
             )
     report.notes.append(
         f"{options.agents} agents on {options.servers} servers with {options.slots} slots each; "
-        "computed: prompt tokens, of kvferry by its metrics, since what it computed before it "
-        "sent a request shows as cached in the answer"
+        "computed: prompt tokens; for kvferry by its metrics, since the answer counts tokens of "
+        "kvferry's own prefills as cached"
     )
     return report
 
@@ -127,7 +126,7 @@ async def _contender(kind: str, name: str, options: argparse.Namespace) -> Found
                     slots=options.slots,
                     ctx=options.slots * per_slot,
                     kv_dir=home / "kv",
-                    # Without kvferry the server's own cache does what it can.
+                    # Without kvferry, the server's own RAM cache is on.
                     extra_args=_RAM_CACHE if name == BASELINE else (),
                 )
             )
@@ -156,7 +155,7 @@ def _with_metrics(url: str, backend: str, options: argparse.Namespace) -> Found:
 
 
 def _turns(urls: list[str], backend: str, options: argparse.Namespace) -> Found:
-    """All turns of all agents, one after the other; `urls` in turn."""
+    """Run all turns of all agents one after the other, round robin over `urls`."""
     clients = [Client(url) for url in urls]
     counter = Client(backend)
     agents = [Agent(seed, counter, options.tokens) for seed in range(options.agents)]
@@ -181,7 +180,7 @@ def _turn(agent: Agent, client: Client, found: Found) -> None:
     ]
     timings = next((event["timings"] for event in reversed(events) if "timings" in event), None)
     if timings is None:
-        raise WrongAnswerError("a stream without timings at its end")
+        raise WrongAnswerError("the stream ended without timings")
     found.prompt_tokens += timings["cache_n"] + timings["prompt_n"]
     found.cached_tokens += timings["cache_n"]
     found.ttft_s.append(reply.first_byte_s)

@@ -1,6 +1,6 @@
 """The client side of a measurement: blocking sockets, so that little of a time is the client's own.
 
-A request goes out in one write on a kept connection, as a client library with a pool sends it.
+A request is one write on a kept connection, as from a client library with a pool.
 """
 
 import http.client
@@ -16,30 +16,30 @@ from urllib.parse import urlsplit
 
 Json = dict[str, Any]
 TIMEOUT_S = 600.0
-# Servers drop idle connections after 5 s: reconnect before the clock starts, not within.
+# Servers drop idle connections after 5 s: reconnect before the clock starts.
 _STALE_S = 2.0
 
 
 class WrongAnswerError(RuntimeError):
-    """Not the answer that a measurement can be made of."""
+    """An answer that a measurement cannot use."""
 
 
 @dataclass
 class Reply:
-    """An answer and when it came, in seconds since the request was written."""
+    """An answer and its times, in seconds since the request was written."""
 
     body: bytes
     first_byte_s: float
     total_s: float
 
     def json(self) -> Json:
-        """The body, which is JSON."""
+        """Return the parsed body, which must be JSON."""
         value: Json = json.loads(self.body)
         return value
 
     @property
     def server_s(self) -> float:
-        """What the server itself counted: prompt and generation. Not for streams."""
+        """Return the server's own seconds for prompt and generation. Not for streams."""
         timings = self.json().get("timings") or {}
         return float(timings.get("prompt_ms", 0.0) + timings.get("predicted_ms", 0.0)) / 1000
 
@@ -48,7 +48,7 @@ class Client:
     """One connection at a time to one server."""
 
     def __init__(self, url: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`headers` go along with every request."""
+        """Send `headers` with every request."""
         self._headers = headers
         parts = urlsplit(url)
         self._host, self._port = str(parts.hostname), parts.port or 80
@@ -56,15 +56,15 @@ class Client:
         self._used = 0.0
 
     def post(self, path: str, value: Json) -> Reply:
-        """POST JSON."""
+        """Send a POST with JSON."""
         return self.send("POST", path, json.dumps(value).encode())
 
     def get(self, path: str) -> Reply:
-        """GET."""
+        """Send a GET."""
         return self.send("GET", path, None)
 
     def send(self, method: str, path: str, body: bytes | None) -> Reply:
-        """One request. Raises WrongAnswerError unless the answer is a 200."""
+        """Send one request. Raises WrongAnswerError unless the answer is a 200."""
         connection = self._connected()
         headers = {"Content-Type": "application/json"} if body is not None else {}
         headers |= self._headers
@@ -76,9 +76,9 @@ class Client:
         while chunks[-1]:
             chunks.append(response.read1(1 << 16))
         total_s = perf_counter() - start
-        response.close()  # `read1` leaves it open where the length was known
+        response.close()  # `read1` leaves it open if the length was known
         self._used = perf_counter()
-        # llama-server closes after every stream without saying so: the same for all, then.
+        # llama-server closes after every stream without saying so: close for all contenders.
         streamed = (response.getheader("Content-Type") or "").startswith("text/event-stream")
         if streamed or response.will_close or response.status != 200:
             self.close()
@@ -97,7 +97,7 @@ class Client:
         return self._connection
 
     def close(self) -> None:
-        """Give up the connection; the next request opens another."""
+        """Close the connection; the next request opens another."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -105,7 +105,7 @@ class Client:
 
 @dataclass
 class Stream:
-    """What came of one stream: events, and the times of the reads that brought some."""
+    """The result of one stream: its events, and the times of the reads that brought some."""
 
     n_events: int = 0
     reads_s: list[float] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Stream:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between one read that brought events and the next."""
+        """Return the seconds between consecutive reads that brought events."""
         pairs = zip(self.reads_s, self.reads_s[1:], strict=False)
         return [later - earlier for earlier, later in pairs]
 
@@ -122,7 +122,7 @@ class Stream:
 def stream_all(url: str, path: str, bodies: list[Json]) -> list[Stream]:
     """Send `bodies` at once, each on a connection of its own, and read all streams to the end.
 
-    Raises WrongAnswerError unless each is a 200 that ends as it should.
+    Raises WrongAnswerError unless each answer is a 200 that ends with [DONE].
     """
     parts = urlsplit(url)
     found: list[Stream] = []
@@ -157,7 +157,7 @@ def _read(connection: socket.socket, stream: Stream) -> bool:
     data = connection.recv(1 << 16)
     if not stream.status:
         stream.status = data.partition(b"\r\n")[0]
-    # An event may be cut by the end of a read; its start is counted where it is complete.
+    # A read may end within `data: `: count it in the read that completes it.
     seen = stream.tail[-5:] + data
     if n_events := seen.count(b"data: "):
         stream.n_events += n_events

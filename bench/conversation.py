@@ -1,4 +1,4 @@
-"""Prompts of a wanted length: random English words, the same for the same seed."""
+"""Prompts of a given length: random English words, the same for the same seed."""
 
 import random
 import re
@@ -8,16 +8,16 @@ from bench.client import Client, Json
 from tests.support.models.tiny_models import SENTENCES
 
 _WORDS = sorted(set(re.findall(r"[a-z]+", SENTENCES)))
-_TURN_TOKENS = 400  # of each of the earlier turns
+_TURN_TOKENS = 400  # of each earlier turn
 
 
 def words(random_: random.Random, n: int) -> str:
-    """`n` words."""
+    """Return `n` random words."""
     return " ".join(random_.choice(_WORDS) for _ in range(n))
 
 
 def words_for(client: Client, n_tokens: int) -> int:
-    """How many words make about `n_tokens` tokens with the server's vocabulary."""
+    """Return how many words make about `n_tokens` tokens of the server's vocabulary."""
     sample = words(random.Random(0), 500)
     n = len(client.post("/tokenize", {"content": sample}).json()["tokens"])
     return max(round(500 * n_tokens / n), 1)
@@ -34,7 +34,7 @@ class Conversation:
         self.random = random.Random(self.seed)
 
     def grow_to(self, client: Client, n_tokens: int) -> None:
-        """Earlier turns of both sides, about `n_tokens` together."""
+        """Add earlier turns of both sides, about `n_tokens` together."""
         n_words = words_for(client, min(_TURN_TOKENS, n_tokens))
         for turn in range(max(n_tokens // _TURN_TOKENS, 1)):
             role = "assistant" if turn % 2 else "user"
@@ -43,9 +43,9 @@ class Conversation:
             self.messages.append({"role": "assistant", "content": "Yes."})
 
     def ask(self) -> None:
-        """One more turn of the user, of about 20 tokens."""
+        """Add a turn of the user, of about 20 tokens."""
         self.messages.append({"role": "user", "content": words(self.random, 8)})
 
     def heard(self, answer: str) -> None:
-        """The turn of the assistant that followed."""
+        """Add the turn of the assistant that followed."""
         self.messages.append({"role": "assistant", "content": answer})

@@ -1,4 +1,4 @@
-"""Many clients at once, each on a connection of its own: how they behave, and how it ended."""
+"""Many concurrent clients, each on a connection of its own, and how their requests ended."""
 
 import asyncio
 import random
@@ -21,11 +21,11 @@ _CHUNK = re.compile(rb"([0-9a-fA-F]+)\r\n")
 
 @dataclass(frozen=True)
 class Client:
-    """One that asks for `n_tokens` and knows what is right (`expected` None: the fake's answer, and
-    nothing else; of a real server another one of the same length is `whole`).
+    """A client with one request for `n_tokens`; it knows the right answer.
 
-    `rate`: it reads so many bytes a second. `takes`: it reads no more than so many. `stays_s`: then
-    it leaves, whatever has come; None: when it has everything.
+    `expected`: the right text of a real server, where another text of the same length is `whole`;
+    None: the fake's answer. `rate`: bytes that the client reads a second. `takes`: bytes after
+    which reading stops. `stays_s`: seconds until the client disconnects; None: after the answer.
     """
 
     prompt: str
@@ -36,8 +36,10 @@ class Client:
     stays_s: float | None = None
 
     async def ask(self, url: str, go: asyncio.Event | None = None) -> str:
-        """How it ended: `right`, a status, `wrong`, `broken`, or `left`. It connects, and asks when
-        it may `go`."""
+        """Connect, send the request once `go` is set, and return how it ended.
+
+        The ending is `right`, `whole`, `wrong`, a status, `left`, `silent` or `broken (...)`.
+        """
         answer = bytearray()
         try:
             async with asyncio.timeout(self.stays_s):
@@ -53,7 +55,7 @@ class Client:
         parts, loop = urlsplit(url), asyncio.get_running_loop()
         with socket.socket() as connection:
             connection.setblocking(False)
-            if self.rate or self.takes is not None:  # what the kernel takes for it is not read
+            if self.rate or self.takes is not None:  # keep the kernel from reading ahead
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             await loop.sock_connect(connection, (parts.hostname, parts.port))
             if go is not None:
@@ -66,7 +68,7 @@ class Client:
                 answer += data
                 if self.rate:
                     await asyncio.sleep(len(data) / self.rate)
-            await asyncio.Event().wait()  # it stays and reads nothing
+            await asyncio.Event().wait()  # stay connected and read nothing
 
     def _raw(self) -> bytes:
         body = orjson.dumps(
@@ -98,18 +100,18 @@ class Client:
         text = "".join(orjson.loads(line)["content"] for line in lines)
         if self.expected is None:
             return "right" if text == said_by_fake(self.prompt, self.n_tokens) else "wrong"
-        # A real server may choose another of two equally likely tokens beside others.
+        # Beside other requests, a real server may choose another of two equally likely tokens.
         whole_length = orjson.loads(lines[-1]).get("tokens_predicted") == self.n_tokens
         return "right" if text == self.expected else "whole" if whole_length else "wrong"
 
 
 def said_by_fake(prompt: str, n_tokens: int) -> str:
-    """The fake's answer."""
+    """Return the fake's answer to a prompt."""
     return bytes(generate(list(prompt.encode()), n_tokens)).decode()
 
 
 def _dechunked(body: bytes) -> bytes | None:
-    """What the chunks hold; None if the last one is missing."""
+    """Return the content of the chunks; None if the last chunk is missing."""
     chunks, at = list[bytes](), 0
     while size := _CHUNK.match(body, at):
         n = int(size[1], 16)
@@ -123,14 +125,14 @@ def _dechunked(body: bytes) -> bytes | None:
 async def send(
     url: str, clients: Iterable[Client], go: asyncio.Event | None = None
 ) -> Counter[str]:
-    """All of them at once, or as soon as all may `go`; how many ended how."""
+    """Run all clients at once, after `go` if given; return how many ended in each way."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(client.ask(url, go)) for client in clients]
     return Counter(task.result() for task in tasks)
 
 
 async def connects(url: str, per_s: int, seconds: float) -> Counter[str]:
-    """Connections that are opened and closed again: at once, or after half a request."""
+    """Open connections and close them again: at once, or after half a request."""
     loop, ends = asyncio.get_running_loop(), Counter[str]()
     start, n = loop.time(), round(per_s * seconds)
     chance = random.Random(1)
@@ -146,7 +148,7 @@ async def _touch(url: str, raw: bytes, reset: bool, ends: Counter[str]) -> None:
     parts, loop = urlsplit(url), asyncio.get_running_loop()
     with socket.socket() as connection:
         connection.setblocking(False)
-        if reset:  # the end is a RST instead of a FIN
+        if reset:  # close with RST instead of FIN
             linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         try:

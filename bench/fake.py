@@ -8,7 +8,7 @@ from tests.support.servers.fake_llama import FakeLlama
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Until it is killed."""
+    """Serve until the process is killed."""
     fakes = [FakeLlama(n_slots=options.slots, port=port) for port in options.ports]
     for fake in fakes:
         fake.faults.padding_bytes = options.padding
@@ -17,7 +17,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 async def _forget(fakes: Sequence[FakeLlama]) -> None:
-    """What is kept for tests would fill the memory here."""
+    """Drop the fakes' records for tests, which would fill the memory here."""
     while True:
         await asyncio.sleep(1.0)
         for fake in fakes:
@@ -26,7 +26,7 @@ async def _forget(fakes: Sequence[FakeLlama]) -> None:
 
 
 async def _beat(fakes: Sequence[FakeLlama], seconds: float) -> None:
-    """All streams go on by one token at a time."""
+    """Let all streams go on by one token every `seconds`."""
     while True:
         for fake in fakes:
             fake.decode_gate.set()

@@ -1,8 +1,9 @@
 """`python -m bench.instructions`: processor instructions of the router for each request.
 
-Counted by `valgrind --tool=callgrind`: the same to half a percent beside other work, where CPU time
-differs by ten, and to three on a machine that keeps its processes waiting: turns of the event loop
-fall otherwise. The kernel's share is not in it. For changes that save little.
+`valgrind --tool=callgrind` counts them, for changes that save little. Beside other work the count
+repeats to half a percent, CPU time only to ten. On a machine that keeps its processes waiting the
+count repeats to three percent, because event-loop iterations fall differently. The kernel's share
+is not counted.
 """
 
 import argparse
@@ -25,28 +26,28 @@ from bench.report import Report, arguments_of, run_bench
 COLUMNS = ("route", "policy", "n", "instructions/request", "CPU ms/request")
 POLICIES = ["prefer_idle_slot_with_global_restore", "passthrough"]
 EMBEDDINGS = "/v1/embeddings"
-_CONVERSATIONS = 20  # known ones: their texts are asked again and again
-# What the router does of its own accord goes by the clock; the rest of it is taken off.
+_CONVERSATIONS = 20  # known prompts, sent again and again
 _TOTAL = re.compile(r"^(?:totals|summary): (\d+)", re.MULTILINE)
+# The router's periodic work goes by the clock: less of it here, and `_asked` subtracts the rest.
 _QUIET = "store: {idle_save_after: off}\nhealth: {interval: 1h}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.instructions", description=__doc__)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--warm-up", type=int, default=100)
     parser.add_argument("--idle-seconds", type=float, default=5.0)
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--route", choices=[CHAT, EMBEDDINGS], default=CHAT)
-    parser.add_argument("--by-clock", action="store_true", help="CPU time instead: ask 2,000")
+    parser.add_argument("--by-clock", action="store_true", help="CPU time, with --requests 2000")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """Each policy has a server and a router of its own."""
+    """Measure each policy with a server and a router of its own."""
     extra = ["--embeddings", "--pooling", "mean"] if options.route == EMBEDDINGS else []
-    report = Report("instructions", "What a request costs", list(COLUMNS), arguments_of(options))
+    report = Report("instructions", "Cost of a request", list(COLUMNS), arguments_of(options))
     for policy in options.policies.split(","):
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
@@ -80,7 +81,7 @@ def _asked(
     count: Callable[[rig.Proxy, Path], float],
     folder: Path,
 ) -> float:
-    """What all requests took that are not the warm-up, less what the time itself takes."""
+    """Return the cost of all requests after the warm-up, less the router's idle cost."""
     client = Client(proxy.url)
     _ask(client, options.route, options.warm_up)
     marks = [(perf_counter(), count(proxy, folder))]
@@ -108,7 +109,7 @@ def _cpu_ms(proxy: rig.Proxy, _: Path) -> float:
 
 
 def _instructions(proxy: rig.Proxy, folder: Path) -> float:
-    """So far; counting begins with the first call."""
+    """Return the instructions so far; counting begins with the first call."""
     for order in (("-i", "on"), ("-d",)):
         subprocess.run(
             ["callgrind_control", *order, str(proxy.pid)], check=True, stdout=subprocess.DEVNULL

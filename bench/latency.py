@@ -1,8 +1,8 @@
 """`python -m bench.latency`: what a proxy adds to a request, against a call without one.
 
 Every contender has a llama-server of its own (same model, same flags), so that each holds the
-prefix of its own conversation. They take turns, a few requests each, and the order turns as well. A
-second direct server shows how far two equal things differ in the same run.
+prefix of its own conversation. Contenders alternate after a few requests each, and their order
+rotates. A second direct server shows how far two equal things differ in the same run.
 """
 
 import argparse
@@ -27,12 +27,12 @@ COLUMNS = (
 )
 CHAT = "/v1/chat/completions"
 _CONTEXT_SPARE = 2048
-_TURN_TOKENS = 64  # question, answer and what the template adds; less than that in truth
+_TURN_TOKENS = 64  # question, answer and template; an upper bound
 
 
 @dataclass
 class Contender:
-    """A way to a server of its own, and what this way has been asked so far."""
+    """A way to a server of its own, and the conversation sent this way so far."""
 
     name: str
     client: Client
@@ -41,15 +41,15 @@ class Contender:
 
 @dataclass
 class Sample:
-    """One request: seconds, and how many prompt tokens the server had."""
+    """One request: its seconds, and the prompt tokens that the server reused."""
 
     seconds: float
-    server_s: float = 0.0  # of which the server counted as prompt and generation
+    server_s: float = 0.0  # of these: prompt and generation, by the server
     reused: int | None = None
 
     @property
     def outside_s(self) -> float:
-        """All but the model's work, which for a long chat varies by more than a proxy adds."""
+        """Return the time without the model's, which in a long chat varies by more than a proxy."""
         return self.seconds - self.server_s
 
 
@@ -57,7 +57,7 @@ Case = Callable[[Contender, int], Sample]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.latency", description=__doc__)
     parser.add_argument("--rounds", type=int, default=300, help="of each short case")
     parser.add_argument("--long-rounds", type=int, default=100, help="turns of the long chat")
@@ -65,26 +65,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=10, help="rounds that do not count")
     add_arguments(parser)
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="cProfile of kvferry; its times are no good"
+        "--profile", type=Path, metavar="FILE", help="cProfile of kvferry; its times are worthless"
     )
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Who takes turns, and how."""
+    """Add the options for the contenders and their order."""
     parser.add_argument(
         "--in-a-row",
         type=int,
         default=10,
-        help="requests of a turn; with 1, each finds the caches as the others left them",
+        help="requests of a contender in a row; with 1, each finds the caches of the others",
     )
     parser.add_argument("--only", help="contenders beside direct, comma-separated")
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """All cases, all contenders."""
+    """Measure all cases with all contenders."""
     report = Report(
-        "latency", "Latency of a request, by what is in front", list(COLUMNS), arguments_of(options)
+        "latency", "Latency of a request, by contender", list(COLUMNS), arguments_of(options)
     )
     async with AsyncExitStack() as stack:
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-"))
@@ -98,7 +98,7 @@ async def measure(options: argparse.Namespace) -> Report:
 
 
 def contenders_of(options: argparse.Namespace, ways: Sequence[str]) -> list[str]:
-    """The baseline and those of `ways` that `--only` names."""
+    """Return the baseline and those of `ways` that `--only` names."""
     wanted = ways if options.only is None else options.only.split(",")
     return [name for name in ways if name == DIRECT or name in wanted]
 
@@ -113,8 +113,10 @@ async def start(
     extra_args: Sequence[str] = (),
     profile: Path | None = None,
 ) -> list[Contender]:
-    """A server and a process in front of it for each of `wanted` that is installed. `ctx` is of
-    each slot."""
+    """Start a server, and the proxy in front of it, for each installed one of `wanted`.
+
+    `ctx`: tokens of each slot.
+    """
     contenders: list[Contender] = []
     for number, name in enumerate(wanted):
         folder = home / str(number)
@@ -128,7 +130,7 @@ async def start(
             rig.llama(slots=2, ctx_per_slot=ctx, kv_dir=kv_dir, extra_args=extra_args)
         )
         url = server.url
-        # Saves in the background would take place in the other contenders' turns.
+        # Idle saves would run while other contenders are measured.
         quiet = "store: {idle_save_after: off}"
         if name == "kvferry":
             way = rig.kvferry(name, [url], folder, kv_dir=kv_dir, more=quiet, profile=profile)
@@ -176,7 +178,7 @@ def _measure_all(contenders: list[Contender], options: argparse.Namespace, repor
 def run_rounds(
     contenders: list[Contender], case: Case, warm_up: int, rounds: int, in_a_row: int = 1
 ) -> dict[str, list[Sample]]:
-    """Each contender so many requests `in_a_row`, everybody first in turn."""
+    """Alternate contenders after `in_a_row` requests each; the first one rotates."""
     samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
     numbers = range(-warm_up, rounds)
     for turn, start in enumerate(range(0, len(numbers), in_a_row)):
@@ -211,23 +213,23 @@ def _chat(messages: list[Json], **more: object) -> Json:
 
 
 def short(contender: Contender, number: int) -> Sample:
-    """A question of twenty tokens and four tokens of an answer."""
+    """Send a question of twenty tokens, for an answer of four."""
     question = [{"role": "user", "content": f"{number} {words_of(number)}"}]
     reply = contender.client.post(CHAT, _chat(question))
     return Sample(reply.total_s, reply.server_s)
 
 
 def short_stream(contender: Contender, number: int) -> Sample:
-    """The same as a stream, up to its first byte."""
+    """Send the same question as a stream; measure the time to its first byte."""
     question = [{"role": "user", "content": f"{number} {words_of(number)}"}]
     return Sample(contender.client.post(CHAT, _chat(question, stream=True)).first_byte_s)
 
 
 def long(contender: Contender, _: int) -> Sample:
-    """One more turn of a long conversation."""
+    """Send one more turn of a long conversation."""
     conversation = contender.conversation
     conversation.ask()
-    # One token: at such a depth the tiny model takes longer for each than a proxy for everything.
+    # One token: at this depth the tiny model takes longer for each than a proxy takes in all.
     reply = contender.client.post(CHAT, _chat(conversation.messages, max_tokens=1))
     answer = reply.json()
     conversation.heard(answer["choices"][0]["message"]["content"])
@@ -235,20 +237,20 @@ def long(contender: Contender, _: int) -> Sample:
 
 
 def models(contender: Contender, _: int) -> Sample:
-    """A route that takes no slot, without a body."""
+    """Call a route that takes no slot, without a body."""
     return Sample(contender.client.get("/v1/models").total_s)
 
 
 def tokenize(contender: Contender, _: int) -> Sample:
-    """A route that takes no slot, with a body."""
+    """Call a route that takes no slot, with a body."""
     reply = contender.client.post("/tokenize", {"content": words_of(0)})
     if not reply.json()["tokens"]:
-        raise WrongAnswerError(f"{contender.name}: /tokenize gives no tokens")
+        raise WrongAnswerError(f"{contender.name}: /tokenize returned no tokens")
     return Sample(reply.total_s)
 
 
 def words_of(seed: int) -> str:
-    """Eight words."""
+    """Return eight words for a seed."""
     return words(Conversation(seed).random, 8)
 
 

@@ -1,7 +1,7 @@
-"""`python -m bench.load`: a thousand clients at once, of every kind, and what that does to the
-router: memory, descriptors, the longest turn of its event loop, and how it ended for each client.
+"""`python -m bench.load`: what a thousand concurrent clients of every kind do to the router.
 
-The backends are fakes in a process of their own: a token for every stream at each beat, so that
+The table has memory, descriptors, the longest event-loop iteration, and how the requests ended. The
+backends are fakes in a process of their own. They give every stream a token at each beat, so that
 all streams are open at the same time. `--real` adds real servers with the tiny model.
 """
 
@@ -46,7 +46,7 @@ Load = Callable[[str], Awaitable[Counter[str]]]
 
 @dataclass
 class _Looks:
-    """What was seen of a process while clients came and went."""
+    """Measurements of one process while clients come and go."""
 
     proxy: rig.Proxy
     rss: list[int] = field(default_factory=list)
@@ -55,19 +55,19 @@ class _Looks:
     turns_s: dict[str, float] = field(default_factory=dict)
 
     async def keep_looking(self, session: aiohttp.ClientSession) -> None:
-        """For ever."""
+        """Measure at intervals, without end."""
         while True:
             self.look()
             await self.ask(session)
             await asyncio.sleep(_LOOK_S)
 
     def look(self) -> None:
-        """At what the kernel knows."""
+        """Measure memory and descriptors, by the kernel."""
         self.rss.append(self.proxy.rss_bytes())
         self.descriptors.append(self.proxy.descriptors())
 
     async def ask(self, session: aiohttp.ClientSession) -> None:
-        """At what only the router knows."""
+        """Measure queue and event-loop iterations, by kvferry's own metrics."""
         if not self.proxy.name.startswith("kvferry"):
             return
         async with session.get(self.proxy.url + "/metrics") as response:
@@ -86,7 +86,7 @@ class _Bench:
     settle_s: float
 
     async def case(self, name: str, proxy: rig.Proxy, n: int, load: Load) -> Counter[str]:
-        """One row."""
+        """Run one case and add its row. Raises WrongAnswerError for a wrong answer."""
         looks = _Looks(proxy)
         await looks.ask(self.session)
         looks.queue, looks.turns_s = 0.0, {}
@@ -115,19 +115,19 @@ class _Bench:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.load", description=__doc__)
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--quick", action="store_true", help="a tenth of the clients, shorter")
     # Idle connections to backends are kept for two seconds.
     parser.add_argument("--settle", type=float, default=3.0, help="seconds before `after`")
-    parser.add_argument("--only", metavar="CASE", help="this case")
-    parser.add_argument("--real", action="store_true", help="and 64 clients on two real servers")
+    parser.add_argument("--only", metavar="CASE", help="run only this case")
+    parser.add_argument("--real", action="store_true", help="add 64 clients on two real servers")
     return run_bench(parser, lambda options: uvloop.run(measure(options)), argv)
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """Each case has a fresh router; the kernel's numbers are of its process alone."""
+    """Run each case on a fresh router; the kernel's numbers are of its process alone."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     n = options.clients // 10 if options.quick else options.clients
@@ -151,9 +151,9 @@ async def measure(options: argparse.Namespace) -> Report:
             if options.only in (None, name):
                 await case()
     report.notes += [
-        "KiB a client: what the process grew by at its peak, by client",
-        f"longest turn: what the event loop was late by, looked at every {stalls.EVERY_S * 1000:g}"
-        " ms; of CPU: the CPU time of its thread between two looks",
+        "KiB a client: growth of the process at its peak, for each client",
+        f"longest turn: delay of the event loop, sampled every {stalls.EVERY_S * 1000:g} ms; "
+        "of CPU: CPU time of its thread between two samples",
     ]
     if rig.find_nginx() is None:
         report.notes.append(rig.NGINX_HINT)
@@ -186,12 +186,12 @@ async def _fleet(
 
 
 def _clients(n: int, n_tokens: int, **more: int | float) -> list[Client]:
-    """Each with a question of its own."""
+    """Return `n` clients, each with a question of its own."""
     return [Client(f"{number} is what I ask. " * 8, n_tokens, **more) for number in range(n)]  # type: ignore[arg-type]
 
 
 async def _streams(bench: _Bench, n: int) -> None:
-    """As many slots as clients: all of them are read at the same time."""
+    """Run with a slot for each client: all streams are read at the same time."""
     beat = ["--beat", str(_BEAT_S)]
     contenders = ["kvferry", "kvferry passthrough", *(["nginx"] if rig.find_nginx() else [])]
     for contender in contenders:
@@ -200,7 +200,7 @@ async def _streams(bench: _Bench, n: int) -> None:
 
 
 async def _moment(bench: _Bench, n: int) -> None:
-    """All are connected; the router is stopped until all have asked, and finds that in one turn."""
+    """Stop the router until all clients have sent: one iteration finds all requests."""
 
     async def load(proxy: rig.Proxy, url: str) -> Counter[str]:
         go = asyncio.Event()
@@ -208,7 +208,7 @@ async def _moment(bench: _Bench, n: int) -> None:
             sending = group.create_task(send(url, _clients(n, 4), go))
             while proxy.descriptors() < n:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(_LOOK_S)
-            await asyncio.sleep(_LOOK_S)  # the last of them
+            await asyncio.sleep(_LOOK_S)  # the last clients
             os.kill(proxy.pid, signal.SIGSTOP)
             go.set()
             await asyncio.sleep(_STOPPED_S)
@@ -222,13 +222,13 @@ async def _moment(bench: _Bench, n: int) -> None:
 
 
 async def _queue(bench: _Bench, n: int) -> None:
-    """Few slots: most wait, and all get their answer."""
+    """Run with few slots: most requests wait, and all get their answer."""
     async with _fleet(yaml=f"queue: {{max_requests: {n}}}") as proxy:
         await bench.case("queue", proxy, n, lambda url: send(url, _clients(n, 4)))
 
 
 async def _limit(bench: _Bench, n: int) -> None:
-    """One slot for all, and nobody is done before all have come: exactly the limit waits."""
+    """Run with one slot, busy until all requests have come: exactly the limit waits."""
     limit = n // 4
     async with _fleet(
         backends=1, slots=1, more=["--beat", "3"], yaml=f"queue: {{max_requests: {limit}}}"
@@ -236,18 +236,18 @@ async def _limit(bench: _Bench, n: int) -> None:
         clients = _clients(n, 10, stays_s=12.0)
         ended = await bench.case("queue full", proxy, n, lambda url: send(url, clients))
     if ended["503"] != n - limit - 1:
-        raise WrongAnswerError(f"{ended['503']} were turned away, not {n - limit - 1}")
+        raise WrongAnswerError(f"{ended['503']} requests got 503, not {n - limit - 1}")
 
 
 async def _slow(bench: _Bench, n: int, seconds: float) -> None:
-    """They read 1 KiB a second."""
+    """Run clients that read 1 KiB a second."""
     async with _fleet() as proxy:
         clients = _clients(n, round(seconds * 1024 / 160), rate=1024)
         await bench.case("slow readers", proxy, n, lambda url: send(url, clients))
 
 
 async def _stopped(bench: _Bench, n: int, seconds: float) -> None:
-    """A hundred megabytes are there for each; they read the head, stop, and leave after a while."""
+    """Run clients that read the head of a hundred megabytes, stop, and disconnect later."""
     more = ["--padding", str(_PADDING)]
     async with _fleet(slots=-(-n // _BACKENDS), more=more) as proxy:
         clients = _clients(n, 400, takes=1024, stays_s=seconds)
@@ -255,7 +255,7 @@ async def _stopped(bench: _Bench, n: int, seconds: float) -> None:
 
 
 async def _leaving(bench: _Bench, n: int) -> None:
-    """At any moment, some of them after their answer."""
+    """Run clients that disconnect at any moment, some of them after their answer."""
     chance = random.Random(1)
     async with _fleet(more=["--beat", "0.02"]) as proxy:
         clients = [
@@ -266,14 +266,14 @@ async def _leaving(bench: _Bench, n: int) -> None:
 
 
 async def _connecting(bench: _Bench, per_s: int, seconds: float) -> None:
-    """Connections that ask for nothing."""
+    """Open connections without a whole request."""
     async with _fleet() as proxy:
         n = round(per_s * seconds)
         await bench.case("connects", proxy, n, lambda url: connects(url, per_s, seconds))
 
 
 async def _real(bench: _Bench, n: int) -> None:
-    """Two real servers with four slots each. What is right is what one client alone gets."""
+    """Run two real servers with four slots each; right is what one client alone gets."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
         kv_dir = folder / "kv"
@@ -292,7 +292,7 @@ async def _real(bench: _Bench, n: int) -> None:
 
 
 def _said(url: str, client: Client) -> str:
-    """What one client alone gets of a server."""
+    """Return the text that one client alone gets from a server."""
     body = {"prompt": client.prompt, "n_predict": client.n_tokens, "temperature": 0}
     with closing(_Alone(url)) as alone:
         answer = alone.post("/completion", body | {"ignore_eos": True, "cache_prompt": False})

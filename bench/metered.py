@@ -1,8 +1,8 @@
-"""`python -m bench.metered FILE serve ...`: kvferry that counts the CPU time of being looked at.
+"""`python -m bench.metered FILE serve ...`: kvferry, with the CPU time of page and metrics counted.
 
-When it ends, FILE has as JSON, all in CPU seconds: `page_s` and `metrics_s`, what the event loop's
-thread spends in the code of the live page and of the metrics (to keep them and to tell them), and
-`total_s`, the whole process from the first such moment to the last.
+At its end the process writes JSON to FILE, all in CPU seconds. `page_s` and `metrics_s`: the event
+loop's thread in the code that keeps and sends the live page and the metrics. `total_s`: the whole
+process, from the first such moment to the last.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from router.web.admin.status import StatusRoutes
 
 
 class Meter:
-    """Adds up what some functions take, and the steps of some coroutines."""
+    """Sums of the CPU time of some functions, and of the steps of some coroutines."""
 
     def __init__(self) -> None:
         self.seconds = {"page_s": 0.0, "metrics_s": 0.0}
@@ -30,17 +30,17 @@ class Meter:
         self._last = 0.0
 
     def report(self) -> dict[str, float]:
-        """For JSON."""
+        """Return the sums for JSON."""
         total_s = self._last - self._first if self._first is not None else 0.0
         return self.seconds | {"total_s": total_s}
 
     def function(self, name: str, owner: type, method: str) -> None:
-        """Count a function from now on."""
+        """Count the time of a method from now on."""
         function = getattr(owner, method)
         setattr(owner, method, wraps(function)(lambda *args: self._timed(name, function, *args)))
 
     def coroutine(self, name: str, owner: type, method: str) -> None:
-        """Count the steps of a coroutine function; what it waits for is nobody's time."""
+        """Count the steps of a coroutine method from now on, without the time that it waits."""
         function = getattr(owner, method)
 
         @wraps(function)
@@ -71,7 +71,7 @@ def _in_steps(work: Coroutine[Any, Any, Any], call: Callable[..., Any]) -> Gener
             return over.value
         try:
             value, step = (yield waits_for), work.send
-        except BaseException as error:  # noqa: BLE001 - handed on, whatever it is
+        except BaseException as error:  # noqa: BLE001 - any error is passed on
             value, step = error, work.throw
 
 

@@ -1,6 +1,6 @@
 """`python -m bench.overhead`: what the proxy's process costs, in CPU seconds and memory.
 
-Requests at a steady rate to a fake llama-server, which is a process of its own and not counted.
+Requests go at a steady rate to a fake llama-server, which is another process and not counted.
 """
 
 import argparse
@@ -29,12 +29,12 @@ CHAT = "/v1/chat/completions"
 BASELINE = "kvferry passthrough"
 _KIB, _MIB = 1024, 1024**2
 _ROUNDS = 3
-_TOKENS = 8_000  # of what a snapshot or a slot holds
+_TOKENS = 8_000  # of each measured snapshot and slot
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`bodies` gives the n-th request."""
+    """Requests at a steady rate; `bodies` returns the n-th request."""
 
     name: str
     bodies: Callable[[int], Json]
@@ -60,20 +60,20 @@ CASES: dict[str, Callable[[int], Json]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.overhead", description=__doc__)
     parser.add_argument("--rates", default="10,100", help="requests a second, comma-separated")
     parser.add_argument(
-        "--seconds", type=float, default=12.0, help="of each case, rate and contender"
+        "--seconds", type=float, default=12.0, help="for each case, rate and contender"
     )
     parser.add_argument("--idle-seconds", type=float, default=10.0)
-    parser.add_argument("--snapshots", type=int, default=2_000, help="whose memory is measured")
+    parser.add_argument("--snapshots", type=int, default=2_000, help="for the memory of one")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """One contender after the other is asked, three times round."""
-    report = Report("overhead", "What the process costs", list(COLUMNS), arguments_of(options))
+    """Measure one contender after the other, in three rounds."""
+    report = Report("overhead", "CPU time and memory", list(COLUMNS), arguments_of(options))
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
         proxies = [
@@ -90,8 +90,8 @@ async def measure(options: argparse.Namespace) -> Report:
         await _idle("idle, after all of it", proxies, options.idle_seconds, report)
     _memory(options.snapshots, report)
     report.notes.append(
-        "the fake's tokens are bytes, where real text has about four of them in a token; "
-        "CPU ms/1,000 tokens: of all that a request costs"
+        "the fake's tokens are bytes, a token of real text has about four bytes; "
+        "CPU ms/1,000 tokens: all CPU time of a request"
     )
     return report
 
@@ -108,13 +108,13 @@ async def _contender(name: str, home: Path) -> AsyncIterator[rig.Proxy]:
             way = rig.nginx(program, [fake.url], folder)
         else:
             policy = "passthrough" if name == BASELINE else "cheapest"
-            # The fake cannot save without a directory; the price of a save is bench.restore's.
+            # Without a directory the fake cannot save; bench.restore measures transfers.
             way = rig.kvferry(name, [fake.url], folder, policy=policy)
         yield await stack.enter_async_context(way)
 
 
 async def _idle(case: str, proxies: list[rig.Proxy], seconds: float, report: Report) -> None:
-    await asyncio.sleep(min(seconds, 2.0))  # what came before left something behind
+    await asyncio.sleep(min(seconds, 2.0))  # earlier work ends
     before = [proxy.cpu_s() for proxy in proxies]
     start = perf_counter()
     await asyncio.sleep(seconds)
@@ -126,7 +126,7 @@ async def _idle(case: str, proxies: list[rig.Proxy], seconds: float, report: Rep
 
 
 def _memory(count: int, report: Report) -> None:
-    """In this process, with kvferry's own catalog and slots."""
+    """Measure memory in this process, with kvferry's own catalog and slots."""
     held = _TOKENS * WIDTH
     for what, n, beyond in (
         ("a snapshot", count, snapshot_bytes(count, _TOKENS)),
@@ -134,7 +134,7 @@ def _memory(count: int, report: Report) -> None:
     ):
         case = f"{what} of {_TOKENS:,} tokens"
         report.add(case, "kvferry", None, n, *[None] * 5, (held + beyond) / _KIB)
-    report.notes.append(f"KiB each: {held / _KIB:.1f} of that are the tokens")
+    report.notes.append(f"KiB each: {held / _KIB:.1f} of these are the tokens")
 
 
 def _loaded(proxies: list[rig.Proxy], case: Case, report: Report) -> None:
@@ -163,7 +163,7 @@ def _loaded(proxies: list[rig.Proxy], case: Case, report: Report) -> None:
 
 
 def steady(url: str, case: Case, numbers: range) -> None:
-    """A request every 1 / rate seconds, or as fast as they go if that is slower."""
+    """Send a request every 1 / rate seconds, or without a break if that is slower."""
     client, nothing = Client(url), threading.Event()
     start = perf_counter()
     for done, number in enumerate(numbers):

@@ -1,8 +1,8 @@
-"""`python -m bench.passthrough`: what a proxy adds to routes that are no completions.
+"""`python -m bench.passthrough`: what a proxy adds to routes other than completions.
 
-As in `bench.latency`: every contender has a llama-server of its own, started with `--embeddings`,
-they take turns, a few requests each, and a second direct server shows how far two equal things
-differ in the same run.
+As in `bench.latency`, every contender has a llama-server of its own, here with `--embeddings`.
+Contenders alternate after a few requests each. A second direct server shows how far two equal
+things differ in the same run.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _TEXT = "What is the weather in London today, and what will it be tomorrow?"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request, always the same. `expected` is in its answer."""
+    """One request, always the same; `expected` is a key of its answer."""
 
     method: str
     path: str
@@ -45,7 +45,7 @@ class Case:
     expected: str
 
     def __call__(self, contender: Contender, _: int) -> Sample:
-        """Ask once. Raises WrongAnswerError."""
+        """Send the request once. Raises WrongAnswerError."""
         raw = None if self.body is None else json.dumps(self.body).encode()
         reply = contender.client.send(self.method, self.path, raw)
         if self.expected not in reply.json():
@@ -64,7 +64,7 @@ CASES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.passthrough", description=__doc__)
     parser.add_argument("--rounds", type=int, default=2000, help="of each route")
     parser.add_argument("--warm-up", type=int, default=20, help="rounds that do not count")
@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """All routes, all contenders."""
-    title = "Latency of routes that are no completions, by what is in front"
+    """Measure all routes with all contenders."""
+    title = "Latency of routes other than completions, by contender"
     report = Report("passthrough", title, list(COLUMNS), arguments_of(options))
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))

@@ -1,7 +1,7 @@
-"""`python -m bench.planning`: the price of a decision, by how many snapshots there are.
+"""`python -m bench.planning`: the time of a decision, by the number of snapshots.
 
 In one process, without I/O: `router.core.planning.planner.plan` over two backends of four slots
-each, and what the catalog costs in time and memory.
+each, and the catalog's cost in time and memory.
 """
 
 import argparse
@@ -44,9 +44,9 @@ BYTES_PER_TOKEN = 50_000
 _GROUP = 20  # snapshots that share a prefix; every second snapshot is in a group
 _VOCABULARY = 150_000
 _PAGE_BYTES = 4096
-_SLOTS = 1_000  # whose memory is measured
+_SLOTS = 1_000  # in the measurement of memory
 _ADD = "add to catalog"
-_PLANS = (  # how much of the prompt a snapshot holds, and where the plan should then start
+_PLANS = (  # share of the prompt that a snapshot holds, and the source that the plan should choose
     ("plan, deep match", 0.9, Source.SNAPSHOT),
     ("plan, shallow match", 0.1, Source.SNAPSHOT),
     ("plan, no match", 0.0, Source.COLD),
@@ -54,7 +54,7 @@ _PLANS = (  # how much of the prompt a snapshot holds, and where the plan should
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.planning", description=__doc__)
     parser.add_argument("--counts", default="100,10000,100000", help="snapshots, comma-separated")
     parser.add_argument("--tokens", type=int, default=8_000, help="of each snapshot")
@@ -63,10 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """All numbers of snapshots in turn, so that none has the processor and its caches to itself:
-    in production other work comes between two plans as well. The fewest are what the others are
-    compared with."""
-    report = Report("planning", "A decision, by snapshots", list(COLUMNS), arguments_of(options))
+    """Measure all numbers of snapshots alternately; compare each with the smallest.
+
+    No number has the processor's caches to itself: in production, too, other work comes between two
+    plans.
+    """
+    report = Report("planning", "Decisions, by snapshots", list(COLUMNS), arguments_of(options))
     sizes = [_Size.of(int(text), options.tokens) for text in options.counts.split(",")]
     sizes.sort(key=lambda size: len(size.snapshots))
     random_ = random.Random(1)
@@ -91,14 +93,14 @@ def measure(options: argparse.Namespace) -> Report:
     )
     report.notes.append(
         f"memory: the tokens of a snapshot are {options.tokens * WIDTH:,} bytes, which the index "
-        "uses where it can; `index bytes each` is what the process grows by beyond them"
+        "uses where it can; `index bytes each` is the growth of the process beyond them"
     )
     return report
 
 
 @dataclass
 class _Size:
-    """A fleet with so many snapshots, and how long things took with it, in seconds."""
+    """A fleet with a number of snapshots, and the seconds of each measured action."""
 
     snapshots: list[Snapshot]
     fleet: Fleet
@@ -116,7 +118,7 @@ class _Size:
         return cls(snapshots, fleet, {_ADD: adding}, (rss_bytes() - before) / count)
 
     def plan(self, what: str, ids: Tokens, source: Source) -> None:
-        """Decide about one prompt, which should start from `source`."""
+        """Plan one prompt. Raises RuntimeError if the plan's source is not `source`."""
         request = Request(RequestId(what), Prompt(ids))
         begin = perf_counter()
         decision = plan(request, self.fleet, 0.0)
@@ -125,7 +127,7 @@ class _Size:
             raise RuntimeError(f"{what}: {decision}")
 
     def evict(self, newcomers: Iterable[Snapshot]) -> None:
-        """The limit is what there is: each newcomer makes the catalog give one up."""
+        """Add snapshots to the full catalog: each makes it evict one."""
         times = self.times.setdefault("add and evict", [])
         for newcomer, _ in zip(newcomers, self.snapshots, strict=False):
             named = replace(newcomer, id=SnapshotId(f"new-{newcomer.id}"))
@@ -135,12 +137,12 @@ class _Size:
 
 
 def make_tokens(random_: random.Random, n: int) -> Tokens:
-    """`n` random ids."""
+    """Return `n` random token ids."""
     return Tokens(array("i", random_.choices(range(_VOCABULARY), k=n)).tobytes())
 
 
 def make_snapshots(n: int, tokens: int, seed: int = 0) -> Iterator[Snapshot]:
-    """Half of them in groups that share a prefix, in the order of their ids."""
+    """Yield `n` snapshots in the order of their ids; half are in groups that share a prefix."""
     random_ = random.Random(seed)
     shared = Tokens(b"")
     for number in range(n):
@@ -153,7 +155,7 @@ def make_snapshots(n: int, tokens: int, seed: int = 0) -> Iterator[Snapshot]:
 
 
 def make_fleet(snapshots: Sequence[Snapshot], tokens: int) -> Fleet:
-    """Two backends of four idle slots, most of them holding something else."""
+    """Return two backends of four idle slots, most of them with other tokens."""
     fleet = Fleet()
     random_ = random.Random(-1)
     for name in (BackendId("a"), BackendId("b")):
@@ -169,12 +171,12 @@ def make_fleet(snapshots: Sequence[Snapshot], tokens: int) -> Fleet:
 
 
 def snapshot_bytes(count: int, tokens: int) -> float:
-    """What a snapshot takes in memory beyond its tokens, where there are so many."""
+    """Return the memory of one of `count` snapshots beyond its tokens."""
     return _Size.of(count, tokens).bytes_each
 
 
 def slot_bytes(tokens: int) -> float:
-    """What a slot takes in memory beyond the tokens that it holds."""
+    """Return the memory of a slot beyond its tokens."""
     random_ = random.Random(3)
     held = [make_tokens(random_, tokens) for _ in range(_SLOTS)]
     gc.collect()
@@ -195,7 +197,7 @@ def _timed(action: Callable[[], object]) -> float:
 
 
 def rss_bytes() -> int:
-    """Memory of this process."""
+    """Return the memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
 
 

@@ -1,7 +1,7 @@
-"""`python -m bench.predict`: what `kvferry simulate` says of a fleet, and what becomes of it.
+"""`python -m bench.predict`: `kvferry simulate` against a real run of the same trace.
 
-A recorded trace is sent to kvferry in front of real llama-servers, at its own times. Then the same
-trace is simulated with the rates that kvferry has learned meanwhile, and the two are compared.
+A recorded trace is sent at its own times to kvferry in front of real llama-servers. Then the same
+trace is simulated with the rates that kvferry has learned meanwhile, and the results are compared.
 """
 
 import argparse
@@ -33,19 +33,21 @@ _MARGIN = 512  # of a slot, in tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.predict", description=__doc__)
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="Mooncake's")
+    parser.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="in Mooncake's format"
+    )
     parser.add_argument("--limit", type=int, default=300, help="requests")
-    parser.add_argument("--scale", type=int, default=8, help="its tokens for one of ours")
-    parser.add_argument("--speed", type=float, default=1.0, help="of the trace")
+    parser.add_argument("--scale", type=int, default=8, help="trace tokens for each token sent")
+    parser.add_argument("--speed", type=float, default=1.0, help="times faster than recorded")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--slots", type=int, default=2, help="of each server")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """One real run, one simulation."""
+    """Compare one real run with one simulation."""
     report = Report("predict", "Simulated and real", list(COLUMNS), arguments_of(options))
     try:
         lines = read_trace(options.trace, options.limit)
@@ -118,7 +120,7 @@ async def _real(
 
 
 def _hardware(rates: Sequence[Json], scale: int) -> Hardware:
-    """What one of the servers costs, by the token of the trace: `scale` of them are one."""
+    """Return the costs of one server per trace token; `scale` of these are one token sent."""
 
     def middle(key: str) -> float:
         return median([float(each[key]) for each in rates])

@@ -1,6 +1,6 @@
-"""What all benches share: percentiles, one table on the terminal, one JSON file.
+"""Parts that all benches share: percentiles, one table on the terminal, one JSON file.
 
-A time means nothing without its baseline: rows carry ratios against a row of the same run.
+A time means nothing without its baseline: rows have ratios to a row of the same run.
 """
 
 import argparse
@@ -19,7 +19,7 @@ Cell = str | int | float | None
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """By nearest rank: a value that was seen. NaN of nothing."""
+    """Return a percentile by nearest rank: one of `values`; NaN if there are none."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -27,13 +27,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """The 50th percentile."""
+    """Return the 50th percentile."""
     return percentile(values, 50)
 
 
 @dataclass
 class Report:
-    """One table, what was asked for, and what a reader has to know about it."""
+    """One table, the arguments of its run, and notes for its reader."""
 
     bench: str
     title: str
@@ -41,19 +41,19 @@ class Report:
     arguments: dict[str, object]
     rows: list[list[Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    # A wide table is shown as several: titles, and some of the columns each.
+    # The parts in which a wide table is shown: title and columns of each.
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     load_before: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def add(self, *cells: Cell) -> None:
-        """A row; None is shown as nothing."""
+        """Add a row; None is an empty cell. Raises ValueError for a wrong number of cells."""
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self.rows.append([None if isinstance(c, float) and math.isnan(c) else c for c in cells])
 
     def show(self, console: Console | None = None) -> None:
         """Print the table."""
-        # Wide enough for every column also where the output is a file.
+        # Wide enough for every column if the output is a file.
         console = console or Console(width=None if os.isatty(1) else 140)
         for title, columns in self._shown().items():
             console.print(self._table(title, columns))
@@ -61,7 +61,7 @@ class Report:
             console.print(f"- {note}", markup=False, highlight=False)
 
     def records(self) -> list[dict[str, Cell]]:
-        """Each row by column."""
+        """Return each row as a mapping from column to cell."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def _shown(self) -> Mapping[str, Sequence[str]]:
@@ -85,7 +85,7 @@ class Report:
         return table
 
     def markdown(self) -> str:
-        """The same for docs/benchmarks."""
+        """Return the table as Markdown for docs/benchmarks."""
         lines: list[str] = []
         for columns in self._shown().values():
             header, *rows = (
@@ -96,7 +96,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def write(self, path: Path) -> None:
-        """The same as JSON, cells as numbers."""
+        """Write the table as JSON, with cells as numbers."""
         content = {
             "bench": self.bench,
             "title": self.title,
@@ -110,7 +110,7 @@ class Report:
 
 
 def shown(cell: Cell) -> str:
-    """Three significant digits are more than a run repeats."""
+    """Return a cell as text: three significant digits are more than a run repeats."""
     if cell is None:
         return ""
     if isinstance(cell, float):
@@ -119,7 +119,7 @@ def shown(cell: Cell) -> str:
 
 
 def machine_line(load_before: float) -> str:
-    """Where it ran and how busy that was: the one minute load before and after."""
+    """Describe the machine, with its one-minute load before and after the run."""
     return (
         f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()} "
         f"{platform.release().split('-')[0]}, Python {platform.python_version()}, "
@@ -132,7 +132,7 @@ def run_bench(
     bench: Callable[[argparse.Namespace], Report],
     argv: Sequence[str] | None,
 ) -> int:
-    """Parse, measure, print, and write where `--output` says."""
+    """Parse, measure, print, and write the files that the options name."""
     add_output(parser)
     options = parser.parse_args(argv)
     report = bench(options)
@@ -142,13 +142,13 @@ def run_bench(
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """The options that `save` reads."""
+    """Add the options that `save` reads."""
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the same as Markdown")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the table as Markdown")
 
 
 def save(report: Report, options: argparse.Namespace, brief: Report | None = None) -> None:
-    """Write what was asked for. `brief`: instead of the report, as Markdown."""
+    """Write the files that the options name. `brief`: a shorter report for the Markdown."""
     if options.output is not None:
         report.write(options.output)
     if options.markdown is not None:
@@ -157,6 +157,6 @@ def save(report: Report, options: argparse.Namespace, brief: Report | None = Non
 
 
 def arguments_of(options: argparse.Namespace) -> dict[str, object]:
-    """For the report; without where it was written to."""
+    """Return the options for the report, without the names of its files."""
     where = ("output", "markdown")
     return {name: value for name, value in vars(options).items() if name not in where}

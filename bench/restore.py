@@ -1,8 +1,8 @@
-"""`python -m bench.restore`: from "restore it" to "send it", less what the server itself counts.
+"""`python -m bench.restore`: time from the decision to restore until the request can be sent.
 
-Two conversations take turns on the one slot of a real server. In one process with the engine, so
-that the parts can be seen: the store's checks, the call to the server beyond its `restore_ms`,
-and all the rest (plan, events, tasks).
+The server's own `restore_ms` is subtracted. Two conversations alternate on the one slot of a real
+server. The engine runs in this process, so that its parts can be timed: the store's checks, the
+call to the server beyond `restore_ms`, and all the rest (plan, events, tasks).
 """
 
 import argparse
@@ -57,12 +57,12 @@ from router.store.store import KvStore
 
 COLUMNS = ("part", "n", "p50 ms", "p99 ms", "x server")
 BACKEND, SPACE = BackendId("a"), Namespace("n")
-_TURN_TOKENS = 16  # that each turn adds
+_TURN_TOKENS = 16  # added by each turn
 
 
 @dataclass
 class _Slow:
-    """Times by part of one grant; seconds."""
+    """Seconds by part of one admission."""
 
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -71,7 +71,7 @@ class _Slow:
 
 
 class _Backend:
-    """ports.Backend that times what is on the way to a grant."""
+    """ports.Backend that times the calls of an admission."""
 
     def __init__(self, client: LlamaClient, slow: _Slow) -> None:
         self._client, self._slow = client, slow
@@ -105,7 +105,7 @@ class _Backend:
 
 
 class _Store(KvStore):
-    """The store; its part of a restore is timed."""
+    """KvStore that times its part of a restore."""
 
     slow: _Slow
 
@@ -117,7 +117,7 @@ class _Store(KvStore):
 
 
 class _Silent:
-    """ports.Telemetry that keeps the records."""
+    """ports.Telemetry that keeps the request records and nothing else."""
 
     def __init__(self) -> None:
         self.records: list[RequestRecord] = []
@@ -150,7 +150,7 @@ class _Silent:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.restore", description=__doc__)
     parser.add_argument("--rounds", type=int, default=200, help="restores")
     parser.add_argument("--tokens", type=int, default=4_000, help="of each conversation")
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """Alternate, and keep the grants that had a restore and no save."""
+    """Alternate two conversations; measure admissions with a restore and no save."""
     report = Report("restore", "From decision to dispatch", list(COLUMNS), arguments_of(options))
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
@@ -174,7 +174,7 @@ async def measure(options: argparse.Namespace) -> Report:
         store.slow = slow
         await store.load()
         stack.push_async_callback(store.aclose)
-        # Always worth it: what is measured is a restore, not whether one would be chosen.
+        # A restore is always expected to pay: the bench measures restores, not the choice.
         policy = Policy(idle_save_after_s=None, coalesce_above_s=None, reuse_probability=1.0)
         fleet = Fleet(policy, Catalog(SnapshotLimits()))
         scheduler = Scheduler(State(fleet=fleet, queue=Queue(QueueLimits())))
@@ -189,7 +189,7 @@ async def measure(options: argparse.Namespace) -> Report:
         found = await _alternate(engine, client, slow, prompts, options.rounds)
         _add_rows(report, found)
     report.notes.append(
-        "server: its own restore_ms; store: that the file is what was saved; erase: emptying the "
+        "server: its own restore_ms; store: the check of the file; erase: emptying the "
         "slot first, where that is needed; call: HTTP beyond restore_ms; engine: plan, events, "
         "tasks. beyond: all but the server"
     )
@@ -208,7 +208,7 @@ def _prompts(url: str, n_tokens: int) -> list[Tokens]:
 async def _alternate(
     engine: Engine, client: LlamaClient, slow: _Slow, prompts: list[Tokens], rounds: int
 ) -> list[dict[str, float]]:
-    """Parts of each grant that a snapshot was restored for."""
+    """Return the parts of each admission for which a snapshot was restored."""
     found: list[dict[str, float]] = []
     for number in range(20 * rounds):
         which = number % 2
@@ -236,10 +236,10 @@ async def _alternate(
                 }
             )
             if (reported.cached_tokens or 0) < count(prompts[which]) // 2:
-                raise RuntimeError(f"restored, yet only {reported.cached_tokens} tokens reused")
+                raise RuntimeError(f"only {reported.cached_tokens} tokens reused after a restore")
         if len(found) >= rounds:
             return found
-    raise RuntimeError(f"{len(found)} restores where {rounds} were wanted")
+    raise RuntimeError(f"{len(found)} restores instead of {rounds}")
 
 
 def _add_rows(report: Report, found: list[dict[str, float]]) -> None:

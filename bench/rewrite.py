@@ -1,7 +1,7 @@
 """`python -m bench.rewrite`: rewriting a state file, against `cp` of as many bytes.
 
-Files of a made-up model on disk, in the page cache. Each change takes turns with `cp` of the
-bytes that it has to write; the start of the process is measured too, and subtracted.
+The files are of a made-up model, on disk and in the page cache. Each change alternates with `cp` of
+the bytes that it has to write. The start of the `cp` process is measured too, and subtracted.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _CHUNK = 1 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.rewrite", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="of each change")
     parser.add_argument("--tokens", type=int, default=8_000, help="of the state")
@@ -44,19 +44,19 @@ class _Change:
 
     @property
     def written(self) -> int:
-        """Bytes that have to be written."""
+        """Return the bytes that have to be written."""
         return self.rewrite.size_bytes - (self.rewrite.start if self.in_place else 0)
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """All changes of both kinds of file."""
+    """Measure all changes on both kinds of file."""
     report = Report("rewrite", "Rewriting against cp", list(COLUMNS), arguments_of(options))
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-", dir=Path.cwd()) as name:
         home = Path(name)
         for v_trans in (False, True):
             full, window = home / "full", home / "window"
             _write(full, options.tokens, _LAYERS, (), v_trans=v_trans)
-            # A window far larger than any model's, so that there is something to measure.
+            # A window far larger than any model's, for a measurable time.
             _write(window, options.tokens, 1, (_LAYERS, options.tokens // 2), v_trans=v_trans)
             for change in _changes(full, window):
                 ours, theirs = _turns(change, home, options.rounds)
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> Report:
                     copied * 1000,
                     median(ours) / copied,
                 )
-    report.notes.append("ours: reading the cells, planning, writing; cp: without its start")
+    report.notes.append("p50: reading the cells, planning, writing; cp: without its start")
     report.notes.append(
         f"{_LAYERS} layers of 2 x {_ROW} bytes a cell; the window is half of the tokens"
     )
@@ -85,7 +85,7 @@ def _changes(full: Path, window: Path) -> Iterator[_Change]:
 
 
 def plan(path: Path, name: str) -> Rewrite:
-    """What a router does before it writes."""
+    """Plan a rewrite as a router does before it writes."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = read_head(file)
@@ -100,12 +100,12 @@ def plan(path: Path, name: str) -> Rewrite:
 
 
 def _turns(change: _Change, home: Path, rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each round, ours and cp's; each goes first in every other round."""
+    """Return the seconds of each round for the rewrite and for `cp`; the first alternates."""
     target, reference, empty = home / "target", home / "reference", home / "empty"
     empty.touch()
     with reference.open("wb") as file:
         _fill(file.write, change.written)
-    os.sync()  # what is written from here on is removed before it gets to the disk
+    os.sync()  # later writes are removed before they get to the disk
 
     def ours() -> float:
         if change.in_place:
@@ -151,7 +151,7 @@ def _timed(call: Callable[[], None]) -> float:
 def _write(
     path: Path, n: int, layers: int, window: tuple[int, int] | tuple[()], *, v_trans: bool
 ) -> None:
-    """A state of `n` tokens; `window` is (layers, cells) of a second block."""
+    """Write a state of `n` tokens; `window` is (layers, cells) of a second block."""
     with path.open("wb") as file:
         file.write(struct.pack("<IIIiII", 0x67677371, 4, n + 4, -1, 1, n) + bytes(4 * n + 4))
         _block(file.write, range(n), layers, v_trans)

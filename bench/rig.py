@@ -1,6 +1,6 @@
-"""The processes that are measured, started as in production: each its own, none in the client's.
+"""Start the measured processes as in production, each apart from the client's process.
 
-Each function is a context that ends what it started. Raises RigError with the end of the log.
+Each context manager ends the process that it started. Raises RigError with the end of the log.
 """
 
 import asyncio
@@ -27,27 +27,27 @@ SGLANG_HINT = "sglang-router left out: not found; python -m bench.setup_sglang"
 
 
 class RigError(RuntimeError):
-    """A process that was to be measured did not start."""
+    """A process to be measured did not start."""
 
 
 @dataclass(frozen=True)
 class Proxy:
-    """A running process and where clients reach it."""
+    """A running process and the URL for its clients."""
 
     name: str
     url: str
     pid: int
 
     def cpu_s(self) -> float:
-        """CPU seconds of the process and its children, so far. Linux."""
+        """Return the CPU seconds of the process and its children so far. Linux only."""
         return sum(_cpu_s(pid) for pid in _family(self.pid))
 
     def rss_bytes(self) -> int:
-        """Memory of the process and its children."""
+        """Return the memory of the process and its children."""
         return sum(_rss_bytes(pid) for pid in _family(self.pid))
 
     def descriptors(self) -> int:
-        """Open file descriptors of the process and its children."""
+        """Count the open file descriptors of the process and its children."""
         return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in _family(self.pid))
 
 
@@ -60,7 +60,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _cpu_s(pid: int) -> float:
-    # clock_getcpuclockid(3), which Python does not have: /proc counts in steps of 10 ms.
+    # clock_getcpuclockid(3), which Python lacks; /proc counts in steps of 10 ms.
     return time.clock_gettime((~pid << 3) | 2)
 
 
@@ -77,7 +77,7 @@ async def llama(
     model: Path | None = None,
     extra_args: Sequence[str] = (),
 ) -> AsyncIterator[LlamaServer]:
-    """A real llama-server, with the tiny full-attention model where none is given."""
+    """Run a real llama-server; the default model is the tiny one with full attention."""
     path = model or (await asyncio.to_thread(tiny_model, "llama")).path
     ctx = slots * ctx_per_slot
     async with LlamaServer(
@@ -147,9 +147,12 @@ async def kvferry(
     module: str = "router.tools.cli",
     under: Sequence[str] = (),
 ) -> AsyncIterator[Proxy]:
-    """kvferry in front of `backends`. `more` is YAML; `profile` gets a cProfile of its life,
-    `metered` what `bench.metered` tells; else `module` has the `main` that is run, `under` a
-    program that takes the rest as its arguments."""
+    """Run kvferry in front of `backends`.
+
+    `more`: YAML for the configuration. `profile`: file for a cProfile of the process. `metered`:
+    file for the result of `bench.metered`. `module`: has the `main` to run, unless metered.
+    `under`: a program that takes the command as its arguments.
+    """
     port = free_port()
     kv = f", kv_dir: '{kv_dir}'" if kv_dir is not None else ""
     lines = [f"listen: 127.0.0.1:{port}", "backends:"]
@@ -169,7 +172,7 @@ async def kvferry(
 
 
 def find_nginx() -> str | None:
-    """Debian puts it where the PATH of a user may not lead."""
+    """Return nginx's path or None. Debian's is not always on a user's PATH."""
     return shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
 
 
@@ -182,10 +185,10 @@ async def nginx(
     keep: bool = True,
     connections: int = 1024,
 ) -> AsyncIterator[Proxy]:
-    """nginx as a plain proxy, round robin over `backends`: one worker, nothing buffered.
+    """Run nginx as a plain proxy, round robin over `backends`: one worker, no buffering.
 
-    With `keep` connections are kept on both sides, for single requests; without, it is as it comes.
-    `connections` are those of both sides together.
+    `keep`: keep connections on both sides, for single requests; else nginx's defaults hold.
+    `connections`: limit for both sides together.
     """
     port = free_port()
     home = folder / "nginx"
@@ -195,11 +198,11 @@ async def nginx(
         f"{kind}_temp_path {home}/{kind};\n  "
         for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
-    # A client that leaves is no failure of the server, so none is ever left out.
+    # A disconnected client is no failure of the server: never leave a server out.
     servers = [f"server {url.removeprefix('http://')} max_fails=0;" for url in backends]
     if keep:  # llama-server drops idle connections after 5 s
         servers += ["keepalive 16;", "keepalive_timeout 2s;"]
-    # It also drops one after each stream without saying so, and nginx may use that once more.
+    # llama-server closes after each stream without saying so. nginx may use that connection again.
     again = "proxy_next_upstream error timeout non_idempotent;" if keep else ""
     (home / "nginx.conf").write_text(f"""{user}
 daemon off;
@@ -235,19 +238,19 @@ http {{
 
 
 def sglang_home() -> Path:
-    """Where `bench.setup_sglang` puts its virtual environment."""
+    """Return the path of the virtual environment that `bench.setup_sglang` makes."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "kvferry-bench" / "sglang"
 
 
 def find_sglang() -> str | None:
-    """The Python that has sglang-router: `$SGLANG_PYTHON`, or the one that we set up."""
+    """Return the Python with sglang-router: `$SGLANG_PYTHON`, or that in `sglang_home`."""
     return os.environ.get("SGLANG_PYTHON") or shutil.which(str(sglang_home() / "bin" / "python"))
 
 
 @asynccontextmanager
 async def sglang(python: str, backends: Sequence[str], folder: Path) -> AsyncIterator[Proxy]:
-    """sglang-router with its cache-aware policy."""
+    """Run sglang-router with its cache-aware policy."""
     port = free_port()
     argv = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
     argv += ["--port", str(port), "--prometheus-port", str(free_port())]
@@ -259,7 +262,7 @@ async def sglang(python: str, backends: Sequence[str], folder: Path) -> AsyncIte
 
 @asynccontextmanager
 async def fake_llama(folder: Path) -> AsyncIterator[Proxy]:
-    """The tests' fake server: no model, so that a steady rate is steady."""
+    """Run the tests' fake server: no model, so that the rate is steady."""
     port = free_port()
     async with _fakes(folder, 8, [port]) as proxy:
         yield proxy
@@ -269,7 +272,7 @@ async def fake_llama(folder: Path) -> AsyncIterator[Proxy]:
 async def fake_fleet(
     folder: Path, *, backends: int, slots: int, more: Sequence[str] = ()
 ) -> AsyncIterator[list[str]]:
-    """Several of them in one process; yields their URLs. `more` are arguments of `bench.fake`."""
+    """Run several fakes in one process; yield their URLs. `more`: arguments of `bench.fake`."""
     ports = [free_port() for _ in range(backends)]
     async with _fakes(folder, slots, ports, more):
         yield [f"http://127.0.0.1:{port}" for port in ports]

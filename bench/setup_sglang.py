@@ -1,4 +1,4 @@
-"""`python -m bench.setup_sglang`: sglang-router into a virtual environment of its own, once."""
+"""`python -m bench.setup_sglang`: install sglang-router into a virtual environment, once."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from bench.rig import SGLANG_PACKAGE, sglang_home
 
 
 def main() -> int:
-    """Install; the environment can be deleted at any time."""
+    """Install sglang-router. The environment can be deleted at any time."""
     home = sglang_home()
     venv.create(home, with_pip=True)
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]

@@ -1,7 +1,7 @@
-"""kvferry as it is, with a closer look at its event loop: `python -m bench.stalls serve ...`.
+"""`python -m bench.stalls serve ...`: kvferry that also measures its longest event-loop iteration.
 
-The longest wait is kept: by the clock, which is also what the machine did to the process, and by
-the CPU time of the loop's thread, which is the loop's own work.
+The measure by the clock includes what the machine did to the process. The measure by the CPU time
+of the loop's thread is the loop's own work.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ BY = ("clock", "cpu")
 
 
 class Watched(Vitals):
-    """Adds a gauge that counts from the last look at it."""
+    """Process metrics with a gauge of the longest iteration since the last scrape."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Watched(Vitals):
     ) -> None:
         super().__init__(registry, clock, kv_dirs, version)
         self._longest = dict.fromkeys(BY, 0.0)
-        gauge = Gauge(NAME, "Since the last scrape", ["by"], registry=registry)
+        gauge = Gauge(NAME, "Longest since the last scrape", ["by"], registry=registry)
         for by in BY:
             gauge.labels(by).set_function(partial(self._taken, by))
 
@@ -43,7 +43,7 @@ class Watched(Vitals):
         return value
 
     async def watch_loop(self) -> None:
-        """Note how late the loop is, for ever."""
+        """Note how late the loop is, without end."""
         while True:
             clock, cpu = time.perf_counter(), time.thread_time()
             await asyncio.sleep(EVERY_S)
@@ -53,7 +53,7 @@ class Watched(Vitals):
 
 
 def main() -> int:
-    """As the command `kvferry`."""
+    """Run the command `kvferry` with `Watched`; return the exit code."""
     vars(router_main)["Vitals"] = Watched
     return cli()
 

@@ -1,7 +1,7 @@
 """`python -m bench.streaming`: long streams through the proxy and without it.
 
-Both ways lead to llama-servers of their own and run in turn; each must bring the same number of
-events, or the run ends with an error.
+Each contender has a llama-server of its own, and contenders alternate. All must bring the same
+number of events, or the run ends with an error.
 """
 
 import argparse
@@ -27,8 +27,8 @@ CHAT = "/v1/chat/completions"
 
 @dataclass
 class _Seen:
-    # Events a second of all streams of a round, from the first one to the last: how long the
-    # first takes is bench.latency's.
+    # Events a second of all streams of a round, from the first event to the last; bench.latency
+    # measures the time to the first.
     rates: list[float] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
     n_reads: int = 0
@@ -36,7 +36,7 @@ class _Seen:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.streaming", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=600, help="of each stream")
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """Direct and kvferry, in turn."""
+    """Measure direct and kvferry, alternating."""
     report = Report(
         "streaming", "Streams of server-sent events", list(COLUMNS), arguments_of(options)
     )
@@ -101,7 +101,7 @@ def _measure_one(
             first = min(stream.reads_s[0] for stream in streams)
             last = max(stream.reads_s[-1] for stream in streams)
             if last == first:
-                raise WrongAnswerError(f"{name}: all came at once: ask for more tokens")
+                raise WrongAnswerError(f"{name}: all events came at once: raise --tokens")
             found.rates.append(number * (each - 1) / (last - first))
             found.n_events += number * each
             for stream in streams:

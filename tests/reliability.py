@@ -1,10 +1,11 @@
 """`python -m tests.reliability`: run every test of a fault and write the table of what held.
 
-A test says with `@pytest.mark.fault("what happens", "when")` what it makes happen, and with
-`record_property("client", "...")` what the client saw of it; `fault(..., client="...")` will do
-where that is the same each time. Tests with the same fault and moment share a row. The table
-stands in docs/reliability.md between two comments. With arguments, which go to pytest, the table is
-printed instead: it would not be the whole.
+A test names its fault with `@pytest.mark.fault("what happens", "when")`, and what the client saw
+with `record_property("client", "...")`. If that is the same each time, use `fault(...,
+client="...")`. Tests with the same fault and moment share a row.
+
+The table is in docs/reliability.md between two comments. With arguments, which go to pytest, the
+table is printed instead, since it would not be complete.
 """
 
 import sys
@@ -33,7 +34,7 @@ class Row:
     files: dict[str, None] = field(default_factory=dict)
 
     def text(self, what: str, when: str) -> str:
-        """A line of the table."""
+        """Return a line of the table."""
         count = f"{self.passed} of {self.run}"
         if self.skipped:
             count += f" ({self.skipped} not run here)"
@@ -42,7 +43,7 @@ class Row:
 
 
 class Collector:
-    """A pytest plugin: what became of each fault's tests."""
+    """A pytest plugin that counts the outcomes of each fault's tests."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str], Row] = {}
@@ -52,7 +53,7 @@ class Collector:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Called for set-up, call and teardown of each test; a failed teardown counts as well."""
+        """Record the outcome after set-up, call and teardown; a failed teardown counts as well."""
         report = yield
         if report.when == "call" or report.outcome != "passed":
             self._over[item.nodeid] = report.outcome
@@ -75,12 +76,12 @@ class Collector:
             row.files[item.location[0].removeprefix("tests/")] = None
 
     def table(self) -> str:
-        """All rows, in the order in which their tests ran."""
+        """Return all rows, in the order in which their tests ran."""
         return HEAD + "".join(row.text(*key) for key, row in self.rows.items())
 
 
 def written(page: str, table: str) -> str:
-    """`page` with another table. Raises ValueError if it has no place for one."""
+    """Return `page` with another table. Raises ValueError if the page has no place for one."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -89,7 +90,7 @@ def written(page: str, table: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns pytest's exit code: 0 if nothing failed. The table says what did, either way."""
+    """Run the tests and write the table, whatever failed. Return pytest's exit code."""
     collector = Collector()
     options = ["-m", "fault", "-q", "--timeout", "900", *arguments]
     code = pytest.main(options, plugins=[collector])

@@ -1,1 +1,1 @@
-"""The same clients in front of the same llama-servers, with one router after the other between."""
+"""The same clients and llama-servers, with one router after the other between them."""

@@ -1,8 +1,7 @@
-"""`python -m bench.fleet`: the same clients in front of the same llama-servers, with one router
-after the other between them.
+"""`python -m bench.fleet`: the same clients and llama-servers, with one router after the other.
 
 Each contender has fresh servers. Prompts, their order and the answers that conversations go on with
-are the same for all; what is counted is counted by the servers.
+are the same for all. The servers count the tokens.
 """
 
 import argparse
@@ -27,14 +26,17 @@ from router.tools.simulate.trace import TraceError
 from tests.support.models.tiny_models import tiny_model
 
 _WIDTH = 170  # of the table, wherever it is printed
-_SAMPLE = 1_000  # tokens whose words are counted
+_SAMPLE = 1_000  # tokens, to count the words in them
 _MARGIN = 256  # of a slot, in tokens
 _TEMPLATE = 16  # tokens around each message, at most
-_ENDINGS = {"left": "clients that left in mid-answer", "abandoned": "clients that left before it"}
+_ENDINGS = {
+    "left": "clients that disconnected in mid-answer",
+    "abandoned": "clients that disconnected before the answer",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the bench and return the exit code."""
     parser = cli.parser()
     add_output(parser)
     options = parser.parse_args(argv)
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Report:
-    """All contenders, `--runs` times, in turned order."""
+    """Run all contenders `--runs` times; every second run reverses their order."""
     arguments = arguments_of(options) | {"contender": [c.name for c in cli.contenders(options)]}
     report = Report("fleet", f"Fleet, case {options.case}", list(COLUMNS), arguments)
     report.parts = {f"{report.title}: {part}": columns for part, columns in PARTS.items()}
@@ -85,7 +87,7 @@ async def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 async def _load(model: Path, options: argparse.Namespace) -> tuple[Load, int]:
-    """The workload, and how many tokens a slot must have for it: both depend on the vocabulary."""
+    """Return the workload and the tokens that a slot needs; both depend on the vocabulary."""
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(LlamaServer(model, ctx=1024))
         client = Client(server.url)
@@ -120,15 +122,15 @@ def _notes(runs: Sequence[Run], shape: Shape, load: Load) -> list[str]:
     answers = "the model's own" if load.real_answers else "made up, the same for all contenders"
     notes = [
         f"{n_asks} requests, {loop}; {shape.servers} llama-servers with {shape.slots} slots of "
-        f"{shape.ctx_per_slot:,} tokens each, {shape.threads} thread each; fresh ones for every "
+        f"{shape.ctx_per_slot:,} tokens each, {shape.threads} thread each; fresh for every "
         f"row; answers that conversations go on with: {answers}",
         "computed: by the servers' counters, kvferry's own prefills included; oracle: what a cache "
         "without limits would compute of the same prompts in the same order",
-        "saves to stall: of kvferry, those in the background after the last answer included; "
-        "stall: of servers, streams' stall: of the streams that ran there, summed up",
+        "saves to stall: kvferry's, with its idle saves after the last answer; stall: seconds of "
+        "servers; streams' stall: seconds of the streams that ran there, summed",
     ]
     if any(each.contender.kind == URL for each in runs):
-        notes.append("of a URL computed is what its answers say; the server is as it was found")
+        notes.append("for a URL, computed is by its answers; the server is used as it is")
     for ending in _ENDINGS:
         found = [sum(sample.ending == ending for sample in each.samples) for each in runs]
         if any(found):
@@ -140,7 +142,7 @@ def _notes(runs: Sequence[Run], shape: Shape, load: Load) -> list[str]:
         if each.miscounted:
             notes.append(
                 f"{name}: {each.miscounted} prompts have another length by the server's usage than "
-                "by its tokenizer: its oracle is no good"
+                "by its tokenizer: the oracle is no good"
             )
     return notes
 

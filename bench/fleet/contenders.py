@@ -20,13 +20,13 @@ KVFERRY, NGINX, SGLANG, URL = "kvferry", "nginx", "sglang", "url"
 POLICIES = "policies"
 _POLICY_NAMES = {name.name.lower(): name for name in PolicyName}
 _LOGGING = "logging: {{format: json, level: {}}}"
-# llama-server's default when nothing is said; the launcher's own flag is 0 and comes before.
+# llama-server's default; the launcher's own flag is 0 and comes before.
 _RAM_CACHE = ("--cache-ram", "8192")
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One row. `more`: kvferry's policy, or where somebody else's server is."""
+    """The contender of one row. `more`: kvferry's policy, or the URL of a server."""
 
     kind: str
     more: str = ""
@@ -34,7 +34,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """As in the table."""
+        """Return the name in the table."""
         if self.kind == URL:
             return self.more
         name = f"{self.kind}:{self.more}" if self.more else self.kind
@@ -42,7 +42,7 @@ class Contender:
 
     @property
     def missing(self) -> str | None:
-        """What to install; None if all is there."""
+        """Return what to install; None if all is there."""
         if self.kind == NGINX and rig.find_nginx() is None:
             return rig.NGINX_HINT
         if self.kind == SGLANG and rig.find_sglang() is None:
@@ -51,7 +51,7 @@ class Contender:
 
 
 def named(text: str) -> list[Contender]:
-    """One contender; for `policies` kvferry with each. Raises ArgumentTypeError."""
+    """Parse one contender; `policies` is kvferry with each policy. Raises ArgumentTypeError."""
     if text != POLICIES:
         return [contender(text)]
     default = PolicyName.PREFER_IDLE
@@ -60,10 +60,10 @@ def named(text: str) -> list[Contender]:
 
 
 def contender(text: str) -> Contender:
-    """`kvferry`, `kvferry:POLICY`, `kvferry:KEY=VALUE,...`, both, `nginx`, `sglang`, a URL.
+    """Parse `kvferry`, `kvferry:POLICY`, `kvferry:KEY=VALUE,...`, both, `nginx`, `sglang`, a URL.
 
-    The keys are those of `policy` in kvferry's configuration; policies may have the short names
-    that they have in `kvferry simulate`. Raises ArgumentTypeError.
+    The keys are those of `policy` in kvferry's configuration. Policies may have their short names
+    from `kvferry simulate`. Raises ArgumentTypeError.
     """
     if text.startswith(("http://", "https://")):
         return Contender(URL, text.rstrip("/"))
@@ -86,8 +86,10 @@ def contender(text: str) -> Contender:
 
 
 def _policy(more: str) -> object:
-    """`cheapest,max_wait=5s` as the mapping of the configuration; without a name the default.
-    Raises ConfigError."""
+    """Return `cheapest,max_wait=5s` as the configuration's mapping. Raises ConfigError.
+
+    Without a name, the policy is the default.
+    """
     parts = more.split(",")
     name = str(PolicyName.PREFER_IDLE) if "=" in parts[0] else parts.pop(0)
     name = _POLICY_NAMES.get(name, name)
@@ -109,8 +111,10 @@ class Shape:
 
 @asynccontextmanager
 async def running(contender: Contender, shape: Shape, home: Path) -> AsyncIterator[Fleet]:
-    """Fresh servers and the contender in front of them. `home` gets its logs and states. At a URL
-    there is what there is; a server beside it tells the tokens of prompts."""
+    """Start fresh servers and the contender in front of them; `home` gets logs and states.
+
+    A server at a URL is used as it is; a server beside it tokenizes the prompts.
+    """
     if contender.kind == URL:
         async with LlamaServer(shape.model, ctx=1024, log_path=home / "tokens.log") as beside:
             yield Fleet(contender.more, (), beside.url)

@@ -1,8 +1,8 @@
-"""What the servers and kvferry counted, before and after a run.
+"""The counters of the servers and of kvferry, before and after a run.
 
-Prompt tokens that were computed come from the llama-servers for every contender alike: so kvferry's
-own prefills are in, and what it says of itself is not needed. A prompt whose client leaves before
-the first token is in no server's counter.
+Computed prompt tokens are from the llama-servers for every contender. They include kvferry's own
+prefills, and kvferry's own count is not needed. A prompt is in no server's counter if its client
+disconnects before the first token.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 from bench.client import Client
 from bench.rig import Proxy
 
-_QUIET_S = 0.6  # without a change: kvferry saves what is idle for 0.5 s
+_QUIET_S = 0.6  # without a change: an idle save comes after 0.5 s
 _PATIENCE_S = 60.0
 _PERIOD_S = 0.1
 _COMPUTED = "llamacpp:prompt_tokens_total"
@@ -25,44 +25,44 @@ _SAVES = "kvferry_save_seconds_"
 _RESTORES = "kvferry_restore_seconds_"
 _FAILED = "kvferry_kv_failures_total{"
 _STOPPED = "kvferry_stall_seconds_total{"
-_PREFILL = 'action="prefill"'  # would stop the streams beside it as anybody's
+_PREFILL = 'action="prefill"'  # left out: a prefill for any client stops the streams beside it
 
 
 class UnsettledError(RuntimeError):
-    """Servers that never come to rest cannot be counted."""
+    """The servers never came to rest, so their counters are of no use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What a contender's clients and counters talk to."""
+    """The addresses that a contender's clients and counters use."""
 
     url: str
-    servers: tuple[str, ...]  # none: somebody else's, which nobody counts
-    tokenizer: str  # a server with their template and vocabulary
-    kvferry: str | None = None  # where its metrics are
+    servers: tuple[str, ...]  # empty for a URL: no counters
+    tokenizer: str  # a server with the servers' template and vocabulary
+    kvferry: str | None = None  # URL of its metrics
     router: Proxy | None = None
     processes: tuple[Proxy, ...] = ()  # of the servers
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Sums over all servers, since they were started. What only kvferry has is None without it."""
+    """Sums over all servers since their start. Without kvferry, its own counts are None."""
 
     computed: int  # prompt tokens
     generated: int
     busy: int  # requests
     moved_bytes: int | None = None  # written by saves and read by restores
-    stall_s: float | None = None  # in which a backend saved or restored, and nothing else
+    stall_s: float | None = None  # in which a backend only saved or restored
     saves: int | None = None
     restores: int | None = None
     up: int | None = None  # backends
     failures: int | None = None  # of saves, restores and the like; no request fails for them
-    stopped_s: float | None = None  # that streams stood still for saves and restores, summed up
+    stopped_s: float | None = None  # that streams stood still for saves and restores, summed
     router_cpu_s: float = field(default=0.0, compare=False)
     server_cpu_s: float = field(default=0.0, compare=False)
 
     def since(self, before: "Counts") -> "Counts":
-        """What was added; `busy` and `up` are as they are."""
+        """Return the increase since `before`; `busy` and `up` stay as they are."""
         added = {
             each.name: _less(getattr(self, each.name), getattr(before, each.name))
             for each in fields(self)
@@ -76,7 +76,7 @@ def _less(after: Any, before: Any) -> Any:
 
 
 def counts(fleet: Fleet) -> Counts:
-    """As it stands. Blocking."""
+    """Return the current counts. Blocks."""
     servers = [_metrics(url) for url in fleet.servers]
 
     def total(*names: str) -> int:
@@ -114,8 +114,11 @@ def counts(fleet: Fleet) -> Counts:
 
 
 async def settle(fleet: Fleet) -> Counts:
-    """Wait until nothing changes any more: probes, saves in the background, prompts of clients that
-    left. All of kvferry's backends are up then. Raises UnsettledError."""
+    """Wait until no count changes any more, and return the counts. Raises UnsettledError.
+
+    Probes, idle saves and prompts of disconnected clients are over then, and all of kvferry's
+    backends are up.
+    """
     deadline = monotonic() + _PATIENCE_S
     last, since = await asyncio.to_thread(counts, fleet), monotonic()
     while monotonic() < deadline:

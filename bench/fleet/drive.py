@@ -1,8 +1,8 @@
-"""Clients that send a workload to one URL and note when what came.
+"""Clients that send a workload to one URL and note the times of the answers.
 
-A closed loop: so many clients, each waits for its answer before it goes on. They take the steps in
-their order, and a step waits for the one before it in its conversation. An open loop: each step at
-its time, whatever became of the others.
+A closed loop has a fixed number of clients, and each waits for its answer before its next step.
+Clients take the steps in order; a step waits for the step before it in its conversation. An open
+loop sends each step at its time, whatever became of the others.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _PREFIX = "x-kvferry-"
 
 @dataclass
 class Sample:
-    """One request and what came of it. Times in seconds; `sent_s` since the start."""
+    """One request and its result. Times are in seconds; `sent_s` is since the start."""
 
     ask: Ask
     conversation: int
@@ -38,19 +38,19 @@ class Sample:
     total_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)  # between reads that brought events
     text: str = ""
-    prompt_tokens: int | None = None  # as the server said
-    cached_tokens: int = 0  # of these; the same
+    prompt_tokens: int | None = None  # as reported by the server
+    cached_tokens: int = 0  # of these, as reported
     generated_tokens: int = 0
-    headers: dict[str, str] = field(default_factory=dict)  # of kvferry: what it did
+    headers: dict[str, str] = field(default_factory=dict)  # kvferry's, on its decision
 
     @property
     def answered(self) -> bool:
-        """There was a first byte: the prompt was needed."""
+        """Return whether there was a first byte: the prompt was needed."""
         return self.ttft_s is not None
 
 
 class Events:
-    """Reads a stream of server-sent events in pieces."""
+    """A parser of server-sent events that arrive in parts."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -61,7 +61,7 @@ class Events:
         self._rest = b""
 
     def feed(self, data: bytes) -> int:
-        """How many events ended in `data`."""
+        """Parse `data` and return how many events ended in it."""
         before = self.n
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -96,10 +96,10 @@ class Driver:
     _history: dict[int, list[Json]] = field(default_factory=dict)
     _last: dict[int, asyncio.Event] = field(default_factory=dict)  # by conversation
     _start: float = 0.0
-    _over: bool = False  # all steps are done: no stream begins any more
+    _over: bool = False  # all steps are done: start no more streams
 
     async def closed(self, clients: int) -> float:
-        """`clients` at a time. Seconds from the first request to the last end of a step."""
+        """Run `clients` at a time; return the seconds until the last step has ended."""
         steps = iter(self._chained())
         async with self._session() as session, asyncio.TaskGroup() as group:
             lanes = [
@@ -115,7 +115,7 @@ class Driver:
         return wall_s
 
     async def open(self) -> float:
-        """Each step at its time. Seconds from the first request to the last end."""
+        """Run each step at its time; return the seconds from the first request to the last end."""
         self._start = perf_counter()
         async with self._session() as session, asyncio.TaskGroup() as group:
             for step, _, _ in self._chained():
@@ -124,13 +124,13 @@ class Driver:
         return perf_counter() - self._start
 
     def _session(self) -> aiohttp.ClientSession:
-        # llama-server closes after every stream: a connection for each request, for all alike.
+        # llama-server closes after every stream: one connection per request for all contenders.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         return aiohttp.ClientSession(connector=connector, timeout=timeout)
 
     def _chained(self) -> Iterator[tuple[Step, asyncio.Event | None, asyncio.Event]]:
-        """Each step with the event that it waits for, and the one that it sets."""
+        """Yield each step with the event that it waits for and the event that it sets."""
         for step in self.workload.steps:
             before = self._last.get(step.conversation)
             mine = self._last[step.conversation] = asyncio.Event()
@@ -202,7 +202,7 @@ class Driver:
         sample.prompt_tokens = events.usage.get("prompt_tokens")
         details = events.usage.get("prompt_tokens_details") or {}
         sample.cached_tokens = details.get("cached_tokens") or 0
-        # Who leaves does not hear how many there were: one for each event, about.
+        # A client that disconnects gets no usage: about one token for each event.
         sample.generated_tokens = events.usage.get("completion_tokens", len(events.text))
         return sample
 
@@ -244,6 +244,6 @@ class Driver:
 
 
 def _told(headers: Mapping[str, str]) -> dict[str, str]:
-    """What kvferry says of its decision."""
+    """Return kvferry's headers on its decision, named without their prefix."""
     named = ((name.lower().removeprefix(_PREFIX), name) for name in headers)
     return {short: headers[name] for short, name in named if name.lower() != short}

@@ -1,4 +1,4 @@
-"""One contender, one run: drive it, count, and hold it against the oracle."""
+"""Run one contender once: drive it, count, and compare it with the oracle."""
 
 import asyncio
 import json
@@ -25,12 +25,12 @@ _TIMES = (
 )
 _RANGED = ("TTFT p50 ms", "p90", "wall s")
 COLUMNS = (*_WHO, *_TOKENS, *_TIMES)
-PARTS = {"prompt tokens, and what moved": (*_WHO, *_TOKENS), "times": (*_WHO, *_TIMES)}
+PARTS = {"prompt tokens, and state moved": (*_WHO, *_TOKENS), "times": (*_WHO, *_TIMES)}
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How the workload is put to a contender."""
+    """A workload and how clients send it to a contender."""
 
     workload: Workload
     clients: int
@@ -41,8 +41,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of it. `needed`: for each sample, what the oracle had to compute; None for those
-    whose client left before the first byte."""
+    """The result of one run.
+
+    `needed`: for each sample, the tokens that the oracle had to compute; None if the client
+    disconnected before the first byte.
+    """
 
     contender: Contender
     number: int
@@ -50,25 +53,25 @@ class Run:
     counted: Counts
     samples: tuple[Sample, ...]  # in the order in which they were sent
     needed: tuple[int | None, ...]
-    prompt_tokens: int  # of all that were answered
-    miscounted: int  # answered requests whose length the server gives otherwise
+    prompt_tokens: int  # of all answered requests
+    miscounted: int  # answered requests for which the server reports another length
 
     @property
     def oracle(self) -> int:
-        """Prompt tokens that a cache without limits would have computed."""
+        """Return the prompt tokens that a cache without limits would have computed."""
         return sum(needed for needed in self.needed if needed is not None)
 
     @property
     def errors(self) -> list[Sample]:
-        """Requests that failed."""
+        """Return the requests that failed."""
         return [sample for sample in self.samples if sample.ending == "error"]
 
     def cells(self) -> list[Cell]:
-        """The row."""
+        """Return the row of the table."""
         streams = [sample for sample in self.samples if sample.ask.kind == "stream"]
         others = [sample for sample in self.samples if sample.ask.kind != "stream"]
         ttft = [sample.ttft_s * 1000 for sample in others if sample.ttft_s is not None]
-        # Where there are streams that last, they are what the gaps are about.
+        # If there are long streams, only their gaps are measured.
         gaps = [gap * 1000 for sample in streams or others for gap in sample.gaps_s]
         answered = sum(sample.answered for sample in others)
         counted, prompt, limit = self.counted, self.prompt_tokens, self.prompt_tokens - self.oracle
@@ -91,7 +94,7 @@ class Run:
 
 
 async def run(contender: Contender, number: int, shape: Shape, load: Load, home: Path) -> Run:
-    """Fresh servers, one run, everything counted."""
+    """Run a contender once on fresh servers, and count everything."""
     async with running(contender, shape, home) as fleet:
         before = await asyncio.to_thread(counts, fleet)
         driver = Driver(fleet.url, load.workload, load.real_answers, load.model_name)
@@ -120,15 +123,17 @@ async def run(contender: Contender, number: int, shape: Shape, load: Load, home:
 
 
 def _told(counted: Counts, samples: Sequence[Sample]) -> Counts:
-    """With what the answers say of themselves, where no server can be asked."""
+    """Return the counts by the answers' own usage, if no server can be asked."""
     said = [(s.prompt_tokens - s.cached_tokens) for s in samples if s.prompt_tokens is not None]
     generated = sum(sample.generated_tokens for sample in samples)
     return replace(counted, computed=sum(said), generated=generated)
 
 
 def _tokens(server: str, samples: Sequence[Sample]) -> list[tuple[list[int], list[int]] | None]:
-    """Prompt and answer of each, by the server's own template and vocabulary; None where nobody
-    waited for an answer."""
+    """Return each sample's prompt and answer, by the server's own template and vocabulary.
+
+    None for a client that did not wait for an answer.
+    """
     client = Client(server)
 
     def tokens(text: str, *, special: bool) -> list[int]:
@@ -154,7 +159,7 @@ def _tokens(server: str, samples: Sequence[Sample]) -> list[tuple[list[int], lis
 
 
 def medians(runs: Sequence[Run]) -> list[Cell]:
-    """One row for all runs of a contender: each cell by itself."""
+    """Return the medians of all runs of a contender, each cell by itself."""
     rows = [run.cells() for run in runs]
     columns = list(zip(*rows, strict=True))[2:]
     return [runs[0].contender.name, "median", *map(_median, columns)]
@@ -166,8 +171,10 @@ def _median(cells: Sequence[Cell]) -> Cell:
 
 
 def brief(report: Report) -> Report:
-    """One row for each contender: its medians, with the least and the most of its runs where that
-    decides something."""
+    """Return a report with one row for each contender: its medians.
+
+    The columns of `_RANGED` also have the least and the most of the runs.
+    """
     rows = []
     for who in dict.fromkeys(row["contender"] for row in report.records()):
         own = [row for row in report.records() if row["contender"] == who]
@@ -185,7 +192,7 @@ def _ranged(cell: Cell, runs: Sequence[Cell]) -> Cell:
 
 
 def write_samples(run: Run, path: Path) -> None:
-    """Each request as a line of JSON, without its text: what to look at beside kvferry's log."""
+    """Write each request as a line of JSON without its text, to read beside kvferry's log."""
     lines = []
     for sample, needed in zip(run.samples, run.needed, strict=True):
         line: Json = asdict(sample)

@@ -1,4 +1,4 @@
-"""The command line, and the presets that `--case` names."""
+"""The command line, and the presets of `--case`."""
 
 import argparse
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from bench.fleet.workload import Sizes
 Value = object
 _ALL = ("kvferry", "kvferry:cheapest", "nginx", "sglang")
 
-# What holds where neither the case nor an option says otherwise.
+# Values of options that neither the case nor the command line sets.
 BASE: Mapping[str, Value] = {
     "conversations": 11,
     "turns": 4,
@@ -67,16 +67,16 @@ CASES: Mapping[str, Mapping[str, Value]] = {
     },
     "trace": {},
 }
-# Against itself without a move, since it is the moves that are asked about.
+# kvferry against itself without moves: `streams` measures what the moves cost.
 _CONTENDERS = {"streams": ("kvferry", "kvferry:least_busy", "nginx")}
 _PARTS = {"off": (False,), "on": (True,), "both": (False, True)}
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options that were not given are None: the case decides."""
+    """Return the parser. Options that were not given are None: the case decides."""
     made = argparse.ArgumentParser(
         prog="bench.fleet",
-        description="The same clients, one router after the other. `--case` sets what is not given",
+        description="The same clients, one router after the other. `--case` sets other options",
     )
     made.add_argument("--case", choices=list(CASES), default="shared", help="default: shared")
     who = made.add_argument_group("contenders")
@@ -89,13 +89,13 @@ def parser() -> argparse.ArgumentParser:
         "(kvferry with each), nginx, sglang, http://HOST:PORT (any OpenAI-compatible server, as it "
         f"is); repeat it; default: {', '.join(_ALL)}",
     )
-    who.add_argument("--model-name", default="any", help="in each request")
-    who.add_argument("--reverse", action="store_true", help="the last contender first")
-    who.add_argument("--runs", type=_count, default=1, help="of each; the order turns each time")
+    who.add_argument("--model-name", default="any", help="model in each request")
+    who.add_argument("--reverse", action="store_true", help="start with the last contender")
+    who.add_argument("--runs", type=_count, default=1, help="of each, in alternating order")
     _servers(made)
     _workload(made)
     _trace(made)
-    out = made.add_argument_group("what is written")
+    out = made.add_argument_group("output")
     out.add_argument("--plot", type=Path, metavar="FILE", help="PNG or SVG, with matplotlib")
     out.add_argument("--logs", type=Path, metavar="DIR", help="logs and each request as JSON")
     return made
@@ -113,7 +113,7 @@ def _servers(made: argparse.ArgumentParser) -> None:
         nargs="?",
         const="on",
         choices=list(_PARTS),
-        help="llama-server's own at its default, or off (--cache-ram 0)",
+        help="llama-server's own, at its default or off (--cache-ram 0)",
     )
 
 
@@ -124,29 +124,29 @@ def _workload(made: argparse.ArgumentParser) -> None:
     group.add_argument("--turns", type=_count, help="of each conversation")
     group.add_argument("--groups", type=_count, help="system prompts; 1: the same for all")
     group.add_argument("--system-words", type=_count)
-    group.add_argument("--system-tokens", type=_count, help="instead, about")
+    group.add_argument("--system-tokens", type=_count, help="instead of words, about")
     group.add_argument("--question-words", type=_count)
-    group.add_argument("--answer-tokens", type=_count, help="max_tokens; every answer is so long")
+    group.add_argument("--answer-tokens", type=_count, help="max_tokens, length of each answer")
     group.add_argument("--clients", type=_count, help="at a time; each waits for its answer")
     group.add_argument("--think", type=_seconds, metavar="S", help="mean, before each question")
     group.add_argument("--fan", type=_count, help="requests that a fan-out sends at once")
     group.add_argument("--fans", type=_chance, metavar="P", help="chance of a fan-out")
     group.add_argument("--titles", type=_chance, metavar="P", help="chance of a title on the side")
-    group.add_argument("--interrupted", type=_chance, metavar="P", help="client leaves mid-answer")
-    group.add_argument("--abandoned", type=_chance, metavar="P", help="client leaves before that")
-    group.add_argument("--streams", type=_natural, help="clients that only listen to long answers")
+    group.add_argument("--interrupted", type=_chance, metavar="P", help="disconnect in mid-answer")
+    group.add_argument("--abandoned", type=_chance, metavar="P", help="disconnect before that")
+    group.add_argument("--streams", type=_natural, help="clients that only receive long answers")
     group.add_argument("--stream-tokens", type=_count)
     group.add_argument(
         "--real-answers",
         action="store_true",
-        help="go on with what the model said; prompts then differ between contenders if answers do",
+        help="go on with the model's answers; prompts then differ between contenders if answers do",
     )
 
 
 def _trace(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("recorded trace")
     group.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's format")
-    group.add_argument("--scale", type=_count, default=64, help="its tokens for one of ours")
+    group.add_argument("--scale", type=_count, default=64, help="trace tokens for each token sent")
     group.add_argument("--limit", type=_count, default=200, help="requests")
     group.add_argument(
         *("--speed",),
@@ -157,16 +157,16 @@ def _trace(made: argparse.ArgumentParser) -> None:
 
 
 def resolve(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Fill in what was not given. Leaves with an error that names the option."""
+    """Fill in options that were not given. Exits with an error that names the option."""
     if options.trace is not None:
         options.case = "trace"
     elif options.case == "trace":
-        made.error("argument --trace: is needed for --case trace")
+        made.error("argument --trace: required by --case trace")
     if options.speed is not None and options.trace is None:
-        made.error("argument --speed: is for a --trace")
+        made.error("argument --speed: needs --trace")
     case = CASES[options.case]
     if options.system_words is not None and options.system_tokens is None:
-        options.system_tokens = 0  # what was given goes before the case's tokens
+        options.system_tokens = 0  # the given words win over the case's tokens
     for name, value in BASE.items():
         if getattr(options, name) is None:
             setattr(options, name, case.get(name, value))
@@ -178,13 +178,13 @@ def resolve(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         if path is not None and not path.is_file():
             made.error(f"argument --{name}: no such file: {path}")
     if options.logs is not None and options.logs.is_dir() and any(options.logs.iterdir()):
-        made.error(f"argument --logs: there is something in {options.logs}")
+        made.error(f"argument --logs: not an empty directory: {options.logs}")
     if options.plot is not None and options.plot.suffix not in (".png", ".svg"):
-        made.error(f"argument --plot: .png or .svg, not {options.plot.name!r}")
+        made.error(f"argument --plot: must end in .png or .svg: {options.plot.name!r}")
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
-    """In the order of the first run; once for each setting of the RAM cache."""
+    """Return contenders in the order of the first run, once for each RAM cache setting."""
     found = [
         Contender(each.kind, each.more, ram_cache and each.kind != URL)
         for ram_cache in _PARTS[options.ram_cache]
@@ -195,7 +195,7 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
 
 
 def sizes(options: argparse.Namespace, tokens_per_word: float) -> Sizes:
-    """For `workload.build`."""
+    """Return the sizes for `workload.build`."""
     system_words = options.system_words
     if options.system_tokens:
         system_words = max(round(options.system_tokens / tokens_per_word), 1)
@@ -231,7 +231,7 @@ def _at_least(text: str, least: int) -> int:
     except ValueError:
         value = least - 1
     if value < least:
-        raise argparse.ArgumentTypeError(f"a whole number from {least} is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least}, not {text!r}")
     return value
 
 
@@ -241,7 +241,7 @@ def _number(text: str, what: str, most: float = float("inf"), *, zero: bool = Tr
     except ValueError:
         value = -1.0
     if not 0.0 <= value <= most or (value == 0.0 and not zero):
-        raise argparse.ArgumentTypeError(f"{what} is needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected {what}, not {text!r}")
     return value
 
 

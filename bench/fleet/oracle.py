@@ -1,6 +1,6 @@
-"""What a cache without limits would have to compute of these prompts, in this order.
+"""The tokens that a cache without limits has to compute of given prompts, in their order.
 
-Written apart from the router's own index of prefixes: it is what the router is measured against.
+The router is measured against this code, which therefore shares none with its index of prefixes.
 """
 
 from array import array
@@ -11,26 +11,27 @@ _WIDTH = array("i").itemsize
 
 
 def computed(sequence: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[int]:
-    """Tokens that must be computed for each (prompt, answer)."""
+    """Return the tokens that must be computed for each (prompt, answer)."""
     oracle = Oracle()
     return [oracle.ask(prompt, answer) for prompt, answer in sequence]
 
 
 @dataclass
 class Oracle:
-    """Has every prompt and its answer from the moment on at which it was asked."""
+    """A cache without limits: has every prompt and its answer once the prompt is sent."""
 
     _seen: list[bytes] = field(default_factory=list)
 
     def ask(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
-        """Tokens of `prompt` that no earlier prompt with its answer begins with.
+        """Return how many tokens of `prompt` lie beyond any shared prefix with an earlier one.
 
-        The last token of a prompt is always computed: without it there is nothing to sample from.
+        An earlier prompt includes its answer. The last token of a prompt is always computed:
+        without it there is nothing to sample from.
         """
         packed = array("i", prompt).tobytes()
         best = 0
         for other in self._seen:
-            # One comparison tells whether it shares more than the best so far.
+            # One comparison tells whether `other` shares more than the best so far.
             end = best + _WIDTH
             if len(packed) >= end and packed[:end] == other[:end]:
                 best = _common(packed, other, end)
@@ -39,7 +40,7 @@ class Oracle:
 
 
 def _common(one: bytes, other: bytes, known: int) -> int:
-    """Bytes of the common prefix, in whole tokens; `known` are equal."""
+    """Return the bytes of the common prefix, in whole tokens; the first `known` are equal."""
     least, most = known // _WIDTH, min(len(one), len(other)) // _WIDTH
     while least < most:
         middle = (least + most + 1) // 2

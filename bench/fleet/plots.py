@@ -1,6 +1,6 @@
-"""A picture of the table: computed tokens against the oracle's, times to the first token, wall.
+"""A plot of the table: computed tokens against the oracle's, times to the first token, wall time.
 
-Drawn from the table alone: the same table is the same file, byte by byte.
+The plot depends on the table alone: the same table gives the same file, byte by byte.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _PERCENTILES = (("TTFT p50 ms", "o"), ("p90", "D"), ("p99", "|"))
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> str:
-    """Write PNG or SVG, by the ending of `path`. Returns a note on what came of it."""
+    """Write PNG or SVG, by the suffix of `path`. Return a note on the result."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -55,7 +55,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> str:
     figure.suptitle(title)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Nothing in the file says when or with what it was made.
+    # No date and no program name, so that the file depends on the table alone.
     nothing = {"Date": None} if path.suffix == ".svg" else {"Software": None}
     figure.savefig(path, dpi=100, metadata=nothing)
     pyplot.close(figure)
@@ -63,7 +63,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> str:
 
 
 def _of_each(rows: Sequence[Row]) -> list[Row]:
-    """One row of each contender: the medians, which come last, or its only run."""
+    """Return one row of each contender: the medians, which come last, or its only run."""
     return list({row["contender"]: row for row in rows}.values())
 
 

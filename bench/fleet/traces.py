@@ -1,8 +1,8 @@
 """A recorded trace in Mooncake's format as a workload.
 
-A block of 512 tokens becomes 512 / scale words, drawn from its hash id alone: equal ids, equal
-text, equal tokens. Only words are used that are one token each after a space, so that lengths are
-exact with any vocabulary and a text has the same tokens as the array of their ids.
+A block of 512 tokens becomes 512 / scale words, drawn from its hash id alone: equal ids give equal
+text and equal tokens. All words are one token each after a space. Lengths are therefore exact with
+any vocabulary, and a text has the same tokens as its array of ids.
 """
 
 import random
@@ -16,17 +16,17 @@ from router.tools.simulate.trace import BLOCK_TOKENS, TraceRow, read_trace
 from tests.support.models.tiny_models import SENTENCES
 
 _WORDS = sorted(set(re.findall(r"[a-z]+", SENTENCES)))
-_ENOUGH = 16  # words: with 8 to a block there are 4 thousand million blocks
+_ENOUGH = 16  # words: 8 in a block give 4 thousand million blocks
 
 Vocabulary = Sequence[tuple[str, int]]  # words with a space in front, and their tokens
 
 
 class VocabularyError(RuntimeError):
-    """Too few words of one token."""
+    """The vocabulary has too few words of one token."""
 
 
 def vocabulary(client: Client) -> list[tuple[str, int]]:
-    """The words that are one token each. Raises VocabularyError if they are too few."""
+    """Return the words that are one token each. Raises VocabularyError for too few words."""
     found: list[tuple[str, int]] = []
     for word in (f" {word}" for word in _WORDS):
         tokens = client.post("/tokenize", {"content": word, "add_special": False}).json()["tokens"]
@@ -40,7 +40,10 @@ def vocabulary(client: Client) -> list[tuple[str, int]]:
 def build(
     path: Path, vocabulary: Vocabulary, *, scale: int, speed: float, limit: int, raw: bool
 ) -> Workload:
-    """The first `limit` requests. `raw`: token arrays instead of text. Raises TraceError."""
+    """Return a workload of the first `limit` requests. Raises TraceError.
+
+    `raw`: token arrays instead of text.
+    """
     lines = read_trace(path, limit)
     steps = []
     for number, line in enumerate(lines):

@@ -1,8 +1,8 @@
-"""What clients ask: conversations, several requests at once, titles, clients that leave.
+"""The clients' requests: conversations, fan-outs, titles, clients that disconnect.
 
-Everything is drawn from the seed before the first request is sent, text and order. Timing decides
-nothing, so that every contender is asked the same things in the same order; with `--real-answers`
-the prompts depend on what the model said as well.
+Text and order are drawn from the seed before the first request is sent. Timing decides nothing, so
+every contender gets the same requests in the same order. With `--real-answers` the prompts also
+depend on the model's answers.
 """
 
 import random
@@ -20,7 +20,7 @@ _LEAVES_S = (0.02, 0.3)  # before the first byte of a long prompt, on a CPU
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything. Tokens where it says so, else words; chances from 0 to 1."""
+    """Numbers of the workload. Lengths say their unit; chances are from 0 to 1."""
 
     conversations: int = 11
     turns: int = 4
@@ -29,39 +29,39 @@ class Sizes:
     question_words: int = 30
     answer_tokens: int = 32
     think_s: float = 0.0  # mean, exponential; before each question
-    fan: int = 1  # requests at once, where there are several
+    fan: int = 1  # requests that a fan-out sends at once
     fan_chance: float = 0.0
     title_chance: float = 0.0
     interrupted_chance: float = 0.0
     abandoned_chance: float = 0.0
-    streams: int = 0  # clients that do nothing but listen to one long answer after the other
+    streams: int = 0  # clients that only receive long answers, one after the other
     stream_tokens: int = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. A chat: `question` after the history. Else `prompt`, text or tokens."""
+    """One request: a chat with `question` after the history, or `prompt`, text or tokens."""
 
     kind: str  # turn, sibling, title, abandoned, stream, prompt
     max_tokens: int
     question: str = ""
     system: str | None = None  # instead of the history
     prompt: str | list[int] | None = None
-    leaves_after_events: int | None = None  # of the stream; the client goes in mid-sentence
-    leaves_after_s: float | None = None  # whether there was an answer or not
+    leaves_after_events: int | None = None  # of the stream; then the client disconnects
+    leaves_after_s: float | None = None  # with or without an answer
 
     @property
     def path(self) -> str:
-        """Where it is sent to."""
+        """Return the path of the request."""
         return CHAT if self.prompt is None else COMPLETIONS
 
     def messages(self, history: list[Json]) -> list[Json]:
-        """The chat as the server sees it."""
+        """Return the messages of the chat as the server gets them."""
         before = history if self.system is None else [{"role": "system", "content": self.system}]
         return [*before, {"role": "user", "content": self.question}]
 
     def body(self, history: list[Json]) -> Json:
-        """The request. Without an end of its own: all answers have the length that was asked."""
+        """Return the request's body; `ignore_eos` makes each answer as long as asked."""
         asked: Json = (
             {"messages": self.messages(history)} if self.prompt is None else {"prompt": self.prompt}
         )
@@ -76,35 +76,35 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one client does next: think, send `asks` at once, wait for all answers."""
+    """One step of a client: think, send `asks` at once, wait for all answers."""
 
     conversation: int
     turn: int
     asks: tuple[Ask, ...]
-    made_up: str | None = None  # the answer that the conversation goes on with; None: it does not
+    made_up: str | None = None  # the answer that the conversation goes on with, if any
     think_s: float = 0.0
-    at_s: float = 0.0  # in an open loop: when, since the start
+    at_s: float = 0.0  # in an open loop: seconds since the start
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All that is asked. Every conversation starts with its system prompt."""
+    """All requests. Every conversation starts with its system prompt."""
 
-    systems: tuple[str, ...]  # by conversation; none for prompts without a chat
+    systems: tuple[str, ...]  # by conversation; empty for prompts without a chat
     steps: tuple[Step, ...]  # in the order in which clients take them
     streams: int = 0
     stream_tokens: int = 0
     seed: int = 0
 
     def stream(self, lane: int) -> Iterator[Ask]:
-        """Long answers for one client, without end."""
+        """Yield requests for long answers to one client, without end."""
         own = random.Random(f"{self.seed} stream {lane}")
         while True:
             yield Ask("stream", self.stream_tokens, words(own, 20), system="Tell a long story.")
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Of a conversation with all its answers: words, and tokens beside those."""
+        """Return the most words of a conversation, and the most tokens on top of the words."""
         sizes = [[len(system.split()), 0] for system in self.systems] or [[0, 0]]
         most = [0, self.stream_tokens]
         for step in self.steps:
@@ -120,9 +120,9 @@ class Workload:
 
 
 def build(sizes: Sizes, seed: int, tokens_per_word: float) -> Workload:
-    """Turn by turn: the second question of a conversation comes after everybody's first.
+    """Return a workload turn by turn: second questions come after all first questions.
 
-    So all conversations are alive all the time, which is what a cache finds hard.
+    All conversations are therefore alive all the time, which is hard for a cache.
     """
     drawn = [random.Random(f"{seed} conversation {n}") for n in range(sizes.conversations)]
     systems = [_system(sizes, seed, n % sizes.groups) for n in range(sizes.conversations)]
@@ -163,7 +163,7 @@ def _turn(sizes: Sizes, own: random.Random, number: int, turn: int, per_word: fl
 
 
 def _abandoned(sizes: Sizes, own: random.Random, number: int, turn: int) -> Step:
-    """A question that its client takes back, to word it better."""
+    """Return a question that its client abandons, to word it better."""
     ask = Ask(
         "abandoned",
         sizes.answer_tokens,

@@ -1,4 +1,4 @@
-"""Writes every dashboard beside this package."""
+"""Write the JSON of every dashboard beside this package."""
 
 from dashboards.source.files import written
 

@@ -1,4 +1,4 @@
-"""What each llama-server and its slots do."""
+"""The dashboard of the llama-servers and their slots."""
 
 from dashboards.source.panels import Dashboard, Kind, Panel, share_gauge
 from dashboards.source.queries import CHOSEN, TOKENS_PER_S, rate
@@ -6,12 +6,12 @@ from dashboards.source.queries import CHOSEN, TOKENS_PER_S, rate
 BACKENDS = Dashboard(
     "kvferry-backends",
     "kvferry: backends and slots",
-    "What each llama-server and its slots do, and how fast they are.",
+    "Each llama-server and its slots: work and speed.",
     {
         "Now": [
             Panel(
                 "Backends up",
-                "/kvferry/health says what is wrong with those that are neither up nor drained.",
+                "Neither up nor drained: /kvferry/health has the problem of the backend.",
                 [
                     (f"sum(kvferry_backend_up{{{CHOSEN}}})", "up"),
                     (f"sum(kvferry_backend_drained{{{CHOSEN}}})", "drained"),
@@ -37,9 +37,9 @@ BACKENDS = Dashboard(
                 width=4,
             ),
             Panel(
-                "What was found out",
+                "Results of the probe",
                 "snapshots 0: nothing is saved or restored there; /kvferry/state shows the "
-                "problem. Another n_stream within one model: restores rewrite the file.",
+                "problem. Different n_stream within one model: each restore rewrites the file.",
                 [(f"kvferry_backend_info{{{CHOSEN}}}", "")],
                 kind=Kind.TABLE,
                 width=16,
@@ -49,20 +49,20 @@ BACKENDS = Dashboard(
         "Slots": [
             Panel(
                 "Slots by phase",
-                "draining that does not end: a server goes on computing for a client that left.",
+                "abandoned for long: a server goes on computing after its client disconnected.",
                 [(f"sum by (phase) (kvferry_slots{{{CHOSEN}}})", "{{phase}}")],
                 stacked=True,
             ),
             Panel(
                 "Running, by backend",
-                "Streams at this moment.",
+                "Slots with a running request.",
                 [(f'sum by (backend) (kvferry_slots{{{CHOSEN},phase="running"}})', "{{backend}}")],
                 stacked=True,
             ),
             Panel(
                 "Tokens in the slots",
-                "Whose KV is there. Falls to 0 again and again: the server empties idle slots "
-                "(--cache-ram 0 stops that) or restarts.",
+                "Tokens with KV in the slots, as the router believes. Falls to 0 again and again: "
+                "the server restarts, or empties idle slots (prevented by --cache-ram 0).",
                 [(f"kvferry_resident_tokens{{{CHOSEN}}}", "{{backend}}")],
                 stacked=True,
             ),
@@ -70,14 +70,14 @@ BACKENDS = Dashboard(
         "Work": [
             Panel(
                 "Requests, by backend",
-                "That reached it, however they ended.",
+                "Requests that reached each backend, with any outcome.",
                 [(rate("kvferry_backend_requests_total", "backend", CHOSEN), "{{backend}}")],
                 "reqps",
                 stacked=True,
             ),
             Panel(
                 "Backend errors",
-                "Died, hung or closed before the end. Its own log says why.",
+                "The backend died, hung or closed the connection before the end; its log says why.",
                 [
                     (
                         rate(
@@ -93,7 +93,7 @@ BACKENDS = Dashboard(
             ),
             Panel(
                 "Prefill avoided, by backend",
-                "Seconds in each second.",
+                "Seconds of prefill avoided in each second.",
                 [(rate("kvferry_prefill_avoided_seconds_total", "backend", CHOSEN), "{{backend}}")],
                 stacked=True,
             ),
@@ -101,7 +101,7 @@ BACKENDS = Dashboard(
         "Learned speeds": [
             Panel(
                 "Prefill",
-                "For a prompt of 1,000 tokens. Falls: somebody else uses the machine, or it "
+                "For a prompt of 1,000 tokens. Falls: other programs use the machine, or it "
                 "throttles.",
                 [(f"kvferry_prefill_tokens_per_second{{{CHOSEN}}}", "{{backend}}")],
                 TOKENS_PER_S,
@@ -109,44 +109,44 @@ BACKENDS = Dashboard(
             ),
             Panel(
                 "Generation",
-                "Of one stream.",
+                "Speed of one stream.",
                 [(f"kvferry_output_tokens_per_second{{{CHOSEN}}}", "{{backend}}")],
                 TOKENS_PER_S,
                 width=6,
             ),
             Panel(
                 "Save",
-                "For a state of 1,000 tokens. Falls: the disk.",
+                "For a state of 1,000 tokens. Falls: the disk is slow.",
                 [(f"kvferry_save_bytes_per_second{{{CHOSEN}}}", "{{backend}}")],
                 "Bps",
                 width=6,
             ),
             Panel(
                 "Restore",
-                "For a state of 1,000 tokens. Falls: the disk, or a cold page cache.",
+                "For a state of 1,000 tokens. Falls: the disk is slow, or the page cache is cold.",
                 [(f"kvferry_restore_bytes_per_second{{{CHOSEN}}}", "{{backend}}")],
                 "Bps",
                 width=6,
             ),
         ],
-        "What the servers say themselves (scrape with ?backends=1, servers with --metrics)": [
+        "The servers' own metrics (scrape with ?backends=1, start llama-server with --metrics)": [
             Panel(
                 "Scraped",
-                "1: the server gave its metrics.",
+                "1: the server returned its metrics.",
                 [(f"kvferry_backend_scrape_up{{{CHOSEN}}}", "{{backend}}")],
                 width=6,
                 highest=1,
             ),
             Panel(
                 "Requests being processed",
-                "Beside the slots that run: a difference is somebody else's traffic.",
+                "Differs from the running slots: other clients use the server directly.",
                 [(f"llamacpp:requests_processing{{{CHOSEN}}}", "{{backend}}")],
                 width=6,
                 stacked=True,
             ),
             Panel(
                 "Prompt tokens computed",
-                "By each server, whoever asked.",
+                "By each server, for all clients.",
                 [(rate("llamacpp:prompt_tokens_total", "backend", CHOSEN), "{{backend}}")],
                 TOKENS_PER_S,
                 width=6,
@@ -154,7 +154,7 @@ BACKENDS = Dashboard(
             ),
             Panel(
                 "Tokens generated",
-                "By each server, whoever asked.",
+                "By each server, for all clients.",
                 [(rate("llamacpp:tokens_predicted_total", "backend", CHOSEN), "{{backend}}")],
                 TOKENS_PER_S,
                 width=6,

@@ -1,4 +1,4 @@
-"""Is it worth it, what does it cost, and why not more."""
+"""The dashboard of the cache: benefit, cost, and reasons for computed tokens."""
 
 from dashboards.source.panels import Dashboard, Kind, Panel
 from dashboards.source.queries import CHOSEN, SHARE, TOKENS_PER_S, rate, total
@@ -12,13 +12,13 @@ _REUSED_SHARE = (
 CACHE = Dashboard(
     "kvferry-cache",
     "kvferry: cache",
-    "Is it worth it, what did it cost, and why not more.",
+    "Benefit and cost of the cache, and reasons for computed tokens.",
     {
-        "Is it worth it": [
+        "Benefit": [
             Panel(
                 "Prompt tokens reused",
-                "Share of all prompt tokens that nobody had to compute. It cannot get beyond the "
-                "tokens that are new in each request.",
+                "Share of all prompt tokens that no backend computed. The tokens that are new in "
+                "each request limit this share.",
                 [(_REUSED_SHARE, "reused")],
                 SHARE,
                 Kind.NUMBER,
@@ -30,7 +30,7 @@ CACHE = Dashboard(
             ),
             Panel(
                 "Prefill avoided",
-                "Seconds that the reused tokens would have taken, in the time that is shown.",
+                "Seconds of prefill that reuse avoided, in the dashboard's time range.",
                 [(total("kvferry_prefill_avoided_seconds_total", CHOSEN), "avoided")],
                 "s",
                 Kind.NUMBER,
@@ -38,9 +38,9 @@ CACHE = Dashboard(
                 height=5,
             ),
             Panel(
-                "Streams stood still",
-                "Seconds that running streams waited for saves, restores and prefills of the "
-                "router, summed over the streams. Hold it against the prefill avoided.",
+                "Stall of running streams",
+                "Seconds that running streams stood still for saves, restores and prefills of the "
+                "router, summed over the streams. Compare with the prefill avoided.",
                 [(total("kvferry_stall_seconds_total", CHOSEN), "stood still")],
                 "s",
                 Kind.NUMBER,
@@ -49,7 +49,7 @@ CACHE = Dashboard(
             ),
             Panel(
                 "Planned reuse that did not happen",
-                "Share of the prompt tokens. Not near zero: somebody else uses the slots, or a "
+                "Share of the prompt tokens. Not near zero: other clients use the slots, or a "
                 "server empties them; run kvferry doctor.",
                 [
                     (
@@ -66,7 +66,7 @@ CACHE = Dashboard(
             ),
             Panel(
                 "Prompt tokens",
-                "As the backends reported them: reused from slot or file, or computed.",
+                "As reported by the backends: reused from a slot or a file, or computed.",
                 [(rate("kvferry_prompt_tokens_total", "source"), "{{source}}")],
                 TOKENS_PER_S,
                 width=12,
@@ -74,18 +74,18 @@ CACHE = Dashboard(
             ),
             Panel(
                 "Prefill avoided, by source",
-                "Seconds of prefill avoided in each second, by where the tokens came from: 1 is a "
-                "whole server's work.",
+                "Seconds of prefill avoided in each second, by the source of the tokens. 1 is the "
+                "work of one whole server.",
                 [(rate("kvferry_prefill_avoided_seconds_total", "source", CHOSEN), "{{source}}")],
                 width=12,
                 stacked=True,
             ),
         ],
-        "What it costs": [
+        "Cost": [
             Panel(
                 "Time of saves, restores and rewriting",
-                "Seconds in each second, of all backends. Saves and restores are the backends' "
-                "time, rewriting is the router's.",
+                "Seconds in each second, of all backends. Saves and restores take time of the "
+                "backends, rewriting takes time of the router.",
                 [
                     (rate("kvferry_save_seconds_sum"), "save"),
                     (rate("kvferry_restore_seconds_sum"), "restore"),
@@ -94,38 +94,38 @@ CACHE = Dashboard(
                 stacked=True,
             ),
             Panel(
-                "Streams that stand still",
-                "How many streams stand still on average, by reason. Mostly save: raise "
-                "store.idle_save_after. Mostly restore: more slots.",
+                "Stalled streams, by reason",
+                "Streams that stand still, on average. Mostly save: raise store.idle_save_after. "
+                "Mostly restore: add slots.",
                 [(rate("kvferry_stall_seconds_total", "action", CHOSEN), "{{action}}")],
                 stacked=True,
             ),
             Panel(
                 "State moved",
-                "Bytes that the backends write (save) and read (restore). Far more written than "
-                "read: raise store.min_tokens.",
+                "State bytes that the backends write (save) and read (restore). Far more written "
+                "than read: raise store.min_tokens.",
                 [(rate("kvferry_moved_bytes_total", "action"), "{{action}}")],
                 "Bps",
             ),
         ],
-        "Why not more": [
+        "Reasons for computed tokens": [
             Panel(
-                "Where plans took their prefix from",
-                "Requests. Much cold with long prompts: they differ early, or too little is kept.",
+                "Plans, by source of the prefix",
+                "Much cold with long prompts: the prompts differ early, or too little is kept.",
                 [(rate("kvferry_plans_total", "source"), "{{source}}")],
                 "reqps",
                 stacked=True,
             ),
             Panel(
                 "Tokens computed, by reason",
-                "Why what was computed was not reused; `kvferry explain` says it of one request.",
+                "Why tokens were computed, not reused; kvferry explain shows this for one request.",
                 [(rate("kvferry_missed_tokens_total", "reason"), "{{reason}}")],
                 TOKENS_PER_S,
                 stacked=True,
             ),
             Panel(
-                "Plan and reality",
-                "Tokens planned as reused that were not, and those reused beyond the plan.",
+                "Planned and actual reuse",
+                "Tokens planned for reuse but computed, and tokens reused beyond the plan.",
                 [
                     (rate("kvferry_reuse_overestimated_tokens_total"), "not reused"),
                     (rate("kvferry_reuse_underestimated_tokens_total"), "beyond the plan"),

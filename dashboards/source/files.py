@@ -1,4 +1,4 @@
-"""Which dashboard goes into which file."""
+"""The dashboards and the files that hold them."""
 
 import json
 from collections.abc import Iterator
@@ -20,6 +20,6 @@ _FILES = {
 
 
 def written() -> Iterator[tuple[Path, str]]:
-    """Each file and what is in it."""
+    """Yield the path and the text of each file."""
     for name, dashboard in _FILES.items():
         yield FOLDER / name, json.dumps(dashboard_json(dashboard), indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""What clients wait for, how well that is foreseen, and what the router itself adds."""
+"""The dashboard of latency: first byte, queue, predictions, the router's process."""
 
 from dashboards.source.panels import Dashboard, Kind, Panel
 from dashboards.source.queries import PER_S, SHARE, THE_ROUTERS, TOKENS_PER_S, quantile, rate
@@ -6,24 +6,24 @@ from dashboards.source.queries import PER_S, SHARE, THE_ROUTERS, TOKENS_PER_S, q
 LATENCY = Dashboard(
     "kvferry-latency",
     "kvferry: latency",
-    "What clients wait for, how well that is foreseen, and what the router itself adds.",
+    "Time to the first byte, queue, predictions, and the router's own process.",
     {
-        "First token": [
+        "First byte": [
             Panel(
                 "Time to the first byte, median",
-                "By where the prefix came from: snapshot should be far below cold.",
+                "By the planned source of the prefix: snapshot should be far below cold.",
                 [(quantile(0.5, "kvferry_ttft_seconds", "source"), "{{source}}")],
                 "s",
             ),
             Panel(
                 "Time to the first byte, 95 %",
-                "By where the prefix came from.",
+                "By the planned source of the prefix.",
                 [(quantile(0.95, "kvferry_ttft_seconds", "source"), "{{source}}")],
                 "s",
             ),
             Panel(
                 "Time to the first byte, all",
-                "Requests by their time.",
+                "Number of requests for each time.",
                 [
                     (
                         "sum by (le) (increase(kvferry_ttft_seconds_bucket[$__rate_interval]))",
@@ -36,7 +36,7 @@ LATENCY = Dashboard(
         "Queue": [
             Panel(
                 "Waiting now",
-                "Near queue.max_requests: clients are about to get 503.",
+                "Requests in the queue. Near queue.max_requests: clients are about to get 503.",
                 [("sum(kvferry_queue_depth)", "waiting")],
             ),
             Panel(
@@ -49,9 +49,9 @@ LATENCY = Dashboard(
                 "s",
             ),
             Panel(
-                "How requests end",
-                "refused: the backend's own answer. What the router turned away: queue_full, "
-                "deadline, no_backend.",
+                "Requests, by outcome",
+                "refused: the backend answered with an error. queue_full, deadline, no_backend: "
+                "the router rejected the request.",
                 [(rate("kvferry_requests_total", "outcome"), "{{outcome}}")],
                 "reqps",
                 stacked=True,
@@ -59,8 +59,9 @@ LATENCY = Dashboard(
         ],
         "Predictions": [
             Panel(
-                "Distance of prediction and measurement",
-                "Of the time to the first byte. Large for long: somebody else uses the servers.",
+                "Prediction error",
+                "Predicted against measured time to the first byte. Large for long: other clients "
+                "use the servers directly.",
                 [
                     (quantile(0.5, "kvferry_ttft_prediction_error_seconds"), "median"),
                     (quantile(0.95, "kvferry_ttft_prediction_error_seconds"), "95 %"),
@@ -69,7 +70,7 @@ LATENCY = Dashboard(
             ),
             Panel(
                 "Predicted over measured",
-                "1 is right; far above or below for one source: its choices have a wrong price.",
+                "1 is right. Far from 1 for one source only: its candidates have a wrong price.",
                 [
                     (
                         f"{rate('kvferry_ttft_predicted_seconds_total', 'source')}"
@@ -80,7 +81,7 @@ LATENCY = Dashboard(
             ),
             Panel(
                 "Generated tokens",
-                "Throughput, as the backends reported it.",
+                "Throughput, as reported by the backends.",
                 [(rate("kvferry_generated_tokens_total"), "generated")],
                 TOKENS_PER_S,
             ),
@@ -88,7 +89,7 @@ LATENCY = Dashboard(
         "The router": [
             Panel(
                 "Event loop lag",
-                "Every stream is late by as much. Above 0.1 s: more to do than one process can.",
+                "Every stream is late by as much. Above 0.1 s: one process has too much to do.",
                 [
                     (quantile(0.5, "kvferry_event_loop_lag_seconds"), "median"),
                     (quantile(0.99, "kvferry_event_loop_lag_seconds"), "99 %"),
@@ -99,7 +100,7 @@ LATENCY = Dashboard(
             ),
             Panel(
                 "CPU",
-                "Share of one core: it has only one to use.",
+                "Share of one core; the router can use only one.",
                 [(f"rate(process_cpu_seconds_total{PER_S}) {THE_ROUTERS}", "{{instance}}")],
                 SHARE,
                 width=6,
@@ -107,14 +108,14 @@ LATENCY = Dashboard(
             ),
             Panel(
                 "Memory",
-                "Grows with snapshots and with what is in flight, and not without end.",
+                "Grows with snapshots and requests in flight, but only up to a limit.",
                 [(f"process_resident_memory_bytes {THE_ROUTERS}", "{{instance}}")],
                 "bytes",
                 width=6,
             ),
             Panel(
                 "Version",
-                "What runs.",
+                "The running versions.",
                 [("kvferry_build_info", "")],
                 kind=Kind.TABLE,
                 width=6,

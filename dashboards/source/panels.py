@@ -1,7 +1,7 @@
 """Panels and dashboards in Grafana's JSON model, as far as kvferry's dashboards need it.
 
-Knows no metric. What is written here is what Grafana's own export of such a panel has, less what
-it fills in by itself.
+The JSON has the keys of Grafana's own export, less those that Grafana fills in at import.
+This module names no metric of a panel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from dashboards.source.queries import SHARE
 Json = dict[str, Any]
 
 GRID_COLUMNS = 24
-_SCHEMA_VERSION = 39  # of Grafana 10.3; later ones migrate it when they load it
+_SCHEMA_VERSION = 39  # of Grafana 10.3; later versions migrate the JSON when they load it
 _DATASOURCE: Json = {"type": "prometheus", "uid": "${datasource}"}
 
 
 class Kind(StrEnum):
-    """Grafana's names for what a panel looks like."""
+    """Grafana's names for the types of panels."""
 
     LINES = "timeseries"
     NUMBER = "stat"
@@ -31,9 +31,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel. `queries` are PromQL and legend; `unit` is one of Grafana's.
+    """One panel. `queries` are pairs of PromQL and legend; `unit` is a Grafana unit.
 
-    `levels` are colours from a value on, ascending; what is below the first has `base`.
+    `levels` has the colour from each value on, ascending; `base` is the colour below the first.
     """
 
     title: str
@@ -57,7 +57,7 @@ def share_gauge(
     levels: Mapping[float, str],
     width: int = 6,
 ) -> Panel:
-    """How much of something is in use: from nothing to all of it."""
+    """Return a gauge from 0 to 1: the share of a resource that is in use."""
     return Panel(title, description, queries, SHARE, Kind.GAUGE, width, 6, levels=levels, highest=1)
 
 
@@ -72,7 +72,7 @@ class Dashboard:
 
 
 def dashboard_json(dashboard: Dashboard) -> Json:
-    """As Grafana imports it."""
+    """Return the dashboard as the JSON that Grafana imports."""
     ids, panels, y = count(1), [], 0
     for title, row in dashboard.rows.items():
         at = {"h": 1, "w": GRID_COLUMNS, "x": 0, "y": y}

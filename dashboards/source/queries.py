@@ -1,27 +1,27 @@
-"""PromQL that panels have in common, and Grafana's names for their units."""
+"""PromQL that the panels share, and Grafana's names for their units."""
 
 TOKENS_PER_S = "suffix: tok/s"
 SHARE = "percentunit"
-# Much of what some panel shows is a rate; of the chosen backends where the metric has the label.
+# The range of every rate, and the filter for metrics that have the label `backend`.
 PER_S = "[$__rate_interval]"
 CHOSEN = 'backend=~"$backend"'
-# Python's metrics of a process have the same names in every program.
+# Python's process metrics have the same names in every program: keep only kvferry's.
 THE_ROUTERS = "and on (job, instance) kvferry_build_info"
 
 
 def rate(metric: str, by: str = "", matching: str = "") -> str:
-    """A counter's rate, summed over what is not in `by`."""
+    """Return the rate of a counter, summed over all labels but `by`."""
     chosen = f"{{{matching}}}" if matching else ""
     grouped = f" by ({by})" if by else ""
     return f"sum{grouped} (rate({metric}{chosen}{PER_S}))"
 
 
 def total(metric: str, matching: str = "") -> str:
-    """What a counter has gone up by in the time that is looked at."""
+    """Return the increase of a counter in the dashboard's time range."""
     chosen = f"{{{matching}}}" if matching else ""
     return f"sum(increase({metric}{chosen}[$__range]))"
 
 
 def quantile(q: float, histogram: str, by: str = "") -> str:
-    """A quantile of a histogram, by labels."""
+    """Return the quantile `q` of a histogram, by the labels in `by`."""
     return f"histogram_quantile({q}, {rate(f'{histogram}_bucket', f'le, {by}' if by else 'le')})"

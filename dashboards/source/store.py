@@ -1,4 +1,4 @@
-"""Snapshots, their limits, and what is done with them."""
+"""The dashboard of snapshots: limits, disk, saves, restores, rewriting, failures."""
 
 from dashboards.source.panels import Dashboard, Kind, Panel, share_gauge
 from dashboards.source.queries import quantile, rate
@@ -6,24 +6,24 @@ from dashboards.source.queries import quantile, rate
 STORE = Dashboard(
     "kvferry-store",
     "kvferry: store",
-    "Snapshots, their limits, the disk under them, and what is done with them.",
+    "Snapshots, their limits, the disk, saves, restores, rewriting and failures.",
     {
         "Limits": [
             share_gauge(
                 "Bytes of store.max_bytes",
-                "Full is normal: the least useful make room. Without a limit it stays 0.",
+                "1 is normal: the least useful snapshots are evicted. 0 without a limit.",
                 [("sum(kvferry_snapshot_bytes) / sum(kvferry_snapshot_bytes_limit)", "bytes")],
                 levels={0.9: "orange"},
             ),
             share_gauge(
                 "Tokens of store.max_tokens",
-                "The same. Without a limit it stays 0.",
+                "1 is normal: the least useful snapshots are evicted. 0 without a limit.",
                 [("sum(kvferry_snapshot_tokens) / sum(kvferry_snapshot_tokens_limit)", "tokens")],
                 levels={0.9: "orange"},
             ),
             share_gauge(
                 "Disk in use",
-                "The whole file system of each kv_dir, whoever wrote there. Full: saves fail.",
+                "The file system of each kv_dir, with the files of all programs. At 1: saves fail.",
                 [("1 - kvferry_kv_dir_free_bytes / kvferry_kv_dir_size_bytes", "{{kv_dir}}")],
                 levels={0.9: "orange", 0.95: "red"},
             ),
@@ -39,7 +39,7 @@ STORE = Dashboard(
             ),
             Panel(
                 "Size",
-                "Snapshots and their limit, and what is left on the disk.",
+                "Bytes of the snapshots, their limit, and the free bytes of the disk.",
                 [
                     ("sum(kvferry_snapshot_bytes)", "snapshots"),
                     ("sum(kvferry_snapshot_bytes_limit) < +Inf", "limit"),
@@ -50,7 +50,7 @@ STORE = Dashboard(
             ),
             Panel(
                 "Tokens",
-                "Snapshots and their limit.",
+                "Tokens of the snapshots, and their limit.",
                 [
                     ("sum(kvferry_snapshot_tokens)", "snapshots"),
                     ("sum(kvferry_snapshot_tokens_limit) < +Inf", "limit"),
@@ -61,7 +61,7 @@ STORE = Dashboard(
         "Saves and restores": [
             Panel(
                 "Saves, by reason",
-                "displaced: a request needed the slot, and waited for it. Much of it: lower "
+                "displaced: a request needed the slot and waited for the save. Many: lower "
                 "store.idle_save_after.",
                 [(rate("kvferry_save_seconds_count", "reason"), "{{reason}}")],
                 "ops",
@@ -69,7 +69,7 @@ STORE = Dashboard(
             ),
             Panel(
                 "Restores and rewriting",
-                "restream: start the servers of one model with the same -np and -kvu.",
+                "Many restream: start the servers of one model with the same -np and -kvu.",
                 [
                     (rate("kvferry_restore_seconds_count"), "restore"),
                     (rate("kvferry_rewrite_seconds_count", "what"), "{{what}}"),
@@ -78,38 +78,40 @@ STORE = Dashboard(
             ),
             Panel(
                 "Evictions",
-                "As fast as saves: the store is too small for what is in use.",
+                "As fast as saves: the store is too small for the snapshots in use.",
                 [(rate("kvferry_snapshots_evicted_total"), "evicted")],
                 "ops",
             ),
             Panel(
                 "Time of a save, 95 %",
-                "All streams of the backend stand still meanwhile. Rises: the disk.",
+                "All streams of the backend stand still during a save. Rises: the disk is slow.",
                 [(quantile(0.95, "kvferry_save_seconds", "reason"), "{{reason}}")],
                 "s",
             ),
             Panel(
                 "Time of a restore, 95 %",
-                "The same; a cold page cache shows here first.",
+                "All streams stand still during a restore. A cold page cache shows here first.",
                 [(quantile(0.95, "kvferry_restore_seconds"), "restore")],
                 "s",
             ),
             Panel(
-                "Time of a rewriting, 95 %",
-                "The router's and the disk's; no backend takes part.",
+                "Time of a rewrite, 95 %",
+                "Time of the router and the disk; no backend takes part.",
                 [(quantile(0.95, "kvferry_rewrite_seconds", "what"), "{{what}}")],
                 "s",
             ),
             Panel(
                 "Bytes rewritten",
-                "What cuts spare the backends, and what differing servers cost.",
+                "cut: spares the backends larger restores. restream: the cost of servers with "
+                "different KV streams.",
                 [(rate("kvferry_rewritten_bytes_total", "what"), "{{what}}")],
                 "Bps",
                 width=12,
             ),
             Panel(
                 "Failures",
-                "Any: the log says why. No request fails for it: it is computed instead.",
+                "Any: the log says why. The prompt is computed instead; after a failed erase the "
+                "request gets 503.",
                 [(rate("kvferry_kv_failures_total", "action"), "{{action}}")],
                 "ops",
                 width=12,

@@ -1,5 +1,4 @@
-"""A configuration file that is read again: what is taken over at once, what is left, and that a
-file with a mistake changes nothing."""
+"""Reload: settings in force at once, settings that need a restart; bad files change nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -38,7 +37,7 @@ async def b(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 
 
 class Setting:
-    """A router with its file; the first backend is `a`."""
+    """A router with its configuration file; the first backend is `a`."""
 
     def __init__(self, tmp_path: Path, fleet: Fleet, a: FakeLlama) -> None:
         self.path, self.kv_dir = tmp_path / "kvferry.yaml", tmp_path / "kv"
@@ -83,7 +82,7 @@ async def test_without_a_file(a: FakeLlama) -> None:
 
 
 async def test_a_file_with_mistakes_changes_nothing(setting: Setting) -> None:
-    """And is answered with all of them, as `kvferry check` prints them."""
+    """Reports all mistakes, as `kvferry check` prints them."""
     before = setting.fleet.router.config
     setting.path.write_text(
         "backends:\n  - url: nonsense\nqueue: {max_requests: 1}\npolicy: best\n"
@@ -145,7 +144,7 @@ async def test_limits_are_in_force_at_once(setting: Setting) -> None:
 
 
 async def test_keys_are_told_by_name(setting: Setting) -> None:
-    """They were `(Key(name='ada', ...),)`."""
+    """Regression: keys were shown as `(Key(name='ada', ...),)`."""
     key = "auth: {{keys: [{{name: ada, hash: 'sha256:{}'}}]}}"
 
     def change(answer: Answer) -> object:
@@ -158,7 +157,7 @@ async def test_keys_are_told_by_name(setting: Setting) -> None:
 
 
 async def test_times_are_in_force_for_backends_that_are_up(setting: Setting) -> None:
-    """An action that hangs is given up soon; the next request does not wait for it."""
+    """Hung actions end at the new timeout; the next request does not wait for them."""
     await setting.reload("limits: {action_timeout: 200ms}")
     assert_good(await setting.fleet.complete(PROMPT))
     await setting.fleet.until(lambda state: state["snapshots"]["count"] == 1)
@@ -191,7 +190,7 @@ async def test_policy(b: FakeLlama, setting: Setting) -> None:
 
 
 async def test_what_does_not_fit_what_stays_changes_nothing(tmp_path: Path, a: FakeLlama) -> None:
-    """A file that is right, and a policy in force that cannot keep its tenants apart."""
+    """Valid file, but the policy in force cannot keep its tenants apart."""
     path = tmp_path / "kvferry.yaml"
     before = "policy: passthrough"
     async with running([("a", a.url)], tmp_path / "kv", yaml=before, path=path) as fleet:
@@ -220,7 +219,7 @@ async def test_what_does_not_fit_what_stays_changes_nothing(tmp_path: Path, a: F
 async def test_what_needs_a_restart_is_named_and_left(
     setting: Setting, yaml: str, keys: list[str]
 ) -> None:
-    """Each time, because it is not in force."""
+    """Named at each reload, because the value is not in force."""
     before = setting.fleet.router.config
     for _ in range(2):
         answer = await setting.reload(yaml)
@@ -273,7 +272,7 @@ async def test_a_new_directory_is_opened_and_what_is_in_it_offered(
 async def test_what_a_removed_backend_held_is_restored_on_another(
     b: FakeLlama, setting: Setting
 ) -> None:
-    """It finishes its stream first; nothing was saved before."""
+    """Removed backends finish their streams first; nothing was saved before."""
     yaml = "store: {idle_save_after: 'off'}"
     fleet = setting.fleet
     await setting.reload(yaml)
@@ -302,7 +301,7 @@ async def test_what_a_removed_backend_held_is_restored_on_another(
 async def test_prompts_are_still_read_when_the_first_of_its_model_is_gone(
     b: FakeLlama, setting: Setting
 ) -> None:
-    """The tokenizer is shared, and had been the first one's."""
+    """Shared by both backends, the tokenizer had belonged to the removed one."""
     await setting.reload(backends=[("a", setting.a), ("b", b)])
     await setting.fleet.until_is("b", "up")
     await setting.reload(backends=[("b", b)])
@@ -361,7 +360,7 @@ async def test_another_url_under_the_same_name(b: FakeLlama, setting: Setting) -
 
 
 async def test_another_name_for_the_same_server(setting: Setting) -> None:
-    """Never both at once: they would take the same slots."""
+    """Never both names at once: they would use the same slots."""
     fleet = setting.fleet
     setting.a.decode_gate.clear()
     async with asyncio.TaskGroup() as group:
@@ -408,7 +407,7 @@ async def test_a_drained_backend_is_removed_and_stays_drained_otherwise(
 
 
 async def test_log_level(setting: Setting, capsysbinary: Any) -> None:
-    """Of loggers that have been used already, too."""
+    """Applies to loggers that have been used already, too."""
     before = structlog.get_config()
     try:
         set_up_logging(setting.fleet.router.config.logging)

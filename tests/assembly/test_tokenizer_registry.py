@@ -1,4 +1,4 @@
-"""Tokenizers by namespace: shared while somebody speaks it, forgotten with the last who does."""
+"""Tokenizers by namespace: shared by its backends, and dropped with the last of them."""
 
 import sys
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ async def fake() -> AsyncIterator[FakeLlama]:
 
 
 async def test_what_nobody_speaks_is_forgotten(fake: FakeLlama) -> None:
-    """Else a server that is restarted with another model each day fills the memory."""
+    """Otherwise a server that restarts with another model each day would fill the memory."""
     tasks = Tasks()
     vocabularies = TokenizerRegistry(TokenizerConfig(), tasks)
     async with Connections() as connections:
@@ -48,7 +48,7 @@ async def test_what_nobody_speaks_is_forgotten(fake: FakeLlama) -> None:
 async def test_a_local_tokenizer_that_was_asked_for_is_missed_aloud(
     fake: FakeLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    """It was a line of level info that named neither the key nor the file."""
+    """Regression: a log line of level info named neither the key nor the file."""
     if missing == "package":
         monkeypatch.setitem(sys.modules, "tokenizers", None)
     path = tmp_path / "none.gguf"
@@ -67,7 +67,7 @@ async def test_a_local_tokenizer_that_was_asked_for_is_missed_aloud(
 
 
 async def test_one_in_doubt_is_asked_last(fake: FakeLlama) -> None:
-    """It may hang, and the next says the same."""
+    """Doubted backends may hang, and another one returns the same tokens."""
     tasks = Tasks()
     vocabularies = TokenizerRegistry(TokenizerConfig(), tasks)
     async with Connections() as connections, FakeLlama() as other:

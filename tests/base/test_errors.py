@@ -32,7 +32,7 @@ def test_has_a_shape(kind: type[RouterError]) -> None:
 
 @pytest.mark.parametrize("kind", _all(RouterError))
 def test_what_passes_by_itself_says_when_to_come_back(kind: type[RouterError]) -> None:
-    """Retry-After with what is about the fleet, not with what is about the request."""
+    """Errors about the fleet have Retry-After; errors about the request have none."""
     response = error_response(_make(kind), RequestId("r"))
 
     assert ("Retry-After" in response.headers) == (kind.status in (429, 502, 503, 504))

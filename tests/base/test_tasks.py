@@ -1,4 +1,4 @@
-"""`router.tasks`."""
+"""Background tasks: `router.base.tasks`."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ async def fail() -> None:
 
 
 async def test_reference_is_kept_until_done() -> None:
-    """The loop alone would let the garbage collector take a task that waits."""
+    """Event loops alone would let the garbage collector take a waiting task."""
     started, go, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
@@ -69,7 +69,7 @@ async def test_cancellation_is_silent(log: list[dict[str, object]]) -> None:
 
 
 async def test_cancelled_before_the_first_step() -> None:
-    """Without `close` the coroutine would warn that it was never awaited."""
+    """Otherwise the coroutine would warn that it was never awaited."""
     task = spawn(fail(), name="w")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

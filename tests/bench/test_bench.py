@@ -1,4 +1,4 @@
-"""Every bench runs, with counts so small that its numbers mean nothing: none may rot."""
+"""Every bench still runs, with counts so small that its numbers mean nothing."""
 
 import io
 import json
@@ -38,7 +38,7 @@ Main = Callable[[Sequence[str] | None], int]
 
 
 def run(main: Main, folder: Path, *arguments: str) -> list[dict[str, object]]:
-    """The rows of the table, as they were written."""
+    """Run a bench and return the rows of its table, as they were written."""
     path = folder / "out" / "table.json"
     assert main([*arguments, "--output", str(path)]) == 0
     content = json.loads(path.read_text())
@@ -59,7 +59,7 @@ def test_latency(tmp_path: Path) -> None:
 
     assert {row["contender"] for row in rows} == {"direct", "kvferry"}
     assert len({row["case"] for row in rows}) == 5
-    # Both have their prefix resident, or the comparison is none.
+    # Both must have their prefix resident, or the comparison is invalid.
     reused = [row["reused tokens"] for row in rows if "800" in str(row["case"])]
     assert len(set(reused)) == 1
     assert isinstance(reused[0], int)
@@ -157,7 +157,7 @@ def test_overhead(tmp_path: Path) -> None:
     asked = [row for row in ours if row["CPU ms/request"] is not None]
     assert len(asked) == 2 * len(overhead.CASES)
     assert all(row["CPU ms/1,000 tokens"] is not None for row in asked)
-    # Of each the tokens are 31 KiB.
+    # The tokens of each are 31 KiB.
     each = {row["case"]: float(str(row["KiB each"])) for row in ours if row["KiB each"]}
     assert list(each) == ["a snapshot of 8,000 tokens", "a slot of 8,000 tokens"]
     assert all(31 < kib < 100 for kib in each.values())
@@ -186,7 +186,7 @@ def test_cpu_time_has_no_steps() -> None:
 
 @pytest.mark.real
 def test_instructions(tmp_path: Path) -> None:
-    """By the clock: valgrind may not be there, and takes a minute."""
+    """Measure by the clock: valgrind may not be there, and takes a minute."""
     rows = run(
         instructions.main,
         tmp_path,
@@ -204,7 +204,7 @@ def test_instructions(tmp_path: Path) -> None:
 
 
 def test_load(tmp_path: Path) -> None:
-    """An answer that is not right is an error of the bench."""
+    """Wrong answers are an error of the bench."""
     rows = run(load.main, tmp_path, "--only", "queue", "--clients", "30", "--settle", "0")
 
     (row,) = rows
@@ -223,7 +223,7 @@ def test_load_of_all_kinds(tmp_path: Path) -> None:
 
 
 def test_watched(tmp_path: Path) -> None:
-    """A viewer that hears nothing is an error of the bench."""
+    """Viewers that receive nothing are an error of the bench."""
     rows = run(watched.main, tmp_path, "--rate", "50", "--seconds", "1.2")
 
     assert [row["watched by"] for row in rows] == list(watched.WATCHERS)

@@ -47,13 +47,13 @@ MIXED = Sizes(
     [
         ([], []),
         ([([1, 2, 3], [])], [3]),
-        # The next turn: all but what is new.
+        # The next turn: only its new tokens are computed.
         ([([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6, 7], [])], [3, 2]),
-        # The answer was edited: it helps up to there.
+        # The answer was edited: reuse ends there.
         ([([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 9, 6], [])], [3, 2]),
         # The same again, and a prefix of it: the last token is always computed.
         ([([1, 2, 3], [4]), ([1, 2, 3], []), ([1, 2], [])], [3, 1, 1]),
-        # The best of several, also where it is neither the first nor the last.
+        # The longest of several, also where it is neither the first nor the last.
         ([([1, 9], []), ([1, 2, 3], []), ([1, 2], []), ([1, 2, 3, 4], [])], [2, 2, 1, 1]),
         # Only a prefix counts.
         ([([1, 2, 3], []), ([2, 3], [])], [3, 2]),
@@ -96,7 +96,7 @@ def test_a_workload_has_what_was_asked_for() -> None:
     assert {len(step.asks) for step in made.steps} == {1, MIXED.fan}
     going_on = [step for step in made.steps if step.made_up is not None]
     assert len(going_on) == MIXED.conversations * MIXED.turns
-    # Everybody's first question comes before anybody's second.
+    # All first questions come before any second one.
     assert [step.turn for step in going_on] == sorted(step.turn for step in going_on)
 
 
@@ -349,7 +349,7 @@ def test_two_contenders(tmp_path: Path) -> None:
 
 @pytest.mark.real
 async def test_a_server_of_somebody_else(llama_server: StartServer, tmp_path: Path) -> None:
-    """It is asked as it is, and what it computed is what its answers say."""
+    """Running servers are used as they are; computed tokens are those in their answers."""
     server = await llama_server("llama", slots=2, ctx=4096)
     table = tmp_path / "table.json"
     arguments = [

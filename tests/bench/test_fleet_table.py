@@ -1,4 +1,4 @@
-"""What the fleet bench writes: its table, the same in brief, and the picture of it."""
+"""Output of the fleet bench: its table, the same in brief, and the picture of it."""
 
 from pathlib import Path
 
@@ -54,6 +54,6 @@ def test_a_table_has_one_picture(ending: str, tmp_path: Path) -> None:
 
     assert one.read_bytes() == two.read_bytes()
     if ending == "svg":
-        # Small enough to be committed, and its words are words.
+        # Small enough to be committed, and its words are text.
         assert len(one.read_bytes()) < 100_000
         assert ">nginx</text>" in one.read_text()

@@ -1,4 +1,4 @@
-"""One pair of addresses for all clients: they ask one after the other.
+"""One pair of addresses for all clients, which run one after the other.
 
 The packages are installed by `make test-clients`; without them these tests are skipped.
 """
@@ -14,7 +14,7 @@ from tests.support.clients.pair import KEY, KEY_VARIABLE, Pair, serving  # noqa:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Warnings of other people's packages are theirs to heed."""
+    """Mark clients' tests as `real`, and let third-party packages emit warnings."""
     for item in items:
         if item.get_closest_marker("client"):
             item.add_marker(pytest.mark.filterwarnings("default"))
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def pair(server_argv: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Real servers, and a router in front of them."""
+    """Start real servers, and a router in front of them."""
     os.environ[KEY_VARIABLE] = KEY
     with serving(server_argv, tmp_path_factory.mktemp("clients")) as found:
         yield found

@@ -1,8 +1,8 @@
 """`python -m tests.clients.table`: try every client and write what works into docs/clients.md.
 
-A cell is a `@pytest.mark.client(name, feature)`: its test passed. `--check` writes nothing and
-fails, as it also does without it, if a test failed or was skipped; what the table says beside the
-versions must then be what was found.
+A cell is a `@pytest.mark.client(name, feature)`: its tests passed. The command fails if a test
+failed or was skipped. With `--check` the command writes nothing, and also fails if the table, apart
+from the versions, differs from what was found.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import pytest
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "clients.md"
 BEGIN, END = "<!-- table: python -m tests.clients.table -->", "<!-- end of table -->"
-# Also the order of the columns: of each client, its package; None: a program.
+# Each client's package, in the order of the columns; None: a program.
 CLIENTS = {
     "curl": None,
     "openai": "openai",
@@ -35,8 +35,10 @@ Cell = tuple[str, str]
 
 
 def declared() -> dict[Cell, list[str]]:
-    """Client and feature of every test, without importing what may not be installed: in the order
-    of the files, the names of the tests that try them."""
+    """Return the names of the tests for each client and feature, in the order of the files.
+
+    The files are parsed and not imported: their packages may not be installed.
+    """
     found: dict[Cell, list[str]] = {}
     for path in sorted(HERE.glob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
@@ -50,7 +52,7 @@ def declared() -> dict[Cell, list[str]]:
 
 
 def shown(page: str) -> set[Cell]:
-    """The cells of the table in a page that say that something works."""
+    """Return the cells that the table of a page marks as working."""
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in _between(page).splitlines()
@@ -68,7 +70,7 @@ def shown(page: str) -> set[Cell]:
 
 
 def with_table(page: str, text: str) -> str:
-    """The page, and between the two comment lines the text."""
+    """Return the page with the text between its two comment lines."""
     (before, rest), after = page.split(BEGIN, 1), page.split(END, 1)[1]
     assert END in rest, "the comment lines are in this order"
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
@@ -79,8 +81,10 @@ def _between(page: str) -> str:
 
 
 def table(cells: Iterable[Cell], versions: dict[str, str]) -> str:
-    """Markdown: a row for each feature, those of the most clients first; a column for each
-    client."""
+    """Return the table as Markdown: a row for each feature, a column for each client.
+
+    Features of the most clients come first.
+    """
     works = set(cells)
     features = list(dict.fromkeys(feature for _, feature in sorted(works, key=_column)))
     features.sort(key=lambda feature: -sum((client, feature) in works for client in CLIENTS))
@@ -99,13 +103,13 @@ def _column(cell: Cell) -> tuple[int, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed here."""
+    """Return the installed versions."""
     curl = subprocess.run(["curl", "--version"], capture_output=True, text=True).stdout.split()[1]
     return {client: version(name) if name else curl for client, name in CLIENTS.items()}
 
 
 class Outcomes:
-    """A plugin of pytest: which cells passed, and whether anything else happened."""
+    """A pytest plugin: cells with a test that passed, and cells with another outcome."""
 
     def __init__(self) -> None:
         self.passed: set[Cell] = set()
@@ -115,7 +119,7 @@ class Outcomes:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """A cell works if all of its tests do."""
+        """Record an outcome; a cell works if all of its tests pass."""
         report = yield
         mark = item.get_closest_marker("client")
         if mark is not None:
@@ -128,13 +132,13 @@ class Outcomes:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 1 if a client's test did not pass, or the table is another."""
+    """Try the clients. Return 1 if a client's test did not pass, or the checked table is old."""
     parser = argparse.ArgumentParser(prog="python -m tests.clients.table")
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
     outcomes = Outcomes()
-    # Warnings at the import of other people's packages are not ours.
-    ignored = f"--ignore={HERE / 'test_table.py'}"  # what it looks at is about to be written
+    # `-W default`: third-party packages may warn at import.
+    ignored = f"--ignore={HERE / 'test_table.py'}"  # the checked table is about to be written
     code = pytest.main(["-q", "-W", "default", ignored, str(HERE)], plugins=[outcomes])
     works = outcomes.passed - outcomes.otherwise
     missing = set(declared()) - works

@@ -10,7 +10,7 @@ from tests.support.servers.router_fleet import Json
 
 anthropic = pytest.importorskip("anthropic", reason="make test-clients")
 
-# This version of the package has no parameter for it any more.
+# This version of the package has no parameter for `temperature` any more.
 GREEDY: Json = {"model": MODEL, "max_tokens": 8, "extra_body": {"temperature": 0}}
 TOOL: Json = {"name": "look", "description": "Look at a page.", "input_schema": LOOK}
 TOOLS: Json = GREEDY | {"max_tokens": 80, "tools": [TOOL], "tool_choice": {"type": "any"}}
@@ -43,7 +43,7 @@ def test_messages_async(pair: Pair) -> None:
 
 @pytest.mark.client("anthropic", "streaming")
 def test_streaming(pair: Pair) -> None:
-    """The raw events, and what the client's own helper makes of them."""
+    """Raw events, and what the client's own helper makes of them."""
     events = pair.same(lambda url: list(create(url, stream=True)))
 
     def helped(url: str) -> Any:
@@ -70,7 +70,7 @@ def test_streaming_async(pair: Pair) -> None:
 
 @pytest.mark.client("anthropic", "tools")
 def test_tools(pair: Pair) -> None:
-    """The call, and the answer to its result."""
+    """Tool call, and the answer to its result."""
     first = pair.same(lambda url: create(url, **TOOLS))
     call = first["content"][-1] | {"id": "toolu_1"}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Nothing to see."}
@@ -116,7 +116,7 @@ def test_stop(pair: Pair) -> None:
 
 @pytest.mark.client("anthropic", "broken-off stream")
 def test_broken_off_stream(pair: Pair) -> None:
-    """The client leaves after three events; the next request is answered as ever."""
+    """Clients may disconnect after three events; the next request is answered as ever."""
 
     def first_three(url: str) -> list[Any]:
         with client(url).messages.stream(messages=HI, **(GREEDY | {"max_tokens": 4000})) as stream:
@@ -139,7 +139,7 @@ ERRORS: list[tuple[str, Callable[[str], Any]]] = [
 @pytest.mark.client("anthropic", "errors")
 @pytest.mark.parametrize(("name", "call"), ERRORS)
 def test_errors(pair: Pair, name: str, call: Callable[[str], Any]) -> None:
-    """The same class, status, body and message."""
+    """Errors have the same class, status, body and message."""
     pair.same(call, raises=name)
 
 

@@ -16,7 +16,7 @@ GREEDY: Json = {"model": MODEL, "messages": HI, "temperature": 0, "max_tokens": 
 
 
 def curl(*words: str) -> str:
-    """What it prints. Raises CalledProcessError if it says that it failed."""
+    """Return what curl prints. Fail if curl fails."""
     done = subprocess.run(["curl", "-sS", "--max-time", "60", *words], capture_output=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.decode()
@@ -46,7 +46,7 @@ def test_streaming(pair: Pair) -> None:
 
 @pytest.mark.client("curl", "completions")
 def test_completions(pair: Pair) -> None:
-    """llama-server's own route, which pins to a slot if one is named."""
+    """llama-server's own route pins to a slot if one is named."""
     body: Json = {"prompt": "Once", "n_predict": 8, "temperature": 0, "id_slot": 1}
     more = {"model": MODEL, "cache_prompt": False}
     found = pair.same(
@@ -93,7 +93,7 @@ def test_errors(pair: Pair) -> None:
 
 @pytest.mark.client("curl", "refused routes")
 def test_refused_routes(pair: Pair) -> None:
-    """Those that would pull KV away from under the router, and only those."""
+    """Routes that would interfere with the router's slots are refused, and only those."""
     for method, path in (("GET", "/slots"), ("POST", "/slots/0?action=erase"), ("POST", "/props")):
         text = curl(f"{pair.routed}{path}", "-X", method, "-w", "\n%{http_code}")
         body, _, code = text.rpartition("\n")

@@ -12,7 +12,7 @@ from tests.clients.table import PAGE
 from tests.support.clients.pair import Pair
 
 ADDRESS = "http://127.0.0.1:8080"
-# Fenced blocks that are run; what else is fenced is text, settings of programs we cannot run.
+# Fenced blocks that are run. Others are text: settings of programs that cannot run here.
 BLOCKS = re.findall(r"^```(python|bash)\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 NEEDS = ("anthropic", "langchain_openai", "litellm", "llm", "openai", "pydantic_ai")
 
@@ -27,7 +27,7 @@ def name_of(block: tuple[str, str]) -> str:
 
 
 def test_examples_are_found() -> None:
-    """One of each client at least, and all of them ask the router."""
+    """Examples cover each client, and all of them ask the router."""
     assert {name for _, text in BLOCKS for name in needs(text)} == set(NEEDS)
     assert all(ADDRESS in text or "$OPENAI_BASE_URL" in text for _, text in BLOCKS)
 
@@ -44,7 +44,7 @@ def test_example(pair: Pair, block: tuple[str, str], tmp_path: Path) -> None:
         if language == "python"
         else ["bash", "-euo", "pipefail", "-c", text]
     )
-    # As a user's shell has it after `. .venv/bin/activate`.
+    # The PATH of a user's shell after `. .venv/bin/activate`.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         command,

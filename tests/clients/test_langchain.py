@@ -68,7 +68,7 @@ def test_json_schema(pair: Pair) -> None:
 
 @pytest.mark.client("langchain-openai", "logprobs")
 def test_logprobs(pair: Pair) -> None:
-    """Of the two likeliest: far down the list rivals change places by rounding alone."""
+    """Compare the two likeliest: far down the list rivals change places by rounding alone."""
     found = pair.same(lambda url: chat(url, logprobs=True, top_logprobs=2).invoke(ASKED))
 
     assert len(found["response_metadata"]["logprobs"]["content"]) == 8
@@ -83,7 +83,7 @@ def test_responses(pair: Pair) -> None:
 
 @pytest.mark.client("langchain-openai", "embeddings")
 def test_embeddings(pair: Pair) -> None:
-    """As text: by default the package sends another model's token ids."""
+    """Send text: by default the package sends another model's token ids."""
 
     def call(url: str) -> Any:
         made = langchain.OpenAIEmbeddings(

@@ -17,7 +17,7 @@ GREEDY = ["-o", "temperature", "0", "-o", "max_tokens", "8"]
 
 
 class Command:
-    """One user of the command, with a configuration of his own for each address."""
+    """The command, with a configuration of its own for each address."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -56,7 +56,7 @@ def test_chat(pair: Pair, llm: Command) -> None:
 
 @pytest.mark.client("llm", "streaming")
 def test_streaming(pair: Pair, llm: Command) -> None:
-    """It streams unless it is told not to."""
+    """`llm` streams unless `--no-stream` is given."""
     found = pair.same(lambda url: llm(url, "-m", "mine", *GREEDY, ASKED))
 
     assert found == llm(pair.routed, "-m", "mine", "--no-stream", *GREEDY, ASKED)
@@ -64,7 +64,7 @@ def test_streaming(pair: Pair, llm: Command) -> None:
 
 @pytest.mark.client("llm", "conversation")
 def test_conversation(pair: Pair, llm: Command) -> None:
-    """`-c` goes on with the last one, which the command keeps in its own database."""
+    """`-c` continues the last conversation, which the command keeps in its own database."""
 
     def both(url: str) -> list[str]:
         first = llm(url, "-m", "mine", *GREEDY, ASKED)

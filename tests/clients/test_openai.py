@@ -21,7 +21,7 @@ def client(base: str, key: str = "none") -> Any:
 
 
 def waited(pair: Pair, call: Callable[[Any], Awaitable[Any]]) -> Callable[[str], Any]:
-    """A call of the async client, to its end."""
+    """Return a function that runs a call of the async client to its end."""
 
     async def run(base: str) -> Any:
         async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0) as made:
@@ -82,7 +82,7 @@ def test_usage_in_a_stream(pair: Pair) -> None:
 
 @pytest.mark.client("openai", "broken-off stream")
 def test_broken_off_stream(pair: Pair) -> None:
-    """The client leaves after three chunks; the next request is answered as ever."""
+    """Clients may disconnect after three chunks; the next request is answered as ever."""
 
     def first_three(url: str) -> list[Any]:
         endless = GREEDY | {"max_tokens": 4000}
@@ -95,12 +95,12 @@ def test_broken_off_stream(pair: Pair) -> None:
 
 @pytest.mark.client("openai", "tools")
 def test_tools(pair: Pair) -> None:
-    """The call, and the answer to its result."""
+    """Tool call, and the answer to its result."""
     first = pair.same(lambda url: client(url).chat.completions.create(messages=HI, **TOOLS))
     call = first["choices"][0]["message"]["tool_calls"][0] | {"id": "call_1"}
     result = {"role": "tool", "tool_call_id": "call_1", "content": "Nothing to see."}
     history = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
-    # Noise that may call, but need not, is refused by the server's parser.
+    # The server's parser refuses noise that may, but need not, call a tool.
     more = GREEDY | {"tools": [TOOL], "tool_choice": "none"}
     second = pair.same(lambda url: client(url).chat.completions.create(messages=history, **more))
 
@@ -111,7 +111,7 @@ def test_tools(pair: Pair) -> None:
 
 @pytest.mark.client("openai", "tools, streaming")
 def test_streaming_tools(pair: Pair) -> None:
-    """As the client's own helper puts them together."""
+    """Tool calls as the client's own helper puts them together."""
 
     def final(url: str) -> Any:
         with client(url).chat.completions.stream(messages=HI, **TOOLS) as stream:
@@ -161,7 +161,7 @@ def test_two_choices(pair: Pair) -> None:
 
 @pytest.mark.client("openai", "stop")
 def test_stop(pair: Pair) -> None:
-    """A word of the answer, as the server gives it without one."""
+    """Stop at a word that the server's answer has without `stop`."""
     whole = pair.same(lambda url: client(url).chat.completions.create(messages=HI, **GREEDY))
     text = whole["choices"][0]["message"]["content"]
     found = pair.same(
@@ -174,7 +174,7 @@ def test_stop(pair: Pair) -> None:
 
 @pytest.mark.client("openai", "seed")
 def test_seed(pair: Pair) -> None:
-    """Not greedy, and yet the same: so the seed arrived."""
+    """Sampled answers are the same, so the seed arrived."""
     warm = GREEDY | {"temperature": 1.0, "seed": 7, "extra_body": {"cache_prompt": False}}
     first = pair.same(lambda url: client(url).chat.completions.create(messages=HI, **warm))
     other = pair.same(
@@ -231,7 +231,7 @@ def test_token_counts(pair: Pair) -> None:
 
 @pytest.mark.client("openai", "embeddings")
 def test_embeddings(pair: Pair) -> None:
-    """One of several servers behind the router makes them; `model` says which."""
+    """`model` chooses one of several servers behind the router."""
     found = pair.same(
         lambda url: client(url).embeddings.create(model=EMBEDDER, input=["Hello?", "Bye."]),
         on=EMBEDDER,
@@ -242,7 +242,7 @@ def test_embeddings(pair: Pair) -> None:
 
 @pytest.mark.client("openai", "models")
 def test_models(pair: Pair) -> None:
-    """Those of all servers, each as its own server describes it."""
+    """Models of all servers are listed, each as its own server describes it."""
     found = {one.id: one for one in client(pair.routed).models.list()}
 
     assert set(found) >= {MODEL, EMBEDDER, LOCKED}
@@ -264,13 +264,13 @@ ERRORS: list[tuple[str, Callable[[Any], Any]]] = [
 @pytest.mark.client("openai", "errors")
 @pytest.mark.parametrize(("name", "call"), ERRORS)
 def test_errors(pair: Pair, name: str, call: Callable[[Any], Any]) -> None:
-    """The same class, status, body and message."""
+    """Errors have the same class, status, body and message."""
     pair.same(lambda url: call(client(url)), raises=name)
 
 
 @pytest.mark.client("openai", "server with a key")
 def test_server_with_a_key(pair: Pair) -> None:
-    """The router has the server's key (`api_key_env`); the client's own is for whom it likes."""
+    """Send the server's key from the router (`api_key_env`); the client's own may be any."""
     asked = GREEDY | {"model": LOCKED}
     found = pair.same(
         lambda url: client(url, "x" if url == pair.routed else KEY).chat.completions.create(
@@ -284,7 +284,7 @@ def test_server_with_a_key(pair: Pair) -> None:
 
 @pytest.mark.client("openai", "raw headers")
 def test_raw_headers(pair: Pair) -> None:
-    """`with_raw_response`: the server's own, and the client's request id comes back."""
+    """`with_raw_response` shows the server's own headers, and the request id."""
 
     def headers(url: str) -> Any:
         raw = client(url).chat.completions.with_raw_response

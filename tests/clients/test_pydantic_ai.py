@@ -23,7 +23,7 @@ Page = Literal["one", "two", "three"]
 
 @dataclass
 class Run:
-    """What one run of the agent sent, and what it was told."""
+    """One run of the agent: the bodies sent, the pages asked for, the events and the result."""
 
     bodies: list[Json] = field(default_factory=list)
     pages: list[str] = field(default_factory=list)
@@ -36,8 +36,11 @@ class Run:
 
     @property
     def shape(self) -> list[list[str]]:
-        """Of each message its parts. Of noise, long answers may differ in a token after a while
-        (docs/llama-server.md, "Comparing answers")."""
+        """Return the kinds of the parts of each message.
+
+        Long answers of random weights may differ in a token after a while (docs/llama-server.md,
+        "Comparing answers").
+        """
         return [[part.part_kind for part in one.parts] for one in self.result.all_messages()]
 
 
@@ -50,8 +53,8 @@ def model(base: str, **fields: Any) -> Any:
 async def work(base: str, *, stream: bool = False, strangers: bool = False) -> Run:
     """Look at pages LOOKS times, then say something.
 
-    The model is noise: what it must do next, the settings say for each step. With `strangers`
-    somebody else has every slot while the agent looks.
+    The model is noise, so the settings prescribe each step. `strangers`: other prompts use every
+    slot while the agent looks.
     """
     run = Run()
 
@@ -94,7 +97,7 @@ async def work(base: str, *, stream: bool = False, strangers: bool = False) -> R
 
 
 def prompt(pair: Pair, body: Json) -> list[int]:
-    """The ids of a chat prompt, as the engine sees them (docs/llama-server.md section 6)."""
+    """Return the ids of a chat prompt, as the engine sees them (docs/llama-server.md section 6)."""
     client = openai.OpenAI(base_url=pair.direct[MODEL], api_key="none")
     text = client.post("/apply-template", body=body, cast_to=object)["prompt"]
     asked = {"content": text, "add_special": True, "parse_special": True}
@@ -103,7 +106,7 @@ def prompt(pair: Pair, body: Json) -> list[int]:
 
 
 def assert_history_is_reused(pair: Pair, run: Run) -> None:
-    """By the server's own count, of each turn all that the turn before it had as its prompt."""
+    """Check, by the server's own counts, that each step reuses the whole prompt before it."""
     prompts = [prompt(pair, body) for body in run.bodies]
     counts = [(one.usage.input_tokens, one.usage.cache_read_tokens) for one in run.answers]
     assert [total for total, _ in counts] == [len(one) for one in prompts]
@@ -115,7 +118,7 @@ def assert_history_is_reused(pair: Pair, run: Run) -> None:
 
 @pytest.mark.client("pydantic-ai", "tools")
 def test_tools(pair: Pair) -> None:
-    """A loop of calls, each with the results of all before it."""
+    """Calls form a loop, each with the results of all calls before it."""
     shape = pair.same(lambda url: pair.runner.run(work(url)).shape)
 
     assert [kinds[-1] for kinds in shape[1:-1]] == ["tool-call", "tool-return"] * LOOKS
@@ -124,7 +127,7 @@ def test_tools(pair: Pair) -> None:
 
 @pytest.mark.client("pydantic-ai", "tools, streaming")
 def test_streaming(pair: Pair) -> None:
-    """The same loop, its answers streamed and put together by the package."""
+    """Streamed answers, put together by the package, make the same loop."""
 
     def call(url: str) -> Any:
         run = pair.runner.run(work(url, stream=True))

@@ -1,4 +1,4 @@
-"""The table of docs/clients.md claims what a test tries, and all of that."""
+"""The table of docs/clients.md claims exactly what the tests try."""
 
 from tests.clients import table
 
@@ -12,7 +12,7 @@ def test_every_client_is_a_column() -> None:
 
 
 def test_a_table_says_what_it_was_made_of() -> None:
-    """What is written can be read again, and a cell that is not there is not claimed."""
+    """Written cells can be read again, and a cell that is not there is not claimed."""
     cells = {("curl", "chat"), ("llm", "chat"), ("llm", "tools")}
     text = table.table(cells, dict.fromkeys(table.CLIENTS, "1.0"))
 
@@ -21,7 +21,7 @@ def test_a_table_says_what_it_was_made_of() -> None:
 
 
 def test_nothing_but_the_table_is_written() -> None:
-    """Also where there was none: an empty one was once replaced wherever a line ended."""
+    """Empty tables are replaced too: one was once replaced wherever a line ended."""
     page = f"one\ntwo\n{table.BEGIN}\n{table.END}\nthree\n"
     written = f"one\ntwo\n{table.BEGIN}\n| a |\n{table.END}\nthree\n"
 

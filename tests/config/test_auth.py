@@ -1,4 +1,4 @@
-"""The section `auth`: what it may say, and what is told of what it may not."""
+"""Section `auth`: valid and invalid settings, and the messages for them."""
 
 import pytest
 
@@ -10,7 +10,7 @@ GOOD, ALSO = "kvf_good", "kvf_also"
 
 
 def auth(*keys: tuple[str, str, str], limits: str = "", share: str = "none") -> str:
-    """YAML for keys `(name, key, tenant)`."""
+    """Return YAML for keys `(name, key, tenant)`."""
     listed = ", ".join(
         f"{{name: {name}, tenant: {tenant}, hash: '{hash_text(key)}'}}"
         for name, key, tenant in keys

@@ -1,4 +1,4 @@
-"""The configuration: good files load, bad ones are explained, and the reference cannot drift."""
+"""Configuration: valid files load, invalid ones are explained, the reference cannot drift."""
 
 import re
 from datetime import date
@@ -35,11 +35,11 @@ from tests.support.paths import ROOT
 
 CONFIG_DIR = ROOT / "config"
 REFERENCE = CONFIG_DIR / "kvferry.reference.yaml"
-MINIMAL = "backends:\n  - url: http://127.0.0.1:8081\n"  # two lines: what follows starts on 3
+MINIMAL = "backends:\n  - url: http://127.0.0.1:8081\n"  # two lines: appended text starts on line 3
 
 
 def problems(text: str) -> list[tuple[str, int | None, str]]:
-    """Everything that is wrong with `text`."""
+    """Return all problems of `text` as (path, line, message)."""
     with pytest.raises(ConfigError) as caught:
         schema.parse(text, "test.yaml")
     assert caught.value.problems
@@ -61,7 +61,7 @@ def test_every_file_in_the_folder_loads(path: Path) -> None:
 
 
 def test_the_two_files_are_there() -> None:
-    """The test above passes for an empty folder."""
+    """Needed because the test above passes for an empty folder."""
     assert {"kvferry.example.yaml", "kvferry.reference.yaml"} <= {
         path.name for path in CONFIG_DIR.iterdir()
     }
@@ -88,7 +88,7 @@ def test_the_reference_shows_the_defaults() -> None:
 
 
 def test_the_reference_explains_every_key() -> None:
-    """Each key has a comment right above it, or is the head of a section that has one."""
+    """Keys have a comment right above, or begin a section that has one."""
     lines = REFERENCE.read_text().split("\n")
     first = next(i for i, line in enumerate(lines) if line.startswith("  - url: https"))
     second_backend = range(first, lines.index("", first))
@@ -119,7 +119,7 @@ def test_the_planner_has_the_same_defaults() -> None:
     assert preset.idle_save_after_s == default.store.idle_save_after_s
 
 
-# What good files mean
+# Valid files
 
 
 def test_defaults() -> None:
@@ -242,7 +242,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
     assert address == values.address(str(address))
 
 
-# What bad files are told: path, line, part of the message
+# Messages for invalid files: path, line, part of the message
 
 BAD = [
     ("store: {max_bytes: 1XB}", "store.max_bytes", 3, "a size such as 500MB"),
@@ -375,7 +375,7 @@ BAD_BACKENDS = [
 def test_bad_backends(entries: str, path: str, message: str) -> None:
     found = problems("# a comment\nbackends:\n" + entries)
 
-    line = 3 + entries.count("\n")  # the wrong one is the last
+    line = 3 + entries.count("\n")  # the last entry is wrong
     assert [(path, line)] == [(p, n) for p, n, _ in found]
     assert message in found[0][2]
 
@@ -470,7 +470,7 @@ def test_secrets_are_not_repeated(text: str) -> None:
     assert "hunter2" not in repr(caught.value)
 
 
-# Files and what `check` prints
+# Files, and the output of `check`
 
 
 def test_check_prints_what_editors_can_jump_to(tmp_path: Path) -> None:
@@ -647,17 +647,17 @@ def test_times_are_shown_short(seconds: float | None, text: str) -> None:
 
 @given(st.integers(1, 999), st.sampled_from(["KiB", "MiB", "GiB", "TiB"]))
 def test_sizes_are_exact(n: int, unit: str) -> None:
-    """The oracle multiplies by hand."""
+    """Checked against a multiplication by hand."""
     power = {"KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}[unit]
 
     assert Decimal(n) * 1024**power == values.size(f"{n}{unit}")
 
 
-# Whatever is written, the answer is a Config or a ConfigError
+# Any text gives a Config or a ConfigError
 
 
 def is_handled(text: str) -> None:
-    """No exception but ConfigError; printable problems, on lines that exist."""
+    """Check that only ConfigError is raised, with printable problems on existing lines."""
     try:
         schema.parse(text, "fuzz")
         return

@@ -1,4 +1,4 @@
-"""The one entrance: every event is taken in, and the next wake-up is when a tick matters."""
+"""Scheduler: every event is accepted, and the next wake-up is when a tick matters."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_effects_of_one_event_are_not_repeated_with_the_next() -> None:
 
 
 def test_a_lost_snapshot_is_not_offered_and_not_deleted() -> None:
-    """One in use was named for deletion later, although its file was gone."""
+    """Regression: a lost snapshot in use was named for deletion, although its file was gone."""
     s = scheduler(backend("a", 1), snapshots=[snapshot("s", run_of(900))], coalesce_above_s=None)
     assert names(arrive(s, ids=run_of(1000))) == ["Restore"]
     assert s.handle(ev.SnapshotLost(SnapshotId("s")), NOW) == []
@@ -86,7 +86,7 @@ def test_it_wakes_when_something_is_due(
 
 
 def test_patience_with_a_slot_that_takes_longer_than_we_thought_ends_by_a_tick() -> None:
-    """It took another event to notice."""
+    """Regression: only another event ended the wait."""
     s = scheduler(
         backend("a", 2), policy=PolicyName.CHEAPEST, coalesce_above_s=None, max_wait_s=7.0
     )

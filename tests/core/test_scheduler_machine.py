@@ -1,4 +1,4 @@
-"""The scheduler against servers that answer in any order, fail, restart and lose their clients."""
+"""The scheduler, with servers that answer in any order, fail, restart and lose their clients."""
 
 import os
 from dataclasses import replace
@@ -41,7 +41,7 @@ _CANNOT_GO_BACK = (MemoryKind.HYBRID, MemoryKind.SLIDING_WINDOW)
 
 
 class SchedulerMachine(World, RuleBasedStateMachine):
-    """Rules are what the world does; the model servers are what is true."""
+    """State machine: the rules act as the world, and the model servers hold the truth."""
 
     @initialize(
         policy=st.sampled_from([*PolicyName, *list(PolicyName)[:3] * 2]),
@@ -96,7 +96,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         )
         self.populate(made, infos)
 
-    # -- the world ---------------------------------------------------------------------------
+    # -- rules -------------------------------------------------------------------------------
 
     @rule(
         prompts=st.lists(PROMPTS, min_size=1, max_size=3),
@@ -177,7 +177,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 6.0]), name=st.sampled_from([A, B]))
     def ticks(self, seconds: float, name: BackendId) -> None:
-        """And one backend gets slow: what it holds is then worth a copy."""
+        """Advance the clock; one backend becomes slow, so that its content is worth a copy."""
         for backend_, prefill_s in ((A, 0.01), (B, 0.01), (name, 0.5)):
             self.scheduler.state.fleet.rates[backend_] = rates(prefill_s)
         self.now += seconds
@@ -192,7 +192,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @precondition(lambda self: not all(s.alive for s in self.servers.values()))
     @rule(name=st.sampled_from([A, B]), n_slots=st.integers(1, 3), held=PROMPTS, data=st.data())
     def comes_up(self, name: BackendId, n_slots: int, held: Ids, data: st.DataObject) -> None:
-        """A new process, perhaps before anybody noticed that the old one was gone."""
+        """Start a new process, perhaps before the old one is known to be gone."""
         self.dies(name)
         self.released.discard(name)
         info = self.infos[name] = replace(self.infos[name], n_slots=n_slots)
@@ -212,7 +212,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
 
     @rule(name=st.sampled_from([A, B]), chance=st.integers(0, 3))
     def is_to_leave(self, name: BackendId, chance: int) -> None:
-        """Until somebody thinks better of it, it gets nothing new."""
+        """Drain a backend: it gets no new requests until it is undrained."""
         if chance:
             return
         self.feed(ev.Draining(name))
@@ -251,7 +251,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @precondition(lambda self: self.files)
     @rule(data=st.data(), chance=st.integers(0, 3))
     def purged(self, data: st.DataObject, chance: int) -> None:
-        """Whatever there is or was, in use or not."""
+        """Purge present or former snapshots, in use or not."""
         if chance == 0:
             names = data.draw(st.sets(st.sampled_from(sorted(self.files)), min_size=1, max_size=3))
             self.feed(ev.Purged(tuple(sorted(names))))
@@ -260,7 +260,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @precondition(lambda self: self.files.keys() - self.gone)
     @rule(data=st.data(), chance=st.integers(0, 2))
     def withdrawn(self, data: st.DataObject, chance: int) -> None:
-        """The store cannot reach it; whoever reads it goes on."""
+        """Withdraw a snapshot that the store cannot reach; a restore in progress continues."""
         if chance == 0:
             name = data.draw(st.sampled_from(sorted(self.files.keys() - self.gone)))
             self.feed(ev.SnapshotLost(name))
@@ -269,13 +269,13 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @precondition(lambda self: self.files.keys() - self.gone)
     @rule(data=st.data())
     def offered_again(self, data: st.DataObject) -> None:
-        """Also one that was never away, or is still being read."""
+        """Offer a snapshot again, perhaps one that was never away or is still being read."""
         name = data.draw(st.sampled_from(sorted(self.files.keys() - self.gone)))
         self.feed(ev.SnapshotsFound((self.files[name],)))
 
     @rule(name=st.sampled_from([A, B]), chance=st.integers(0, 2))
     def is_tried_out(self, name: BackendId, chance: int) -> None:
-        """In slots that are lent for it; what was in them is gone."""
+        """Probe a backend in slots that are lent for it; their content is lost."""
         if chance or name in self.probing or not self.servers[name].alive:
             return
         self.feed(ev.ProbeDue(name))
@@ -296,7 +296,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             self.stopping = True
             self.feed(ev.Stopping(save))
 
-    # -- promises ----------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------
 
     @invariant()
     def leases_are_what_is_held(self) -> None:
@@ -322,8 +322,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @invariant()
     def what_is_claimed_is_there(self) -> None:
         fleet = self.scheduler.state.fleet
-        # Behind a gate a start may have emptied a slot that nobody has heard of yet; and so may
-        # one of those that try a backend out, until the end of that.
+        # On a gated backend, a start that is not reported yet may have cleared a slot. A probe
+        # may have cleared one, too, until the probe ends.
         for name in fleet.infos.keys() - fleet.gated - self.probing:
             for slot in fleet.slots.of(name):
                 if slot.is_idle:
@@ -344,7 +344,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
                 continue
             asked = replace(waiting.request, avoid=frozenset(state.fleet.infos.keys() - idle))
             if plan(asked, state.fleet, self.now, self.now - waiting.since) is None:
-                continue  # `sticky`, whose home is busy
+                continue  # `sticky`, and its home is busy
             decision = plan(waiting.request, state.fleet, self.now, self.now - waiting.since)
             assert decision is None or decision.chosen.wait_for is not None
             assert state.fleet.policy.name is PolicyName.STICKY or decision is not None
@@ -355,7 +355,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         waiting = [job for job in state.jobs.values() if isinstance(job.doing, InPrefillQueue)]
         assert {job.id for job in waiting} <= set(state.in_prefill_queue)
         for job in waiting:
-            assert not job.cancelled or job.steps  # what others wait for is saved for them
+            assert not job.cancelled or job.steps  # others wait for its prefill
             ends = [slot.permit_until for slot in state.fleet.slots.of(job.slot.backend)]
             wakeup = self.scheduler.next_wakeup(self.now)
             assert wakeup is not None
@@ -383,8 +383,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
 
     @invariant()
     def what_was_kept_is_what_looking_would_find(self) -> None:
-        """Of slots only those are looked at again that changed; and reach only where the catalog
-        did."""
+        """Check cached values: updated only for changed slots, and reach with the catalog."""
         fleet = self.scheduler.state.fleet
         since: dict[BackendId, float] = {}
         for slot in fleet.slots:
@@ -402,7 +401,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
                 assert fleet.reach(slot) == found
 
     def teardown(self) -> None:
-        """Everything outstanding comes to its end: nothing is held any more."""
+        """End all outstanding work, and check that nothing is held any more."""
         if not hasattr(self, "scheduler"):
             return
         self.small.stop()
@@ -419,14 +418,14 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         assert not any(entry.doomed for entry in state.fleet.catalog._entries.values())
 
     def settle(self) -> None:
-        """One step nearer to the end, without choices."""
+        """Take one step towards the end, without choices."""
         for server, name in self.abandoned():
             server.end(name, 20, (1,))
         while self.cutting:
             self.cuts(self.cutting.pop(), ok=True)
         while self.probing:
             self.was_tried_out()
-        # A slot that somebody uses is not idle before that request has come to its end.
+        # A slot in use is not idle before its request has ended.
         used = (
             isinstance(o.effect, ef.WatchSlot) and o.server.user_of(o.slot.index) for o in self.ops
         )
@@ -452,7 +451,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-# `make soak` plays on for longer.
+# `make soak` runs for longer.
 TestSchedulerMachine.settings = settings(
     max_examples=int(os.environ.get("KVFERRY_MACHINE_EXAMPLES", "200")),
     stateful_step_count=40,

@@ -1,4 +1,4 @@
-"""What the end-to-end tests of faults have in common."""
+"""Fixtures shared by the end-to-end tests of faults."""
 
 from collections.abc import AsyncIterator
 
@@ -12,7 +12,7 @@ from tests.support.models.tiny_models import tiny_model
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def reference(server_argv: list[str]) -> AsyncIterator[Reference]:
-    """A server that nothing happens to, for all tests."""
+    """Yield a server that no test disturbs, for all tests."""
     model = tiny_model("llama").path
     server = LlamaServer(model, ctx=8192, argv=server_argv, start_timeout_s=START_TIMEOUT_S)
     async with server:

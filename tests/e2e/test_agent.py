@@ -1,7 +1,7 @@
-"""An agent at work: many turns that each add a little to a long history, on whatever slot is free.
+"""Agent workload: many turns that each add a little to a long history, on any free slot.
 
-A hybrid model cannot go back in a state, and every turn ends with words of its own: what helps is
-the state that was saved just before the answer.
+A hybrid model's state cannot go back, and no history repeats a generated answer exactly. The state
+that helps is the one saved just before the answer.
 """
 
 from contextlib import nullcontext
@@ -21,9 +21,10 @@ SYSTEM = 57  # sentences of about 35 tokens
 
 
 def tool_turn(number: int) -> list[Json]:
-    """What is kept of the answer, the tool that was called, and what came of it; at times a task.
+    """Return the messages that follow a prompt: the kept answer, a tool call and its result.
 
-    What is kept is not what the model said: agents leave out reasoning, and write calls anew.
+    Every fourth turn has a new task instead of the call. The kept answer is not the generated one:
+    agents leave out reasoning, and rewrite calls.
     """
     said = sentences(300 + number, 1)
     if number % 4 == 3:
@@ -44,15 +45,18 @@ def tool_turn(number: int) -> list[Json]:
 
 
 async def strangers(fleet: Fleet, number: int) -> None:
-    """Somebody else's short questions, one on every slot."""
+    """Send unrelated short prompts of another client, one to each slot."""
     for place, pin in enumerate(({"model": "a", "id_slot": 0}, {"model": "a", "id_slot": 1}, {})):
         body: Json = {"prompt": ids(1000 + 10 * number + place, 300), "n_predict": 4}
         await measured(fleet, "/completion", {"model": "b"} | body | pin)
 
 
 async def test_twelve_turns_of_an_agent(llama_server: StartServer) -> None:
-    """A second client has the slot of the last turn in one turn of three, and all slots in
-    another: of turns 2 to 12, nine tokens of ten were computed before."""
+    """In turns 2 to 12, nine prompt tokens of ten are reused.
+
+    In one turn of three, a second client occupies the slot of the last turn. In another turn of
+    three, a second client uses all slots first.
+    """
     a = await named(llama_server, "lfm2", "a", slots=2)
     b = await named(llama_server, "lfm2", "b")
     messages = chat(1, sentences(2, 3), length=SYSTEM)
@@ -73,6 +77,6 @@ async def test_twelve_turns_of_an_agent(llama_server: StartServer) -> None:
     assert len({turn.answer.slot for turn in turns}) > 1
     later = [(turn.reused, turn.answer.prompt_tokens) for turn in turns[1:]]
     assert sum(reused for reused, _ in later) >= 0.9 * sum(total for _, total in later), later
-    # No turn starts over, also right after another client had every slot.
-    # On a busy machine a pause may not pay, and one turn computes what two brought.
+    # No turn is computed from the start, even right after another client used every slot.
+    # On a busy machine a boundary save may not pay off; one turn then computes two turns' tokens.
     assert min(reused / total for reused, total in later) >= 0.8, later

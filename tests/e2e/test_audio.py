@@ -1,5 +1,7 @@
-"""Servers that hear (`--mmproj`): sounds are answered as by the server alone, the text before one
-is reused, and the same sound; another of the same length never is."""
+"""Servers that accept sounds (`--mmproj`): answers equal those of the server alone.
+
+The text before a sound and the same sound are reused; another sound of the same length never is.
+"""
 
 import base64
 from collections.abc import AsyncIterator, Iterable
@@ -37,11 +39,11 @@ from tests.support.servers.router_fleet import running
 pytestmark = pytest.mark.thorough
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
-N_FRAMES = 25  # of a sound, and so many positions
+N_FRAMES = 25  # of a sound; each takes one position
 
 
 async def test_sounds_are_told_apart(llama_server: StartServer) -> None:
-    """What the other tests rest on: the tiny model hears, and answers the same sound the same."""
+    """The tiny model distinguishes sounds, and repeats its answer to an equal sound."""
     async with direct(await sighted(llama_server, "a")) as alone:
         one, two, again = [await expected(alone, listen(seed)) for seed in (1, 2, 1)]
         text = await expected(alone, ask("Listen:<|audio><audio|>What is it?"))
@@ -52,8 +54,10 @@ async def test_sounds_are_told_apart(llama_server: StartServer) -> None:
 
 
 async def test_sounds_pictures_and_text_take_turns(llama_server: StartServer) -> None:
-    """On one slot, with the saves of an idle slot in between: each answer is the one of a server
-    that nobody else uses, and the same sound again is there."""
+    """Sounds, pictures and text on one slot get the answers of an unshared server.
+
+    The idle slot is saved in between; a repeated sound is reused.
+    """
     server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
     both = about([words("Look:"), look(1)[-1]["content"][1], words("and"), heard(sound(1))])
     async with (
@@ -66,11 +70,11 @@ async def test_sounds_pictures_and_text_take_turns(llama_server: StartServer) ->
         for messages in (listen(1), listen(2), both):
             await check(fleet, client, messages)
             assert all_but_one(await check(fleet, client, messages))
-        # Of another sound all before it, and not a position more.
+        # For another sound, only the positions before it are reused.
         text = (await expected(client, about([words("Listen:")]))).prompt_tokens
         other = await check(fleet, client, listen(3))
         assert 300 < other.cached < text + len("<|audio>")
-        # A conversation about a sound goes on.
+        # A conversation about a sound continues.
         messages = listen(3)
         for turn in range(2):
             answer = await check(fleet, client, messages)
@@ -85,7 +89,7 @@ async def test_sounds_and_text_at_once(llama_server: StartServer) -> None:
 
 
 async def test_a_sound_on_another_server_and_after_a_restart(llama_server: StartServer) -> None:
-    """A state with a sound is restored whole, for the same sound: another has the text before."""
+    """A state with a sound is restored whole for that sound; others reuse the text before it."""
     a, b = await sighted(llama_server, "a"), await sighted(llama_server, "b")
     alone = await sighted(llama_server, "c")
     async with (
@@ -155,7 +159,10 @@ FORMS: dict[str, Json] = {
 
 
 def form(given: Json) -> aiohttp.FormData:
-    """Greedy and short, with a sound, unless `given` says otherwise; None leaves a field out."""
+    """Return a form: a sound with a short greedy answer, changed by `given`.
+
+    None leaves a field out.
+    """
     fields = {"file": sound(1), "max_tokens": "4", "temperature": "0"} | given
     data = aiohttp.FormData(default_to_multipart=True)
     for name, value in fields.items():
@@ -168,7 +175,7 @@ def form(given: Json) -> aiohttp.FormData:
 
 @pytest.fixture(params=["hearing", "deaf"])
 async def pair(llama_server: StartServer, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    """A server with a projector, and one without."""
+    """Yield a server with a projector, and one without."""
     args = flags() if request.param == "hearing" else []
     server = await llama_server("llama", extra_args=args)
     async with running([("a", server.url)], None) as fleet, client() as session:
@@ -179,7 +186,10 @@ Body = dict[str, Any]  # `json` or `data`, for aiohttp
 
 
 async def differences(pair: Pair, path: str, bodies: Iterable[tuple[str, Body]]) -> list[str]:
-    """A form can be sent only once, so it stands as the fields that it is made of."""
+    """Return the differences between direct and routed answers, by name of the body.
+
+    A form can be sent only once, so `data` holds its fields.
+    """
     found = []
     for name, body in bodies:
         made = [{k: form(v) if k == "data" else v for k, v in body.items()} for _ in range(2)]
@@ -200,7 +210,7 @@ async def test_each_part(pair: Pair) -> None:
 
 
 async def test_each_form(pair: Pair) -> None:
-    """Of `/v1/audio/transcriptions`; a body of another type is no form."""
+    """Each form, and bodies of other types, are answered as by the server itself."""
     bodies: list[tuple[str, Body]] = [(name, {"data": given}) for name, given in FORMS.items()]
     bodies += [("JSON", {"json": {"file": B64}}), ("nothing", {})]
     assert await differences(pair, TRANSCRIPTIONS, bodies) == []
@@ -213,8 +223,7 @@ async def transcribed(base: str, session: aiohttp.ClientSession, **given: str) -
 
 
 async def test_transcriptions_beside_conversations(llama_server: StartServer) -> None:
-    """One takes a slot of the server's choice: what the other slots hold is not forgotten, and
-    what it took is."""
+    """A transcription is server-placed: the router forgets the slot that it took, and no other."""
     server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
     backends = [("a", server.url)]
     async with direct(alone) as client, running(backends, None) as fleet:
@@ -232,7 +241,7 @@ async def test_transcriptions_beside_conversations(llama_server: StartServer) ->
 
 
 async def test_a_transcription_goes_to_its_model(llama_server: StartServer) -> None:
-    """`model` is a field of the form. The deaf one comes first, by any order."""
+    """The form's `model` selects the server. The model without audio comes first in any order."""
     deaf: LlamaServer = await named(llama_server, "llama", "a-deaf")
     hearing = await sighted(llama_server, "hearing")
     async with running([("a", deaf.url), ("b", hearing.url)], None) as fleet:

@@ -1,5 +1,8 @@
-"""Chaos, for as long as one likes: KVFERRY_CHAOS_S=3600 is an hour, KVFERRY_CHAOS_SEED=7 the same
-choices again (though not the same timing)."""
+"""Random faults, one after the other, for KVFERRY_CHAOS_S seconds.
+
+KVFERRY_CHAOS_S=3600 runs for an hour. KVFERRY_CHAOS_SEED=7 repeats the choices of seed 7, though
+not the timing.
+"""
 
 import os
 import random
@@ -27,14 +30,14 @@ BUGS = ("Traceback", "task_failed", "request_failed")
 
 @pytest.mark.slow
 @pytest.mark.timeout(BUDGET_S + 600)
-@pytest.mark.fault("everything above at once, by chance", "for as long as one likes")
+@pytest.mark.fault("random faults of all kinds", "for `KVFERRY_CHAOS_S` seconds")
 async def test_chaos(
     llama_server: StartServer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Two servers of one model that see different directories, and one that cannot go back."""
+    """Two servers of one model use two KV directories; a third server's states cannot go back."""
     chance = random.Random(SEED)
     other = chance.choice(["gemma3", "lfm2", "mamba"])
     shapes = {"a": ("llama", 2, "kv-a"), "b": ("llama", 1, "kv-b"), "c": (other, 2, "kv-a")}
@@ -51,7 +54,7 @@ async def test_chaos(
     log = tmp_path / "router.log"
 
     def note() -> None:
-        """The router's log must not tell of a bug."""
+        """Assert that the router's log shows no bug."""
         bugs = [line for line in log.read_text().splitlines() if any(word in line for word in BUGS)]
         assert not bugs, bugs
 
@@ -73,7 +76,7 @@ async def test_chaos(
             await chaos.end()
             note()
         except AssertionError:
-            note()  # of a bug rather than of what came of it
+            note()  # a bug in the log explains more than its consequence
             raise
         finally:
             await chaos.stack.aclose()
@@ -83,4 +86,4 @@ async def test_chaos(
                     f"{chaos.n_right} right answers, {chaos.n_trouble} refused or broken off; "
                     f"{dict(Counter(chaos.done))}, the last {chaos.done[-5:]}; log: {log}\n"
                 )
-    record_property("client", "right answers; of those whose server was killed some broke off")
+    record_property("client", "right answers; some broken off or refused when a server was killed")

@@ -1,5 +1,7 @@
-"""Clients that leave in the middle of an answer and come back at once, with the same and more: a
-person who stops a chat and goes on, a program that tries again."""
+"""Clients that abandon an answer and return at once with the same prompt and more.
+
+Examples are a person stopping and continuing a chat, and a program retrying.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +18,7 @@ N = 2500
 
 
 async def leave(fleet: Fleet, prompt: list[int]) -> None:
-    """Read the beginning of a stream without end."""
+    """Abandon an endless stream after its first lines."""
     body = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True}
     async with fleet.session.post(fleet.url + "/completion", json=body) as response:
         for _ in range(3):
@@ -38,7 +40,7 @@ async def test_who_comes_back_at_once_goes_on(llama_server: StartServer, slots: 
 
 
 async def test_several_that_leave_together(llama_server: StartServer) -> None:
-    """Each goes on where it was, on a server whose slots all were left."""
+    """Each client reuses its whole prompt, on a server with all its requests abandoned."""
     server = await llama_server("llama", slots=3)
     async with running([("a", server.url)], server.kv_dir) as fleet:
         prompts = [ids(seed, N) for seed in range(3)]
@@ -48,7 +50,7 @@ async def test_several_that_leave_together(llama_server: StartServer) -> None:
 
 
 async def test_who_leaves_before_its_turn_is_told_of(llama_server: StartServer) -> None:
-    """While it waits for the only slot, and while its prompt is being computed for it."""
+    """A client that disconnects in the queue or during its prefill is recorded as `client_gone`."""
 
     def waits(state: Json) -> bool:
         return bool(len(state["queue"]) == 1)

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions/control` names an answer that is being written, and gets to where it is."""
+"""`/v1/chat/completions/control` reaches the server that generates the named answer."""
 
 import json
 from collections.abc import AsyncIterator
@@ -13,13 +13,13 @@ from tests.support.servers.router_fleet import Fleet, running
 
 PATH = "/v1/chat/completions/control"
 POLICIES = ("prefer_idle_slot_with_global_restore", "passthrough")
-# It lasts for as long as a test looks at it.
+# An endless stream: it lasts until the test closes it.
 TALK: Json = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "ignore_eos": True}
 
 
 @asynccontextmanager
 async def being_written(fleet: Fleet, **fields: object) -> AsyncIterator[tuple[str, str]]:
-    """The backend and the id of an answer."""
+    """Start an answer; yield its backend and its id."""
     path = fleet.url + "/v1/chat/completions"
     async with fleet.session.post(path, json=TALK | fields) as response:
         line = await response.content.readline()
@@ -29,7 +29,7 @@ async def being_written(fleet: Fleet, **fields: object) -> AsyncIterator[tuple[s
 
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_it_gets_to_the_server_that_writes(llama_server: StartServer, policy: str) -> None:
-    """Two servers of one model, each of which writes an answer."""
+    """Two servers of one model each generate an answer."""
     servers = {name: await llama_server(slots=1, ctx=32768) for name in ("a", "b")}
     urls = [(name, server.url) for name, server in servers.items()]
     async with AsyncExitStack() as stack:
@@ -56,7 +56,7 @@ async def test_a_server_that_is_gone_is_passed_over(llama_server: StartServer) -
     }
     urls = [(name, server.url) for name, server in servers.items()]
     async with running(urls, None, yaml="health: {interval: 1h}") as fleet:
-        first, second = fleet.router.engine.infos  # who is asked first
+        first, second = fleet.router.engine.infos  # in the order in which they are asked
         async with being_written(fleet, model=second) as (backend, name):
             assert backend == second
             servers[first].kill()

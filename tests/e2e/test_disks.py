@@ -1,4 +1,4 @@
-"""A disk is full, or suddenly read-only: requests go on, and saves do when it is well again."""
+"""A disk is full or becomes read-only: requests continue, and saves resume when it recovers."""
 
 import os
 import subprocess
@@ -28,7 +28,10 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """`mount` with these arguments; all of it is taken back at the end. Skips who may not."""
+    """Yield a function that runs `mount`; unmount everything at the end.
+
+    Skip the test without permission to mount.
+    """
     kv_dirs: list[str] = []
 
     def mount(*arguments: str) -> None:
@@ -43,19 +46,22 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., None]]:
 
 
 def unmount(kv_dir: Path) -> None:
-    """At once, whoever has files open there. Harmless if nothing is mounted."""
+    """Unmount at once, even with open files. Harmless if nothing is mounted."""
     subprocess.run(["umount", "-l", str(kv_dir)], capture_output=True, check=False)
 
 
 def disk_of(mounted: Callable[..., None], kv_dir: Path, size_bytes: int) -> Path:
-    """A file system of its own."""
+    """Mount a file system of `size_bytes` at `kv_dir`."""
     kv_dir.mkdir()
     mounted("-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "none", str(kv_dir))
     return kv_dir
 
 
 def filled(kv_dir: Path, left_bytes: int) -> Path:
-    """Take what is left of a disk but for so much; deleting the file gives it back."""
+    """Fill a disk up to the last `left_bytes`, and return the file that fills it.
+
+    Deleting the file frees the space.
+    """
     ballast = kv_dir / "ballast"
     free = os.statvfs(kv_dir)
     with ballast.open("wb") as file:
@@ -68,7 +74,7 @@ async def failed_saves(fleet: Fleet) -> int:
 
 
 def complaints(capsys: Capture) -> int:
-    """Warnings so far that are about files, since it was asked before."""
+    """Count the warnings about files since the last call."""
     told = capsys.readouterr().out.splitlines()
     return sum("_failed " in line or "_lost " in line for line in told)
 
@@ -81,7 +87,7 @@ async def test_full(
     capsys: Capture,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """A server may report success then (docs/llama-server.md section 0.4)."""
+    """A server may report success on a full disk (docs/llama-server.md section 0.4)."""
     kv_dir = disk_of(mounted, tmp_path / "disk", 16 << 20)
     server = await llama_server(slots=1, kv_dir=kv_dir)
     undisturbed = await llama_server(slots=1)
@@ -96,7 +102,7 @@ async def test_full(
 
         await assert_undisturbed(fleet, undisturbed, prompts)
         again = await fleet.complete(kept)
-        assert again.cached == LONG - 1  # what is there can still be read
+        assert again.cached == LONG - 1  # a committed snapshot is still readable
         await fleet.complete(prompts[0])
         n_failed = await failed_saves(fleet)
         assert 2 <= n_failed < N_REQUESTS
@@ -110,7 +116,7 @@ async def test_full(
     record_property("client", "the right answers")
 
 
-@pytest.mark.fault("the disk is full", "with the last bytes of a file, and the server says success")
+@pytest.mark.fault("the disk is full", "at the last bytes of a file; the server reports success")
 async def test_full_at_the_last_bytes(
     llama_server: StartServer,
     mounted: Callable[..., None],
@@ -118,8 +124,11 @@ async def test_full_at_the_last_bytes(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """What the C library still holds is lost when the file is closed, and the server does not look
-    (docs/llama-server.md section 0.4): the file is shorter than `n_written`, and no snapshot."""
+    """A file shorter than `n_written` becomes no snapshot.
+
+    Bytes buffered in the C library are lost when the file is closed, and the server does not check
+    (docs/llama-server.md section 0.4).
+    """
     kv_dir = disk_of(mounted, tmp_path / "disk", 16 << 20)
     server = await llama_server(slots=1, kv_dir=kv_dir)
     undisturbed = await llama_server(slots=1)
@@ -137,7 +146,7 @@ async def test_full_at_the_last_bytes(
         await fleet.until(saved(LONG - 1))
         await assert_consistent(fleet, [kv_dir])
         (row,) = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
-        ballast = filled(kv_dir, (row["size_bytes"] - 1) // PAGE * PAGE)  # of as many, all but one
+        ballast = filled(kv_dir, (row["size_bytes"] - 1) // PAGE * PAGE)  # one page too few
         monkeypatch.setattr(LlamaClient, "save", noting)
 
         await assert_undisturbed(fleet, undisturbed, [lost, kept, lost])
@@ -172,7 +181,7 @@ async def test_full_while_a_prefix_is_cut(
         await fleet.complete(long, model="a")
         await fleet.until(saved(len(long) - 1))
         ballast = filled(kv_dir, 100_000)
-        part = long[:1000]  # all of it does not fit into b
+        part = long[:1000]  # the whole prompt does not fit into b
         for number in range(4):
             answer = await fleet.complete([*part, 300 + number], model="b")
             assert answer.status == 200
@@ -192,7 +201,7 @@ async def test_read_only(
     capsys: Capture,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Also for a server that is started meanwhile: it is used, without snapshots."""
+    """A server that starts while its KV directory is read-only is used without snapshots."""
     kv_dir = disk_of(mounted, tmp_path / "disk", 16 << 20)
     server = await llama_server(slots=1, kv_dir=kv_dir)
     undisturbed = await llama_server(slots=1)
@@ -202,7 +211,7 @@ async def test_read_only(
             await fleet.complete(prompt)
             await fleet.until(saved(LONG - 1, number))
         await assert_consistent(fleet, [kv_dir])
-        # What is open for writing stays so: the router's own books.
+        # Files that are open for writing stay so, such as the router's manifest.
         mounted("--bind", str(kv_dir), str(kv_dir))
         mounted("-o", "remount,bind,ro", str(kv_dir))
         complaints(capsys)

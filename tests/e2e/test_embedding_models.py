@@ -1,4 +1,4 @@
-"""A model that is made for embeddings and cannot generate: what it answers through the router."""
+"""Models for embeddings, which cannot generate, behind the router."""
 
 import asyncio
 from pathlib import Path
@@ -16,8 +16,10 @@ TEXTS = ("a ferry", "a boat", "the northern pier")
 
 
 def expected(answer: Answer) -> list[object]:
-    """Equal but for rounding: what is in a batch changes the last digits (docs/llama-server.md,
-    "Comparing answers")."""
+    """Return the embeddings, to be compared but for rounding.
+
+    Other requests in a batch change the last digits (docs/llama-server.md, "Comparing answers").
+    """
     assert answer.status == 200, answer.body
     return [pytest.approx(one["embedding"], abs=1e-4) for one in answer.json["data"]]
 
@@ -40,8 +42,10 @@ def embedder(argv: list[str], kv_dir: Path) -> LlamaServer:
 
 
 async def test_a_model_without_kv(server_argv: list[str], tmp_path: Path) -> None:
-    """Alone, side by side and several in one request it says what it says directly; what it
-    refuses is its own to refuse. Its slots have been used before."""
+    """Embeddings equal the direct ones: alone, concurrently and several in one request.
+
+    Refusals are the server's own. The server's slots were used before the router starts.
+    """
     server = embedder(server_argv, tmp_path / "kv")
     one: list[Json] = [{"input": text} for text in TEXTS]
     refused = ("/completion", {"prompt": "a ferry", "n_predict": 2})
@@ -63,7 +67,7 @@ async def test_a_model_without_kv(server_argv: list[str], tmp_path: Path) -> Non
 async def test_who_names_no_model_does_not_mean_one_without_kv(
     server_argv: list[str], llama_server: StartServer, tmp_path: Path
 ) -> None:
-    """Though it comes first, and the other one has something to do."""
+    """A request without a model goes to one that generates, although another is first and idle."""
     able = await llama_server(slots=2, kv_dir=tmp_path / "kv")
     async with (
         embedder(server_argv, tmp_path / "kv") as server,

@@ -1,4 +1,4 @@
-"""Why was it a miss? What the router says of real servers' misses, and in which words."""
+"""Reasons that the router gives for the misses of real servers, and their wording."""
 
 import asyncio
 
@@ -14,7 +14,10 @@ _POLL_S = 0.01
 
 
 async def explained(fleet: Fleet, answer: Answer) -> Json:
-    """What the router knows of a request, once it is over: its books follow its last byte."""
+    """Return the router's record of a request, once there is one.
+
+    The record follows the last byte of the answer.
+    """
     path = f"/kvferry/requests/{answer.headers['x-kvferry-request-id']}"
     async with asyncio.timeout(PATIENCE_S):
         while True:
@@ -53,7 +56,7 @@ async def test_a_divergence_in_the_second_of_four_messages(
 
 
 async def test_displaced(llama_server: StartServer) -> None:
-    """By another prompt in the only slot, and nothing is ever saved."""
+    """Another prompt displaces the content of the only slot, and nothing is ever saved."""
     server = await llama_server("llama", slots=1)
     async with running([("a", server.url)], None) as fleet:
         first = await fleet.complete(ids(1, 300))
@@ -65,7 +68,7 @@ async def test_displaced(llama_server: StartServer) -> None:
 
 
 async def test_evicted(llama_server: StartServer) -> None:
-    """There is room for one snapshot of two; which one goes is the catalog's to say."""
+    """There is room for one snapshot of two; the catalog decides which one it evicts."""
     server = await llama_server("llama", slots=1)
     limits = "store: {max_tokens: 650}"
     async with running([("a", server.url)], server.kv_dir, yaml=limits) as fleet:
@@ -74,7 +77,7 @@ async def test_evicted(llama_server: StartServer) -> None:
         await fleet.complete(ids(2, 400))
         state = await fleet.until(lambda state: state["snapshots"]["evicted"] == 1)
         seed, n = (2, 400) if state["snapshots"]["tokens"] < 400 else (1, 300)
-        server.kill()  # or the second would still be in the slot
+        server.kill()  # else the second prompt would still be resident
         await fleet.until(lambda state: not state["backends"][0]["up"])
         await server.restart()
         await fleet.until_up()
@@ -85,7 +88,7 @@ async def test_evicted(llama_server: StartServer) -> None:
 
 @pytest.mark.parametrize("kind", ["lfm2", "mamba"])
 async def test_a_memory_that_cannot_go_back(llama_server: StartServer, kind: str) -> None:
-    """Nor does a prefill pause for a snapshot where it would help."""
+    """The miss counts as `kind`; no boundary save is made where it would help."""
     server = await llama_server(kind, slots=1)
     yaml = "policy: {reuse_probability: 0, coalesce_above: 'off'}"
     async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
@@ -99,7 +102,7 @@ async def test_a_memory_that_cannot_go_back(llama_server: StartServer, kind: str
 
 
 async def test_the_reasons_add_up_over_a_mixed_run(llama_server: StartServer) -> None:
-    """To all the tokens that were computed, as the metrics count them."""
+    """The missed tokens of all reasons add up to the computed tokens, as the metrics count them."""
     server = await llama_server("llama", slots=2)
     async with running([("a", server.url)], server.kv_dir) as fleet:
         prompts = [ids(1, 300) + ids(i, 30 * i) for i in range(2, 6)]

@@ -1,7 +1,7 @@
-"""A real llama-server whose answers suffer on their way: they come slowly, as nonsense, or in part.
+"""Corrupted replies of a real llama-server: they arrive slowly, as garbage, or in part.
 
-Whoever asks is answered or clearly refused; afterwards each slot can be used, the books are right,
-and so is the next answer.
+Each request is answered or clearly refused. Afterwards each slot is usable, records and files
+agree, and the next answer is right.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ Seen = Callable[[str, object], None]
 LONG, CTX, SLOTS = 900, 8192, 2
 PROMPT, OTHER = ids(1, LONG), ids(2, LONG)
 REFUSED = "502 with Retry-After"
-AS_IT_IS = "the nonsense, as it came"
+AS_IT_IS = "the garbage, unchanged"
 WATCHFUL = """
 health: {interval: 200ms, timeout: 2s}
 queue: {no_backend_wait: 60s}
@@ -56,18 +56,18 @@ auth:
     - {{name: two, tenant: bob, hash: '{hash_text("kvf_bob")}'}}
 """
 ALICE, BOB = ({"Authorization": f"Bearer kvf_{name}"} for name in ("alice", "bob"))
-# What becomes of an answer that the router needs, and whether anything of it can be used.
+# How a reply that the router needs is corrupted, and whether the router can still use it.
 WAYS: dict[str, tuple[corrupted_replies.Spoiling, bool]] = {
     "comes byte by byte": (corrupted_replies.dripping, True),
     "is garbage instead of HTTP": (corrupted_replies.no_http, False),
-    "ends behind its head": (corrupted_replies.head_alone, False),
-    "has garbage for a body": (corrupted_replies.nonsense_inside, False),
+    "ends after its headers": (corrupted_replies.head_alone, False),
+    "has a body of garbage": (corrupted_replies.nonsense_inside, False),
     "ends in the middle of its body": (corrupted_replies.half_body, False),
 }
 
 
 def ways(asked: str, fast: Iterable[str] = ()) -> pytest.MarkDecorator:
-    """Each of WAYS for the answers to something; all but `fast` are slow."""
+    """Parametrize over `WAYS` for the replies to `asked`; mark all but `fast` as slow."""
     return pytest.mark.parametrize(
         ("how", "comes"),
         [
@@ -87,7 +87,7 @@ def ways(asked: str, fast: Iterable[str] = ()) -> pytest.MarkDecorator:
 
 @dataclass(frozen=True)
 class Scene:
-    """A server, what is between it and the router, and the router."""
+    """A server, the proxy between it and the router, and the router."""
 
     server: LlamaServer
     meddler: Meddler
@@ -98,14 +98,14 @@ class Scene:
         return await assert_undisturbed(self.fleet, self.reference.server, prompts)
 
     async def leave_a_stream(self) -> None:
-        """Its client goes when the first of it has come."""
+        """Abandon a stream after its first bytes."""
         body = {"prompt": OTHER, "n_predict": 3000, "ignore_eos": True, "stream": True}
         url = self.fleet.url + "/completion"
         async with self.fleet.session.post(url, json=body) as response:
             assert await response.content.readany()
 
     async def all_is_well(self) -> None:
-        """The shared end, once the answers come again as they are."""
+        """Stop corrupting replies; assert that slots, answers and records are right."""
         self.meddler.behave()
         await self.fleet.until_up()
         await self.fleet.until_quiet()
@@ -134,7 +134,7 @@ async def scene(
 def case(
     what: str, how: corrupted_replies.Spoiling, sees: str, *, stream: bool, once: bool = True
 ) -> object:
-    when = "a stream" if stream else "an answer as a whole"
+    when = "a stream" if stream else "an answer without streaming"
     name = f"{what}-{'stream' if stream else 'whole'}".replace(" ", "_")
     mark = pytest.mark.fault(f"a real server {what}", when)
     return pytest.param(how, stream, once, sees, id=name, marks=mark)
@@ -148,14 +148,14 @@ def case(
         case("sends garbage once", corrupted_replies.no_http, RIGHT, stream=True),
         case("sends garbage once", corrupted_replies.no_http, RIGHT, stream=False),
         case(
-            "sends nothing but garbage",
+            "sends only garbage",
             corrupted_replies.no_http,
             REFUSED,
             stream=False,
             once=False,
         ),
-        case("closes behind the head, once", corrupted_replies.head_alone, RIGHT, stream=True),
-        case("closes behind the head, once", corrupted_replies.head_alone, RIGHT, stream=False),
+        case("closes after the headers, once", corrupted_replies.head_alone, RIGHT, stream=True),
+        case("closes after the headers, once", corrupted_replies.head_alone, RIGHT, stream=False),
         case(
             "closes in the middle of an event",
             corrupted_replies.half_event(),
@@ -193,9 +193,11 @@ async def test_completions(
         await at.all_is_well()
 
 
-@pytest.mark.fault("a real server sends a body of garbage", "an answer as a whole", client=AS_IT_IS)
+@pytest.mark.fault(
+    "a real server sends a body of garbage", "an answer without streaming", client=AS_IT_IS
+)
 async def test_garbage_for_the_client(llama_server: StartServer, reference: Reference) -> None:
-    """It is not the router's to read, and nothing is believed of the slot for it."""
+    """The router does not read the body, and assumes nothing about the slot because of it."""
     async with scene(llama_server, reference) as at:
         at.meddler.spoil("POST /completion", corrupted_replies.nonsense_inside, once=True)
         body = {"prompt": PROMPT, "n_predict": 8}
@@ -205,7 +207,7 @@ async def test_garbage_for_the_client(llama_server: StartServer, reference: Refe
         await at.all_is_well()
 
 
-@pytest.mark.fault("a real server takes its time with every answer", "all the time", client=RIGHT)
+@pytest.mark.fault("a real server sends every answer late", "always", client=RIGHT)
 async def test_everything_is_late(llama_server: StartServer, reference: Reference) -> None:
     async with scene(llama_server, reference) as at:
         at.meddler.spoil("HTTP/1.1", corrupted_replies.late(0.1))
@@ -223,14 +225,14 @@ async def test_everything_is_late(llama_server: StartServer, reference: Referenc
         pytest.param(
             how,
             marks=[
-                pytest.mark.fault(f"a real server {what}", "a prompt that two wait for"),
+                pytest.mark.fault(f"a real server {what}", "a prefill that two requests wait for"),
                 *([] if fast else [pytest.mark.slow]),
             ],
         )
         for what, how, fast in (
             ("answers byte by byte", corrupted_replies.dripping, False),
             ("sends garbage once", corrupted_replies.no_http, False),
-            ("closes behind the head, once", corrupted_replies.head_alone, False),
+            ("closes after the headers, once", corrupted_replies.head_alone, False),
             ("closes in the middle of an event", corrupted_replies.half_event(0), True),
         )
     ],
@@ -242,7 +244,7 @@ async def test_prefills(
     record_property: Seen,
     how: corrupted_replies.Spoiling,
 ) -> None:
-    """Each of them computes it then."""
+    """Both requests are answered right, although the reply to the shared prefill is corrupted."""
     begun: list[int] = []
     plain = LlamaClient.prefill
 
@@ -263,7 +265,7 @@ async def test_prefills(
         await at.all_is_well()
 
 
-@ways("to a save", fast=["has garbage for a body"])
+@ways("to a save", fast=["has a body of garbage"])
 async def test_saves(
     llama_server: StartServer,
     reference: Reference,
@@ -271,7 +273,7 @@ async def test_saves(
     how: corrupted_replies.Spoiling,
     comes: bool,
 ) -> None:
-    """The file is there; of what is not known to be whole there is no snapshot."""
+    """The file exists, but becomes a snapshot only if the reply is known to be complete."""
     async with scene(llama_server, reference) as at:
         at.meddler.spoil("action=save", how)
         await at.right(PROMPT)
@@ -286,11 +288,11 @@ async def test_saves(
         await at.all_is_well()
 
 
-@pytest.mark.fault("a connection to a real server breaks", "before it does a save", client=RIGHT)
+@pytest.mark.fault("a connection to a real server breaks", "before a save is done", client=RIGHT)
 async def test_a_save_that_is_done_although_its_connection_broke(
     llama_server: StartServer, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it writes after all belongs to nobody, and goes."""
+    """A file that a server writes after its save was given up is deleted."""
     async with scene(llama_server, reference) as at:
         stopped = stop_at(monkeypatch, "save", {"a": at.server})
         at.meddler.spoil("action=save", corrupted_replies.nothing)
@@ -310,7 +312,7 @@ async def test_restores(
     how: corrupted_replies.Spoiling,
     comes: bool,
 ) -> None:
-    """The slot holds it; what is not known to be there is computed."""
+    """The slot holds the state, but the prompt is computed if the router cannot know that."""
     async with scene(llama_server, reference) as at:
         await at.right(PROMPT)
         await at.fleet.until(saved(LONG - 1))
@@ -324,7 +326,7 @@ async def test_restores(
         await at.all_is_well()
 
 
-@ways("to the emptying of a slot", fast=["has garbage for a body"])
+@ways("to an erase", fast=["has a body of garbage"])
 async def test_erasures(
     llama_server: StartServer,
     reference: Reference,
@@ -332,10 +334,8 @@ async def test_erasures(
     how: corrupted_replies.Spoiling,
     comes: bool,
 ) -> None:
-    """Nobody gets a slot that may still hold another tenant's words."""
-    done = (
-        comes or how is corrupted_replies.nonsense_inside
-    )  # its status says so, and that is enough
+    """No request gets a slot that may still hold another tenant's content."""
+    done = comes or how is corrupted_replies.nonsense_inside  # the status alone proves the erase
     async with scene(llama_server, reference, YAML + KEYS) as at:
         at.fleet.session.headers.update(ALICE)
         for slot in range(SLOTS):
@@ -356,7 +356,7 @@ async def test_erasures(
         await at.all_is_well()
 
 
-@ways("to a look at its slots", fast=["is garbage instead of HTTP"])
+@ways("to a poll of its slots", fast=["is garbage instead of HTTP"])
 async def test_looks(
     llama_server: StartServer,
     reference: Reference,
@@ -364,7 +364,7 @@ async def test_looks(
     how: corrupted_replies.Spoiling,
     comes: bool,
 ) -> None:
-    """A slot whose client has left is nobody's until it is known to be idle."""
+    """A slot with an abandoned request stays out of use until it is known to be idle."""
     async with scene(llama_server, reference) as at:
         at.meddler.spoil("GET /slots", how)
         await at.leave_a_stream()
@@ -381,7 +381,7 @@ def _idle(slot: Json) -> bool:
     return bool(slot["phase"] == "idle")
 
 
-@ways("to everything", fast=["ends behind its head"])
+@ways("to any request", fast=["ends after its headers"])
 async def test_every_answer(
     llama_server: StartServer,
     reference: Reference,
@@ -389,7 +389,7 @@ async def test_every_answer(
     how: corrupted_replies.Spoiling,
     comes: bool,
 ) -> None:
-    """It is given up until it is itself again; who comes meanwhile waits."""
+    """The server is given up until it recovers; requests wait meanwhile."""
     async with scene(llama_server, reference) as at:
         await at.right(PROMPT)
         at.meddler.spoil("HTTP/1.1", how)

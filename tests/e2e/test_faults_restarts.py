@@ -1,5 +1,7 @@
-"""Servers that come back as something else, and fleets that start in any order: with requests
-under way and waiting."""
+"""Servers restarted with other options, and fleets started in any order.
+
+Requests are running and waiting meanwhile.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -37,7 +39,9 @@ OTHERS: dict[str, Any] = {
 
 def change(what: str) -> object:
     slow = [] if what == "with fewer slots" else [pytest.mark.slow]
-    mark = pytest.mark.fault(f"server restarted {what}", "answering, streaming, and with a queue")
+    mark = pytest.mark.fault(
+        f"server restarted {what}", "computing a prompt, streaming, with a queue"
+    )
     return pytest.param(what, marks=[mark, *slow], id=what.replace(" ", "-"))
 
 
@@ -96,11 +100,11 @@ SAME_STATES = (
 )
 
 
-@pytest.mark.fault("router started before its servers", "none there, then one, then both")
+@pytest.mark.fault("router started before its servers", "no server up, then one, then both")
 async def test_start_order_does_not_matter(
     llama_server: StartServer, reference: Reference, tmp_path: Path, record_property: Seen
 ) -> None:
-    """A request that came before any server is answered; the one that comes last serves as well."""
+    """A request sent before any server is up is answered; the last server to start is used, too."""
     backends = [(name, f"http://127.0.0.1:{free_port()}") for name in "ab"]
     ports = [int(url.rpartition(":")[2]) for _, url in backends]
     async with running(backends, tmp_path / "kv", yaml=WATCHFUL, wait_for=[]) as fleet:

@@ -1,5 +1,8 @@
-"""Real llama-servers killed and stopped at every moment: every request is answered or clearly
-failed, no slot leaks, no answer is wrong, and the store is in order."""
+"""Real llama-servers killed and stopped at every moment.
+
+Every request is answered or clearly failed, no slot leaks, no answer is wrong, and the store is
+consistent.
+"""
 
 import asyncio
 import signal
@@ -33,17 +36,17 @@ pytestmark = pytest.mark.thorough
 
 Seen = Callable[[str, object], None]
 
-# Long enough that there is a middle.
+# Long enough to be interrupted in the middle.
 PROMPT, CTX = 4_000, 16_384
 SHORT, MORE = 1200, 600
 ENDLESS: Json = {"n_predict": 1500, "ignore_eos": True, "stream": True}
-# The monitor finds a stopped server after two looks of half a second.
+# The monitor detects a stopped server after two checks of 0.5 s.
 LOOKS = """
 health: {interval: 200ms, timeout: 500ms}
 policy: {coalesce_above: 'off'}
 """
 WATCHFUL = LOOKS + "queue: {no_backend_wait: 60s}\n"
-# A stream that has begun is not given up with its server: it may go on.
+# A stream that has begun is not given up with its server, as it may continue: a timeout ends it.
 IMPATIENT = WATCHFUL + "limits: {idle_timeout: 2s}"
 MOMENTS = ("idle", "prefill", "stream", "save", "write", "restore")
 WHEN = {
@@ -58,7 +61,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 class Scene:
-    """Some servers, a router, and one request that is under way when something happens."""
+    """Servers, a router, and one request that is running when the fault happens."""
 
     def __init__(self, fleet: Fleet, servers: dict[str, LlamaServer], reference: Reference) -> None:
         self.fleet = fleet
@@ -73,7 +76,10 @@ class Scene:
         return asyncio.get_running_loop().create_task(told(self.fleet, self.prompt, **self.fields))
 
     async def come_to(self, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Returns in the middle of `moment`, with a `victim`; stopped, if it is a slot action."""
+        """Return in the middle of `moment`, with `victim` set.
+
+        In the middle of a slot action the server is stopped (SIGSTOP).
+        """
         match moment:
             case "idle":
                 self.prompt = ids(1, SHORT)
@@ -97,7 +103,7 @@ class Scene:
                 await self._come_to_action(moment, monkeypatch)
 
     async def _streams(self) -> str:
-        """The server that has generated something."""
+        """Wait for a server that generates; return its name."""
         while True:
             for name, server in self.servers.items():
                 async with self.fleet.session.get(server.url + "/slots") as response:
@@ -113,7 +119,7 @@ class Scene:
             await self._ask()
             await self.fleet.until(saved(SHORT))
             await self.fleet.until_quiet()
-            # At the same moment, or the faster server might get them all.
+            # Concurrently, or the faster server might get them all.
             others = fillers(len(self.servers), SHORT)
             found = await asyncio.gather(*map(self.fleet.complete, others))
             assert {answer.slot[0] for answer in found} == self.servers.keys()
@@ -125,7 +131,10 @@ class Scene:
         self.victim = action.backend
 
     async def _come_to_half_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of a prompt that gets longer until it is caught. Another client asks meanwhile."""
+        """Stop a server halfway through a state file, and send another client's request.
+
+        The saved prompt grows until a save is caught.
+        """
         longer = [*self.prompt]
         await told(self.fleet, longer)
         await self.fleet.until(saved(PROMPT))
@@ -147,7 +156,7 @@ class Scene:
         await self.fleet.until_is(self.victim, "down")
 
     async def outcome(self) -> str:
-        """What the client of the request under way saw; and a right answer is right."""
+        """Return what the client of the running request saw; assert that an answer is right."""
         if self.asked is None:
             return RIGHT
         answer = await self.asked
@@ -157,7 +166,7 @@ class Scene:
         return seen(answer)
 
     async def all_is_well(self) -> None:
-        """The shared end: the books are right, and so is the next answer."""
+        """Assert that the next answer is right, and that records and files agree."""
         await self.fleet.until_quiet()
         again = await told(self.fleet, self.prompt)
         assert seen(again) == RIGHT
@@ -171,7 +180,7 @@ class Scene:
 async def scene(
     llama_server: StartServer, reference: Reference, n_servers: int, yaml: str = WATCHFUL
 ) -> AsyncIterator[Scene]:
-    """One slot on each server."""
+    """Yield a scene with `n_servers` servers of one slot each."""
     servers = {name: await llama_server(slots=1, ctx=CTX) for name in "ab"[:n_servers]}
     backends = [(name, server.url) for name, server in servers.items()]
     async with running(backends, servers["a"].kv_dir, yaml=yaml) as fleet:
@@ -179,7 +188,7 @@ async def scene(
 
 
 def cases(what: str, fast: tuple[str, int] | None = None) -> Callable[[F], F]:
-    """Each moment with a second server and without; all but `fast` are slow."""
+    """Parametrize over all moments, with a second server and without; all but `fast` are slow."""
     made = []
     for n_servers, others in ((2, "another server is up"), (1, "no other server")):
         for moment in MOMENTS:
@@ -216,7 +225,7 @@ async def test_killed(
         await at.all_is_well()
 
 
-@cases("server hung (SIGSTOP) until given up, then goes on", fast=("write", 1))
+@cases("server hung (SIGSTOP) until given up, then continued", fast=("write", 1))
 async def test_hung_and_goes_on(
     llama_server: StartServer,
     reference: Reference,
@@ -277,7 +286,7 @@ async def test_hung_for_good(
             moment,
             marks=[
                 pytest.mark.fault(
-                    "server hung (SIGSTOP) past `action_timeout`, then goes on", WHEN[moment]
+                    "server hung (SIGSTOP) past `action_timeout`, then continued", WHEN[moment]
                 ),
                 *([pytest.mark.slow] if moment == "write" else []),
             ],
@@ -292,12 +301,12 @@ async def test_a_save_that_nobody_waits_for_any_more(
     record_property: Seen,
     moment: str,
 ) -> None:
-    """What it writes after all belongs to nobody, and goes."""
+    """A file that a server writes after its save was given up is deleted."""
     yaml = WATCHFUL + "limits: {action_timeout: 2s}"
     async with scene(llama_server, reference, 1, yaml) as at:
         await at.come_to(moment, monkeypatch)
         await at.until_down()
-        # Its lease went with the backend: only the store is told that it failed.
+        # The save's lease ended with the backend: only the store learns of the failure.
         transfers = at.fleet.router.engine._transfers
         await at.fleet.until(lambda _: "a" in transfers.orphans)
         send(at.server, signal.SIGCONT)
@@ -313,7 +322,7 @@ async def test_a_save_that_nobody_waits_for_any_more(
 async def test_killed_with_slots_to_spare(
     llama_server: StartServer, reference: Reference, record_property: Seen
 ) -> None:
-    """The second attempt does not run into the dead server's other slots: it waits."""
+    """The second attempt waits: it does not try the other slots of the dead server."""
     server = await llama_server(slots=8, ctx=8 * CTX)
     async with running([("a", server.url)], server.kv_dir, yaml=WATCHFUL) as fleet:
         prompts = [ids(1, PROMPT), ids(2, PROMPT)]
@@ -333,7 +342,7 @@ async def test_killed_with_slots_to_spare(
         await assert_consistent(fleet, [server.kv_dir])
 
 
-@pytest.mark.fault("server killed (SIGKILL), and nothing comes in its place", "computing a prompt")
+@pytest.mark.fault("server killed (SIGKILL), not started again", "computing a prompt")
 async def test_killed_for_good(llama_server: StartServer, record_property: Seen) -> None:
     server = await llama_server(slots=2, ctx=2 * CTX)
     yaml = LOOKS + "queue: {no_backend_wait: 300ms}"

@@ -1,5 +1,7 @@
-"""SIGTERM to a real `kvferry serve` in front of a real server: nobody new, an end for those who are
-there, and what was computed is kept."""
+"""SIGTERM to a real `kvferry serve` in front of a real server.
+
+New requests are refused, running ones end, and computed states are saved.
+"""
 
 import asyncio
 import signal
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.thorough
 
 Seen = Callable[[str, object], None]
 LONG = 1500
-# Only the end of the router saves anything.
+# Slots are saved only when the router stops.
 YAML = "store: {idle_save_after: 'off'}\nshutdown_grace: %s\n"
 
 
@@ -29,7 +31,7 @@ YAML = "store: {idle_save_after: 'off'}\nshutdown_grace: %s\n"
 async def served(
     server: LlamaServer, tmp_path: Path, grace: str = "60s", more: str = ""
 ) -> AsyncIterator[tuple[Process, "Client"]]:
-    """A router as a process, its backend up."""
+    """Start a router as a process; yield it and a client once its backend is up."""
     path = tmp_path / "kvferry.yaml"
     path.write_text(
         configuration_text([("a", server.url)], server.kv_dir, yaml=YAML % grace + more)
@@ -45,13 +47,13 @@ async def served(
 
 
 class Client:
-    """Of a router that is another process."""
+    """A client of a router in another process."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url, self.session = url, session
 
     async def complete(self, prompt: list[int], **fields: object) -> Answer | None:
-        """None: broken off."""
+        """Return the answer, or None if the connection was broken off."""
         body: Json = {"prompt": prompt, "n_predict": 8, "temperature": 0, **fields}
         try:
             async with self.session.post(self.url + "/completion", json=body) as response:
@@ -60,7 +62,7 @@ class Client:
             return None
 
     async def until_queued(self, n: int) -> None:
-        """Wait until so many wait."""
+        """Wait until `n` requests are queued."""
         while True:
             async with self.session.get(self.url + "/kvferry/state") as response:
                 if len((await response.json())["queue"]) == n:
@@ -68,14 +70,14 @@ class Client:
             await asyncio.sleep(0.02)
 
     async def begin(self, server: LlamaServer, n_predict: int) -> "asyncio.Task[Answer | None]":
-        """A stream, at work."""
+        """Start a stream, and return its task when the server is at work."""
         fields: Json = {"stream": True, "n_predict": n_predict, "ignore_eos": True}
         task = asyncio.get_running_loop().create_task(self.complete(ids(1, LONG), **fields))
         await until_at_work(self.session, {"a": server})
         return task
 
 
-@pytest.mark.fault("router gets SIGTERM", "streaming, with a queue, with a state worth saving")
+@pytest.mark.fault("router gets SIGTERM", "streaming, with a queue and a state to save")
 async def test_running_ones_end_and_are_saved(
     llama_server: StartServer, tmp_path: Path, record_property: Seen
 ) -> None:
@@ -109,7 +111,7 @@ async def test_running_ones_end_and_are_saved(
         assert await process.end(signal.SIGTERM) == 0
 
 
-@pytest.mark.fault("router gets SIGTERM", "streaming what takes none of its slots")
+@pytest.mark.fault("router gets SIGTERM", "streaming with `policy: passthrough`")
 async def test_what_is_only_passed_on_ends_as_well(
     llama_server: StartServer, tmp_path: Path, record_property: Seen
 ) -> None:

@@ -1,4 +1,4 @@
-"""Somebody else uses a server's slots behind the router's back, and clients that leave.
+"""Other clients that use a server's slots past the router, and clients that disconnect.
 
 The servers have their RAM cache on: a request that is pinned to a busy slot then destroys the
 answer that is being generated there (docs/llama-server.md section 0.1).
@@ -25,12 +25,15 @@ pytestmark = pytest.mark.thorough
 
 Seen = Callable[[str, object], None]
 LONG = 1500
-CACHE = ("--cache-ram", "256")  # the last of a flag counts
+CACHE = ("--cache-ram", "256")  # of a repeated flag, the last value counts
 AT_LENGTH: Json = {"n_predict": 3000, "ignore_eos": True, "temperature": 0}
 
 
 def note_actions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The slots on which the router does anything but send a client's request."""
+    """Return a list that grows with each slot on which the router acts.
+
+    Saves, restores, erases and prefills count; client requests do not.
+    """
     slots: list[int] = []
 
     def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +56,10 @@ async def with_cache(llama_server: StartServer, slots: int) -> LlamaServer:
 async def stranger_on(
     fleet: Fleet, server: LlamaServer, slot: int, prompt: list[int]
 ) -> AsyncIterator["asyncio.Task[Answer]"]:
-    """A request straight to the server's slot, at work; ended before the block is left."""
+    """Send a request past the router to a slot; yield its task while it runs.
+
+    Wait for its end before leaving the block.
+    """
     body = {"prompt": prompt, "id_slot": slot, "stream": True, **AT_LENGTH, **TOLD}
 
     async def ask() -> Answer:
@@ -70,13 +76,15 @@ async def stranger_on(
 
 
 @pytest.mark.fault(
-    "somebody else generates on a slot", "between two requests of ours", client=RIGHT
+    "another client generates on a slot", "between two requests of kvferry", client=RIGHT
 )
 async def test_a_stranger_holds_a_slot_for_long(
     llama_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot held our prompt, and is where it would go again: it goes elsewhere, and both answers
-    are as if the other was not there."""
+    """While another client uses the slot that holds a prompt, that prompt runs on the other slot.
+
+    Both answers are as if the other client were absent.
+    """
     acted_on = note_actions(monkeypatch)
     server = await with_cache(llama_server, slots=2)
     theirs = ids(50, 40)
@@ -106,7 +114,7 @@ async def expected_of(server: LlamaServer, prompt: list[int]) -> Answer:
 
 
 async def act(fleet: Fleet, server: LlamaServer, action: str, name: str = "x") -> None:
-    """An action on slot 0, past the router."""
+    """Run a slot action on slot 0, past the router."""
     url = f"{server.url}/slots/0?action={action}"
     async with fleet.session.post(url, json={"filename": name}) as response:
         assert response.status == 200
@@ -119,7 +127,7 @@ async def act(fleet: Fleet, server: LlamaServer, action: str, name: str = "x") -
             what,
             marks=[
                 pytest.mark.fault(
-                    f"somebody else {what} a slot", "between two requests of ours", client=RIGHT
+                    f"another client {what} a slot", "between two requests of kvferry", client=RIGHT
                 ),
                 *([] if what == "fills" else [pytest.mark.slow]),
             ],
@@ -130,12 +138,15 @@ async def act(fleet: Fleet, server: LlamaServer, action: str, name: str = "x") -
 async def test_a_stranger_changes_what_a_slot_holds(
     llama_server: StartServer, reference: Reference, what: str
 ) -> None:
-    """What the router believes is wrong then. The answer is right, it is noticed by what the server
-    says it had cached, and the next one is planned by what is there."""
+    """The router's belief about the slot is wrong, but the answer is right.
+
+    The router notices the change by the server's count of cached tokens, and plans the next request
+    with the real content.
+    """
     server = await llama_server(slots=1, ctx=8192)
     assert server.kv_dir is not None
     ours, theirs = ids(1, LONG), ids(50, 700)
-    yaml = "store: {max_bytes: 0}"  # nothing but the slot itself has it
+    yaml = "store: {max_bytes: 0}"  # only the slot holds the prompt
     async with running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet:
         if what == "restores into":
             body = {"prompt": theirs, "id_slot": 0, "n_predict": 0}
@@ -162,8 +173,11 @@ async def test_a_stranger_changes_what_a_slot_holds(
 
 @pytest.mark.fault("a client leaves a request that does not stream", "another one a moment later")
 async def test_two_clients_leave_a_moment_apart(llama_server: StartServer) -> None:
-    """Polls of /slots hide leaving clients from the server, if there is more than one a second of
-    them (docs/llama-server.md section 5.6)."""
+    """Both slots come free after two disconnects a moment apart.
+
+    More than one poll of `/slots` a second hides disconnects from the server (docs/llama-server.md
+    section 5.6).
+    """
     server = await llama_server(slots=2, ctx=2 * 32768)
     body = AT_LENGTH | {"n_predict": 30_000}
     async with running([("a", server.url)], None, yaml="policy: least_busy") as fleet:
@@ -176,7 +190,7 @@ async def test_two_clients_leave_a_moment_apart(llama_server: StartServer) -> No
         await fleet.until(lambda s: sum(slot["phase"] == "running" for slot in s["slots"]) == 2)
         await until_at_work(fleet.session, {"": server}, 2)
         asked[0].cancel()
-        await asyncio.sleep(0.7)  # half of the time between two looks at one slot
+        await asyncio.sleep(0.7)  # half of the time between two polls of one slot
         asked[1].cancel()
         await fleet.until_quiet()
         slots = await look(fleet.session, server)

@@ -1,4 +1,4 @@
-"""A restored state answers as the slot it was saved from would have: the same tokens."""
+"""A restored state yields the same tokens as the slot that it was saved from."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,10 +21,10 @@ def tokens(answer: Answer) -> list[int]:
 async def test_a_snapshot_answers_like_the_slot_it_came_from(
     llama_server: StartServer, cut: int
 ) -> None:
-    """Strict extension of what is held, and divergence from it `cut` tokens before its end.
+    """A prompt extends the held tokens, or diverges `cut` tokens before their end.
 
-    Never moved on a server of its own, displaced and restored behind the router; one request at
-    a time and the same reuse on both sides: token for token equal.
+    On one server the state is never moved; behind the router it is displaced and restored. With one
+    request at a time and equal reuse, the answers are equal token for token.
     """
     unmoved = await llama_server("llama", slots=1, ctx=8192)
     behind = await llama_server("llama", slots=1, ctx=8192)
@@ -44,7 +44,7 @@ async def test_a_snapshot_answers_like_the_slot_it_came_from(
 
 
 async def test_first_token_as_after_a_cold_prefill(llama_server: StartServer) -> None:
-    """Another split into batches changes the last digits of a log probability, no more."""
+    """Another split into batches changes only the last digits of a log probability."""
     server = await llama_server("llama", slots=1, ctx=8192)
     prompt = ids(1, 1500)
     async with running([("a", server.url)], server.kv_dir) as fleet:

@@ -1,4 +1,4 @@
-"""State files are damaged: nobody gets a wrong answer, and no server dies of it."""
+"""Damaged state files: no answer is wrong, and no server dies."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ AS_ROOT = os.geteuid() == 0
 
 
 def _truncated(file: Path, _: Path) -> None:
-    """The last byte is enough for a server to abort (docs/llama-server.md section 0.3)."""
+    """Remove the last byte, enough for a server to abort (docs/llama-server.md section 0.3)."""
     os.truncate(file, file.stat().st_size - 1)
 
 
@@ -32,7 +32,7 @@ def _longer(file: Path, _: Path) -> None:
 
 
 def _flipped(file: Path, _: Path) -> None:
-    """One bit of a tensor; the server would restore it without a word."""
+    """Flip one bit of a tensor; the server would restore the file without an error."""
     with file.open("r+b") as writer:
         writer.seek(file.stat().st_size // 2)
         (byte,) = writer.read(1)
@@ -88,13 +88,13 @@ def _touched(file: Path, _: Path) -> None:
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to a file, and whether it is as good as before."""
+    """A way to damage a file; `harmless` if the file is as good as before."""
 
     do: Callable[[Path, Path], None]
     harmless: bool = False
 
 
-# Modes and owners say nothing to root.
+# Root ignores modes and owners.
 DAMAGES = {
     "truncated": Damage(_truncated),
     "made longer": Damage(_longer),
@@ -114,7 +114,7 @@ ALL = ", ".join(DAMAGES)
 
 
 async def saved_files(fleet: Fleet, prompts: list[list[int]]) -> list[Path]:
-    """Ask for each; the file that it became."""
+    """Send each prompt, and return the state files that result."""
     files: list[Path] = []
     for number, prompt in enumerate(prompts, 1):
         await fleet.complete(prompt)
@@ -152,9 +152,9 @@ async def test_damaged_files(
     async def look(fleet: Fleet) -> None:
         answers = await assert_undisturbed(fleet, undisturbed, prompts)
         for answer, (name, one) in zip(answers, DAMAGES.items(), strict=False):
-            # A few tokens may be those that the slot's last prompt happened to begin with.
+            # By chance, the slot's last prompt may begin with a few of the same tokens.
             assert answer.cached == LONG - 1 if one.harmless else answer.cached < CHANCE, name
-        assert answers[-2].cached == LONG - 1  # its file is well
+        assert answers[-2].cached == LONG - 1  # its file is undamaged
         assert server.pid == pid
         await assert_consistent(fleet, [server.kv_dir])  # type: ignore[list-item]
 

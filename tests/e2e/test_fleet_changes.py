@@ -1,5 +1,7 @@
-"""Backends that come and go under load, with real servers: no request fails, and what was computed
-on one that goes is restored on another."""
+"""Backends attached and detached under load, with real servers.
+
+No request fails, and what was computed on a detached backend is restored on another.
+"""
 
 import asyncio
 import signal
@@ -25,15 +27,17 @@ from tests.tools.test_cli import serving
 pytestmark = pytest.mark.thorough
 
 LONG = 2400
-# Only what is drained is saved.
+# Only a drain saves slots.
 NEVER_SAVED = "store: {idle_save_after: 'off', fsync: false}"
 CLIENTS = 2
 
 
 @asynccontextmanager
 async def steady_load(fleet: Fleet) -> AsyncIterator[list[Answer]]:
-    """Clients that ask one short question after the other, streamed and not, from before the block
-    until after it."""
+    """Run clients from before the block until after it; yield their answers.
+
+    Each client sends one short request after the other, streamed and not.
+    """
     answers: list[Answer] = []
     over = asyncio.Event()
     begun = asyncio.Event()
@@ -51,7 +55,7 @@ async def steady_load(fleet: Fleet) -> AsyncIterator[list[Answer]]:
         await begun.wait()
         yield answers
         n_before = len(answers)
-        while len(answers) < n_before + CLIENTS:  # and it goes on well
+        while len(answers) < n_before + CLIENTS:  # requests succeed afterwards, too
             begun.clear()
             await begun.wait()
         over.set()
@@ -75,7 +79,7 @@ async def test_drain_under_load(llama_server: StartServer) -> None:
             await fleet.operate(home, "drain")
             state = await fleet.until_is(home, "drained")
             assert any(item["tokens"] >= LONG for item in state["snapshots"]["items"])
-            (a if home == "a" else b).kill()  # as for another driver or model
+            (a if home == "a" else b).kill()  # as if to change its driver or model
             again = await fleet.complete(prompt)
             assert (again.slot[0], again.source) == (other, "snapshot")
             assert all_but_one(again)
@@ -88,7 +92,7 @@ async def test_drain_under_load(llama_server: StartServer) -> None:
 
 
 async def test_add_and_remove_under_load(llama_server: StartServer, tmp_path: Path) -> None:
-    """The whole fleet is exchanged: two servers go, two come, and every conversation goes on."""
+    """The whole fleet is replaced, two servers by two others, and every conversation continues."""
     servers = [await llama_server("llama", slots=2, ctx=16384) for _ in range(4)]
     named = list(zip("abcd", (server.url for server in servers), strict=True))
     kv_dir, path = servers[0].kv_dir, tmp_path / "kvferry.yaml"
@@ -117,7 +121,7 @@ async def test_add_and_remove_under_load(llama_server: StartServer, tmp_path: Pa
 
 
 async def test_a_signal_to_the_process(llama_server: StartServer, tmp_path: Path) -> None:
-    """SIGHUP: a good file is taken over, one with a mistake is not, and it serves all the while."""
+    """SIGHUP applies a valid file and rejects one with mistakes; the router serves throughout."""
     a = await llama_server(slots=1)
     b = await llama_server(slots=1)
     path = tmp_path / "kvferry.yaml"

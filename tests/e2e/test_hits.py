@@ -1,5 +1,7 @@
-"""What was computed once is not computed again: not on another slot, not on another server, not
-after a restart. Every number is what a real llama-server reported."""
+"""No prompt is computed twice: not on another slot or server, and not after a restart.
+
+Every number was reported by a real llama-server.
+"""
 
 import asyncio
 
@@ -39,7 +41,7 @@ async def test_other_slot_while_its_own_is_busy(llama_server: StartServer) -> No
 
 
 async def test_other_server_in_both_directions(llama_server: StartServer) -> None:
-    """P is computed on one server and reused on the other, then Q the other way round."""
+    """Prompt `p` is computed on one server and reused on the other; `q` vice versa."""
     a = await llama_server("llama", slots=1, ctx=16384)
     b = await llama_server("llama", slots=1, ctx=16384)
     p, q = ids(1, LONG), ids(2, LONG)
@@ -100,7 +102,7 @@ async def test_on_the_other_server_while_its_own_is_dead(llama_server: StartServ
 
 
 async def test_after_the_router_was_restarted(llama_server: StartServer) -> None:
-    """Snapshots are found by their manifest; a slot that was in use is read, not forgotten."""
+    """The router finds snapshots by their manifest, and reads a slot that was in use."""
     server = await llama_server("llama", slots=2, ctx=16384)
     saved_prompt, unsaved = ids(1, LONG), ids(2, LONG)
     backends = [("a", server.url)]
@@ -120,7 +122,7 @@ async def test_after_the_router_was_restarted(llama_server: StartServer) -> None
 async def test_conversations_in_turn_on_one_slot(
     llama_server: StartServer, conversations: int
 ) -> None:
-    """They share a system prompt, and grow; every return finds all that was said before."""
+    """Conversations share a system prompt and grow; each return reuses all that was said before."""
     server = await llama_server("llama", slots=1)
     talks = [chat(7, sentences(100 + i, 15), length=30) for i in range(conversations)]
     async with running([("a", server.url)], server.kv_dir) as fleet:
@@ -160,7 +162,7 @@ async def test_eleven_prompts_on_two_servers_with_two_slots(llama_server: StartS
 
 
 async def test_a_burst_of_one_prompt_is_computed_once(llama_server: StartServer) -> None:
-    """Eight at the same moment: one computes, seven wait for it and reuse what it computed."""
+    """One of eight concurrent requests computes the prompt; seven wait and reuse the result."""
     server = await llama_server("llama", slots=4, ctx=4 * 4096)
     prompt = ids(1, LONG)
     async with running([("a", server.url)], server.kv_dir) as fleet:
@@ -174,7 +176,7 @@ async def test_a_burst_of_one_prompt_is_computed_once(llama_server: StartServer)
 
 
 async def test_a_burst_of_chats_that_share_a_system_prompt(llama_server: StartServer) -> None:
-    """What they share is computed once; each computes its own question."""
+    """The shared prefix is computed once; each chat computes its own question."""
     server = await llama_server("llama", slots=4, ctx=4 * 4096)
     talks = [chat(1, sentences(50 + i, 2), length=70) for i in range(8)]
     async with running([("a", server.url)], server.kv_dir) as fleet:

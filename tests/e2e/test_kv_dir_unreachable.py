@@ -1,5 +1,7 @@
-"""The KV directory of one of two servers hangs, is removed or is unmounted: requests go on, and so
-do the snapshots of the other."""
+"""The KV directory of one of two servers hangs, is removed or is unmounted.
+
+Requests continue, and so do the snapshots of the other directory.
+"""
 
 import asyncio
 import os
@@ -34,8 +36,12 @@ _CALLS = ("stat", "lstat", "open", "unlink", "rename", "link", "scandir", "listd
 
 @contextmanager
 def hanging(place: Path) -> Iterator[None]:
-    """Nothing that this process does in `place` returns before the end of the block. (Servers are
-    other processes: theirs does. And who starts one looks whether the directory is there.)"""
+    """Make this process's file operations in `place` wait for the end of the block.
+
+    Servers are other processes, so their operations continue. `place` itself does not hang: a
+    server's start checks that the directory exists. Assert that the event loop made no such
+    operation.
+    """
     over, main, on_loop = threading.Event(), threading.main_thread(), list[str]()
     real = {name: getattr(os, name) for name in _CALLS}
 
@@ -80,7 +86,7 @@ class Two:
         await assert_consistent(fleet, self.homes.values())
 
     async def b_goes_on(self, fleet: Fleet, seed: int) -> None:
-        """What was saved for `b` is restored there, and more is saved."""
+        """Assert that `b` restores its snapshot and saves new ones."""
         await fleet.complete(ids(seed, LONG), model="b")
         await fleet.until_quiet()
         n_before = (await fleet.state())["snapshots"]["count"]
@@ -90,7 +96,10 @@ class Two:
         assert (again.source, again.cached) == ("snapshot", LONG - 1)
 
     async def all_is_answered(self, fleet: Fleet) -> None:
-        """Of both; conversations that are in the directory, too."""
+        """Assert that both servers answer.
+
+        Conversations saved in the affected directory are included.
+        """
         for _ in range(2):
             await assert_undisturbed(fleet, self.undisturbed, [HERE, THERE, ids(3, LONG)])
         for name in "abab":
@@ -99,7 +108,7 @@ class Two:
 
 
 async def until_offered(fleet: Fleet, place: Path, offered: bool) -> None:
-    """Wait until some snapshot of a directory is to be had, or none."""
+    """Wait until `/kvferry/snapshots` lists a snapshot of `place`, or none if not `offered`."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             rows = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
@@ -119,7 +128,7 @@ async def two(llama_server: StartServer, tmp_path: Path) -> Two:
 async def test_hangs(
     two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    """Who wants something out of it waits once; then nobody is offered it, until it answers."""
+    """One request waits for the directory; then its snapshots are withdrawn until it responds."""
     monkeypatch.setattr(io_pool, "QUICK_S", 0.5)
     async with running(two.backends, two.homes, yaml=YAML) as fleet:
         await two.fill(fleet)
@@ -142,11 +151,11 @@ async def test_hangs(
 
 
 @pytest.mark.slow
-@pytest.mark.fault("the KV directory of one server hangs", "while that server comes up")
+@pytest.mark.fault("the KV directory of one server hangs", "while that server starts")
 async def test_hangs_at_the_start_of_a_server(
     two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    """It is used without snapshots, and tried anew after it was drained."""
+    """The server is used without snapshots, and its directory is probed again after a drain."""
     for module in (io_pool, probe):
         monkeypatch.setattr(module, "QUICK_S", 0.5)
     async with running(two.backends, two.homes, yaml=YAML) as fleet:
@@ -175,7 +184,7 @@ async def test_hangs_at_the_start_of_a_server(
 async def test_hangs_at_the_end(
     two: Two, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    """It stops all the same; what was recorded is there the next time."""
+    """The router stops all the same; recorded snapshots are there after the next start."""
     monkeypatch.setattr(io_pool, "QUICK_S", 0.5)
     monkeypatch.setattr(io_pool, "BULK_S", 0.5)
     with ExitStack() as until_stopped:
@@ -210,7 +219,7 @@ async def test_unmounted(
     mounted: Callable[..., None],
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Something else is under its name then, and the server writes there: none of that is kept."""
+    """The server writes to the directory under the mount point: none of these files is kept."""
     home = two.homes["a"]
     home.rename(home.with_name("a-before"))
     disk_of(mounted, home, 64 << 20)

@@ -1,5 +1,7 @@
-"""Flags that change what a state file looks like or what it is good for: nothing is mixed up, and
-nothing is restored that would answer otherwise."""
+"""Flags that change the layout of state files, or for which requests they are valid.
+
+Files of different layouts are never mixed up, and no restored state changes an answer.
+"""
 
 from collections.abc import Sequence
 
@@ -54,7 +56,7 @@ def _cases() -> list[object]:
 async def test_on_another_server_with_other_slots(
     llama_server: StartServer, kind: str, flags: Sequence[str]
 ) -> None:
-    """Files are rewritten, cut and padded with quantised rows and with a transposed V as well."""
+    """Files with quantised rows or a transposed V are restreamed, cut and padded as well."""
     home = await named(llama_server, kind, "a", flags, slots=2)
     away = await named(llama_server, kind, "b", flags)
     unmoved = await llama_server(kind, slots=1, extra_args=flags)
@@ -72,8 +74,11 @@ async def test_on_another_server_with_other_slots(
 async def test_a_full_window_cache_is_refused(
     llama_server: StartServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After `--swa-full` a restored state that diverges near its end would answer otherwise
-    (docs/llama-server.md section 0.9): nothing is saved, requests are right, the reason is told."""
+    """With `--swa-full` nothing is saved, requests are right, and the reason is reported.
+
+    A restored state that diverges near its end would give another answer (docs/llama-server.md
+    section 0.9).
+    """
     server = await named(llama_server, "gemma3", "a", ["--swa-full"])
     assert server.kv_dir is not None
     talk = tiny_talk("gemma3")
@@ -121,7 +126,7 @@ async def test_servers_that_differ_never_exchange(
     "kind", ["mamba", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma3", "lfm2"))]
 )
 async def test_models_that_differ_never_exchange(llama_server: StartServer, kind: str) -> None:
-    """Same shape, other weights: a file of one would be accepted by the other."""
+    """Models of equal shape with other weights: each would accept files of the other."""
     a = await named(llama_server, kind, "a")
     b = await named(llama_server, kind, "b", seed=1)
     await _never_mix(llama_server, kind, a, b, seed=1)
@@ -136,7 +141,7 @@ async def _never_mix(
     seed: int = 0,
     flags: Sequence[str] = (),
 ) -> None:
-    """A prompt that `a` computed is computed by `b`, whose answer is that of a server like it."""
+    """Assert that `b` computes a prompt of `a` again, and answers like an equal server."""
     unmoved = await llama_server(kind, seed=seed, slots=1, extra_args=flags)
     talk = tiny_talk(kind)
     async with (
@@ -158,8 +163,10 @@ async def _never_mix(
 
 
 async def test_with_a_draft_model(llama_server: StartServer, server_argv: list[str]) -> None:
-    """A draft's context is not in state files (docs/llama-server.md section 0.10): slots are
-    emptied before a restore, or the next request would fail and end all others."""
+    """Slots are emptied before a restore: state files lack the draft model's context.
+
+    Otherwise the next request would fail and end all others (docs/llama-server.md section 0.10).
+    """
     if "router.tools.demo.prebuilt" in server_argv:
         pytest.skip("the prebuilt server takes no draft model; KVFERRY_TEST_FLAVOUR=binary")
     plain = await llama_server("llama", slots=1)
@@ -172,7 +179,7 @@ async def test_with_a_draft_model(llama_server: StartServer, server_argv: list[s
         assert any(first.timings.get("draft_n") for first in firsts), "nothing was drafted"
         await fleet.until(saved(1500), SAVES_S)
         for _ in range(2):
-            for prompt in (short, long):  # each time the other one has the slot
+            for prompt in (short, long):  # the slot always holds the other prompt
                 body = {"prompt": [*prompt, *ids(3, 20)], "n_predict": 32, "temperature": 0}
                 again = await measured(fleet, "/completion", body)
                 assert again.reused >= len(prompt)

@@ -1,5 +1,7 @@
-"""A LoRA adapter for one request alone: its KV is never gone on from by anybody else, nor it from
-theirs (docs/llama-server.md section 1.7)."""
+"""LoRA adapters for single requests (docs/llama-server.md section 1.7).
+
+Requests with an adapter never reuse KV of other requests, nor the other way round.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from tests.support.servers.router_fleet import Answer, Fleet, is_quiet, running
 
 pytestmark = pytest.mark.thorough
 
-# Applied to everybody; `--lora-init-without-apply` changes nothing for the server's requests.
+# Applied to all requests; `--lora-init-without-apply` changes nothing for the server's requests.
 FLAGS = ("--lora", str(tiny_lora()))
 LORA: list[Json] = [{"id": 0, "scale": 0.0}]
 PROMPT = ids(1, 300)
@@ -35,7 +37,10 @@ async def ask(fleet: Fleet, **more: object) -> Answer:
 
 
 def same(found: Answer, expected: Answer) -> str:
-    """As `differs_in_earnest`; also for those that say nothing of their probabilities."""
+    """Return the difference of two answers, as `differs_in_earnest` does.
+
+    Assert that the answer has probabilities.
+    """
     assert found.json["completion_probabilities"]
     return differs_in_earnest(found, expected)
 
@@ -50,7 +55,7 @@ def same(found: Answer, expected: Answer) -> str:
 async def test_each_goes_on_from_its_own(
     llama_server: StartServer, server_argv: Sequence[str], snapshots: bool
 ) -> None:
-    """One slot, plain and adapted by turns, with the same prompt."""
+    """One slot serves the same prompt with the adapter and without, alternately."""
     reference = await llama_server("llama", slots=1, extra_args=FLAGS)
     server = await llama_server("llama", slots=1, extra_args=FLAGS)
     if not snapshots:
@@ -83,8 +88,11 @@ async def test_each_goes_on_from_its_own(
 
 
 async def test_nothing_is_kept_before_or_after(tmp_path: Path) -> None:
-    """The server remembers with which adapters a slot was used last, and believes that what was
-    restored since is theirs."""
+    """A request with adapters reuses nothing, and its slot is erased afterwards.
+
+    The server remembers the adapters of a slot's last request, and attributes KV restored since to
+    those adapters.
+    """
     async with FakeLlama(kv_dir=tmp_path) as fake, running([("a", fake.url)], tmp_path) as fleet:
         erased = fake.counts["erase", 0]
         answer = await fleet.complete("x", lora=LORA, cache_prompt=True)
@@ -97,7 +105,7 @@ async def test_nothing_is_kept_before_or_after(tmp_path: Path) -> None:
 
 
 async def test_a_chat_beside_it_on_a_route_without_pins(llama_server: StartServer) -> None:
-    """`/v1/messages` runs on the slot with the longest common prefix: never the adapted one."""
+    """`/v1/messages` runs on the slot with the longest common prefix, never on the adapted one."""
     messages = chat(1, sentences(2, 3), length=20)
     body: Json = {"messages": messages, "max_tokens": 4, "temperature": 0}
     claude: Json = body | {"system": messages[0]["content"], "messages": messages[1:]}
@@ -120,7 +128,7 @@ async def test_a_chat_beside_it_on_a_route_without_pins(llama_server: StartServe
     "more", [{"n_cmpl": 2}, {"prompt": [PROMPT, [*PROMPT, 300]]}], ids=["n", "batch"]
 )
 async def test_several_answers_at_once(llama_server: StartServer, more: Json) -> None:
-    """They take slots of the server's own choice: none of them is trusted."""
+    """Several answers are server-placed: the content of no slot is trusted."""
     reference = await llama_server("llama", slots=1, extra_args=FLAGS)
     server = await llama_server("llama", slots=2, extra_args=FLAGS)
     async with (
@@ -139,7 +147,7 @@ async def test_several_answers_at_once(llama_server: StartServer, more: Json) ->
 
 
 async def test_a_client_that_leaves(llama_server: StartServer) -> None:
-    """What was half computed is wiped as well."""
+    """The slot of an abandoned request is wiped as well."""
     reference = await llama_server("llama", slots=1, extra_args=FLAGS)
     server = await llama_server("llama", slots=1, extra_args=FLAGS)
     async with (
@@ -156,8 +164,7 @@ async def test_a_client_that_leaves(llama_server: StartServer) -> None:
 
 
 async def test_what_was_there_before_the_router(llama_server: StartServer) -> None:
-    """A router that starts cannot know whose KV a slot holds: the server says that its last
-    request had adapters."""
+    """A starting router learns from the server that the last request of a slot had adapters."""
     reference = await llama_server("llama", slots=1, extra_args=FLAGS)
     server = await llama_server("llama", slots=1, extra_args=FLAGS)
     async with direct(reference) as client, direct(server) as before:

@@ -1,8 +1,8 @@
-"""Every memory kind, wherever the conversation goes: what was computed is not computed again, and
-the answer is that of a slot which was never moved.
+"""Every memory kind, with every move of a conversation: KV is reused and answers are right.
 
 A first turn is computed in one place. Then its next turn, the same request again and a sibling
-(same system prompt, another question) are asked in another.
+(same system prompt, another question) are sent to another place. The answers are those of a slot
+that was never moved.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from tests.support.servers.router_fleet import running
 
 @dataclass(frozen=True)
 class Shape:
-    """How a server divides its KV."""
+    """Division of a server's KV: number of slots and flags."""
 
     slots: int
     flags: tuple[str, ...] = ()
@@ -35,12 +35,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the first turn is computed and where the requests after it go."""
+    """The servers of the first turn and of the requests after it."""
 
     home: Shape
     away: Shape | None = None  # a second server
     moves: bool = True
-    busy: bool = False  # the first slot is generating something else meanwhile
+    busy: bool = False  # meanwhile the first slot runs another request
     restart: bool = False  # router and server stop in between
 
 

@@ -1,4 +1,4 @@
-"""Many kinds of requests at once: what was planned is what was reported, and the sums are right."""
+"""Many kinds of requests at once: planned and reported reuse agree, and the sums are right."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.thorough
 
 
 async def _converse(fleet: Fleet, seed: int, turns: int) -> list[Answer]:
-    """A conversation of some length, over a route that goes with its seed."""
+    """Hold a conversation on a route chosen by `seed`; return its answers."""
     chance = random.Random(seed)
     messages = chat(seed % 3, sentences(seed, 3), length=40)
     answers = []
@@ -45,7 +45,7 @@ async def _converse(fleet: Fleet, seed: int, turns: int) -> list[Answer]:
 
 
 async def test_planned_and_reported_reuse_agree(llama_server: StartServer) -> None:
-    """200 requests, 6 clients, 2 servers with 2 slots, 20 conversations on 4 routes."""
+    """200 requests, 6 clients, 2 servers with 2 slots, 20 conversations on 3 routes."""
     a = await llama_server("llama", slots=2, ctx=16384)
     b = await llama_server("llama", slots=2, ctx=16384)
     async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
@@ -68,7 +68,7 @@ async def test_planned_and_reported_reuse_agree(llama_server: StartServer) -> No
     )
     assert metrics['kvferry_requests_total{outcome="ok"}'] == 200
     assert gap <= 0.01 * total, (gap, reported)
-    # Ten turns each on top of what was there: most of it was.
+    # Each of ten turns extends the last one: most tokens are reused.
     assert reported["computed"] <= 0.35 * total
 
 
@@ -76,14 +76,14 @@ async def test_planned_and_reported_reuse_agree(llama_server: StartServer) -> No
 async def test_a_conversation_of_another_memory_kind_grows_on_the_other_server(
     llama_server: StartServer, kind: str
 ) -> None:
-    """Hybrid and recurrent states are of use whole or not at all: the next turn uses one whole."""
+    """Hybrid and recurrent states are reusable only whole: the next turn reuses a whole one."""
     a = await llama_server(kind, slots=1, ctx=8192)
     b = await llama_server(kind, slots=1, ctx=8192)
     prompt = ids(1, 1500)
     async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
         first = await fleet.complete(prompt, return_tokens=True)
         said = first.json["tokens"]
-        # Paused before the last token of the prompt; eight more are not worth another file.
+        # A boundary save before the prompt's last token; eight more are not worth another file.
         whole = len(prompt) - 1
         await fleet.until(saved(whole))
         (a if first.slot[0] == "a" else b).kill()
@@ -96,7 +96,7 @@ async def test_a_conversation_of_another_memory_kind_grows_on_the_other_server(
 
 
 async def test_two_models_never_mix(llama_server: StartServer) -> None:
-    """Same shape, other weights: a request goes to its model, and so does KV."""
+    """Models of equal shape with other weights: requests and KV stay with their model."""
     a = await llama_server("llama", slots=1, extra_args=["-a", "one"])
     b = await llama_server("llama", slots=1, seed=1, extra_args=["-a", "two"])
     prompt = ids(1, 1500)

@@ -1,5 +1,8 @@
-"""Servers with a projector for pictures (`--mmproj`): text is reused as anywhere, pictures are
-answered as by the server alone, and neither spoils the other's slots or files."""
+"""Servers with a projector for pictures (`--mmproj`): text is reused as on any server.
+
+Pictures are answered as by the server alone, and neither text nor pictures spoil the other's slots
+or files.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -43,7 +46,7 @@ pytestmark = pytest.mark.thorough
 
 
 async def test_pictures_are_told_apart(llama_server: StartServer) -> None:
-    """What the other tests rest on: the tiny model sees, and answers the same picture the same."""
+    """The tiny model distinguishes pictures, and repeats its answer to an equal picture."""
     async with direct(await sighted(llama_server, "a")) as client:
         one, two, again = [await expected(client, look(seed)) for seed in (1, 2, 1)]
         text = await expected(client, ask("Look at this:What is it?"))
@@ -58,8 +61,10 @@ async def test_pictures_are_told_apart(llama_server: StartServer) -> None:
 async def test_text_is_reused_as_without_a_projector(
     llama_server: StartServer, kind: str, place: str
 ) -> None:
-    """The attach probe works, and a displaced conversation comes back: with the window of gemma3
-    too, whose prompts the router computes in pieces, as token arrays."""
+    """The attach probe works, and a displaced conversation is restored.
+
+    For gemma3 with its window, the router prefills prompts in chunks, as token arrays.
+    """
     home = await named(llama_server, kind, "a", flags())
     backends, away = [("a", home.url)], {"model": "a"}
     if place == "other-server":
@@ -78,8 +83,10 @@ async def test_text_is_reused_as_without_a_projector(
 
 @pytest.mark.parametrize("slots", [1, 2])
 async def test_pictures_and_text_take_turns(llama_server: StartServer, slots: int) -> None:
-    """On the same slots, the same pictures again, two pictures under the same text, with the
-    saves of idle slots in between: each answer is the one of a server that nobody else uses."""
+    """Pictures and text on the same slots get the answers of an unshared server.
+
+    Pictures are repeated, two pictures follow the same text, and idle slots are saved in between.
+    """
     server = await sighted(llama_server, "a", slots=slots)
     alone = await sighted(llama_server, "b")
     texts = [ask(sentences(20 + i, 8), system=i % 2) for i in range(3)]
@@ -90,8 +97,8 @@ async def test_pictures_and_text_take_turns(llama_server: StartServer, slots: in
                 if again and messages in texts:
                     assert answer.cached > 0.9 * answer.prompt_tokens
                 await fleet.until_quiet()
-                await asyncio.sleep(0.15)  # longer than the router waits before it saves
-        # The conversation about a picture goes on, displaced in between and not.
+                await asyncio.sleep(0.15)  # longer than the delay of an idle save
+        # The conversation about a picture continues, displaced in between and not.
         messages = look(2)
         for turn in range(3):
             answer = await check(fleet, client, messages)
@@ -102,14 +109,16 @@ async def test_pictures_and_text_take_turns(llama_server: StartServer, slots: in
             ]
             if turn:
                 await check(fleet, client, texts[turn])
-        for _ in range(2 if slots == 1 else 0):  # in the slot, or in the file of one
+        for _ in range(2 if slots == 1 else 0):  # from the slot, or from a file
             assert all_but_one(await check(fleet, client, look(1)))
         await nothing_overestimated(fleet)
 
 
 async def test_a_conversation_about_a_picture_keeps_its_slot(llama_server: StartServer) -> None:
-    """What a slot holds behind the first picture is not known to the router, but is worth
-    something: a conversation without pictures takes the other slot."""
+    """A conversation without pictures takes the other slot.
+
+    The router does not know what a slot holds after the first picture, but values this content.
+    """
     server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
     seen, read = look(1), ask("Hello!", system=2)
     yaml = "store: {idle_save_after: 'off'}"
@@ -138,7 +147,7 @@ async def test_pictures_and_text_at_once(llama_server: StartServer) -> None:
 
 
 async def test_text_before_a_picture_is_restored(llama_server: StartServer) -> None:
-    """A snapshot of text serves a chat with a picture up to the picture."""
+    """A chat with a picture reuses a snapshot of text up to the picture."""
     server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
     async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
         await check(fleet, client, ask("Hello!"))
@@ -153,8 +162,8 @@ async def test_text_before_a_picture_is_restored(llama_server: StartServer) -> N
 
 
 async def test_a_long_state_with_a_picture_is_restored_whole(llama_server: StartServer) -> None:
-    """No prefix can be cut out of it, and none is tried."""
-    wide = [*flags(), "-ctk", "f32", "-ctv", "f32"]  # so that a cut would be worth while
+    """No prefix can be cut out of a state with a picture, and the router does not try."""
+    wide = [*flags(), "-ctk", "f32", "-ctv", "f32"]  # so that a cut would pay off
     a = await named(llama_server, "llama", "a", wide)
     b = await named(llama_server, "llama", "b", wide)
     unmoved = await llama_server("llama", slots=1, extra_args=wide)
@@ -194,10 +203,11 @@ async def test_an_abandoned_picture_does_not_spoil_the_slot(llama_server: StartS
 
 
 async def test_slots_that_hold_pictures_at_the_start(llama_server: StartServer) -> None:
-    """What the router finds in the slots of a running server is tried out around, saved and read;
-    the text before a picture is good for other chats, the picture for the same one, here and on
-    another server. One without a projector refuses such a file (docs/llama-server.md section 1.6),
-    which a client does not see.
+    """The router probes around the content of used slots, saves it and reads it.
+
+    Other chats reuse the text before a picture. The same chat reuses the picture, here and on
+    another server. A server without a projector refuses such a file (docs/llama-server.md section
+    1.6), which a client does not notice.
     """
     a, b = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
     blind = await named(llama_server, "llama", "blind")
@@ -230,11 +240,13 @@ async def test_slots_that_hold_pictures_at_the_start(llama_server: StartServer) 
 
 
 async def test_token_arrays(llama_server: StartServer) -> None:
-    """`/v1/completions` takes none on such a server (docs/llama-server.md section 1.6): its own
-    error comes through. `/completion` does, the router's prefills among them."""
+    """`/v1/completions` refuses token arrays on such a server; its own error is passed on.
+
+    `/completion` accepts them, also for the router's prefills (docs/llama-server.md section 1.6).
+    """
     server, alone = await sighted(llama_server, "a"), await sighted(llama_server, "b")
     prompt = ids(1, 1500)
-    yaml = "policy: {coalesce_above: 1ms}"  # so that the router computes prompts itself
+    yaml = "policy: {coalesce_above: 1ms}"  # so that the router prefills
     async with (
         direct(alone) as client,
         running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet,
@@ -247,7 +259,7 @@ async def test_token_arrays(llama_server: StartServer) -> None:
             answer = await fleet.post("/v1/completions", body)
             assert (answer.status, answer.json) == (400, refusal.json)
         native = await fleet.complete(prompt)
-        assert all_but_one(native)  # computed by the router for those who were refused
+        assert all_but_one(native)  # prefilled for the refused requests
         assert native.text == (await by_itself.complete(prompt)).text
 
         said = sentences(60, 40)

@@ -1,5 +1,7 @@
-"""A server that moves what a slot holds to other positions, as a client or an operator wants it:
-nobody else goes on from that, there or elsewhere (docs/llama-server.md section 2.3)."""
+"""Servers that move KV in a slot to other positions, as a client or an operator wants.
+
+No other request reuses such KV, on that server or elsewhere (docs/llama-server.md section 2.3).
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from tests.support.servers.router_fleet import Answer, Fleet, running
 pytestmark = pytest.mark.thorough
 
 WHOLE = ids(1, 900)
-LESS = [*WHOLE[:100], *WHOLE[300:]]  # as of a conversation whose old messages were dropped
+LESS = [*WHOLE[:100], *WHOLE[300:]]  # like a conversation without some old messages
 MORE = [*LESS, *ids(2, 5)]
 OTHER = ids(3, 900)
 REUSE: Json = {"n_cache_reuse": 16}
@@ -53,7 +55,7 @@ async def test_others_get_what_a_prefill_gives(
             assert found.cached > 600
         assert bool(differs_in_earnest(found, await fresh(client, LESS))) == bool(wish)
         if taken:
-            await asyncio.sleep(0.3)  # time for a save in the background
+            await asyncio.sleep(0.3)  # time for an idle save
             await ask(fleet, OTHER)
             await fleet.until(saved(len(OTHER)))
         for prompt in (MORE, LESS):
@@ -74,7 +76,7 @@ async def test_a_server_without_snapshots_may_do_as_it_likes(tmp_path: Path, sav
 
 
 async def test_turns_that_need_no_moving_are_reused(llama_server: StartServer) -> None:
-    """Of a client that always lets the server move what it holds."""
+    """Turns are reused even for a client that always permits the server to move KV."""
     server = await llama_server("llama", slots=1)
     async with running([("a", server.url)], server.kv_dir) as fleet:
         await ask(fleet, LESS, **REUSE)
@@ -83,7 +85,7 @@ async def test_turns_that_need_no_moving_are_reused(llama_server: StartServer) -
 
 
 async def test_an_answer_over_the_end_of_the_context(llama_server: StartServer) -> None:
-    """The server dropped half of it and moved the rest; of that no snapshot is made."""
+    """The server dropped half of the context and moved the rest: no snapshot of it is made."""
     server = await llama_server("llama", slots=1, ctx=1024, extra_args=("--context-shift",))
     async with running([("a", server.url)], server.kv_dir) as fleet:
         prompt = ids(4, 900)

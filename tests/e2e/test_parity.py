@@ -1,8 +1,9 @@
-"""What a client gets through the router is what llama-server says, for every field of every route.
+"""Responses through the router equal llama-server's own, for every field of every route.
 
-Hundreds of requests, each to the same real server directly and through the router: status, headers
-and every byte but names, times, slots and counts of cached tokens (`tests/support/parity/pair.py`).
-What is sent stands in `tests/support/parity/corpus.py`; what differs in `docs/parity.md` and below.
+Hundreds of requests each go to the same real server directly and through the router. Status,
+headers and bytes are compared, except names, times, slots and counts of cached tokens
+(`tests/support/parity/pair.py`). The requests are in `tests/support/parity/corpus.py`; the
+differences are in `docs/parity.md` and below.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -50,9 +51,9 @@ async def differences(
 
 
 def _cases() -> list[object]:
-    """Return route, fields and policy; what the router reads of a chat is tried more often.
+    """Return route, fields and policy; only the chat fields that the router reads are not slow.
 
-    All other fields pass through as bytes: `test_upstream_request.py` has the property.
+    All other fields pass through as bytes, a property that `test_upstream_request.py` tests.
     """
     both = SAMPLING | OUTPUT
     fields = {"/completion": both, "/v1/chat/completions": SAMPLING}
@@ -77,10 +78,10 @@ async def test_fields(
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 async def test_each_field_passed_through(pairs: dict[str, Pair], path: str, stream: bool) -> None:
-    """Whatever is known on any route, and whole bodies."""
+    """Every field of any route and whole bodies pass through."""
     fields = SAMPLING | OUTPUT | CHATTING
     if path == "/v1/messages":
-        del fields["temperature"]  # it has no seed
+        del fields["temperature"]  # this route has no seed
     more = [{name: value} for name, values in fields.items() for value in values]
     bodies = [BASES[path] | {"stream": stream} | one for one in (*more, *BODIES.get(path, []))]
     assert await differences(pairs, "passthrough", path, iter(bodies)) == []
@@ -95,7 +96,7 @@ async def test_each_body(pairs: dict[str, Pair], policy: str, path: str) -> None
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_each_route(pairs: dict[str, Pair], policy: str, stream: bool) -> None:
-    """Events of a stream come in the same frames and order: they are compared as bytes, too."""
+    """Stream events keep their frames and order: streams are compared as bytes, too."""
     for path, body in BASES.items():
         assert await differences(pairs, policy, path, iter([body | {"stream": stream}])) == []
 
@@ -113,7 +114,7 @@ def form(fields: list[tuple[str, str]]) -> bytes:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("path", BASES)
 async def test_forms(pairs: dict[str, Pair], policy: str, path: str) -> None:
-    """Also what says that it is one, and is none."""
+    """Forms are answered alike, and so are bodies that only claim to be forms."""
     raws = [*(form(fields) for fields in FORMS), b"", b"{}", orjson.dumps(BASES[path])]
     headers = {"Content-Type": "multipart/form-data; boundary=xyz"}
     for raw in raws:
@@ -123,7 +124,7 @@ async def test_forms(pairs: dict[str, Pair], policy: str, path: str) -> None:
 
 # --- what differs, as docs/parity.md lists it -----------------------------------------------------
 
-# The server takes the lack of messages for a fault of its own.
+# The server reports missing messages as its own fault.
 OTHER_STATUS = {"/v1/messages": (500, "server_error")}
 
 
@@ -135,8 +136,11 @@ def error_of(seen: Seen) -> tuple[int, str]:
 
 @pytest.mark.parametrize("path", BASES)
 async def test_no_object(pairs: dict[str, Pair], path: str) -> None:
-    """(1) Passed through: nothing differs. (2) The router's own words, status and type as the
-    server's."""
+    """A body that is no object gets the server's error, or one like it.
+
+    (1) Passed through: nothing differs. (2) The router's own message has the server's status and
+    type.
+    """
     assert await differences(pairs, "passthrough", path, iter(NO_OBJECT)) == []
     for raw in NO_OBJECT:
         direct, routed = await pairs[DEFAULT].ask("POST", path, data=raw)
@@ -155,8 +159,11 @@ def shape(seen: Seen) -> tuple[str, list[str], list[str]]:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", [path for path in BASES if route_of(path) is not None])
 async def test_errors_look_alike(pairs: dict[str, Pair], path: str, stream: bool) -> None:
-    """(1) What is too long is refused in the server's words and fields. (2) Where the router has
-    words of its own they are in the server's fields; those are OpenAI's, on /v1/messages too."""
+    """The router's errors look like the server's.
+
+    (1) A prompt that is too long gets the server's message and fields. (2) The router's own
+    messages use the server's fields, which are OpenAI's, on /v1/messages too.
+    """
     _, own = await pairs[DEFAULT].ask("POST", path, data=b"{bad")
     long = "x " * 2 * CTX
     key = {"/v1/responses": "input", "/infill": "input_prefix"}.get(path, "prompt")
@@ -164,7 +171,7 @@ async def test_errors_look_alike(pairs: dict[str, Pair], path: str, stream: bool
     for policy in POLICIES:
         raw = orjson.dumps(BASES[path] | more)
         direct, routed = await pairs[policy].ask("POST", path, data=raw)
-        if path == "/infill":  # which is cut to what fits
+        if path == "/infill":  # the server cuts the prompt to the context
             assert difference(direct, routed) == ""
             continue
         assert error_of(direct) == error_of(routed) == (400, "exceed_context_size_error")
@@ -176,7 +183,7 @@ async def test_errors_look_alike(pairs: dict[str, Pair], path: str, stream: bool
 
 
 async def test_nested_too_deep(pairs: dict[str, Pair]) -> None:
-    """The server reads any depth, the router 1,024 levels: deeper is refused."""
+    """The server reads any depth; the router refuses more than 1,024 levels."""
     deep = b'{"prompt": "a", "n_predict": 1, "x": %b%b}' % (b"[" * 1500, b"]" * 1500)
     direct, routed = await pairs[DEFAULT].ask("POST", "/completion", data=deep)
 
@@ -206,8 +213,11 @@ async def test_what_is_the_routers_alone(
 
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_a_resumable_stream_is_a_plain_one(pairs: dict[str, Pair], policy: str) -> None:
-    """`X-Conversation-Id` makes the server go on after its client has left: it does not get there,
-    and nothing can be resumed. Where no slot is managed, it does no harm."""
+    """No stream can be resumed: the router drops `X-Conversation-Id`, except with `passthrough`.
+
+    The header makes the server continue after its client has disconnected, which is harmless if no
+    slot is managed.
+    """
     pair, name = pairs[policy], {"X-Conversation-Id": f"of {policy}"}
     body = BASES["/v1/chat/completions"] | {"stream": True}
     lookup = {"conversation_ids": [f"of {policy}"]}

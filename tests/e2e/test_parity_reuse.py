@@ -1,10 +1,12 @@
-"""What is said on a state that came back from a file is what a slot says that held it all along.
+"""Answers on a restored state equal those of a slot that held the state all along.
 
-The corpus of `tests/support/parity/corpus.py` once more: a conversation begins, others take its
-slot, and each request that shares its system prompt is asked through the router, which restores
-that; and of a server of its own, where the slot has computed the same in the same pieces, or the
-sums differ (docs/llama-server.md, "Comparing answers"). Compared are status, headers and bytes, as
-in `test_parity.py`.
+The corpus of `tests/support/parity/corpus.py` is used once more. A conversation begins, and other
+requests take its slot. Then each request that shares its system prompt goes to the router, which
+restores that prompt.
+
+The same request goes to a separate server. Its slot has computed the prompt in the same chunks,
+since rounding differs otherwise (docs/llama-server.md, "Comparing answers"). Status, headers and
+bytes are compared, as in `test_parity.py`.
 """
 
 import re
@@ -27,17 +29,17 @@ from tests.support.servers.router_fleet import Fleet, running
 
 pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
 
-CTX = 768  # of a slot: an answer without a limit ends there
-POLICY = "policy: {reuse_probability: 1}"  # tiny models compute in no time
+CTX = 768  # tokens of a slot: an answer without a limit ends there
+POLICY = "policy: {reuse_probability: 1}"  # tiny models compute too fast for a save to pay off
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 PATHS = (CHAT, MESSAGES, RESPONSES, "/completion", "/v1/completions")
 FIELDS = SAMPLING | OUTPUT | CHATTING
-# They say what the prompt is, what of it may be reused and where, or stand in every request.
+# Fields that set the prompt, its reuse or its slot, or that every request has.
 LEFT_OUT = ("messages", "cache_prompt", "id_slot", "lora", "n", "n_cmpl", "stream")
-# What looks at tokens and at what was computed of them.
+# Fields that depend on tokens and on which of them were computed.
 OFTEN = ("max_tokens", "n_probs", "logprobs", "n_keep", "n_cache_reuse", "return_tokens", "verbose")
-# A window that was restored lies elsewhere in its ring, and is summed in another order.
-# Over 300 tokens that sooner or later makes another token the likeliest, in one answer of sixteen.
+# A restored window lies elsewhere in its ring, and is summed in another order.
+# Over 300 tokens, the other order makes another token the likeliest in one answer of sixteen.
 UNLIMITED = (-1, -2, None)
 PROBABILITY = re.compile(rb'("(?:log)?prob":)[-+.\de]+')
 CACHED = re.compile(rb'"(?:cache_n|cached_tokens|cache_read_input_tokens)":(\d+)')
@@ -45,7 +47,7 @@ CACHED = re.compile(rb'"(?:cache_n|cached_tokens|cache_read_input_tokens)":(\d+)
 
 @dataclass
 class Talk:
-    """A conversation behind the router, whose slots others take; and a slot nobody takes."""
+    """A conversation on contested slots behind the router, and an uncontested reference slot."""
 
     kind: str
     slots: int
@@ -58,8 +60,10 @@ class Talk:
     first: list[int] = field(default_factory=list)
 
     async def begin(self) -> None:
-        """A new system prompt is computed, and a snapshot of it committed: of kinds that cannot go
-        back in a state when a second prompt leaves the first."""
+        """Compute a new system prompt, and wait for a snapshot of it.
+
+        Kinds that cannot go back in a state save it when a second prompt diverges from the first.
+        """
         self.begun += 1
         self.asked = 0
         self.system = sentences(1000 + self.begun, 10)
@@ -69,18 +73,18 @@ class Talk:
             await self.fleet.complete(ids(0, 30), n_predict=1)
             await self.fleet.chat(self._messages("? " + sentences(2, 3)), max_tokens=1)
         self.first = await self.still.tokens(messages)
-        # Longer than any prompt that comes after it.
+        # The first prompt is longer than any later one.
         await self.fleet.until(saved(int(0.9 * len(self.first)), self.begun))
 
     async def ask(self, path: str, **fields: object) -> str:
-        """The difference between the two answers; "" if there is none."""
+        """Return the difference between the two answers; "" if there is none."""
         self.asked += 1
-        # No two share more than the system prompt, and a window is shorter than what is not shared:
-        # what is restored was computed for the first.
+        # No two questions share more than the system prompt, and the rest is longer than a window:
+        # the restored state was computed for the first.
         question = f"{chr(ord('A') + self.asked)} {sentences(self.asked, 3)}"
         body = await self._body(path, question) | fields
         pin = {"id_slot": self.asked % self.slots}
-        # Which slot /v1/messages runs in is not for it to say: none holds the conversation.
+        # /v1/messages is server-placed: no slot may hold the conversation.
         for index in range(self.slots) if path == MESSAGES else pin.values():
             await self.fleet.complete(ids(self.asked, 30), n_predict=1, id_slot=index)
         routed = await self._one(self.pair.routed, path, body | pin)
@@ -95,8 +99,10 @@ class Talk:
         return difference(direct, routed)
 
     async def _compute(self, prompt: list[int], routed: Seen) -> None:
-        """Bring the slot to where the other one was: full attention goes back to where two prompts
-        part, other kinds to where a message ends."""
+        """Bring the reference slot to the state of the routed slot.
+
+        Full attention goes back to the point of divergence, other kinds to the end of a message.
+        """
         reused = int(routed.headers["x-kvferry-reused-tokens"])
         cached = [int(found) for found in CACHED.findall(routed.body)]
         assert not cached or cached[-1] >= reused, "it was restored, and not used"
@@ -108,7 +114,7 @@ class Talk:
             await self.still.post("/completion", body | {"prompt": prompt[: cached[-1]]})
 
     async def _tokens(self, path: str, body: Json, question: str) -> list[int]:
-        """Of what cannot be rendered there are none: it is refused."""
+        """Return the tokens of a prompt; none if it is refused, as it cannot be rendered."""
         chat = body if path == CHAT else {"messages": self._messages(question)}
         rendered = await self._one(self.pair.direct, "/apply-template", chat)
         if rendered.status != 200:
@@ -141,7 +147,7 @@ class Talk:
 async def talk(
     request: pytest.FixtureRequest, server_argv: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Talk]:
-    """By kind of memory and number of slots."""
+    """Yield a conversation for a memory kind and a number of slots."""
     kind, slots = request.param
     async with AsyncExitStack() as stack:
 
@@ -170,11 +176,12 @@ async def test_each_route(talk: Talk) -> None:
 
 
 def _cases() -> list[object]:
-    """Return kind and slots, route and fields: most with states that are cut, on several slots."""
+    """Return kind and slots, route and fields; most cases cut states and have several slots."""
     fields: dict[tuple[str, int, str], Iterable[str]]
     fields = {("llama", 2, path): FIELDS if path == CHAT else OUTPUT for path in PATHS}
     fields |= {(kind, 1, CHAT): OUTPUT for kind in KINDS[1:]}
-    often = pytest.param(("llama", 2), CHAT, tuple(OFTEN), id="often")
+    names = tuple(name for name in FIELDS if name in OFTEN)
+    often = pytest.param(("llama", 2), CHAT, names, id="often")
     return [
         often,
         *(
@@ -190,7 +197,7 @@ def _cases() -> list[object]:
 
 @pytest.mark.parametrize(("talk", "path", "names"), _cases(), indirect=["talk"])
 async def test_fields(talk: Talk, path: str, names: tuple[str, ...]) -> None:
-    """Every other value is asked as a stream."""
+    """Each value of a field gives equal answers; every other value is sent as a stream."""
     found = []
     for name in names:
         await talk.begin()

@@ -1,7 +1,7 @@
-"""Methods, headers, targets and versions of HTTP: what a client can vary besides the body.
+"""HTTP methods, headers, targets and versions: all that a client can vary besides the body.
 
-As in `test_parity.py` everything is asked of the same server directly and through the router, and
-what differs all the same stands in `docs/parity.md`, and below.
+As in `test_parity.py`, each request goes to the same server directly and through the router. The
+differences are in `docs/parity.md` and below.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ async def test_methods(pairs: dict[str, Pair], policy: str, method: str) -> None
 
 
 async def test_preflight(pairs: dict[str, Pair], policy: str) -> None:
-    """What a browser asks before it lets a page send anything."""
+    """A browser's preflight, sent before a page's requests, is answered alike."""
     for path in MAIN:
         for method in ("POST", "DELETE"):
             asked = {
@@ -88,7 +88,7 @@ TARGETS += ["/?a=b", "/x", "%2f", "%20"]
 
 
 async def test_targets(pairs: dict[str, Pair], policy: str) -> None:
-    """A query says nothing, and what does not end as it should is no route."""
+    """A query changes nothing, and a path with anything appended is no route."""
     for path in MAIN:
         for more in TARGETS:
             direct, routed = await pairs[policy].ask("POST", path + more, data=body_of(path))
@@ -98,19 +98,19 @@ async def test_targets(pairs: dict[str, Pair], policy: str) -> None:
 
 @dataclass(frozen=True)
 class Said:
-    """What came on a connection until its end."""
+    """Everything that came on a connection until its end."""
 
     version: bytes
     seen: Seen
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """The headers in order, but for those that are of a hop or say how long it is."""
+        """Return the headers in order, without hop-by-hop headers, date and length."""
         return list(self.seen.compared_headers.items())
 
 
 async def say(base: str, raw: bytes) -> Said:
-    """Send bytes on a connection that ends with the answer."""
+    """Send bytes on a connection; return everything received until its end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(base.rpartition(":")[2]))
     writer.write(raw)
     answer = await reader.read()
@@ -140,7 +140,7 @@ def request(path: str, body: bytes, *, version: str = "1.1", connection: str = "
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_a_client_that_closes(pairs: dict[str, Pair], policy: str, stream: bool) -> None:
-    """The same headers in the same order, and the connection ends."""
+    """The headers are the same in the same order, and the connection ends."""
     for path in MAIN:
         for body in (body_of(path, stream=stream), b"{}"):
             raw = request(path, body)
@@ -152,8 +152,11 @@ async def test_a_client_that_closes(pairs: dict[str, Pair], policy: str, stream:
 
 
 async def test_streams_that_can_be_resumed(pairs: dict[str, Pair], policy: str) -> None:
-    """(1) Nobody knows of one that was not asked for. (2) One that was: with `passthrough` it is
-    there for both; else for those who asked the server itself."""
+    """Requests about resumable streams are answered alike.
+
+    (1) A stream that no client requested is unknown. (2) With `passthrough` a requested stream is
+    known on both ways; otherwise only one that was requested from the server itself.
+    """
     pair, name = pairs[policy], f"wire {policy}"
     target = f"/v1/stream?conv_id={name.replace(' ', '%20')}"
     lookups: list[object] = [{"conversation_ids": [name]}, {"conversation_ids": 7}, {}, []]
@@ -184,7 +187,10 @@ async def test_streams_that_can_be_resumed(pairs: dict[str, Pair], policy: str) 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_http_1_0(pairs: dict[str, Pair], policy: str, stream: bool) -> None:
-    """The server answers in HTTP/1.1, a stream in chunks, which such a client cannot read."""
+    """The router answers in HTTP/1.0.
+
+    The server answers in HTTP/1.1 with chunked streams, which such a client cannot read.
+    """
     for path in MAIN:
         raw = request(path, body_of(path, stream=stream), version="1.0")
         direct = await say(pairs[policy].direct, raw)
@@ -215,7 +221,10 @@ async def test_http_as_it_is_written(
 
 
 async def test_the_connection_is_the_clients(pairs: dict[str, Pair], policy: str) -> None:
-    """The server ends it after a stream and after an error; its `Keep-Alive` stays behind."""
+    """The router keeps the client's connection after streams and errors.
+
+    The server ends its connection then; the router drops the server's `Keep-Alive`.
+    """
     assert {"connection", "keep-alive"} <= NOT_COMPARED
     path = "/v1/chat/completions"
     for body in (body_of(path), body_of(path, stream=True), b"{}"):
@@ -231,8 +240,10 @@ async def test_the_connection_is_the_clients(pairs: dict[str, Pair], policy: str
 
 
 async def test_a_slash_too_many(pairs: dict[str, Pair], policy: str) -> None:
-    """It is no route, also of what is no JSON; whatever stands between may drop the slash, and so
-    the router reads the body."""
+    """A path with a trailing slash is no route, even with a body that is no JSON.
+
+    Software in between may drop the slash, so the router reads the body.
+    """
     for path in MAIN:
         direct, routed = await pairs[policy].ask("POST", path + "/", data=b"{bad")
         assert (direct.status, routed.status) == (404, 400 if policy == DEFAULT else 404)

@@ -1,4 +1,4 @@
-"""A long prompt beside a stream, on a real server: in pieces, and each token once."""
+"""Chunked prefill of a long prompt beside a stream, on a real server: each token once."""
 
 import pytest
 
@@ -22,14 +22,15 @@ async def test_a_prompt_in_pieces_is_the_same_prompt(llama_server: StartServer) 
         Meddler(server.url) as meddler,
         running([("a", meddler.url)], server.kv_dir, yaml=YAML) as fleet,
     ):
-        meddler.spoil(ASKED, unchanged)  # and count
+        meddler.spoil(ASKED, unchanged)  # only count
         alone = await fleet.complete(prompt, n_probs=5, cache_prompt=False)
         async with kept_busy(fleet, other, ("a", 0), 5000):
-            # A slot runs before its server was asked: the first prompt, the other's, its answer.
+            # A slot shows as running before the server has its request. The three requests:
+            # the first prompt, the prefill of the other prompt, and its answer.
             await meddler.until_met(ASKED, before := 3)
             beside = await fleet.complete(prompt, n_probs=5)
 
-            # Up to 512, 1,024, 1,536, 2,048 and 2,399 tokens, and the client's request.
+            # Prefills to 512, 1,024, 1,536, 2,048 and 2,399 tokens, and the client's request.
             assert meddler.met[ASKED] - before == 6
         assert differs_in_earnest(alone, beside) == ""
         explained = (

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.thorough
 
 
 def conversation(seed: int, turns: int) -> list[list[Json]]:
-    """The bodies of a conversation whose answers are known beforehand."""
+    """Return the messages of each turn of a conversation with given answers."""
     messages = chat(seed, sentences(seed, 4), length=35)
     bodies = []
     for turn in range(turns):
@@ -27,7 +27,7 @@ def conversation(seed: int, turns: int) -> list[list[Json]]:
 
 
 async def test_never_worse_than_without(llama_server: StartServer) -> None:
-    """Six conversations take turns, three turns each; the same directly and through the router."""
+    """Six alternating conversations of three turns reuse no less than without the router."""
     alone = await llama_server("llama", slots=None, ctx=16384, plain_defaults=True)
     behind = await llama_server("llama", slots=None, ctx=16384, plain_defaults=True)
     talks = [conversation(seed, 3) for seed in range(6)]
@@ -49,7 +49,7 @@ async def test_never_worse_than_without(llama_server: StartServer) -> None:
 
 
 async def leave(fleet: Fleet, prompt: list[int]) -> None:
-    """Read the beginning of a stream without end."""
+    """Abandon an endless stream after its first lines."""
     body = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True}
     async with fleet.session.post(fleet.url + "/completion", json=body) as response:
         for _ in range(3):
@@ -57,7 +57,10 @@ async def leave(fleet: Fleet, prompt: list[int]) -> None:
 
 
 async def test_what_was_left_outlasts_the_next_start(llama_server: StartServer) -> None:
-    """The next request started at once and emptied the slot, whose content nobody had seen yet."""
+    """The content of an abandoned slot is reused, although the next request starts at once.
+
+    The start clears the volatile slot, and no poll has seen its content before.
+    """
     server = await llama_server("llama", slots=None, ctx=16384, plain_defaults=True)
     async with running([("a", server.url)], server.kv_dir) as fleet:
         await fleet.complete(ids(0, 2500))  # learn what a prompt costs

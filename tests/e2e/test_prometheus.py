@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a live router; every panel and every rule finds something in it."""
+"""A real Prometheus scrapes a live router; every panel and every rule gets data."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,9 +13,9 @@ from tests.support.servers.router_fleet import Fleet, running
 
 pytestmark = pytest.mark.thorough
 
-# What Grafana puts in for its variables: the whole test, and every backend.
+# Values that Grafana gives its variables: the whole test, and every backend.
 VARIABLES = {"$__rate_interval": "1m", "$__range": "1m", "$backend": ".*"}
-# Queries that find nothing while all is well, with the reason.
+# Queries that return nothing without problems, with the reason.
 EMPTY: dict[str, str] = {}
 LIMITS = """
 store: {max_bytes: 64MiB, max_tokens: 100000, idle_save_after: 10ms}
@@ -30,8 +30,10 @@ def filled_in(expr: str) -> str:
 
 
 async def _some_work(fleet: Fleet, seed: int) -> None:
-    """A conversation that goes from server to server and leaves its slot to others; a long prompt
-    of which another needs the first half."""
+    """Hold a conversation across servers, with other prompts that displace it.
+
+    The other prompts are a long one and a second one that shares its first half.
+    """
     messages = chat(seed, sentences(seed, 2), length=30)
     long = ids(100 + seed, 600)
     for turn in range(3):
@@ -46,7 +48,7 @@ async def _some_work(fleet: Fleet, seed: int) -> None:
 
 
 async def test_every_query_finds_something(llama_server: StartServer, tmp_path: Path) -> None:
-    """Two servers with different `-np`, so that files are rewritten too."""
+    """The two servers differ in `-np`, so that files are restreamed too."""
     program("prometheus")
     a = await llama_server("llama", slots=2, ctx=8192, extra_args=["-a", "a", "--metrics"])
     b = await llama_server("llama", slots=1, ctx=4096, extra_args=["-a", "b", "--metrics"])
@@ -57,7 +59,7 @@ async def test_every_query_finds_something(llama_server: StartServer, tmp_path: 
         await prom.until("kvferry_build_info")
         for seed in range(3):
             await _some_work(fleet, seed)
-            # What is counted for the first time has no rate until it is counted again.
+            # A new counter has no rate until it is counted again.
             done = (await fleet.metrics())['kvferry_requests_total{outcome="ok"}']
             await prom.until(f'kvferry_requests_total{{outcome="ok"}} >= {done}')
         asked = {expr for panel in PANELS.values() for expr in queries(panel)}

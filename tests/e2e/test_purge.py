@@ -1,4 +1,4 @@
-"""What an operator gives up is gone, whoever is using it; everything else stays."""
+"""A purged snapshot is gone even if it is in use; all others stay."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.conversations.prompts import ids
 from tests.support.servers.router_fleet import Fleet, running
 
 LONG = 2400
-# Nothing is saved behind the test's back, and no prompt is computed before it is sent.
+# No slot is saved unless the test wants it, and no prompt is prefilled before its request.
 KEEP_STILL = """
 store: {idle_save_after: 'off', save_on_shutdown: false}
 policy: {coalesce_above: 'off'}
@@ -21,7 +21,7 @@ policy: {coalesce_above: 'off'}
 
 
 async def snapshot_of(fleet: Fleet, prompt: list[int]) -> tuple[str, Path]:
-    """Id and file of the snapshot that begins as `prompt` does."""
+    """Return id and file of the snapshot that begins like `prompt`."""
     rows = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
     shown = [(await fleet.get(f"/kvferry/snapshots/{row['id']}")).json for row in rows]
     (found,) = [row for row in shown if row["prefix_ids"] == prompt[:8]]
@@ -49,7 +49,7 @@ async def test_purge_while_it_is_being_restored(
 
     monkeypatch.setattr(LlamaClient, "restore", held)
     async with running(backends, server.kv_dir, yaml=KEEP_STILL, wait_for=[]) as fleet:
-        go_on.set()  # the probe's own
+        go_on.set()  # for the restore of the attach probe
         await fleet.until_up()
         name, file = await snapshot_of(fleet, mine)
         begun.clear()
@@ -67,7 +67,7 @@ async def test_purge_while_it_is_being_restored(
         assert asked.result().text == first.text
         await fleet.until(lambda _: not file.exists())
 
-        server.kill()  # and with it what the slot held
+        server.kill()  # to clear the slot
         await fleet.until(lambda state: not state["backends"][0]["up"])
         await server.restart()
         await fleet.until_up()

@@ -1,5 +1,7 @@
-"""The server that reads everybody's prompts dies or hangs: the next turn of a chat is read at
-another one, and goes on from what is there."""
+"""The server that renders and tokenizes all prompts dies or hangs.
+
+Another server reads the next turn of a chat, which reuses the existing KV.
+"""
 
 import signal
 
@@ -14,7 +16,7 @@ from tests.support.servers.router_fleet import running
 
 pytestmark = pytest.mark.thorough
 
-# Nobody looks by himself, and a call to a server that hangs does not end by itself.
+# No health check is due, and a call to a hanging server does not time out.
 YAML = """
 tokenizer: {mode: backend}
 health: {interval: 1h, timeout: 1s}

@@ -21,7 +21,7 @@ from tests.support.servers.router_fleet import running
 pytestmark = pytest.mark.thorough
 
 CTX = 4096  # of each slot
-# With quantised weights one token alone is computed otherwise than many at once: SmolLM2's first
+# With quantised weights one token is computed differently from a batch of many: SmolLM2's first
 # log probability differs by 0.25 on a server where nothing was ever moved.
 ROUNDING, DRIFT = 0.4, 0.3
 
@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[], Coroutine[Any, Any, Path]]] = {
 
 
 def _asked(question: str) -> list[Json]:
-    """The question comes with a letter, so that it is most of a message."""
+    """Return a chat; `question` includes a letter that makes up most of the message."""
     return [{"role": "system", "content": HARBOUR}, {"role": "user", "content": question}]
 
 

@@ -1,5 +1,7 @@
-"""The router dies without a word in the middle of its work on files. Started again it offers what
-was committed and nothing else, and everybody is answered right."""
+"""The router is killed in the middle of its work on files.
+
+A restarted router offers exactly the committed snapshots, and every answer is right.
+"""
 
 import signal
 import sys
@@ -34,7 +36,7 @@ OFTEN = {"copy: half written"}
 
 @dataclass
 class Scene:
-    """Servers, their directories, and the router that is about to die."""
+    """Servers, their KV directories, and settings of the router that is killed."""
 
     backends: list[tuple[str, str]]
     kv_dirs: dict[str, Path]
@@ -45,7 +47,7 @@ class Scene:
 
 @asynccontextmanager
 async def doomed(scene: Scene, point: str, tmp_path: Path) -> AsyncIterator[tuple[Process, Fleet]]:
-    """A router that ends at `point`, once `scene.armed` is there."""
+    """Yield a router that kills itself at `point` once the file `scene.armed` exists."""
     path = tmp_path / "kvferry.yaml"
     path.write_text(configuration_text(scene.backends, scene.kv_dirs, yaml=scene.yaml))
     program = (sys.executable, "-m", "tests.support.faults.killed_router", point, str(scene.armed))
@@ -61,7 +63,7 @@ async def doomed(scene: Scene, point: str, tmp_path: Path) -> AsyncIterator[tupl
 
 
 async def ask(fleet: Fleet, prompt: list[int], model: str = "a") -> None:
-    """Nobody is there any more at the end of it, perhaps."""
+    """Send a request; ignore a connection that the router's end breaks."""
     with suppress(aiohttp.ClientError):
         await fleet.complete(prompt, model=model)
 
@@ -75,7 +77,7 @@ async def gives_up(fleet: Fleet, scene: Scene, _: Process) -> None:
     for number, prompt in enumerate((OTHER, THIRD), 2):
         await fleet.complete(prompt, model="a")
         await fleet.until(saved(LONG - 1, number))
-    await assert_consistent(fleet, scene.kv_dirs.values())  # what has no record needs no drop
+    await assert_consistent(fleet, scene.kv_dirs.values())  # without a record there is no drop
     rows = (await fleet.get("/kvferry/snapshots?sort=newest")).json["snapshots"]
     scene.armed.touch()
     with suppress(aiohttp.ClientError):
@@ -101,7 +103,7 @@ async def cuts(fleet: Fleet, scene: Scene, _: Process) -> None:
 
 
 async def stops(fleet: Fleet, scene: Scene, process: Process) -> None:
-    await fleet.complete(OTHER, model="a")  # KEPT is saved before
+    await fleet.complete(OTHER, model="a")  # KEPT is displaced, and saved before
     await fleet.until(saved(LONG - 1))
     scene.armed.touch()
     process.send(signal.SIGTERM)
@@ -197,4 +199,4 @@ async def test_what_was_committed_is_there(
         answers = await assert_undisturbed(fleet, undisturbed, [kept, OTHER, KEPT])
         assert answers[0].cached >= len(kept) - 2
         await assert_consistent(fleet, set(homes.values()))
-    record_property("client", "its connection broke; asked again, the right answer")
+    record_property("client", "connection broken off; after a retry, the right answer")

@@ -1,6 +1,9 @@
-"""llama-server without a model, which starts a server for each of several: kvferry refuses it and
-says what to do instead. Why stands in docs/llama-server.md section 5.8, and the gravest of it is
-tried here: where that has changed, the refusal may go."""
+"""llama-server in router mode: without a model, it starts a server for each of several.
+
+kvferry refuses such a server and reports what to do instead, for the reasons in
+docs/llama-server.md section 5.8. The gravest one is tested here: if it has changed, the refusal may
+go.
+"""
 
 import os
 import subprocess
@@ -24,7 +27,7 @@ ADVICE = "start one llama-server for each model"
 
 
 class Parent(LlamaServer):
-    """In router mode; `model` is a directory of models."""
+    """A llama-server in router mode; `model` is a directory of models."""
 
     def command(self) -> list[str]:
         command = super().command()
@@ -32,7 +35,7 @@ class Parent(LlamaServer):
         return command
 
     def children(self) -> list[int]:
-        """Process ids of the servers that it started."""
+        """Return the process ids of the servers that this one started."""
         found = subprocess.run(
             ["ps", "--ppid", str(self.pid), "-o", "pid="],
             capture_output=True,
@@ -56,14 +59,14 @@ async def parent(server_argv: list[str], tmp_path: Path) -> AsyncIterator[Parent
 
 
 async def load(parent: Parent, session: aiohttp.ClientSession) -> None:
-    """Any request loads the model that its body names."""
+    """Load a model: any request loads the one that its body names."""
     body: Json = {"content": "hi", "model": "one"}
     async with session.post(parent.url + "/tokenize", json=body) as response:
         assert response.status == 200
 
 
 async def test_it_is_refused(parent: Parent, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a model loaded and without one, by the router and by `kvferry doctor`."""
+    """The router and `kvferry doctor` refuse such a server, with a model loaded and without one."""
     async with aiohttp.ClientSession() as session:
         for _ in range(2):
             async with running([("a", parent.url)], None, wait_for=[]) as fleet:
@@ -77,7 +80,7 @@ async def test_it_is_refused(parent: Parent, capsys: pytest.CaptureFixture[str])
 
 
 async def test_half_an_answer_looks_like_a_whole_one(parent: Parent) -> None:
-    """The server that wrote it was killed: the parent ends the stream as if it were complete."""
+    """The parent ends the stream of a killed child as if it were complete."""
     body: Json = {"messages": chat(1, "Hello!", length=1), "model": "one", "max_tokens": 60_000}
     async with aiohttp.ClientSession() as session:
         await load(parent, session)

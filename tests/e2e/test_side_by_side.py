@@ -1,5 +1,7 @@
-"""Clients that differ, on real servers: long prompts beside short ones, titles beside
-conversations. Who waits for whom, and who computes what again, in tokens and in order of events."""
+"""Different clients on real servers: long prompts beside short ones, titles beside conversations.
+
+The tests verify the order of answers, and the number of tokens that are computed again.
+"""
 
 import asyncio
 
@@ -23,8 +25,7 @@ _FEW = 8  # tokens of a prompt's end that may be computed once more
 
 
 async def test_long_prompts_of_one_client_do_not_starve_another(llama_server: StartServer) -> None:
-    """Somebody always has at least eight long prompts in the queue. A short request of somebody
-    else waits for a slot to come free, and not for those."""
+    """A short request waits for a free slot, not for the eight queued prompts of another client."""
     a = await llama_server("llama", slots=2, ctx=2 * 4096)
     b = await llama_server("llama", slots=2, ctx=2 * 4096)
     ended: list[str] = []  # clients, in order
@@ -57,21 +58,21 @@ async def test_long_prompts_of_one_client_do_not_starve_another(llama_server: St
             passed.append(ended[before:].index("short"))
         over = True
 
-    # In order of arrival eight would end before each; so many are under way when it comes.
+    # In order of arrival eight would end before each; four run when a short one arrives.
     assert sum(passed) <= len(_HOMES) * _SHORTS, passed
-    # And nobody is shut out for it: those in the queue have had their turn.
+    # The long prompts do not starve either: the queued ones were admitted.
     assert ended.count("long") >= _LANES
 
 
 class Talk:
-    """A conversation, and the titles that its client asks for on the side."""
+    """A conversation, and its client's requests for titles."""
 
     def __init__(self, fleet: Fleet, number: int) -> None:
         self.fleet, self.number, self.turns, self.known = fleet, number, 0, 0
         self.messages = chat(number, length=45)  # some 1,600 tokens
 
     def ask(self) -> Json:
-        """The next question; in the first turn with the place that the conversation gets."""
+        """Return the next question, in the first turn pinned to the conversation's slot."""
         question = sentences(100 * self.number + self.turns, 2)
         self.messages.append({"role": "user", "content": question})
         backend, index = _HOMES[self.number]
@@ -80,14 +81,14 @@ class Talk:
         return {"messages": self.messages, "max_tokens": 8, "temperature": 0} | pin
 
     def hear(self, answer: Answer) -> int:
-        """Go on with it. How many tokens of its prompt nobody can have computed before."""
+        """Append the answer; return how many tokens of its prompt were never computed before."""
         self.messages = [*self.messages, {"role": "assistant", "content": answer.text}]
         fresh = answer.prompt_tokens - self.known
         self.known = answer.prompt_tokens
         return fresh
 
     def title(self) -> Json:
-        """Of what was asked last."""
+        """Return a request for a title of the last question."""
         said = [message for message in self.messages if message["role"] == "user"][-1]
         return {"messages": [{"role": "system", "content": _TITLE}, said], "max_tokens": 8}
 
@@ -99,8 +100,10 @@ async def _asked(fleet: Fleet, body: Json) -> Answer:
 
 
 async def test_titles_are_kept_off_the_slots_of_conversations(llama_server: StartServer) -> None:
-    """Three conversations on four slots, nothing can be saved. Whether others are being answered
-    or not, titles have the slot that is left, and each turn goes on where the last one ended."""
+    """Titles take the slot that three conversations leave free; nothing can be saved.
+
+    Each turn continues in its own slot, whether or not a title is generated meanwhile.
+    """
     a = await named(llama_server, "llama", "a", slots=2)
     b = await named(llama_server, "llama", "b", slots=2)
     async with running([("a", a.url), ("b", b.url)], None) as fleet:
@@ -118,8 +121,10 @@ async def test_titles_are_kept_off_the_slots_of_conversations(llama_server: Star
 
 
 async def test_what_a_title_displaces_is_not_computed_again(llama_server: StartServer) -> None:
-    """Four conversations on four slots: a title has to displace one. It comes back from a file,
-    or from the slot next to it."""
+    """A title has to displace one of four conversations on four slots.
+
+    The conversation comes back from a file, or from the slot next to its own.
+    """
     a = await named(llama_server, "llama", "a", slots=2)
     b = await named(llama_server, "llama", "b", slots=2)
     async with running([("a", a.url), ("b", b.url)], a.kv_dir) as fleet:
@@ -139,13 +144,16 @@ async def test_what_a_title_displaces_is_not_computed_again(llama_server: StartS
 async def test_a_message_in_preparation_does_not_shut_its_server(
     llama_server: StartServer,
 ) -> None:
-    """`/v1/messages` cannot be pinned. While a long one is computed, who comes after it with a
-    short prompt is answered before it, by the same server; and so is a short message."""
+    """A long `/v1/messages` request, which cannot be pinned, does not block its server.
+
+    Short requests and a short message come later, and are answered by the same server before the
+    long one.
+    """
     a = await llama_server("llama", slots=4, ctx=4 * 12_000)
     ended: list[str] = []  # in order
-    pieces = "policy: {prefill_chunk: 10ms}"  # 16 of them
+    pieces = "policy: {prefill_chunk: 10ms}"  # 16 prefill chunks
     async with running([("a", a.url)], a.kv_dir, yaml=pieces) as fleet:
-        for seed in range(4):  # what its slots hold is known
+        for seed in range(4):  # so that the slots' content is known
             await fleet.complete(ids(seed, 600), id_slot=seed)
 
         async def message(name: str, text: str) -> None:

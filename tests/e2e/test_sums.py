@@ -1,4 +1,4 @@
-"""Counters add up: what was reused and what was computed is what the backends reported."""
+"""Counters add up: reused and computed tokens equal what the backends reported."""
 
 import asyncio
 from itertools import count
@@ -12,12 +12,14 @@ from tests.support.servers.router_fleet import Answer, Fleet, running
 
 PARTS = ("resident", "snapshot", "computed")
 TALKS, TURNS = 3, 3
-LEAVING, N_LEFT = TALKS * TURNS, 200  # how many leave, and how long their prompts are
+LEAVING, N_LEFT = TALKS * TURNS, 200  # abandoned requests, and tokens of each prompt
 
 
 async def _scrape(fleet: Fleet) -> dict[tuple[str, str], float]:
-    """One scrape with the backends' own: (sample, its only label but `backend`) to the sum over
-    backends."""
+    """Scrape the metrics, with the backends' own, and sum over backends.
+
+    A key is a sample's name and its only label besides `backend`.
+    """
     text = (await fleet.get("/metrics?backends=1")).body.decode()
     sums: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
@@ -29,7 +31,7 @@ async def _scrape(fleet: Fleet) -> dict[tuple[str, str], float]:
 
 
 async def _leave(fleet: Fleet, prompt: list[int]) -> None:
-    """Ask for a long answer and go after its first bytes."""
+    """Abandon a long answer after its first bytes."""
     body = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True}
     async with fleet.session.post(fleet.url + "/completion", json=body) as response:
         await response.content.readany()
@@ -37,8 +39,10 @@ async def _leave(fleet: Fleet, prompt: list[int]) -> None:
 
 
 async def _several_at_once(fleet: Fleet) -> list[Answer]:
-    """Three conversations on two routes, streamed and not; between their turns clients leave and
-    mistakes are made."""
+    """Hold three conversations on two routes, streamed and not; return their answers.
+
+    Between turns, requests are abandoned and refused.
+    """
     firsts = count(300)
 
     async def converse(seed: int) -> list[Answer]:
@@ -51,7 +55,7 @@ async def _several_at_once(fleet: Fleet) -> list[Answer]:
                 answers.append(await fleet.complete(text, **stream))
             else:
                 answers.append(await fleet.chat(messages, **stream))
-            # Each begins as nothing else does: all of it is computed.
+            # Each prompt has a first token of its own: all of it is computed.
             prompt = [next(firsts), *ids(1, N_LEFT - 1)]
             await _leave(fleet, prompt)
             assert (await fleet.complete(ids(1, 9), temperature="hot")).status == 400
@@ -64,8 +68,11 @@ async def _several_at_once(fleet: Fleet) -> list[Answer]:
 
 
 async def _hop(fleet: Fleet) -> list[Answer]:
-    """One prompt, from its slot to the one beside it while its own is busy, to the other server,
-    and there once more."""
+    """Send one prompt four times, and return the answers.
+
+    The prompt runs on a slot, on the one beside it while the first is busy, and twice on the other
+    server.
+    """
     prompt = ids(7, 900)
     first = await fleet.complete(prompt, model="a")
     await fleet.until(saved(900))
@@ -83,8 +90,10 @@ async def _hop(fleet: Fleet) -> list[Answer]:
 
 
 async def test_every_prompt_token_is_counted_once(llama_server: StartServer) -> None:
-    """resident + snapshot + computed = prompt tokens that the backends reported, to the token; and
-    each metric beside it counts the same requests."""
+    """resident + snapshot + computed = the prompt tokens that the backends reported, exactly.
+
+    Each other metric counts the same requests.
+    """
     flags = ["--metrics"]
     a = await llama_server("llama", slots=2, ctx=32768, extra_args=["-a", "a", *flags])
     b = await llama_server("llama", slots=2, ctx=32768, extra_args=["-a", "b", *flags])
@@ -99,8 +108,8 @@ async def test_every_prompt_token_is_counted_once(llama_server: StartServer) -> 
     counted = {part: after["kvferry_prompt_tokens_total", part] for part in PARTS}
     assert sum(counted.values()) == sum(answer.prompt_tokens for answer in answers)
     assert all(counted.values()), counted
-    # Of those who left nothing was reported; the backends worked for them all the same, and for
-    # the long answer of the hop, whose prompt was there but for the last token.
+    # Nothing was reported for abandoned requests, but the backends computed their prompts. The long
+    # answer of the hop adds the last token of its prompt; the rest was reused.
     name = "llamacpp:prompt_tokens_total", ""
     assert after[name] - before[name] == counted["computed"] + LEAVING * N_LEFT + 1
     ended = {"ok": len(answers), "client_gone": LEAVING + 1, "refused": LEAVING}

@@ -1,9 +1,10 @@
-"""Conversations in the words of real chat templates, some of which rewrite what was said before
-(reasoning is dropped, results of tools are folded): as much is reused as the tokens allow, and the
-router says in which message a prompt left what was held.
+"""Conversations in real chat templates, some of which rewrite the history.
 
-Every turn holds what the last one computed; answers are scripted, so that each next prompt parts
-from what was generated, as a client does that keeps no reasoning.
+Templates drop reasoning and fold tool results. As much is reused as the tokens allow, and the
+router reports the message in which a prompt diverges from the held tokens.
+
+Each turn starts with the tokens of the last one in the slot. Answers are scripted: each next prompt
+diverges from the generated answer, as with a client that keeps no reasoning.
 """
 
 from pathlib import Path
@@ -36,7 +37,7 @@ def thought(text: str, **more: object) -> Json:
 
 
 def conversation(kind: Kind) -> list[list[Json]]:
-    """The prompts of six turns: two with reasoning, two with a tool where the template has any."""
+    """Return the prompts of six turns: two with reasoning, two with a tool where there is one."""
     messages = [said("system", sentences(1, 12)), said("user", sentences(2, 2))]
     turns = [list(messages)]
     following: tuple[list[Json], ...]
@@ -60,7 +61,7 @@ def conversation(kind: Kind) -> list[list[Json]]:
 
 
 async def tokens(client: Direct, body: Json) -> list[int]:
-    """The prompt as the engine sees it."""
+    """Return the tokens of a prompt as the engine sees it."""
     text = (await client.post("/apply-template", body)).json["prompt"]
     asked = {"content": text, "add_special": True, "parse_special": True}
     found: list[int] = (await client.post("/tokenize", asked)).json["tokens"]
@@ -80,17 +81,19 @@ def _cases() -> list[object]:
     ]
 
 
-# A state that cannot go back is kept in front of the generation prompt, which is up to a hundred
-# tokens where it is read letter by letter; or in front of a short message, where that is cheaper.
+# A state that cannot go back is saved before the generation prompt, which has up to 100 tokens if
+# tokenized letter by letter. A save before a short message replaces it where that is cheaper.
 CLOSE = 0.75
 
 
 @pytest.mark.parametrize(("kind", "memory"), _cases())
 async def test_six_turns(llama_server: StartServer, kind: Kind, memory: str) -> None:
-    """Full attention: all that the prompt shares with what the last turn held; states that cannot
-    go back: up to the end of a message of it."""
+    """Full attention reuses all that the prompt shares with the last turn.
+
+    States that cannot go back are reused up to the end of a message.
+    """
     path = TEMPLATES / f"{kind.name}.jinja"
-    # What a tiny model says is no call and no reasoning: it is not read as such.
+    # A tiny model's answer has neither calls nor reasoning: it is not parsed for them.
     extra = ["--jinja", "--chat-template-file", str(path), "--skip-chat-parsing"]
     server = await llama_server(memory, slots=1, ctx=16384, extra_args=extra)
     fields: Json = {"tools": [WEATHER]} if kind.tools else {}
@@ -121,8 +124,11 @@ async def test_six_turns(llama_server: StartServer, kind: Kind, memory: str) -> 
 
 
 def check_part(told: Json, turn: int, n_messages: int) -> None:
-    """A prompt leaves what was held in the answer that was generated last, or in the one before,
-    whose reasoning is shown no longer. It does not, if what is held ends there."""
+    """Assert that the prompt diverges in the last answer or in the one before.
+
+    The template drops the earlier answer's reasoning. Nothing diverges if the held tokens end
+    there.
+    """
     part = told["nearest"]["part"]
     if part is None:
         assert "diverged" not in told["missed"]
@@ -134,7 +140,7 @@ def check_part(told: Json, turn: int, n_messages: int) -> None:
 async def test_the_date_changes_between_two_turns(
     llama_server: StartServer, tmp_path: Path
 ) -> None:
-    """gpt-oss has it in front of everything else: as much is reused as stands before it."""
+    """gpt-oss has the date in front of everything else: all tokens before the date are reused."""
     text = (TEMPLATES / "openai-gpt-oss-120b.jinja").read_text()
     now = 'strftime_now("%Y-%m-%d")'
     assert now in text

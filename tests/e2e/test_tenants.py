@@ -1,4 +1,4 @@
-"""What was computed for one tenant is computed again for another, as the servers count it."""
+"""KV computed for one tenant is computed again for another, by the servers' counters."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -26,13 +26,13 @@ KEYS = f"""
     - {{name: one, tenant: alice, hash: '{hash_text("kvf_alice")}'}}
     - {{name: two, tenant: bob, hash: '{hash_text("kvf_bob")}'}}
 """
-# What takes a millisecond to compute is computed first, and shared with all who wait for it.
+# A prompt of 1 ms or more is prefilled first, and shared with all requests that wait for it.
 APART = f"auth:\n  keys:{KEYS}\npolicy: {{coalesce_above: 1ms}}"
 TOGETHER = f"auth:\n  share_cache: all\n  keys:{KEYS}"
 
 
 class Tenants:
-    """Requests of tenants, and what all servers together computed for them."""
+    """Requests of tenants, and the tokens that all servers together computed for them."""
 
     def __init__(self, fleet: Fleet, servers: Sequence[LlamaServer]) -> None:
         self.fleet, self._servers = fleet, servers
@@ -47,7 +47,7 @@ class Tenants:
         return await self.ask(who, "/v1/messages", body)
 
     async def ask(self, who: str, path: str, body: Json) -> Answer:
-        """With the key as OpenAI's clients or Anthropic's send it."""
+        """Send a request with the key as OpenAI's or Anthropic's clients send it."""
         given = {"x-api-key": f"kvf_{who}"}
         if path != "/v1/messages":
             given = {"authorization": f"Bearer kvf_{who}"}
@@ -56,7 +56,7 @@ class Tenants:
         return answer
 
     async def cost(self, *asked: Awaitable[Answer]) -> int:
-        """Prompt tokens that all servers compute for these, in their own words."""
+        """Return the prompt tokens computed for requests, by the servers' counters."""
         await self.fleet.until_quiet()
         before = await self._computed()
         await asyncio.gather(*asked)
@@ -89,7 +89,7 @@ async def test_the_same_slot(llama_server: StartServer, kind: str) -> None:
     async with tenants([server]) as two:
         first = await two.complete(ALICE, prompt)
         assert await two.cost(two.complete(BOB, prompt)) == LONG
-        # One's own is still reused, and by more than one way: it was in nobody else's.
+        # A tenant's own KV is still reused, from a snapshot: the slot went to the other tenant.
         again = await two.complete(ALICE, [*prompt, 300])
         assert again.cached >= LONG - 1
         assert again.source == "snapshot"
@@ -108,7 +108,7 @@ async def test_another_slot(llama_server: StartServer) -> None:
 
 
 async def test_another_server_and_another_router(llama_server: StartServer) -> None:
-    """The manifest says whose a snapshot is."""
+    """The manifest records the tenant of a snapshot."""
     servers = [await llama_server("llama", slots=1) for _ in range(2)]
     prompt = ids(1, LONG)
     async with tenants(servers) as two:
@@ -136,7 +136,7 @@ async def test_after_a_restart_another_gets_nothing(llama_server: StartServer) -
 
 
 async def test_at_the_same_moment(llama_server: StartServer) -> None:
-    """Of one tenant, one computes the prompt for all; for the other tenant, another does."""
+    """For each tenant, one request computes the prompt for all requests of the tenant."""
     servers = [await llama_server("llama", slots=2) for _ in range(2)]
     prompt = ids(1, 4 * LONG)
     async with tenants(servers) as two:
@@ -171,15 +171,18 @@ async def test_what_slots_held_before_the_router_came(llama_server: StartServer)
         await fleet.complete(prompt, id_slot=1)
     async with tenants([server]) as two:
         for at in range(2):
-            one = ids(1, LONG - at)  # not what the one before has left
+            one = ids(1, LONG - at)  # not as long as the prompt before
             assert await two.cost(two.complete((ALICE, BOB)[at], one, id_slot=at)) == LONG - at
 
 
 async def test_a_server_that_erases_nothing(
     llama_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without --slot-save-path llama-server answers 501, but not as the wheel builds it: here the
-    call is stopped on its way. Something else takes the place of what was held."""
+    """A slot that cannot be erased is filled with something else.
+
+    Without --slot-save-path llama-server answers 501, but not the wheel's build: the test stops the
+    call on its way.
+    """
     call = LlamaClient._call
 
     async def refuses(

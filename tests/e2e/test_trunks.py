@@ -1,4 +1,4 @@
-"""A short prompt that begins like a long conversation pays for what they share, not for all."""
+"""A short prompt that begins like a long conversation restores only the shared prefix."""
 
 import pytest
 
@@ -11,9 +11,9 @@ from tests.support.servers.router_fleet import running
 
 pytestmark = pytest.mark.thorough
 
-SYSTEM = 80  # sentences of about 35 tokens: 2,800
-TURN = 55  # 1,900
-# The tiny model's states are so small that only a wide cache makes it worth while to cut one.
+SYSTEM = 80  # sentences of about 35 tokens: 2,800 tokens
+TURN = 55  # sentences: 1,900 tokens
+# The tiny model's states are so small that cutting one pays off only with a wide cache.
 WIDE = ["-ctk", "f32", "-ctv", "f32"]
 
 

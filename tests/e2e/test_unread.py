@@ -1,5 +1,7 @@
-"""Prompts whose tokens the router does not know: the server finds what they share with its slots
-as well as it does alone."""
+"""Prompts with tokens that the router does not know.
+
+The server finds their shared prefix with its slots as well as it does alone.
+"""
 
 import asyncio
 from random import Random
@@ -29,7 +31,7 @@ KINDS = {"infill": (infill, ""), "chat": (chatting, UNREAD)}
 
 
 async def typed(client: Direct | Fleet, kind: str, seed: int) -> list[Answer]:
-    """Somebody types into two files, now in one and now in the other."""
+    """Send requests like typing in two files, in random order; return the answers."""
     random, files = Random(5), [sentences(2 * seed + i, 40) for i in range(2)]
     answers = []
     for _ in range(N):

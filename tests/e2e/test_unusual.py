@@ -1,5 +1,7 @@
-"""What needs several slots, or takes a way of its own, beside conversations: it answers as the
-server alone does, and what slots and files hold afterwards is still the truth."""
+"""Requests that need several slots, or are served in a special way, beside conversations.
+
+Each answer equals that of the server alone, and the records of slots and files stay true.
+"""
 
 import asyncio
 
@@ -84,7 +86,7 @@ def same(found: Answer, expected: Answer) -> str:
 
 
 def said(answer: Answer, body: bytes) -> object:
-    """What is compared of the odd ones: all that was generated, in order."""
+    """Return all that was generated, in order, for a comparison."""
     if answer.events:
         texts: dict[int, str] = {}
         for event in answer.events:
@@ -108,7 +110,7 @@ def said(answer: Answer, body: bytes) -> object:
 
 
 def calls(choice: Json) -> list[Json]:
-    """Of tools; each has an id of its own."""
+    """Return the tool calls without their ids, which always differ."""
     return [call["function"] for call in choice.get("message", {}).get("tool_calls") or ()]
 
 
@@ -150,8 +152,11 @@ async def test_beside_a_conversation(llama_server: StartServer, path: str, body:
 async def test_a_prompt_restored_after_several_answers(
     llama_server: StartServer, max_tokens: int
 ) -> None:
-    """The server copies what several answers share to their slots with its next batch, and not
-    before: if each was over with its first token, into whatever is restored there meanwhile."""
+    """A restored prompt is intact after a request with several answers.
+
+    The server copies the shared prompt to the answers' slots only with its next batch. If each
+    answer ends with its first token, the copy would overwrite content restored there meanwhile.
+    """
     reference, server = await llama_server("llama"), await llama_server("llama", slots=2)
     one: Json = GREEDY | {"n_predict": 1, "n_probs": 5}
     async with (
@@ -171,8 +176,11 @@ async def test_a_prompt_restored_after_several_answers(
 
 
 async def test_an_embedding_takes_one_slot(llama_server: StartServer) -> None:
-    """And nothing is forgotten of the others, however fast it is over. The server takes the one
-    that was not used for longest, so the fourth would cost the conversation its own."""
+    """An embedding displaces one slot; the others stay known, however fast the embedding is over.
+
+    The server takes the least recently used slot, so a fourth embedding would take the
+    conversation's.
+    """
     server = await llama_server("llama", slots=4, ctx=16384, extra_args=EMBEDS)
     async with running([("a", server.url)], None) as fleet:
         await plain(fleet, id_slot=0)
@@ -186,8 +194,7 @@ async def test_an_embedding_takes_one_slot(llama_server: StartServer) -> None:
 
 
 async def test_inputs_in_a_form(llama_server: StartServer) -> None:
-    """llama-server reads a field that is there twice as an array: several embeddings, in all of its
-    slots."""
+    """llama-server reads a repeated form field as an array: several embeddings, in all slots."""
     server = await llama_server("llama", slots=2, extra_args=EMBEDS)
     async with running([("a", server.url)], None) as fleet:
         for index in (0, 1):
@@ -202,8 +209,10 @@ async def test_inputs_in_a_form(llama_server: StartServer) -> None:
 
 @pytest.mark.parametrize("prompts", [["one"], ["one", "two"]])
 async def test_prompts_in_a_form(llama_server: StartServer, prompts: list[str]) -> None:
-    """One runs in the slot that the server picks, and nothing is forgotten of the other; two are a
-    batch, in all of its slots."""
+    """One prompt runs in the slot that the server picks, and the other slot stays known.
+
+    Two prompts are a batch, in all slots of the server.
+    """
     server = await llama_server("llama", slots=2)
     async with running([("a", server.url)], None) as fleet:
         for index in (0, 1):
@@ -220,7 +229,7 @@ async def test_prompts_in_a_form(llama_server: StartServer, prompts: list[str]) 
 
 
 async def test_reranking_beside_a_conversation(llama_server: StartServer) -> None:
-    """Scores are not compared: the server's own differ with what its slots held before."""
+    """Scores are not compared: even the server's own depend on what its slots held before."""
     reference = await llama_server("llama", slots=2, extra_args=RANKS)
     server = await llama_server("llama", slots=2, extra_args=RANKS)
     body: Json = {"query": "ferry", "documents": ["a boat", "a car", "a ferry"]}
@@ -237,8 +246,11 @@ async def test_reranking_beside_a_conversation(llama_server: StartServer) -> Non
 
 
 async def test_messages_run_on_the_slot_that_was_meant(llama_server: StartServer) -> None:
-    """`/v1/messages` cannot be pinned. Its prompt was computed on one slot but for the last token,
-    and that is all that the server says it had left to compute; two conversations take turns."""
+    """`/v1/messages` cannot be pinned, but each request is steered to its slot.
+
+    The router prefills all but the last token there, so that the server reports one computed token.
+    Two conversations alternate.
+    """
     server = await llama_server("llama", slots=2)
     talks = [chat(seed, sentences(seed, 2), length=15) for seed in (1, 2)]
     meant: list[set[tuple[str, int]]] = [set(), set()]
@@ -264,7 +276,7 @@ async def test_messages_run_on_the_slot_that_was_meant(llama_server: StartServer
 async def test_messages_that_follow_at_once_find_what_was_just_computed(
     llama_server: StartServer,
 ) -> None:
-    """An answer may be over before anybody saw in which slot; who comes then waits for that."""
+    """An answer may end before its slot is known; the next request waits for that knowledge."""
     server = await llama_server("llama", slots=2)
     async with running([("a", server.url)], server.kv_dir) as fleet:
         reused = set()
@@ -281,9 +293,11 @@ async def test_messages_that_follow_at_once_find_what_was_just_computed(
 
 @pytest.mark.slow
 async def test_a_client_that_wants_no_reuse(llama_server: StartServer) -> None:
-    """It computes all of it, whatever there is; what it leaves is the server's own prompt, of use
-    to others. No file is made of that: not while the slot is idle, nor when another takes it. Of
-    what goes on from it there is one."""
+    """A request that declines reuse computes its whole prompt, which others may reuse.
+
+    The prompt is not saved: neither while its slot is idle, nor when it is displaced. A longer
+    prompt that reuses it is saved.
+    """
     server = await llama_server("llama", slots=1)
     async with running([("a", server.url)], server.kv_dir) as fleet:
         first = await plain(fleet)
@@ -299,7 +313,7 @@ async def test_a_client_that_wants_no_reuse(llama_server: StartServer) -> None:
         for _ in range(2):
             assert (await fleet.complete(fresh, cache_prompt=False)).cached == 0
         assert (await fleet.state())["slots"][0]["resident_tokens"] >= len(fresh)
-        await asyncio.sleep(1.0)  # others are saved after a tenth of it
+        await asyncio.sleep(1.0)  # an idle save comes after a tenth of it
         await fleet.complete(other)
         state = await fleet.until(saved(len(other)))
         listed = (await fleet.get("/kvferry/snapshots")).json["snapshots"]
@@ -313,8 +327,10 @@ async def test_a_client_that_wants_no_reuse(llama_server: StartServer) -> None:
 
 
 async def test_a_slot_that_the_client_names(llama_server: StartServer) -> None:
-    """Honoured where there is such a slot, also when another one holds the prompt; it is waited for
-    while it is busy. A number that no server has is no wish."""
+    """`id_slot` is obeyed if there is such a slot, even if another slot holds the prompt.
+
+    A busy slot is waited for. A number that no server has is ignored.
+    """
     server = await llama_server("llama", slots=2)
     async with running([("a", server.url)], server.kv_dir) as fleet:
         for index in (1, 0, 1, 1):
@@ -327,10 +343,10 @@ async def test_a_slot_that_the_client_names(llama_server: StartServer) -> None:
 
 @pytest.mark.slow
 async def test_a_server_that_falls_asleep(llama_server: StartServer) -> None:
-    """Its slots are empty when it wakes up: what was in a file is restored, the answer is right.
+    """Slots are empty after sleep: a snapshot is restored, and the answer is right.
 
-    It sleeps after a second, between two looks at its slots: each counts as use, so that with
-    more than two it would stay awake.
+    The server sleeps after 1 s, between two polls of its slots. Each poll counts as use, so that
+    with more than 2 s the server would stay awake.
     """
     server = await llama_server("llama", slots=1, extra_args=["--sleep-idle-seconds", "1"])
     reference = await llama_server("llama", slots=1)

@@ -1,7 +1,7 @@
-"""KV trouble never fails a request: every effect that can go wrong, on a whole router.
+"""KV failures never fail a request: every effect that can go wrong, on a whole router.
 
-The fake checks what it reads, so a file that is not what was committed would show as a violation
-or as a wrong cell; counts and metrics tell what was tried.
+The fake checks what it reads: a file that differs from the committed one shows as a violation or
+as a wrong cell. Counts and metrics show what was tried.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ RESTORED = len(PROMPT) - 1  # one token is always evaluated
 
 @pytest.fixture
 async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
-    """One slot: what is not in it must come from a file."""
+    """Yield a server with one slot: other content must come from a file."""
     async with FakeLlama(kv_dir=tmp_path, n_slots=1) as server:
         yield server
         assert server.violations == []
@@ -59,16 +59,16 @@ def assert_good(answer: Answer, prompt: str = PROMPT) -> None:
 
 
 def files(kv_dir: Path, suffix: str) -> list[str]:
-    """State files by the end of their names; `.kv` are those that the manifest names."""
+    """Return the files with this suffix; `.kv` files are those that the manifest names."""
     return sorted(name for name in os.listdir(kv_dir) if name.endswith(suffix))
 
 
 async def save(fleet: Fleet) -> Json:
-    """PROMPT is in a snapshot, and OTHER, which is in none, in the slot. The snapshot."""
+    """Save PROMPT, run OTHER unsaved in the slot, and return the snapshot of PROMPT."""
     assert_good(await fleet.complete(PROMPT))
     state = await fleet.until(lambda state: state["snapshots"]["count"] == 1)
     await fleet.until_quiet()
-    await fleet.router.store.flush()  # what happens to a file before that is another test's
+    await fleet.router.store.flush()  # earlier changes to a file are another test
     assert_good(await fleet.complete(OTHER), OTHER)
     item: Json = state["snapshots"]["items"][0]
     return item
@@ -79,7 +79,7 @@ async def failures(fleet: Fleet, action: str) -> float:
 
 
 async def test_a_snapshot_is_restored(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
-    """The case without any fault; the others differ from it in one thing."""
+    """Base case without a fault; each other test differs from it in one thing."""
     snapshot = await save(fleet)
     assert f"kvf-{snapshot['id']}.kv" in files(tmp_path, ".kv")
     before = fake.counts["restore", 0]
@@ -96,7 +96,7 @@ async def test_a_snapshot_is_restored(fake: FakeLlama, fleet: Fleet, tmp_path: P
 
 
 async def test_save_is_refused(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
-    """500, as with a full disk."""
+    """Answer 500, as with a full disk."""
     fake.faults.save_fails = True
     for prompt in (PROMPT, OTHER, PROMPT):
         assert_good(await fleet.complete(prompt), prompt)
@@ -108,7 +108,7 @@ async def test_save_is_refused(fake: FakeLlama, fleet: Fleet, tmp_path: Path) ->
 
 
 async def test_save_lies_about_its_size(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
-    """A full disk can be reported as success (llama-server.md section 0.4)."""
+    """Full disks can be reported as success (llama-server.md section 0.4)."""
     before = fake.counts["restore", 0]
     fake.faults.save_lies = True
     for prompt in (PROMPT, OTHER, PROMPT):
@@ -122,7 +122,7 @@ async def test_save_lies_about_its_size(fake: FakeLlama, fleet: Fleet, tmp_path:
 
 
 async def test_restore_is_refused(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
-    """The file may be good, and the server short of room: once is forgiven, twice is not."""
+    """Good files may be refused for lack of room: once is forgiven, twice is not."""
     snapshot = await save(fleet)
     fake.faults.restore_fails = True
     answer = await fleet.complete(PROMPT)
@@ -156,13 +156,13 @@ def truncate(path: Path) -> None:
 
 
 def replace(path: Path) -> None:
-    """A good file of another conversation, under the same name."""
+    """Put a good file of another conversation under the same name."""
     path.unlink()
     path.write_bytes(encode_state(list(OTHER.encode()), 0, 1))
 
 
 def overwrite(path: Path) -> None:
-    """The same size and other bytes."""
+    """Change the bytes, but not the size."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -193,7 +193,7 @@ async def test_file_changed_on_disk(
 
 
 async def test_file_touched_on_disk(fake: FakeLlama, fleet: Fleet, tmp_path: Path) -> None:
-    """The same bytes with another date, as after a copy: looked at again, and used."""
+    """Same bytes with another date, as after a copy: verified again, and used."""
     snapshot = await save(fleet)
     os.utime(tmp_path / f"kvf-{snapshot['id']}.kv", ns=(1, 1))
     answer = await fleet.complete(PROMPT)
@@ -202,7 +202,7 @@ async def test_file_touched_on_disk(fake: FakeLlama, fleet: Fleet, tmp_path: Pat
 
 
 async def test_slot_action_hangs(fake: FakeLlama, tmp_path: Path) -> None:
-    """Given up after limits.action_timeout; the request is served without it."""
+    """Ended after limits.action_timeout; the request is served without the action."""
     yaml = "limits: {action_timeout: 200ms}"
     async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
         await save(fleet)
@@ -216,7 +216,7 @@ async def test_slot_action_hangs(fake: FakeLlama, tmp_path: Path) -> None:
 
 
 async def test_crash_during_a_restore(fake: FakeLlama, fleet: Fleet) -> None:
-    """The request goes on when the backend is back; the snapshot is not to blame."""
+    """Requests continue when the backend is back; the snapshot is not blamed."""
     snapshot = await save(fleet)
     fake.action_gate.clear()
     async with asyncio.TaskGroup() as group:
@@ -231,7 +231,7 @@ async def test_crash_during_a_restore(fake: FakeLlama, fleet: Fleet) -> None:
 
 
 async def test_copy_between_backends(tmp_path: Path) -> None:
-    """What an idle slot of one server holds is carried to the other, whose slots are free."""
+    """Content of a slot is carried to the other backend, which has a free slot."""
     async with (
         FakeLlama(kv_dir=tmp_path, n_slots=1) as a,
         FakeLlama(kv_dir=tmp_path, n_slots=1) as b,
@@ -254,7 +254,7 @@ async def test_copy_between_backends(tmp_path: Path) -> None:
 
 
 async def test_stopping_saves_what_is_worth_it(fake: FakeLlama, tmp_path: Path) -> None:
-    """And a router that is started over the same directory offers it."""
+    """Saved content is offered by a router that starts later over the same directory."""
     yaml = "store: {idle_save_after: 'off'}"
     async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
         assert_good(await fleet.complete(PROMPT))
@@ -301,7 +301,7 @@ async def test_a_large_plain_answer_is_counted_like_any_other(fleet: Fleet) -> N
 
 
 async def test_others_have_their_turn_while_snapshots_are_taken_in(fleet: Fleet) -> None:
-    """As when a reload opens a directory with thousands."""
+    """Needed when a reload opens a KV directory with thousands of snapshots."""
     turns = 0
 
     async def count() -> None:
@@ -346,7 +346,7 @@ async def test_a_prefill_whose_backend_went_away_before_it_began_does_not_begin(
 
 
 class Prefilling:
-    """A server on which a prefill breaks off at once, and goes on for as long as `busy`."""
+    """A server on which a prefill breaks off at once, but runs on for as long as `busy`."""
 
     def __init__(self, failure: BackendError | None = None) -> None:
         self.failure, self.busy, self.looks = failure, True, 0
@@ -373,7 +373,7 @@ class Prefilling:
         return Engine(state, {A: server}, None, clock, telemetry, LoopThrottle(clock))
 
     async def until_looked(self) -> None:
-        """Another look has begun."""
+        """Wait until another poll has begun."""
         self.looked.clear()
         async with asyncio.timeout(PATIENCE_S):
             await self.looked.wait()
@@ -393,7 +393,7 @@ def long_one(name: str = "R") -> Request:
 async def test_nothing_is_sent_to_a_slot_where_a_prefill_that_broke_off_goes_on(
     error: BackendError,
 ) -> None:
-    """Pinned to a busy slot it could destroy an answer (llama-server.md section 0.1)."""
+    """Pinned to a busy slot, a request could destroy an answer (llama-server.md section 0.1)."""
     server = Prefilling(error)
     engine = server.engine()
     async with asyncio.TaskGroup() as group:
@@ -405,7 +405,7 @@ async def test_nothing_is_sent_to_a_slot_where_a_prefill_that_broke_off_goes_on(
     grant = asked.result()
     assert (grant.pin, grant.lease.slot.index) == (True, 0)
     slot = engine.scheduler.state.fleet.slots[grant.lease.slot]
-    assert len(slot.resident) == 7000  # what there is of it is kept
+    assert len(slot.resident) == 7000  # the computed part is kept
     await engine.aclose()
 
 
@@ -423,7 +423,7 @@ async def test_a_prefill_that_was_refused_has_not_begun() -> None:
 async def test_the_wait_for_a_prefill_that_broke_off_ends_with_its_backend() -> None:
     server = Prefilling(BackendError("broken"))
     engine = server.engine()
-    asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - its error is asked for
+    asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - its error is checked
     await server.until_looked()
     engine.backend_down(A)
     with pytest.raises(BackendError, match="went away"):
@@ -454,8 +454,10 @@ async def test_who_leaves_while_a_prefill_that_broke_off_goes_on_keeps_no_slot()
 async def test_nobody_waits_for_long_for_a_prefill_that_broke_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server may hang and say that it is well: the request is tried anew, and the slot nobody's
-    until it is idle."""
+    """Servers may hang and still report health: the request is retried elsewhere.
+
+    The slot stays reserved until it is idle.
+    """
     monkeypatch.setattr("router.engine.slot_watch._OVERDUE_S", 0.01)
     server = Prefilling(BackendTimeoutError("late"))
     engine = server.engine()
@@ -475,8 +477,7 @@ async def test_nobody_waits_for_long_for_a_prefill_that_broke_off(
 
 
 async def test_closing_waits_for_no_slot() -> None:
-    """A prefill is under way on a server that does not answer: to be told to end, it looked whether
-    its slot was idle, for ever."""
+    """Regression: to end a prefill on a hung server, its slot was polled without end."""
     server = Prefilling()
     engine = server.engine()
     asked = asyncio.ensure_future(engine.submit(long_one()))  # noqa: TID251 - cancelled below
@@ -490,7 +491,7 @@ async def test_closing_waits_for_no_slot() -> None:
 
 
 async def test_who_leaves_between_the_turnstile_and_the_grant_keeps_no_slot() -> None:
-    """An embedding beside a chat, which waits until that is seen at work."""
+    """Embedding beside a chat: the embedding waits until the chat is seen at work."""
     seen, clock = asyncio.Event(), MonotonicClock()
 
     async def slots() -> list[SlotStatus]:
@@ -507,19 +508,19 @@ async def test_who_leaves_between_the_turnstile_and_the_grant_keeps_no_slot() ->
         throttle.call(lambda: None)
     await asyncio.sleep(0)
     assert len(throttle)
-    throttle.call(asked.cancel)  # just behind it
+    throttle.call(asked.cancel)  # just after the request
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(asyncio.CancelledError):
             await asked
         assert state.state.fleet.gated
         seen.set()
-        while state.state.fleet.gated:  # noqa: ASYNC110 - nobody tells
+        while state.state.fleet.gated:  # noqa: ASYNC110 - no event tells
             await asyncio.sleep(0)
     await engine.aclose()
 
 
 async def test_a_few_are_decided_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order in which they were asked for; one who left meanwhile is not."""
+    """Requests are decided in order of arrival; one that was cancelled meanwhile is not."""
     turn, decided = 0, dict[str, int]()
     handle = Scheduler.handle
 
@@ -535,7 +536,7 @@ async def test_a_few_are_decided_in_one_turn(monkeypatch: pytest.MonkeyPatch) ->
     )
     names = [f"r{number:03}" for number in range(5 * MOST)]
     asked = [
-        asyncio.ensure_future(engine.submit(request(name, [1, 2, 3])))  # noqa: TID251 - cancelled below
+        asyncio.ensure_future(engine.submit(request(name, [1, 2, 3])))  # noqa: TID251 - cancelled
         for name in names
     ]
     await asyncio.sleep(0)
@@ -561,7 +562,7 @@ def running_now(n: int) -> Callable[[Json], bool]:
 async def test_who_arrives_is_not_kept_waiting_by_one_that_nobody_looks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where an embedding runs is looked for late, and at once if somebody waits to know."""
+    """Slots of embeddings are looked for late, but at once if another request waits."""
     async with (
         FakeLlama(kv_dir=tmp_path, n_slots=2) as fake,
         running([("a", fake.url)], tmp_path) as fleet,
@@ -580,8 +581,7 @@ async def test_who_arrives_is_not_kept_waiting_by_one_that_nobody_looks_for(
 async def test_where_it_matters_a_request_is_looked_for_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Somebody else's answer may end meanwhile, and what it leaves would be forgotten; or the
-    request's own tokens would."""
+    """Otherwise another answer's end, or its own tokens, could be forgotten."""
     async with (
         FakeLlama(kv_dir=tmp_path, n_slots=2) as fake,
         running([("a", fake.url)], tmp_path) as fleet,
@@ -590,7 +590,7 @@ async def test_where_it_matters_a_request_is_looked_for_at_once(
         monkeypatch.setattr("router.engine.slot_watch._LEISURE_S", 10 * PATIENCE_S)
         body: Json = {"messages": [{"role": "user", "content": PROMPT}], "input": PROMPT}
         if path == "/v1/messages":
-            await fleet.post(path, body)  # so that nothing of it has to be computed first
+            await fleet.post(path, body)  # so that no prefill is needed
             await fleet.until_quiet()
         fake.decode_gate.clear()
         if path == "/v1/embeddings":
@@ -602,6 +602,6 @@ async def test_where_it_matters_a_request_is_looked_for_at_once(
 
 
 def gated(fleet: Fleet) -> bool:
-    """Somebody is not to come near the backend."""
+    """Return whether a backend is gated, or no job has begun."""
     state = fleet.router.engine.scheduler.state
     return bool(state.fleet.gated) or not state.jobs

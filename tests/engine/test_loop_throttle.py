@@ -1,4 +1,4 @@
-"""A few pass in one turn of the loop, in the order in which they came; the rest in later turns."""
+"""Loop throttle: a few calls run per event-loop iteration, in order; the rest run later."""
 
 import asyncio
 from collections.abc import Callable
@@ -64,7 +64,7 @@ async def test_whoever_comes_later_does_not_overtake() -> None:
         throttle.call(partial(passed.append, number))
 
     def late() -> None:
-        # the turn is new by now, but not for those who come behind others
+        # a new iteration by now, but the calls that wait go first
         throttle.call(lambda: passed.append(-1))
 
     throttle.call(late)
@@ -130,7 +130,7 @@ async def test_at_the_end_all_pass_at_once() -> None:
 
 
 async def test_what_is_under_way_stands_aside_once_a_turn_is_long() -> None:
-    """All of it goes on in the end, in the order in which it came, some of it in each turn."""
+    """Chunks that step aside continue in order, some of them in each iteration."""
     clock = Hands()
     throttle, done, n = LoopThrottle(clock), list[int](), 3 * MOST_BACK
 

@@ -1,4 +1,4 @@
-"""Where the server put a request, and what is told of one that was over before it was seen."""
+"""Launch watch: slots of server-placed requests, and ends of those that were not seen."""
 
 import asyncio
 from typing import cast
@@ -22,7 +22,7 @@ def end(_: int | None = None) -> None:
 
 
 def sent() -> tuple[Scheduler, Dispatch]:
-    """R may go to whichever slot of a the server picks; a/1 holds something."""
+    """Return a scheduler and R's server-placed dispatch on a; a/1 holds tokens."""
     s = scheduler(backend("a", 2), idle_save_after_s=None, reuse_probability=0.0)
     slot(s, A1).resident = Resident(tokens(7, 8))
     (dispatch,) = arrive(s, ids=[1], pinnable=False)
@@ -45,7 +45,7 @@ def assert_kept(placing: LaunchWatch, kept: bool) -> None:
 
 
 async def test_nothing_is_looked_for_that_nobody_would_miss() -> None:
-    """The end of a request is told at once where nothing is known of any slot."""
+    """Ends are reported at once if nothing is known of any slot."""
     s, dispatch = sent()
     slot(s, A1).resident = slot(s, A0).resident = Resident()
     placing = LaunchWatch(s, {A: Scripted([{1}])})
@@ -54,7 +54,7 @@ async def test_nothing_is_looked_for_that_nobody_would_miss() -> None:
 
 
 async def test_a_backend_that_goes_meanwhile() -> None:
-    """The end is told all the same: somebody has to."""
+    """Reported all the same: nothing else reports the end."""
     s, dispatch = sent()
     placing = LaunchWatch(s, {A: Scripted([set()])})
 

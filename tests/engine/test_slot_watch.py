@@ -1,4 +1,4 @@
-"""What a look at `/slots` tells: scripted answers, one for each look."""
+"""Polls of `/slots`, with one scripted answer per poll."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ DOWN = BackendError("down")
 
 
 class Scripted:
-    """A backend whose looks are given: the busy slots of two, or an error. The last one stays."""
+    """A backend with scripted polls: the busy ones of two slots, or an error. The last repeats."""
 
     def __init__(self, looks: Sequence[set[int] | BackendError], n_tokens: int = 7) -> None:
         self._looks = list(looks)
@@ -79,7 +79,7 @@ async def slot_of(
     *,
     over: bool = False,
 ) -> int | None:
-    """`find_start`, for somebody who waits."""
+    """Call `find_start`; by default, another request waits for the result."""
     awaited = awaited or under_way(over=True)
     return await find_start(backend, expected, taken, concerned, awaited, under_way(over=over))
 
@@ -115,7 +115,7 @@ async def test_a_stream_that_has_begun_is_over_when_its_slot_is_idle() -> None:
 async def test_looks_are_quick_unless_a_server_needs_its_peace(
     left: RequestProgress, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two are waited for. What their server has to notice by itself, quick looks would hide."""
+    """Quick polls would hide what the server has to notice itself; two slots are watched."""
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -151,7 +151,7 @@ async def test_without_slots_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_what_was_sent_before_is_waited_for() -> None:
-    """A request that the server places must not overtake a pinned one on its way."""
+    """Server-placed requests must not overtake a pinned one on its way."""
     backend = Scripted([set(), {1}, {0, 1}])
     await wait_started(backend, lambda: {0, 1}, yes)
     assert backend.looked == 3
@@ -183,7 +183,7 @@ async def test_a_request_that_ended_unseen() -> None:
 
 
 async def test_while_nobody_waits_few_looks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short request is over before the first, which somebody else's arrival brings on."""
+    """Short requests end before the first poll, which another arrival brings forward."""
     monkeypatch.setattr("router.engine.slot_watch._LEISURE_S", 60.0)
     backend, is_over, waits = Scripted([{0}]), False, under_way()
 
@@ -228,7 +228,7 @@ async def test_a_request_that_lasts_is_looked_for_although_nobody_waits() -> Non
 
 
 async def test_those_who_wait_share_their_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with looks of their own would keep the server from noticing that their clients left."""
+    """Separate polls would keep the server from noticing that the clients disconnected."""
     monkeypatch.setattr("router.engine.slot_watch._QUIET_DELAYS_S", (0.01, 0.02, 0.2))
     backend = Scripted([{0, 1}, set(), set()])
     looks = SlotPoller(backend)
@@ -268,7 +268,7 @@ async def test_another_process_under_the_same_name_is_looked_at_itself() -> None
 
 
 async def test_a_request_that_was_over_before_the_first_look() -> None:
-    """It was the last that a slot did; of one that works for others that is not known."""
+    """Found as the latest task of an idle slot; unknown for slots of other requests."""
     backend = Scripted([set()])
     backend.tasks = [7, 3]
     assert await slot_of(backend, 1, over=True) == 0
@@ -286,7 +286,7 @@ async def test_a_wipe_is_tried_until_it_succeeds(monkeypatch: pytest.MonkeyPatch
 
 async def test_a_wipe_may_have_to_compute_something_before() -> None:
     backend = Scripted([set()])
-    backend.wiped = 1  # the first erase fails
+    backend.wiped = 1  # only the first erase fails: done
     await wipe(backend, 0, yes, flush=True)
     assert (backend.computed, backend.wiped) == (1, 2)
 

@@ -1,4 +1,4 @@
-"""What moves state files answers each effect with one event, whatever happens to it.
+"""Transfers of state files: each effect is answered with one event, whatever happens.
 
 Saves and restores against whole routers: tests/engine/test_engine.py.
 """
@@ -30,7 +30,7 @@ SAVE = ef.Save(R, A0, NS, ef.SaveReason.IDLE)
 
 
 class World:
-    """Clock, store, backend and telemetry in one; what fails is named by its method."""
+    """Clock, store, backend and telemetry in one. `fails`: the error of each failing method."""
 
     def __init__(self, **fails: Exception) -> None:
         self.fails, self.said, self.time = fails, [], 0.0  # type: ignore[var-annotated]
@@ -165,8 +165,10 @@ async def test_a_backend_that_refuses_is_no_bad_file() -> None:
 async def test_what_a_backend_writes_too_late_is_removed_when_it_works_again(
     error: BackendError,
 ) -> None:
-    """It may write the file long after the router stopped waiting, or lost its connection, and then
-    it is nobody's."""
+    """Late files belong to no snapshot.
+
+    A backend may write one long after the router stopped waiting or lost the connection.
+    """
     world = World(save=error)
     transfers = world.transfers()
     await transfers.save(SAVE, backend("a"))
@@ -189,7 +191,7 @@ async def test_what_a_backend_writes_too_late_is_removed_when_it_works_again(
     ],
 )
 async def test_a_bug_fails_the_effect_alone(effect: Any, fails: str, event: ev.Event) -> None:
-    """Unanswered, its slot would be out of use for good."""
+    """Unanswered, the effect would keep its slot out of use for good."""
     transfers = World(**{fails: KeyError("x")}).transfers()
     with capture_logs() as log:
         assert await transfers.carry_out(effect, {A: backend()}) == event

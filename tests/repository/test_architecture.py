@@ -1,6 +1,6 @@
-"""Which package may import which, what may happen at import, how long a module may be.
+"""Rules: imports between packages, effects of an import, sizes of modules and folders.
 
-docs/architecture.md explains the packages; these tests hold it to them. Each test lists all
+docs/architecture.md explains the packages, and these tests enforce its rules. Each test lists all
 offenders.
 """
 
@@ -19,7 +19,7 @@ MODULES = {
 }
 PACKAGES = {name for name, path in MODULES.items() if path.name == "__init__.py"}
 
-# What the modules of a package may import of other packages. The version stands in `router`.
+# Other packages that the modules of a package may import. The version is in `router`.
 ALLOWED = {
     "router.base": "",
     "router.config": "base core.model",
@@ -48,7 +48,7 @@ ORDERS = (
     ("router.llama", "router.llama.attach"),
     ("router.web.server", "router.web.api", "router.web.admin", "router.web"),
 )
-# What a decision may be made of: no clock, no chance, no loop, no file, no log.
+# Standard modules for decisions: no clock, no chance, no loop, no file, no log.
 CORE_STDLIB = {
     "bisect",
     "collections",
@@ -130,7 +130,7 @@ def test_folders_within_a_package_have_an_order() -> None:
 
 
 def test_what_a_terminal_shows_is_asked_over_http() -> None:
-    """`kvferry top` and its like import nothing of the router that they ask."""
+    """`kvferry top` and the like import nothing of the router that they ask."""
     offenders = [
         f"{module} imports {name}"
         for module in MODULES
@@ -142,7 +142,7 @@ def test_what_a_terminal_shows_is_asked_over_http() -> None:
 
 
 def test_core_is_pure() -> None:
-    """The core is told what happened and answers what to do: it never waits and never looks."""
+    """Events go into the core and effects come out: the core never waits and never looks."""
     offenders = []
     for module in MODULES:
         if not is_within(module, "router.core"):
@@ -177,7 +177,7 @@ def test_modules_say_what_they_are_for() -> None:
 
 
 def test_tasks_are_spawned_by_name() -> None:
-    """A task of a TaskGroup has an owner already; one of the loop has not."""
+    """Tasks of a TaskGroup have an owner already; tasks of the loop have none."""
     offenders = []
     for module in set(MODULES) - {"router.base.tasks"}:
         calls = {
@@ -191,7 +191,7 @@ def test_tasks_are_spawned_by_name() -> None:
 
 
 def test_tests_mirror_the_tree() -> None:
-    """Each folder of `router/` has its tests in the folder of the same name."""
+    """Folders of `router/` have their tests in the folder of the same name."""
     special = {"bench", "clients", "e2e", "repository", "support"}
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
     names = {folder.relative_to(ROOT / "tests") for folder in folders}
@@ -228,7 +228,7 @@ asyncio.run(main())
 
 
 def test_importing_starts_nothing() -> None:
-    """No task, thread or metric comes into being because a module was imported."""
+    """Importing a module creates no task, thread or metric."""
     # The prebuilt server is a program; importing it is running it.
     names = [name for name in MODULES if not name.endswith(("__main__", "demo.prebuilt"))]
     done = subprocess.run(

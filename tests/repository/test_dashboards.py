@@ -1,6 +1,6 @@
-"""Dashboards and rules: as their sources say, of metrics that exist, and of all that exist.
+"""Dashboards and rules are as their sources say, and use the metrics that exist and all of them.
 
-Whether their queries find anything is asked of a real Prometheus in tests/e2e/test_prometheus.py.
+tests/e2e/test_prometheus.py checks with a real Prometheus that their queries find values.
 """
 
 import json
@@ -37,12 +37,12 @@ _OURS = re.compile(r"\bkvferry_\w+")
 
 
 def described() -> dict[str, str]:
-    """Name and type of every metric; docs/metrics.md has them all, as test_telemetry sees to."""
+    """Return name and type of every metric in docs/metrics.md; test_metrics checks that page."""
     return {name: kind for name, kind, *_ in ROW.findall(PAGE.read_text())}
 
 
 def used(expr: str) -> set[str]:
-    """The metrics of ours that an expression is about."""
+    """Return the kvferry metrics that an expression uses."""
     kinds = described()
     found = set()
     for name in _OURS.findall(expr):
@@ -68,7 +68,7 @@ def alerts() -> dict[str, Json]:
 
 
 def test_the_json_is_what_the_source_writes() -> None:
-    """Changed by hand, or the source without it: `python -m dashboards.source`."""
+    """Edit the source and run `python -m dashboards.source`; never edit the JSON by hand."""
     sources = dict(written())
     assert {path.name for path in sources} == set(DASHBOARDS)
     assert [path.name for path, text in sources.items() if path.read_text() != text] == []
@@ -144,7 +144,7 @@ def test_every_alert_says_what_to_do() -> None:
 
 
 def test_every_alert_is_seen_to_fire() -> None:
-    """In rules_test.yml, which promtool runs below."""
+    """Alerts fire in rules_test.yml, which promtool runs below."""
     text = (SHIPPED / "rules_test.yml").read_text()
     assert set(alerts()) == set(re.findall(r'alertname="(\w+)"\}', text))
 
@@ -165,7 +165,7 @@ def test_promtool_agrees(argv: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# -- what puts them together ---------------------------------------------------------------------
+# -- configuration of Prometheus and Grafana -----------------------------------------------------
 
 
 def test_prometheus_scrapes_the_default_address_with_all_backends() -> None:

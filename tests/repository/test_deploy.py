@@ -1,6 +1,6 @@
-"""The files that start everything agree with each other, with the configuration and with a server.
+"""Deployment files agree with each other, with the configuration and with a server.
 
-No container is run: a schema, real parsers and a real llama-server say what they can.
+No container is run: a schema, real parsers and a real llama-server check what they can.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ def read(name: str) -> str:
 
 
 def filled(value: Any) -> Any:
-    """Every variable at its default; MODEL, which has none, is its name."""
+    """Return a value with every variable at its default; MODEL, without a default, is its name."""
     match value:
         case str():
             return _VARIABLE.sub(lambda found: found[3] if found[2] else found[1], value)
@@ -66,7 +66,7 @@ def docker() -> Config:
 
 
 def flags(command: list[str]) -> dict[str, str]:
-    """Flag to value; "" for a switch."""
+    """Return flag to value; "" for a switch."""
     found: dict[str, str] = {}
     for word, following in zip(command, [*command[1:], "--"], strict=True):
         if word.startswith("--"):
@@ -75,19 +75,19 @@ def flags(command: list[str]) -> dict[str, str]:
 
 
 def mounts(service: Json) -> dict[str, str]:
-    """Target to source."""
+    """Return a service's mounts, target to source."""
     parts = [mount.split(":") for mount in service.get("volumes", [])]
     return {part[1]: part[0] for part in parts}
 
 
 def instructions(name: str) -> list[str]:
-    """What follows an instruction of the Dockerfile's last stage."""
+    """Return the arguments of an instruction in the last stage of the Dockerfile."""
     stage = DOCKERFILE.rpartition("\nFROM ")[2]
     return re.findall(rf"^{name} (.*)$", stage, re.M)
 
 
 def unit(name: str) -> dict[str, str]:
-    """Key to its last value."""
+    """Return each key of a unit with its last value."""
     return dict(re.findall(r"^(\w+)=(.*)$", read(name), re.M))
 
 
@@ -95,7 +95,7 @@ def unit(name: str) -> dict[str, str]:
 
 
 def test_compose_file_is_valid() -> None:
-    """By a parser that knows the whole specification."""
+    """Parse with a parser that knows the whole specification."""
     parsed = PyCompose.from_yaml(yaml.safe_dump(COMPOSE))
 
     assert set(parsed.service_names()) == set(SERVICES)
@@ -154,7 +154,7 @@ def test_state_files_are_in_one_place_and_one_users() -> None:
 
 
 def test_the_router_reads_the_model_that_the_servers_run() -> None:
-    """By the path that they report."""
+    """Router and servers have the model at the path that the servers report."""
     model = flags(LLAMAS["cpu-0"]["command"])["--model"]
 
     assert model == "/models/MODEL"
@@ -209,7 +209,7 @@ def test_prometheus_and_grafana_find_their_files() -> None:
 
 @asynccontextmanager
 async def started(argv: list[str], log: Path) -> AsyncIterator[str]:
-    """The URL of a server that is up."""
+    """Yield the URL of a server that is up."""
     url = f"http://127.0.0.1:{flags(argv)['--port']}"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(*argv, stdout=output, stderr=output)
@@ -261,7 +261,7 @@ async def test_a_real_server_takes_the_flags_and_the_doctor_has_nothing_to_say(
 
 
 def test_all_servers_have_the_same_flags() -> None:
-    """Else their state files do not fit."""
+    """State files fit only servers with the same flags."""
     (of_unit,) = re.findall(r"^ExecStart=\S+ (.*)$", read(LLAMA_UNIT), re.M)
     own = ("--model", "--host", "--port", "--slot-save-path")
     known = [flags(one["command"]) for one in LLAMAS.values()] + [flags(shlex.split(of_unit))]
@@ -276,7 +276,7 @@ def test_all_servers_have_the_same_flags() -> None:
 
 
 def test_the_image_is_the_router_and_nothing_else() -> None:
-    """Another user than root, no compiler and no pip; the configuration where the command looks."""
+    """User other than root, no compiler, no pip; the configuration is where the command looks."""
     (command,), (entry,) = instructions("CMD"), instructions("ENTRYPOINT")
     words = json.loads(entry) + json.loads(command)
     copied = dict(line.split()[-2:] for line in instructions("COPY"))
@@ -297,7 +297,7 @@ def test_everything_that_is_copied_reaches_the_builder() -> None:
 
 
 async def test_health_check(tmp_path: Path) -> None:
-    """Run as the image runs it, but for the port."""
+    """Run the check as the image runs it, but for the port."""
     ((_, found),) = re.findall(r"^HEALTHCHECK (.*)CMD (.*)$", DOCKERFILE, re.M)
     program, *arguments = json.loads(found)
     assert program == "python"
@@ -334,7 +334,7 @@ def test_units_agree_with_each_other_and_the_configuration() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
-    """With programs that exist here."""
+    """Verify the units with programs that exist here."""
     for name in (UNIT, LLAMA_UNIT):
         text = re.sub(r"^(ExecStart\w*)=\S+", r"\1=/bin/true", read(name), flags=re.M)
         (tmp_path / Path(name).name).write_text(text)

@@ -1,4 +1,4 @@
-"""What comments cite of docs/llama-server.md is there, and links of the pages lead somewhere."""
+"""Checks of documentation and prose: citations, links, words, the module list, the glossary."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def known_sections() -> tuple[set[str], set[str]]:
-    """Numbers of headings and of numbered items below a heading ("0.3"), and titles."""
+    """Return numbers of headings and of numbered items below a heading ("0.3"), and titles."""
     numbers, titles, chapter = set[str](), set[str](), ""
     for line in (ROOT / "docs" / FACTS).read_text().splitlines():
         if heading := re.match(r"#+ (?:(\d+)\. |(\d+\.\d+) )?(.*)", line):
@@ -31,7 +31,10 @@ def known_sections() -> tuple[set[str], set[str]]:
 
 
 def cited(text: str) -> tuple[set[str], set[str]]:
-    """Numbers and titles that a source file names. One that names the page cites nothing else."""
+    """Return the section numbers and titles that a source file cites.
+
+    All citations in a file that names the page are taken for citations of that page.
+    """
     if FACTS not in text:
         return set(), set()
     plain = re.sub(r"\s*\n\s*(?:# )?", " ", text)
@@ -57,7 +60,7 @@ def test_what_is_cited_of_the_server_is_there(folder: str) -> None:
 
 
 def test_citations_are_found() -> None:
-    """The test above passes for a pattern that finds none."""
+    """Patterns that find no citation would pass the test above."""
     numbers, titles = cited(
         f"see {FACTS} sections 0.3 and 4.4, {FACTS} 5.6, Section 2.\n"
         f'# (docs/{FACTS},\n    # "Comparing\n# answers")'
@@ -88,7 +91,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors of a page, as GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -112,7 +115,7 @@ def test_objects_are_not_persons() -> None:
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    """No docstring begins with a clause, and no function's with an article or a pronoun."""
+    """Docstrings begin with no clause, and a function's with no article or pronoun."""
     clause = re.compile(r"(What|Who|Which|Where|Whether|How|When|Of|If|Whose|Those|Nobody)\b")
     noun = re.compile(r"(The|A|An|All|It|Its|Not|One|This|These|There|As|For|No|From|Until|Like)\b")
     found = []

@@ -1,7 +1,7 @@
-"""docs/openapi.yaml has every route of the router's own and no other; answers are as it says.
+"""docs/openapi.yaml describes exactly the router's own routes, and answers are as it says.
 
-Requests are made from it: each operation with parameters and bodies that fit, that nearly fit and
-that do not. No answer is a 500, and every error has the one shape.
+Requests are made from that file: each operation with parameters and bodies that fit, that nearly
+fit and that do not. No answer is a 500, and all errors have the same shape.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ async def test_every_route_and_no_other(fleet: Fleet) -> None:
 
 
 def resolved(value: Any) -> Any:
-    """With every reference replaced by what it means."""
+    """Return a value with every reference replaced by its target."""
     if isinstance(value, dict):
         if "$ref" in value:
             found: Any = SPEC
@@ -74,7 +74,7 @@ def resolved(value: Any) -> Any:
 
 
 def check(schema: Json, value: object, path: str = "") -> None:
-    """The little of JSON Schema that the answers are described with."""
+    """Check a value with the little of JSON Schema that describes the answers."""
     kinds = {"object": dict, "string": str, "integer": int, "array": list}
     if "type" in schema and isinstance(schema["type"], str):
         assert isinstance(value, kinds[schema["type"]]), path
@@ -109,7 +109,7 @@ VALUES: st.SearchStrategy[object] = st.recursive(
 
 
 def of(schema: Json) -> st.SearchStrategy[object]:
-    """What fits a schema, mostly."""
+    """Return a strategy for values that mostly fit a schema."""
     if "enum" in schema:
         return st.sampled_from(schema["enum"]) | VALUES
     if "oneOf" in schema:
@@ -125,7 +125,7 @@ def of(schema: Json) -> st.SearchStrategy[object]:
 
 @st.composite
 def requests(draw: st.DrawFn, path: str, operation: Json) -> tuple[str, bytes | None]:
-    """A target and a body."""
+    """Draw a target and a body."""
     query = []
     for parameter in resolved(operation["parameters"]):
         if parameter["in"] == "path":
@@ -166,7 +166,7 @@ async def test_requests_made_from_it(fleet: Fleet, name: str) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_good_answers_too(fleet: Fleet) -> None:
-    """Each operation once as it is meant, so that it is not only errors that are compared."""
+    """Operations are used once each as they are meant, so that not only errors are compared."""
     await fleet.until_up()
     await fleet.complete("x" * 600)
     state = await fleet.until(lambda state: state["snapshots"]["count"] >= 1)

@@ -1,4 +1,4 @@
-"""The table of faults counts what ran: docs/reliability.md."""
+"""The table of faults in docs/reliability.md counts the tests that ran."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Blocking calls on the event loop are errors: for the conftest.py of folders that want it."""
+"""A fixture that makes blocking calls on the event loop fail, for a folder's conftest.py."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,14 @@ from blockbuster import blockbuster_ctx
 
 @pytest.fixture(autouse=True)
 def blocking_calls_fail() -> Iterator[None]:
-    """A blocking call that `router` makes on the loop raises where it is made.
+    """Make a blocking call by `router` on the event loop raise where it is made.
 
-    Looked at are calls with a frame of `router` on the stack: what a test does itself (reading a
-    state file, say) may block. Let through:
+    Only calls with a frame of `router` on the stack count: a test itself may block, to read a state
+    file, say. Two calls are let through:
 
-    - a log line. It goes to standard error, which for a service is a pipe or a file: a write
-      blocks only when its reader is stuck, and then there is nowhere to say so;
-    - a scrape's look at `/proc/self`, which the kernel answers from memory.
+    - a log line. Log lines go to standard error, which for a service is a pipe or a file. A write
+      blocks only when its reader is stuck, and then there is no other place to report it;
+    - a scrape's read of `/proc/self`, which the kernel answers from memory.
     """
     with blockbuster_ctx("router") as found:
         for name in ("io.TextIOWrapper.write", "io.BufferedWriter.write"):

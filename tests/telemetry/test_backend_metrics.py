@@ -1,4 +1,4 @@
-"""Everybody's metrics in one answer, whatever some of them answer."""
+"""Metrics of all backends in one answer, whatever some of them answer."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -14,7 +14,7 @@ from router.base.types import BackendId
 from router.llama.client import Connections, LlamaClient, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics, parse
 
-# As llama-server writes them.
+# Metrics as llama-server writes them.
 GOOD = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
 # TYPE llamacpp:prompt_tokens_total counter
 llamacpp:prompt_tokens_total 637
@@ -35,7 +35,7 @@ def http(body: bytes, status: str = "200 OK") -> bytes:
 
 @asynccontextmanager
 async def server(answer: bytes | None) -> AsyncIterator[str]:
-    """Answers every connection with these bytes and closes it; None: never."""
+    """Answer every connection with these bytes and close it; None: never answer."""
     over: list[asyncio.Future[None]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -61,7 +61,7 @@ async def server(answer: bytes | None) -> AsyncIterator[str]:
 async def scrape(
     answers: Mapping[str, bytes | None], registry: CollectorRegistry | None = None
 ) -> Samples:
-    """One look at backends that answer so: (sample, backend) to value."""
+    """Scrape backends that answer so, once; return (sample, backend) to value."""
     async with AsyncExitStack() as stack:
         urls = {
             name: await stack.enter_async_context(server(answer))
@@ -91,8 +91,8 @@ async def test_every_backend_is_there_under_its_name() -> None:
 
 
 async def test_names_stay_as_the_backend_gave_them() -> None:
-    """The library's parser appends `_total` to the name of every counter; llama-server has one
-    that ends otherwise."""
+    """llama-server has a counter without `_total`, which the library's parser appends to every
+    counter."""
     async with server(http(GOOD)) as url, Connections() as connections:
         client = LlamaClient(BackendId("a"), url, connections, Timeouts())
         text = await BackendMetrics({client.id: client}, CollectorRegistry()).text()
@@ -139,7 +139,7 @@ async def test_a_backend_that_is_down_is_told_so() -> None:
 
 
 async def test_where_two_differ_about_a_type_the_first_one_holds() -> None:
-    """Two versions of llama-server, say; one family has one type."""
+    """Versions of llama-server may differ, but one family has one type."""
     other = GOOD.replace(b"requests_processing gauge", b"requests_processing counter")
     found = await scrape({"a": http(GOOD), "b": http(other)})
 

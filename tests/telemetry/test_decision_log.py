@@ -1,4 +1,4 @@
-"""The last decisions: as many as wanted, no more, and nothing of a prompt but where it parted."""
+"""Decision log: the last decisions up to a limit, and of a prompt only its point of divergence."""
 
 import pytest
 
@@ -148,7 +148,7 @@ def test_of_too_much_text_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_chat_goes_with_its_entry() -> None:
-    """Else many small ones that nobody can ask for would be kept."""
+    """Chats that cannot be requested any more would otherwise be kept, if small."""
     made = journal_of(limit=2)
     for name in "abcd":
         made.over(record(name), PLAN)

@@ -1,4 +1,4 @@
-"""Every metric is described where an operator reads, and counts what it says."""
+"""Every metric is described in docs/metrics.md, and counts what is described."""
 
 import re
 from collections.abc import Iterable
@@ -120,7 +120,7 @@ def record(**changes: object) -> RequestRecord:
 
 
 def declared(metrics: Iterable[Metric]) -> dict[str, tuple[str, set[str]]]:
-    """Name as scraped: (type, labels). Python's own metrics of a process are left out."""
+    """Return (type, labels) by name as scraped, without Python's own metrics of a process."""
     found = {}
     for metric in metrics:
         if not metric.name.startswith("kvferry_"):
@@ -132,7 +132,7 @@ def declared(metrics: Iterable[Metric]) -> dict[str, tuple[str, set[str]]]:
 
 
 def exercise(telemetry: PrometheusTelemetry) -> None:
-    """Everything once, so that every label shows."""
+    """Report everything once, so that every label shows."""
     telemetry.request(record())
     telemetry.rejected(RequestId("r"), "deadline", "late")
     telemetry.saved(SLOT, SaveReason.IDLE, Transfer(1, 2, 0.1), "")
@@ -142,7 +142,7 @@ def exercise(telemetry: PrometheusTelemetry) -> None:
 async def test_every_metric_is_described(
     registry: CollectorRegistry, telemetry: PrometheusTelemetry, tmp_path: Path
 ) -> None:
-    """One row each in docs/metrics.md: name, type, labels, meaning, what to do when it moves."""
+    """docs/metrics.md has a row for each: name, type, labels, meaning, what to do when it moves."""
     exercise(telemetry)
     await Vitals(registry, MonotonicClock(), lambda: [str(tmp_path)], "1").measure_disks()
     async with Connections() as connections:
@@ -163,7 +163,7 @@ def own_outcomes(base: type[RouterError] = RouterError) -> set[str]:
 
 @pytest.mark.usefixtures("telemetry")
 def test_every_outcome_starts_at_zero(registry: CollectorRegistry) -> None:
-    """The first error inside the router raised no alert: its series began with 1."""
+    """Series that began with 1 raised no alert for the first error inside the router."""
     for outcome in {*Outcome, *own_outcomes()}:
         assert value(registry, "kvferry_requests_total", outcome=outcome) == 0
 
@@ -177,7 +177,7 @@ def test_every_value_of_an_outcome_is_described() -> None:
 def test_labels_come_from_enums_and_configuration(
     registry: CollectorRegistry, telemetry: PrometheusTelemetry
 ) -> None:
-    """Never from a request: a thousand requests make no new series."""
+    """Labels never come from a request: a thousand requests make no new series."""
     exercise(telemetry)
     before = len(list(_series(registry)))
     for i in range(1000):
@@ -221,7 +221,7 @@ def test_reused_and_computed_make_the_prompt(
         (Source.RESIDENT, "resident"),
         (Source.SNAPSHOT, "snapshot"),
         (Source.COPY, "copy"),
-        (Source.COLD, "resident"),  # more was there than was known
+        (Source.COLD, "resident"),  # more was resident than the router knew
         (Source.NONE, "resident"),
     ],
 )
@@ -248,7 +248,7 @@ def test_predictions_are_summed_beside_what_was_measured(
 
 
 def test_what_is_counted_by_backend_starts_at_zero() -> None:
-    """Else the first of each would not show in a rate."""
+    """Rates would not show the first count of a series that begins with 1."""
     registry = CollectorRegistry()
     telemetry = PrometheusTelemetry(registry, [BackendId("a")])
     telemetry.request(record(outcome=Outcome.BACKEND_ERROR))
@@ -276,7 +276,7 @@ def test_plans_are_compared_with_what_happened(
 def test_a_request_without_numbers_counts_as_a_request(
     registry: CollectorRegistry, telemetry: PrometheusTelemetry
 ) -> None:
-    """A client that left early: nothing is known, nothing is made up."""
+    """Abandoned requests have no numbers, and none are made up."""
     nothing = dict.fromkeys(
         ("prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens", "ttft_s")
     )
@@ -327,7 +327,7 @@ def test_a_backend_that_was_never_up_has_no_speed(registry: CollectorRegistry) -
 
 
 def test_what_backends_are(registry: CollectorRegistry) -> None:
-    """The facts are labels, as the admin endpoint has them."""
+    """Facts are labels, as the admin endpoint has them."""
     for labels in (
         {"backend": "a", "memory_kind": "sliding_window", "n_stream": "2", "window": "64"}
         | {"cuts": "0", "snapshots": "1"},

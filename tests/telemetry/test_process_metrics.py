@@ -1,4 +1,4 @@
-"""What no request makes: how late the loop is, how full the disks are, what runs here."""
+"""Metrics without a request: lag of the event loop, size of the disks, versions."""
 
 import asyncio
 import platform
@@ -12,7 +12,7 @@ from router.telemetry.process_metrics import Vitals
 
 
 class Clock:
-    """Set by the test."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.s = 0.0
@@ -22,7 +22,7 @@ class Clock:
 
 
 async def test_disks_are_as_the_system_says(tmp_path: Path) -> None:
-    """A directory that is not there says nothing, and takes nothing from the others."""
+    """Missing directories have no metrics, and do not affect those of others."""
     registry, here = CollectorRegistry(), str(tmp_path)
     vitals = Vitals(registry, Clock(), lambda: [here, here, str(tmp_path / "gone")], "1")
     assert registry.get_sample_value("kvferry_kv_dir_size_bytes", {"kv_dir": here}) is None
@@ -32,13 +32,13 @@ async def test_disks_are_as_the_system_says(tmp_path: Path) -> None:
     found = {name: registry.get_sample_value(name, {"kv_dir": here}) for name in (SIZE, FREE)}
     usage = shutil.disk_usage(tmp_path)
     assert found[SIZE] == usage.total
-    assert found[FREE] == pytest.approx(usage.free, rel=0.1)  # others write meanwhile
+    assert found[FREE] == pytest.approx(usage.free, rel=0.1)  # other processes write meanwhile
     gone = {"kv_dir": str(tmp_path / "gone")}
     assert registry.get_sample_value(SIZE, gone) is None
 
 
 async def test_the_loop_is_as_late_as_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three looks: on time, a second late, and one for which the clock did not move."""
+    """Measure three times: on time, a second late, and with a clock that did not move."""
     clock, registry = Clock(), CollectorRegistry()
     vitals = Vitals(registry, clock, list, "1")
     passes = iter([0.25, 1.25, 0.0])

@@ -1,4 +1,4 @@
-"""Fixtures: blocking calls on the event loop fail; a router in front of a recording backend."""
+"""Fixtures for `router.web`: blocking calls fail, and the router's backend records every byte."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""Who is let in, who waits, who is told no, and who gets a slot."""
+"""Admission: which requests are accepted, wait, are rejected, and get a slot."""
 
 from dataclasses import replace
 from typing import Any
@@ -69,7 +69,7 @@ def rejected(effects: object) -> type[Exception]:
     return type(reject.error)
 
 
-# -- arriving ------------------------------------------------------------------------------------
+# -- arrivals ------------------------------------------------------------------------------------
 
 
 def test_a_request_goes_at_once_where_a_slot_is_free() -> None:
@@ -121,7 +121,7 @@ def test_with_all_slots_taken_a_request_waits_and_is_served_in_turn() -> None:
 
 
 def test_a_client_with_many_prompts_waits_for_itself() -> None:
-    """Of five prompts at once, four are served after that of another client, who came last."""
+    """Five prompts of a at once: four are served after the prompt of b, which came last."""
     s = scheduler(ONE)
     for number in range(5):
         arrive(s, f"a{number}", client="a")
@@ -146,7 +146,7 @@ MANY = 3 * admission._SCANNED_AT_ONCE
 def test_many_who_have_no_room_do_not_stand_before_one_who_has(
     theirs: dict[str, Any], mine: dict[str, Any]
 ) -> None:
-    """All of one client, so that it is nobody's turn before the oldest of them."""
+    """Same client for all of them, so that the oldest is first in the queue."""
     s = scheduler(backend("a", 2), backend("b", 1, models=frozenset({"other"})))
     arrive(s, "running", slot_hint=0, model="m")
     for number in range(MANY):
@@ -202,7 +202,7 @@ def test_an_idle_slot_is_found_behind_many_who_wait_by_choice() -> None:
 
 
 def test_who_was_looked_at_before_something_changed_is_looked_at_again() -> None:
-    """His slot came free between two looks."""
+    """Between two scans, the slot of that request became free."""
     n = 40
     s = scheduler(
         backend("a", n + 1),
@@ -282,7 +282,7 @@ def test_a_router_that_stops_lets_nobody_in() -> None:
     assert s.state.jobs.keys() == {R}
 
 
-# -- leaving -------------------------------------------------------------------------------------
+# -- disconnects ---------------------------------------------------------------------------------
 
 
 def test_a_client_that_leaves_while_waiting_costs_nothing() -> None:
@@ -319,7 +319,7 @@ def test_a_prefill_that_others_wait_for_goes_on() -> None:
     assert cancel(s, "r") == []
 
 
-# -- time ----------------------------------------------------------------------------------------
+# -- timeouts ------------------------------------------------------------------------------------
 
 
 def test_whoever_is_overdue_is_told() -> None:
@@ -344,7 +344,7 @@ def test_nobody_waits_long_for_a_backend_that_is_not_there() -> None:
 
 
 class _AnyError(NoBackendError):
-    """Equal to every error of its base."""
+    """Error that is equal to every NoBackendError."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NoBackendError)
@@ -365,7 +365,7 @@ def test_patience_with_a_busy_slot_ends() -> None:
     assert admission.patience_ends(s.state, NOW + 7.0) is None
 
 
-# -- serving -------------------------------------------------------------------------------------
+# -- admission -----------------------------------------------------------------------------------
 
 
 def test_others_pass_who_waits_for_a_busy_slot() -> None:
@@ -389,7 +389,7 @@ def test_a_request_for_a_whole_backend_is_not_starved_by_younger_ones() -> None:
 
 
 def test_a_backend_that_somebody_else_uses_is_not_kept() -> None:
-    """They may use it for hours."""
+    """Clients outside the router may use the backend for hours."""
     s = scheduler(backend("a", 2))
     s.handle(ev.FoundBusy({A0: slot(s, A0).generation}), NOW)
     assert arrive(s, "r", prompt=Prompt(unknown="media"), pinnable=False) == []
@@ -398,7 +398,7 @@ def test_a_backend_that_somebody_else_uses_is_not_kept() -> None:
 
 
 def test_an_idle_backend_is_not_kept_for_who_waits_at_home() -> None:
-    """`sticky` and without a pin: it waited for a/0, and kept b empty meanwhile."""
+    """Regression: an unpinned `sticky` request waited for a/0, and kept b idle meanwhile."""
     s = scheduler(ONE, backend("b", 1), policy=PolicyName.STICKY)
     arrive(s, "r", session="x")
     assert arrive(s, "r2", session="x", pinnable=False) == []
@@ -453,7 +453,7 @@ EMBEDDER = backend("a", 2, generates=False, kv_dir=None)
 
 
 def test_where_slots_hold_nothing_embeddings_go_side_by_side() -> None:
-    """As many as there are slots, without a look; nobody's tokens are in the way of a tenant."""
+    """Embeddings: one per slot, without polls, and no tenant's tokens are in the way."""
     s = scheduler(EMBEDDER)
     sent = [*arrive(s, **UNREAD, tenant="x"), *arrive(s, "r2", **UNREAD, tenant="y")]
     assert [isinstance(one, Dispatch) and one.confirm for one in sent] == [False, False]
@@ -472,7 +472,7 @@ def test_where_slots_hold_nothing_embeddings_go_side_by_side() -> None:
 def test_where_slots_hold_nothing_nobody_waits_for_what_was_left(
     outcome: Outcome, adapted: bool
 ) -> None:
-    """Nor is anything wiped: a model without KV refuses what that takes, again and again."""
+    """Nothing is wiped either: a model without KV refuses each attempt."""
     s = scheduler(EMBEDDER)
     arrive(s, **UNREAD, adapted=adapted)
     assert names(finish(s, outcome=outcome)) == ["Account"]
@@ -481,7 +481,7 @@ def test_where_slots_hold_nothing_nobody_waits_for_what_was_left(
 
 
 def test_where_slots_hold_nothing_ours_may_run_in_any() -> None:
-    """What is at work in a slot that is idle to us is no stranger's."""
+    """Work in a slot that the router considers idle is not a stranger's."""
     s = scheduler(EMBEDDER)
     arrive(s, **UNREAD)
     assert s.handle(ev.FoundBusy({A1: slot(s, A1).generation}), NOW) == []
@@ -492,7 +492,7 @@ def test_where_slots_hold_nothing_ours_may_run_in_any() -> None:
 
 
 def test_a_prompt_is_too_long_for_those_that_are_meant() -> None:
-    """Not for one without KV; but one that failed may be back before the request gives up."""
+    """Backends without KV do not count; a failed one may be back before the deadline."""
     ids = run_of(200)
     infos = backend("a", 1, n_ctx=100), backend("b", 1, n_ctx=400, generates=False)
     (reject,) = arrive(scheduler(*infos), ids=ids, avoid=frozenset({B}))
@@ -511,7 +511,7 @@ def test_several_at_once_have_all_slots_also_where_they_hold_nothing() -> None:
 
 
 def test_of_slots_that_cost_the_same_the_one_that_was_not_used_for_longest() -> None:
-    """The server, which picks it itself, takes that one too."""
+    """Same choice as the server, which picks the slot itself."""
     s = scheduler(backend("a", 3), idle_save_after_s=None)
     for which, used in ((A0, 3.0), (A1, 1.0), (A2, 2.0)):
         slot(s, which).last_used = used
@@ -520,7 +520,7 @@ def test_of_slots_that_cost_the_same_the_one_that_was_not_used_for_longest() -> 
     assert dispatch.lease.slot == A1
 
 
-# -- what is better left to the server -------------------------------------------------------------
+# -- requests that the server places better --------------------------------------------------------
 
 
 def unread(name: str, **more: Any) -> ev.Arrived:
@@ -535,7 +535,7 @@ def test_the_server_picks_the_slot_of_a_prompt_that_only_it_can_read() -> None:
 
 
 def test_it_is_pinned_beside_a_slot_that_was_left() -> None:
-    """An editor asks anew with each key that is pressed."""
+    """Editors send a new request with each key press."""
     s = scheduler(backend("a", 4), idle_save_after_s=None)
     s.handle(unread("r"), NOW)
     launched(s, 0)

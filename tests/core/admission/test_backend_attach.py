@@ -1,4 +1,4 @@
-"""What is there already when the router or a backend starts."""
+"""Attach: what exists already when the router or a backend starts."""
 
 from dataclasses import replace
 from typing import Any
@@ -63,13 +63,13 @@ def test_a_slot_that_a_stranger_uses_is_left_alone_until_it_is_quiet() -> None:
     assert slot(s, B0).phase is Phase.ABANDONED
     arrive(s)
     assert arrive(s, "r2") == []
-    # What it left is saved before it is displaced, and read by that.
+    # The stranger's content is saved before it is displaced; the save reads its tokens.
     assert names(s.handle(ev.Quiet(STRANGER, 7), NOW)) == ["Save"]
 
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_what_an_adapter_of_its_own_has_computed_is_wiped(busy: bool) -> None:
-    """Its tokens would be taken for what the model itself computes."""
+    """Otherwise its KV would be taken for KV of the model without the adapter."""
     s = scheduler(idle_save_after_s=None)
     found = SlotStatus(0, busy, 5, 1000, adapted=True)
 
@@ -108,14 +108,14 @@ def test_a_backend_that_tells_nothing_gets_priors_all_the_same() -> None:
     assert s.state.fleet.rates[B].prefill_s(10) > 0
 
 
-# -- a backend that is tried out later -------------------------------------------------------------
+# -- a backend that is probed later ----------------------------------------------------------------
 
 TRIED = backend("a", 3, memory_kind=MemoryKind.FULL, bytes_per_token=7.0)
 UNTRIED = backend("a", 3, kv_dir=None, memory_kind=MemoryKind.UNKNOWN)
 
 
 def lent(s: Scheduler, backend_id: BackendId = A) -> list[SlotId]:
-    """The slots that its monitor may use."""
+    """Return the slots that are lent to the backend's probe."""
     name = probe_name(backend_id)
     return [slot.id for slot in s.state.fleet.slots.of(backend_id) if slot.holder == name]
 
@@ -133,7 +133,7 @@ def test_two_slots_that_hold_least_are_lent_and_come_back_unknown() -> None:
     assert s.state.fleet.rates[A].bytes_per_token.value == 7.0
     assert [slot(s, x).resident for x in (A1, A2)] == [UNKNOWN, UNKNOWN]
     assert slot(s, A0).resident == Resident(unread=50)
-    # What could not be saved so far is, now that it can.
+    # Content that could not be saved so far is saved now.
     assert names(effects) == ["Save"]
     assert not [job for job in s.state.jobs if job == probe_name(A)]
 
@@ -156,7 +156,7 @@ def test_slots_in_use_are_not_lent_and_go_on() -> None:
 
 
 def test_a_request_that_the_server_places_and_a_probe_keep_apart() -> None:
-    """It might be put on the lent slot."""
+    """Otherwise the server might place the request on the lent slot."""
     s = scheduler(UNTRIED)
     s.handle(ev.ProbeDue(A), NOW)
     arrive(s, "r", pinnable=False)
@@ -220,7 +220,7 @@ GPU: dict[str, Any] = {"prefill_s_per_token": 1e-4}
 
 
 def recovered(*found: Snapshot) -> Scheduler:
-    """These were on disk, and there is no backend yet."""
+    """Return a scheduler with `found` on disk, and no backend yet."""
     s = Scheduler(State())
     s.handle(ev.SnapshotsFound(found), NOW)
     assert s.next_wakeup(NOW) is None
@@ -228,7 +228,7 @@ def recovered(*found: Snapshot) -> Scheduler:
 
 
 def up(s: Scheduler, name: str, s_per_token: float, **more: Any) -> None:
-    """A backend comes up; the scheduler is called as often as it wants."""
+    """Attach a backend, and tick the scheduler as often as it wants."""
     s.handle(ev.BackendUp(backend(name, 1, prefill_s_per_token=s_per_token, **more)), NOW)
     tick(s)
 
@@ -240,7 +240,7 @@ def tick(s: Scheduler) -> None:
 
 
 def values(s: Scheduler) -> dict[str, float]:
-    """Seconds that each snapshot is worth."""
+    """Return the value of each snapshot in seconds."""
     return {name: entry.value_s for name, entry in s.state.fleet.catalog._entries.items()}
 
 
@@ -249,8 +249,10 @@ def seconds(n: int, s_per_token: float = 1e-4) -> float:
 
 
 def test_what_is_on_disk_is_valued_anew_when_its_backend_is_known() -> None:
-    """By a laptop's rates it was worth twenty times as much as what was saved from then on: of a
-    full store, all new ones gave themselves up."""
+    """Regression: by a laptop's rates, old snapshots had 20 times the value of new ones.
+
+    In a full store, all new ones were evicted.
+    """
     old = snapshot("old", run_of(800))
     s = recovered(old)
     assert values(s)["old"] == Rates().prefill_s(800)
@@ -292,13 +294,13 @@ def test_what_was_learned_from_traffic_is_not_given_for_a_probe() -> None:
 
 
 def test_what_no_backend_fits_is_valued_by_the_fastest_of_the_others() -> None:
-    """After a change of the model nobody uses it any more; it stood in the way of what is."""
+    """Regression: after a model change, unused snapshots displaced those in use."""
     s = recovered(snapshot("old", run_of(800), ns=OTHER_NS))
     up(s, "a", 2e-4)
     assert values(s)["old"] == seconds(800, 2e-4)
     s.handle(ev.SnapshotsFound((snapshot("s", run_of(900), ns=OTHER_NS),)), NOW)
     up(s, "b", 1e-4)
-    assert values(s)["old"] == seconds(800, 2e-4)  # once is enough
+    assert values(s)["old"] == seconds(800, 2e-4)  # valued only once by other backends
     s.handle(ev.SnapshotsFound((snapshot("s2", run_of(700, 2), ns=OTHER_NS),)), NOW)
     assert values(s)["s2"] == seconds(700)
     up(s, "c", 5e-4, namespace=OTHER_NS)
@@ -315,7 +317,7 @@ def test_what_is_found_later_is_valued_at_once() -> None:
     assert s.next_wakeup(NOW) is None
 
 
-# -- a stranger who comes later --------------------------------------------------------------------
+# -- a stranger that comes later -------------------------------------------------------------------
 
 
 def test_an_idle_slot_found_busy_is_left_alone() -> None:
@@ -329,7 +331,7 @@ def test_an_idle_slot_found_busy_is_left_alone() -> None:
 
 
 def test_what_was_leased_meanwhile_is_no_stranger() -> None:
-    """The look began before the lease, and was answered when our own request ran there."""
+    """Poll that began before the lease, and was answered while the router's request ran."""
     s = scheduler(backend("a", 1), idle_save_after_s=None)
     arrive(s, ids=[1])
     finish(s)

@@ -1,4 +1,4 @@
-"""Backends that are let go of, and a configuration that is read again."""
+"""Drained backends, and a reload of the configuration."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ from tests.support.scheduler.drive import NOW, arrive, finish, names, plan_of, r
 
 LONG = run_of(1000)
 SAVE = RequestId("save-1")
-LARGE = SnapshotLimits(min_tokens=100)  # nothing that a request leaves behind here is worth a file
+LARGE = SnapshotLimits(min_tokens=100)  # no content of the requests here is worth a file
 DRAINING = ev.Draining(A)
 
 
@@ -63,7 +63,7 @@ def test_what_runs_ends_first_and_nothing_new_comes() -> None:
 
 
 def test_what_is_worth_it_is_saved_before() -> None:
-    """Also where nothing is saved otherwise, and what was not worth it beside a stream."""
+    """Also without idle saves, and for content that was not worth a save beside a stream."""
     s = scheduler(backend("a", 2), holding={A0: LONG, A1: run_of(900, 7)}, idle_save_after_s=None)
     slot(s, A0).saved = True
 
@@ -77,7 +77,7 @@ def test_what_is_worth_it_is_saved_before() -> None:
 def test_what_was_saved_there_is_restored_elsewhere() -> None:
     s = scheduler(backend("a", 1), backend("b", 1), holding={A0: LONG})
     s.handle(DRAINING, NOW)
-    assert arrive(s, ids=run_of(1001)) == []  # what is being saved is about to be of use
+    assert arrive(s, ids=run_of(1001)) == []  # the save under way is about to be of use
     effects = s.handle(ev.Saved(SAVE, A0, snapshot("s", LONG), 0.001), NOW)
 
     assert names(effects) == ["Restore", "Detach"]
@@ -85,7 +85,7 @@ def test_what_was_saved_there_is_restored_elsewhere() -> None:
 
 
 def test_nobody_waits_for_what_a_slot_holds_that_will_not_be_free() -> None:
-    """Not even where the owner of a prefix is preferred."""
+    """Holds even for a policy that prefers the owner of a prefix."""
     policy = PolicyName.PREFER_OWNER
     s = scheduler(backend("a", 1), backend("b", 1), policy=policy, limits=LARGE, max_wait_s=999.0)
     s.state.fleet.policy = replace(s.state.fleet.policy, coalesce_above_s=None)
@@ -100,7 +100,7 @@ def test_nobody_waits_for_what_a_slot_holds_that_will_not_be_free() -> None:
 
 
 def test_who_leaves_nothing_behind_is_waited_for() -> None:
-    """The slot of a client that left, until it is known to be idle."""
+    """Abandoned slots are waited for until they are known to be idle."""
     s = scheduler(backend("a", 1), coalesce_above_s=None, limits=LARGE)
     arrive(s)
     s.handle(DRAINING, NOW)
@@ -119,7 +119,7 @@ def test_strangers_who_use_it_are_not_waited_for() -> None:
 
 
 def test_it_may_go_down_before_it_is_done() -> None:
-    """Not let go of while the end of a request is to come: it is still with its client."""
+    """Detached only after the request's end is reported: its client is still connected."""
     s = scheduler(backend("a", 1), backend("b", 1), coalesce_above_s=None, limits=LARGE)
     arrive(s)
     s.handle(DRAINING, NOW)
@@ -188,7 +188,7 @@ def test_of_one_that_is_removed_nothing_is_kept() -> None:
     assert set(fleet.sticky.values()) <= {B0}
     assert fleet.holdings.shared(fleet.slots, LONG) == {}
 
-    # Late news of the old one is not taken for the new one's.
+    # Late events of the old backend do not match slots of the new one.
     s.handle(ev.BackendUp(backend("a", 1)), NOW)
     assert slot(s, A0).generation >= generation
 
@@ -219,7 +219,7 @@ def test_another_policy_and_another_queue_are_in_force_at_once() -> None:
 
 
 def test_what_is_far_over_the_new_limits_goes_little_by_little() -> None:
-    """The next step is due at once, and other events have their turn before it."""
+    """Next steps are due at once, after other waiting events."""
     s = scheduler(backend("a", 1), snapshots=[snapshot(f"s{n}", [n], 10) for n in range(100)])
     steps = [s.handle(ev.Configured(Policy(), SnapshotLimits(max_bytes=300), QueueLimits()), NOW)]
     while s.next_wakeup(NOW) == NOW:

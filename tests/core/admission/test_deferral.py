@@ -1,4 +1,4 @@
-"""When a way to start is there and is not taken."""
+"""Deferral: a request could start, and does not."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def test_the_last_slot_is_not_for_one_that_would_only_stand_in_line_there() -> N
 
     assert chosen(s, OTHER) is None
     assert chosen(s, SHORT) == A
-    assert chosen(s, run_of(1000, 7)) == A  # needs less, and so is computed before
+    assert chosen(s, run_of(1000, 7)) == A  # needs less, so is prefilled first
     assert names(arrive(s, "short", SHORT)) == ["Dispatch"]
 
 
@@ -44,7 +44,7 @@ def test_the_last_slot_but_one_is_for_anybody() -> None:
 
 
 def test_nobody_is_passed_by_for_ever() -> None:
-    """Who came before those in line has his turn before them."""
+    """Requests that came before those in the prefill queue go before them."""
     s = scheduler(backend("a", 2), idle_save_after_s=None)
     arrive(s, "first", LONG)
     assert chosen(s, OTHER, waited_s=1.0) == A
@@ -54,7 +54,7 @@ def test_nobody_is_passed_by_for_ever() -> None:
 def test_what_is_better_left_to_the_server_is_pinned_where_it_would_wait(
     policy: PolicyName,
 ) -> None:
-    """Its home is on a backend that is not open to requests without a pin."""
+    """Sticky home: a backend that takes no unpinned requests now."""
     s = scheduler(backend("a", 2), backend("b", 1), policy=policy, idle_save_after_s=None)
     unread = Prompt(unknown="only the server reads it")
     s.state.fleet.sticky["s"] = SlotId(A, 1)
@@ -69,13 +69,13 @@ def test_what_is_better_left_to_the_server_is_pinned_where_it_would_wait(
     assert (decision.plan.chosen.slot.backend, decision.request.pinnable) == expected
 
 
-# -- what a server that empties idle slots has in a cache of its own -------------------------------
+# -- a backend with volatile slots and a cache of its own ------------------------------------------
 
 EMPTIES = backend("a", 3, keeps_idle_slots=False, kv_dir=None)
 
 
 def emptied(*infos: BackendInfo) -> Scheduler:
-    """The slot that held LONG was emptied by the start of another request."""
+    """Return a scheduler after another request's start cleared the slot that held LONG."""
     s = scheduler(*infos or (EMPTIES,), idle_save_after_s=None, coalesce_above_s=None)
     for name, ids in (("first", LONG), ("second", run_of(30, 7))):
         arrive(s, name, ids)
@@ -131,7 +131,7 @@ def test_its_cache_is_gone_with_the_process() -> None:
 
 
 def test_a_slot_that_is_let_go_of_is_waited_for_and_nothing_longer() -> None:
-    """Until then it could be the server's choice."""
+    """Otherwise the server could pick that slot."""
     s = emptied()
     arrive(s, "leaves", run_of(30, 5))
     launched(s, 0, "leaves")

@@ -1,4 +1,4 @@
-"""Who goes first on a slot that comes free, of those who wait."""
+"""Locality priority: which queued request goes first on a freed slot."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def sent(effects: list[Effect]) -> list[str]:
 
 
 def talking(n_slots: int = 1, **more: Any) -> Scheduler:
-    """Of the first slot's conversation an answer is being written; nothing can be saved."""
+    """Return a scheduler that answers TALK in the first slot; nothing can be saved."""
     info = backend("a", n_slots, kv_dir=None)
     s = scheduler(info, coalesce_above_s=None, idle_save_after_s=None, **more)
     assert sent(arrive(s, "talk", TALK, client="talker")) == ["talk"]
@@ -28,7 +28,7 @@ def talking(n_slots: int = 1, **more: Any) -> Scheduler:
 
 
 def over(s: Scheduler, name: str = "talk", n: int = 1000) -> list[str]:
-    """Its answer is complete; who is sent then."""
+    """Finish a request, and return the requests that are sent then."""
     return sent(finish(s, name, prompt_tokens=n, cached_tokens=0, generated_tokens=1))
 
 
@@ -58,7 +58,7 @@ def test_a_snapshot_has_it_as_well() -> None:
 
 
 def test_it_is_too_little() -> None:
-    """40 tokens, 0.4 s; 60 are computed in 0.6."""
+    """40 shared tokens (0.4 s) are too few; 60 (0.6 s) are enough."""
     for n, first in ((40, "other"), (60, "next")):
         s = talking()
         arrive(s, "other", OTHER)
@@ -76,7 +76,7 @@ def test_it_is_another_tenants() -> None:
 
 @pytest.mark.parametrize("more", [{"reuse": False}, {"slot_hint": 1}])
 def test_who_cannot_have_it_keeps_nobody_waiting(more: dict[str, Any]) -> None:
-    """With `slot_hint` the other slot is meant, which is at work."""
+    """`slot_hint` names the other slot, which is running."""
     s = talking(2)
     arrive(s, "beside", run_of(500, 4), slot_hint=1)
     arrive(s, "other", OTHER)
@@ -96,7 +96,7 @@ def test_a_message_that_goes_where_its_prompt_is_has_come_for_it_too() -> None:
 
 
 def test_who_needs_all_slots_gives_none_away() -> None:
-    """They were kept idle for it."""
+    """Idle slots were kept for the request that needs all of them."""
     s = talking()
     arrive(s, "batch", OTHER, whole_backend=True)
     arrive(s, "next", NEXT)
@@ -105,7 +105,7 @@ def test_who_needs_all_slots_gives_none_away() -> None:
 
 
 def test_nobody_else_goes_before_him_who_gives_way() -> None:
-    """Two slots come free at once: one for who has come for it, one for the first in turn."""
+    """Freed slots: one goes to the request that reuses it, one to the first in the queue."""
     s = talking(3)
     for number in (1, 2):
         arrive(s, f"talk{number}", run_of(1000, 3 + number), slot_hint=number, client="talker")
@@ -120,7 +120,7 @@ def test_nobody_else_goes_before_him_who_gives_way() -> None:
 
 
 def test_a_client_who_has_had_much_more_does_not_go_first() -> None:
-    """TALK took ten seconds, and its answer some."""
+    """TALK took 10 s of prefill, and some for its answer."""
     s = talking()
     arrive(s, "other", OTHER, client="somebody")
     arrive(s, "next", NEXT, client="talker")
@@ -154,7 +154,7 @@ def test_who_went_before_nobody_was_not_passed_over() -> None:
 
 
 def test_of_two_slots_the_other_is_taken() -> None:
-    """It goes before nobody if there is room for both."""
+    """Neither request is passed over if there is room for both."""
     s = talking(2)
     arrive(s, "beside", run_of(5, 4), slot_hint=1)
     arrive(s, "other", OTHER)
@@ -166,7 +166,7 @@ def test_of_two_slots_the_other_is_taken() -> None:
 
 
 def test_namespaces_are_told_apart() -> None:
-    """What a snapshot of another model holds is no help."""
+    """Snapshots of another model do not help."""
     s = talking(snapshots=[snapshot("s", TALK, ns=f"{NS}-else")])
     arrive(s, "other", OTHER)
     arrive(s, "next", NEXT)

@@ -1,4 +1,4 @@
-"""`cache_prompt: false`: what such a request leaves in a slot is known, and never a snapshot."""
+"""`cache_prompt: false`: content that such a request leaves is known, and never saved."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ ANSWER: dict[str, Any] = {"generated_tokens": 1, "generated": tokens(9)}
 
 
 def declined(*infos: Any, ids: Any = LONG, **more: Any) -> Scheduler:
-    """A request that wants no cache has left its prompt in a/0; it would be worth a snapshot."""
+    """Return a scheduler with an uncached prompt in a/0 that would be worth a snapshot."""
     s = scheduler(*(infos or (ONE,)), **({"coalesce_above_s": None} | more))
     arrive(s, ids=ids, reuse=False)
     if not s.state.fleet.infos[A].keeps_idle_slots:
@@ -57,7 +57,7 @@ def declined(*infos: Any, ids: Any = LONG, **more: Any) -> Scheduler:
 
 
 def saves(s: Scheduler, where: SlotId = A0) -> bool:
-    """A day later it is saved."""
+    """Return whether the slot is saved a day later."""
     return s.handle(ev.Tick(), NOW + 86400) == [Save(SAVE_1, where, NS, SaveReason.IDLE)]
 
 
@@ -171,7 +171,7 @@ def test_a_client_that_left_leaves_nothing_to_save() -> None:
 
 
 def test_a_client_that_left_on_the_way_to_any_slot() -> None:
-    """Wherever it ran, what is found there is not saved, whoever watched the slot."""
+    """Content of any slot where the request may have run is not saved."""
     s = scheduler(backend("a", 2), idle_save_after_s=None)
     arrive(s, **UNREAD)
     finish(s, outcome=Outcome.CLIENT_GONE)

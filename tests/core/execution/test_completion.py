@@ -1,4 +1,4 @@
-"""How requests end, and what is known of their slots afterwards."""
+"""Ends of requests, and what is known of their slots afterwards."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ from tests.support.scheduler.drive import (
 
 TWO = backend("a", 2)
 GONE = Outcome.CLIENT_GONE
-# Sent as it is, and nothing saved.
+# Requests are sent without a prefill by the router, and nothing is saved.
 PLAIN: dict[str, Any] = {
     "idle_save_after_s": None,
     "coalesce_above_s": None,
@@ -60,7 +60,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-# -- a good end ----------------------------------------------------------------------------------
+# -- successful ends -----------------------------------------------------------------------------
 
 
 def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
@@ -111,14 +111,14 @@ def test_an_end_before_its_beginning_is_nonsense() -> None:
     assert launched(s, 0) == []
 
 
-# -- a bad end -----------------------------------------------------------------------------------
+# -- failures and disconnects --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("outcome", [GONE, Outcome.BACKEND_ERROR, Outcome.REFUSED])
 def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None:
     s = running()
 
-    # The answer to nonsense is whole, so nothing runs.
+    # A refusal is a complete answer, so nothing runs.
     left = RequestProgress.ANSWERED if outcome is Outcome.REFUSED else RequestProgress.SENT
     assert finish(s, "r", outcome)[1:] == [WatchSlot(R, A0, left)]
     assert slot(s, A0).phase is Phase.ABANDONED
@@ -141,8 +141,10 @@ def test_a_stream_that_was_left_is_soon_over_unless_nobody_saw_where(pinnable: b
 def test_who_comes_back_at_once_waits_for_the_slot_that_was_left(
     n: int, begun: bool, waits: bool
 ) -> None:
-    """A stream is over in a moment; of a plain request the server takes a second to notice, which
-    is as long as it takes to compute 200 tokens again."""
+    """Abandoned streams end at once; of a plain request the server notices after a second.
+
+    Computing 200 tokens again takes as long.
+    """
     s = scheduler(backend("a", 2), **PLAIN)
     s.state.fleet.rates[A] = Rates(prefill=LinearFit(2e-3, 0.0))
     arrive(s, ids=run_of(n))
@@ -170,7 +172,7 @@ def test_a_slot_of_which_nothing_will_be_known_is_not_waited_for() -> None:
     s = scheduler(backend("a", 2), backend("b", 2), idle_save_after_s=None)
     arrive(s, ids=run_of(1000), pinnable=False)
     prefilled(s)
-    finish(s, outcome=GONE)  # before anybody saw where it runs
+    finish(s, outcome=GONE)  # before its slot was seen
     assert names(arrive(s, "r2", run_of(1000), pinnable=False)) == ["Prefill"]
     assert s.next_wakeup(NOW) is None
 
@@ -183,7 +185,7 @@ def test_what_is_to_be_wiped_is_not_waited_for() -> None:
 
 
 def test_the_rest_of_a_long_prefill_is_not_too_long_to_wait_for() -> None:
-    """It ends before, and what it computed is most of the prompt."""
+    """Abandoned prefills end early, and most of the prompt is computed by then."""
     s = scheduler(backend("a", 2, n_ctx=40_000), idle_save_after_s=None)
     s.state.fleet.rates[A] = Rates(prefill=LinearFit(2e-3, 0.0))
     arrive(s, ids=run_of(30_000))
@@ -193,7 +195,7 @@ def test_the_rest_of_a_long_prefill_is_not_too_long_to_wait_for() -> None:
 
 
 def test_a_prefill_that_was_left_is_gone_on_from() -> None:
-    """Its client comes back while the server computes its last batch."""
+    """Same client returns while the server computes the last batch."""
     s = scheduler(backend("a", 2), idle_save_after_s=None)
     assert names(arrive(s, ids=run_of(2000))) == ["Prefill"]
     assert cancel(s) == [StopWork(R)]
@@ -234,7 +236,7 @@ def test_several_answers_of_an_adapter_leave_nothing_anywhere() -> None:
 def test_several_answers_are_over_when_each_slot_has_computed_something_else(
     outcome: Outcome,
 ) -> None:
-    """They shared a state, and the server copies that with its next batch; not if they had none."""
+    """Answers share a state that the server copies with its next batch; a refusal has none."""
     s = running(backend("a", 2, n_stream=2), whole_backend=True)
 
     effects = [e for e in finish(s, "r", outcome, prompt_tokens=3) if isinstance(e, WatchSlot)]
@@ -257,7 +259,7 @@ def test_a_slot_that_nobody_can_tell_about_claims_nothing() -> None:
 
 
 def test_who_is_refused_takes_nothing_from_others() -> None:
-    """Nobody knows where it was refused; a slot that is as long as it was holds what it held."""
+    """Refusals name no slot; a slot of unchanged length keeps its content."""
     s = astray(holding={A0: tokens(2), A1: tokens(7, 8)})
     slot(s, A1).tenant = Tenant("bob")
     watched = finish(s, outcome=Outcome.REFUSED)[1:]
@@ -280,7 +282,7 @@ def test_but_a_slot_of_another_length_is_nobodys() -> None:
     assert (slot(s, A1).resident, slot(s, A1).tenant) == (Resident(unread=3), NO_TENANT)
 
 
-# -- where the server placed it --------------------------------------------------------------------
+# -- server-placed requests ------------------------------------------------------------------------
 
 
 def test_the_gate_opens_when_a_request_is_known_to_run() -> None:
@@ -304,7 +306,7 @@ def test_a_lease_follows_the_request() -> None:
 
 
 def test_the_answer_of_a_request_that_moved_is_not_taken_for_one_of_the_slot_it_left() -> None:
-    """Both held the same prompt and as many tokens of an answer."""
+    """Both slots hold the same prompt and equally many answer tokens."""
     s = astray()
     lease = s.state.jobs[R].lease
     slot(s, A0).resident = Resident(tokens(1), 2)
@@ -327,7 +329,7 @@ def test_a_slot_that_is_taken_or_unknown_cannot_be_followed_to(index: int) -> No
 
 @pytest.mark.parametrize("last", ["r", "r2"])
 def test_nothing_is_claimed_where_it_ran_in_a_slot_that_was_left(last: str) -> None:
-    """That was idle before we knew, and was the server's choice."""
+    """Idle before the router knew, the abandoned slot was the server's choice."""
     s = scheduler(TWO, idle_save_after_s=None)
     arrive(s, "r2", [5])  # on a/0
     arrive(s, "r", [1], pinnable=False)
@@ -344,7 +346,7 @@ def test_nothing_is_claimed_where_it_ran_in_a_slot_that_was_left(last: str) -> N
 
 
 def test_who_waits_for_a_request_that_is_over_before_it_is_seen_goes_on_from_it() -> None:
-    """Were it told first where it ran, and then that it is over, the other slot would be taken."""
+    """Reported as two events, slot and end would give r2 the other slot."""
     s = astray(holding={A0: tokens(2), A1: tokens(3)})
     assert arrive(s, "r2", [1, 5], pinnable=False) == []
 
@@ -354,7 +356,7 @@ def test_who_waits_for_a_request_that_is_over_before_it_is_seen_goes_on_from_it(
 
 
 def test_a_request_gone_before_we_saw_where_puts_all_idle_slots_in_doubt() -> None:
-    """The slot that was meant for it was taken to hold its prompt."""
+    """Regression: the leased slot was believed to hold the prompt."""
     s = astray(holding={A0: tokens(2), A1: tokens(1, 5)})
     finish(s, prompt_tokens=1, cached_tokens=0, generated_tokens=5)
 
@@ -372,7 +374,7 @@ def test_what_was_prepared_for_it_is_there_wherever_it_ran() -> None:
 
 
 def test_a_request_left_before_we_saw_where_keeps_all_idle_slots_out_of_use() -> None:
-    """It was running in a slot that was taken for idle, and others were sent there."""
+    """Regression: requests were sent to a slot that was believed idle and still ran."""
     s = astray()
     effects = finish(s, "r", GONE)
 
@@ -386,9 +388,9 @@ def test_a_slot_that_was_still_watched_is_in_doubt_too() -> None:
     s = scheduler(TWO, idle_save_after_s=None)
     arrive(s, "r", [1], pinnable=False)
     arrive(s, "x", [5])
-    launched(s, 0)  # x follows, to a/1
+    launched(s, 0)  # x moves to a/1
     finish(s, "x", GONE)
-    s.state.jobs[R].slot_confirmed = False  # as if it had been sent after x had left
+    s.state.jobs[R].slot_confirmed = False  # as if r had been sent after x was abandoned
     finish(s, "r", prompt_tokens=1)
 
     quiet(s, "x", n=1)
@@ -396,7 +398,7 @@ def test_a_slot_that_was_still_watched_is_in_doubt_too() -> None:
 
 
 def fleeting(*sent: str, pinnable: bool = False) -> Scheduler:
-    """These are under way on a backend where every start empties the idle slots."""
+    """Return a scheduler with `sent` under way on a backend with volatile slots."""
     info = backend("a", 2, keeps_idle_slots=False)
     s = scheduler(info, idle_save_after_s=None, reuse_probability=0.0)
     for n, name in enumerate(sent):
@@ -415,7 +417,7 @@ def test_a_slot_that_was_left_for_another_is_empty_where_slots_do_not_last() -> 
 
 
 def test_a_slot_may_have_kept_its_content_if_the_start_never_came() -> None:
-    """It was taken to be empty, and what it held for a part of the next prompt."""
+    """Regression: the slot was believed empty, and its content part of the next prompt."""
     s = fleeting("r", pinnable=True)
     launched(s, 0)
     finish(s, "r", prompt_tokens=2, generated_tokens=1)
@@ -436,7 +438,7 @@ def test_what_was_prepared_may_be_gone_where_slots_do_not_last() -> None:
     assert [x.resident for x in s.state.fleet.slots] == [UNKNOWN, UNKNOWN]
 
 
-# -- a whole backend -----------------------------------------------------------------------------
+# -- requests for a whole backend ----------------------------------------------------------------
 
 
 def test_after_a_batch_nothing_is_known_of_any_slot() -> None:
@@ -448,7 +450,7 @@ def test_after_a_batch_nothing_is_known_of_any_slot() -> None:
 
 
 def test_a_batch_on_a_backend_of_one_slot_is_a_batch() -> None:
-    """It was taken for a plain request, whose prompt the slot then holds."""
+    """Regression: the batch was treated as a plain request that leaves its prompt."""
     s = running(backend("a", 1), whole_backend=True)
     finish(s, prompt_tokens=3)
 
@@ -456,7 +458,7 @@ def test_a_batch_on_a_backend_of_one_slot_is_a_batch() -> None:
 
 
 def test_after_a_batch_that_was_left_all_slots_are_watched() -> None:
-    """Only the first was, and the others were given out while they were running."""
+    """Regression: only the first slot was watched; the others were leased while running."""
     s = running(backend("a", 3), whole_backend=True, prompt=Prompt(unknown="batch"))
     effects = finish(s, "r", GONE)
 
@@ -500,7 +502,7 @@ def test_an_answer_is_of_no_use_once_the_slot_is_taken_or_gone() -> None:
 
 
 def test_reuse_is_accounted_at_the_rate_that_was_known_when_it_ended() -> None:
-    """build.rates: a hundredth of a second for each token; what this end teaches comes after."""
+    """0.01 s per token (build.rates); rates learned from this end apply later."""
     s = running(ids=run_of(20))
     (account, *_) = finish(s, prompt_tokens=20, cached_tokens=4, prompt_s=100.0)
 

@@ -1,4 +1,4 @@
-"""How requests end when their backend goes away under them, or comes back as another."""
+"""Ends of requests on a backend that goes down, or comes back as a new process."""
 
 from router.base.errors import BackendError
 from router.base.types import Outcome, SlotStatus
@@ -42,8 +42,8 @@ def test_who_is_being_prepared_is_told_when_the_backend_goes() -> None:
     reject, stop = s.handle(ev.BackendDown(A), NOW)
 
     assert isinstance(reject, Reject)
-    assert isinstance(reject.error, BackendError)  # and so tried again
-    assert stop == StopWork(R)  # else a server that hung would go on with it for nobody
+    assert isinstance(reject.error, BackendError)  # so it is retried
+    assert stop == StopWork(R)  # otherwise a hung server would continue it for no client
     assert s.state.jobs == {}
 
 
@@ -73,7 +73,7 @@ def test_what_runs_elsewhere_goes_on() -> None:
 
 
 def test_an_end_from_before_a_restart_does_not_open_the_gate_of_another() -> None:
-    """The old request's end let others near the slot that the server was about to pick."""
+    """Regression: the old request's end opened the gate of a newer request."""
     s = astray()
     s.handle(ev.BackendUp(TWO), NOW)
     arrive(s, "r2", [5], pinnable=False)
@@ -84,7 +84,7 @@ def test_an_end_from_before_a_restart_does_not_open_the_gate_of_another() -> Non
 
 
 def test_news_of_where_it_ran_from_before_a_restart_is_ignored() -> None:
-    """It released a lease that was no longer in force."""
+    """Regression: the event released a stale lease."""
     s = astray()
     s.handle(ev.BackendUp(backend("a", 1)), NOW)
 

@@ -1,4 +1,4 @@
-"""Saves that nobody waits for."""
+"""Idle saves: saves that delay no request."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def test_a_save_is_no_use_of_a_slot_and_a_request_is() -> None:
     ids=["what is not cached", "an embedding"],
 )
 def test_what_leaves_nothing_to_come_back_for_is_no_use(more: dict[str, Any]) -> None:
-    """A thousand of them and no conversation would have been worth a save."""
+    """Otherwise 1,000 such requests would make no conversation worth a save."""
     s = scheduler(backend("a", 2), holding={A0: LONG}, idle_save_after_s=None)
     for _ in range(3):
         arrive(s, "r", [9, 9, 9], **more)
@@ -97,7 +97,7 @@ def test_other_models_make_nobody_older() -> None:
 
 
 def test_what_a_backend_that_comes_back_holds_is_not_old() -> None:
-    """Nobody knows, and only a save reads it."""
+    """Unknown age: the content is read by a save only."""
     s = scheduler(backend("a", 1), backend("b", 1), idle_save_after_s=None)
     for _ in range(50):
         arrive(s, "r", [9, 9, 9], slot_hint=0)
@@ -146,7 +146,7 @@ def test_off_is_off() -> None:
         assert wakeup(s.state) is None
 
 
-# -- where idle slots do not last ---------------------------------------------------------------
+# -- volatile slots -----------------------------------------------------------------------------
 
 
 def test_what_will_not_last_is_saved_at_once() -> None:
@@ -183,7 +183,7 @@ def test_a_router_that_stops_saves_what_is_worth_it() -> None:
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_unless_it_is_told_not_to(keeps: bool) -> None:
-    """Where idle slots do not last, it did all the same."""
+    """Regression: volatile slots were saved all the same."""
     s = scheduler(backend("a", 1, keeps_idle_slots=keeps), coalesce_above_s=None)
     arrive(s, ids=LONG)
     s.handle(ev.Stopping(save=False), NOW)

@@ -1,4 +1,4 @@
-"""From the grant to the client's request: each step, and what becomes of the rest if it fails."""
+"""Job steps from admission to dispatch, and what follows if one fails."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ ONE = backend("a", 1)
 
 
 def restoring(**more: Any) -> Scheduler:
-    """SNAP is being restored into a/0 for R."""
+    """Return a scheduler that restores SNAP into a/0 for R."""
     s = scheduler(ONE, snapshots=[SNAP], coalesce_above_s=None, **more)
     assert arrive(s, ids=LONG) == [Restore(R, A0, SNAP)]
     return s
@@ -68,13 +68,13 @@ def test_what_is_displaced_is_saved_before_the_request_runs() -> None:
 
 
 def test_who_wants_what_is_displaced_waits_for_its_save() -> None:
-    """It is nowhere else at that moment; computing it again elsewhere would take 10 s."""
+    """Displaced content is nowhere else then; computing it again elsewhere would take 10 s."""
     s = scheduler(ONE, backend("b", 1), holding={A0: ELSE, B0: run_of(1000, 3)}, **OFF)
     assert arrive(s, ids=LONG) == [Save(R, A0, NS, Why.DISPLACED)]
 
     assert arrive(s, "r2", run_of(1001, 7)) == []
     effects = saved(s, snapshot("x", ELSE))
-    assert names(effects) == ["Prefill", "Save"]  # for r; and what b/0 holds goes, for r2
+    assert names(effects) == ["Prefill", "Save"]  # for r; b/0 is saved for r2
     assert names(saved(s, snapshot("y", run_of(1000, 3)), B0, "r2")) == ["Restore"]
 
 
@@ -85,7 +85,7 @@ def test_nobody_waits_for_a_save_that_is_over(works: bool) -> None:
 
     over = saved(s, snapshot("x", run_of(5, 7))) if works else save_failed(s)
     assert names(over) == ["Prefill"]
-    assert names(arrive(s, "r2", run_of(1001, 7))) == ["Save"]  # b/0 is taken, and it starts cold
+    assert names(arrive(s, "r2", run_of(1001, 7))) == ["Save"]  # r2 takes b/0, and starts cold
 
 
 def test_what_is_of_no_use_in_another_slot_is_not_waited_for() -> None:
@@ -94,7 +94,7 @@ def test_what_is_of_no_use_in_another_slot_is_not_waited_for() -> None:
     arrive(s, ids=LONG)
     assert slot(s, A0).saving == ELSE
 
-    assert names(arrive(s, "r2", run_of(5, 7))) == ["Save"]  # five are not worth it
+    assert names(arrive(s, "r2", run_of(5, 7))) == ["Save"]  # 5 tokens are too few
 
 
 def test_a_prompt_that_will_be_computed_is_waited_for_while_room_is_made_for_it() -> None:
@@ -105,7 +105,7 @@ def test_a_prompt_that_will_be_computed_is_waited_for_while_room_is_made_for_it(
 
 
 def test_so_is_one_of_a_kind_that_cannot_go_back() -> None:
-    """What is computed first is a strict prefix of the same prompt."""
+    """Useful there too: the prefill is a strict prefix of the same prompt."""
     kind = {"memory_kind": MemoryKind.HYBRID}
     one, two = backend("a", 1, **kind), backend("b", 1, **kind)
     s = scheduler(one, two, holding={A0: ELSE, B0: ELSE}, **OFF)
@@ -165,7 +165,7 @@ def test_a_late_save_is_a_snapshot_all_the_same() -> None:
 
 
 def test_what_is_purged_is_deleted_unless_it_is_restored_from() -> None:
-    """Then it is offered to nobody else, and deleted when that is over."""
+    """Purged during a restore, a snapshot is offered no more, and deleted afterwards."""
     other = snapshot("o", run_of(900, 5))
     s = restoring()
     s.state.fleet.catalog.add(other, MemoryKind.FULL, 1.0)
@@ -202,7 +202,7 @@ def test_a_restore_that_fails_is_a_cold_start_on_the_same_lease() -> None:
     chosen = plan_of(effects).chosen
     assert (chosen.source, chosen.slot, chosen.reused_tokens) == (Source.COLD, A0, 0)
     assert plan_of(effects).reason == "restore failed: why"
-    assert SnapshotId("s") in s.state.fleet.catalog  # once is forgiven
+    assert SnapshotId("s") in s.state.fleet.catalog  # one failure is forgiven
 
 
 def test_a_bad_file_is_put_aside_at_once() -> None:
@@ -229,7 +229,7 @@ def test_two_failures_in_a_row_put_a_snapshot_aside_and_a_success_forgives() -> 
 
 
 def test_a_quarantined_file_is_never_deleted_nor_put_aside_twice() -> None:
-    """The second user's end named it for deletion although it was to be kept."""
+    """Regression: the end of its second restore named a quarantined file for deletion."""
     s = scheduler(backend("a", 2), snapshots=[SNAP], coalesce_above_s=None)
     arrive(s, "r", ids=LONG)
     arrive(s, "r2", ids=LONG)
@@ -254,7 +254,7 @@ def test_who_has_not_begun_to_restore_a_quarantined_file_does_not() -> None:
 
 
 def test_a_restore_outlives_its_job_and_keeps_the_file_until_it_is_over() -> None:
-    """The file was deleted under a restore whose backend was declared down."""
+    """Regression: a file was deleted during a restore on a backend that was declared down."""
     s = restoring()
     s.handle(ev.BackendDown(A), NOW)
     assert s.state.jobs == {}
@@ -352,7 +352,7 @@ def test_the_prefill_of_one_who_left_is_finished_for_those_who_wait() -> None:
 
 
 def test_a_prefill_for_those_who_wait_can_fail_too() -> None:
-    """What was left of it was then saved for them."""
+    """Regression: the remains of the failed prefill were saved for the waiting requests."""
     s = prefilling()
     arrive(s, "r2", LONG)
     cancel(s)

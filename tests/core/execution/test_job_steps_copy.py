@@ -1,4 +1,4 @@
-"""A copy: what an idle slot of one backend holds goes to a slot of another."""
+"""Copies: content of an idle slot goes to a slot of another backend."""
 
 import pytest
 
@@ -41,7 +41,7 @@ ONE = backend("a", 1)
 
 
 def copying() -> Scheduler:
-    """a/0 is being saved for R, which will run on b/0."""
+    """Return a scheduler that saves a/0 for R, which will run on b/0."""
     s = scheduler(ONE, backend("b", 1), holding={A0: run_of(500)}, coalesce_above_s=None)
     s.state.fleet.rates[A] = rates(prefill_s=1.0)
     assert arrive(s, ids=LONG) == [Save(R, A0, NS, Why.COPY)]
@@ -53,7 +53,7 @@ def test_a_copy_is_a_save_there_and_a_restore_here() -> None:
     made = snapshot("c", run_of(500))
 
     assert saved(s, made) == [Restore(R, B0, made)]
-    assert slot(s, A0).phase is Phase.IDLE  # given back at once
+    assert slot(s, A0).phase is Phase.IDLE  # released at once
     assert plan_of(restored(s, 500, of="c")).chosen.source is Source.COPY
     assert held(s, B0) == run_of(500)
 
@@ -95,7 +95,7 @@ def test_a_copy_whose_client_left_gives_everything_back() -> None:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_a_copy_whose_source_goes_away_is_a_cold_start(ok: bool) -> None:
-    """The request was rejected, although its own backend was well."""
+    """Regression: the request was rejected, although its own backend was up."""
     s = copying()
 
     assert s.handle(ev.BackendDown(A), NOW) == []
@@ -106,7 +106,7 @@ def test_a_copy_whose_source_goes_away_is_a_cold_start(ok: bool) -> None:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_a_copy_whose_target_goes_away_keeps_its_source_until_the_save_is_over(ok: bool) -> None:
-    """The slot was given to the next request while it was still being saved."""
+    """Regression: the slot was leased to the next request while it was still being saved."""
     s = copying()
 
     assert names(s.handle(ev.BackendDown(B), NOW)) == ["Reject"]

@@ -1,4 +1,4 @@
-"""A trunk: what a prompt shares with a longer snapshot is cut out of its file and restored."""
+"""Cuts: a prefix shared with a longer snapshot is cut out of its file and restored."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ TRUNK = snapshot("t", run_of(500), size=500_000)
 
 
 def by_size() -> LinearFit:
-    """1 ms and 1 s a GB: what is moved is what counts."""
+    """Return a fit of 1 ms plus 1 s per GB: the moved bytes count."""
     return LinearFit(1e-3, 1e-9)
 
 
@@ -63,7 +63,7 @@ def test_only_what_is_shared_is_restored() -> None:
     assert (done.chosen.source, done.chosen.reused_tokens) == (Source.SNAPSHOT, 500)
     assert done.chosen.price.rewrite_s == pytest.approx(1e-3 + 500_000e-9)
     assert held(s, A0) == run_of(500)
-    assert SnapshotId("s") in s.state.fleet.catalog  # nothing is consumed
+    assert SnapshotId("s") in s.state.fleet.catalog  # the source stays
     assert SnapshotId("t") in s.state.fleet.catalog
     assert all(n == 0 for _, _, n in s.state.fleet.catalog.snapshots())
 
@@ -98,7 +98,7 @@ def test_else_the_whole_is_restored(info: Any, rewrite: LinearFit) -> None:
 
 
 def test_a_state_with_media_is_restored_whole() -> None:
-    """A cut was tried each time, and failed each time."""
+    """Regression: a cut was tried each time, and always failed."""
     seen = replace(LONG, shape=StateShape(media=True))
     s = scheduler(CUTS, snapshots=[seen], coalesce_above_s=None)
     s.state.fleet.rates[A].restore = LinearFit(1e-3, 1e-8)
@@ -188,7 +188,7 @@ def test_a_snapshot_that_is_lost_before_its_turn_is_not_cut() -> None:
     s = begun()
     job = s.state.jobs[R]
     assert isinstance(job.doing, CutStep)
-    job.steps.appendleft(job.doing)  # as if a save came before it
+    job.steps.appendleft(job.doing)  # as if a save came before the cut
     s.handle(ev.SnapshotLost(SnapshotId("s")), NOW)
 
     s.state.out = []

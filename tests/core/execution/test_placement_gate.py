@@ -1,4 +1,4 @@
-"""When a request is sent that the server places: beside others, and not where it could miss."""
+"""Placement gate: server-placed requests are sent beside others, if none can miss its slot."""
 
 from collections import deque
 from dataclasses import replace
@@ -32,7 +32,7 @@ from tests.support.scheduler.drive import (
     tick,
 )
 
-# At a hundredth of a second for each token (build.rates).
+# At 0.01 s per token (build.rates).
 LONG, OTHER, SHORT = run_of(300, 1), run_of(200, 2), run_of(20, 3)
 X, Y = Tenant("x"), Tenant("y")
 
@@ -44,18 +44,18 @@ def fresh(n_slots: int = 4, **more: Any) -> Scheduler:
 
 
 def message(s: Scheduler, name: str = "m", ids: Any = LONG, **more: Any) -> list[str]:
-    """A request that the server places."""
+    """Submit a server-placed request, and return its effects as text."""
     return of(arrive(s, name, ids, pinnable=False, **more))
 
 
 def of(effects: list[Effect]) -> list[str]:
-    """What is done, and for whom."""
+    """Return each effect's kind and request as text."""
     kinds = Prefill | Dispatch | Erase | Reject | Restore | Save
     return [f"{type(e).__name__} {e.request}" for e in effects if isinstance(e, kinds)]
 
 
 def at_gate() -> Scheduler:
-    """One message is sent, and another waits until that is known to run."""
+    """Return a scheduler with one message sent, and another at the placement gate."""
     s = fresh(2, coalesce_above_s=None)
     message(s)
     message(s, "m2", OTHER)
@@ -94,7 +94,7 @@ def test_a_message_goes_beside_a_prompt_in_line() -> None:
 def test_nothing_new_begins_until_it_is_known_to_run() -> None:
     s = fresh()
     message(s)
-    arrive(s, "r", OTHER)  # in line
+    arrive(s, "r", OTHER)  # in the prefill queue
     assert of(prefilled(s, "m")) == ["Dispatch m"]
     assert arrive(s, "r2", SHORT) == []
     assert of(begun(s, "m")) == ["Prefill r"]
@@ -114,7 +114,7 @@ def test_one_after_the_other_is_sent() -> None:
 
 
 def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
-    """It would be the server's choice as well, and its holder's next."""
+    """Otherwise the server could pick that slot, in which its holder runs next."""
     s = fresh(coalesce_above_s=None)
     message(s)
     taken = slot(s, A1)
@@ -138,7 +138,7 @@ def test_what_is_restored_beside_it_may_be_its_prompt() -> None:
     assert of(arrive(s, "r", longer)) == ["Restore r"]
     s.state.fleet.catalog.remove(s.state.fleet.catalog.snapshots()[0][0].id)
     assert message(s) == ["Prefill m"]
-    slot(s, A0).pending = SHORT  # had they parted after what was restored
+    slot(s, A0).pending = SHORT  # as if they diverged after the restored tokens
     assert of(prefilled(s, "m")) == []
     assert of(restored(s, 900, "r")) == ["Dispatch r", "Dispatch m"]
 
@@ -236,7 +236,7 @@ def test_another_tenants_slot_that_became_idle_meanwhile_is_emptied() -> None:
 
 
 def test_another_tenants_prompt_that_is_the_same_is_waited_for() -> None:
-    """In the queue if it is prepared, at the gate while it runs."""
+    """Message m waits in the queue during r's prefill, and at the gate during r's answer."""
     s = fresh(3, coalesce_above_s=0.0, keeps_apart=True)
     slot(s, A0).tenant, slot(s, A1).tenant = X, Y
     assert of(arrive(s, "r", LONG, tenant=X)) == ["Prefill r"]
@@ -311,7 +311,7 @@ def test_a_stranger_is_not_waited_for() -> None:
 
 
 def test_a_stranger_is_waited_for_where_the_prefill_failed() -> None:
-    """His slot may be idle already, and the server's choice: or it is being wiped."""
+    """Strangers' slots may be idle already and the server's choice, or are being wiped."""
     s = fresh(2)
     message(s)
     watch(s.state, slot(s, A1), wipe=True)

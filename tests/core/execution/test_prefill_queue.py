@@ -1,4 +1,4 @@
-"""One long prompt at a time is computed on a backend."""
+"""Prefill queue: one long prompt at a time is prefilled on a backend."""
 
 from typing import Any
 
@@ -43,12 +43,12 @@ from tests.support.scheduler.drive import (
     tick,
 )
 
-# At a hundredth of a second for each token (build.rates).
+# At 0.01 s per token (build.rates).
 LONG, OTHER, SHORT = run_of(300, 1), run_of(200, 2), run_of(20, 3)
 
 
 def two(n_slots: int = 3, **more: Any) -> Scheduler:
-    """R is computed, R2 is not."""
+    """Return a scheduler that prefills R, with R2 in the prefill queue."""
     given: dict[str, Any] = {"idle_save_after_s": None, "reuse_probability": 0.0}
     s = scheduler(backend("a", n_slots), **(given | more))
     assert of(arrive(s, "r", LONG)) == ["Prefill r"]
@@ -57,7 +57,7 @@ def two(n_slots: int = 3, **more: Any) -> Scheduler:
 
 
 def of(effects: list[Effect]) -> list[str]:
-    """What is computed and sent, for whom."""
+    """Return each prefill and dispatch with its request, as text."""
     shown = (e for e in effects if isinstance(e, Prefill | Dispatch))
     return [f"{type(e).__name__} {e.request}" for e in shown]
 
@@ -100,8 +100,7 @@ def test_nobody_waits_long_for_one_that_takes_longer_than_predicted(
 
 
 def test_nobody_stands_in_line_for_ever() -> None:
-    """`queue.deadline` ended the wait for a slot alone: who had one got no answer for as long as
-    others' prompts were computed."""
+    """Regression: `queue.deadline` ended only waits for a slot, not those in the prefill queue."""
     s = two(queue=QueueLimits(deadline_s=3.0))
     assert s.next_wakeup(NOW) == NOW + 3
     assert tick(s, 2.9) == []
@@ -116,7 +115,7 @@ def test_nobody_stands_in_line_for_ever() -> None:
 
 def test_a_slot_that_comes_free_by_the_clock_is_shown_to_all_who_wait() -> None:
     s = two(queue=QueueLimits(deadline_s=3.0))
-    s.state.scanned.add(RequestId("another"))  # it waits, and was looked at a moment ago
+    s.state.scanned.add(RequestId("another"))  # it waits, and was scanned a moment ago
     tick(s, 2.9)
     assert not s.state.dirty
     assert names(tick(s, 3.0)) == ["Reject"]
@@ -141,7 +140,7 @@ def test_what_was_computed_was_no_wait() -> None:
     arrive(s, "r2", OTHER)
     s.handle(ev.Prefilled(RequestId("r"), Reported(512, 0, prompt_s=15.0)), NOW + 15)
     assert isinstance(s.state.jobs[RequestId("r")].doing, InPrefillQueue)
-    assert tick(s, 20.0) == []  # r2 has waited for 15 s, and computes; r for 5
+    assert tick(s, 20.0) == []  # r2 waited for 15 s, and is prefilled; r for 5 s
     assert of(tick(s, 25.0)) == ["Prefill r"]
 
 
@@ -149,11 +148,11 @@ PIECE = Reported(512, 0, prompt_s=10.0)
 
 
 def stood_ten_seconds() -> Scheduler:
-    """12 s later: R2 has the turn, for which it stood 10 s; R, whose piece is over, is next."""
+    """Return a scheduler after 12 s: R2 has the permit after 10 s in the queue; R is next."""
     s = scheduler(backend("a", 3), prefill_chunk_s=0.5, queue=QueueLimits(deadline_s=18.0))
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", run_of(6000, 2))
-    assert of(tick(s, 10.0)) == ["Prefill r2"]  # the other's piece takes too long
+    assert of(tick(s, 10.0)) == ["Prefill r2"]  # r's chunk takes too long
     s.handle(ev.Prefilled(RequestId("r"), PIECE), NOW + 12)
     return s
 
@@ -260,7 +259,7 @@ def test_who_waits_for_one_that_leaves_the_line_takes_its_place() -> None:
 
 
 def test_what_is_being_computed_is_not_waiting() -> None:
-    """Or who has computed half of a long prompt would go before all that come then."""
+    """Otherwise a half-computed long prompt would go before all later requests."""
     s = scheduler(backend("a", 3), prefill_chunk_s=1.5)
     arrive(s, "r", run_of(3000, 1))
     s.handle(ev.Prefilled(RequestId("r"), Reported()), NOW + 5)
@@ -271,7 +270,7 @@ def test_what_is_being_computed_is_not_waiting() -> None:
 
 
 def left_in_line() -> Scheduler:
-    """R has left, and R3 waits for its prompt; R2 is in line for another."""
+    """Return a scheduler: R is abandoned, R3 waits for R's prompt, and R2 is in the queue."""
     s = scheduler(backend("a", 4), prefill_chunk_s=1.5, reuse_probability=0.0)
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", OTHER)
@@ -323,7 +322,7 @@ def test_a_turn_that_was_broken_off_ends_with_its_piece() -> None:
 
 
 def test_a_pause_is_the_end_of_a_turn() -> None:
-    """Of a model that cannot go back there are no pieces."""
+    """Models that cannot go back have no prefill chunks."""
     info = backend("a", 2, memory_kind=MemoryKind.HYBRID)
     s = scheduler(info, idle_save_after_s=None)
     prompt = Prompt(run_of(3000, 1), boundaries=(1000, 2000))
@@ -335,7 +334,7 @@ def test_a_pause_is_the_end_of_a_turn() -> None:
 
 
 def test_a_turn_that_ended_a_moment_ago_is_looked_at() -> None:
-    """Between an event and the look at when to wake up time passes."""
+    """Time passes between an event and the question for the next wake-up."""
     s = two()
     prefilled(s, "r")
 
@@ -343,7 +342,7 @@ def test_a_turn_that_ended_a_moment_ago_is_looked_at() -> None:
 
 
 def test_what_cannot_be_reused_is_computed() -> None:
-    """The last tokens differ, of which a hybrid model keeps no state."""
+    """Hybrid models cannot go back to the point of divergence, before the last tokens."""
     info = backend("a", 2, memory_kind=MemoryKind.HYBRID)
     s = scheduler(info, holding={A0: run_of(890, 1), A1: run_of(890, 1)}, reuse_probability=0.0)
     slot(s, A0).resident = slot(s, A1).resident = Resident(pack([*[1] * 880, *[5] * 10]))
@@ -382,7 +381,7 @@ def test_who_wants_the_same_is_told_anew_when_a_piece_ends() -> None:
     s = in_pieces(3)
     arrive(s, "r", run_of(2001, 1))
     arrive(s, "r2", run_of(1001, 2))
-    assert slot(s, A1).busy_until == pytest.approx(NOW + 5.12 + 10)  # it is next
+    assert slot(s, A1).busy_until == pytest.approx(NOW + 5.12 + 10)  # r2 is next
 
     arrive(s, "r3", run_of(901, 3))
     assert slot(s, A1).busy_until == pytest.approx(NOW + 5.12 + 9 + 10)
@@ -402,13 +401,13 @@ def test_who_goes_before_another_is_charged_for_the_piece_and_no_more() -> None:
         assert decision is not None
         return decision.chosen.price.wait_s
 
-    assert charged(20) == 0  # it waits for nobody
+    assert charged(20) == 0  # a short prompt does not queue
     assert charged(1001) == pytest.approx(5.12)
     assert charged(1001, after_s=4.0) == pytest.approx(1.12)
-    assert charged(1001, after_s=9.0) == 0  # it takes longer than predicted
-    assert charged(1495) == pytest.approx(5.12 + 14.88)  # r needs less than that by then
+    assert charged(1001, after_s=9.0) == 0  # the chunk takes longer than predicted
+    assert charged(1495) == pytest.approx(5.12 + 14.88)  # r needs less by then
     assert charged(1502) == pytest.approx(5.12 + 14.88 + 15)
-    assert charged(1402, after_s=3.0) == pytest.approx(2.12 + 15)  # r2 has stood there for a while
+    assert charged(1402, after_s=3.0) == pytest.approx(2.12 + 15)  # r2 has waited for a while
 
 
 def test_one_that_has_stood_in_line_is_sooner_on_when_his_piece_ends() -> None:
@@ -420,7 +419,7 @@ def test_one_that_has_stood_in_line_is_sooner_on_when_his_piece_ends() -> None:
 
     line = ahead(s.state.fleet, A0.backend, NOW + 6)
     assert before_s(line, 1.8) == pytest.approx(5.12)
-    assert before_s(line, 1.9) == pytest.approx(5.12 + 4.88)  # it has stood for 6 s
+    assert before_s(line, 1.9) == pytest.approx(5.12 + 4.88)  # r2 has waited for 6 s
 
 
 def test_one_whose_state_is_read_is_before_those_who_need_more() -> None:
@@ -445,25 +444,27 @@ def test_what_one_has_stood_in_line_is_told_of_him() -> None:
     assert (account.prefill_queue_s, account.prepared_s) == (4, 6)
 
 
-# -- several, in their time ---------------------------------------------------------------------
+# -- several prompts over time ------------------------------------------------------------------
 
 
 def in_pieces(n_slots: int) -> Scheduler:
-    """Of 512 tokens, which take 5.12 s."""
+    """Return a scheduler with chunks of 512 tokens, which take 5.12 s."""
     return scheduler(
         backend("a", n_slots), prefill_chunk_s=0.5, idle_save_after_s=None, reuse_probability=0.0
     )
 
 
 class Played:
-    """A server that takes so many times as long as predicted, and never learns; each first token
-    is there at once. `computed`: whose piece, and when it began."""
+    """A server that takes `times` as long as predicted, and never learns.
+
+    Each first token comes at once. `computed`: the request of each chunk, and its start in s.
+    """
 
     def __init__(self, s: Scheduler, times: float = 1.0) -> None:
         self.s, self.times, self.now = s, times, NOW
         self.computed: list[tuple[str, float]] = []
         self._done: list[tuple[float, ev.Event]] = []
-        self.latest_s = 0.0  # of all that were told when a prompt in line will be computed
+        self.latest_s = 0.0  # latest predicted end of a queued prefill, after NOW
 
     def handle(self, event: ev.Event) -> None:
         for effect in self.s.handle(event, self.now):
@@ -478,7 +479,7 @@ class Played:
         self.latest_s = max([self.latest_s, *(at - NOW for at in told)])
 
     def go_on(self) -> bool:
-        """The next thing happens. False: nothing is left to do."""
+        """Handle the next event. Return False if nothing is left to do."""
         wakes = self.s.next_wakeup(self.now)
         first = min(self._done, key=lambda done: done[0], default=None)
         if first is not None and (wakes is None or first[0] <= wakes):
@@ -501,11 +502,11 @@ def test_prompts_that_are_alike_are_computed_one_after_the_other(times: float) -
 
     turns = [name for name, _ in played.computed]
     assert turns == ["r"] * 4 + ["r2"] * 4 + ["r3"] * 4
-    assert played.latest_s <= max(times, 1) * 60.1  # there is no more to do
+    assert played.latest_s <= max(times, 1) * 60.1  # the whole work takes 60 s
 
 
 def test_nobody_waits_for_ever_while_short_ones_come() -> None:
-    """Each is there before the one before it is done."""
+    """Short prompts arrive before the previous one is done."""
     played = Played(in_pieces(40))
     played.handle(ev.Arrived(request("r0", run_of(101, 99))))
     played.handle(ev.Arrived(request("long", run_of(1001, 1))))
@@ -518,7 +519,7 @@ def test_nobody_waits_for_ever_while_short_ones_come() -> None:
             assert played.go_on()
         played.handle(ev.Finished(RequestId(f"r{i - 1}"), Outcome.OK, Reported()))
 
-    # After twice what it needs, less what a short one needs, and what was begun then.
+    # After waiting for 2 x (10 s - 1 s), and for the chunk under way then.
     assert 17 <= played.computed[-1][1] <= 20
 
 

@@ -1,4 +1,4 @@
-"""What a server may have moved in a slot is nobody's to go on from, nor to be saved."""
+"""Shifted content: KV that a server may have moved is neither reused nor saved."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.support.scheduler.drive import (
     slot,
 )
 
-# The prompt leaves out some of what the slot holds.
+# LESS omits some of the tokens in WHOLE, which the slot holds.
 WHOLE = join([run_of(100), run_of(500, 7), run_of(500, 8)])
 LESS = join([run_of(100), run_of(500, 8)])
 SENT_AS_IT_IS: dict[str, Any] = {"coalesce_above_s": None, "idle_save_after_s": None}
@@ -31,7 +31,7 @@ WIPED = WatchSlot(R, A0, RequestProgress.ANSWERED, wipe=True)
 
 
 def moving(cached: int, **more: Any) -> Any:
-    """An answer to a request that let the server move what the slot held."""
+    """Answer a request that let the server move KV; return the scheduler and the effects."""
     s = scheduler(backend("a", 1), holding={A0: WHOLE}, reuse_probability=0.0, **SENT_AS_IT_IS)
     assert plan_of(arrive(s, ids=LESS, shifts=True, **more)).chosen.reused_tokens == 100
     said: dict[str, Any] = {"prompt_tokens": 600, "generated_tokens": 1, "generated": tokens(9)}
@@ -39,7 +39,7 @@ def moving(cached: int, **more: Any) -> Any:
 
 
 def test_what_was_moved_is_wiped() -> None:
-    """Before anybody else has the slot, or a save."""
+    """Wiped before another request or a save uses the slot."""
     s, effects = moving(599)
 
     assert effects[1:] == [WIPED]
@@ -67,7 +67,7 @@ def test_a_client_that_leaves_may_have_left_it() -> None:
 
 
 def test_who_goes_on_and_leaves_has_left_nothing_of_the_kind() -> None:
-    """The next turn of a conversation, stopped: all that was there is its beginning."""
+    """Next turn of a conversation, stopped: the slot held only its beginning."""
     s = scheduler(backend("a", 1), holding={A0: LESS}, reuse_probability=0.0, **SENT_AS_IT_IS)
     arrive(s, ids=join([LESS, run_of(50, 9)]), shifts=True)
 
@@ -84,7 +84,7 @@ def test_who_was_refused_has_moved_nothing() -> None:
 
 
 def test_an_answer_that_went_over_the_end_is_wiped() -> None:
-    """With `--context-shift` the server drops tokens in the middle and goes on."""
+    """Under `--context-shift`, the server drops tokens in the middle and continues."""
     s = running(backend("a", 1, n_ctx=100))
 
     effects = finish(s, prompt_tokens=3, cached_tokens=0, generated_tokens=98)
@@ -93,7 +93,7 @@ def test_an_answer_that_went_over_the_end_is_wiped() -> None:
 
 @pytest.mark.parametrize("pinnable", [True, False])
 def test_a_connection_that_was_lost_may_leave_it_there(pinnable: bool) -> None:
-    """Perhaps the server is the same: what it holds is not saved."""
+    """Perhaps the server process is the same, so its content is not saved."""
     s = scheduler(backend("a", 2), reuse_probability=0.0, **SENT_AS_IT_IS)
     arrive(s, shifts=True, pinnable=pinnable)
     if not pinnable:

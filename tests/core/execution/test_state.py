@@ -1,4 +1,4 @@
-"""What the scheduler keeps about itself while it works: streams that stood still."""
+"""Scheduler state: the seconds for which streams were stalled."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ THREE = backend("a", 3)
 
 
 def with_two_streams(**more: Any) -> Scheduler:
-    """Two streams run on a, and a third slot is free."""
+    """Return a scheduler with two streams on a, and a free third slot."""
     s = scheduler(THREE, idle_save_after_s=None, reuse_probability=0.0, **more)
     for index in (1, 2):
         busy(s.state.fleet, SlotId(A, index))

@@ -1,4 +1,4 @@
-"""Where every start empties the idle slots: what came free beside a request that is prepared."""
+"""Volatile slots: content that became idle while another request was prepared."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ IDLE = SaveReason.IDLE
 
 
 def beside(**more: Any) -> Scheduler:
-    """R runs on a/0, and will leave what is worth a save."""
+    """Return a scheduler with R on a/0, which will leave content that is worth a save."""
     info = backend("a", 3, keeps_idle_slots=False)
     s = scheduler(info, **({"coalesce_above_s": None, "idle_save_after_s": None} | more))
     arrive(s, "r", LONG)
@@ -47,7 +47,7 @@ def beside(**more: Any) -> Scheduler:
 
 
 def restoring(**more: Any) -> Scheduler:
-    """And R2 gets a snapshot into another slot."""
+    """Return `beside`, with a snapshot being restored for R2 into another slot."""
     s = beside(snapshots=[snapshot("s", run_of(900, 7))], **more)
     assert names(arrive(s, "r2", ELSE)) == ["Restore"]
     return s
@@ -57,7 +57,7 @@ def restoring(**more: Any) -> Scheduler:
 
 
 def test_what_came_free_meanwhile_is_saved_before_the_start() -> None:
-    """The start emptied it unsaved."""
+    """Regression: the start cleared the slot unsaved."""
     s = restoring()
     assert names(finish(s, "r", **DONE)) == ["Account"]
 
@@ -106,7 +106,7 @@ def test_the_slot_is_back_if_the_client_leaves_during_the_save() -> None:
 
 
 def prefilling() -> Scheduler:
-    """R2's prompt is computed, and R came to its end after that was sent."""
+    """Return a scheduler that prefills R2's prompt; R ended after that prefill was sent."""
     s = beside(coalesce_above_s=1.0)
     begun(s)
     assert names(arrive(s, "r2", ELSE)) == ["Prefill"]
@@ -116,7 +116,7 @@ def prefilling() -> Scheduler:
 
 @pytest.mark.parametrize(("n", "after"), [(1000, "Save"), (0, "Dispatch")])
 def test_what_came_free_during_a_prefill_is_looked_at_before_the_start(n: int, after: str) -> None:
-    """It was taken for empty; but the prefill had started long before."""
+    """Regression: the slot was believed empty, but the prefill had started long before."""
     s = prefilling()
 
     assert prefilled(s, "r2") == [WatchSlot(R2, A0, RequestProgress.ANSWERED)]
@@ -131,13 +131,13 @@ def test_also_if_the_client_left_meanwhile() -> None:
     assert names(quiet(s, "r2", 1000)) == ["Save"]
 
 
-# -- between the sending of a request and its start ----------------------------------------------
+# -- between the dispatch of a request and its start ---------------------------------------------
 
 
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("n", [1000, 0])
 def test_what_came_free_behind_a_gate_was_emptied_or_not(seen: bool, n: int) -> None:
-    """A look tells: it depends on which was first, the end of one or the start of the other."""
+    """Known by a poll only: either r's end or r2's start was first."""
     s = beside()
     arrive(s, "r2", [5])
     name = stranger(A0, slot(s, A0).generation)
@@ -159,18 +159,18 @@ def test_nothing_is_claimed_if_the_start_may_come_yet() -> None:
     assert slot(s, A0).resident == UNKNOWN
 
 
-# -- slots that are let go of --------------------------------------------------------------------
+# -- abandoned slots -----------------------------------------------------------------------------
 
 
 def left(**more: Any) -> Scheduler:
-    """R's client has just left in the middle of the answer."""
+    """Return a scheduler in which R was just abandoned in the middle of its answer."""
     s = beside(**more)
     s.handle(ev.Finished(R, GONE, Reported(), begun=True), NOW)
     return s
 
 
 def test_a_start_waits_a_moment_for_a_slot_that_was_just_left() -> None:
-    """It emptied the slot before anybody could know what was in it."""
+    """Regression: the start cleared the slot before its content could be known."""
     s = left()
     assert arrive(s, "r2", ELSE) == []
 
@@ -206,7 +206,7 @@ def test_nor_if_another_backend_is_free() -> None:
 
 
 def test_a_start_does_not_wait_for_what_its_server_has_yet_to_notice() -> None:
-    """Of a plain request that was left: until then its slot is at work, and not emptied."""
+    """Abandoned plain requests run until the server notices, so their slots are not cleared."""
     s = beside()
     finish(s, "r", Outcome.CLIENT_GONE)
     assert names(arrive(s, "r3", ELSE)) == ["Dispatch"]
@@ -226,7 +226,7 @@ def test_a_slot_that_was_to_be_looked_at_is_not_believed_if_the_client_leaves() 
     cancel(s, "r2")
 
     assert names(quiet(s, "r2", 0)) == ["WatchSlot"]
-    (save,) = quiet(s, "r2", 0)  # of what it has computed itself
+    (save,) = quiet(s, "r2", 0)  # of its own prefill
     assert isinstance(save, Save)
     assert n_held(s, save.slot) == 1999
     assert slot(s, A0).resident == UNKNOWN

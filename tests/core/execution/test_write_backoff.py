@@ -1,4 +1,4 @@
-"""Where writing goes wrong again and again, nothing is written for a while."""
+"""Write backoff: after repeated failures, nothing is written for a while."""
 
 from dataclasses import replace
 
@@ -18,11 +18,11 @@ ELSEWHERE = replace(SNAP, kv_dir=KvDir("other"))
 
 
 def failing() -> Scheduler:
-    """Two slots were to be saved, and neither was."""
+    """Return a scheduler after the saves of two slots failed."""
     s = scheduler(backend("a", 2), holding={A0: LONG, A1: run_of(1000, 7)}, idle_save_after_s=0.0)
     assert s.handle(ev.Tick(), NOW) == [Save(RequestId("save-1"), A0, NS, SaveReason.IDLE)]
     (again,) = fails(s, 1, NOW)
-    assert again == Save(RequestId("save-2"), A1, NS, SaveReason.IDLE)  # once says nothing
+    assert again == Save(RequestId("save-2"), A1, NS, SaveReason.IDLE)  # no backoff yet
     assert fails(s, 2, NOW) == []
     return s
 
@@ -69,7 +69,7 @@ def test_requests_displace_without_a_save_meanwhile() -> None:
     [(SNAP, Source.SNAPSHOT), (TWO_STREAMS, Source.COLD), (ELSEWHERE, Source.COLD)],
 )
 def test_what_is_there_is_still_restored(held: Snapshot, source: Source) -> None:
-    """And nothing for which a file would have to be made."""
+    """Except snapshots that need a new file."""
     s = scheduler(backend("a", 1), snapshots=[held], coalesce_above_s=None)
     for _ in range(2):
         s.handle(ev.SaveFailed(R, A0, "disk full"), NOW)
@@ -97,4 +97,4 @@ def test_a_backend_that_goes_away_is_not_blamed_for_its_saves() -> None:
     s.handle(ev.Removed(A), NOW)
     fails(s, 3, NOW)
     assert s.state.fleet.backoffs == {}
-    saved(s, SNAP)  # nobody vouches for it
+    saved(s, SNAP)  # no backend vouches for it

@@ -1,4 +1,4 @@
-"""The catalog against a dictionary, and each of its rules by name."""
+"""Snapshot catalog: each rule by name, and all of them against a dictionary."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -57,7 +57,7 @@ def test_equal_tokens_are_stored_once() -> None:
 
 
 def withdrawn(*, purged: bool = False) -> Catalog:
-    """S1 is being read, and its directory does not answer."""
+    """Return a catalog in which S1 is being read, and its KV directory does not answer."""
     catalog = Catalog()
     catalog.add(snapshot("s1"), FULL, 1.0)
     catalog.add_reference(S1, NOW)
@@ -68,7 +68,7 @@ def withdrawn(*, purged: bool = False) -> Catalog:
 
 
 def test_what_is_still_being_read_is_taken_back() -> None:
-    """Its directory answers again before the restore is over, and it was lost all the same."""
+    """Regression: a snapshot was lost although its KV directory answered during the restore."""
     catalog = withdrawn()
 
     assert catalog.add(snapshot("s1"), FULL, 1.0) == []
@@ -82,7 +82,7 @@ def test_what_is_still_being_read_is_taken_back() -> None:
 
 
 def test_what_is_not_wanted_back_leaves_with_its_last_reader() -> None:
-    """Its file would stay on disk, and nobody would know of it."""
+    """Otherwise its file would stay on disk without a record."""
     too_large, had_again, purged = withdrawn(), withdrawn(), withdrawn(purged=True)
     too_large.limits = SnapshotLimits(max_tokens=2)
     had_again.add(snapshot("s2"), FULL, 1.0)
@@ -146,7 +146,7 @@ def test_use_makes_worth() -> None:
 
 
 def with_another(second: Snapshot, kind: MemoryKind = FULL) -> Catalog:
-    """`second` and S1, which was used after it was there; there is room for no third."""
+    """Return a full catalog of S1 and `second`; S1 was used last."""
     catalog = Catalog(SnapshotLimits(max_bytes=200))
     catalog.add(snapshot("s1", [*range(90), 1000], size=100), kind, 1.0)
     assert catalog.add(second, kind, 1.0) == []
@@ -160,12 +160,12 @@ def use(catalog: Catalog, snapshot: SnapshotId) -> None:
 
 
 def evicted(catalog: Catalog, kind: MemoryKind = FULL) -> list[SnapshotId]:
-    """By a third."""
+    """Add a third snapshot, and return the ids of those that it evicts."""
     return [gone.id for gone in catalog.add(snapshot("s3", run_of(50), size=100), kind, 1.0)]
 
 
 def test_what_a_longer_one_holds_as_well_goes_first() -> None:
-    """The next turn of a conversation whose answer came back changed: S1 ends with the answer."""
+    """S1 ends with an answer, which came back changed in the next turn (S2)."""
     assert evicted(with_another(snapshot("s2", range(100), size=100))) == [S1]
 
 
@@ -181,7 +181,7 @@ def test_so_does_a_longer_one_that_cannot_go_back() -> None:
 
 
 def test_the_longest_counts() -> None:
-    """One in between takes away less than there was, and gives nothing back."""
+    """Shorter overlaps (s4) neither add to the loss of value nor undo it."""
     catalog = with_another(snapshot("s2", range(100), size=100))
     catalog.limits = SnapshotLimits(max_bytes=300)
     catalog.add(snapshot("s4", [*range(50), *range(2000, 2060)], size=100), FULL, 1.0)
@@ -190,7 +190,7 @@ def test_the_longest_counts() -> None:
 
 
 def test_where_prompts_part_one_keeps_its_worth() -> None:
-    """Others have all of it, and it is spared for being short."""
+    """Longer snapshots contain all of S1; being a prefix of them, S1 keeps its value."""
     catalog = Catalog()
     catalog.add(snapshot("s2", [*range(90), 1], size=100), FULL, 1.0)
     catalog.add(snapshot("s1", range(90), size=100), FULL, 1.0)
@@ -210,7 +210,7 @@ def test_who_is_the_only_one_again_regains_its_worth() -> None:
 
 
 def test_losing_worth_makes_nobody_younger() -> None:
-    """S1 has lost next to nothing, and is the one that was used longest ago."""
+    """S1 has lost almost no value, and was used longest ago."""
     catalog = Catalog(SnapshotLimits(max_bytes=300))
     catalog.add(snapshot("s1", range(100), size=100), FULL, 1.0)
     catalog.add(snapshot("s4", run_of(100, 4), size=100), FULL, 1.0)
@@ -220,7 +220,7 @@ def test_losing_worth_makes_nobody_younger() -> None:
 
 
 def test_old_favourites_fade() -> None:
-    """What was used often once is given up in the end for what keeps coming."""
+    """Snapshots that were used often long ago are finally evicted for new ones."""
     catalog = Catalog(SnapshotLimits(max_bytes=20))
     catalog.add(snapshot("s1", tokens(1), 10), FULL, 1.0)
     for _ in range(5):
@@ -233,7 +233,7 @@ def test_old_favourites_fade() -> None:
 
 
 def test_one_that_no_limit_admits_does_not_push_out_the_others() -> None:
-    """It evicted everything that was worth less than itself, and then itself."""
+    """Regression: a too large snapshot evicted all of lower value, and then itself."""
     catalog = Catalog(SnapshotLimits(max_bytes=20))
     catalog.add(snapshot("s1", tokens(1), 10), FULL, 1.0)
     giant = snapshot("s2", tokens(2), 21)
@@ -242,7 +242,7 @@ def test_one_that_no_limit_admits_does_not_push_out_the_others() -> None:
     assert S1 in catalog
 
 
-# -- using and leaving -------------------------------------------------------------------------
+# -- use and removal ---------------------------------------------------------------------------
 
 
 def test_what_is_in_use_is_named_when_its_last_user_lets_go() -> None:
@@ -364,7 +364,7 @@ def test_it_is_known_when_a_snapshot_was_used_last() -> None:
     assert catalog.used_at(S2) is None
 
 
-# -- valued anew -------------------------------------------------------------------------------
+# -- new values --------------------------------------------------------------------------------
 
 
 def by_length(basis: Basis) -> Callable[[Snapshot], tuple[float, Basis]]:
@@ -372,7 +372,7 @@ def by_length(basis: Basis) -> Callable[[Snapshot], tuple[float, Basis]]:
 
 
 def found(n: int, value_s: float = 100.0) -> Catalog:
-    """`n` of a token each, which were valued before anybody knew how; there is room for no more."""
+    """Return a full catalog of `n` snapshots of one token, valued by a guess."""
     catalog = Catalog()
     for number in range(n):
         one = snapshot(f"old{number:04}", tokens(number), 10)
@@ -383,7 +383,7 @@ def found(n: int, value_s: float = 100.0) -> Catalog:
 
 @pytest.mark.parametrize("guess_s", [0.01, 100.0])
 def test_what_was_valued_by_a_guess_meets_the_others_as_an_equal(guess_s: float) -> None:
-    """All new ones gave themselves up for it, or it went before any of them."""
+    """Regression: by a guess, an old snapshot outlived all new ones, or none of them."""
     catalog = found(2, guess_s)
     catalog.value_anew(by_length(Basis.OWN))
     catalog.shrink()
@@ -396,7 +396,7 @@ def test_what_was_valued_by_a_guess_meets_the_others_as_an_equal(guess_s: float)
 
 
 def test_they_are_valued_a_few_at_a_time_and_none_goes_before() -> None:
-    """A hundred thousand at once would hold everybody up for a second."""
+    """Valuing 100,000 at once would delay all requests for a second."""
     catalog = found(500)
     catalog.limits = SnapshotLimits(max_bytes=4_900)
     catalog.value_anew(by_length(Basis.OWN))
@@ -414,7 +414,7 @@ def as_told(value_s: float, basis: Basis, _: Snapshot) -> tuple[float, Basis]:
 
 
 def test_another_time_only_by_what_is_better() -> None:
-    """Else each backend that comes back would change what nobody uses."""
+    """Otherwise each backend that comes back would change the values of unused snapshots."""
     catalog, valued = found(1), []
     for value_s, basis in [
         (2.0, Basis.OTHERS),
@@ -451,7 +451,7 @@ def test_what_has_left_is_not_valued() -> None:
 
 @dataclass
 class Known:
-    """What the model knows of one snapshot."""
+    """State of one snapshot in the model."""
 
     snapshot: Snapshot
     references: int = 0
@@ -470,7 +470,7 @@ class Model:
 
 
 class CatalogMachine(RuleBasedStateMachine):
-    """Adds, uses and removes in any order, within limits."""
+    """Additions, uses and removals in any order, within limits."""
 
     @initialize(
         max_bytes=st.sampled_from([-1, 6, 12]),
@@ -511,7 +511,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.left(left, gone)
 
     def was_superfluous(self, gone: Snapshot, new: Snapshot, rivals: list[Snapshot]) -> None:
-        """A prefix of the newcomer, of a kind that can be cut, where nothing else branches off."""
+        """Check that `gone` is a prefix of `new`, can be cut, and has no other branches."""
         end = len(gone.tokens)
         longer = [r.tokens for r in (*rivals, new) if r.tokens.startswith(gone.tokens)]
 
@@ -545,7 +545,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.left([one], self.catalog.remove(one.snapshot.id))
 
     def left(self, left: list[Known], gone: list[Snapshot]) -> None:
-        """These are out of use; those of them that nobody uses were named."""
+        """Mark `left` as unusable; check that `gone` names those without references."""
         assert {s.id for s in gone} == {k.snapshot.id for k in left if not k.references}
         assert len(gone) == len({s.id for s in gone})
         for one in left:
@@ -582,7 +582,7 @@ TestCatalogMachine.settings = settings(max_examples=100, stateful_step_count=30,
 
 
 def test_many_are_given_up_a_few_at_a_time() -> None:
-    """Ten thousand at once would hold everybody else up for half a second."""
+    """Evicting 10,000 at once would delay all other requests for half a second."""
     catalog = Catalog()
     for n in range(100):
         catalog.add(snapshot(f"s{n}", tokens(n), 10), FULL, 1.0 + n)

@@ -1,4 +1,4 @@
-"""What goes first, against looking at all of them; and that the books of it stay small."""
+"""Eviction order, checked against a scan of all items; its bookkeeping stays small."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ ITEMS = "abcdefgh"
 
 
 def ranks(*worths: float) -> EvictionOrder[str]:
-    """a, b, ..., in turn."""
+    """Return an order with items a, b, ... of these values, used in that order."""
     made: EvictionOrder[str] = EvictionOrder()
     for item, worth in zip(ITEMS, worths, strict=False):
         made.use(item, worth)
@@ -25,15 +25,15 @@ def test_of_equals_the_one_that_was_used_longest_ago() -> None:
 
 
 def test_time_makes_up_for_worth() -> None:
-    """a is worth four times as much as b and was used after it: a long time ago both are old."""
+    """b has four times the value of a, and goes first only after a long time without use."""
     made = ranks(1, 4)
     assert made.least() == "a"
     made.use("a", 1)
     made.use("c", 100)
-    assert made.least() == "a"  # 1/2 against 4/3
+    assert made.least() == "a"  # 1/2 for a, 4/3 for b
     for _ in range(20):
         made.use("a", 1)
-    assert made.least() == "b"  # 4/23 against 1
+    assert made.least() == "b"  # 4/23 for b, 1 for a
 
 
 def test_who_is_worth_nothing_goes_first() -> None:
@@ -69,7 +69,7 @@ def test_many_uses_leave_few_rows() -> None:
 
 
 def test_who_has_left_a_class_is_not_looked_at_one_by_one() -> None:
-    """As when what was on disk is valued anew: all at once it held everybody up."""
+    """Regression: new values for all snapshots on disk at once delayed all requests."""
     made = ranks()
     for number in range(100):
         made.use(f"old{number}", 1.0)

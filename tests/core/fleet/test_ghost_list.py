@@ -1,4 +1,4 @@
-"""What was held once is remembered, within bounds."""
+"""Ghost list: token sequences that were held once are remembered, within bounds."""
 
 from router.base.types import Namespace
 from router.core.fleet.ghost_list import GhostList
@@ -30,7 +30,7 @@ def test_all_its_beginnings_go_however_many_and_nothing_else() -> None:
     for n in range(9, 0, -1):
         ghosts.add(NS, run_of(n))
     ghosts.add(NS, tokens(1, 1, 2))
-    assert len(ghosts) == 8  # all but the two that the last began with
+    assert len(ghosts) == 8  # all but the two prefixes of the last one
     ghosts.add(NS, run_of(8))
 
     assert len(ghosts) == 3
@@ -43,7 +43,7 @@ def test_of_too_many_the_oldest_are_forgotten() -> None:
     for token in range(20):
         ghosts.add(NS, run_of(100, token))
 
-    assert len(ghosts) == 6  # each takes a little more than its tokens
+    assert len(ghosts) == 6  # each counts as a little more than its tokens
     assert ghosts.nearest(NS, run_of(100, 13)) == (0, False)
     assert ghosts.nearest(NS, run_of(100, 14)) == (100, False)
 

@@ -1,4 +1,4 @@
-"""The radix tree against a list that is searched from end to end."""
+"""Radix tree, checked against a linear search of a list."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ sequences = st.lists(ids, max_size=12)
 
 
 def filled(held: list[Ids]) -> PrefixIndex[int]:
-    """Each sequence under its position in the list."""
+    """Return an index with each sequence under its position in the list."""
     index: PrefixIndex[int] = PrefixIndex()
     for item, one in enumerate(held):
         index.insert(pack(one), item)
@@ -25,7 +25,7 @@ def filled(held: list[Ids]) -> PrefixIndex[int]:
 
 
 def nodes_of(index: PrefixIndex[int]) -> list[_Node[int]]:
-    """All nodes but the root."""
+    """Return all nodes but the root."""
     found: list[_Node[int]] = []
     todo = list(index._root.children.values())
     while todo:
@@ -94,7 +94,7 @@ def test_beginnings_are_the_prefixes_and_the_same(held: list[Ids], prompt: Ids) 
 
 @given(sequences, ids.filter(bool))
 def test_branches_are_the_different_continuations(held: list[Ids], at: Ids) -> None:
-    """A point inside an edge is no node: asked only of sequences that are in the index."""
+    """Asked only for sequences in the index, because a point inside an edge is no node."""
     index = filled([*held, at])
     following = {one[len(at)] for one in held if one[: len(at)] == at and len(one) > len(at)}
 
@@ -104,7 +104,7 @@ def test_branches_are_the_different_continuations(held: list[Ids], at: Ids) -> N
 @settings(max_examples=150)
 @given(st.data())
 def test_any_order_of_insert_and_remove_leaves_a_minimal_tree(data: Any) -> None:
-    """No leaf without items, no node that could be joined with its only child."""
+    """Minimal: each leaf has items, and no node could be merged with its only child."""
     index: PrefixIndex[int] = PrefixIndex()
     held: dict[int, Ids] = {}
     for item in range(data.draw(st.integers(0, 20))):
@@ -130,7 +130,7 @@ def test_the_shorter_of_two_that_share_as_much_comes_first() -> None:
 
 
 def test_shorter_means_fewer_tokens_and_not_fewer_branches() -> None:
-    """Two short ones that part late, behind four long ones: those came first."""
+    """Regression: four long sequences came before two short ones that diverge late."""
     base = [1] * 20
     longer = [[*base, *[10 + n] * 500] for n in range(4)]
     index = filled([*longer, [*base, 5, 6], [*base, 5, 7]])
@@ -168,13 +168,13 @@ def test_what_is_not_there_cannot_be_removed(ids_: Any, item: int) -> None:
 def test_no_branch_where_nothing_ends_or_splits() -> None:
     index = filled([[1, 1, 1]])
 
-    assert index.branches_at(tokens()) == 0  # the root is shared by everybody
+    assert index.branches_at(tokens()) == 0  # all sequences share the root
     assert index.branches_at(tokens(1)) == 0
     assert index.branches_at(tokens(2)) == 0
 
 
 def test_a_lookup_below_a_shared_root_is_bounded() -> None:
-    """A thousand conversations with one system prompt: a few are looked at, one share for all."""
+    """1,000 conversations share one system prompt; a lookup visits a few of them."""
     index: PrefixIndex[int] = PrefixIndex()
     for item in range(1000):
         index.insert(pack([1, 1, 1000 + item]), item)

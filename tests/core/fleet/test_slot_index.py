@@ -1,4 +1,4 @@
-"""The index over the slots against a comparison with each of them."""
+"""Slot index, checked against a comparison with each slot."""
 
 from typing import Any
 

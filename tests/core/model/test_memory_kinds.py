@@ -1,4 +1,4 @@
-"""The table of what can be reused, row by row (llama-server.md section 4.3)."""
+"""Reusable tokens by memory kind, row by row (llama-server.md section 4.3)."""
 
 import pytest
 from hypothesis import given

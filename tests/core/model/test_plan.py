@@ -1,4 +1,4 @@
-"""Ties between candidates have a written order."""
+"""Ties between candidates are broken in a fixed order."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Estimates start at their priors and end at what is measured."""
+"""Rate estimates start at their priors and converge to measured values."""
 
 import pytest
 from hypothesis import given
@@ -129,7 +129,7 @@ def test_speeds_are_those_of_a_state_of_a_thousand_tokens() -> None:
         output_s_per_token=Mean(0.5),
     )
 
-    # A megabyte in two seconds and in one: the start of a save counts too.
+    # 1 MB in 2 s (save) and in 1 s (restore): the fixed cost of a save counts too.
     assert rates.speeds == Speeds(
         prefill_tokens=100.0, output_tokens=2.0, save_bytes=5e5, restore_bytes=1e6
     )
@@ -157,7 +157,7 @@ def test_one_that_has_seen_nothing_expects_what_another_has_seen() -> None:
     assert new.prefill_s(1000) == pytest.approx(7.0)
     assert new.save.predict(1.0, 10**8) == pytest.approx(0.5)
     assert new.output_s_per_token.value == known.output_s_per_token.value
-    assert new.restore_s(10) == own  # which it has seen itself
+    assert new.restore_s(10) == own  # observed by `new` itself
 
 
 def test_what_is_seen_itself_replaces_what_was_expected() -> None:

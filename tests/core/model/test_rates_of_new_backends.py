@@ -1,4 +1,4 @@
-"""What a backend is expected to cost that nobody has used yet."""
+"""Expected costs of a backend that no request has used yet."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.support.scheduler.drive import NOW, arrive, finish, plan_of
 
 
 def after_one_on_a(**b: Any) -> Scheduler:
-    """Of two servers the first has answered somebody; the other's probe said `b`."""
+    """Return a scheduler after one request on backend a; `b`: fields of backend b."""
     s = scheduler(backend("a", 1, prefill_s_per_token=0.01), idle_save_after_s=None)
     s.handle(ev.BackendUp(backend("b", 1, **b)), NOW)
     assert plan_of(arrive(s, ids=run_of(20))).chosen.slot == A0
@@ -20,12 +20,12 @@ def after_one_on_a(**b: Any) -> Scheduler:
 
 
 def over(s: Scheduler, name: str, prompt_s: float) -> None:
-    """All 20 tokens of a prompt were computed."""
+    """End a request that computed all 20 tokens of its prompt."""
     finish(s, name, prompt_tokens=20, cached_tokens=0, prompt_s=prompt_s)
 
 
 def test_it_costs_what_others_of_its_kind_do() -> None:
-    """Its probe was slower, by chance: what the other holds would be displaced for that."""
+    """b's probe was slower by chance; a's content must not be displaced for that."""
     s = after_one_on_a(prefill_s_per_token=0.015)
 
     assert plan_of(arrive(s, "r2", run_of(20, 2))).chosen.slot == B0

@@ -1,4 +1,4 @@
-"""Waiting: in order, limited in number and in time."""
+"""Request queue: ordered, and limited in length and in waiting time."""
 
 from itertools import islice
 
@@ -95,7 +95,7 @@ def test_who_had_the_least_of_the_servers_time_comes_first() -> None:
 
 
 def test_what_a_client_had_is_remembered_while_it_asks_for_nothing() -> None:
-    """One long prompt after the other, each sent when the last was answered."""
+    """Client a sends long prompts, each when the previous one is answered."""
     queue = Queue()
     queue.add(request("b1", client="b"), 1.0)
     queue.add(request("a1", client="a"), 1.0)
@@ -106,7 +106,7 @@ def test_what_a_client_had_is_remembered_while_it_asks_for_nothing() -> None:
 
 
 def test_a_newcomer_has_no_claim_on_the_past() -> None:
-    """But for the one request that is under way."""
+    """New clients gain at most the one request that is under way."""
     queue = Queue()
     for _ in range(9):
         queue.add(request("a", client="a"), 1.0)
@@ -131,7 +131,7 @@ def test_when_it_is_full_who_sent_the_most_loses_the_last() -> None:
 def test_of_too_many_clients_some_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Who sends each request with another key fills no memory, and gains nothing."""
+    """Clients that use a new key for each request neither fill the memory nor gain priority."""
     monkeypatch.setattr(module, "_CLIENTS", 3)
     queue = Queue()
     for number in range(20):

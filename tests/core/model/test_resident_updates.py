@@ -1,4 +1,4 @@
-"""What a slot holds afterwards: certain, or not claimed."""
+"""Resident updates: a slot's tokens are claimed only if they are certain."""
 
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ def test_nothing_is_claimed_of_what_cannot_be_known(prompt: Prompt) -> None:
 
 
 def test_of_a_prompt_with_media_the_text_before_it_is_known() -> None:
-    """The slot was taken for empty, and given to the next who came."""
+    """Regression: the slot was believed empty and given to the next request."""
     prompt = Prompt(tokens(1, 2, -5, 3), n_media=1)
 
     assert after_finish(prompt, Reported(20, generated_tokens=5)) == Resident(tokens(1, 2), 22)
@@ -113,7 +113,7 @@ def test_a_prompt_that_was_cut_off_is_held_in_part() -> None:
 
 
 def test_an_unchanged_length_may_be_either_of_two_contents() -> None:
-    """Of `[9]*5`, as long as prompt and two tokens of an answer, all five were claimed."""
+    """Regression: all of `[9]*5` was claimed; the prompt and two answer tokens are as long."""
     assert after_quiet(Resident(run_of(5, 9)), PROMPT, 5) == Resident(EMPTY, 5)
     assert after_quiet(Resident(tokens(1, 2, 9)), PROMPT, 3) == Resident(tokens(1, 2), 1)
     assert after_quiet(Resident(tokens(1, 2)), PROMPT, 2) == Resident(tokens(1, 2))
@@ -121,7 +121,7 @@ def test_an_unchanged_length_may_be_either_of_two_contents() -> None:
 
 
 def test_a_slot_of_unknown_length_may_not_have_changed_at_all() -> None:
-    """After a batch nothing was known of a slot; that was taken for a length of zero."""
+    """Regression: unknown content (after a batch) was treated as a length of zero."""
     assert after_quiet(UNKNOWN, PROMPT, 2) == Resident(EMPTY, 2)
     assert after_quiet(Resident(tokens(1), may_hold_more=True), PROMPT, 3) == Resident(tokens(1), 2)
 
@@ -130,7 +130,7 @@ def test_a_slot_of_unknown_length_may_not_have_changed_at_all() -> None:
 def test_after_quiet_is_right_whether_the_request_ran_or_not(
     before: list[int], unread: list[int], prompt: list[int], answer: list[int], computed: int
 ) -> None:
-    """All ways in which the slot can have come to the length that is seen."""
+    """Both causes of the seen length are possible: the request ran here, or it did not."""
     ran = prompt[:computed] + (answer if computed >= len(prompt) else [])
     for truth in (before + unread, ran):
         claim = after_quiet(Resident(pack(before), len(unread)), prompt_of(prompt), len(truth))
@@ -150,7 +150,7 @@ def test_after_either_is_right_whether_the_request_ran_here_or_not(
     assert pack(prompt + answer).startswith(claim.tokens)
 
 
-# -- is it what its tokens say? -------------------------------------------------------------------
+# -- are the claimed tokens exact? ----------------------------------------------------------------
 
 PINNED = request(ids=[1, 2, 3, 4])
 SHIFTS = replace(PINNED, shifts=True)
@@ -191,5 +191,5 @@ LONGER = Resident(tokens(1, 2, 9))
 def test_what_is_left_may_not_be_what_a_prefill_gives(
     asked: Request, before: Resident, said: dict[str, Any], exact: bool
 ) -> None:
-    """Where the server was let move chunks of KV, or moved them at the end of the context."""
+    """Inexact if the server was allowed to shift KV, or shifted it at the context's end."""
     assert is_exact(asked, before, Reported(**said), n_ctx=10) is exact

@@ -1,4 +1,4 @@
-"""Which slots hold a prompt, for sure or perhaps; which requests can be steered into one."""
+"""Slots that certainly or possibly hold a prompt, and requests that can be steered."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_who_can_be_steered(more: dict[str, Any], steered: bool) -> None:
     [
         ({"ids": [1, 2, 3]}, True, True),
         ({"ids": [1, 2, 3, 9]}, True, True),
-        ({"ids": [1, 2]}, False, True),  # its answer may go on like the prompt
+        ({"ids": [1, 2]}, False, True),  # its answer may continue like the prompt
         ({"ids": [1, 9]}, False, False),
         ({"prompt": Prompt(unknown="media")}, False, True),
     ],

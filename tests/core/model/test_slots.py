@@ -1,4 +1,4 @@
-"""Leases: taken before anything is done, given back once, harmless when late."""
+"""Leases: taken before any work, released once, harmless when stale."""
 
 import pytest
 
@@ -20,7 +20,7 @@ HELD = Resident(tokens(1, 2))
 
 
 def slot_in(phase: Phase) -> tuple[Slot, Lease]:
-    """A slot in this phase, and its last lease."""
+    """Return a slot in this phase, and its last lease."""
     slot = Slot(A0)
     lease = slot.lease(R)
     match phase:
@@ -159,7 +159,7 @@ def test_a_restart_raises_generations_and_may_change_the_number_of_slots() -> No
     table.add(A, 1)
 
     assert not table.holds(first)
-    assert not table.holds(second)  # its slot is no more
+    assert not table.holds(second)  # its slot no longer exists
     assert table[A0].lease(R).generation > first.generation
 
 
@@ -176,7 +176,7 @@ def test_what_could_be_saved_follows_the_slots() -> None:
     assert table.unsaved() == {A: 2.0}
 
     lease = table[A1].lease(R)
-    assert table.unsaved() == {}  # somebody is at work
+    assert table.unsaved() == {}  # a slot of the backend is in use
 
     table[A1].release(lease, HELD, 5.0)
     assert table.unsaved() == {A: 2.0}

@@ -1,4 +1,4 @@
-"""What is one tenant's is not used for another, told of to another, or left where it could be."""
+"""Tenants: no tenant's tokens are reused for, reported to or left to another tenant."""
 
 from dataclasses import replace
 
@@ -70,13 +70,13 @@ XS = Namespace(f"{NS}@x")
 
 
 def apart(*infos: object, **more: object) -> Scheduler:
-    """Tenants are kept apart; nothing is saved in the background, and a prefill is not shared."""
+    """Return a scheduler that keeps tenants apart, without idle saves and shared prefills."""
     given = {"idle_save_after_s": None, "coalesce_above_s": None, "keeps_apart": True} | more
     return scheduler(*(infos or (backend("a", 1),)), **given)  # type: ignore[arg-type]
 
 
 def holds(s: Scheduler, where: SlotId, tenant: Tenant, held: Resident | None = None) -> None:
-    """A tenant's tokens are in a slot; LONG, unless something else is said."""
+    """Put a tenant's tokens into a slot. None: LONG."""
     slot(s, where).resident = Resident(LONG) if held is None else held
     slot(s, where).tenant = tenant
 
@@ -177,7 +177,7 @@ def test_no_copy_is_made_of_anothers() -> None:
 
 
 def test_nobody_waits_for_what_another_computes() -> None:
-    """Two with one prompt at the same moment; the second's is the first's only if it may be."""
+    """Equal prompts: the second waits for the first only within one tenant."""
     for second, waits in ((X, True), (Y, False)):
         s = apart(backend("a", 3), coalesce_above_s=0.0)
         for index, whose in enumerate((X, second, second)):
@@ -201,7 +201,7 @@ def test_nobody_waits_for_what_is_being_saved_of_another() -> None:
         s = apart(backend("a", 1), backend("b", 1), reuse_probability=1.0)
         holds(s, A0, X)
         slot(s, B0).tenant = second
-        # The slot is another prompt's already, and what it held is being written.
+        # The slot is leased to another prompt, and its displaced content is being saved.
         effects = arrive(s, ids=[7, 8, 9], tenant=X, avoid=frozenset({B0.backend}))
         assert names(effects) == ["Save"]
         made = plan(request("r2", LONG, tenant=second), s.state.fleet, NOW)
@@ -213,7 +213,7 @@ def test_a_miss_is_not_explained_by_what_another_had() -> None:
     for tenant, reason in ((X, Miss.DISPLACED), (Y, Miss.NEW)):
         s = apart(reuse_probability=0.0)
         holds(s, A0, X)
-        arrive(s, ids=[7, 8, 9], tenant=X)  # displaces it
+        arrive(s, ids=[7, 8, 9], tenant=X)  # displaces LONG
         finish(s, prompt_tokens=3, generated_tokens=1)
         holds(s, A0, tenant, Resident(run_of(3, 7)))
         arrive(s, "r2", ids=LONG, tenant=tenant)
@@ -237,11 +237,11 @@ def test_the_baselines_keep_tenants_apart_too(name: PolicyName) -> None:
     assert plan_of(erased(s)).chosen.reused_tokens == 0
 
 
-# Where the server picks the slot
+# Server-placed requests
 
 
 def other() -> Resident:
-    """Tokens that leave the prompt in its middle."""
+    """Return tokens that diverge from LONG after 400 tokens."""
     return Resident(head(LONG, 400) + run_of(9, 5))  # type: ignore[arg-type]
 
 
@@ -250,8 +250,8 @@ def other() -> Resident:
     [
         (Resident(LONG), True),
         (Resident(head(LONG, 899)), True),
-        (Resident(head(LONG, 898)), False),  # ours will hold one more
-        (Resident(head(LONG, 400), unread=5), True),  # which may be the prompt's next
+        (Resident(head(LONG, 898)), False),  # the leased slot will hold one more
+        (Resident(head(LONG, 400), unread=5), True),  # the unread tokens may continue the prompt
         (Resident(head(LONG, 400), may_hold_more=True), True),
         (Resident(may_hold_more=True), True),
         (Resident(), False),
@@ -272,7 +272,7 @@ def test_which_idle_slots_the_server_could_prefer(held: Resident, expected: bool
     ("held", "expected"),
     [
         (Resident(LONG), True),
-        (Resident(run_of(899, 5)), True),  # nothing of the prompt, and as long
+        (Resident(run_of(899, 5)), True),  # as long, without a shared prefix
         (Resident(run_of(898, 5)), False),
         (Resident(run_of(400, 5), unread=5), True),
         (Resident(run_of(400, 5), may_hold_more=True), True),
@@ -334,7 +334,7 @@ def test_it_is_not_sent_while_one_runs_that_the_server_could_prefer_afterwards()
     assert names(arrive(s, ids=LONG, tenant=X)) == ["Dispatch"]
     assert names(unpinned(s, "r2")) == ["Prefill"]
     assert prefilled(s, "r2") == []
-    # Afterwards the slot is emptied.
+    # After the answer, the slot is emptied.
     effects = finish(s, prompt_tokens=900, generated_tokens=2)
     assert Erase(R2, A0) in effects
     assert names(erased(s, A0, "r2")) == ["Dispatch"]
@@ -399,7 +399,7 @@ def test_where_it_ran_instead_is_its_tenants_now() -> None:
 
 
 def test_a_slot_that_may_have_been_used_by_another_is_nobodys() -> None:
-    """X's client left; while its slot is watched, it may be idle and the server's choice."""
+    """X's client disconnected; while its slot is watched, the server may pick that slot."""
     s = apart(backend("a", 2), reuse_probability=0.0)
     slot(s, A0).tenant, slot(s, A1).tenant = Y, X
     arrive(s, ids=[7, 8, 9], tenant=Y, pinnable=False)
@@ -453,7 +453,7 @@ def test_sight_is_of_ones_own() -> None:
 
 
 def test_what_is_somebodys_stays_theirs_when_all_may_share_from_now_on() -> None:
-    """The configuration was read again while their tokens were in a slot."""
+    """Reload enables sharing while a tenant's tokens are still in a slot."""
     s = apart(backend("a", 2))
     slot(s, A0).tenant = X
     arrive(s, ids=LONG, tenant=X)

@@ -1,4 +1,4 @@
-"""What a conversation is known by; the policies are tested in `test_planner_policies.py`."""
+"""Sticky keys of conversations; `test_planner_policies.py` tests the policies."""
 
 import pytest
 
@@ -11,7 +11,7 @@ LONG = run_of(500)
 
 @pytest.mark.parametrize("long", [request(ids=LONG), request(session="s" * 5000)])
 def test_its_key_is_short_however_long_what_it_stands_for(long: Request) -> None:
-    """A hundred thousand are kept: of 1 kB each, they took 111 MB."""
+    """Up to 100,000 keys are kept; keys of 1 kB each took 111 MB."""
     assert len(sticky_key(long)) <= 17
 
 

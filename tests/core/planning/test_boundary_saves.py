@@ -1,4 +1,4 @@
-"""Where a prefill pauses for a snapshot, and what becomes of the pauses."""
+"""Boundary saves: where a prefill stops to save a snapshot, and what follows."""
 
 from dataclasses import replace
 from typing import Any
@@ -52,7 +52,7 @@ from tests.support.scheduler.drive import (
 )
 
 HYBRID = backend(memory_kind=MemoryKind.HYBRID)
-# 600 tokens of system prompt, a question up to 900, and the start of an answer.
+# A system prompt of 600 tokens, a question up to 900, and the start of an answer.
 CHAT = Prompt(run_of(905), boundaries=(600, 900))
 OTHER = join([run_of(600), run_of(305, 2)])
 
@@ -124,14 +124,14 @@ def test_a_save_that_costs_more_than_it_can_spare_is_not_made() -> None:
     made.rates[HYBRID.id] = rates(prefill_s=1e-6)
     assert planned(made).boundary_saves == ()
 
-    # With a chance of a half: 600 tokens at 10 ms, less a restore, are 2.5 s and 300 are 1 s.
+    # At reuse probability 0.5: (600 tokens at 10 ms, less a 1 s restore) / 2 is 2.5 s; 300: 1 s.
     made = fleet(HYBRID)
     made.rates[HYBRID.id] = rates(transfer_s=1.0)
     assert planned(made).boundary_saves == (600,)
     busy(made, A1)
     assert planned(made).boundary_saves == (600,)
     made.rates[HYBRID.id] = rates(transfer_s=1.3)
-    assert planned(made).boundary_saves == (900,)  # a stream stops with each of them
+    assert planned(made).boundary_saves == (900,)  # each save stops a stream
 
 
 def test_what_a_save_takes_beside_the_backend_is_learned_and_counts() -> None:
@@ -140,7 +140,7 @@ def test_what_a_save_takes_beside_the_backend_is_learned_and_counts() -> None:
     assert planned(made).boundary_saves == (
         600,
         900,
-    )  # spare 30 ms and 15 ms, with a chance of a half
+    )  # spare 30 ms and 15 ms at reuse probability 0.5
     made.rates[HYBRID.id].handling_s.value = 0.01
     found = planned(made)
     assert found.boundary_saves == (600,)
@@ -167,7 +167,7 @@ def test_a_window_that_nobody_has_seen_is_learned_from_a_state_that_gives_nothin
 
 
 def test_a_state_with_checkpoints_says_nothing_of_the_window() -> None:
-    """It gives tokens, so one as short is worth saving again."""
+    """Checkpoints make the state reusable, so an equally short one is saved again."""
     swa = backend(memory_kind=MemoryKind.SLIDING_WINDOW)
     s = scheduler(swa, coalesce_above_s=None)
     arrive(s, prompt=CHAT)
@@ -260,7 +260,7 @@ def test_who_wants_the_same_waits_for_the_last_pause() -> None:
     assert arrive(s, "r2", prompt=CHAT) == []
     assert slot(s, A0).pending == run_of(900)
 
-    # Saved at its boundary, and not once more for the one who waits.
+    # Saved at the boundary, and not once more for r2.
     assert names(prefilled(s, prompt_tokens=600, cached_tokens=0)) == ["Save"]
 
 

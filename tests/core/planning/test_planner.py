@@ -1,4 +1,4 @@
-"""Each rule of the decision, on a fleet that is as small as it can be."""
+"""Planner: each rule of the decision, on the smallest possible fleet."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def waits(request_: Request, fleet_: Fleet, **more: float) -> SlotId | None:
     return chosen(request_, fleet_, **more).wait_for
 
 
-# -- what there is to choose from ---------------------------------------------------------------
+# -- candidates ---------------------------------------------------------------------------------
 
 
 def test_the_slot_that_holds_the_prefix() -> None:
@@ -70,7 +70,7 @@ def test_a_snapshot_into_an_idle_slot() -> None:
 
 
 def test_a_copy_of_what_an_idle_slot_elsewhere_holds() -> None:
-    """Where the owner computes the rest far slower than the other backend."""
+    """Copying pays because the owner computes the rest far slower than the other backend."""
     made = fleet(*TWO, holding={A0: run_of(500)})
     made.rates[A] = rates(prefill_s=1.0)
 
@@ -147,7 +147,7 @@ def test_the_router_has_no_say(asked: Request, reason: str) -> None:
     assert not decision.prefill_first
 
 
-# -- who may take part --------------------------------------------------------------------------
+# -- eligible backends and slots ----------------------------------------------------------------
 
 
 def test_no_backend_no_plan() -> None:
@@ -196,7 +196,7 @@ def test_a_whole_backend_only_where_all_is_idle() -> None:
 
 
 def test_a_server_that_chooses_is_kept_from_slots_in_preparation() -> None:
-    """And from one that we still watch: the server may think it idle."""
+    """Also from a slot that is still watched: the server may consider it idle."""
     made = fleet()
     lease = made.slots[A0].lease(R)
     unread = request(prompt=Prompt(unknown="media"), pinnable=False)
@@ -226,7 +226,7 @@ def test_a_slot_hint_is_obeyed_if_there_is_such_a_slot() -> None:
     assert plan(request(slot_hint=0), made, 0.0) is None
 
 
-# -- what fits where ----------------------------------------------------------------------------
+# -- states that fit a slot ---------------------------------------------------------------------
 
 
 def test_namespaces_never_mix() -> None:
@@ -276,7 +276,7 @@ def test_a_snapshot_of_a_diverging_hybrid_is_not_offered() -> None:
     assert sources(plan(request(ids=LONG), made, 0.0)) == {Source.COLD}
 
 
-# -- what is displaced --------------------------------------------------------------------------
+# -- displaced content --------------------------------------------------------------------------
 
 
 def test_what_is_displaced_is_saved_if_that_pays() -> None:
@@ -304,7 +304,7 @@ def test_what_a_snapshot_holds_already_has_to_be_restored() -> None:
 
 
 def test_the_chance_falls_with_the_uses_of_other_slots() -> None:
-    """Both slots were used since: half of it."""
+    """Halved after two uses on a backend of two slots."""
     made = fleet(backend("a", 2), holding={A0: ELSE}, snapshots=[snapshot("s", ELSE)])
     made.note_use(made.slots[A1])
     made.note_use(made.slots[A1])
@@ -315,7 +315,7 @@ def test_the_chance_falls_with_the_uses_of_other_slots() -> None:
 
 
 def test_who_is_gone_for_long_is_displaced_before_who_has_just_begun() -> None:
-    """2,000 tokens that nobody has come for while two slots were used ten times, and 300."""
+    """2,000 tokens, unused during 20 uses on two slots, are displaced before 300."""
     made = fleet(backend(kv_dir=None), holding={A0: run_of(2000, 7), A1: run_of(300, 8)})
     assert chosen(request(ids=LONG), made).slot == A1
 
@@ -332,7 +332,7 @@ def test_what_stays_useful_is_no_loss() -> None:
 
 
 def test_the_end_that_a_continued_conversation_leaves_is_not_worth_a_file() -> None:
-    """30 tokens take 0.3 s, a save 10 ms; but who shares all of the prompt is its next turn."""
+    """30 tokens take 0.3 s, a save 10 ms; but a request with the whole prompt is its next turn."""
     made = fleet(backend("a", 1), holding={A0: ELSE})
     made.rates[A] = rates(transfer_s=0.01)
     assert saving_pays(made, made.slots[A0], kept=970)[2]
@@ -341,7 +341,7 @@ def test_the_end_that_a_continued_conversation_leaves_is_not_worth_a_file() -> N
     save_s, loss_s, save = saving_pays(made, made.slots[A0], kept=970)
     assert (save_s, save) == (0.0, False)
     assert loss_s == pytest.approx(0.5 * 0.03 * 0.3)
-    assert saving_pays(made, made.slots[A0], kept=965)[2]  # another talk that begins like it
+    assert saving_pays(made, made.slots[A0], kept=965)[2]  # another conversation branches off
 
 
 def test_a_part_of_a_hybrid_covers_nothing() -> None:
@@ -354,12 +354,12 @@ def test_a_part_of_a_hybrid_covers_nothing() -> None:
 
 
 def test_saving_does_not_pay_when_it_stops_too_much() -> None:
-    """5 s would be lost at even odds; a save of 4 s and a restore of 4 s at these odds are more."""
+    """Expected loss: 0.5 x 10 s = 5 s; a save of 4 s and 0.5 x 4 s for the restore cost more."""
     made = fleet(backend("a", 2), holding={A0: ELSE})
     made.rates[A] = rates(transfer_s=3.0)
     assert saving_pays(made, made.slots[A0]) == (3.0, 1.5, True)
 
-    # A stream that stops for the save would stop as well for what it spares.
+    # A stream that stops for the save would also stop for the prefill that the save avoids.
     busy(made, A1)
     assert saving_pays(made, made.slots[A0]) == (3.0, 3.0, True)
     made.rates[A] = rates(transfer_s=4.0)
@@ -389,7 +389,7 @@ def test_streams_that_stop_are_priced() -> None:
     busy(made, A1)
 
     best = chosen(request(ids=LONG), made)
-    assert best.price.stall_s == pytest.approx(1.0 + 0.001)  # of the prefill and of the restore
+    assert best.price.stall_s == pytest.approx(1.0 + 0.001)  # of the prefill, and of the restore
 
 
 @pytest.mark.parametrize(

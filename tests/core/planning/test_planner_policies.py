@@ -1,4 +1,4 @@
-"""When a request waits although it need not, what is computed first, and the baselines."""
+"""Policies: voluntary waits, prefills before a request, and the baselines."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def waits(request_: Request, fleet_: Fleet, **more: float) -> SlotId | None:
 
 
 def shared_prefill(policy: PolicyName = PolicyName.PREFER_IDLE, until: float = 2.0) -> Fleet:
-    """Slot a/0 computes LONG on its own; a/1 is idle."""
+    """Return a fleet in which a/0 prefills LONG for sharing; a/1 is idle."""
     made = fleet(policy=policy)
     made.slots[A0].lease(R)
     made.slots[A0].pending, made.slots[A0].sharing = LONG, True
@@ -72,7 +72,7 @@ def test_a_request_waits_for_a_prefill_under_way_when_that_is_cheaper() -> None:
 
 
 def test_a_request_does_not_wait_for_one_that_takes_longer_than_its_own() -> None:
-    """Computing it twice is charged at the odds that the seconds are needed elsewhere."""
+    """Computing the prefix twice is priced by the chance that its seconds are needed elsewhere."""
     for until, expected in ((14.0, A0), (16.0, None)):
         made = shared_prefill(until=until)
         made.infos[B], made.rates[B] = backend("b"), rates()
@@ -86,11 +86,11 @@ def test_another_prompt_on_the_same_backend_would_be_computed_after_it() -> None
 
     price = chosen(request(ids=ELSE), made).price
     assert price.wait_s == 60.0
-    assert chosen(request(ids=ELSE[:40]), made).price.wait_s == 0.0  # too short to be in line
+    assert chosen(request(ids=ELSE[:40]), made).price.wait_s == 0.0  # too short to queue
 
 
 def test_what_is_computed_for_all_is_waited_for_however_long_it_takes() -> None:
-    """As `max_wait` is about who owns a slot: all who wait would begin it anew."""
+    """`max_wait` limits waits for a slot's owner; here all waiting requests would start anew."""
     assert waits(request(ids=MORE), shared_prefill(), waited_s=3000.0) == A0
 
 
@@ -154,7 +154,7 @@ def test_whoever_is_done_by_our_guess_is_done_soon() -> None:
     assert chosen(request(ids=MORE), made).price.wait_s == 0.0
 
 
-# -- a prefill of our own -----------------------------------------------------------------------
+# -- prefills by the router ---------------------------------------------------------------------
 
 
 def prefill_first(asked: Request, made: Fleet) -> bool:
@@ -214,7 +214,7 @@ def test_sticky_goes_home_however_long_it_takes() -> None:
 
 @pytest.mark.parametrize("home", [B0, SlotId(A, 7)], ids=["backend gone", "slot gone"])
 def test_sticky_with_its_home_gone_goes_elsewhere(home: SlotId) -> None:
-    """A home that a restart had taken away was waited for until the deadline."""
+    """Regression: requests waited until the deadline for a home that a restart had removed."""
     made = fleet(policy=PolicyName.STICKY)
     made.sticky["x"] = home
 

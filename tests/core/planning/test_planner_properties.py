@@ -1,4 +1,4 @@
-"""What is true of every plan, whatever the fleet."""
+"""Properties of every plan, for any fleet."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -47,7 +47,7 @@ PRICED = list(PolicyName)[:3]
 
 @st.composite
 def fleets(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Fleet:  # noqa: B006
-    """Two backends in any state, with what a few requests left behind."""
+    """Draw two backends in any state, with the remains of a few requests."""
     a, b = backend("a", **draw(infos)), backend("b", **draw(infos))
     made = fleet(a, b, policy=draw(st.sampled_from(policies)))
     for name in (A, B):
@@ -80,7 +80,7 @@ def fleets(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Fleet:  
 
 @st.composite
 def requests(draw: Any) -> Request:
-    """Any request."""
+    """Draw any request."""
     kinds: list[dict[str, Any]] = [
         {},
         {},
@@ -193,8 +193,8 @@ def test_a_snapshot_more_never_costs_more(
     made.catalog.add(more, MemoryKind.UNKNOWN, 1.0)
     after = price_s(asked, made)
 
-    # What it covers may now be restored instead of computed again when it is displaced, which
-    # costs the chance of a restore; computing so little again can cost less than that.
+    # Displaced content that the snapshot covers may now be restored instead of computed again.
+    # For so few tokens, the expected restore can cost more than the computation.
     assert (before is None) == (after is None)
     assert before is None or after is None or after <= before + 0.001
 
@@ -202,7 +202,7 @@ def test_a_snapshot_more_never_costs_more(
 @settings(max_examples=200)
 @given(ids, st.lists(st.integers(0, 24), min_size=2, max_size=2).map(sorted))
 def test_a_longer_resident_never_costs_more(prompt: list[int], lengths: list[int]) -> None:
-    assume(len(prompt) > 1)  # of one token nothing can be reused
+    assume(len(prompt) > 1)  # nothing of a single token can be reused
     asked = request(ids=prompt)
     prices = []
     for length in lengths:
@@ -218,7 +218,7 @@ def test_a_longer_resident_never_costs_more(prompt: list[int], lengths: list[int
 
 @given(fleets(PRICED), ids)
 def test_streams_that_stop_never_make_it_cheaper(made: Fleet, prompt: list[int]) -> None:
-    """Taking an idle slot away, and running something there, costs or forbids."""
+    """Running a stream in an idle slot makes plans dearer or impossible."""
     asked = request(ids=prompt, reuse=False)
     before = price_s(asked, made)
     free = idle(made)

@@ -1,4 +1,4 @@
-"""A prompt is computed in pieces while others run on its server."""
+"""Prefill chunks: a prompt is computed in chunks while other requests run on its backend."""
 
 from math import inf
 from typing import Any
@@ -28,15 +28,15 @@ from tests.support.scheduler.drive import (
     slot,
 )
 
-# At a hundredth of a second for each token (build.rates) 600 come closest to a piece, but the
-# server computes 512 at once.
+# At 0.01 s per token (build.rates), 600 tokens come closest to a chunk, but the server computes
+# 512 at once.
 PIECE_S = 6.0
 LONG = run_of(2000)
 MINE, OTHER = "r2", "r"
 
 
 def beside(n_slots: int = 2, kind: MemoryKind = MemoryKind.FULL, **more: Any) -> Scheduler:
-    """OTHER streams on the only server."""
+    """Return a scheduler with one backend, on which OTHER streams."""
     info = backend("a", n_slots, memory_kind=kind, **more.pop("info", {}))
     given: dict[str, Any] = {"prefill_chunk_s": PIECE_S, "idle_save_after_s": None}
     s = scheduler(info, **(given | more))
@@ -45,7 +45,7 @@ def beside(n_slots: int = 2, kind: MemoryKind = MemoryKind.FULL, **more: Any) ->
 
 
 def n_asked(effects: list[Effect]) -> int:
-    """How many tokens of LONG the router's only prefill has."""
+    """Return the number of tokens of LONG in the only prefill among the effects."""
     (prefill,) = (e for e in effects if isinstance(e, Prefill))
     assert prefill.tokens == head(LONG, count(prefill.tokens))
     return count(prefill.tokens)
@@ -85,7 +85,7 @@ def test_a_piece_takes_so_long_whatever_the_server_is() -> None:
     [
         {"prefill_chunk_s": None},
         {"prefill_chunk_s": 20.0},
-        {"prefill_chunk_s": 19.9},  # of which the rest would be little
+        {"prefill_chunk_s": 19.9},  # the remainder would be small
     ],
 )
 def test_all_at_once(more: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ def test_the_pieces_of_one_who_left_are_finished_for_those_who_wait() -> None:
 
 
 def test_nobody_waits_for_one_that_broke_off() -> None:
-    """The server may hang; who waited for the prompt has it computed where there is room."""
+    """Servers may hang: a request that waited for the prompt computes it in another slot."""
     s = beside(4)
     arrive(s, MINE, LONG)
     arrive(s, "r3", LONG)
@@ -186,13 +186,13 @@ def test_nobody_waits_for_one_that_broke_off() -> None:
     assert RequestId("r3") in s.state.jobs
     ends = s.next_wakeup(NOW)
     assert ends is not None
-    assert NOW < ends <= NOW + PIECE_S  # of the piece's turn
+    assert NOW < ends <= NOW + PIECE_S  # the end of the chunk's permit
     assert names(s.handle(ev.Tick(), ends)) == ["Prefill"]
     assert names(s.handle(ev.PrefillFailed(RequestId(MINE), "late"), NOW)) == ["Dispatch"]
 
 
 def test_who_left_a_prefill_is_gone_from_its_slot_soon() -> None:
-    """Unless it broke off before."""
+    """Abandoned prefills end soon, unless they broke off before."""
     s = beside(3)
     arrive(s, MINE, LONG)
     cancel(s, MINE)
@@ -203,7 +203,7 @@ def test_who_left_a_prefill_is_gone_from_its_slot_soon() -> None:
 
 
 def test_nobody_waits_for_one_that_broke_off_and_was_left() -> None:
-    """When it is over nobody knows, so that it is no way to serve anybody."""
+    """Waiting for a prefill with an unknown end is not a candidate."""
     s = beside(3)
     arrive(s, MINE, LONG)
     s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
@@ -234,7 +234,7 @@ def test_nor_for_those_who_waited_and_left_as_well() -> None:
 
 @pytest.mark.parametrize("may_hold_more", [False, True])
 def test_an_answer_that_nobody_has_read_is_not_cut_off(may_hold_more: bool) -> None:
-    """A prompt that ends before it would leave the server no more than that."""
+    """Shorter prefills would make the server drop the unread tokens after them."""
     s = beside(reuse_probability=0.0)
     slot(s, A1).resident = Resident(
         head(LONG, 600), 0 if may_hold_more else 400, may_hold_more=may_hold_more

@@ -1,4 +1,4 @@
-"""What a snapshot is worth, by whoever knows best. Learned later: test_attach."""
+"""Snapshot value, by the best known rates. Rates learned later: `test_backend_attach.py`."""
 
 import pytest
 
@@ -13,7 +13,7 @@ OURS = snapshot("s", run_of(100))
 
 
 def fleet(**known: tuple[str, float]) -> Fleet:
-    """Backends by name: namespace, and seconds for a token."""
+    """Return a fleet of backends by name, each with namespace and seconds per token."""
     made = Fleet()
     for name, (namespace, s_per_token) in known.items():
         info = backend(name, 1, namespace=namespace)

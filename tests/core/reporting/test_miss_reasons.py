@@ -1,4 +1,4 @@
-"""Why tokens were computed: every token has one reason, and the reasons are the right ones."""
+"""Miss reasons: each computed token has exactly one reason, the right one."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def test_the_first_reason_is_taken() -> None:
 
 
 def why(made: Fleet, asked: Request, computed: int | None = None) -> dict[Miss, int]:
-    """The reasons if the plan is carried out as it is, or so many tokens are computed."""
+    """Return the miss reasons if the plan is carried out, or for `computed` tokens."""
     decision = plan(asked, made, 0.0)
     assert decision is not None
     n = len(asked.prompt)
@@ -87,7 +87,7 @@ def why(made: Fleet, asked: Request, computed: int | None = None) -> dict[Miss, 
 
 
 def nearest_of(made: Fleet) -> Nearest:
-    """What is told to be nearest to PROMPT."""
+    """Return the content that is reported as nearest to PROMPT."""
     asked = request(ids=PROMPT)
     decision = plan(asked, made, 0.0)
     assert decision is not None
@@ -138,7 +138,7 @@ def test_a_busy_slot_that_is_not_waited_for() -> None:
 
 
 def test_a_busy_slot_of_a_kind_that_is_not_known() -> None:
-    """Without kv_dir; it may well be one that goes back."""
+    """Memory kind unknown without `kv_dir`: the model may be able to go back."""
     made = fleet(backend("a", 2, memory_kind=MemoryKind.UNKNOWN))
     busy(made, A0, pending=AWAY)
 
@@ -205,7 +205,7 @@ def test_where_the_router_has_no_say(more: dict[str, Any], reason: Miss) -> None
 
 
 def test_one_of_equals_is_named_that_goes_on() -> None:
-    """A cut may end just where the prompt leaves the conversation that it was cut out of."""
+    """Prefixes cut out of a conversation may end exactly at the point of divergence."""
     made = fleet(backend("a", 2), holding={A0: SHARED, A1: AWAY})
     nearest = nearest_of(made)
     assert (nearest.slot, nearest.snapshot) == (A1, None)
@@ -227,7 +227,7 @@ def test_a_snapshot_is_the_nearest() -> None:
 
 
 def test_it_may_be_told_when_the_slot_is_leased_but_not_later() -> None:
-    """What the next event changes must not be taken for what was known."""
+    """Coverage is computed before the next event changes the fleet."""
     s = scheduler(backend("a", 1), holding={A0: AWAY}, coalesce_above_s=None)
     arrive(s, "r", PROMPT)
     job = s.state.jobs[request().id]
@@ -242,11 +242,11 @@ def test_it_may_be_told_when_the_slot_is_leased_but_not_later() -> None:
     assert s.state.unexplained == []
 
 
-# -- what was held once ----------------------------------------------------------------------------
+# -- content that was held before ------------------------------------------------------------------
 
 
 def reasons(s: Any, name: str, ids: Tokens, **more: Any) -> dict[Miss, int]:
-    """Why a request computes what it does; it is granted at once."""
+    """Return the miss reasons of a request that is admitted at once."""
     arrive(s, name, ids, **more)
     s.explain_admitted()
     job = s.state.jobs[name]
@@ -255,7 +255,7 @@ def reasons(s: Any, name: str, ids: Tokens, **more: Any) -> dict[Miss, int]:
 
 
 def alone(**more: Any) -> Any:
-    """One slot, and nothing is saved."""
+    """Return a scheduler with one slot that saves nothing."""
     options: dict[str, Any] = {"idle_save_after_s": None, "coalesce_above_s": None}
     return scheduler(backend("a", 1, **more), reuse_probability=0.0, **options)
 

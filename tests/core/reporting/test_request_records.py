@@ -1,4 +1,4 @@
-"""The record of a request: what was planned beside what was reported."""
+"""Request records: planned values beside reported values."""
 
 import pytest
 
@@ -16,7 +16,7 @@ NEAREST = Nearest(A0, None, 2, 2, EMPTY, EMPTY, EMPTY)
 def test_a_record_has_what_was_planned_and_what_was_measured() -> None:
     chosen = Candidate(A0, Source.SNAPSHOT, 2, Price(restore_s=1.0, prefill_s=2.0, loss_s=50.0))
     said = Reported(prompt_tokens=3, cached_tokens=2, generated_tokens=9)
-    # At first the last token was to be reused as well.
+    # Originally 3 tokens were to be reused; the final plan reuses 2.
     plan = Plan(chosen, reason="why", coverage=Coverage(planned=3, nearest=NEAREST))
     account = Account(
         request(), A0, plan, Outcome.OK, said, 5.0, 6.0, None, avoided_s=9.0, prefill_queue_s=4.0
@@ -90,7 +90,7 @@ def test_what_the_router_prefilled_itself_counts(
 def test_reuse_avoids_what_a_cold_prefill_would_take_longer(
     said: Reported, prefilled: Reported | None
 ) -> None:
-    """800 of 1,000 tokens; with a rate that falls with depth, so that it matters which."""
+    """Reuse of 800 of 1,000 tokens; prefill slows with depth, so their position matters."""
     rates = Rates(prefill=LinearFit(2e-3, 5e-6))
     whole_s, rest_s = rates.prefill_s(1000), rates.prefill_s(200, depth=800)
     expected = 0.0 if said.cached_tokens is None else whole_s - rest_s

@@ -1,7 +1,7 @@
 """The same llama-servers under two addresses: their own, and a router's in front of all of them.
 
-`pair.same(call)` makes one call of a client twice and compares what the client gave its user.
-The router runs in a thread of its own, so that a client may block as it likes.
+`pair.same(call)` makes one call of a client twice and compares the results. The router runs in a
+thread of its own, so that a client may block.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
 from tests.support.servers.router_fleet import Json, running
 
-# What the servers are called, in these tests and in docs/clients.md. LOCKED wants a key.
+# Names of the servers, in these tests and in docs/clients.md. LOCKED requires a key.
 MODEL, EMBEDDER, LOCKED = "my-model", "my-embedder", "my-locked-model"
 KEY = "the-key-of-the-server"
 KEY_VARIABLE = "KVFERRY_TEST_CLIENTS_KEY"
-# Bounded in every place: what a grammar lets a model of noise say, it says.
+# Bounded in every place: a model with random weights says all that a grammar allows.
 LOOK: Json = {
     "type": "object",
     "properties": {"page": {"type": "string", "enum": ["one", "two", "three"]}},
@@ -37,12 +37,12 @@ TOOL: Json = {
 }
 HI: list[Json] = [{"role": "user", "content": "Why is the sky blue?"}]
 
-# Names, times, and counts that say where a prompt was computed, not what came of it.
+# Names, times, and counts that depend on where a prompt was computed, not on the result.
 _OF_THE_MOMENT = frozenset(
     {"id", "created", "created_at", "completed_at", "timings", "cached_tokens", "call_id"}
     | {"item_id", "tool_call_id", "response_id", "_request_id", "cache_read"}
 )
-# Of a hop, or of the moment.
+# Headers of a hop or of the moment.
 _NOT_COMPARED = {"date", "connection", "keep-alive", "transfer-encoding", "content-length"}
 _PATIENCE_S = 120.0
 
@@ -53,20 +53,21 @@ class Pair:
 
     routed: str
     direct: Mapping[str, str]  # by model
-    # One loop for all that clients await: some keep connections from one call to the next.
+    # One loop for all async calls: some clients keep connections from one call to the next.
     runner: asyncio.Runner = field(default_factory=asyncio.Runner, repr=False)
 
     def same(self, call: Callable[[str], Any], on: str = MODEL, raises: str | None = None) -> Any:
-        """What `call` returns when it is given a base URL; the same for both.
+        """Make a call with both base URLs and assert that its results are the same.
 
-        Returns the router's, as plain data without what belongs to the moment. `raises` is the
-        class of the exception that it raises instead, and always must; then that is compared:
-        status, body and message.
+        Return the router's result as plain data, without what belongs to the moment. `raises`: the
+        class of the exception that both calls must raise instead; its status, body and message are
+        compared.
         """
         direct, routed = _seen(call, self.direct[on]), _seen(call, self.routed)
         if routed != _nearly(direct):
-            # A server that held nothing of a prompt and one that held it may disagree by a token
-            # (docs/llama-server.md, "Comparing answers"): now it holds it.
+            # A slot that held the prompt and one that held nothing may disagree by a token
+            # (docs/llama-server.md, "Comparing answers"). The server now holds the prompt: ask it
+            # again.
             direct = _seen(call, self.direct[on])
         assert routed == _nearly(direct)
         raised = routed.get("raised") if isinstance(routed, dict) else None
@@ -74,7 +75,10 @@ class Pair:
         return routed
 
     def same_headers(self, call: Callable[[str], Mapping[str, str]]) -> dict[str, str]:
-        """The headers that a client shows: the router's own come on top. Returns those of both."""
+        """Return the headers of the routed call.
+
+        They must be those of the direct call, and the router's own on top.
+        """
         direct, routed = _lower(call(self.direct[MODEL])), _lower(call(self.routed))
         ours = {name for name in routed if name.startswith("x-kvferry-")}
         assert ours >= {"x-kvferry-request-id", "x-kvferry-backend", "x-kvferry-source"}
@@ -100,12 +104,12 @@ def _seen(call: Callable[[str], Any], base: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Dicts, lists and numbers of what a client returned, without what belongs to the moment."""
+    """Return a client's result as dicts, lists and numbers, without what belongs to the moment."""
     if hasattr(value, "model_dump"):
         value = value.model_dump(mode="json", warnings=False)
     if isinstance(value, Mapping):
         kept = {key: plain(one) for key, one in value.items() if key not in _OF_THE_MOMENT}
-        if kept.get("cache_read_input_tokens") is not None:  # Anthropic counts the rest only
+        if kept.get("cache_read_input_tokens") is not None:  # not in Anthropic's input_tokens
             kept["input_tokens"] += kept.pop("cache_read_input_tokens")
         return kept
     if isinstance(value, list | tuple):
@@ -114,8 +118,11 @@ def plain(value: Any) -> Any:
 
 
 def _nearly(value: Any, within: float = 0.001) -> Any:
-    """Equal but for rounding: what is in a batch changes the last digits (docs/llama-server.md,
-    "Comparing answers"). Log probabilities are some -6, the numbers of an embedding some 0.1."""
+    """Return a value that compares equal but for rounding.
+
+    What is in a batch changes the last digits (docs/llama-server.md, "Comparing answers"). Log
+    probabilities are some -6, the numbers of an embedding some 0.1.
+    """
     if isinstance(value, Mapping):
         return {
             key: _nearly(one, 0.05 if "logprob" in str(key) else within)
@@ -127,10 +134,10 @@ def _nearly(value: Any, within: float = 0.001) -> Any:
 
 
 def calling_template() -> str:
-    """The tiny models' template, but a call of a tool begins with an `e`, and there is only one.
+    """Return the tiny models' template, but a tool call begins with an `e`, and there is only one.
 
-    The grammar of a required call lets a model say what it likes until the mark that a call begins
-    with. Noise never says `<tool_call>`; an `e` is soon said.
+    The grammar of a required call allows any text before the mark that begins a call. Random
+    weights never produce `<tool_call>`, but soon an `e`.
     """
     head, rest = CHAT_TEMPLATE.split("{%- for call in", 1)
     tail = rest.split("{%- endfor -%}", 1)[1]
@@ -139,10 +146,10 @@ def calling_template() -> str:
 
 
 async def _serve(argv: Sequence[str], home: Path, ready: "Future[_Up]") -> None:
-    """Three servers and a router, until they are told to stop."""
+    """Run three servers and a router until `stop` is set."""
     template = home / "template.jinja"
     template.write_text(calling_template())
-    # One of a seed: models of equal bytes share what the router knows of them.
+    # Another seed for each: models of equal bytes share what the router knows of them.
     flags = {
         MODEL: ["--chat-template-file", str(template)],
         EMBEDDER: ["--embeddings", "--pooling", "mean"],
@@ -187,7 +194,7 @@ class _Up:
 
 @contextmanager
 def serving(argv: Sequence[str], home: Path) -> Iterator[Pair]:
-    """The servers and the router, in a thread of their own."""
+    """Run the servers and the router in a thread of their own."""
     ready: Future[_Up] = Future()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""What the end-to-end tests do with a fleet again and again."""
+"""Helpers of the end-to-end tests: predicates for `until`, a busy slot, compared answers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -8,19 +8,19 @@ from tests.support.servers.router_fleet import Answer, Fleet, Json
 
 
 def all_but_one(answer: Answer) -> bool:
-    """Every token of the prompt was there already, less the one that is always evaluated."""
+    """Return whether all prompt tokens were cached but the one that is always evaluated."""
     return answer.status == 200 and answer.cached == answer.prompt_tokens - 1
 
 
 def saved(tokens: int, count: int = 1) -> Callable[[Json], bool]:
-    """For `until`: `count` snapshots of at least so many tokens are committed."""
+    """Return a predicate for `until`: `count` snapshots of at least `tokens` tokens exist."""
     return lambda state: (
         sum(item["tokens"] >= tokens for item in state["snapshots"]["items"]) >= count
     )
 
 
 def runs_on(backend: str, index: int) -> Callable[[Json], bool]:
-    """For `until`: this slot runs a request."""
+    """Return a predicate for `until`: this slot runs a request."""
     return lambda state: any(
         slot["phase"] == "running" and (slot["backend"], slot["index"]) == (backend, index)
         for slot in state["slots"]
@@ -31,7 +31,7 @@ def runs_on(backend: str, index: int) -> Callable[[Json], bool]:
 async def kept_busy(
     fleet: Fleet, prompt: Sequence[int], slot: tuple[str, int], n_predict: int = 1500
 ) -> AsyncIterator["asyncio.Task[Answer]"]:
-    """`prompt` is being answered at length on `slot`, and still is at the end of the block."""
+    """Keep `slot` busy with a long answer to `prompt`, which still runs when the block ends."""
     body: Json = {"prompt": list(prompt), "n_predict": n_predict, "temperature": 0, "stream": True}
     body |= {"id_slot": slot[1], "n_probs": 5}
     async with asyncio.TaskGroup() as group:
@@ -43,29 +43,29 @@ async def kept_busy(
 
 
 def reuse(answers: Sequence[Answer]) -> float:
-    """Share of all prompt tokens that were not computed."""
+    """Return the share of all prompt tokens that were not computed."""
     return sum(a.cached for a in answers) / sum(a.prompt_tokens for a in answers)
 
 
 def probabilities(answer: Answer) -> list[Json]:
-    """For each generated token its id, log probability and rivals; ask with `n_probs`."""
+    """Return id, log probability and rivals of each generated token; ask with `n_probs`."""
     parts = answer.events or [answer.json]
     return [entry for part in parts for entry in part.get("completion_probabilities", [])]
 
 
 def differs_in_earnest(a: Answer, b: Answer, rounding: float = 0.2) -> str:
-    """Why two greedy answers of /completion differ; "" if they do not, but for rounding.
+    """Return why two greedy answers of /completion differ by more than rounding; "" if not.
 
-    Both must have ended. Where no token differs, both have as many and some: one that is empty or
-    was cut off is nothing like the other.
+    Both must have ended. Without a different token, both must have the same number of tokens, and
+    at least one: an empty or truncated answer equals no other.
 
-    What else is in a batch changes llama.cpp's sums in the last digits, and a token that was
-    hardly preferred may lose to its rival (docs/llama-server.md, "Comparing answers"). So at the
-    first difference both must have given both tokens about the same probability; what follows
-    cannot be compared.
+    The rest of a batch changes the last digits of llama.cpp's sums. A token that was hardly
+    preferred may lose to its rival (docs/llama-server.md, "Comparing answers"). At the first
+    difference, both answers must therefore give both tokens about the same probability. Later
+    tokens cannot be compared.
 
-    One server alone gives up to 0.15 for the likeliest token of the tiny llama, depending on where
-    the computing of a prompt was interrupted, as it is for a prefill of the router's own.
+    On one server, the log probability of the tiny llama's likeliest token varies by up to 0.15. The
+    difference depends on where the prefill was interrupted, as the router's own prefills are.
     """
     for name, answer in (("the first", a), ("the second", b)):
         if not _has_ended(answer):
@@ -85,5 +85,5 @@ def differs_in_earnest(a: Answer, b: Answer, rounding: float = 0.2) -> str:
 
 
 def _has_ended(answer: Answer) -> bool:
-    """The last event of a stream says so, and a plain answer."""
+    """Return whether a plain answer, or the last event of a stream, says that the answer ended."""
     return answer.status == 200 and (answer.events or [answer.json])[-1].get("stop") is True

@@ -1,7 +1,7 @@
-"""What a chat request through the router really computed, and what it should have answered.
+"""Measure what a chat request through the router computed, and what it should have answered.
 
-A prompt that the router computes first, in one piece or up to a boundary, shows as cached in the
-server's own answer: what was computed is taken from the router's metrics.
+A prompt that the router prefills itself, whole or up to a boundary, shows as cached in the server's
+answer. The number of computed tokens therefore comes from the router's metrics.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ COMPUTED, *_REUSED = (
     for source in ("computed", "resident", "snapshot")
 )
 RESTORED_BYTES = 'kvferry_moved_bytes_total{action="restore"}'
-# Another split into batches changes the first log probabilities of an answer by so much, and those
-# after many tokens by more (docs/llama-server.md, "Comparing answers"). Another context changes
-# them by whole numbers.
+# Another split into batches changes first log probabilities by up to ROUNDING, and those after many
+# tokens by up to DRIFT (docs/llama-server.md, "Comparing answers"). Another context changes them by
+# whole numbers.
 ROUNDING, DRIFT = 0.05, 0.1
 _POLL_S = 0.01
 
 
 @dataclass(frozen=True)
 class Measured:
-    """An answer, and what the router's metrics say of its prompt."""
+    """An answer, and the counts of its prompt from the router's metrics."""
 
     answer: Answer
     computed: int
@@ -42,12 +42,12 @@ class Measured:
 
     @property
     def reused(self) -> int:
-        """Prompt tokens that nobody computed for this request."""
+        """Return the number of prompt tokens that were not computed for this request."""
         return self.answer.prompt_tokens - self.computed
 
 
 async def measured(fleet: Fleet, path: str, body: Json) -> Measured:
-    """Send a request; no other may end meanwhile."""
+    """Send a request and measure it; no other request may end meanwhile."""
     before = await fleet.metrics()
     answer = await fleet.post(path, body)
     assert answer.status == 200, answer.body
@@ -59,7 +59,7 @@ async def measured(fleet: Fleet, path: str, body: Json) -> Measured:
 
 
 async def _counted(fleet: Fleet, n_ok: float) -> dict[str, float]:
-    """The metrics once so many requests are in them: an answer is counted after its last byte."""
+    """Return the metrics once they count `n_ok` requests: each counts after its last byte."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             found = await fleet.metrics()
@@ -71,9 +71,9 @@ async def _counted(fleet: Fleet, n_ok: float) -> dict[str, float]:
 
 @asynccontextmanager
 async def occupied(fleet: Fleet, slot: tuple[str, int], seed: int = 77) -> AsyncIterator[None]:
-    """Something else is being answered on `slot` for the whole block, and broken off after it.
+    """Keep `slot` busy with another answer for the whole block, and break it off afterwards.
 
-    The backend's model must have the backend's name as its alias: that is how it is chosen.
+    The backend's model must have the backend's name as its alias: `model` selects the backend.
     """
     backend, index = slot
     body: Json = {"prompt": ids(seed, 300), "n_predict": -1, "temperature": 0, "stream": True}
@@ -90,26 +90,29 @@ async def occupied(fleet: Fleet, slot: tuple[str, int], seed: int = 77) -> Async
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 @dataclass
 class Direct:
-    """A server that nobody moves anything on, asked without the router."""
+    """A server on which no state is moved, asked without the router."""
 
     server: LlamaServer
     session: aiohttp.ClientSession = field(repr=False)
 
     async def post(self, path: str, body: Json) -> Answer:
-        """POST JSON. A connection each: the server closes them after streams."""
+        """POST JSON, each time over a new connection: the server closes it after a stream."""
         async with self.session.post(self.server.url + path, json=body) as response:
             answer = await read_answer(response)
         assert answer.status == 200, answer.body
         return answer
 
     async def tokens(self, messages: Sequence[Json]) -> list[int]:
-        """The ids of a chat prompt, as the engine sees them (docs/llama-server.md section 6)."""
+        """Return the ids of a chat prompt, as the engine sees them.
+
+        Source: docs/llama-server.md section 6.
+        """
         text = (await self.post("/apply-template", {"messages": list(messages)})).json["prompt"]
         body = {"content": text, "add_special": True, "parse_special": True}
         found: list[int] = (await self.post("/tokenize", body)).json["tokens"]
@@ -118,10 +121,10 @@ class Direct:
     async def unmoved(
         self, body: Json, stops: Sequence[int], before: tuple[Json, Sequence[int]] | None = None
     ) -> Answer:
-        """The answer of a slot that computed the prompt itself, up to each stop and then the rest.
+        """Return the answer of a slot that computed the prompt itself, up to each stop in turn.
 
-        `before` was answered there in the same way. So the slot has the same reuse as a request
-        behind the router that got as far in the same pieces.
+        `before`: body and stops of a request that the slot answers first, in the same way. The slot
+        then has the same reuse as a request behind the router with the same prefill chunks.
         """
         if before is not None:
             await self._in_pieces(*before, fresh=True)
@@ -136,20 +139,20 @@ class Direct:
         return await self.post(CHAT, body | {"id_slot": 0, "cache_prompt": not fresh})
 
     async def fresh(self, body: Json) -> Answer:
-        """The first token of the answer, all of the prompt computed in one go."""
+        """Return the first token of the answer, with the whole prompt computed in one go."""
         return await self.post(CHAT, body | {"cache_prompt": False, "max_tokens": 1})
 
 
 @asynccontextmanager
 async def direct(server: LlamaServer) -> AsyncIterator[Direct]:
-    """A client for a server that the test started for itself."""
+    """Yield a client for a server that the test has started."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
         yield Direct(server, session)
 
 
 def generated(answer: Answer) -> list[Json]:
-    """For each token of a chat answer its id, log probability and rivals (GREEDY asks for it)."""
+    """Return id, log probability and rivals of each token of a chat answer (see GREEDY)."""
     entries: list[Json] = []
     for part in answer.events or [answer.json]:
         for choice in part.get("choices", []):
@@ -159,7 +162,7 @@ def generated(answer: Answer) -> list[Json]:
 
 
 def generated_ids(answer: Answer) -> list[int]:
-    """The ids of a chat answer."""
+    """Return the token ids of a chat answer."""
     return [entry["id"] for entry in generated(answer)]
 
 
@@ -168,10 +171,10 @@ def _rivals(entry: Json) -> dict[int, float]:
 
 
 def other_words(a: Answer, b: Answer, drift: float = DRIFT) -> str:
-    """Where and how two greedy answers differ by more than rounding; "" if they do not.
+    """Return where and how two greedy answers differ by more than rounding; "" if they do not.
 
-    At their first difference both must hold both tokens for about equally likely; what follows
-    cannot be compared.
+    At their first difference both answers must give both tokens about the same probability. Later
+    tokens cannot be compared.
     """
     ours, theirs = generated(a), generated(b)
     if not ours or len(ours) != len(theirs):
@@ -190,9 +193,9 @@ def other_words(a: Answer, b: Answer, drift: float = DRIFT) -> str:
 
 
 def other_first_token(a: Answer, b: Answer, rounding: float = ROUNDING) -> str:
-    """How the likeliest first tokens of two answers differ by more than rounding; "" if not.
+    """Return how the likeliest first tokens of two answers differ by more than rounding; "" if not.
 
-    Near the end of the list of rivals tokens may trade places.
+    Only the two likeliest of each are compared: near the end of the list tokens may trade places.
     """
     ours, theirs = _rivals(generated(a)[0]), _rivals(generated(b)[0])
     best = [*list(ours)[:2], *list(theirs)[:2]]

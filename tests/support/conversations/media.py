@@ -1,4 +1,4 @@
-"""Chats with pictures and sounds, and what is checked of their answers."""
+"""Chats with pictures and sounds, and the checks of their answers."""
 
 import asyncio
 import base64
@@ -28,23 +28,23 @@ def flags() -> list[str]:
 
 
 async def sighted(llama_server: StartServer, name: str, *, slots: int = 1) -> LlamaServer:
-    """A server that sees and hears, chosen by `model: name`."""
+    """Start a server that sees and hears, chosen by `model: name`."""
     return await named(llama_server, "llama", name, flags(), slots=slots)
 
 
 def look(seed: int, question: str = "What is it?", *, system: int = 1) -> list[Json]:
-    """A chat that shows a picture after a long system prompt."""
+    """Return a chat that shows a picture after a long system prompt."""
     seen = {"type": "image_url", "image_url": {"url": picture(seed)}}
     return about([words("Look at this:"), seen, words(question)], system=system)
 
 
 def listen(seed: int, question: str = "What is it?", *, system: int = 1) -> list[Json]:
-    """The same with a sound."""
+    """Return a chat that plays a sound after a long system prompt."""
     return about([words("Listen:"), heard(sound(seed)), words(question)], system=system)
 
 
 def about(parts: list[Json], *, system: int = 1) -> list[Json]:
-    """A chat with a long system prompt and these parts."""
+    """Return a chat with a long system prompt and these parts."""
     return [*chat(system, length=SYSTEM), {"role": "user", "content": parts}]
 
 
@@ -53,28 +53,28 @@ def words(text: str) -> Json:
 
 
 def heard(file: bytes, kind: str = "wav") -> Json:
-    """A sound file as a part of a message."""
+    """Return a sound file as a part of a message."""
     data = base64.b64encode(file).decode()
     return {"type": "input_audio", "input_audio": {"data": data, "format": kind}}
 
 
 def ask(text: str, *, system: int = 1) -> list[Json]:
-    """A chat without media, with the same system prompt."""
+    """Return a chat without media, with the same system prompt."""
     return chat(system, text, length=SYSTEM)
 
 
 async def expected(client: Direct, messages: list[Json]) -> Answer:
-    """What a server answers that has nothing in its slot."""
+    """Return the answer of a server that computes the whole prompt."""
     return await client.post(CHAT, {"messages": messages, **SHORT, "cache_prompt": False})
 
 
 def promised(answer: Answer) -> int:
-    """Tokens that the router said would be there."""
+    """Return the number of reused tokens that the router announced."""
     return int(answer.headers["x-kvferry-reused-tokens"])
 
 
 async def check(fleet: Fleet, client: Direct, messages: list[Json], **fields: object) -> Answer:
-    """A chat is answered as without the router, and nothing was there that was not promised."""
+    """Check that a chat is answered as without the router, with at least the announced reuse."""
     answer = await fleet.post(CHAT, {"messages": messages, **SHORT} | fields)
     assert answer.status == 200, answer.body
     alone = await expected(client, messages)
@@ -86,8 +86,10 @@ async def check(fleet: Fleet, client: Direct, messages: list[Json], **fields: ob
 
 
 async def check_at_once(llama_server: StartServer, chats: list[list[Json]]) -> None:
-    """They are sent at the same moment to one server of two slots. In one batch the numbers differ
-    in their last digits: the first tokens are compared."""
+    """Check chats that are sent at the same moment to one server of two slots.
+
+    In one batch the numbers differ in their last digits, so only the first tokens are compared.
+    """
     server, alone = await sighted(llama_server, "a", slots=2), await sighted(llama_server, "b")
     async with direct(alone) as client, running([("a", server.url)], server.kv_dir) as fleet:
         posts = [fleet.post(CHAT, {"messages": messages, **SHORT}) for messages in chats]

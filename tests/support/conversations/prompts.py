@@ -12,19 +12,19 @@ _WORDS = ["ferry", "harbour", "tide", "engine", "captain", "rope", "signal", "wa
 
 
 def ids(seed: int, n: int) -> list[int]:
-    """`n` token ids, always the same for a seed."""
+    """Return `n` token ids, always the same for a seed."""
     chance = random.Random(seed)
     return [chance.choice(_IDS) for _ in range(n)]
 
 
 def sentences(seed: int, n: int) -> str:
-    """`n` short sentences, always the same for a seed; about 20 tokens each."""
+    """Return `n` short sentences, always the same for a seed; about 20 tokens each."""
     chance = random.Random(seed)
     return " ".join(" ".join(chance.choices(_WORDS, k=7)).capitalize() + "." for _ in range(n))
 
 
 def chat(system: int, *turns: str, length: int = 100) -> list[Json]:
-    """A conversation: a long system prompt by seed, then user and assistant in turn."""
+    """Return a conversation: a long system prompt by seed, then alternating user and assistant."""
     roles = ("user", "assistant")
     said: list[Json] = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
     return [{"role": "system", "content": sentences(system, length)}, *said]

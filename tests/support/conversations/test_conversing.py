@@ -1,4 +1,4 @@
-"""What the end-to-end tests take for the same answer, and what they do not."""
+"""Tests of `differs_in_earnest`: which answers count as the same."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ LIKELY, RIVAL, UNLIKELY = 0.52, 0.48, 0.01
 
 
 def token(id: int, *, share: float = LIKELY, **rivals: float) -> Json:
-    """One entry of `completion_probabilities`; `rivals` as `_5=0.4`."""
+    """Return one entry of `completion_probabilities`; `rivals` as `_5=0.4`."""
     shares = {id: share} | {int(name[1:]): value for name, value in rivals.items()}
     top = [{"id": rival, "logprob": math.log(value)} for rival, value in shares.items()]
     return {"id": id, "logprob": math.log(share), "top_logprobs": top}
@@ -55,7 +55,7 @@ def test_the_same_token_much_less_likely() -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_an_answer_that_is_too_short(n: int) -> None:
-    """Also if it says that it has ended."""
+    """Shorter answers differ, even if they say that they have ended."""
     for short in (plain(*WHOLE[:n]), stream(*WHOLE[:n])):
         assert differs_in_earnest(short, plain(*WHOLE)) == f"{n} tokens against 3"
         assert differs_in_earnest(plain(*WHOLE), short) == f"3 tokens against {n}"
@@ -66,7 +66,7 @@ def test_two_that_say_nothing() -> None:
 
 
 def test_one_without_an_end() -> None:
-    """Also if all its tokens are there, or one that makes the rest no matter of comparing."""
+    """Answers without an end differ, even with all tokens or after a difference within rounding."""
     whole, close = stream(*WHOLE), stream(token(1, _5=RIVAL), token(2))
     for answer in (
         replace(whole, events=whole.events[:-1]),

@@ -1,5 +1,7 @@
-"""One conversation and what is asked after its first turn: the next turn, the same again, and a
-sibling with the same system prompt; how much of each must be reused, and what it must answer."""
+"""One conversation, the requests after its first turn, and the checks of their reuse and answers.
+
+These requests are the next turn, the first turn again, and a sibling with the same system prompt.
+"""
 
 import json
 from collections.abc import Sequence
@@ -28,13 +30,13 @@ from tests.support.servers.router_fleet import Answer, Fleet
 
 # A sentence has about 35 tokens: a system prompt of 1,500, a question of 600, a short one of 100.
 SYSTEM, QUESTION, SHORT = 45, 17, 3
-CTX = 32768  # of each slot: room for an answer that lasts
-SAVES_S = 20.0  # patience for a save, which takes milliseconds
+CTX = 32768  # tokens of each slot: room for a long answer
+SAVES_S = 20.0  # timeout for a save, which takes milliseconds
 
 
 @dataclass(frozen=True)
 class Talk:
-    """What is said, and to what kind of model."""
+    """The messages of a conversation, and the kind of its model."""
 
     full: bool  # full attention
     first: list[Json]
@@ -44,22 +46,22 @@ class Talk:
     stranger: list[int] = field(default_factory=lambda: ids(50, 600))
 
     def starts(self, prompt: Sequence[int]) -> list[int]:
-        """Where the messages of a prompt begin."""
+        """Return the positions at which the messages of a prompt begin."""
         n = len(self.start)
         return [i for i in range(len(prompt)) if tuple(prompt[i : i + n]) == self.start]
 
     def first_body(self) -> Json:
-        """The first turn, with a short answer."""
+        """Return the body of the first turn, with a short answer."""
         return {"messages": self.first, **GREEDY, "max_tokens": 8}
 
     def next_turn(self, answer: Answer) -> list[Json]:
-        """The history, the answer to it, and a new question."""
+        """Return the history, the answer to it, and a new question."""
         said = {"role": "assistant", "content": answer.text}
         return [*self.first, said, {"role": "user", "content": self.question}]
 
 
 def tiny_talk(kind: str) -> Talk:
-    """Noise for a tiny model."""
+    """Return a conversation of random sentences for a tiny model."""
     return Talk(
         full=kind == "llama",
         first=chat(1, sentences(2, QUESTION), length=SYSTEM),
@@ -78,24 +80,24 @@ async def named(
     slots: int = 1,
     seed: int = 0,
 ) -> LlamaServer:
-    """A server that is chosen by `model: name`."""
+    """Start a server that is chosen by `model: name`."""
     args = ["-a", name, *flags]
     return await llama_server(kind, seed=seed, slots=slots, ctx=slots * CTX, extra_args=args)
 
 
 async def first_turn(fleet: Fleet, talk: Talk) -> Measured:
-    """The first turn, computed on backend `a`."""
+    """Send the first turn to backend `a`, which must compute all of it."""
     found = await measured(fleet, CHAT, talk.first_body() | {"model": "a"})
     assert found.reused == 0, "something of it was known before"
     return found
 
 
 def shortfall(talk: Talk, reused: int, held: list[int], prompt: list[int], *, sibling: bool) -> str:
-    """What is wrong with the reuse of `prompt` where `held` was computed before; "" if nothing.
+    """Return what is wrong with the reuse of `prompt` after `held` was computed; "" if nothing.
 
-    Full attention: the common prefix, less the last token of a prompt, which is always evaluated.
-    The others: up to the last boundary, which is the end of the prompt without the invitation to
-    answer, or the end of the system prompt for a sibling.
+    Full attention reuses the common prefix, less the last token of a prompt, which is always
+    evaluated. Other kinds reuse up to the last boundary: the end of the prompt without the
+    generation prompt, or the end of the system prompt for a sibling.
     """
     shared = min(common(held, prompt), len(prompt) - 1)
     boundary = 0.95 * shared if sibling else 0.9 * len(prompt)
@@ -107,26 +109,26 @@ def shortfall(talk: Talk, reused: int, held: list[int], prompt: list[int], *, si
 
 @dataclass
 class Reference:
-    """A server where nothing is ever moved; what it answered once is not asked again."""
+    """A server on which no state is moved. Each of its answers is kept and not asked for again."""
 
     direct: Direct
     key: str  # model and flags
     rounding: float = ROUNDING  # of the first token's log probabilities
-    drift: float = DRIFT  # of those after it
+    drift: float = DRIFT  # of later tokens' log probabilities
     _known: dict[str, Answer] = field(default_factory=lambda: _ANSWERS)
 
     async def check(
         self, talk: Talk, first: Measured, body: Json, prompt: list[int], found: Measured
     ) -> str:
-        """What is wrong with an answer; "" if it is that of a slot which was never moved, and
-        begins as after a cold start.
+        """Return what is wrong with an answer; "" if nothing.
 
-        Of kinds that cannot go back in a state, the router computes each message by itself.
+        The answer must be that of a slot that was never moved, and begin as after a cold start. For
+        kinds that cannot go back in a state, the router computes each message by itself.
         """
         starts = [] if talk.full else talk.starts(prompt)
         n_first = first.answer.prompt_tokens
         before: tuple[Json, list[int]] | None = None
-        if found.reused > n_first:  # so the first answer is part of it
+        if found.reused > n_first:  # the reuse includes the first answer
             before = (talk.first_body(), [*(s for s in starts if s < n_first), first.answer.cached])
             starts = [start for start in starts if start > n_first]
         stops = [*(s for s in starts if s < found.reused), found.answer.cached]
@@ -146,7 +148,7 @@ class Reference:
         )
 
 
-# The cells of one kind ask for the same; the answers of a model do not change.
+# Tests of one kind send the same requests; the answers of a model do not change.
 _ANSWERS: dict[str, Answer] = {}
 
 
@@ -160,10 +162,11 @@ async def ask_all(
     busy: bool = False,
     stranger: bool = True,
 ) -> None:
-    """Next turn, regenerate and sibling: enough is reused, and the answer is right.
+    """Send next turn, regenerate and sibling; check the reuse and the answer of each.
 
-    `away` sends a request to the place that is tried; with `busy` that is left to the router, and
-    the slot of the first turn is kept busy meanwhile. A `stranger` has the slot before each.
+    `away`: fields that send a request to the slot or backend under test. `busy`: the router
+    chooses, while the slot of the first turn is kept busy. `stranger`: another prompt uses the slot
+    before each of the three requests.
     """
     held = [*await reference.direct.tokens(talk.first), *generated_ids(first.answer)[:-1]]
     asked = {

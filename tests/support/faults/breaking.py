@@ -1,4 +1,4 @@
-"""Servers killed, stopped and continued at a chosen moment, and what a client sees of it."""
+"""Kill, stop and continue servers at a chosen moment, and record what a client sees of it."""
 
 import asyncio
 import os
@@ -25,9 +25,9 @@ RIGHT = "the right answer"
 
 @dataclass
 class Action:
-    """The next save or restore of any backend: the server is stopped (SIGSTOP) as it is sent.
+    """The next save or restore of any backend, with its server stopped (SIGSTOP) meanwhile.
 
-    `hit` is set then, and `backend` says whose it was.
+    `hit` is set once the server is stopped; `backend` is then its name.
     """
 
     hit: asyncio.Event = field(default_factory=asyncio.Event)
@@ -55,11 +55,10 @@ def stop_at(
 def stop_in_a_file(
     monkeypatch: pytest.MonkeyPatch, servers: Mapping[str, LlamaServer], most_bytes: int
 ) -> Action:
-    """The next save of any backend: the server is stopped (SIGSTOP) when it has written something,
-    and no more than this.
+    """Stop the next save of any backend (SIGSTOP) after its first bytes, at most `most_bytes`.
 
-    From one glance at the file to the next it runs for a fraction of a millisecond. A file that got
-    longer all the same is let be: it will be one of the next.
+    Between two checks of the file the server runs for a fraction of a millisecond. A file that is
+    longer all the same is let through: one of the next saves is stopped instead.
     """
     made, plain = Action(), LlamaClient.save
 
@@ -69,7 +68,7 @@ def stop_in_a_file(
             send(server, signal.SIGSTOP)
         saving = asyncio.get_running_loop().create_task(plain(self, slot, name))
         while not (made.hit.is_set() or saving.done()):
-            await asyncio.sleep(0)  # for the connection
+            await asyncio.sleep(0)  # lets the connection send the request
             written = _glance(server, name)
             if 0 < written <= most_bytes:
                 made.backend = self.id
@@ -85,7 +84,10 @@ def stop_in_a_file(
 
 
 def _glance(server: LlamaServer, name: str) -> int:
-    """Let a server run until it has written something, or for a moment; it stands still then."""
+    """Let a server run until its file has bytes, or for about 0.1 ms, and stop it again.
+
+    Return the size of the file in bytes; 0 if there is no file.
+    """
     assert server.kv_dir is not None
     send(server, signal.SIGCONT)
     for _ in range(_GLANCES):
@@ -99,7 +101,7 @@ def _glance(server: LlamaServer, name: str) -> int:
 
 
 def send(server: LlamaServer, number: signal.Signals) -> None:
-    """A signal to a server that runs. After SIGSTOP it does nothing any more."""
+    """Send a signal to a running server. After SIGSTOP, return once the server has stopped."""
     assert server.pid is not None
     os.kill(server.pid, number)
     if number == signal.SIGSTOP:
@@ -107,7 +109,7 @@ def send(server: LlamaServer, number: signal.Signals) -> None:
 
 
 async def look(session: aiohttp.ClientSession, server: LlamaServer) -> list[Json]:
-    """A server's slots as it shows them."""
+    """Return a server's slots as `GET /slots` shows them."""
     async with session.get(server.url + "/slots") as response:
         slots: list[Json] = await response.json()
         return slots
@@ -116,7 +118,7 @@ async def look(session: aiohttp.ClientSession, server: LlamaServer) -> list[Json
 async def until_at_work(
     session: aiohttp.ClientSession, servers: Mapping[str, LlamaServer], n: int = 1
 ) -> str:
-    """The backend that has `n` slots at work, as soon as one has."""
+    """Return the first backend with at least `n` busy slots, as soon as there is one."""
     while True:
         for name, server in servers.items():
             if sum(slot["is_processing"] for slot in await look(session, server)) >= n:
@@ -125,7 +127,7 @@ async def until_at_work(
 
 
 async def told(fleet: Fleet, prompt: Sequence[int], **fields: object) -> Answer | None:
-    """An answer with its probabilities; None if the connection was broken off."""
+    """Complete a prompt and return its probabilities too; None if the connection was broken off."""
     try:
         return await fleet.complete(prompt, **TOLD, **fields)
     except aiohttp.ClientPayloadError:
@@ -133,7 +135,7 @@ async def told(fleet: Fleet, prompt: Sequence[int], **fields: object) -> Answer 
 
 
 def seen(answer: Answer | None) -> str:
-    """For the table: what the client saw. Anything but what is promised fails."""
+    """Return what the client saw, for the table. Fail for any outcome that is not promised."""
     if answer is None:
         return BROKEN_OFF
     if answer.status == 200:
@@ -146,12 +148,12 @@ def seen(answer: Answer | None) -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """A server that nothing happens to, asked directly."""
+    """An undisturbed server, asked without the router."""
 
     server: LlamaServer
 
     async def wrong(self, answer: Answer, prompt: Sequence[int], **fields: object) -> str:
-        """How an answer differs from this server's; "" if not."""
+        """Return how an answer differs from this server's; "" if it does not."""
         connector = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(connector=connector) as session:
             body: Json = {"prompt": list(prompt), "n_predict": 8, "temperature": 0}
@@ -164,5 +166,5 @@ class Reference:
 
 
 def fillers(n: int, length: int) -> list[list[int]]:
-    """Prompts that push others out of their slots."""
+    """Return `n` prompts that push others out of their slots."""
     return [ids(900 + i, length) for i in range(n)]

@@ -1,6 +1,9 @@
-"""Everything at once, by a seed: clients of two tenants, servers that die and hang or are used by
-others, a router that is killed, restarted, drained and configured, files that are damaged. What is
-answered must be right, and is nobody else's."""
+"""Run random faults all at once, from a seed, and check every answer.
+
+Clients of two tenants send requests. Servers die, hang or run foreign requests. The router is
+killed, restarted, drained and reconfigured, and state files are damaged. Every answer must be right
+and made without another tenant's tokens.
+"""
 
 import asyncio
 import json
@@ -32,27 +35,28 @@ from tests.support.servers.router_fleet import Answer, configuration_text
 from tests.support.servers.router_process import Elsewhere, Outside
 
 ASKED: Json = {"max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 10}
-# Other batches, and what else is in them, move log probabilities: on one server, without a router,
-# up to 0.42 in 1,500 prompts of one conversation of the tiny llama. Another context moves them by
-# whole numbers.
+# The composition of batches moves log probabilities: by up to 0.42 on one server without a router,
+# in 1,500 prompts of one conversation of the tiny llama. Another context moves them by whole
+# numbers.
 ROUNDING = DRIFT = 1.0
-# What a client may be told whose server was killed or stopped under it; never a wrong answer.
+# Statuses that a client may see if its server was killed or stopped; never a wrong answer.
 TROUBLE = {502, 503, 504}
 POLICIES = ("prefer_idle_slot_with_global_restore", "cheapest", "prefer_owning_slot_with_wait")
 LONGEST = 12  # messages
-# A directory in a file's place is set aside and stays.
+# Without directories in place of a state file: they are set aside and stay.
 _DAMAGES = [one for name, one in DAMAGES.items() if "directory" not in name]
 
 
 TENANTS = ("alice", "bob")
 KEYS = [{"name": one, "tenant": one, "hash": hash_text(f"kvf_{one}")} for one in TENANTS]
-# Of a prompt that another tenant has asked: its template's first words are everybody's.
+# A tenant reuses fewer tokens than this of the other tenant's prompt: the template's first words
+# are in every prompt.
 _COMMON = 32
 
 
 @dataclass
 class Talk:
-    """A tenant's conversation with one model; it grows."""
+    """A growing conversation of a tenant with one model."""
 
     model: str
     messages: list[Json]
@@ -70,7 +74,7 @@ class Member:
 
 @dataclass
 class Chaos:
-    """`step` does something by chance and sees what came of it."""
+    """A router, servers and clients; each `step` does one random thing and checks the result."""
 
     chance: random.Random
     members: dict[str, Member]
@@ -79,10 +83,10 @@ class Chaos:
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     talks: list[Talk] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
-    done: list[str] = field(default_factory=list)  # what, in order
+    done: list[str] = field(default_factory=list)  # names of the steps, in order
     fleets: dict[str, Elsewhere] = field(default_factory=dict)  # by tenant
     address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
-    apart: bool = True  # what one tenant has computed is not for the other
+    apart: bool = True  # no tenant reuses what the other has computed
     n_right: int = 0
     n_trouble: int = 0
 
@@ -102,7 +106,7 @@ class Chaos:
 
     @property
     def fleet(self) -> Elsewhere:
-        """For what is the same for everybody."""
+        """Return a client for requests that are the same for all tenants."""
         return self.fleets[TENANTS[0]]
 
     @property
@@ -115,18 +119,18 @@ class Chaos:
         return kv_dir
 
     async def step(self) -> None:
-        """One thing after the other; what is at once is in a burst."""
+        """Do one random thing. Steps run one after the other; concurrency is within a step."""
         ways = list(WAYS)
         (way,) = self.chance.choices(ways, [WAYS[one] for one in ways])
         self.done.append(way.__name__)
         await way(self)
 
     async def check(self) -> None:
-        """What must be so when it is quiet."""
+        """Check that router and state files agree once no request runs."""
         await assert_consistent(self.fleet, self.kv_dirs, foreign=self.damaged)
 
     async def end(self) -> None:
-        """All is well again, and each conversation goes on."""
+        """Continue each conversation without faults, check, and stop the router (SIGTERM)."""
         for talk in self.talks:
             await self._ask_well(talk)
         await self.check()
@@ -162,7 +166,7 @@ class Chaos:
         await self._start()
 
     async def kill_router(self) -> None:
-        """Perhaps while it answers; the servers go on with what they were asked."""
+        """Kill the router, perhaps while it answers; the servers continue their requests."""
         async with asyncio.TaskGroup() as group:
             for _ in range(self.chance.randint(1, 3)):
                 group.create_task(self._ask_anyhow(self._some_talk()))
@@ -206,13 +210,13 @@ class Chaos:
             await self._ask_well(talk)
 
     async def branch(self) -> None:
-        """Another question after the same beginning."""
+        """Ask another question after the same beginning."""
         talk = self._some_talk()
         messages = [*talk.messages[:-1], self._question()]
         await self._ask_well(replace(talk, messages=messages))
 
     async def overhear(self) -> None:
-        """What one tenant has asked, the other asks as well: it is computed anew."""
+        """Send one tenant's prompt as the other tenant: it must be computed anew if `apart`."""
         talk = self._new_talk(self.chance.choice(list(self.references)))
         talk.messages[0] = {"role": "system", "content": sentences(self.chance.randrange(10**9), 9)}
         await self._ask_well(talk)
@@ -224,7 +228,7 @@ class Chaos:
         assert not self.apart or found.reused < _COMMON, found
 
     async def leave(self) -> None:
-        """Before the first byte, or in the middle of the answer."""
+        """Disconnect before the first byte or in the middle of the answer."""
         talk = self._some_talk()
         body = self._body(talk) | {"stream": True, "max_tokens": 200}
         n_chunks = self.chance.randint(0, 5)
@@ -243,7 +247,7 @@ class Chaos:
     # -- servers ---------------------------------------------------------------------------------
 
     async def kill(self) -> None:
-        """A server, perhaps while it answers; another goes on if there is one."""
+        """Kill a server, perhaps while it answers; servers of other models must still answer."""
         name = self.chance.choice(list(self.members))
         member = self.members[name]
         async with asyncio.TaskGroup() as group:
@@ -256,7 +260,7 @@ class Chaos:
         await self.fleet.until_up(name)
 
     async def hang(self) -> None:
-        """A server stands still for a while; it may be taken for dead."""
+        """Stop a server for a while; the router may take it for dead."""
         name = self.chance.choice(list(self.members))
         member = self.members[name]
         pid = member.server.pid
@@ -270,10 +274,11 @@ class Chaos:
         await self.fleet.until_up(name)
 
     async def stranger(self) -> None:
-        """Somebody else uses a server's slot, while it is asked."""
+        """Use a server's slot directly while the router sends a request to that server."""
         member = self.chance.choice(list(self.members.values()))
         slot = self.chance.randrange(member.slots)
-        # Not five: the server answers others wrongly after them (llama-server.md section 4.2).
+        # Not 5 tokens: the server answers other prompts wrongly after them (llama-server.md section
+        # 4.2).
         prompt = ids(self.chance.randrange(10**6), self.chance.choice([20, 100, 600]))
         n_predict = self.chance.choice([0, 8, 60])
         body: Json = {"prompt": prompt, "id_slot": slot, "n_predict": n_predict}
@@ -290,8 +295,10 @@ class Chaos:
                 await self._directly(member, path, {"filename": name})
 
     async def _directly(self, member: Member, path: str, body: Json) -> None:
-        """Whatever comes of it. An action on a busy slot may never be answered
-        (docs/llama-server.md section 0.2)."""
+        """Send a request to the server itself and ignore its outcome.
+
+        An action on a busy slot may never be answered (docs/llama-server.md section 0.2).
+        """
         url = member.server.url + path
         with suppress(TimeoutError):
             async with asyncio.timeout(5.0), self.fleet.session.post(url, json=body) as response:
@@ -306,14 +313,14 @@ class Chaos:
         for row in self.chance.sample(rows, self.chance.randint(1, min(3, len(rows)))):
             file, other = self._file(row), self._file(self.chance.choice(rows))
             self.damaged |= self._touched_by(file)
-            with suppress(OSError):  # evicted at this moment
-                # A pipe in a file's place, which nobody has noticed yet, waits for a reader.
+            with suppress(OSError):  # the snapshot was evicted meanwhile
+                # A pipe in place of a file, not noticed yet, would block until it has a reader.
                 if file != other and file.is_file() and other.is_file():
                     self.chance.choice(_DAMAGES).do(file, other)
 
     @staticmethod
     def _touched_by(file: Path) -> set[str]:
-        """Some write through a link that an earlier one has made."""
+        """Return the names that damage to `file` may change: some write through an earlier link."""
         return {file.name, file.with_suffix(".new").name, Path(os.path.realpath(file)).name}
 
     @staticmethod
@@ -325,13 +332,13 @@ class Chaos:
         rows: list[Json] = (await self.fleet.get("/kvferry/snapshots")).json["snapshots"]
         return rows
 
-    # -- how it is asked, and what must come -----------------------------------------------------
+    # -- requests and their checks -----------------------------------------------------------------
 
     def _some_talk(self, model: str | None = None) -> Talk:
         return self.chance.choice([t for t in self.talks if model in (None, t.model)])
 
     def _one_of_two(self) -> str:
-        """A backend whose model another one has as well."""
+        """Return a backend with a model that another backend also has."""
         models = [member.model for member in self.members.values()]
         return self.chance.choice([n for n, m in self.members.items() if models.count(m.model) > 1])
 
@@ -357,7 +364,7 @@ class Chaos:
         return {"model": talk.model, "messages": list(talk.messages), **ASKED}
 
     async def _ask_well(self, talk: Talk) -> Answer:
-        """It is answered, and rightly."""
+        """Send the next request of a conversation; the answer must come and be right."""
         body = self._body(talk) | {"stream": self.chance.random() < 0.4}
         answer = await self._client(talk).post(CHAT, body)
         assert answer.status == 200, answer.body
@@ -365,7 +372,7 @@ class Chaos:
         return answer
 
     async def _ask_anyhow(self, talk: Talk) -> None:
-        """It is answered rightly, or broken off, or refused."""
+        """Send a request that may be answered rightly, broken off or refused."""
         body = self._body(talk)
         try:
             answer = await self._client(talk).post(CHAT, body)

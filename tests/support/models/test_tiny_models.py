@@ -1,4 +1,4 @@
-"""The tiny models: real to a llama-server, repeatable, and sensitive to their context."""
+"""The tiny models are valid for llama-server, repeatable, and sensitive to their context."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ async def post(server: LlamaServer, path: str, body: object) -> dict[str, object
 
 
 async def greedy(server: LlamaServer, prompt: list[int], n: int = 32) -> list[int]:
-    """The `n` most likely tokens after `prompt`, computed from nothing."""
+    """Return the `n` most likely tokens after `prompt`, computed without reuse."""
     body = {
         "prompt": prompt,
         "n_predict": n,
@@ -56,7 +56,7 @@ async def greedy(server: LlamaServer, prompt: list[int], n: int = 32) -> list[in
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_model_talks(llama_server: StartServer, kind: str) -> None:
-    """It generates 48 tokens without stopping by itself, and not one token for ever."""
+    """Models generate 48 tokens without stopping, and not one token for ever."""
     server = await llama_server(kind)
     prompt = list(range(20, 220))
     tokens = await greedy(server, prompt, 48)
@@ -68,7 +68,7 @@ async def test_model_talks(llama_server: StartServer, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_answer_depends_on_the_context(llama_server: StartServer, kind: str) -> None:
-    """A lost or foreign prefix is noticed: same last 8 tokens, other 40 before them."""
+    """Lost or foreign prefixes are noticed: same last 8 tokens, other 40 before them."""
     server = await llama_server(kind)
     tail = list(range(100, 108))
     one = await greedy(server, list(range(20, 60)) + tail)
@@ -79,7 +79,7 @@ async def test_answer_depends_on_the_context(llama_server: StartServer, kind: st
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_huggingface_tokenizer_is_the_servers(llama_server: StartServer, kind: str) -> None:
-    """Ids and the rendered chat are equal, so a local tokenizer may stand in for the server's."""
+    """Ids are equal, so a local tokenizer may stand in for the server's."""
     server = await llama_server(kind)
     ours = AutoTokenizer.from_pretrained(str(tiny_model(kind).tokenizer_dir))
 
@@ -92,7 +92,7 @@ async def test_huggingface_tokenizer_is_the_servers(llama_server: StartServer, k
 
 @pytest.mark.parametrize("with_tools", [False, True])
 async def test_chat_template_renders_alike(llama_server: StartServer, with_tools: bool) -> None:
-    """transformers' Jinja and llama.cpp's agree on it."""
+    """transformers' Jinja and llama.cpp's render the same text."""
     server = await llama_server("llama")
     ours = AutoTokenizer.from_pretrained(str(tiny_model("llama").tokenizer_dir))
     messages = [
@@ -113,7 +113,7 @@ async def test_chat_template_renders_alike(llama_server: StartServer, with_tools
 
 
 def test_same_seed_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of another machine holds the same model; another seed is another one."""
+    """Caches on two machines hold the same model; another seed gives another model."""
     monkeypatch.setenv("KVFERRY_TEST_CACHE", str(tmp_path / "a"))
     one, other = tiny_model("llama"), tiny_model("llama", seed=1)
     monkeypatch.setenv("KVFERRY_TEST_CACHE", str(tmp_path / "b"))
@@ -126,7 +126,7 @@ def test_same_seed_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_cached_model_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second call writes nothing, and nothing half-written stays behind."""
+    """Calling again writes nothing, and nothing half-written stays behind."""
     monkeypatch.setenv("KVFERRY_TEST_CACHE", str(tmp_path))
     first = tiny_model("mamba")
     written = first.path.stat().st_mtime_ns
@@ -142,6 +142,6 @@ def test_unknown_kind_is_refused() -> None:
 
 
 def test_vocabulary_size() -> None:
-    """Every byte, the merges, three specials; the HF file and the GGUF count alike."""
+    """Vocabulary: every byte, the merges, three specials; the HF file and the GGUF count alike."""
     data = json.loads((tiny_model("llama").tokenizer_dir / "tokenizer.json").read_text())
     assert len(data["model"]["vocab"]) == N_VOCAB

@@ -1,8 +1,8 @@
 """Tiny language models with random weights: one for each memory kind that kvferry tells apart.
 
-They load in 0.2 s and prefill thousands of tokens a second on one thread, but llama-server treats
-them as it treats real ones: same KV code, same state files, same chat route. What they say is
-noise; that the noise depends on every token of the context is what the tests need.
+The models load in 0.2 s and prefill thousands of tokens a second on one thread. llama-server treats
+them as real ones: same KV code, same state files, same chat route. Their output is noise, but
+depends on every token of the context, as the tests need.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ N_VOCAB = 512
 HEAD = 64  # a multiple of 64: llama.cpp then rotates a quantised KV (llama-server.md section 1.5)
 Array = npt.NDArray[np.float32]
 
-# ChatML; newlines are spelled out, since the two Jinja engines are told apart by their trimming.
+# ChatML; newlines are spelled out, since the two Jinja engines trim differently.
 CHAT_TEMPLATE = r"""
 {%- set given = messages[0]['role'] == 'system' -%}
 {{- '<|im_start|>system\n' -}}
@@ -58,7 +58,7 @@ CHAT_TEMPLATE = r"""
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
 
-# What the merges are learned from; any English would do.
+# Text from which the merges are learned; any English would do.
 SENTENCES = """The quick brown fox jumps over the lazy dog, and then the other dog sleeps again.
 You are a helpful assistant. Answer the question of the user with the tools that you have.
 There was once a small server that read the same long prompt again and again, all day long.
@@ -80,16 +80,16 @@ class TinyModel:
 
     @property
     def add_bos(self) -> bool:
-        """Whether the server puts a BOS in front: `gemma3` only, so that tests see both."""
+        """Return whether the server puts a BOS in front: `gemma3` only, so that tests see both."""
         return self.kind == "gemma3"
 
 
 def tiny_model(kind: str, seed: int = 0) -> TinyModel:
-    """The model of this kind, written on first use. Same kind and seed, same bytes.
+    """Return the model of this kind, written on first use. Same kind and seed, same bytes.
 
-    Kinds: `llama` full attention, `gemma3` sliding window of N_SWA tokens, `lfm2` hybrid,
-    `mamba` recurrent. Another seed is another model of the same shape. Raises ValueError for
-    another kind.
+    Kinds: `llama` full attention, `gemma3` sliding window of N_SWA tokens, `lfm2` hybrid, `mamba`
+    recurrent. Another seed gives another model of the same shape. Raises ValueError for an unknown
+    kind.
     """
     if kind not in KINDS:
         raise ValueError(f"no such kind of tiny model: {kind}")
@@ -103,9 +103,10 @@ def tiny_model(kind: str, seed: int = 0) -> TinyModel:
 
 
 def written_once(name: str, code: Path, write: Callable[[Path], None]) -> Path:
-    """The cached directory that `write` fills, once for all processes.
+    """Return the cached directory that `write` fills, once for all processes.
 
-    Its name holds a hash of the file `code`: what older code wrote is never taken for the new.
+    The directory's name holds a hash of the file `code`: output of older code is never taken for
+    new.
     """
     recipe = hashlib.sha256(code.read_bytes()).hexdigest()[:12]
     home = _cache() / f"{name}-{recipe}"
@@ -130,16 +131,16 @@ def _cache() -> Path:
 
 
 def byte_alphabet() -> list[str]:
-    """GPT-2's printable stand-in for each of the 256 bytes, in order of the byte."""
+    """Return GPT-2's printable stand-in for each of the 256 bytes, in order of the byte."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
 
 
 def learn_merges(n: int) -> list[tuple[str, str]]:
-    """The first `n` BPE merges of SENTENCES; on a tie the pair that sorts first."""
+    """Return the first `n` BPE merges of SENTENCES; on a tie the pair that sorts first."""
     alphabet = byte_alphabet()
-    # GPT-2's words; digits alone, as SmolLM's (llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM).
+    # GPT-2's words; digits alone, as in SmolLM (llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_SMOLLM).
     words = re.findall(r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s+", SENTENCES)
     split = [[alphabet[byte] for byte in word.encode()] for word in words]
     merges: list[tuple[str, str]] = []
@@ -209,7 +210,7 @@ class _Weights:
         self.random = np.random.default_rng([KINDS.index(kind), seed])
 
     def matrix(self, name: str, rows: int, columns: int, gain: float = 1.0) -> None:
-        """Random; keeps the size of a unit-size input, times `gain`."""
+        """Add a random matrix that keeps the size of a unit-size input, times `gain`."""
         self.add(name, self.normal(rows, columns, gain / columns**0.5), np.float16)
 
     def normal(self, rows: int, columns: int, scale: float) -> Array:
@@ -247,7 +248,7 @@ def _write_model(path: Path, kind: str, seed: int) -> None:
 
 
 def add_vocabulary(writer: Any, *, add_bos: bool) -> None:
-    """The vocabulary of all tiny models, into the head of a file."""
+    """Write the vocabulary of all tiny models into the head of a file."""
     tokens, merges = _vocabulary()
     n_normal = N_VOCAB - len(SPECIALS)
     kinds = [gguf.TokenType.NORMAL] * n_normal + [gguf.TokenType.CONTROL] * len(SPECIALS)
@@ -259,7 +260,7 @@ def add_vocabulary(writer: Any, *, add_bos: bool) -> None:
     writer.add_bos_token_id(tokens.index(ENDOFTEXT))
     writer.add_eos_token_id(tokens.index(IM_END))
     writer.add_add_bos_token(add_bos)
-    # For /infill: bytes that no text of a test has.
+    # For /infill: bytes that occur in no text of a test.
     writer.add_uint32("tokenizer.ggml.fim_pre_token_id", 1)
     writer.add_uint32("tokenizer.ggml.fim_suf_token_id", 2)
     writer.add_uint32("tokenizer.ggml.fim_mid_token_id", 3)
@@ -267,10 +268,10 @@ def add_vocabulary(writer: Any, *, add_bos: bool) -> None:
 
 
 def _output(weights: _Weights, n_embd: int) -> Array:
-    """Logits of plain ASCII tokens have a spread of about 3; those of all others are 0.
+    """Return weights for logits that spread by about 3 for plain ASCII tokens; all others are 0.
 
-    So generation goes on (a logit of 0 never is the largest of some 300), and every token is text
-    by itself: a stream of bytes above 127 would be held back as incomplete UTF-8.
+    Generation therefore goes on (a logit of 0 is never the largest of some 300). Every token is
+    text by itself: a stream of bytes above 127 would be held back as incomplete UTF-8.
     """
     rows = weights.normal(N_VOCAB, n_embd, 3.0 / n_embd**0.5)
     for i, token in enumerate(_vocabulary()[0]):

@@ -1,14 +1,14 @@
-"""What llama-server's completion routes may be sent: every field, with good, edge and wrong values.
+"""Request bodies for llama-server's routes: every field, with good, edge and wrong values.
 
-Field names: `make_llama_cmpl_schema` (server-schema.cpp) and what the routes read besides
-(server-common.cpp, server-chat.cpp, server-context.cpp) of llama.cpp b11434. Data, nothing else.
+Field names: `make_llama_cmpl_schema` (server-schema.cpp), and those that the routes read besides
+(server-common.cpp, server-chat.cpp, server-context.cpp), of llama.cpp b11434. Data only.
 """
 
 from typing import Any
 
 Json = dict[str, Any]
 
-# Numbers depend on how a prompt is cut into batches: nothing is reused.
+# No reuse: numbers depend on how a prompt is split into batches.
 GREEDY: Json = {"temperature": 0, "seed": 7, "cache_prompt": False}
 USER: Json = {"role": "user", "content": "hi there"}
 TOOL: Json = {
@@ -21,7 +21,7 @@ TOOL: Json = {
 }
 SCHEMA: Json = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
 
-# A body that is good on its route, to which one field is added.
+# A valid body for each route, to which one field is added.
 BASES: dict[str, Json] = {
     "/completion": {"prompt": "hi there", "n_predict": 2, **GREEDY},
     "/completions": {"prompt": "hi there", "n_predict": 2, **GREEDY},
@@ -36,7 +36,7 @@ BASES: dict[str, Json] = {
     "/v1/responses/input_tokens": {"input": "hi there"},
 }
 
-# Field to values, of those that every completion route reads or ignores.
+# Field to values, for fields that every completion route reads or ignores.
 SAMPLING: dict[str, list[object]] = {
     "temperature": [0, 0.7, 5, -1, "warm", None],
     "dynatemp_range": [0, 0.5, -1, "x"],
@@ -320,7 +320,7 @@ BODIES: dict[str, list[Json]] = {
     "/v1/systemone": [{"prompt": "a"}, {}],
 }
 
-# What is no JSON object. The router says so itself on the completion routes.
+# Bodies that are no JSON object. On completion routes the router itself refuses them.
 NO_OBJECT: list[bytes] = [
     b"",
     b" ",
@@ -341,8 +341,8 @@ NO_OBJECT: list[bytes] = [
     b'{"prompt": "a" /* why */}',
 ]
 
-# Forms, by their fields in order. The server makes strings of them, so that nothing but a grammar
-# makes an answer end and be the same again.
+# Form bodies, as fields in order. The server takes every value as a string, so only a grammar makes
+# an answer end and repeat.
 _A = ("grammar", 'root ::= "a"')
 FORMS: list[list[tuple[str, str]]] = [
     [],
@@ -355,7 +355,7 @@ FORMS: list[list[tuple[str, str]]] = [
     [("messages", "one"), ("messages", "two"), ("n_predict", "2")],
 ]
 
-# What is one, but looks odd.
+# Bodies that are JSON objects, but look odd.
 _COLD = b'"temperature": 0, "cache_prompt": false'
 ODD: list[bytes] = [
     b"{}",

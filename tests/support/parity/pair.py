@@ -1,5 +1,7 @@
-"""The same request to the same real server twice, directly and through the router, and what of the
-two answers may differ: names, times, slots and counts of cached tokens."""
+"""Compare answers of one real server, asked directly and through the router.
+
+The two answers to the same request may differ in names, times, slots and counts of cached tokens.
+"""
 
 import re
 from collections.abc import Mapping
@@ -7,9 +9,9 @@ from dataclasses import dataclass
 
 import aiohttp
 
-# Of a hop, or of the moment.
+# Headers of a hop or of the moment.
 NOT_COMPARED = {"date", "connection", "keep-alive", "transfer-encoding", "content-length"}
-# What differs between two equal requests to one server: names, times, counts of cached tokens.
+# Differences between two equal requests to one server: names, times, counts of cached tokens.
 VARIABLE = re.compile(
     rb'("(?:created|created_at|completed_at|id_slot|tokens_cached|cached_tokens|input_tokens'
     rb"|cache_read_input_tokens|time_ms|(?:cache|prompt)_n"
@@ -20,7 +22,7 @@ NAMES = re.compile(rb"(chatcmpl-|resp_|msg_|call_|fc_|rs_|cmpl-)\w+|(\"id\":\")\
 
 @dataclass
 class Seen:
-    """One response as a client has it."""
+    """One response as a client receives it."""
 
     status: int
     headers: Mapping[str, str]
@@ -41,33 +43,36 @@ class Seen:
 
 @dataclass
 class Pair:
-    """The same server, directly and through the router."""
+    """The URLs of one server, directly and through the router."""
 
     direct: str
     routed: str
     session: aiohttp.ClientSession
 
     async def ask(self, method: str, path: str, **options: object) -> tuple[Seen, Seen]:
-        """Direct first: what the router believes of the slots is then wrong, too."""
+        """Send a request directly, then through the router.
+
+        Direct first: the router's beliefs about the slots are then wrong, too.
+        """
         return (
             await self.one(self.direct, method, path, **options),
             await self.one(self.routed, method, path, **options),
         )
 
     async def one(self, base: str, method: str, path: str, **options: object) -> Seen:
-        """Ask one of the two."""
+        """Send a request to one of the two."""
         async with self.session.request(method, base + path, allow_redirects=False, **options) as r:  # type: ignore[arg-type]
             return Seen(r.status, dict(r.headers), await r.read())
 
 
 def client() -> aiohttp.ClientSession:
-    """A connection for each request. Nothing is decompressed: the bytes are compared."""
+    """Return a session with a connection per request. Bodies are compared as raw bytes."""
     connector = aiohttp.TCPConnector(force_close=True)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False)
 
 
 def difference(direct: Seen, routed: Seen) -> str:
-    """In what a client could tell the two apart; "" if in nothing."""
+    """Return how a client could tell the two responses apart; "" if it could not."""
     framing = [
         ("Content-Length" in seen.headers, seen.headers.get("Transfer-Encoding", "").lower())
         for seen in (direct, routed)
@@ -84,5 +89,5 @@ def difference(direct: Seen, routed: Seen) -> str:
 
 
 def assert_equal(direct: Seen, routed: Seen) -> None:
-    """See `difference`."""
+    """Assert that there is no `difference`."""
     assert not difference(direct, routed)

@@ -11,12 +11,12 @@ from tests.support.servers.router_fleet import running
 
 DEFAULT = "prefer_idle_slot_with_global_restore"
 POLICIES = (DEFAULT, "passthrough")
-CTX = 256  # of a slot: an answer without a limit ends there
+CTX = 256  # tokens of a slot; an answer without a limit ends there
 
 
 @asynccontextmanager
 async def paired(server_argv: list[str], kv_dir: Path) -> AsyncIterator[dict[str, Pair]]:
-    """By policy; all before one server, which must survive."""
+    """Yield a pair for each policy; all are in front of one server, which must survive."""
     model = tiny_model("llama").path
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(
@@ -25,7 +25,7 @@ async def paired(server_argv: list[str], kv_dir: Path) -> AsyncIterator[dict[str
         session = await stack.enter_async_context(client())
         made = {}
         for policy in POLICIES:
-            # No snapshots: of the direct requests a save in the background would know nothing.
+            # No snapshots: an idle save would not know of the direct requests.
             router = running([("a", server.url)], None, yaml=f"policy: {policy}")
             fleet = await stack.enter_async_context(router)
             made[policy] = Pair(server.url, fleet.url, session)

@@ -1,4 +1,4 @@
-"""Short names for what a test is about, so that a test reads as a sentence."""
+"""Short names and builders, so that a scheduler's test reads as a sentence."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -33,7 +33,7 @@ B0, B1 = SlotId(B, 0), SlotId(B, 1)
 NS, OTHER_NS = Namespace("ns"), Namespace("other")
 R, R2, R3 = RequestId("r"), RequestId("r2"), RequestId("r3")
 BYTES_PER_TOKEN = 1000
-# What an embedding is to the scheduler, beside its name.
+# Fields of an embedding request, as the scheduler sees it.
 UNREAD: dict[str, Any] = {
     "prompt": Prompt(unknown="not a completion"),
     "pinnable": False,
@@ -42,28 +42,28 @@ UNREAD: dict[str, Any] = {
 
 
 def tokens(*ids: int) -> Tokens:
-    """These ids."""
+    """Return these ids as tokens."""
     return pack(ids)
 
 
 def run_of(n: int, token: int = 1) -> Tokens:
-    """`n` times the same token: two of these share the shorter one."""
+    """Return `n` times the same token: two such prompts share the shorter one."""
     return pack([token] * n)
 
 
 def prompt_of(ids: Tokens | Iterable[int]) -> Prompt:
-    """A known prompt without boundaries."""
+    """Return a known prompt without boundaries."""
     return Prompt(Tokens(ids) if isinstance(ids, bytes) else pack(ids))
 
 
 def request(name: str = "r", ids: Tokens | Iterable[int] = (1, 2, 3), **more: Any) -> Request:
-    """A request for a prompt of these ids."""
+    """Return a request for a prompt of these ids."""
     more.setdefault("prompt", prompt_of(ids))
     return Request(id=RequestId(name), **more)
 
 
 def backend(name: str = "a", n_slots: int = 2, **more: Any) -> BackendInfo:
-    """A backend that can do everything, unless told otherwise."""
+    """Return a backend that can do everything, unless `more` says otherwise."""
     given: dict[str, Any] = {
         "n_ctx": 10_000,
         "namespace": NS,
@@ -77,14 +77,14 @@ def backend(name: str = "a", n_slots: int = 2, **more: Any) -> BackendInfo:
 def snapshot(
     name: str = "s", ids: Tokens | Iterable[int] = (1, 2, 3), size: int | None = None, ns: str = NS
 ) -> Snapshot:
-    """A snapshot of these ids."""
+    """Return a snapshot of these ids."""
     held = Tokens(ids) if isinstance(ids, bytes) else pack(ids)
     size_bytes = BYTES_PER_TOKEN * count(held) if size is None else size
     return Snapshot(SnapshotId(name), Namespace(ns), KvDir("kv"), held, size_bytes)
 
 
 def rates(prefill_s: float = 0.01, transfer_s: float = 0.001) -> Rates:
-    """A backend that prefills a token in `prefill_s` and moves any file in `transfer_s`."""
+    """Return rates: `prefill_s` for a prompt token, `transfer_s` for any file."""
     return Rates(
         prefill=LinearFit(prefill_s, 0.0),
         save=LinearFit(transfer_s, 0.0),
@@ -101,7 +101,7 @@ def fleet(
     snapshots: Iterable[Snapshot] = (),
     **knobs: Any,
 ) -> Fleet:
-    """Idle backends; `holding` says what is in their slots. Prompts are computed in one piece."""
+    """Return idle backends; `holding` sets the content of slots. Prefills are not chunked."""
     knobs.setdefault("prefill_chunk_s", None)
     made = Fleet(policy=Policy(policy, **knobs))
     for info in infos or (backend(),):
@@ -116,7 +116,7 @@ def fleet(
 
 
 def busy(fleet_: Fleet, slot: SlotId, *, until: float = 10.0, pending: Tokens = EMPTY) -> None:
-    """Somebody's request is running on a slot."""
+    """Let another request run on a slot."""
     held = fleet_.slots[slot]
     held.start(held.lease(RequestId(f"busy-{slot}")))
     held.busy_until, held.pending = until, pending
@@ -128,7 +128,7 @@ def scheduler(
     limits: SnapshotLimits | None = None,
     **more: Any,
 ) -> Scheduler:
-    """A scheduler with these backends up and idle; `more` as for `fleet`."""
+    """Return a scheduler with these backends up and idle; `more` as for `fleet`."""
     made = fleet(*infos, **more)
     if limits is not None:
         made.catalog = Catalog(limits)

@@ -1,4 +1,4 @@
-"""A scheduler at a fixed time, and what is said to it in a test."""
+"""Events for a scheduler at a fixed time, and readers of its state and effects."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ NOW = 100.0
 
 
 def arrive(s: Scheduler, name: str = "r", ids: Any = (1, 2, 3), **more: Any) -> list[Effect]:
-    """A request comes in."""
+    """Report that a request arrived."""
     return s.handle(ev.Arrived(request(name, ids, **more)), NOW)
 
 
 def cancel(s: Scheduler, name: str = "r") -> list[Effect]:
-    """Its client leaves."""
+    """Report that the request's client disconnected."""
     return s.handle(ev.Cancelled(RequestId(name)), NOW)
 
 
@@ -33,54 +33,54 @@ def finish(
     begun: bool = False,
     **reported: Any,
 ) -> list[Effect]:
-    """The response is over."""
+    """Report that the response is over."""
     said = Reported(**reported)
     return s.handle(ev.Finished(RequestId(name), outcome, said, index, begun), NOW)
 
 
 def slot(s: Scheduler, which: SlotId) -> Slot:
-    """The slot's entry in the ledger."""
+    """Return the slot's entry in the ledger."""
     return s.state.fleet.slots[which]
 
 
 def held(s: Scheduler, which: SlotId) -> Tokens:
-    """The tokens that the slot is known to hold."""
+    """Return the tokens that the slot is known to hold."""
     return slot(s, which).resident.tokens
 
 
 def plan_of(effects: list[Effect]) -> Plan:
-    """The plan of the only dispatch among these."""
+    """Return the plan of the only dispatch among these effects."""
     (dispatch,) = (e for e in effects if isinstance(e, Dispatch))
     return dispatch.plan
 
 
 def names(effects: list[Effect]) -> list[str]:
-    """What kinds of effects these are, where the details are another test's."""
+    """Return the kinds of these effects; their details are for other tests."""
     return [type(effect).__name__ for effect in effects]
 
 
 def n_held(s: Scheduler, which: SlotId) -> int:
-    """How many tokens the slot is known to hold."""
+    """Return the number of tokens that the slot is known to hold."""
     return count(held(s, which))
 
 
 def saved(s: Scheduler, of: Snapshot, at: SlotId = A0, name: str = "r") -> list[Effect]:
-    """A save became this snapshot."""
+    """Report that a save became this snapshot."""
     return s.handle(ev.Saved(RequestId(name), at, of, 0.001), NOW)
 
 
 def save_failed(s: Scheduler, at: SlotId = A0, name: str = "r") -> list[Effect]:
-    """It did not."""
+    """Report that a save failed."""
     return s.handle(ev.SaveFailed(RequestId(name), at, "no"), NOW)
 
 
 def restored(s: Scheduler, n: int = 900, name: str = "r", of: str = "s") -> list[Effect]:
-    """A snapshot is in the slot."""
+    """Report that a snapshot is in the slot."""
     return s.handle(ev.Restored(RequestId(name), SnapshotId(of), n, 0.001), NOW)
 
 
 def restore_failed(s: Scheduler, bad: bool = False, name: str = "r") -> list[Effect]:
-    """It is not, and the slot is empty."""
+    """Report that a restore failed: the slot is empty."""
     return s.handle(
         ev.RestoreFailed(
             RequestId(name), SnapshotId("s"), "why", ev.Blame.FILE if bad else ev.Blame.BACKEND
@@ -90,49 +90,49 @@ def restore_failed(s: Scheduler, bad: bool = False, name: str = "r") -> list[Eff
 
 
 def prefilled(s: Scheduler, name: str = "r", **said: Any) -> list[Effect]:
-    """The prompt is computed, less a token."""
+    """Report that the prompt is computed, less a token."""
     return s.handle(ev.Prefilled(RequestId(name), Reported(**said)), NOW)
 
 
 def begun(s: Scheduler, name: str = "r") -> list[Effect]:
-    """Its first token is there."""
+    """Report the request's first token."""
     return s.handle(ev.Begun(RequestId(name)), NOW)
 
 
 def tick(s: Scheduler, after_s: float) -> list[Effect]:
-    """So many seconds pass."""
+    """Send a tick after so many seconds."""
     return s.handle(ev.Tick(), NOW + after_s)
 
 
 def prefill_failed(s: Scheduler, name: str = "r") -> list[Effect]:
-    """It is not."""
+    """Report that a prefill failed."""
     return s.handle(ev.PrefillFailed(RequestId(name), "no"), NOW)
 
 
 def quiet(s: Scheduler, name: str = "r", n: int | None = 0) -> list[Effect]:
-    """A slot that was watched is idle."""
+    """Report that a watched slot is idle."""
     return s.handle(ev.Quiet(RequestId(name), n), NOW)
 
 
 def launched(s: Scheduler, index: int, name: str = "r") -> list[Effect]:
-    """The request runs on this slot."""
+    """Report that the request runs on this slot."""
     return s.handle(ev.Launched(RequestId(name), index), NOW)
 
 
 def stranger(where: SlotId, generation: int = 0) -> RequestId:
-    """Whom a slot is leased to that somebody unknown may be using."""
+    """Return the request id that leases a slot while a foreign request may be using it."""
     return RequestId(f"stranger-{where}-{generation}")
 
 
 def running(*infos: Any, **more: Any) -> Scheduler:
-    """R is running on a/0 with the prompt (1, 2, 3)."""
+    """Return a scheduler in which R runs on a/0 with the prompt (1, 2, 3)."""
     s = scheduler(*(infos or (backend("a", 2),)), idle_save_after_s=None, reuse_probability=0.0)
     arrive(s, **more)
     return s
 
 
 def astray(**more: Any) -> Scheduler:
-    """R is on its way to whichever slot of a the server picks; we meant a/0."""
+    """Return a scheduler that sent R to backend a unpinned and expects the server to pick a/0."""
     s = scheduler(backend("a", 2), idle_save_after_s=None, reuse_probability=0.0, **more)
     (dispatch,) = arrive(s, ids=[1], pinnable=False)
     assert isinstance(dispatch, Dispatch)

@@ -1,6 +1,6 @@
-"""What a llama-server would hold and do, so that the scheduler's claims can be checked.
+"""A model of what a llama-server would hold and do, to check the scheduler's claims.
 
-No time passes here and nothing is decided: the state machine says what happens next.
+The model has no time and makes no decisions: the state machine says what happens next.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Ids = tuple[int, ...]
 
 
 def common(a: Ids, b: Ids) -> int:
-    """Length of the common prefix, the slow way."""
+    """Return the length of the common prefix, the slow way."""
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1
@@ -26,40 +26,43 @@ class Run:
     prompt: Ids
     slots: list[int]
     cached: int = 0
-    abandoned: bool = False  # the client is gone, the server does not know yet
+    abandoned: bool = False  # the client disconnected, and the server does not know yet
 
 
 @dataclass(repr=False)
 class Server:
-    """One process: what its slots hold and who uses them. A restart makes a new one."""
+    """One server process: content and requests of its slots. A restart makes a new process."""
 
     info: BackendInfo
     slots: list[Ids] = field(default_factory=list)
     runs: dict[RequestId, Run] = field(default_factory=dict)
     alive: bool = True
-    owners: list[Tenant] = field(default_factory=list)  # whose tokens each slot holds
+    owners: list[Tenant] = field(default_factory=list)  # tenant of the tokens in each slot
 
     def __post_init__(self) -> None:
         self.slots = self.slots or [()] * self.info.n_slots
         self.owners = [NO_TENANT] * self.info.n_slots
 
     def user_of(self, index: int) -> Run | None:
-        """Who uses a slot."""
+        """Return the request that uses a slot; None if the slot is idle."""
         return next((run for run in self.runs.values() if index in run.slots), None)
 
     def idle(self) -> list[int]:
-        """Slots that a request may be placed on."""
+        """Return the slots that a request may be placed on."""
         return [i for i in range(self.info.n_slots) if self.user_of(i) is None]
 
     def picks(self, prompt: Ids) -> list[int]:
-        """Where a request that is not pinned may be put (llama-server.md section 2.2)."""
+        """Return the slots that may get a server-placed request (llama-server.md section 2.2)."""
         shared = {index: common(self.slots[index], prompt) for index in self.idle()}
         return [index for index, n in shared.items() if n == max(shared.values())]
 
     def start(
         self, request: RequestId, prompt: Ids, slots: list[int], tenant: Tenant = NO_TENANT
     ) -> Run:
-        """Begin: the slots keep what they share with the prompt. It must be the tenant's own."""
+        """Start a request: its slots keep the prefix that they share with the prompt.
+
+        A shared prefix must be the tenant's own.
+        """
         assert set(slots) <= set(self.idle()), "a request on a busy slot"
         for index in slots:
             if common(self.slots[index], prompt):
@@ -76,7 +79,7 @@ class Server:
         return run
 
     def end(self, request: RequestId, computed: int, answer: Ids) -> None:
-        """Stop after `computed` prompt tokens, and after `answer` if that was all of them."""
+        """End a request after `computed` prompt tokens, and after `answer` if those were all."""
         run = self.runs.pop(request)
         for index in run.slots:
             computed = max(computed, len(self.slots[index]))

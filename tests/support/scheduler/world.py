@@ -1,6 +1,6 @@
-"""Model servers and the effects on their way to them: what the state machine plays with.
+"""Model servers and the effects on their way to them, for the scheduler's state machine.
 
-Checks each effect against what the servers are doing at that moment.
+Each effect is checked against what the servers are doing at that moment.
 """
 
 from dataclasses import replace
@@ -49,7 +49,7 @@ class Op:
 
     def __init__(self, effect: Answerable, server: Server) -> None:
         self.effect, self.server = effect, server
-        self.held: Ids = ()  # by the slot when its server died
+        self.held: Ids = ()  # content of the slot when its server died
         self.started = self.confirmed = self.stopped = self.broke = False
 
     def __repr__(self) -> str:
@@ -64,23 +64,26 @@ class Op:
         return isinstance(self.effect, ef.Dispatch) and not self.effect.pin
 
     def may_go_to(self, slot: SlotId, prompt: Ids) -> bool:
-        """The server may put it there: it goes by the prefix where our slot has nearly all of it
-        (llama-server.md section 2.2), and nothing else relies on that."""
-        return self.may_go_anywhere and slot.index in self.kv_dirs(prompt)
+        """Return whether the server may place the request on `slot`.
 
-    def kv_dirs(self, prompt: Ids) -> list[int]:
+        A steered request goes by prefix: the slot expected for it holds nearly all of its prompt
+        (llama-server.md section 2.2). Other server-placed requests may go to any idle slot.
+        """
+        return self.may_go_anywhere and slot.index in self.slots_for(prompt)
+
+    def slots_for(self, prompt: Ids) -> list[int]:
         held = self.server.slots[self.slot.index]
         steered = self.server.info.keeps_idle_slots and common(held, prompt) >= len(prompt) - 1 > 0
         return self.server.picks(prompt) if steered else self.server.idle()
 
 
 class World:
-    """The state machine adds when each of these happens."""
+    """Servers, requests and effects. The state machine adds when each effect happens."""
 
     tenants: tuple[Tenant, ...] = (NO_TENANT,)
 
     def populate(self, scheduler: Scheduler, infos: list[BackendInfo]) -> None:
-        """At the start all servers are up and empty."""
+        """Start with all servers up and empty."""
         self.scheduler = scheduler
         self.infos = {info.id: info for info in infos}
         self.servers = {info.id: Server(info) for info in infos}
@@ -110,7 +113,7 @@ class World:
         self.probing.discard(name)
 
     def try_out(self, server: Server) -> None:
-        """The slots that were lent are used, and may be for a start that empties idle ones."""
+        """Empty the slots that a probe was lent; if its start empties idle slots, those as well."""
         lent = probe_name(server.info.id)
         for slot in self.scheduler.state.fleet.slots.of(server.info.id):
             if slot.holder == lent or not (server.info.keeps_idle_slots or slot.holder):
@@ -211,7 +214,7 @@ class World:
                 self.feed(ev.Prefilled(effect.request, reported))
                 return
             op.server.end(name, how, ())
-            if op.broke:  # that is seen when it is over, and how far it came
+            if op.broke:  # noticed when the prefill is over, with the tokens it computed
                 n = len(op.server.slots[op.slot.index])
                 self.feed(ev.PrefillFailed(effect.request, "no", n))
                 return
@@ -240,7 +243,7 @@ class World:
             self.answers_well(op, effect, ids, data)
 
     def reaches_server(self, op: Op, data: st.DataObject) -> None:
-        """Requests reach a server in the order in which they were sent."""
+        """Start a request on its server. Requests arrive in the order in which they were sent."""
         sent = op.effect
         if not isinstance(sent, ef.Dispatch):
             return
@@ -251,7 +254,7 @@ class World:
             slots = op.server.idle()
         elif not sent.pin:
             # Between tenants it matters that the longest prefix wins.
-            free = op.server.picks(prompt) if tenant else op.kv_dirs(prompt)
+            free = op.server.picks(prompt) if tenant else op.slots_for(prompt)
             slots = [data.draw(st.sampled_from(free))]
             there = [o for o in self.ops if o.server is op.server and o.slot.index == slots[0]]
             there = [o for o in there if o is not op and not isinstance(o.effect, ef.WatchSlot)]
@@ -322,7 +325,7 @@ class World:
             case ef.Detach():
                 assert self.scheduler.state.fleet.slots.phases(effect.backend)[Phase.IDLE] == 0
                 left = [op for op in self.ops if op.server is self.servers[effect.backend]]
-                # Others may use its slots for ever.
+                # Foreign requests may use its slots for ever.
                 left = [op for op in left if not op.effect.request.startswith("stranger-")]
                 assert not any(isinstance(op.effect, ef.Dispatch) for op in left)
                 assert not (left and self.servers[effect.backend].alive), "not over"
@@ -345,8 +348,8 @@ class World:
             assert not astray, "the server may put another request there"
         if op.may_go_anywhere:
             assert op.server.idle(), "no slot to go to"
-            # Where nobody knows what a slot holds, a prefill is taken to be there first: it was
-            # sent before.
+            # If the content of a slot is unknown, its prefill is taken to arrive first: it was sent
+            # before.
             slots = self.scheduler.state.fleet.slots
             first = [
                 isinstance(o.effect, ef.Prefill) and slots[o.slot].resident.may_hold_more
@@ -369,7 +372,7 @@ class World:
         return () if request.whole_backend else self.true_prompt[request.id]
 
     def is_nobodys(self, slot: SlotId, request: RequestId) -> None:
-        """Nothing of ours will be sent to a slot that the server gave away."""
+        """Check that a slot the server gave away is not being prepared for another request."""
         held = self.scheduler.state.fleet.slots[slot]
         other = self.scheduler.state.jobs.get(held.holder) if held.holder is not None else None
         if held.phase is Phase.PREPARING and other is not None and other.id != request:
@@ -391,7 +394,7 @@ class World:
         return [name for name, fate in self.fates.items() if not fate]
 
     def answering(self) -> list[RequestId]:
-        """Whose requests were sent and are not over."""
+        """Return the requests that were sent and are not over."""
         sent = (op.effect for op in self.ops)
         return [effect.request for effect in sent if isinstance(effect, ef.Dispatch)]
 

@@ -1,8 +1,8 @@
 """An in-process llama-server: the HTTP surface and the state files, no model, any fault on demand.
 
-Tokens are bytes. A state file that it reads back is checked cell by cell, so a wrong cut is
-refused. Nothing sleeps: what should take long waits for an event of the test. Its answers are held
-against a real server's in test_contract.py; section numbers are those of llama-server.md.
+Tokens are bytes. A restored state file is checked cell by cell, so a wrong cut is refused. Nothing
+sleeps: slow operations wait for an event of the test. test_contract.py compares the answers with a
+real server's. Section numbers are those of llama-server.md.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ Json = dict[str, Any]
 
 @dataclass
 class FakeSlot:
-    """What the fake knows of one slot."""
+    """The state of one slot."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
@@ -49,7 +49,7 @@ class FakeSlot:
 
 @dataclass
 class FakeLlama:
-    """One server. `async with FakeLlama(kv_dir=...) as fake`, then `fake.url`."""
+    """One fake server. `async with FakeLlama(kv_dir=...) as fake`, then `fake.url`."""
 
     kv_dir: Path | None = None
     n_slots: int = 2
@@ -69,10 +69,10 @@ class FakeLlama:
         self.decode_gate.set()
         self.action_gate.set()
         self.counts: Counter[tuple[str, int]] = Counter()  # (completion|save|restore|erase, slot)
-        self.violations: list[str] = []  # what would have harmed a real server
+        self.violations: list[str] = []  # uses that would have harmed a real server
         self.bodies: list[tuple[str, Json]] = []  # (path, body) of every POST, in order
         self.headers: dict[str, Mapping[str, str]] = {}  # of the last request to a path
-        self.seen: list[tuple[str, str]] = []  # (method, raw path) of everything, in order
+        self.seen: list[tuple[str, str]] = []  # (method, raw path) of every request, in order
         self.computed_tokens = 0  # prompt tokens that were not in the slot
         self.stuck = False  # a client does not read fast enough
         self.chunks_sent = 0  # tokens of streams that went out, or into a buffer
@@ -82,16 +82,16 @@ class FakeLlama:
         self._runner: web.AppRunner | None = None
         self._transports: set[asyncio.Transport] = set()
 
-    # --- life -------------------------------------------------------------------------------------
+    # --- start and stop ---------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
-        """Base URL without a slash at the end."""
+        """Return the base URL without a slash at the end."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def n_stream(self) -> int:
-        """KV streams in its state files (section 1.4)."""
+        """Return the number of KV streams in the server's state files (section 1.4)."""
         return 1 if self.unified else self.n_slots
 
     async def __aenter__(self) -> "FakeLlama":
@@ -102,7 +102,7 @@ class FakeLlama:
         await self.go_down()
 
     async def come_up(self) -> None:
-        """Listen, on the old port after a crash; slots are empty."""
+        """Listen, after a crash on the same port; all slots are empty."""
         self.slots = [FakeSlot(i) for i in range(self.n_slots)]
         self.marker = f"<__media_{secrets.token_hex(8)}__>"
         app = web.Application(client_max_size=2**26, middlewares=[self._front])
@@ -124,7 +124,7 @@ class FakeLlama:
                 web.post("/v1/embeddings", self._embeddings),
             ]
         )
-        # Without handler_cancellation a client that left would keep its slot.
+        # Without handler_cancellation an abandoned request would keep its slot.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
@@ -132,7 +132,7 @@ class FakeLlama:
         self.port = self._runner.addresses[0][1]
 
     async def go_down(self) -> None:
-        """Crash: open connections break, new ones are refused."""
+        """Crash: break open connections and refuse new ones."""
         for transport in list(self._transports):
             transport.abort()
         if self._runner is not None:
@@ -140,14 +140,14 @@ class FakeLlama:
             self._runner = None
 
     def hang_up(self) -> None:
-        """Close every connection, and go on."""
+        """Close every connection, and go on serving."""
         assert self._runner is not None
         assert self._runner.server is not None
         for connection in self._runner.server.connections:
             connection.force_close()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for `condition`; it is looked at again whenever a slot or a count changes."""
+        """Wait for `condition`; check it again whenever a slot or a count changes."""
         async with self._changed:
             await self._changed.wait_for(condition)
 
@@ -155,7 +155,7 @@ class FakeLlama:
         async with self._changed:
             self._changed.notify_all()
 
-    # --- what is asked and answered at once -------------------------------------------------------
+    # --- immediate answers ------------------------------------------------------------------------
 
     @web.middleware
     async def _front(
@@ -258,7 +258,7 @@ class FakeLlama:
         return web.json_response(answer | {"n_written": len(data), "timings": {"save_ms": 0.5}})
 
     async def _restore(self, slot: FakeSlot, given: int, path: Path) -> web.Response:
-        slot.tokens = []  # a failed restore leaves it empty (section 0.5)
+        slot.tokens = []  # a failed restore leaves the slot empty (section 0.5)
         try:
             data = await asyncio.to_thread(path.read_bytes)
             tokens = decode_state(data, self.n_stream)
@@ -305,14 +305,15 @@ class FakeLlama:
             await self._note()
 
     async def _embeddings(self, _: web.Request) -> web.Response:
-        """In a slot of its own choice, of which nothing is left (section 2.1)."""
+        """Embed in a slot of the server's choice, and leave it empty (section 2.1)."""
         async with self._leased(-1, []) as slot:
             slot.tokens = []
             await self.decode_gate.wait()
         return web.json_response({"object": "list", "data": [{"embedding": [0.0]}]})
 
     def _pick(self, pinned: int, prompt: list[int]) -> FakeSlot | None:
-        """Section 2.2: the pinned one, else the most similar, else the least recently used."""
+        """Return the pinned slot, else the most similar, else the least recently used (section
+        2.2)."""
         if pinned >= 0:
             slot = self.slots[pinned % self.n_slots]
             return None if slot.busy else slot
@@ -357,7 +358,7 @@ class FakeLlama:
                 await asyncio.Event().wait()
             if self.faults.die_at_once:
                 await _break(request)
-            if answer.stream:  # headers come before the prefill, as with the real one
+            if answer.stream:  # headers come before the prefill, as from a real server
                 response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await response.prepare(request)
             await self._run(answer, slot, request, response)
@@ -366,7 +367,7 @@ class FakeLlama:
             return web.json_response(answer.whole())
         await response.write(answer.last_chunks())
         await response.write_eof()
-        request.protocol.force_close()  # after a stream, without saying so ("Connections")
+        request.protocol.force_close()  # after a stream, without announcing it ("Connections")
         return response
 
     async def _run(
@@ -408,7 +409,7 @@ class FakeLlama:
 
 
 async def _break(request: web.Request) -> None:
-    """Reset the connection, and wait to be cancelled for it."""
+    """Reset the connection, and wait to be cancelled."""
     if request.transport is not None:
         request.transport.abort()
     await asyncio.Event().wait()

@@ -1,7 +1,7 @@
-"""What the fake llama-server writes: its state files, its answers in four dialects, its faults.
+"""Wire formats of the fake llama-server: its state files, answers in four dialects, and faults.
 
-Shapes as a real one sends them (build b11434), less what kvferry does not read; test_contract.py
-holds the two against each other. Section numbers are those of llama-server.md.
+The shapes are those of a real server (build b11434), without fields that kvferry does not read;
+test_contract.py compares the two. Section numbers are those of llama-server.md.
 """
 
 import json
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 MAGIC, VERSION = 0x67677371, 4  # section 1.4
-ROW = struct.Struct("<4i")  # one layer, rows of 16 bytes made of the token: a mix-up is seen
+ROW = struct.Struct("<4i")  # one layer; rows of 16 bytes repeat the token, so a mix-up shows
 F16 = 1
 N_VOCAB = 256
-DEFAULT_PREDICT = 16  # where llama-server would go on until the model stops
+DEFAULT_PREDICT = 16  # tokens; llama-server would go on until the model stops
 Json = dict[str, Any]
 
 
 @dataclass
 class Faults:
-    """What goes wrong; all off. Set at any time, also between the chunks of a stream."""
+    """Faults, all off at first. Set at any time, also between the chunks of a stream."""
 
     loading: bool = False  # 503 on every route (section 5.5)
     hang: bool = False  # completions never answer a byte
@@ -29,21 +29,21 @@ class Faults:
     die_after_chunks: int | None = None  # the connection breaks after so many tokens of a stream
     hang_after_chunks: int | None = None  # nothing comes after so many tokens of a stream
     padding_bytes: int = 0  # a comment of this size goes out before each token of a stream
-    refuses: str = ""  # 500 to every completion, in these words
+    refuses: str = ""  # 500 to every completion, with this message
     save_fails: bool = False  # 500 "Unable to save slot", as with a full disk
-    save_lies: bool = False  # says more bytes than it wrote (section 0.4)
+    save_lies: bool = False  # reports more bytes than it wrote (section 0.4)
     restore_fails: bool = False  # 400, and the slot is empty after it (section 0.5)
     hang_actions: bool = False  # slot actions never answer
-    ignores_leaving: bool = False  # a client that left keeps its slot until its answer is done
+    ignores_leaving: bool = False  # an abandoned request keeps its slot until its answer is done
 
 
 def next_token(context: list[int]) -> int:
-    """A small letter; depends on every token of the context."""
+    """Return a small letter that depends on every token of the context."""
     return ord("a") + zlib.crc32(bytes(context)) % 26
 
 
 def generate(prompt: list[int], n: int) -> list[int]:
-    """What the fake answers to `prompt`."""
+    """Return the fake's answer to `prompt`."""
     context = list(prompt)
     for _ in range(n):
         context.append(next_token(context))
@@ -51,7 +51,7 @@ def generate(prompt: list[int], n: int) -> list[int]:
 
 
 def render_chat(messages: list[Json]) -> str:
-    """ChatML with the generation prompt."""
+    """Return ChatML with the generation prompt."""
     parts = [f"<|im_start|>{m['role']}\n{_text(m.get('content'))}<|im_end|>\n" for m in messages]
     return "".join(parts) + "<|im_start|>assistant\n"
 
@@ -67,13 +67,13 @@ def _text(content: object) -> str:
 
 
 def render_messages(body: Json) -> str:
-    """The Anthropic dialect as chat: `system` becomes a message."""
+    """Render the Anthropic dialect as chat: `system` becomes a message."""
     system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     return render_chat(system + list(body["messages"]))
 
 
 def props_json(model: str, n_slots: int, n_ctx: int, marker: str) -> Json:
-    """GET /props."""
+    """Return the body of GET /props."""
     return {
         "default_generation_settings": {"params": {}, "n_ctx": n_ctx},
         "total_slots": n_slots,
@@ -88,7 +88,7 @@ def props_json(model: str, n_slots: int, n_ctx: int, marker: str) -> Json:
 
 
 def models_json(model: str, n_ctx: int) -> Json:
-    """GET /v1/models."""
+    """Return the body of GET /v1/models."""
     sizes = {"n_vocab": N_VOCAB, "n_ctx": n_ctx, "n_ctx_train": 65536, "n_embd": 4}
     meta = {"vocab_type": 2, "n_params": 1, "size": 1, "ftype": "F16"} | sizes
     entry = {"id": model, "aliases": [model], "object": "model", "meta": meta}
@@ -96,12 +96,12 @@ def models_json(model: str, n_ctx: int) -> Json:
 
 
 def error_json(status: int, message: str, kind: str = "invalid_request_error") -> Json:
-    """An error of any route."""
+    """Return the body of an error on any route."""
     return {"error": {"code": status, "message": message, "type": kind}}
 
 
 def context_error_json(n_prompt: int, n_ctx: int) -> Json:
-    """A prompt that fills the slot (section 2.3)."""
+    """Return the error for a prompt that fills the slot (section 2.3)."""
     answer = error_json(
         400,
         f"request ({n_prompt} tokens) exceeds the available context size "
@@ -113,7 +113,7 @@ def context_error_json(n_prompt: int, n_ctx: int) -> Json:
 
 
 def encode_state(tokens: list[int], slot: int, n_stream: int) -> bytes:
-    """A full-attention state file of one layer (section 1.4), as a save of `slot` writes it."""
+    """Return a full-attention state file of one layer (section 1.4), as saved from `slot`."""
     n = len(tokens)
     parts = [struct.pack("<3IiII", MAGIC, VERSION, n + 4, -1, 1, n)]
     parts += [struct.pack(f"<{n}i", *tokens), struct.pack("<I", 0)]
@@ -131,7 +131,7 @@ def encode_state(tokens: list[int], slot: int, n_stream: int) -> bytes:
 
 
 def decode_state(data: bytes, n_stream: int) -> list[int]:
-    """The tokens, if every section is as `encode_state` writes it. Raises ValueError if not."""
+    """Return the tokens. Raises ValueError unless all is as `encode_state` writes it."""
     try:
         magic, version, n_words, marker, layout, n = struct.unpack_from("<3IiII", data)
         tokens = list(struct.unpack_from(f"<{n}i", data, 24))
@@ -174,14 +174,14 @@ def _decode_stream(data: bytes, at: int, tokens: list[int]) -> int:
 
 
 def common(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
 
 
 class Answer:
-    """One completion: what was asked, what was generated, and how both look on the wire."""
+    """One completion: the request, the generated tokens, and how both look on the wire."""
 
     def __init__(self, path: str, body: Json, model: str) -> None:
         self.body, self.model = body, model
@@ -192,9 +192,9 @@ class Answer:
         self.prompt = self._read_prompt()
         asked = body.get("n_predict", body.get("max_tokens"))
         self.limited = isinstance(asked, int) and asked >= 0
-        # That route drops it (section 2.1).
+        # The Anthropic route drops `id_slot` (section 2.1).
         self.pinned = -1 if self.anthropic else int(body.get("id_slot", -1))
-        # n_predict 0 samples one token all the same; it does not get into the KV.
+        # With n_predict 0 one token is sampled all the same; it does not get into the KV.
         self.n_predict = max(1, int(asked or 0)) if self.limited else DEFAULT_PREDICT
         self.tokens: list[int] = []
         self.cache_n = 0
@@ -213,11 +213,11 @@ class Answer:
 
     @property
     def n_prompt(self) -> int:
-        """Tokens of the prompt."""
+        """Return the number of prompt tokens."""
         return len(self.prompt or [])
 
     def timings(self) -> Json:
-        """As server-common.cpp:84-105; milliseconds made up, but always the same."""
+        """Return timings as server-common.cpp:84-105; milliseconds are made up, but constant."""
         prompt_n, predicted_n = self.n_prompt - self.cache_n, len(self.tokens)
         return {
             "cache_n": self.cache_n,
@@ -232,7 +232,7 @@ class Answer:
         }
 
     def usage(self) -> Json:
-        """Section 2.4."""
+        """Return the usage (section 2.4)."""
         return {
             "completion_tokens": len(self.tokens),
             "prompt_tokens": self.n_prompt,
@@ -254,7 +254,7 @@ class Answer:
         return "length" if self.limited else "stop"
 
     def whole(self) -> Json:
-        """The answer to a request that does not stream."""
+        """Return the answer to a request that does not stream."""
         text = bytes(self.tokens).decode()
         if self.native:
             tokens = self.tokens if self.body.get("return_tokens") else []
@@ -271,7 +271,7 @@ class Answer:
         return envelope | {"choices": [choice], "usage": self.usage(), "timings": self.timings()}
 
     def _probabilities(self) -> Json:
-        """With `n_probs`, for the first token alone."""
+        """Return the probabilities for `n_probs`, of the first token alone."""
         if not self.body.get("n_probs"):
             return {}
         first = self.tokens[0]
@@ -279,7 +279,7 @@ class Answer:
         return {"completion_probabilities": [top[0] | {"top_logprobs": top}]}
 
     def _message(self) -> Json:
-        """An Anthropic message, of which the content is still to come."""
+        """Return an Anthropic message without its content."""
         cached = {"cache_read_input_tokens": self.cache_n}
         usage = {"input_tokens": self.n_prompt - self.cache_n, "output_tokens": len(self.tokens)}
         envelope = {"id": "msg_fake", "type": "message", "role": "assistant", "content": []}
@@ -314,21 +314,21 @@ class Answer:
         }
 
     def progress(self, processed: int) -> bytes:
-        """A `prompt_progress` event."""
+        """Return a `prompt_progress` event."""
         state = {
             "total": self.n_prompt,
             "cache": self.cache_n,
             "processed": processed,
             "time_ms": 0,
         }
-        if self.native:  # the real one, too, says token 0 there, and means nothing by it
+        if self.native:  # a real server, too, sends a meaningless token 0 here
             event = self._partial([]) | {"tokens": [0]}
         else:
             event = self._chunk({"role": "assistant", "content": None}, "", None)
         return _event(event | {"prompt_progress": state})
 
     def chunk(self, token: int) -> bytes:
-        """The event of one token; before the first of a chat there is one that names the role."""
+        """Return the event of a token; before the first of a chat also one that names the role."""
         if self.native:
             return _event(self._partial([token]))
         text = bytes([token]).decode()
@@ -352,7 +352,7 @@ class Answer:
         return envelope | {"choices": [choice]}
 
     def last_chunks(self) -> bytes:
-        """What ends a stream. The native dialect has no [DONE]."""
+        """Return the end of a stream. The native dialect has no [DONE]."""
         if self.native:
             return _event(self._final())
         if self.anthropic:

@@ -22,7 +22,7 @@ _POLL_S = 0.05
 
 
 def program(name: str) -> str:
-    """`prometheus` or `promtool`; skips the test where it is not installed."""
+    """Return the path of `prometheus` or `promtool`; skip the test if it is not installed."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"{name} is not on PATH; Debian has it in the package prometheus")
@@ -31,7 +31,7 @@ def program(name: str) -> str:
 
 @dataclass(frozen=True)
 class Prometheus:
-    """One that runs and can be asked."""
+    """A running Prometheus, and a client for it."""
 
     url: str
     session: aiohttp.ClientSession
@@ -43,13 +43,13 @@ class Prometheus:
         return answer["data"]
 
     async def query(self, expr: str) -> list[float]:
-        """The values that an instant query finds now, those that are no number left out."""
+        """Return the values that an instant query finds now, without NaN."""
         data = await self._get("/api/v1/query", query=expr)
         values = [float(found["value"][1]) for found in data["result"]]
         return [value for value in values if value == value]
 
     async def until(self, expr: str) -> None:
-        """Wait until a query finds something."""
+        """Wait until a query finds a value."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 if await self.query(expr):
@@ -57,18 +57,17 @@ class Prometheus:
                 await asyncio.sleep(_POLL_S)
 
     async def rules(self) -> dict[str, str]:
-        """Each rule's health by its name: `ok` if it could be evaluated."""
+        """Return each rule's health by its name: `ok` if it could be evaluated."""
         groups = (await self._get("/api/v1/rules"))["groups"]
         return {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
 
 
 @asynccontextmanager
 async def prometheus(target: str, folder: Path) -> AsyncIterator[Prometheus]:
-    """One with the configuration that is shipped, but another target (`host:port`) and in a
-    hurry."""
+    """Run Prometheus as shipped, but for another target (`host:port`) and short intervals."""
     argv0 = program("prometheus")
     shipped = yaml.safe_load((SHIPPED / "prometheus.yml").read_text())
-    # A scrape that takes longer takes every series away until the next.
+    # A scrape longer than its timeout removes every series until the next.
     quick = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "500ms"}
     (scrape,) = shipped["scrape_configs"]
     del scrape["file_sd_configs"]

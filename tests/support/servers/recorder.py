@@ -1,7 +1,7 @@
-"""A backend that notes every byte, and answers as a llama-server that is up; no parser of ours.
+"""A backend that records every byte and answers like a llama-server that is up.
 
-It reads requests as strictly as can be: what it cannot read is kept in `odd`, and a second request
-that nobody sent would stand in `requests`.
+The recorder has a strict parser of its own. Bytes that it cannot read are kept in `odd`, and a
+second request that no client sent would be in `requests`.
 """
 
 import asyncio
@@ -23,24 +23,25 @@ _PROPS = {
     "chat_template": "",
     "build_info": "b1-x",
 }
-# For a router in front of it: nothing is tokenized or tried.
+# Configuration of a router in front: nothing is tokenized or probed.
 QUIET = "tokenizer: {mode: 'off'}\nprobe: {enabled: false}"
-# What the router itself asks for when it attaches a backend.
+# Paths that the router itself requests when it attaches a backend.
 OWN = {b"/health", b"/props", b"/v1/models", b"/lora-adapters", b"/slots", b"/metrics"}
 
 
 def plain(body: bytes = b"{}", status: bytes = b"200 OK") -> bytes:
-    """A whole answer."""
+    """Return a whole answer."""
     return b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body)
 
 
 @dataclass
 class Recorder:
-    """`requests` are those for clients; `answers` gives raw bytes for a path, else `{}`."""
+    """The recorder. `requests`: those of clients. `answers`: path to raw bytes; others get a
+    default."""
 
     url: str = ""
     requests: list[Raw] = field(default_factory=list)
-    came_on: list[int] = field(default_factory=list)  # for each, the number of its connection
+    came_on: list[int] = field(default_factory=list)  # for each request, its connection's number
     odd: list[bytes] = field(default_factory=list)
     answers: dict[bytes, bytes] = field(default_factory=dict)
     then_close: bool = False
@@ -48,8 +49,7 @@ class Recorder:
     _writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     async def say(self, raw: bytes) -> None:
-        """Send something that nobody asked for, on all connections; returns when they are closed
-        by the other side."""
+        """Send unrequested bytes on all connections; return once the other side has closed them."""
         writers = [writer for writer in self._writers if not writer.is_closing()]
         for writer in writers:
             writer.write(raw)
@@ -70,7 +70,7 @@ class Recorder:
         return plain(json.dumps(known.get(bare, {})).encode())
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, request by request."""
+        """Serve one connection, request by request."""
         self.connections += 1
         self._writers.append(writer)
         number = self.connections
@@ -101,7 +101,7 @@ class Recorder:
 
 @asynccontextmanager
 async def recording() -> AsyncIterator[Recorder]:
-    """A recorder that listens."""
+    """Yield a recorder that listens."""
     recorder = Recorder()
     server = await asyncio.start_server(recorder.serve, "127.0.0.1", 0)
     recorder.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -112,7 +112,7 @@ async def recording() -> AsyncIterator[Recorder]:
 
 
 async def exchange(url: str, raw: bytes, patience_s: float = 10.0) -> bytes:
-    """Send bytes over a connection of their own; all that comes until the other side closes it."""
+    """Send bytes over a new connection; return all that comes until the other side closes it."""
     host, _, port = url.partition("://")[2].rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

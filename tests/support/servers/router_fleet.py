@@ -21,21 +21,21 @@ from router.config.schema import Config, parse
 
 Json = dict[str, Any]
 
-# Impatient: what a test waits for should be here soon.
+# Short intervals, so that tests do not wait long.
 DEFAULTS = """
 listen: 127.0.0.1:0
 store: {idle_save_after: 100ms, fsync: false}
 health: {interval: 200ms}
 shutdown_grace: 5s
 """
-# Real servers start and probe in a second; this is for a machine with other things to do.
+# Real servers start and probe in a second; a busy machine takes longer.
 PATIENCE_S = 60.0
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One response, read to its end. Of a stream, `events` are its JSON events in order."""
+    """One response, read to its end. `events`: the JSON events of a stream, in order."""
 
     status: int
     headers: Mapping[str, str]
@@ -53,41 +53,41 @@ class Answer:
 
     @property
     def usage(self) -> Json:
-        """As the server reported it; empty if it did not."""
+        """Return the usage that the server reported; empty if it reported none."""
         return self._last("usage")
 
     @property
     def timings(self) -> Json:
-        """As the server reported them; empty if it did not."""
+        """Return the timings that the server reported; empty if it reported none."""
         return self._last("timings")
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that were not computed for this request."""
+        """Return the number of prompt tokens that were not computed for this request."""
         if "cache_n" in self.timings:
             return int(self.timings["cache_n"])
         return int(self.usage.get("prompt_tokens_details", {}).get("cached_tokens", 0))
 
     @property
     def prompt_tokens(self) -> int:
-        """All tokens of the prompt."""
+        """Return the number of all tokens of the prompt."""
         if "cache_n" in self.timings:
             return int(self.timings["cache_n"] + self.timings["prompt_n"])
         return int(self.usage.get("prompt_tokens", 0))
 
     @property
     def text(self) -> str:
-        """What the model said, in any of the dialects."""
+        """Return the generated text, in any of the dialects."""
         return "".join(_text(part) for part in self._parts)
 
     @property
     def slot(self) -> tuple[str, int]:
-        """Backend and index of the slot that the router chose."""
+        """Return backend and index of the slot that the router chose."""
         return self.headers["x-kvferry-backend"], int(self.headers["x-kvferry-slot"])
 
     @property
     def source(self) -> str:
-        """Where the router meant to take the reused tokens from."""
+        """Return the source from which the router meant to reuse tokens."""
         return self.headers["x-kvferry-source"]
 
 
@@ -129,12 +129,12 @@ class Fleet:
             return await read_answer(response)
 
     async def get(self, path: str) -> Answer:
-        """GET."""
+        """GET a path."""
         async with self.session.get(self.url + path) as response:
             return await read_answer(response)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection to say anything on."""
+        """Open a connection for raw bytes."""
         return await asyncio.open_connection("127.0.0.1", int(self.url.rpartition(":")[2]))
 
     async def chat(self, messages: Sequence[Json], **fields: Any) -> Answer:
@@ -157,7 +157,7 @@ class Fleet:
         return await self.post(f"/kvferry/backends/{backend}/{action}", {})
 
     async def until_is(self, backend: str, *states: str) -> Json:
-        """Wait until a backend is one of `states`; "gone": there is none of that name."""
+        """Wait until a backend is in one of `states`; "gone" if there is none of that name."""
 
         def found(state: Json) -> bool:
             is_ = [one["state"] for one in state["backends"] if one["name"] == backend]
@@ -179,7 +179,7 @@ class Fleet:
     async def until(
         self, predicate: Callable[[Json], bool], patience_s: float = PATIENCE_S
     ) -> Json:
-        """The first state() for which `predicate` holds. Fails with the last one seen."""
+        """Return the first state() for which `predicate` holds. Fail with the last one seen."""
         state: Json = {}
         try:
             async with asyncio.timeout(patience_s):
@@ -192,7 +192,7 @@ class Fleet:
             raise AssertionError(f"never so: {json.dumps(state, indent=1)}") from None
 
     async def until_quiet(self) -> Json:
-        """Wait until no slot is held and nobody waits."""
+        """Wait until no slot is held and no request waits."""
         return await self.until(is_quiet)
 
     async def until_up(self, *names: str) -> None:
@@ -209,13 +209,13 @@ class Fleet:
             raise AssertionError(f"never up: {standings}") from None
 
     async def standings(self) -> Mapping[str, str]:
-        """Backends and how they are; asked of the router itself, who may not tell everybody."""
+        """Return each backend's standing, from the router object: the API may not show it."""
         directory = self.router.selection
         return {name: directory.standing(name) for name in directory.monitors}
 
 
 def is_quiet(state: Json) -> bool:
-    """For `until`: no slot is held, nobody waits, no snapshot is in use."""
+    """Return whether no slot is held, no request waits and no snapshot is in use; for `until`."""
     return (
         not state["queue"]
         and not state["waiting_for_backend"]
@@ -231,7 +231,7 @@ def configuration(
     *,
     yaml: str = "",
 ) -> Config:
-    """DEFAULTS with `yaml` laid over them, for these backends."""
+    """Return DEFAULTS with `yaml` laid over them, for these backends."""
     return parse(configuration_text(backends, kv_dir, yaml=yaml), "test")
 
 
@@ -241,7 +241,7 @@ def configuration_text(
     *,
     yaml: str = "",
 ) -> str:
-    """The same as a file has it. Without `backends`, those of `yaml`."""
+    """Return the same as text of a file. Without `backends`, those in `yaml` are used."""
     entries: list[Json] = []
     for name, url in backends:
         place = kv_dir.get(name) if isinstance(kv_dir, Mapping) else kv_dir
@@ -269,10 +269,11 @@ async def running(
     path: Path | None = None,
     tracing: Tracing | None = None,
 ) -> AsyncIterator[Fleet]:
-    """A router on a free port, once the backends in `wait_for` are up (None: all of them).
+    """Run a router on a free port; yield once the backends in `wait_for` are up (None: all of
+    them).
 
-    `kv_dir` is for all backends, or by name. `no_backend_s` is how long a request waits while
-    nobody could serve it. `path`: where the configuration is read again.
+    `kv_dir`: one directory for all backends, or one by name. `no_backend_s`: how long a request
+    waits while no backend could serve it. `path`: file from which the configuration is reloaded.
     """
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with (

@@ -1,4 +1,4 @@
-"""A router in a process of its own: it can be killed, and comes back under the same address."""
+"""A router in a process of its own, which can be killed and restarted at the same address."""
 
 import asyncio
 import signal
@@ -15,10 +15,10 @@ _COMMAND = "import sys; from router.tools.cli import main; sys.exit(main())"
 
 
 class Elsewhere(Fleet):
-    """A client of such a router."""
+    """A client of a router in another process."""
 
     async def standings(self) -> Mapping[str, str]:
-        """As it tells everybody, once it is there."""
+        """Return the states in `/kvferry/health`; a placeholder until the router listens."""
         try:
             health: Mapping[str, str] = (await self.get("/kvferry/health")).json["backends"]
         except aiohttp.ClientConnectorError:
@@ -35,7 +35,7 @@ class Outside:
     _process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Returns before it listens."""
+        """Start the process and return before the router listens."""
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", _COMMAND, "serve", "--config", str(self.config)),
@@ -44,7 +44,7 @@ class Outside:
             )
 
     async def end(self, number: signal.Signals) -> int | None:
-        """Its exit code after a signal; None if it did not run."""
+        """Send a signal and return the exit code; None if no process ran."""
         process, self._process = self._process, None
         if process is None:
             return None

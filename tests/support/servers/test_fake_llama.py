@@ -1,4 +1,4 @@
-"""The fake llama-server's faults and gates, and that it notices what would harm a real one."""
+"""The fake llama-server has faults and gates, and notices what would harm a real server."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ async def test_answers_follow_from_the_prompt(
 async def test_gates_hold_prefill_and_decode(
     fake: FakeLlama, session: aiohttp.ClientSession
 ) -> None:
-    """A test can stop a request at either point and look at the slot."""
+    """Tests can stop a request at either point and inspect the slot."""
     fake.prefill_gate.clear()
     fake.decode_gate.clear()
     async with asyncio.TaskGroup() as group:
@@ -78,7 +78,7 @@ async def test_client_that_leaves_frees_the_slot(
 async def test_use_of_a_busy_slot_is_a_violation(
     fake: FakeLlama, session: aiohttp.ClientSession
 ) -> None:
-    """Sections 0.1 and 0.2; a request that names no slot just waits."""
+    """Sections 0.1 and 0.2; a request without a slot just waits."""
     fake.prefill_gate.clear()
     body: Json = {"prompt": PROMPT, "id_slot": 0}
     async with asyncio.TaskGroup() as group:
@@ -94,7 +94,7 @@ async def test_use_of_a_busy_slot_is_a_violation(
 
 
 async def test_crash_and_return(fake: FakeLlama, session: aiohttp.ClientSession) -> None:
-    """A crash breaks streams, refuses connections and empties the slots; the port stays."""
+    """Crashes break streams, refuse connections and empty the slots; the port stays."""
     await post(session, fake, "/completion", prompt=PROMPT, id_slot=0)
     fake.decode_gate.clear()
     url, body = f"{fake.url}/completion", {"prompt": PROMPT, "stream": True}
@@ -113,7 +113,7 @@ async def test_crash_and_return(fake: FakeLlama, session: aiohttp.ClientSession)
 
 
 async def test_stream_that_dies(fake: FakeLlama, session: aiohttp.ClientSession) -> None:
-    """Two tokens arrive whole, then the connection breaks."""
+    """Exactly two tokens arrive whole, then the connection breaks."""
     fake.faults.die_after_chunks = 2
     url, body = f"{fake.url}/completion", {"prompt": PROMPT, "stream": True, "n_predict": 9}
     async with session.post(url, json=body) as response:
@@ -156,7 +156,7 @@ async def test_saves_that_fail_or_lie(
 async def test_restore_of_a_truncated_file_is_a_violation(
     fake: FakeLlama, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    """A real server may abort (section 0.3): the router must never offer one."""
+    """Real servers may abort (section 0.3): the router must never offer such a file."""
     (tmp_path / "a").write_bytes(encode_state(PROMPT, 0, 2)[:-1])
     status, _ = await post(session, fake, "/slots/1?action=restore", filename="a")
     assert status == 400
@@ -182,7 +182,7 @@ def test_state_file_of_itself(n_stream: int) -> None:
 
 
 def test_cells_of_another_token_are_refused() -> None:
-    """What a wrong cut would produce: a head that does not fit the cells."""
+    """Wrong cuts would produce a head that does not fit the cells."""
     data = bytearray(encode_state(PROMPT, 0, 1))
     data[24] ^= 1
     with pytest.raises(ValueError, match="another token"):
