@@ -1,6 +1,6 @@
 """kvferry: a reverse proxy that moves KV state files between llama-server slots.
 
-Rooms, from the inside out (`docs/architecture.md` is the map):
+Packages, from the inside out (`docs/architecture.md` is the map):
 
 - `base`: types, errors, tokens and ports that every other room uses
 - `core`: decisions, pure: events in, effects out

@@ -1,6 +1,6 @@
 """Decisions: the scheduler is told events and answers with effects. No I/O, no clock, no chance.
 
-Rooms, each of which knows only those above it:
+Packages, each of which knows only those above it:
 
 - `model`: slots, jobs, events, effects, plans: the data, and what follows from one of them alone
 - `fleet`: all backends, slots and snapshots, and the indexes over them

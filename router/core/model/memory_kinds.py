@@ -1,4 +1,4 @@
-"""Memory kinds: how much of a state a prompt can reuse. No other module knows them."""
+"""Memory kinds: how much of a state a prompt can reuse. The core asks the functions here."""
 
 from router.base.types import MemoryKind
 

@@ -14,7 +14,7 @@ from router.core.planning.pricing import Cheapest, PricingContext
 
 # Seconds. If an abandoned slot is not idle so long after it should be, its server has not noticed
 # that the client disconnected.
-_OVERDUE_S = 2.0
+_TRUSTED_S = 2.0
 # Seconds. A shared prefill is no longer expected so long after it should have been ready: all
 # requests that wait for it would then begin it anew.
 _GIVE_UP_S = 60.0
@@ -47,7 +47,7 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
             and (way := _once_saved(context, slot, at_least))
         ):
             saved.add(way)
-        hoped = context.now < slot.busy_until + _OVERDUE_S < inf if slot.is_abandoned else may_wait
+        hoped = context.now < slot.busy_until + _TRUSTED_S < inf if slot.is_abandoned else may_wait
         sharing = slot.sharing and context.now < slot.busy_until + _GIVE_UP_S
         if not (sharing or hoped):
             continue
@@ -82,7 +82,7 @@ def hope_ends(fleet: Fleet, now: float) -> float | None:
     In clock seconds. None: there is none.
     """
     ends = (
-        slot.busy_until + (_OVERDUE_S if slot.is_abandoned else _GIVE_UP_S)
+        slot.busy_until + (_TRUSTED_S if slot.is_abandoned else _GIVE_UP_S)
         for backend, bench in fleet.slots.benches()
         if bench.phases[Phase.ABANDONED] or bench.phases[Phase.PREPARING]
         for slot in fleet.slots.of(backend)

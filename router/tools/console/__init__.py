@@ -1,4 +1,4 @@
 """Commands on a running router over HTTP: `kvferry top`, `snapshots`, `explain`, `drain`, `reload`.
 
-These modules import nothing of the router.
+These modules ask the router over HTTP: they import only `base` and `tools.terminal`.
 """
