@@ -2,7 +2,7 @@
 
 Packages, from the inside out (`docs/architecture.md` is the map):
 
-- `base`: types, errors, tokens and ports that every other room uses
+- `base`: types, errors, tokens and ports that every other package uses
 - `core`: decisions, pure: events in, effects out
 - `engine`: carries the effects of the core out
 - `llama`, `prompts`, `store`: llama-server's HTTP, prompts as tokens, state files

@@ -17,6 +17,7 @@ from router.config.values import nearest, shown
 MAX_TEXT = 1024 * 1024  # characters, and bytes of the file
 
 KeyPath = tuple[str | int, ...]
+_KEY_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.<-]{1,64}")
 
 
@@ -124,10 +125,12 @@ def read_yaml(text: str, source: str) -> Document:
         line = text.count("\n", 0, error.position) + 1
         message = f"not valid YAML: contains the character U+{ord(text[error.position]):04X}"
         raise ConfigError(source, [Problem("", line, message)]) from error
-    except (ValueError, OverflowError, RecursionError, AttributeError) as error:
-        # PyYAML raises these for impossible dates, escapes, numbers and directives, and for
-        # nesting deeper than Python's stack.
-        message = f"not valid YAML: {str(error) or type(error).__name__}"
+    except RecursionError as error:
+        raise ConfigError(source, [Problem("", None, "is nested too deeply")]) from error
+    except (ValueError, OverflowError, LookupError, TypeError, AttributeError) as error:
+        # PyYAML raises these for impossible dates, escapes, numbers and directives. Their texts
+        # may repeat a value, which may be a secret.
+        message = "not valid YAML: a value is impossible, or not of the type of its tag"
         raise ConfigError(source, [Problem("", None, message)]) from error
     if node is None:
         message = "is empty; the least it needs is `backends:` with one `- url: ...`"
@@ -148,7 +151,12 @@ def _walk(document: Document, node: yaml.Node, path: KeyPath, seen: set[int]) ->
         return
     first: dict[str, int] = {}
     for key_node, value_node in node.value:
-        line, key = key_node.start_mark.line + 1, str(key_node.value)
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag not in _KEY_TAGS:
+            message = "has a key that is not a plain word; put it in quotes"
+            document.problems.append(Problem(path_text(path), line, message))
+            continue
+        key = str(key_node.value)
         here = (*path, key)
         if key in first:
             message = f"is given twice; the first is on line {first[key]}"
@@ -204,6 +212,8 @@ def problems_of(
         match item["type"]:
             case "extra_forbidden":
                 found.append((path, _unknown_key(model, path)))
+            case "invalid_key":  # reported with its line by `read_yaml`
+                pass
             case "missing":
                 found.append((path, f"is required: {required[str(path[-1])]}"))
             case _ if isinstance(cause, MisfitError):

@@ -9,6 +9,7 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import date
 from decimal import Decimal
 from enum import StrEnum
 from functools import partial
@@ -27,6 +28,7 @@ _SIZE_UNITS["KiB"] = _SIZE_UNITS.pop("kiB")
 _DURATION_UNITS = {"ms": Decimal("0.001"), "s": Decimal(1), "m": Decimal(60), "h": Decimal(3600)}
 _BYTES = TypeAdapter(ByteSize)
 
+_SIZE = re.compile(r"\d{1,20}(?:\.\d{1,20} ?[KMGT]i?B| ?(?:[KMGT]i?)?B)", re.ASCII | re.IGNORECASE)
 _DURATION = re.compile(r"(\d{1,20}(?:\.\d{1,20})?) ?(ms|s|m|h)", re.ASCII)
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -57,16 +59,23 @@ def shown(value: object) -> str:
             return "a list"
         case int() if abs(value) > MAX_SIZE_BYTES:
             return "a huge number"
+        case int() | float():
+            return repr(value)
         case str():
             return repr(value if len(value) <= 60 else value[:57] + "...")
         case _:
-            return repr(value)
+            return "a date" if isinstance(value, date) else "a value of another type"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that `word` most likely misspells, or None."""
     found = difflib.get_close_matches(word[:64].lower(), list(known), n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def _quotes(value: object) -> str:
+    """Return the hint for a word that YAML 1.1 does not read as text: no, on, 010, 2026-01-01."""
+    return "; put it in quotes" if isinstance(value, bool | int | float | date) else ""
 
 
 def flag(value: object) -> bool:
@@ -105,8 +114,7 @@ def choice(value: object, kind: type[_E]) -> _E:
 def text(value: object) -> str:
     """Return text that is not empty and has no control characters."""
     if not isinstance(value, str):
-        quotes = "; put it in quotes" if isinstance(value, bool | int | float) else ""
-        raise ValueError(f"must be text, not {shown(value)}{quotes}")
+        raise ValueError(f"must be text, not {shown(value)}{_quotes(value)}")
     if not value or not value.isprintable():
         raise ValueError(f"must be text without control characters, not {shown(value)}")
     return value
@@ -122,10 +130,9 @@ def http_url(value: object) -> str:
 
 def size(value: object, *, at_least: int = 0) -> int:
     """Return the bytes of a size with a unit or of a whole number. `kB` is 1000, `KiB` 1024."""
-    try:
-        n_bytes = int(_BYTES.validate_python(value if type(value) is int else text(value)))
-    except ValueError:  # pydantic's ValidationError is one
-        n_bytes = -1
+    n_bytes = value if type(value) is int else -1
+    if isinstance(value, str) and _SIZE.fullmatch(value):  # ByteSize ignores text that follows
+        n_bytes = int(_BYTES.validate_python(value))
     if not 0 <= n_bytes <= MAX_SIZE_BYTES:
         raise ValueError(f"must be {SIZE_FORMS}, not {shown(value)}")
     if n_bytes < at_least:
@@ -263,7 +270,7 @@ def name(value: object) -> str:
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError(
             "must be 1 to 64 letters, digits, dots, underscores or hyphens"
-            f" (A-Z a-z 0-9 . _ -), not {shown(value)}"
+            f" (A-Z a-z 0-9 . _ -), not {shown(value)}{_quotes(value)}"
         )
     return value
 

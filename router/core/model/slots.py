@@ -274,17 +274,17 @@ class SlotTable:
         """Add the slots of a backend that has just come up, all empty.
 
         Generations keep rising, so a report from before the restart cannot be taken for new.
-        `declined` is kept: perhaps only the connection was lost.
+        `must_not_save` is kept: perhaps only the connection was lost.
         """
         for old in self.of(backend):
             old.lose()
         generations = [slot.generation for slot in self.of(backend)]
         generations += [self._first] * n_slots
-        declined = [slot.must_not_save for slot in self.of(backend)] + [False] * n_slots
+        unsavable = [slot.must_not_save for slot in self.of(backend)] + [False] * n_slots
         bench = self._benches[backend] = Bench()
         self._slots[backend] = [
             Slot(SlotId(backend, index), generation=number, must_not_save=no, bench=bench)
-            for index, number, no in zip(range(n_slots), generations, declined, strict=False)
+            for index, number, no in zip(range(n_slots), generations, unsavable, strict=False)
         ]
 
     def remove(self, backend: BackendId) -> None:

@@ -38,7 +38,7 @@ NAMES = (BackendId("a"), BackendId("b"))
 SLOTS = 2
 CTX_PER_SLOT = 4096
 # Pause before a request, since people read before they write. kvferry saves an idle slot after half
-# of it, which is the default of `save_when_idle_for`.
+# of it, which is the default of `idle_save_after`.
 READING_S = 1.0
 READY_TIMEOUT_S = 60.0
 INTERRUPTED = 130

@@ -39,7 +39,7 @@ class OperatorActions:
     async def reload(self, request: web.BaseRequest, _: RequestId) -> web.Response:
         """Reload the configuration, and answer with the changes.
 
-        Raises ForbiddenError, ConflictError, and InvalidConfigError with every problem of the file.
+        Raises ForbiddenError, ConflictError, and InvalidConfigError with the problems of the file.
         """
         self._guard.check(request)
         return json_response(await self._reload())

@@ -2,6 +2,8 @@
 
 import { h, percent, setText, short, tableOf, whole } from "./show.js";
 
+// Steps that do not fit into a cell; the tooltip has the whole words.
+const NARROW = { "prefill queue": "queued", "placement gate": "gate", "check slot": "check", abandoned: "left" };
 const PHASES = ["idle", "preparing", "running", "abandoned", "lost"];
 const SOURCES = ["resident", "snapshot", "copy", "cold"];
 const MOVED = new Set(["snapshot", "copy"]);
@@ -130,11 +132,11 @@ function showCell(cell, slot, n_ctx) {
   const held = short(Math.max(slot.resident_tokens, slot.phase === "running" ? slot.pending_tokens : 0));
   setText(cell.index, String(slot.index));
   setText(cell.tokens, slot.phase === "lost" ? "×" : held);
-  setText(cell.step, slot.phase === "lost" ? "lost" : word);
+  setText(cell.step, slot.phase === "lost" ? "lost" : (NARROW[word] ?? word));
   const source = slot.copy_from ? `copy of ${slot.copy_from}` : slot.source;
   const of = n_ctx ? ` of ${whole(n_ctx)}` : "";
   const words =
-    `slot ${slot.index}: ${slot.phase}${word && word !== "wait" ? `, ${word}` : ""}, ` +
+    `slot ${slot.index}: ${slot.phase}${word && ![slot.phase, "wait"].includes(word) ? `, ${word}` : ""}, ` +
     `${whole(slot.resident_tokens)}${of} tokens${source ? `, ${source}` : ""}`;
   setText(cell.words, words);
   root.title = words;
