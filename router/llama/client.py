@@ -102,7 +102,7 @@ class RelayedResponse:
         try:
             return await self._response.__anext__()
         except OSError as error:
-            raise BackendError("the backend broke off") from error
+            raise BackendError("the backend closed the connection during its answer") from error
 
     async def read(self) -> bytes:
         """Return the whole body, also when called again. Raises BackendError."""
@@ -110,7 +110,7 @@ class RelayedResponse:
             try:
                 self._body = await self._response.read()
             except OSError as error:
-                raise BackendError("the backend broke off") from error
+                raise BackendError("the backend closed the connection during its answer") from error
         return self._body
 
 
@@ -189,7 +189,7 @@ class LlamaClient:
         must know how such a call ended.
         """
         if yields and self._given_up:
-            raise BackendError("the backend went away")
+            raise BackendError("the backend went down")
         headers = [(b"Content-Type", b"application/json")] if body is not None else []
         if self._authorization:
             headers.append(self._authorization)
@@ -410,7 +410,7 @@ class _Relaying:
         except BaseException as error:
             self._client.relayed()
             if isinstance(error, asyncio.CancelledError) and self._is_ours():
-                raise BackendError("the backend went away") from error
+                raise BackendError("the backend went down") from error
             raise
         finally:
             self._unanswered.discard(self)

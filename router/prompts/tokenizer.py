@@ -139,7 +139,9 @@ class SegmentTokenizer:
             if await self._local_agrees(local):
                 self._local = local
             else:
-                _log.warning("local_tokenizer_refused", reason="its ids are not the backend's")
+                _log.warning(
+                    "local_tokenizer_refused", reason="its token ids differ from the backend's"
+                )
         if reason is not None:
             _log.warning("tokenizer_not_segmenting", reason=reason)
         return reason
@@ -350,7 +352,10 @@ class SegmentTokenizer:
         reason = None
         while not await self._gives(direct, text, add_special, tenant):
             if self._local is not None:
-                self._local, reason = None, "local tokenizer dropped: its ids are not the backend's"
+                self._local, reason = (
+                    None,
+                    "local tokenizer dropped: its token ids differ from the backend's",
+                )
             elif self._cutter is not None:
                 self._cutter, self.specials = None, frozenset()
                 reason = "segmenting dropped: the segments' ids are not those of the full text"

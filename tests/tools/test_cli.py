@@ -158,7 +158,7 @@ def test_file_and_flags_together(tmp_path: Path, capsys: Capture) -> None:
 
 def test_doctor_without_a_backend_that_answers(capsys: Capture) -> None:
     assert run("doctor", "--backend", UNUSED_URL) == 1
-    assert "nothing listens there" in capsys.readouterr().out
+    assert "no process listens on this host and port" in capsys.readouterr().out
 
 
 # --- serve as a process ---------------------------------------------------------------------------

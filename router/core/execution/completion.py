@@ -60,7 +60,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
             _lose_source(job, backend)
             continue
         if job.request is not None and job.stage is Stage.PREPARING and not job.cancelled:
-            state.reject(job.id, BackendError("the backend went away"))
+            state.reject(job.id, BackendError("the backend went down"))
         if job.request is not None and job.stage is not Stage.PREPARING:
             for slot in _may_be_on(state, job):
                 _note_wish(slot, job.request)
@@ -108,7 +108,7 @@ def _lose_source(job: Job, backend: BackendId) -> None:
         for step in job.steps
         if not (isinstance(step, SaveStep) and step.slot.backend == backend)
     )
-    job.went_cold("the source of the copy went away")
+    job.went_cold("the backend of the copy's source went down")
 
 
 def launched(state: State, request: RequestId, index: int, now: float) -> None:

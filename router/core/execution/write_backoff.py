@@ -19,7 +19,7 @@ def went_wrong(state: State, backend: BackendId, now: float) -> None:
     Each further failure doubles the backoff.
     """
     if backend not in state.fleet.infos:
-        return  # the backend went away, hence the failure
+        return  # the backend went down, hence the failure
     rest = state.fleet.backoffs.setdefault(backend, Backoff())
     rest.failures += 1
     doubled = rest.failures - _FORGIVEN - 1

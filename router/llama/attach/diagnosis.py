@@ -23,13 +23,13 @@ class Trouble(StrEnum):
 
     NO_KEY = "the configuration names a key that the environment does not have"
     UNKNOWN_HOST = "its host name is not known"
-    REFUSED = "nothing listens there"
+    REFUSED = "no process listens on this host and port"
     UNREACHABLE = "it cannot be reached"
     TIMEOUT = "it does not answer"
     LOADING = "it is still loading its model"
-    UNAUTHORIZED = "it wants another API key"
-    STRANGER = "it is no llama-server"
-    KVFERRY = "it is a kvferry, not a llama-server"
+    UNAUTHORIZED = "the server refused the API key"
+    STRANGER = "the server is not a llama-server"
+    KVFERRY = "the URL is that of a kvferry, not of a llama-server"
     ROUTER_MODE = "it runs in router mode, without a model of its own"
     TWIN = "it is the same llama-server as another backend"
     LOST = "it failed during the probe"
@@ -40,11 +40,12 @@ _ADVICE = {
     Trouble.NO_KEY: "set that variable, or correct `api_key_env` of this backend",
     Trouble.UNKNOWN_HOST: "correct the host in its url, or use its address",
     Trouble.REFUSED: (
-        "start llama-server; compare the port; for another machine it needs --host 0.0.0.0"
+        "start llama-server on this port; on another machine, bind it with --host to an address"
+        " that only kvferry reaches"
     ),
     Trouble.UNREACHABLE: "check its host and port, and firewalls on the way",
     Trouble.TIMEOUT: (
-        "a firewall that drops packets, or a server that hangs: try `curl URL/health` from here"
+        "run `curl URL/health` here; if it hangs, check the firewall and the server's log"
     ),
     Trouble.LOADING: "wait until it has loaded",
     Trouble.UNAUTHORIZED: (

@@ -52,8 +52,8 @@ SWA_FULL = (
     f"memory kind is unknown to kvferry; {NO_SWA_FULL}"
 )
 MOVES_CHUNKS = (
-    "it moves KV in a slot to other positions (--cache-reuse, also in llama-server's own presets "
-    "for code); moved KV differs from a prefill's and must not be saved; "
+    "llama-server runs with --cache-reuse (its presets for code set it, too): it shifts KV inside "
+    "slots, and shifted KV must not be saved; "
     f"{NO_CACHE_REUSE}"
 )
 
@@ -228,8 +228,8 @@ class _Trial:
                 found.layout = await asyncio.to_thread(_layout_of, path, saved.size_bytes)
         except FileNotFoundError:
             found.problem = (
-                "the server saved a slot, but no file appeared in kv_dir: is it the directory "
-                "that the server was started with (--slot-save-path), seen from this machine?"
+                "the server saved a slot, but no file appeared in kv_dir: it must be the server's "
+                "--slot-save-path, as seen from this machine"
             )
         except TimeoutError:
             found.problem = "kv_dir does not answer"
@@ -295,8 +295,8 @@ class _Trial:
         if found.memory_kind is MemoryKind.FULL and found.restored_divergence < n // 2:
             found.memory_kind = MemoryKind.UNKNOWN
             found.problem = (
-                f"a restored state gives {found.restored_divergence or 'no'} cached tokens to a "
-                f"prompt that diverges after {count(half)}, unlike the layout of its files"
+                f"after a restore the server reused {found.restored_divergence or 0} of the"
+                f" {count(half)} tokens that a diverging prompt shares; its state files promise all"
             )
             return
         if found.padded is Padding.NEEDED and not found.window:

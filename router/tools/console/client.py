@@ -108,15 +108,15 @@ class RouterClient:
         """
         match error:
             case TimeoutError():
-                return f"silent for {timeout_s:g} s"
+                return f"no answer within {timeout_s:g} s"
             case aiohttp.InvalidURL() | aiohttp.NonHttpUrlClientError() if "://" not in self.url:
                 return f"a URL begins with http:// or https://, such as {DEFAULT_URL}"
             case aiohttp.InvalidURL() | aiohttp.NonHttpUrlClientError():
-                return f"that is no URL such as {DEFAULT_URL}"
+                return f"not a valid URL; an example: {DEFAULT_URL}"
             case aiohttp.ClientConnectorCertificateError():
                 return _untrusted(error.certificate_error)
             case aiohttp.ClientSSLError():
-                return "the server speaks no TLS, or no supported version; is it http://?"
+                return "the server does not accept TLS here, or no supported version; try http://"
             case aiohttp.ServerDisconnectedError() | ConnectionResetError():
                 tls = "; is it https://?" if self.url.startswith("http:") else ""
                 return f"the server closed the connection{tls}"

@@ -60,7 +60,7 @@ def show(told: Json, console: Console) -> None:
     """Print one request: its outcome, the computed tokens with reasons, and the candidates."""
     _line(console, f"request {told['id']}  {told['time']}  {told['outcome']}", "bold")
     if told["plan"] is None:
-        _line(console, f"  The router answered it itself: {told['reason']}")
+        _line(console, f"  The router answered this request itself: {told['reason']}")
         return
     _line(console, f"  on {told['backend']}/{told['slot']}: {told['reason']}")
     _line(console, f"  {_seconds(told)}")
@@ -79,10 +79,10 @@ def _seconds(told: Json) -> str:
         for name, key in (
             ("waited", "waited_s"),
             ("prepared", "prepared_s"),
-            ("of that in the prefill queue", "prefill_queue_s"),
+            ("in the prefill queue", "prefill_queue_s"),
             ("first token after", "ttft_s"),
             ("predicted", "predicted_s"),
-            ("all", "total_s"),
+            ("total", "total_s"),
         )
         if told[key] is not None
     ]

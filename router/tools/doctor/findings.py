@@ -161,7 +161,7 @@ def _moving(facts: Facts, attached: Attached) -> Iterator[Finding]:
     elif facts.folder is None:  # (2)
         yield Finding(
             Level.ERROR,
-            "no KV can be saved or restored: the configuration has no kv_dir for it",
+            "no KV can be saved or restored: the configuration has no kv_dir for this backend",
             "set `kv_dir` (--kv-dir DIR) to its --slot-save-path as seen from this machine",
         )
     elif not facts.folder.usable:
@@ -211,8 +211,8 @@ def _moved(attached: Attached) -> Iterator[Finding]:
     n, longer, other = found.n_tokens, found.restored_extension, found.restored_divergence
     seen = ""
     if longer is not None:
-        half = f"{other}/{(n + 1) // 2} when diverging"
-        seen = f"restored: {longer}/{n} cached when continued, {half}"
+        half = f"{other}/{(n + 1) // 2} if it diverges"
+        seen = f"tokens reused after a restore: {longer}/{n} if the prompt continues, {half}"
     kind = info.memory_kind
     if found.problem:  # (1)
         what, do = found.problem, "read llama-server's log; try a newer build"
@@ -277,7 +277,8 @@ def _idle_slots(attached: Attached) -> Iterator[Finding]:
     if attached.probe.ram_cache:
         yield Finding(
             Level.WARNING,
-            "its RAM cache gives one tenant's prompts to another; kvferry cannot prevent it",
+            "the server's RAM cache can give one tenant's prompts to another, and kvferry cannot"
+            " prevent that",
             "restart it with --cache-ram 0, or set auth.share_cache: all",
         )
     if not info.keeps_idle_slots:

@@ -47,14 +47,15 @@ class Guard:
             # no foreign DNS can resolve to this machine.
             if not _names_this_machine(request.headers.get("Host", "")):
                 raise ForbiddenError(
-                    "use the host name localhost or a loopback address, or set admin.token_env"
+                    "reading this needs a request from this machine to localhost, or the token of"
+                    " admin.token_env"
                 )
             ours = request.headers.get("Sec-Fetch-Site") in ("same-origin", "none")
             self.check(request, from_page=ours)
         elif not self._shows_token(request) and not self._has_password(request):
             raise NeedsTokenError(
-                "this needs `Authorization: Bearer TOKEN`, or HTTP Basic with the token as"
-                " password: the token of admin.token_env"
+                "send the token of admin.token_env as `Authorization: Bearer TOKEN`, or as the"
+                " password of HTTP Basic"
             )
 
     def check(self, request: web.BaseRequest, *, from_page: bool = False) -> None:

@@ -65,8 +65,8 @@ class Requests:
             return error_response(problem, name)
         if not alike:
             problem = NotFoundError(
-                f"no request {wanted!r} is known: it is not over, or is no longer kept"
-                f" (the last {self._decision_log.limit} are, see diagnostics.requests)"
+                f"no finished request has the id {wanted!r}; the last {self._decision_log.limit}"
+                " are kept (diagnostics.requests)"
             )
             return error_response(problem, name)
         (entry,) = alike
@@ -104,7 +104,7 @@ class Requests:
         if not nearest.diverges:
             return None, None
         if chat is None:
-            return None, "it is no chat, has media, or its text is no longer kept"
+            return None, "the request is not a chat, contains media, or its body is no longer kept"
         reader = self._selection.reader_of(backend)
         if reader is None:
             return None, "no backend can render the chat"
@@ -112,7 +112,7 @@ class Requests:
             part = await reader.part(chat, nearest)
         except BackendError as error:
             return None, f"the backend does not render the chat: {without_prompt(error)}"
-        return part, None if part else "the chat renders differently now"
+        return part, None if part else "the chat template now gives another text"
 
     async def _shown(self, backend: BackendId, tokens: Tokens) -> dict[str, object]:
         """Return token ids, and their text if it may be shown and the backend answers."""

@@ -214,7 +214,7 @@ class Snapshots:
             raise UnsupportedMediaTypeError("the body must be application/json")
         wanted = _parsed(Purge, parse_body(raw))
         if wanted.all != wanted.takes_all:
-            raise BadRequestError("name a condition, or `all` without a condition")
+            raise BadRequestError("give at least one filter, or `all` and no filter")
         sums, doomed = Sums(), list[SnapshotId]()
         async for found in self._fitting(wanted):
             sums.add(found)

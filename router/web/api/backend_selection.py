@@ -48,7 +48,9 @@ class BackendSelection:
         if all(names == known[0] for names in known):
             return None
         names = ", ".join(sorted(set().union(*known)))
-        raise ModelNotFoundError(f"no backend serves the model {model!r}; there are: {names}")
+        raise ModelNotFoundError(
+            f"no backend serves the model {model!r}; available models: {names}"
+        )
 
     def fitting(self, model: str | None) -> list[LlamaClient]:
         """Return the backends for a request that takes no slot, best first.
@@ -66,7 +68,7 @@ class BackendSelection:
         others = self.without_kv(model)
         able = [info for info in able if info.id not in others]
         if not able:
-            raise NoBackendError("no backend for this request is up")
+            raise NoBackendError("no backend that can serve this request is up")
         clients = [self.monitors[info.id].client for info in able]
         return sorted(clients, key=lambda one: (one.doubted, one.relaying, one.id))
 
@@ -78,7 +80,7 @@ class BackendSelection:
         infos = self._engine.infos.values()
         clients = [self.monitors[info.id].client for info in infos if info.answers_to(model)]
         if not clients:
-            raise NoBackendError("no backend for this request is up")
+            raise NoBackendError("no backend that can serve this request is up")
         return clients
 
     def for_each_model(self) -> list[list[LlamaClient]]:
@@ -114,7 +116,7 @@ class BackendSelection:
                 prompt = await reader.read(parsed, boundaries=self.wants_boundaries(model))
             except BackendError as error:
                 self.doubt(backend)
-                unknown = f"no backend that could render and tokenize it answers: {error}"
+                unknown = f"no backend answered the call to render and tokenize the prompt: {error}"
             else:
                 return prompt, reader
         return Prompt(unknown=unknown), None

@@ -137,7 +137,7 @@ class Completions:
         reader: PromptReader | None = None
         if parsed.lora:
             # KV computed with an adapter is another model's (llama-server.md section 1.7).
-            prompt = Prompt(unknown="a LoRA adapter for this request alone")
+            prompt = Prompt(unknown="the request selects its own LoRA adapter")
         else:
             prompt, reader = await self._selection.read(parsed, model, origin["tenant"], avoid)
         request = Request(

@@ -124,4 +124,4 @@ def test_a_copy_whose_source_goes_away_before_its_turn_is_a_cold_start() -> None
     s.handle(ev.BackendDown(A), NOW)
 
     effects = saved(s, snapshot("x", ELSE), at=B0)
-    assert plan_of(effects).reason == "the source of the copy went away"
+    assert plan_of(effects).reason == "the backend of the copy's source went down"

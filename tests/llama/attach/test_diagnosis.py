@@ -48,9 +48,9 @@ def test_reason_says_what_is_known() -> None:
     broken = caused(OSError("No route to host"))
 
     assert unusable(refused, answered=False).reason == (
-        "it wants another API key (Invalid API Key)"
+        "the server refused the API key (Invalid API Key)"
     )
     assert unusable(broken, answered=False).reason == "it cannot be reached (No route to host)"
     assert unusable(caused(ConnectionRefusedError()), answered=True).reason == (
-        "nothing listens there"
+        "no process listens on this host and port"
     )

@@ -166,7 +166,7 @@ async def test_what_is_wrong_is_logged_once(fake: FakeLlama, tmp_path: Path) -> 
                 await watched.monitor.check_again()
             task.cancel()
     told = [(line["event"], line["log_level"], line.get("reason")) for line in lines]
-    refused = ("backend_down", "warning", "nothing listens there")
+    refused = ("backend_down", "warning", "no process listens on this host and port")
 
     assert [line for line in told if line[0] in ("backend_down", "backend_up")] == [
         refused,

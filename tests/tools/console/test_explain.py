@@ -57,7 +57,10 @@ async def test_one_that_was_served(fleet: Fleet, capsys: pytest.CaptureFixture[s
     assert "250 prompt tokens: 200 reused of 200 planned, 50 computed" in told
     assert "50  diverged" in told
     assert "which shared 200 of its 307 tokens" in told
-    assert "They diverge at token 200 (in which message is not known: it is no chat" in told
+    assert (
+        "They diverge at token 200 (in which message is not known: the request is not a chat"
+        in told
+    )
     assert "the prompt  120 120 120" in told
     assert "->  a/0   resident     200" in told
     assert "a/1   cold" in told
@@ -98,7 +101,7 @@ async def test_one_that_the_router_answered(
     told = await explain(fleet, await fleet.post("/completion", []), capsys)
 
     assert "bad_request" in told
-    assert "The router answered it itself: the request body must be a JSON object" in told
+    assert "The router answered this request itself: the request body must be a JSON object" in told
 
 
 async def test_where_a_chat_parts(
@@ -113,7 +116,7 @@ async def test_where_a_chat_parts(
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("router", "no request 'nobody' is known"),
+        ("router", "no finished request has the id 'nobody'"),
         ("server", "is not a kvferry"),
         ("http://127.0.0.1:9", "no router answers at http://127.0.0.1:9"),
         ("nonsense", "no router answers at nonsense"),

@@ -59,7 +59,7 @@ async def test_undrain_of_one_that_is_down(
     await a.go_down()
 
     assert await undrain(fleet.url, "a") == 0
-    said = "a: not drained any more, and down: nothing listens there"
+    said = "a: not drained any more, and down: no process listens on this host and port"
     assert lines(capsys)[-1].startswith(said)
 
 

@@ -143,8 +143,8 @@ async def test_show_one_in_use(fleet: Fleet, capsys: Capture) -> None:
         (["list", "--older-than", "5"], 2, "it needs a unit: write 5s"),
         (["list", "--limit", "0"], 2, "limit: must be a whole number of at least 1"),
         (["list", "--larger-than", "5 apples"], 2, "a size such as 500MB"),
-        (["purge", "--yes"], 2, "name a condition, or `all`"),
-        (["purge", "--yes", "--all", "--unused"], 2, "name a condition, or `all`"),
+        (["purge", "--yes"], 2, "give at least one filter, or `all`"),
+        (["purge", "--yes", "--all", "--unused"], 2, "give at least one filter, or `all`"),
         (["purge", "--yes", "--id", "999999"], 1, "there is no snapshot '999999'"),
     ],
 )

@@ -86,7 +86,7 @@ async def test_once(
     assert held > 650
     assert f"gpu0/0 idle {held:,} of {limit:,}" in text
     assert f"snapshots {state['snapshots']['count']}; " in text
-    assert "gpu1 down nothing listens there; start" in text
+    assert "gpu1 down no process listens on this host and port; start" in text
 
 
 def test_no_router(capsys: Capture) -> None:

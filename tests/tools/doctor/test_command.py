@@ -34,7 +34,7 @@ async def test_good_fleet(llama_server: StartServer, tmp_path: Path, said: Said)
     assert await doctor(from_flags(urls, str(tmp_path / "kv"))) == 0
 
     text = said()
-    assert "278/278 cached when continued, 139/139 when diverging" in text
+    assert "278/278 if the prompt continues, 139/139 if it diverges" in text
     assert "can use each other's KV" in text
     assert "Ready: every backend can save and restore KV." in text
     assert "warning" not in text
@@ -103,7 +103,7 @@ async def test_without_kv_dir(llama_server: StartServer, said: Said) -> None:
 
     assert await doctor(from_flags([server.url])) == 1
 
-    assert "the configuration has no kv_dir for it" in said()
+    assert "the configuration has no kv_dir for this backend" in said()
 
 
 async def test_one_backend_down(llama_server: StartServer, tmp_path: Path, said: Said) -> None:
@@ -112,7 +112,7 @@ async def test_one_backend_down(llama_server: StartServer, tmp_path: Path, said:
     assert await doctor(from_flags([server.url, UNUSED_URL], str(tmp_path / "kv"))) == 1
 
     text = said()
-    assert "nothing listens there" in text
+    assert "no process listens on this host and port" in text
     assert "127.0.0.1-9 cannot be used" in text
     assert "278/278" in text  # the other backend was probed all the same
 
@@ -154,7 +154,10 @@ async def test_sliding_window(llama_server: StartServer, tmp_path: Path, said: S
     assert await doctor(from_flags([server.url], str(tmp_path / "kv"))) == 0
 
     text = said()
-    assert f"sliding-window attention of {N_SWA} tokens; restored: 279/279" in text
+    assert (
+        f"sliding-window attention of {N_SWA} tokens; tokens reused after a restore: 279/279"
+        in text
+    )
     assert "K f16, V f16, 2 streams" in text
 
 
@@ -190,7 +193,7 @@ async def test_api_key(
     with_key = parse(f"backends: [{backend}]", "test")
 
     assert await doctor(from_flags([server.url], str(kv_dir))) == 1
-    assert "it wants another API key" in said()
+    assert "the server refused the API key" in said()
     assert await doctor(with_key) == 1
     assert "DOCTOR_KEY, which is not set" in said()
     monkeypatch.setenv("DOCTOR_KEY", "wrong")

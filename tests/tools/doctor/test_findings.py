@@ -171,8 +171,12 @@ def test_a_model_for_embeddings_has_nothing_to_save() -> None:
         ({"layout": None, "problem": "5 bytes are there"}, "5 bytes are there", "free space"),
         ({"restored_extension": 0, "problem": "it gives no cached tokens"}, "0/100", "log"),
         ({"problem": SWA_FULL, "memory_kind": MemoryKind.UNKNOWN}, "wrong answers", "--swa-full"),
-        ({"problem": MOVES_CHUNKS}, "other positions", "restart it without --cache-reuse"),
-        ({"problem": "odd", "memory_kind": MemoryKind.UNKNOWN}, "odd (restored: ", "newer"),
+        ({"problem": MOVES_CHUNKS}, "shifts KV inside slots", "restart it without --cache-reuse"),
+        (
+            {"problem": "odd", "memory_kind": MemoryKind.UNKNOWN},
+            "odd (tokens reused after a restore: ",
+            "newer",
+        ),
         ({"keeps_idle_slots": False}, "idle slots", "restart it with --cache-ram 0"),
         ({"ram_cache": True}, "one tenant's prompts to another", "--cache-ram 0"),
         ({"endpoint_slots": False}, "what its slots do", "without --no-slots"),
@@ -192,7 +196,8 @@ def test_what_is_wrong_and_what_to_do(changed: dict[str, object], what: str, do:
     [
         (
             {"layout": _Hybrid(), "memory_kind": MemoryKind.HYBRID, "restored_divergence": 0},
-            "hybrid model (restored: 100/100 cached when continued, 0/50 when diverging)",
+            "hybrid model (tokens reused after a restore: 100/100 if the prompt continues,"
+            " 0/50 if it diverges)",
         ),
         (
             WINDOWED | {"padded": Padding.NEEDED, "note": "longer than 278 tokens", "window": 0},

@@ -154,5 +154,5 @@ async def test_from_a_terminal(
         monkeypatch.setenv(TOKEN_ENV, TOKEN)
         assert await top(url, once=True) == 0
         assert "none waiting" in capsys.readouterr().out
-        with pytest.raises(Exception, match="no request 'x' is known"):
+        with pytest.raises(Exception, match="no finished request has the id 'x'"):
             await fetch(url, "x")

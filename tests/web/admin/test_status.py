@@ -73,8 +73,8 @@ async def test_backend_that_is_down(fake: FakeLlama, tmp_path: Path) -> None:
 
     assert (state["backends"][1]["up"], health.status) == (False, 200)
     assert health.json["backends"]["b"] == (
-        "nothing listens there; start llama-server; compare the"
-        " port; for another machine it needs --host 0.0.0.0"
+        "no process listens on this host and port; start llama-server on this port;"
+        " on another machine, bind it with --host to an address that only kvferry reaches"
     )
 
 

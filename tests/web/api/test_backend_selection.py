@@ -133,7 +133,7 @@ async def test_each_one_that_answers_to_the_model_is_asked_once() -> None:
         }
     )
     prompt, reader = await asked(directory)
-    assert prompt.unknown == "no backend that could render and tokenize it answers: late"
+    assert prompt.unknown == "no backend answered the call to render and tokenize the prompt: late"
     assert reader is None
     assert (len(a.boundaries), len(b.boundaries), len(other.boundaries)) == (1, 1, 0)
     assert directory.monitors[BackendId("a")].client.doubted

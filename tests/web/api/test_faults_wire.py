@@ -90,7 +90,11 @@ async def test_half_an_answer(pair: tuple[FakeLlama, FakeLlama], raw: bytes) -> 
             *(url, told), marks=pytest.mark.fault(what, "from the start", client=RIGHT), id=what
         )
         for what, url, told in (
-            ("connection refused", f"http://127.0.0.1:{free_port()}", "nothing listens there; "),
+            (
+                "connection refused",
+                f"http://127.0.0.1:{free_port()}",
+                "no process listens on this host and port; ",
+            ),
             (
                 "a name that does not resolve",
                 "http://kvferry-test.invalid:8081",

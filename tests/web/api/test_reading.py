@@ -151,7 +151,7 @@ async def test_when_nobody_can_read_it_the_reason_is_true(tmp_path: Path) -> Non
 
         assert answer.status == 200
         reason = await at.reason(answer)
-        assert "no backend that could render and tokenize it answers" in reason
+        assert "no backend answered the call to render and tokenize" in reason
 
 
 async def test_what_nobody_could_read_is_read_before_it_is_sent_anew(tmp_path: Path) -> None:
