@@ -10,13 +10,12 @@ bytes are compared, as in `test_parity.py`.
 """
 
 import re
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import orjson
 import pytest
-import pytest_asyncio
 
 from router.tools.demo.launcher import LlamaServer
 from tests.support.conversations.conversing import saved
@@ -27,7 +26,7 @@ from tests.support.parity.corpus import CHATTING, OUTPUT, SAMPLING
 from tests.support.parity.pair import Pair, Seen, client, difference
 from tests.support.servers.router_fleet import Fleet, running
 
-pytestmark = [pytest.mark.thorough, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.thorough
 
 CTX = 768  # tokens of a slot: an answer without a limit ends there
 POLICY = "policy: {reuse_probability: 1}"  # tiny models compute too fast for a save to pay off
@@ -143,36 +142,42 @@ class Talk:
         return await self.pair.one(base, "POST", path, data=orjson.dumps(body))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def talk(
-    request: pytest.FixtureRequest, server_argv: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Talk]:
-    """Yield a conversation for a memory kind and a number of slots."""
-    kind, slots = request.param
-    async with AsyncExitStack() as stack:
-
-        async def start(n: int) -> LlamaServer:
-            kv_dir = tmp_path_factory.mktemp("kv")
-            path = tiny_model(kind).path
-            server = LlamaServer(path, slots=n, ctx=n * CTX, kv_dir=kv_dir, argv=server_argv)
-            return await stack.enter_async_context(server)
-
-        home, alone = await start(slots), await start(1)
-        fleet = await stack.enter_async_context(
-            running([("a", home.url)], home.kv_dir, yaml=POLICY)
-        )
-        session = await stack.enter_async_context(client())
-        pair = Pair(alone.url, fleet.url, session)
-        yield Talk(kind, slots, fleet, await stack.enter_async_context(direct(alone)), pair)
+StartTalk = Callable[[str, int], AbstractAsyncContextManager[Talk]]
 
 
-@pytest.mark.parametrize("talk", [(kind, 1) for kind in KINDS], indirect=True, ids=KINDS)
-async def test_each_route(talk: Talk) -> None:
-    await talk.begin()
-    for path in PATHS:
-        for stream in (False, True):
-            for more in ({}, {"n_probs": 2, "return_progress": True}):
-                assert await talk.ask(path, stream=stream, **more) == "", (path, stream, more)
+@pytest.fixture
+def talking(server_argv: list[str], tmp_path_factory: pytest.TempPathFactory) -> StartTalk:
+    """Return a function that starts servers and a router by memory kind and number of slots."""
+
+    @asynccontextmanager
+    async def start_talk(kind: str, slots: int) -> AsyncIterator[Talk]:
+        async with AsyncExitStack() as stack:
+
+            async def start(n: int) -> LlamaServer:
+                kv_dir = tmp_path_factory.mktemp("kv")
+                path = tiny_model(kind).path
+                server = LlamaServer(path, slots=n, ctx=n * CTX, kv_dir=kv_dir, argv=server_argv)
+                return await stack.enter_async_context(server)
+
+            home, alone = await start(slots), await start(1)
+            fleet = await stack.enter_async_context(
+                running([("a", home.url)], home.kv_dir, yaml=POLICY)
+            )
+            session = await stack.enter_async_context(client())
+            pair = Pair(alone.url, fleet.url, session)
+            yield Talk(kind, slots, fleet, await stack.enter_async_context(direct(alone)), pair)
+
+    return start_talk
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_route(talking: StartTalk, kind: str) -> None:
+    async with talking(kind, 1) as talk:
+        await talk.begin()
+        for path in PATHS:
+            for stream in (False, True):
+                for more in ({}, {"n_probs": 2, "return_progress": True}):
+                    assert await talk.ask(path, stream=stream, **more) == "", (path, stream, more)
 
 
 def _cases() -> list[object]:
@@ -181,12 +186,12 @@ def _cases() -> list[object]:
     fields = {("llama", 2, path): FIELDS if path == CHAT else OUTPUT for path in PATHS}
     fields |= {(kind, 1, CHAT): OUTPUT for kind in KINDS[1:]}
     names = tuple(name for name in FIELDS if name in OFTEN)
-    often = pytest.param(("llama", 2), CHAT, names, id="often")
+    often = pytest.param("llama", 2, CHAT, names, id="often")
     return [
         often,
         *(
             pytest.param(
-                *((kind, slots), path, tuple(name for name in names if name not in LEFT_OUT)),
+                *(kind, slots, path, tuple(name for name in names if name not in LEFT_OUT)),
                 id=f"{kind}-{path}",
                 marks=pytest.mark.slow,
             )
@@ -195,15 +200,21 @@ def _cases() -> list[object]:
     ]
 
 
-@pytest.mark.parametrize(("talk", "path", "names"), _cases(), indirect=["talk"])
-async def test_fields(talk: Talk, path: str, names: tuple[str, ...]) -> None:
-    """Each value of a field gives equal answers; every other value is sent as a stream."""
+@pytest.mark.parametrize(("kind", "slots", "path", "names"), _cases())
+async def test_fields(
+    talking: StartTalk, kind: str, slots: int, path: str, names: tuple[str, ...]
+) -> None:
+    """Each value of a field gives equal answers; every other value is sent as a stream.
+
+    Each field has fresh servers: what an earlier field left would be reused, too.
+    """
     found = []
     for name in names:
-        await talk.begin()
-        for number, value in enumerate(FIELDS[name]):
-            if talk.kind == "gemma3" and name == "max_tokens" and value in UNLIMITED:
-                continue
-            if told := await talk.ask(path, **{"stream": number % 2 == 1, name: value}):
-                found.append(f"{name} {value!r}: {told[:1500]}")
+        async with talking(kind, slots) as talk:
+            await talk.begin()
+            for number, value in enumerate(FIELDS[name]):
+                if kind == "gemma3" and name == "max_tokens" and value in UNLIMITED:
+                    continue
+                if told := await talk.ask(path, **{"stream": number % 2 == 1, name: value}):
+                    found.append(f"{name} {value!r}: {told[:1500]}")
     assert found == []
