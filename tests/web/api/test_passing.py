@@ -76,7 +76,7 @@ async def test_a_server_that_is_given_up_is_not_waited_for(
         async with asyncio.timeout(PATIENCE_S):
             answer = await fleet.post(path, {"content": "x", "prompt": "x"})
         assert (answer.status, answer.json["error"]["type"]) == (502, "server_error")
-        assert "went away" in answer.json["error"]["message"]
+        assert "went down" in answer.json["error"]["message"]
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/some"), ("POST", "/tokenize")])

@@ -114,7 +114,7 @@ async def test_what_a_command_says_that_speaks_otherwise(files: Files) -> None:
         for url, why in (
             (fleet.url, "its certificate is not accepted: .*SSL_CERT_FILE=FILE"),
             (fleet.url.replace("https:", "http:"), r"closed the connection; is it https://\?"),
-            (plain.url.replace("http:", "https:"), r"speaks no TLS, .*; is it http://\?"),
+            (plain.url.replace("http:", "https:"), r"does not accept TLS here, .*; try http://"),
         ):
             async with connected(url) as router:
                 with pytest.raises(CallError, match=why):
