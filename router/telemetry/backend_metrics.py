@@ -77,7 +77,7 @@ class BackendMetrics:
         """Log a problem when it changes, not with every scrape."""
         if self._problems.get(backend) != problem:
             self._problems[backend] = problem
-            log.info("backend_metrics_left_out", backend=backend, reason=problem)
+            log.info("backend_metrics_skipped", backend=backend, reason=problem)
 
 
 def _names(families: Iterable[Metric]) -> Iterator[str]:
