@@ -29,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.real)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write the names of failed tests to the file of KVFERRY_FAILED_TESTS, for `tests/run`."""
+    if path := os.environ.get("KVFERRY_FAILED_TESTS"):
+        failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+        names = sorted({report.nodeid for report in failed})
+        Path(path).write_text("".join(f"{name}\n" for name in names))
+
+
 @pytest.fixture(scope="session")
 def server_argv() -> list[str]:
     """Return the command that starts a llama-server here.
