@@ -119,6 +119,5 @@ async def test_every_prompt_token_is_counted_once(llama_server: StartServer) -> 
     plans = [value for (metric, _), value in after.items() if metric == "kvferry_plans_total"]
     assert sum(plans) == sum(ended.values())
     assert after["kvferry_prefill_avoided_seconds_total", "snapshot"] > 0
-    assert after["kvferry_stall_seconds_total", "prefill"] > 0  # three clients on four slots
     said = sum(answer.timings["predicted_n"] for answer in answers)
     assert after["kvferry_generated_tokens_total", ""] == said
