@@ -14,10 +14,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from router.config.values import nearest, shown
 
-MAX_TEXT = 1024 * 1024  # characters, and bytes of the file
-
 KeyPath = tuple[str | int, ...]
 _KEY_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}
+# Pydantic's own words for these are of Python, not of YAML.
+_WANTED = {
+    "bool_type": "must be true or false",
+    "model_type": "must be a mapping (`key: value` lines)",
+    "string_type": "must be text; put it in quotes",
+    "tuple_type": "must be a list, one `- ` line for each entry",
+}
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.<-]{1,64}")
 
 
@@ -64,12 +69,8 @@ class ConfigSection(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_mapping(cls, value: object) -> object:
-        if value is None:
-            return {}
-        if not isinstance(value, dict | cls):
-            raise ValueError(f"must be a mapping (`key: value` lines), not {shown(value)}")
-        return value
+    def _of_nothing(cls, value: object) -> object:
+        return {} if value is None else value
 
 
 @dataclass(slots=True)
@@ -91,18 +92,13 @@ def read_text(path: Path) -> str:
     """Return the text of a file. Blocking. Raises ConfigError when the file cannot be read."""
     source = str(path)
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_TEXT + 1)
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(source, [Problem("", line, "is not UTF-8 text")]) from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(source, [Problem("", None, f"cannot be read: {reason}")]) from error
-    if len(data) > MAX_TEXT:
-        raise ConfigError(source, [_too_long()])
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(source, [Problem("", line, "is not UTF-8 text")]) from error
 
 
 def read_yaml(text: str, source: str) -> Document:
@@ -110,8 +106,6 @@ def read_yaml(text: str, source: str) -> Document:
 
     Keys given twice are returned as problems, to be reported with other mistakes.
     """
-    if len(text) > MAX_TEXT:
-        raise ConfigError(source, [_too_long()])
     document = Document()
     try:
         loader = yaml.SafeLoader(text)
@@ -120,7 +114,10 @@ def read_yaml(text: str, source: str) -> Document:
             _walk(document, node, (), set())
             document.value = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(source, [_yaml_problem(error, text)]) from error
+        mark = error.problem_mark or error.context_mark
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        line = None if mark is None else mark.line + 1
+        raise ConfigError(source, [Problem("", line, f"not valid YAML: {reason}")]) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         message = f"not valid YAML: contains the character U+{ord(text[error.position]):04X}"
@@ -166,26 +163,6 @@ def _walk(document: Document, node: yaml.Node, path: KeyPath, seen: set[int]) ->
         _walk(document, value_node, here, seen)
 
 
-def _too_long() -> Problem:
-    return Problem("", None, f"is larger than {MAX_TEXT // 1024} KiB; this is no configuration")
-
-
-def _yaml_problem(error: yaml.MarkedYAMLError, text: str) -> Problem:
-    mark = error.problem_mark or error.context_mark
-    line = None if mark is None else mark.line + 1
-    problem = error.problem or "it cannot be parsed"
-    hint = ""
-    if "\\t" in problem:
-        hint = "; indent with spaces, not tabs"
-    elif problem == "second occurrence":  # PyYAML puts the message into the context
-        problem = str(error.context).partition(";")[0]
-    elif "single document" in (error.context or ""):
-        problem = "more than one document (`---`)"
-    elif mark is not None and "]:" in text[mark.index - mark.column :].split("\n", 1)[0]:
-        hint = "; an address in brackets needs quotes"
-    return Problem("", line, f"not valid YAML: {problem}{hint}")
-
-
 def path_text(path: KeyPath) -> str:
     """Return `backends[1].kv_dir`. Keys that are no plain words are escaped."""
     text = ""
@@ -206,20 +183,26 @@ def problems_of(
     `required`: for each key without a default, what its value has to be.
     """
     found: list[tuple[KeyPath, str]] = []
-    for item in error.errors(include_url=False, include_input=False):
+    for item in error.errors(include_url=False):
         path: KeyPath = item["loc"]
         cause = item.get("ctx", {}).get("error")
         match item["type"]:
             case "extra_forbidden":
                 found.append((path, _unknown_key(model, path)))
-            case "invalid_key":  # reported with its line by `read_yaml`
+            # A bad key has been reported with its line by `read_yaml`, and a default that
+            # follows from another key by that key.
+            case "invalid_key" | "default_factory_not_called":
                 pass
             case "missing":
                 found.append((path, f"is required: {required[str(path[-1])]}"))
             case _ if isinstance(cause, MisfitError):
                 found += [((*path, *inner), message) for inner, message in cause.misfits]
-            case _:
-                found.append((path, str(cause or item["msg"])))
+            case _ if cause is not None:
+                found.append((path, str(cause)))
+            case kind:
+                wanted = _WANTED.get(kind) or f"must{item['msg'].partition(' should')[2]}"
+                wanted = wanted.replace("greater than or equal to", "at least")
+                found.append((path, f"{wanted}, not {shown(item['input'])}"))
     return found
 
 
@@ -238,26 +221,20 @@ def _model_in(annotation: object) -> type[BaseModel] | None:
 
 
 def _unknown_key(root: type[BaseModel], path: KeyPath) -> str:
-    """Return the message for an unknown key.
-
-    (1) A key of another level: name the level. (2) A misspelt key of this level: name the key.
-    (3) Otherwise list the keys of this level.
-    """
+    """Return the message for an unknown key: its right spelling, its right place, or all keys."""
     model = root
     for part in path[:-1]:
         if isinstance(part, str):
             below = keys_of(model)[part]
             assert below is not None
             model = below
-    key = str(path[-1])
-    if model is not root and key in keys_of(root):
-        return "unknown key here; it belongs at the top level"
-    if model is root:
-        for section, below in keys_of(root).items():
-            if below is not None and key in keys_of(below):
-                return f"unknown key here; it belongs under `{section}`"
-    known = keys_of(model)
-    guess = nearest(key, known)
-    if guess is not None:
+    key, known = str(path[-1]), keys_of(model)
+    places: dict[str, str] = {}
+    for section, below in keys_of(root).items():
+        places |= dict.fromkeys(keys_of(below) if below else (), f"under `{section}`")
+    places |= dict.fromkeys(keys_of(root), "at the top level")
+    if key in places:
+        return f"unknown key here; it belongs {places[key]}"
+    if guess := nearest(key, known):
         return f"unknown key; did you mean `{guess}`?"
     return f"unknown key; known here: {', '.join(known)}"

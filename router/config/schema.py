@@ -5,13 +5,12 @@ no environment variable and no directory: start-up does, on the machine that ser
 `config/kvferry.reference.yaml` explains each key; a test keeps the two equal.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from router.base.api_keys import read_hash
 from router.base.types import BackendId
@@ -27,7 +26,7 @@ from router.config.loader import (
 )
 from router.config.loader import Problem as Problem
 from router.config.loader import path_text as path_text
-from router.config.values import NO_LIMIT, choice_of, shown
+from router.config.values import NO_LIMIT, shown
 from router.config.values import Address as Address
 from router.core.model.policy import PolicyName as PolicyName
 
@@ -70,22 +69,13 @@ class Sharing(StrEnum):
 class BackendConfig(ConfigSection):
     """One llama-server. `url` is normalised; `name` is `host-port` unless given."""
 
-    url: Annotated[str, BeforeValidator(values.base_url)]
-    name: Annotated[BackendId, BeforeValidator(values.name)] = BackendId("")
-    kv_dir: values.OptionalPath = None  # None: served, no snapshots
-    api_key_env: values.OptionalEnvName = None
-    models: Annotated[tuple[values.Text, ...], BeforeValidator(values.entries)] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, value: object) -> object:
-        if not isinstance(value, dict) or value.get("name") is not None:
-            return value
-        given = {key: entry for key, entry in value.items() if key != "name"}
-        try:
-            return given | {"name": values.default_name(values.base_url(given.get("url")))}
-        except ValueError:
-            return given  # the field `url` reports what is wrong with it
+    url: values.BaseUrl
+    name: Annotated[BackendId, BeforeValidator(values.name)] = Field(
+        default_factory=lambda given: BackendId(values.default_name(given["url"]))
+    )
+    kv_dir: values.AbsolutePath | None = None  # None: served, no snapshots
+    api_key_env: values.EnvName | None = None
+    models: tuple[values.Text, ...] = Field(default=(), strict=False)
 
 
 class StoreConfig(ConfigSection):
@@ -94,10 +84,10 @@ class StoreConfig(ConfigSection):
     max_bytes: values.SizeOrNoLimit = 32 * GIB  # -1: no limit, 0: off
     max_tokens: values.CountOrNoLimit = NO_LIMIT  # the same
     min_tokens: values.Count = 128
-    fsync: values.Flag = True
-    group_access: values.Flag = False
+    fsync: bool = True
+    group_access: bool = False
     idle_save_after_s: values.SecondsOrOff = Field(default=0.5, alias="idle_save_after")
-    save_on_shutdown: values.Flag = True
+    save_on_shutdown: bool = True
 
     @property
     def enabled(self) -> bool:
@@ -118,7 +108,7 @@ class StoreConfig(ConfigSection):
 class PolicyConfig(ConfigSection):
     """The choice of a slot. In YAML also just the name."""
 
-    name: Annotated[PolicyName, choice_of(PolicyName)] = PolicyName.PREFER_IDLE
+    name: PolicyName = Field(default=PolicyName.PREFER_IDLE, strict=False)
     max_wait_s: values.Seconds = Field(default=30.0, alias="max_wait")
     coalesce_above_s: values.SecondsOrOff = Field(default=0.25, alias="coalesce_above")
     prefill_chunk_s: values.SecondsOrOff = Field(default=0.5, alias="prefill_chunk")
@@ -134,7 +124,7 @@ class QueueConfig(ConfigSection):
     """Requests that wait in the router because no slot may serve them yet."""
 
     max_requests: values.Count = 1024
-    deadline_s: values.SecondsOrNone = Field(default=600.0, alias="deadline")  # None: no deadline
+    deadline_s: values.SecondsOrOff = Field(default=600.0, alias="deadline")  # None: no deadline
     no_backend_wait_s: values.Seconds = Field(default=10.0, alias="no_backend_wait")
 
 
@@ -169,9 +159,14 @@ class HealthConfig(ConfigSection):
 class TokenizerConfig(ConfigSection):
     """The source of the exact tokens of a prompt."""
 
-    mode: Annotated[TokenizerMode, choice_of(TokenizerMode)] = TokenizerMode.AUTO
-    path: values.OptionalPath = None
+    mode: TokenizerMode = Field(default=TokenizerMode.AUTO, strict=False)
+    path: values.AbsolutePath | None = None
     cache_bytes: values.Size = Field(default=64 * MIB, alias="cache")
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # as YAML 1.1 reads it
 
     @model_validator(mode="after")
     def _fits(self) -> "TokenizerConfig":
@@ -187,15 +182,15 @@ class TokenizerConfig(ConfigSection):
 class ProbeConfig(ConfigSection):
     """The small save and restore that measures a backend when it is attached."""
 
-    enabled: values.Flag = True
+    enabled: bool = True
 
 
 class AdminConfig(ConfigSection):
     """The address of the router's own routes, and what using them takes."""
 
-    listen: values.OptionalAddress = None  # None: where clients connect
-    token_env: values.OptionalEnvName = None
-    protect_reads: values.OptionalFlag = None
+    listen: values.ListenAddress | None = None  # None: where clients connect
+    token_env: values.EnvName | None = None
+    protect_reads: bool | None = None
 
     def protects_reads(self, *, has_keys: bool) -> bool:
         """Return whether reading needs the token as well. The default follows `has_keys`.
@@ -215,43 +210,33 @@ class AdminConfig(ConfigSection):
 class KeyConfig(ConfigSection):
     """One key of one client. The tenant's name is the key's name unless given."""
 
-    name: Annotated[str, BeforeValidator(values.name)]
+    name: values.Name
     hash: Annotated[bytes, BeforeValidator(read_hash)] = Field(repr=False)
-    tenant: Annotated[str, BeforeValidator(values.name)] = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _own_tenant(cls, value: object) -> object:
-        if isinstance(value, dict) and value.get("tenant") is None and "name" in value:
-            return value | {"tenant": value["name"]}
-        return value
+    tenant: values.Name = Field(default_factory=lambda given: str(given["name"]))
 
 
 class TenantConfig(ConfigSection):
     """Limits of one tenant. A tenant that is not listed has no limit."""
 
-    name: Annotated[str, BeforeValidator(values.name)]
+    name: values.Name
     max_requests: values.PositiveCount | None = None  # running and waiting; None: no limit
 
 
-def _twice(section: str, field: str, found: Sequence[str | bytes]) -> list[tuple[KeyPath, str]]:
-    """Return entries that cannot be told apart. Hashes are not repeated in messages."""
-    seen: Counter[str | bytes] = Counter()
-    misfits: list[tuple[KeyPath, str]] = []
-    for at, value in enumerate(found):
-        if seen[value]:
-            what = "the same key" if isinstance(value, bytes) else shown(value)
-            misfits.append(((section, at, field), f"{what} is listed twice"))
-        seen[value] += 1
-    return misfits
+def _repeats(section: KeyPath, field: str, found: Sequence[object]) -> list[tuple[KeyPath, str]]:
+    """Return the entries with the value of an earlier entry. A value may be secret: not shown."""
+    return [
+        ((*section, at, field), f"is also that of entry number {found.index(value) + 1}")
+        for at, value in enumerate(found)
+        if value in found[:at]
+    ]
 
 
 class AuthConfig(ConfigSection):
     """The keys of clients, and what tenants share. Without keys every client is let in."""
 
-    keys: Annotated[tuple[KeyConfig, ...], BeforeValidator(values.entries)] = ()
-    tenants: Annotated[tuple[TenantConfig, ...], BeforeValidator(values.entries)] = ()
-    share_cache: Annotated[Sharing, choice_of(Sharing)] = Sharing.NONE
+    keys: tuple[KeyConfig, ...] = Field(default=(), strict=False)
+    tenants: tuple[TenantConfig, ...] = Field(default=(), strict=False)
+    share_cache: Sharing = Field(default=Sharing.NONE, strict=False)
 
     @property
     def keeps_apart(self) -> bool:
@@ -261,9 +246,9 @@ class AuthConfig(ConfigSection):
     @model_validator(mode="after")
     def _fits(self) -> "AuthConfig":
         misfits = [
-            *_twice("keys", "name", [key.name for key in self.keys]),
-            *_twice("keys", "hash", [key.hash for key in self.keys]),
-            *_twice("tenants", "name", [tenant.name for tenant in self.tenants]),
+            *_repeats(("keys",), "name", [key.name for key in self.keys]),
+            *_repeats(("keys",), "hash", [key.hash for key in self.keys]),
+            *_repeats(("tenants",), "name", [tenant.name for tenant in self.tenants]),
         ]
         known = {key.tenant for key in self.keys}
         for at, tenant in enumerate(self.tenants):
@@ -278,8 +263,8 @@ class AuthConfig(ConfigSection):
 class TlsConfig(ConfigSection):
     """The certificate that clients see; both files, or neither: no TLS."""
 
-    certificate: values.OptionalPath = None
-    key: values.OptionalPath = None
+    certificate: values.AbsolutePath | None = None
+    key: values.AbsolutePath | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> "TlsConfig":
@@ -292,28 +277,28 @@ class TlsConfig(ConfigSection):
 class LoggingConfig(ConfigSection):
     """Log lines, written to standard error."""
 
-    level: Annotated[LogLevel, choice_of(LogLevel)] = LogLevel.INFO
-    format: Annotated[LogFormat, choice_of(LogFormat)] = LogFormat.AUTO
+    level: LogLevel = Field(default=LogLevel.INFO, strict=False)
+    format: LogFormat = Field(default=LogFormat.AUTO, strict=False)
 
 
 class TracingConfig(ConfigSection):
     """The collector that traces of requests are sent to."""
 
-    endpoint: values.OptionalUrl = None
+    endpoint: values.Url | None = None
 
 
 class DiagnosticsConfig(ConfigSection):
     """Data kept of finished requests, and whether their text may be shown."""
 
     requests: values.Count = 1000  # 0: off
-    show_content: values.Flag = False
+    show_content: bool = False
 
 
 class Config(ConfigSection):
     """Everything that can be configured. Build it with `load`, `parse` or `from_flags`."""
 
-    listen: Annotated[Address, BeforeValidator(values.address)] = Address("127.0.0.1", 8080)
-    backends: Annotated[tuple[BackendConfig, ...], BeforeValidator(values.entries)]
+    listen: values.ListenAddress = Address("127.0.0.1", 8080)
+    backends: tuple[BackendConfig, ...] = Field(strict=False)
     store: StoreConfig = StoreConfig()
     policy: PolicyConfig = PolicyConfig()
     queue: QueueConfig = QueueConfig()
@@ -339,7 +324,11 @@ class Config(ConfigSection):
         """Return the contradictions between sections, each with its key path."""
         if not self.backends:
             return [(("backends",), f"is empty: it needs {_REQUIRED['backends']}")]
-        misfits = _duplicates(self.backends) + _loops(self.listen, self.backends)
+        # A second url has the same default name as well: one message is enough.
+        misfits = _repeats(("backends",), "url", [one.url for one in self.backends]) or _repeats(
+            ("backends",), "name", [one.name for one in self.backends]
+        )
+        misfits += _loops(self.listen, self.backends)
         if self.policy.name is PolicyName.PASSTHROUGH and self.auth.keeps_apart:
             message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
             misfits.append((("policy", "name"), message))
@@ -410,27 +399,6 @@ def _validate(value: object) -> tuple[Config | None, list[tuple[KeyPath, str]]]:
         return None, problems_of(error, Config, _REQUIRED)
 
 
-def _duplicates(backends: Sequence[BackendConfig]) -> list[tuple[KeyPath, str]]:
-    """Return backends with the URL or the name of another."""
-    misfits: list[tuple[KeyPath, str]] = []
-    urls: dict[str, int] = {}
-    names: dict[str, int] = {}
-    for i, backend in enumerate(backends):
-        # A second url has the same default name as well: one message is enough.
-        if backend.url in urls:
-            message = f"is the url of backend number {urls[backend.url] + 1}: list a server once"
-            misfits.append((("backends", i, "url"), message))
-        elif backend.name in names:
-            message = (
-                f"{shown(str(backend.name))} is the name of backend number"
-                f" {names[backend.name] + 1}: names must be unique"
-            )
-            misfits.append((("backends", i, "name"), message))
-        urls.setdefault(backend.url, i)
-        names.setdefault(backend.name, i)
-    return misfits
-
-
 def _loops(listen: Address, backends: Sequence[BackendConfig]) -> list[tuple[KeyPath, str]]:
     """Return backends that are the router itself: llama-server's default port is 8080 too."""
     misfits: list[tuple[KeyPath, str]] = []
@@ -445,14 +413,11 @@ def _loops(listen: Address, backends: Sequence[BackendConfig]) -> list[tuple[Key
 
 
 def _flag(path: KeyPath, n_backends: int) -> str:
+    """Return the flag that a problem is reported for."""
+    for key in ("kv_dir", "listen", "policy"):
+        if key in path:
+            return f"--{key.replace('_', '-')}"
     match path:
-        case ("backends", int(i), "kv_dir", *_):
-            return "--kv-dir"
         case ("backends", int(i), *_) if n_backends > 1:
             return f"--backend (number {i + 1})"
-        case ("listen", *_):
-            return "--listen"
-        case ("policy", *_):
-            return "--policy"
-        case _:
-            return "--backend"
+    return "--backend"

@@ -1,23 +1,29 @@
 """Check single values of a configuration: sizes, durations, addresses, URLs, paths.
 
 Knows no keys, files or models. Each function raises ValueError with a message that continues
-"KEY: ...": what is wrong and what is allowed.
+"KEY: ...": what is wrong and what is allowed. Numbers and flags are left to pydantic.
 """
 
 import difflib
-import ipaddress
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, ByteSize, TypeAdapter
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    HttpUrl,
+    TypeAdapter,
+    ValidationError,
+)
 
 _SIZE_UNITS = {"B": 1} | {
     f"{prefix}{unit}": base**power
@@ -27,23 +33,18 @@ _SIZE_UNITS = {"B": 1} | {
 _SIZE_UNITS["KiB"] = _SIZE_UNITS.pop("kiB")
 _DURATION_UNITS = {"ms": Decimal("0.001"), "s": Decimal(1), "m": Decimal(60), "h": Decimal(3600)}
 _BYTES = TypeAdapter(ByteSize)
+_URL = TypeAdapter(HttpUrl)
 
 _SIZE = re.compile(r"\d{1,20}(?:\.\d{1,20} ?[KMGT]i?B| ?(?:[KMGT]i?)?B)", re.ASCII | re.IGNORECASE)
 _DURATION = re.compile(r"(\d{1,20}(?:\.\d{1,20})?) ?(ms|s|m|h)", re.ASCII)
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})")
-_HOST_PORT = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*)):(\d{1,5})", re.ASCII)
+_HOST_PORT = re.compile(r"(\[[^\[\]]+\]|[^\s\[\]:/?#@\\]+):(\d{1,5})", re.ASCII)
 
 MAX_SIZE_BYTES = 2**53 - 1  # 8 PiB; pydantic reads sizes as floats
 MAX_DURATION_S = 366 * 86400.0  # far above any sensible timeout, far below the limits of a float
 MAX_COUNT = 2**53 - 1
 NO_LIMIT = -1
-
-SIZE_FORMS = "a size such as 500MB, 64MiB or 32GiB, or a whole number of bytes"
-DURATION_FORMS = "a time such as 500ms, 2s, 10m or 1h"
-
-_E = TypeVar("_E", bound=StrEnum)
 
 
 def shown(value: object) -> str:
@@ -73,70 +74,16 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def _quotes(value: object) -> str:
-    """Return the hint for a word that YAML 1.1 does not read as text: no, on, 010, 2026-01-01."""
-    return "; put it in quotes" if isinstance(value, bool | int | float | date) else ""
-
-
-def flag(value: object) -> bool:
-    """Return True or False, of which YAML 1.1 has several spellings."""
-    if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, not {shown(value)}")
-    return value
-
-
-def count(value: object, *, at_least: int = 0) -> int:
-    """Return a whole number from `at_least` up."""
-    if type(value) is not int or not at_least <= value <= MAX_COUNT:
-        raise ValueError(f"must be a whole number of at least {at_least}, not {shown(value)}")
-    return value
-
-
-def ratio(value: object) -> float:
-    """Return a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"must be a number from 0 to 1, not {shown(value)}")
-    return float(value)
-
-
-def choice(value: object, kind: type[_E]) -> _E:
-    """Return the member of `kind` with this name in YAML."""
-    known = [member.value for member in kind]
-    if value is False and "off" in known:
-        value = "off"  # as YAML 1.1 reads the word
-    if isinstance(value, str) and value in known:
-        return kind(value)
-    guess = nearest(value, known) if isinstance(value, str) else None
-    hint = f"; did you mean {guess}?" if guess else ""
-    raise ValueError(f"must be one of {', '.join(known)}, not {shown(value)}{hint}")
-
-
-def text(value: object) -> str:
-    """Return text that is not empty and has no control characters."""
-    if not isinstance(value, str):
-        raise ValueError(f"must be text, not {shown(value)}{_quotes(value)}")
-    if not value or not value.isprintable():
-        raise ValueError(f"must be text without control characters, not {shown(value)}")
-    return value
-
-
-def http_url(value: object) -> str:
-    """Return a URL of HTTP, with a path or without."""
-    url = text(value)
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"must be an http:// or https:// URL, not {shown(value)}")
-    return url
-
-
 def size(value: object, *, at_least: int = 0) -> int:
     """Return the bytes of a size with a unit or of a whole number. `kB` is 1000, `KiB` 1024."""
-    n_bytes = value if type(value) is int else -1
+    n_bytes = value if type(value) is int else None
     if isinstance(value, str) and _SIZE.fullmatch(value):  # ByteSize ignores text that follows
         n_bytes = int(_BYTES.validate_python(value))
-    if not 0 <= n_bytes <= MAX_SIZE_BYTES:
-        raise ValueError(f"must be {SIZE_FORMS}, not {shown(value)}")
-    if n_bytes < at_least:
-        raise ValueError(f"must be at least {format_size(at_least)}, not {shown(value)}")
+    if n_bytes is None or not at_least <= n_bytes <= MAX_SIZE_BYTES:
+        raise ValueError(
+            "must be a size such as 500MB, 64MiB or 32GiB, or a whole number of bytes, of at least"
+            f" {at_least}; not {shown(value)}"
+        )
     return n_bytes
 
 
@@ -157,14 +104,24 @@ def duration(value: object, *, positive: bool = True) -> float:
     elif type(value) in (int, float) and value == 0:
         seconds = 0.0
     else:
-        number = type(value) in (int, float) and 0 < value <= MAX_DURATION_S  # type: ignore[operator]
-        hint = f"; it needs a unit: write {value:g}s or {value:g}ms" if number else ""
-        raise ValueError(f"must be {DURATION_FORMS}, not {shown(value)}{hint}")
-    if seconds > MAX_DURATION_S:
-        raise ValueError(f"is too long: {shown(value)}; at most {format_duration(MAX_DURATION_S)}")
-    if positive and seconds == 0:
-        raise ValueError(f"must be more than 0: {DURATION_FORMS}")
+        raise ValueError(f"must be a time such as 500ms, 2s, 10m or 1h, not {shown(value)}")
+    if seconds > MAX_DURATION_S or (positive and seconds == 0):
+        at_most = format_duration(MAX_DURATION_S)
+        raise ValueError(f"must be more than 0 and at most {at_most}, not {shown(value)}")
     return seconds
+
+
+def duration_or_off(value: object) -> float | None:
+    """Return the seconds of a time, or None for `off`.
+
+    0 is refused: it could as well mean "at once" as "never".
+    """
+    if value == "off" or value is False:  # YAML 1.1 reads the word as false
+        return None
+    try:
+        return duration(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; `off` disables it") from None
 
 
 def format_duration(seconds: float | None) -> str:
@@ -189,24 +146,33 @@ class Address:
     port: int
 
     def __str__(self) -> str:
-        return f"{_bracketed(self.host)}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _http_url(value: object, want: str) -> HttpUrl:
+    try:
+        return _URL.validate_python(value)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Input should be a valid URL, ")
+        raise ValueError(f"{want}; not {shown(value)} ({reason})") from None
 
 
 def address(value: object) -> Address:
     """Return the address in `host:port`, with an IPv6 host in brackets."""
-    want = "must be host:port, such as 127.0.0.1:8080, or '[::1]:8080' in quotes"
+    want = "must be host:port, such as 127.0.0.1:8080, 0.0.0.0:8080, or '[::1]:8080' in quotes"
     matched = _HOST_PORT.fullmatch(value) if isinstance(value, str) else None
-    if matched is None:
+    if matched is None or matched[1] == "*":
         raise ValueError(f"{want}; not {shown(value)}")
-    v6, name, port = matched.groups()
-    if name == "" or name == "*":
-        raise ValueError(f"{want}; write 0.0.0.0:{port} to listen on every interface")
-    host = _host(f"[{v6}]" if name is None else name)
-    if host is None:
-        raise ValueError(f"{want}; {shown(v6 if name is None else name)} is no host")
-    if int(port) > 65535:
-        raise ValueError(f"{want}; port {port} is above 65535")
-    return Address(host, int(port))
+    _http_url(f"http://{value}", want)
+    host = _http_url(f"http://{matched[1]}", want).host
+    assert host is not None
+    return Address(host.strip("[]"), int(matched[2]))
+
+
+def http_url(value: object) -> str:
+    """Return a URL of HTTP as it is written, with a path or without."""
+    _http_url(value, "must be an http:// or https:// URL")
+    return str(value)
 
 
 def base_url(value: object) -> str:
@@ -215,27 +181,12 @@ def base_url(value: object) -> str:
     A URL with credentials is refused, and the message does not repeat them: it ends up in logs.
     """
     want = "must be a base URL such as http://127.0.0.1:8081"
-    if not isinstance(value, str):
-        raise ValueError(f"{want}, not {shown(value)}")
-    if "@" in value:
+    if isinstance(value, str) and "@" in value:
         raise ValueError(f"{want}, without user or password: put the key into `api_key_env`")
-    if not value.isprintable() or " " in value:
-        raise ValueError(f"{want}, without spaces; not {shown(value)}")
-    try:
-        parts = urlsplit(value)
-        port = parts.port
-    except ValueError:
-        raise ValueError(f"{want}; {shown(value)} is no URL") from None
-    if parts.scheme not in {"http", "https"}:
-        raise ValueError(f"{want}: start with http:// or https://, not {shown(value)}")
-    if parts.path not in {"", "/"} or parts.query or parts.fragment:
-        raise ValueError(f"{want}, without path or query (no /v1); not {shown(value)}")
-    host = _host(parts.netloc.rsplit(":", 1)[0] if port is not None else parts.netloc)
-    if host is None or port == 0:
-        raise ValueError(f"{want}; {shown(value)} has no usable host and port")
-    if port is None:
-        port = 443 if parts.scheme == "https" else 80
-    return f"{parts.scheme}://{_bracketed(host)}:{port}"
+    url = _http_url(value, want)
+    if url.path not in {None, "/"} or url.query or url.fragment or not url.port:
+        raise ValueError(f"{want}, without path or query (no /v1), not {shown(value)}")
+    return f"{url.scheme}://{url.host}:{url.port}"
 
 
 def url_address(url: str) -> Address:
@@ -261,16 +212,15 @@ def reaches(listen: Address, target: Address) -> bool:
 def default_name(url: str) -> str:
     """Return `host-port` of a URL that `base_url` returned, as a valid backend name."""
     where = url_address(url)
-    host = where.host.replace(":", "_")
-    return f"{host[:58]}-{where.port}"
+    return f"{where.host.replace(':', '_')[:58]}-{where.port}"
 
 
 def name(value: object) -> str:
     """Return a name of a backend, key or tenant, for logs, metric labels and file records."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError(
-            "must be 1 to 64 letters, digits, dots, underscores or hyphens"
-            f" (A-Z a-z 0-9 . _ -), not {shown(value)}{_quotes(value)}"
+            "must be 1 to 64 letters, digits, dots, underscores or hyphens (A-Z a-z 0-9 . _ -),"
+            f" in quotes if it is a number; not {shown(value)}"
         )
     return value
 
@@ -287,107 +237,37 @@ def env_name(value: object) -> str:
 
 def absolute_path(value: object) -> Path:
     """Return an absolute path as it is written; nothing is expanded or looked up."""
-    want = "must be an absolute path, such as /var/lib/kvferry"
-    if not isinstance(value, str) or not value or not value.isprintable():
-        raise ValueError(f"{want}; not {shown(value)}")
-    if value.startswith("~"):
-        raise ValueError(f"{want}: `~` is not expanded, write the home directory out")
-    if value.startswith("$"):
-        raise ValueError(f"{want}: variables such as {shown(value)} are not expanded")
-    path = Path(value)
-    if not path.is_absolute():
-        raise ValueError(f"{want}; {shown(value)} is relative")
-    if ".." in path.parts:
-        # Backends share files when their directories are equal, and equal is equal text.
-        raise ValueError(f"{want}, without `..`; not {shown(value)}")
+    path = Path(value) if isinstance(value, str) and value.isprintable() else None
+    # Backends share files when their directories are equal, and equal is equal text: no `..`.
+    if path is None or not path.is_absolute() or ".." in path.parts:
+        raise ValueError(
+            "must be an absolute path, such as /var/lib/kvferry, without `..`;"
+            f" `~` and variables are not expanded; not {shown(value)}"
+        )
     return path
 
 
-def _host(written: str) -> str | None:
-    """Return a host name in lower case or an IP address in one spelling; None if it is neither."""
-    if written.startswith("["):
-        try:
-            return ipaddress.IPv6Address(written[1:-1]).compressed if "%" not in written else None
-        except ValueError:
-            return None
-    host = written.removesuffix(":")  # `http://host:` is legal and means the default port
-    return host.lower() if _HOST_NAME.fullmatch(host) else None
+def _not_zero(number: int) -> int:
+    if number == 0:
+        raise ValueError("must be at least 1, not 0; -1 is no limit")
+    return number
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def optional(check: Callable[[object], object]) -> BeforeValidator:
-    """Return a validator that calls `check`, and takes None for a key without a value."""
-    return BeforeValidator(lambda value: None if value is None else check(value))
-
-
-def choice_of(kind: type[StrEnum]) -> BeforeValidator:
-    """Return a validator for the members of `kind` by their names in YAML."""
-    return BeforeValidator(partial(choice, kind=kind))
-
-
-def _or_no_limit(check: Callable[[object], int], also: str = "") -> Callable[[object], int]:
-    """Return `check`, with -1 for no limit."""
-
-    def checked(value: object) -> int:
-        if type(value) is int and value == NO_LIMIT:
-            return NO_LIMIT
-        try:
-            return check(value)
-        except ValueError as error:
-            raise ValueError(f"{error}; -1 is no limit{also}") from None
-
-    return checked
-
-
-def _duration_or_off(*, zero_is_off: bool) -> Callable[[object], float | None]:
-    """Return a check of a time, with None for `off`, and None for 0 if `zero_is_off`.
-
-    Where "at once" is as plausible a meaning of 0 as "never", 0 is refused.
-    """
-
-    def checked(value: object) -> float | None:
-        if value == "off" or value is False:  # YAML 1.1 reads the word as false
-            return None
-        try:
-            return duration(value, positive=not zero_is_off) or None
-        except ValueError as error:
-            also = "0 or `off` means none" if zero_is_off else "`off` disables it"
-            raise ValueError(f"{error}; {also}") from None
-
-    return checked
-
-
-def entries(value: object) -> tuple[object, ...]:
-    """Return a list as a tuple."""
-    if isinstance(value, list | tuple):
-        return tuple(value)
-    raise ValueError(f"must be a list, one `- ` line for each entry, not {shown(value)}")
-
-
-count_or_no_limit = _or_no_limit(count, ", 0 is off")
-size_or_no_limit = _or_no_limit(size, ", 0 is off")
-duration_or_off = _duration_or_off(zero_is_off=False)
-duration_or_none = _duration_or_off(zero_is_off=True)
-
-Flag = Annotated[bool, BeforeValidator(flag)]
-Text = Annotated[str, BeforeValidator(text)]
-Ratio = Annotated[float, BeforeValidator(ratio)]
-Count = Annotated[int, BeforeValidator(count)]
-PositiveCount = Annotated[int, BeforeValidator(partial(count, at_least=1))]
-CountOrNoLimit = Annotated[int, BeforeValidator(count_or_no_limit)]
-PositiveCountOrNoLimit = Annotated[int, BeforeValidator(_or_no_limit(partial(count, at_least=1)))]
+Text = Annotated[str, Field(min_length=1)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+CountOrNoLimit = Annotated[int, Field(ge=NO_LIMIT, le=MAX_COUNT)]
+PositiveCountOrNoLimit = Annotated[CountOrNoLimit, AfterValidator(_not_zero)]
 Size = Annotated[int, BeforeValidator(size)]
 PositiveSize = Annotated[int, BeforeValidator(partial(size, at_least=1))]
-SizeOrNoLimit = Annotated[int, BeforeValidator(size_or_no_limit)]
+SizeOrNoLimit = Annotated[int, BeforeValidator(partial(size, at_least=NO_LIMIT))]
 Seconds = Annotated[float, BeforeValidator(partial(duration, positive=False))]
 PositiveSeconds = Annotated[float, BeforeValidator(duration)]
 SecondsOrOff = Annotated[float | None, BeforeValidator(duration_or_off)]
-SecondsOrNone = Annotated[float | None, BeforeValidator(duration_or_none)]
-OptionalPath = Annotated[Path | None, optional(absolute_path)]
-OptionalAddress = Annotated[Address | None, optional(address)]
-OptionalEnvName = Annotated[str | None, optional(env_name)]
-OptionalFlag = Annotated[bool | None, optional(flag)]
-OptionalUrl = Annotated[str | None, optional(http_url)]
+AbsolutePath = Annotated[Path, BeforeValidator(absolute_path)]
+ListenAddress = Annotated[Address, BeforeValidator(address)]
+Name = Annotated[str, BeforeValidator(name)]
+EnvName = Annotated[str, BeforeValidator(env_name)]
+BaseUrl = Annotated[str, BeforeValidator(base_url)]
+Url = Annotated[str, BeforeValidator(http_url)]

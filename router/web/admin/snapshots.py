@@ -10,13 +10,12 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import partial
 from itertools import islice
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import structlog
 from aiohttp import web
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from router.base.errors import BadRequestError, NotFoundError, UnsupportedMediaTypeError
 from router.base.tokens import head, unpack
@@ -57,16 +56,12 @@ class Filter(ConfigSection):
     `namespace` is a prefix of the snapshot's namespace, or with a tenant (`NAME@TENANT`) all of it.
     """
 
-    namespace: Annotated[str, BeforeValidator(values.text)] = ""
-    older_than_s: Annotated[float | None, values.optional(values.duration)] = Field(
-        default=None, alias="older_than"
-    )
+    namespace: values.Text = ""
+    older_than_s: values.PositiveSeconds | None = Field(default=None, alias="older_than")
     min_tokens: values.Count = 0
-    larger_than_bytes: Annotated[int | None, values.optional(values.size)] = Field(
-        default=None, alias="larger_than"
-    )
-    unused: values.Flag = False
-    id: Annotated[tuple[values.Text, ...], BeforeValidator(values.entries)] = ()
+    larger_than_bytes: values.Size | None = Field(default=None, alias="larger_than")
+    unused: bool = False
+    id: tuple[values.Text, ...] = Field(default=(), strict=False)
 
     @property
     def takes_all(self) -> bool:
@@ -78,16 +73,16 @@ class Filter(ConfigSection):
 class Listing(Filter):
     """A page of a list. `after` is the `next` of the page before."""
 
-    sort: Annotated[Order, BeforeValidator(partial(values.choice, kind=Order))] = Order.NEWEST
+    sort: Order = Field(default=Order.NEWEST, strict=False)
     limit: values.PositiveCount = 100
-    after: Annotated[str | None, values.optional(values.text)] = None
+    after: values.Text | None = None
 
 
 class Purge(Filter):
     """A purge. `all` is required if there is no condition."""
 
-    all: values.Flag = False
-    dry_run: values.Flag = False
+    all: bool = False
+    dry_run: bool = False
 
 
 _F = TypeVar("_F", bound=Filter)

@@ -140,8 +140,8 @@ async def test_show_one_in_use(fleet: Fleet, capsys: Capture) -> None:
     [
         (["show", "123"], 1, "give at least 6 digits"),
         (["show", "999999"], 1, "there is no snapshot '999999'"),
-        (["list", "--older-than", "5"], 2, "it needs a unit: write 5s"),
-        (["list", "--limit", "0"], 2, "limit: must be a whole number of at least 1"),
+        (["list", "--older-than", "5"], 2, "must be a time such as 500ms"),
+        (["list", "--limit", "0"], 2, "limit: must be at least 1, not 0"),
         (["list", "--larger-than", "5 apples"], 2, "a size such as 500MB"),
         (["purge", "--yes"], 2, "give at least one filter, or `all`"),
         (["purge", "--yes", "--all", "--unused"], 2, "give at least one filter, or `all`"),

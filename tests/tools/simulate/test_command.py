@@ -66,7 +66,7 @@ def test_a_trace(tmp_path: Path, capsys: Capture) -> None:
 
 def test_settings_of_the_configuration(capsys: Capture) -> None:
     options = ["--max-wait", "5s", "--coalesce-above", "off", "--reuse-probability", "0.9"]
-    options += ["--idle-save-after", "off", "--max-requests", "-1", "--deadline", "0"]
+    options += ["--idle-save-after", "off", "--max-requests", "-1", "--deadline", "off"]
     options += ["--memory", "hybrid", "--policy", "prefer_idle_slot_with_global_restore"]
     assert run(*SMALL, *options) == 0
     assert "prefer_idle" in capsys.readouterr().out

@@ -166,14 +166,14 @@ async def test_no_answer_grows_without_bound(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("query", "why"),
     [
-        ({"older_than": "5"}, "it needs a unit: write 5s"),
+        ({"older_than": "5"}, "must be a time such as 500ms"),
         ({"larger_than": "5XB"}, "a size such as 500MB"),
-        ({"min_tokens": "many"}, "min_tokens: must be a whole number"),
+        ({"min_tokens": "many"}, "min_tokens: must be a valid integer"),
         ({"unused": "yes"}, "unused: must be true or false"),
-        ({"sort": "newset"}, "did you mean newest?"),
+        ({"sort": "newset"}, "must be 'newest', 'oldest'"),
         ({"namespaec": "x"}, "did you mean `namespace`?"),
         ({"after": "x"}, "after: must be the `next`"),
-        ({"limit": "0"}, "limit: must be a whole number of at least 1"),
+        ({"limit": "0"}, "limit: must be at least 1, not 0"),
         ({"dry_run": "true"}, "unknown key"),
     ],
 )
