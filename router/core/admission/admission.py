@@ -12,8 +12,7 @@ from router.base.errors import (
 )
 from router.base.tokens import head
 from router.base.types import BackendId, Request, RequestId, Source
-from router.core.admission.deferral import Decision, decide
-from router.core.admission.locality_priority import overtaking_request
+from router.core.admission.deferral import decide
 from router.core.execution import prefill_queue
 from router.core.execution.job_steps import is_wanted, next_step
 from router.core.execution.state import State
@@ -196,8 +195,6 @@ def serve_queue(state: State, now: float) -> None:
        kept for it: they may use it for hours.
     4. There is no room for it: nor for others of its kind, so only the first of a kind is planned.
     5. Enough requests were planned: the rest are planned soon.
-    6. A later request reuses the content that this one would displace: admit that request first,
-       then plan this one again.
     """
     state.resume_scan_at = None
     if not state.fleet.slots.any_idle():
@@ -219,9 +216,9 @@ def serve_queue(state: State, now: float) -> None:
         return None if full and state.fleet.kind(request) in full else request
 
     for waiting, request in _some(state, asked, now):
-        if request.id not in state.queue:
-            continue  # admitted already, before another
-        decision = _give(state, waiting, request, asked, now)
+        decision = decide(state, request, now, now - waiting.since)
+        if decision is not None and decision.plan.chosen.wait_for is None:
+            _grant(state, waiting, decision.plan, now, pinnable=decision.request.pinnable)
         if not state.fleet.slots.any_idle():
             state.scanned.clear()  # plan all again when a slot comes free
             return
@@ -230,29 +227,6 @@ def serve_queue(state: State, now: float) -> None:
                 full.add(state.fleet.kind(request))
             if request.whole_backend or not request.pinnable:
                 reserved.update(_to_reserve(state, request))
-
-
-def _give(
-    state: State,
-    waiting: Waiting,
-    request: Request,
-    asked: Callable[[Waiting], Request | None],
-    now: float,
-) -> Decision | None:
-    """Admit those that go first, then this request if a slot is left for it.
-
-    Return the decision for this request.
-    """
-    while True:
-        decision = decide(state, request, now, now - waiting.since)
-        if decision is None or decision.plan.chosen.wait_for is not None:
-            return decision
-        first = overtaking_request(state, waiting, decision.plan, asked, now)
-        admitted, its = first or (waiting, decision)
-        _grant(state, admitted, its.plan, now, pinnable=its.request.pinnable)
-        if first is None:
-            return decision
-        waiting.passed_over += 1
 
 
 def _some(

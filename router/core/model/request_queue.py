@@ -31,11 +31,10 @@ class QueueLimits:
 
 @dataclass(slots=True)
 class Waiting:
-    """A queued request, its arrival in clock seconds, and how often it was passed over."""
+    """A queued request, and its arrival in clock seconds."""
 
     request: Request
     since: float
-    passed_over: int = 0
 
 
 @dataclass(slots=True)
@@ -112,10 +111,6 @@ class Queue:
         client = self._waiting[request].request.client
         self.remove(request)  # first: `remove` must compute the floor without these seconds
         self._served_s[client] += seconds
-
-    def lead_s(self, one: Waiting, other: Waiting) -> float:
-        """Return the server seconds that the client of `one` has had more than that of `other`."""
-        return self._served_s[one.request.client] - self._served_s[other.request.client]
 
     def remove(self, request: RequestId) -> Waiting | None:
         """Remove a request and return it. None: it was not queued."""
