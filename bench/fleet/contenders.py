@@ -21,7 +21,7 @@ POLICIES = "policies"
 _POLICY_NAMES = {name.name.lower(): name for name in PolicyName}
 _LOGGING = "logging: {{format: json, level: {}}}"
 # llama-server's default; the launcher's own flag is 0 and comes before.
-_RAM_CACHE = ("--cache-ram", "8192")
+_RAM_CACHE = ("--cache-ram", "8192", "--kv-unified")  # as llama-server's plain defaults
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,15 @@ class BackendInfo:
     bytes_per_token: float = 0.0
     prefill_s_per_token: float | None = None  # measured by the probe; only a prior
 
+    @property
+    def is_managed(self) -> bool:
+        """Return whether the router decides what the slots hold.
+
+        False where slots hold nothing, and where the server moves idle slots into its own RAM cache
+        at every start: such a server places requests by itself.
+        """
+        return self.generates and self.keeps_idle_slots
+
     def answers_to(self, model: str | None) -> bool:
         """Return whether the backend has this model; None: any model."""
         return model is None or model in self.models

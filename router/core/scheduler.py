@@ -14,7 +14,6 @@ from router.core.execution import (
     job_steps,
     placement_gate,
     prefill_queue,
-    volatile_slots,
     write_backoff,
 )
 from router.core.execution.state import State
@@ -39,7 +38,6 @@ class Scheduler:
         state.dirty = bool(state.scanned) and (state.dirty or not isinstance(event, ev.Tick))
         job_steps.take_turns(state, now)
         job_steps.pass_gate(state, now)
-        idle_saves.save_fleeting(state, now)
         if state.queue and not state.stopping:
             admission.serve_queue(state, now)
             admission.turn_away(state)
@@ -80,7 +78,6 @@ class Scheduler:
                 state.queue.next_deadline(),
                 admission.patience_ends(state, now),
                 wait_candidates.hope_ends(state.fleet, now),
-                volatile_slots.abandoned_wait_ends(state.fleet, now),
                 admission.next_giving_up(state),
             ]
         known = [time for time in times if time is not None]
@@ -145,7 +142,7 @@ class Scheduler:
             case ev.Begun():
                 prefill_queue.begun(state, event.request)
             case ev.Quiet():
-                job_steps.quiet(state, event, now)
+                completion.quiet(state, event, now)
             case ev.FoundBusy():
                 completion.found_busy(state, event)
             case ev.Tick():

@@ -92,12 +92,7 @@ async def test_restarted_as_another(
 
 
 TOO_LONG = "400: longer than the context"
-SAME_STATES = (
-    "with more slots",
-    "with fewer slots",
-    "with a shorter context",
-    "with its plain defaults",
-)
+SAME_STATES = ("with more slots", "with fewer slots", "with a shorter context")
 
 
 @pytest.mark.fault("router started before its servers", "no server up, then one, then both")

@@ -6,8 +6,8 @@ import pytest
 
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import reuse
-from tests.support.conversations.prompts import Json, chat, ids, sentences
-from tests.support.servers.router_fleet import Answer, Fleet, read_answer, running
+from tests.support.conversations.prompts import Json, chat, sentences
+from tests.support.servers.router_fleet import Answer, read_answer, running
 
 pytestmark = pytest.mark.thorough
 
@@ -46,28 +46,3 @@ async def test_never_worse_than_without(llama_server: StartServer) -> None:
 
     assert [answer.status for answer in routed] == [200] * len(sequence)
     assert reuse(routed) >= reuse(direct)
-
-
-async def leave(fleet: Fleet, prompt: list[int]) -> None:
-    """Abandon an endless stream after its first lines."""
-    body = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True}
-    async with fleet.session.post(fleet.url + "/completion", json=body) as response:
-        for _ in range(3):
-            assert await response.content.readline()
-
-
-async def test_what_was_left_outlasts_the_next_start(llama_server: StartServer) -> None:
-    """The content of an abandoned slot is reused, although the next request starts at once.
-
-    The start clears the volatile slot, and no poll has seen its content before.
-    """
-    server = await llama_server("llama", slots=None, ctx=16384, plain_defaults=True)
-    async with running([("a", server.url)], server.kv_dir) as fleet:
-        await fleet.complete(ids(0, 2500))  # learn what a prompt costs
-        cached = []
-        for seed in (1, 2, 3):
-            await leave(fleet, ids(seed, 2500))
-            await fleet.complete(ids(10 + seed, 1000))
-            cached.append((await fleet.complete([*ids(seed, 2500), *ids(99, 10)])).cached)
-
-    assert min(cached) >= 2500, cached

@@ -19,7 +19,6 @@ from router.core.execution.state import State
 from router.core.model.effects import SaveReason, StopWork
 from router.core.model.jobs import (
     AtGate,
-    CheckSlotStep,
     CutStep,
     DispatchStep,
     EraseStep,
@@ -87,8 +86,7 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
         return
     # A slot action cannot be cancelled; the job ends with the step that is under way.
     job.cancelled = True
-    # Slots that its prefill may have cleared have to be checked all the same.
-    job.steps = deque(step for step in job.steps if isinstance(step, CheckSlotStep))
+    job.steps.clear()
     step, sharing = job.doing, state.fleet.slots[job.slot].sharing
     if isinstance(step, PrefillStep) and sharing and is_wanted(state, job, step.tokens):
         # Other requests wait for this very prefill: it goes on.
@@ -116,7 +114,7 @@ def _stop_for_nobody(state: State) -> None:
         if not (job.cancelled and isinstance(step, PrefillStep)):
             continue
         if state.fleet.slots[job.slot].sharing and not is_wanted(state, job, step.tokens):
-            job.steps = deque(step for step in job.steps if isinstance(step, CheckSlotStep))
+            job.steps.clear()
             _break_off(state, job)
 
 
@@ -336,13 +334,13 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         job.others = [other.lease(request.id) for other in rest]
     if chosen.copy_from is not None:
         job.others = [fleet.slots[chosen.copy_from].lease(request.id)]
-    generates = fleet.generates(backend)
-    if generates and not request.pinnable and not request.whole_backend:
+    managed = fleet.manages(backend)
+    if managed and not request.pinnable and not request.whole_backend:
         others = fleet.attracting(backend, request)
         job.others += [other.lease(request.id) for other in others]
     for lease in (job.lease, *job.others):
         fleet.slots[lease.slot].next_tenant = request.tenant
-        if not generates:  # the slot holds no tokens of any tenant
+        if not managed:  # the router keeps no tokens there
             fleet.slots[lease.slot].tenant = request.tenant
     fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
     if job.gated:

@@ -6,7 +6,7 @@ from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.jobs import Job
 from router.core.model.rates import LinearFit, Mean, Rates
-from router.core.model.slots import UNKNOWN, Resident
+from router.core.model.slots import NOTHING, UNKNOWN, Resident
 from router.core.planning.snapshot_value import is_known, worth_of
 
 # One slot to try things in, and one to see whether a start in the first clears it.
@@ -31,7 +31,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     for slot in state.fleet.slots.of(info.id):
         slot.used_no = state.fleet.uses.get(info.namespace, 0)  # as far as is known
         status = statuses.get(slot.id.index)
-        if status is None or not info.generates:
+        if status is None or not info.is_managed:
             continue
         if status.is_processing or status.adapted:
             watch(state, slot, wipe=status.adapted)
@@ -58,6 +58,8 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     leaves = state.stopping or backend in state.fleet.draining
     if leaves or name in state.jobs or backend in state.fleet.gated:
         return
+    if backend in state.fleet.infos and not state.fleet.manages(backend):
+        return  # the server may place a request in any of its slots
     idle = [slot for slot in state.fleet.slots.of(backend) if slot.is_idle]
     chosen = sorted(idle, key=lambda slot: len(slot.resident))[:_PROBE_SLOTS]
     if chosen:
@@ -86,8 +88,9 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     _value_anew(state, info)
     for slot in state.fleet.slots.of(info.id):
         slot.saved = False  # nothing could be saved so far
-    state.others_cleared(info.id)
-    end(state, job, now, UNKNOWN)
+        if slot.is_idle and not info.is_managed:
+            slot.resident = NOTHING
+    end(state, job, now, UNKNOWN if info.is_managed else NOTHING)
 
 
 def snapshots_found(state: State, event: ev.SnapshotsFound) -> None:

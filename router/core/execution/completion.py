@@ -8,7 +8,6 @@ from router.base.types import (
     NO_TENANT,
     BackendId,
     BackendInfo,
-    Namespace,
     Outcome,
     Request,
     RequestId,
@@ -51,7 +50,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
         for slot in state.fleet.slots.of(backend):
             state.fleet.give_up(slot)
     state.fleet.infos.pop(backend, None)
-    state.fleet.ram_cache.drop(Namespace(backend))
+    state.fleet.sent.pop(backend, None)
     state.fleet.gated.discard(backend)
     state.fleet.ignores_prefixes.discard(backend)
     state.fleet.slots.lose(backend)
@@ -122,20 +121,6 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
     job.slot_confirmed = index == job.slot.index or bool(job.others) or _follow(state, job, index)
     if not job.slot_confirmed:
         _doubt_drained(state, job, job.request)  # it runs in one that was idle unnoticed
-    _doubt_others(state, job, now)
-
-
-def _doubt_others(state: State, job: Job, now: float) -> None:
-    """Check the slots that came free since the job's request was sent; it has started.
-
-    Each was cleared by the start, or came free after the start and is intact: a poll will tell.
-    """
-    for slot in state.volatile_slots(job.slot.backend):
-        watch(state, slot, progress=RequestProgress.ANSWERED, likely_unchanged=True)
-        slot.pending, slot.busy_until = (
-            slot.resident.tokens,
-            now + _ABANDONED_SLOT_S[RequestProgress.ANSWERED],
-        )
 
 
 def _follow(state: State, job: Job, index: int) -> bool:
@@ -148,8 +133,7 @@ def _follow(state: State, job: Job, index: int) -> bool:
         return placement_gate.swap_leases(state, job, index)
     leased = state.fleet.slots[job.slot]
     pending, busy_until, turn = leased.pending, leased.busy_until, leased.permit_until
-    lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
-    leased.release(job.lease, leased.resident if lasts else UNKNOWN, leased.last_used)
+    leased.release(job.lease, leased.resident, leased.last_used)
     leased.generation += 1  # the answer is read under this lease, and is elsewhere
     job.lease = actual.lease(job.id)
     actual.tenant = actual.next_tenant = job.request.tenant
@@ -166,11 +150,6 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         return
     if event.index is not None:
         launched(state, event.request, event.index, now)
-    if job.gated:  # it was over before it was seen to run
-        if job.request.pinnable and event.outcome in _OVER:
-            _doubt_others(state, job, now)
-        else:
-            state.others_cleared(job.slot.backend)  # it may still start, in any of them
     open_gate(state, job)
     state.out.append(
         Account(
@@ -198,13 +177,13 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
 def _content_after(state: State, job: Job, event: ev.Finished) -> Resident:
     """Return what the job's slot holds after a complete answer.
 
-    1. Nothing, where no slot ever holds anything.
+    1. Nothing, on a backend that is not managed.
     2. Unknown: the server used several slots as it liked.
     3. Server-placed, and over before its slot was seen: any idle slot may have been used.
     4. Prompt and answer.
     """
     assert job.request is not None
-    if not state.fleet.generates(job.slot.backend):
+    if not state.fleet.manages(job.slot.backend):
         return NOTHING
     if job.request.whole_backend:
         return UNKNOWN
@@ -217,9 +196,7 @@ def _content_after(state: State, job: Job, event: ev.Finished) -> Resident:
         if slot.is_idle:
             slot.resident = after_either(slot.resident, job.request.prompt)
             _mix(slot, job.request)
-    # Where a start clears idle slots, a start in another slot has cleared the job's.
-    lasts = state.fleet.infos[job.slot.backend].keeps_idle_slots
-    return after_either(job.resident_at_dispatch if lasts else UNKNOWN, job.request.prompt)
+    return after_either(job.resident_at_dispatch, job.request.prompt)
 
 
 def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
@@ -236,11 +213,11 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     wiped too if the server may have moved KV there (2.3), or if several answers may have shared its
     state. In the last case each slot is wiped, after a token is computed in it.
 
-    Without KV there is nothing to destroy, and the slot is not known: the server makes other
-    requests wait by itself.
+    On a backend that is not managed there is nothing to destroy, and the slot is not known: the
+    server makes other requests wait by itself.
     """
     assert job.request is not None
-    if not state.fleet.generates(job.slot.backend):
+    if not state.fleet.manages(job.slot.backend):
         end(state, job, now, NOTHING)
         return
     refused = event.outcome is Outcome.REFUSED
@@ -349,14 +326,14 @@ def watch(
 def found_busy(state: State, event: ev.FoundBusy) -> None:
     """Keep slots that an unknown client uses out of use.
 
-    While the gate is closed, the router's own request may be the one in the slot. Without KV, any
-    of the router's requests may be in any slot.
+    While the gate is closed, the router's own request may be the one in the slot. On a backend that
+    is not managed, any of the router's requests may be in any slot.
     """
     for slot_id, generation in event.slots.items():
         slot = next((s for s in state.fleet.slots.of(slot_id.backend) if s.id == slot_id), None)
         if slot is None or slot_id.backend in state.fleet.gated:
             continue
-        if not state.fleet.generates(slot_id.backend):
+        if not state.fleet.manages(slot_id.backend):
             continue
         if slot.is_idle and slot.generation == generation:
             state.fleet.give_up(slot)
@@ -384,9 +361,6 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
             now,
             after_quiet(job.resident_at_dispatch, job.request.prompt, event.n_tokens),
         )
-    request = job.request
-    if request is not None and request.reuse and not (request.adapted or request.shifts):
-        state.fleet.park(job.slot.backend, request.prompt.tokens)
 
 
 def answer_read(state: State, event: ev.AnswerRead) -> None:

@@ -5,22 +5,8 @@ from router.core.execution.job_steps import next_step
 from router.core.execution.state import State
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import Job, SaveStep
-from router.core.model.slots import Phase, Slot
+from router.core.model.slots import Slot
 from router.core.planning.displacement import first_to_save
-
-
-def save_fleeting(state: State, now: float) -> None:
-    """Save volatile slots before the next start clears them.
-
-    They are saved at once or never, so also while requests run; the price counts their stall
-    (llama-server.md section 0.6). A job that is about to start something saves them itself: see
-    `volatile_slots`.
-    """
-    if state.gives_up_content:
-        return
-    for backend, info in state.fleet.infos.items():
-        if not info.keeps_idle_slots and not _is_preparing(state, backend):
-            _save_first(state, backend, now)
 
 
 def save_idle(state: State, now: float) -> None:
@@ -63,12 +49,6 @@ def wakeup(state: State) -> float | None:
     unsaved, gated = state.fleet.slots.unsaved(), state.fleet.gated
     times = [since + after_s for backend, since in unsaved.items() if backend not in gated]
     return min(times, default=None)
-
-
-def _is_preparing(state: State, backend: BackendId) -> bool:
-    """Return True if a request is about to start: a save would delay it."""
-    preparing = state.fleet.slots.phases(backend)[Phase.PREPARING]
-    return preparing > 0 or backend in state.fleet.gated
 
 
 def _save(state: State, slot: Slot, now: float) -> None:

@@ -15,17 +15,14 @@ from router.base.types import (
     NO_TENANT,
     MemoryKind,
     RequestId,
-    RequestProgress,
     SlotId,
     Snapshot,
     SnapshotId,
     Stall,
 )
 from router.core.execution import (
-    completion,
     placement_gate,
     prefill_queue,
-    volatile_slots,
     write_backoff,
 )
 from router.core.execution.completion import end
@@ -40,11 +37,9 @@ from router.core.model.effects import (
     Restore,
     Save,
     SaveReason,
-    WatchSlot,
 )
 from router.core.model.events import Blame
 from router.core.model.jobs import (
-    CheckSlotStep,
     CutStep,
     DispatchStep,
     EraseStep,
@@ -79,8 +74,6 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
     if isinstance(ahead, PrefillStep) and prefill_queue.join_prefill_queue(state, job, ahead, now):
         job.steps.popleft()
         return
-    if isinstance(ahead, PrefillStep | DispatchStep):
-        volatile_slots.save_before_start(state, job, now)
     job.doing = step = job.steps.popleft()
     match step:
         case SaveStep():
@@ -121,10 +114,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             slot.busy_until = now + remaining_prefill_s(state.fleet, slot, whole)
             piece_s = remaining_prefill_s(state.fleet, slot, step.now)
             prefill_queue.begin(job, slot, piece_s, now)
-            state.others_cleared(job.slot.backend)
             state.out.append(Prefill(job.id, job.slot, step.now))
-        case CheckSlotStep():
-            state.out.append(WatchSlot(job.id, step.slot, RequestProgress.ANSWERED))
         case DispatchStep():
             if placement_gate.reuses_nothing_foreign(state, job):
                 _dispatch(state, job, now)
@@ -171,8 +161,10 @@ def _dispatch(state: State, job: Job, now: float) -> None:
     job.stage = Stage.DISPATCHED
     job.prepared_s = now - job.since
     job.resident_at_dispatch = slot.resident
-    state.others_cleared(job.slot.backend)
-    pin = job.request.pinnable and not job.request.whole_backend
+    managed = state.fleet.manages(job.slot.backend)
+    if not managed:
+        state.fleet.note_sent(job.slot.backend, job.request)
+    pin = managed and job.request.pinnable and not job.request.whole_backend
     state.out.append(Dispatch(job.id, job.lease, job.plan, pin, job.gated, job.waited_s))
 
 
@@ -385,7 +377,6 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         return
     slot = state.fleet.slots[job.slot]
     if isinstance(event, ev.PrefillFailed):
-        state.others_cleared(job.slot.backend)  # it may still start
         slot.prefill_abandoned = False
         assert job.request is not None
         slot.resident = after_quiet(slot.resident, job.request.prompt, event.n_tokens)
@@ -407,18 +398,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
                 job.steps.clear()  # no request waits for it any more
         elif not job.cancelled and not saved_anyway and is_wanted(state, job, job.doing.tokens):
             job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
-        volatile_slots.check_before_start(state, job)
     next_step(state, job, now)
-
-
-def quiet(state: State, event: ev.Quiet, now: float) -> None:
-    """Note that a slot is idle: one that a job checks, or one of a request that is over."""
-    job = state.jobs.get(event.request)
-    if job is not None and isinstance(job.doing, CheckSlotStep):
-        volatile_slots.slot_checked(state, job, job.doing, event)
-        next_step(state, job, now)
-    else:
-        completion.quiet(state, event, now)
 
 
 def is_wanted(state: State, job: Job, held: Tokens) -> bool:

@@ -106,8 +106,8 @@ def reuses_nothing_foreign(state: State, job: Job) -> bool:
     leased = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
     if any(slot.tenant != request.tenant for slot in leased):
         return False
-    generates = state.fleet.generates(job.slot.backend)
-    if request.pinnable or request.whole_backend or not generates:
+    managed = state.fleet.manages(job.slot.backend)
+    if request.pinnable or request.whole_backend or not managed:
         return True
     held, wanted = leased[0].resident.tokens, request.prompt.tokens
     computed = common_prefix(held, wanted) >= len(request.prompt) - 1

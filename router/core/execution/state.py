@@ -16,7 +16,7 @@ from router.core.fleet.fleet import Fleet
 from router.core.model.effects import Delete, Effect, Reject
 from router.core.model.jobs import Job, RestoreStep, Stage
 from router.core.model.request_queue import Queue
-from router.core.model.slots import UNKNOWN, Slot
+from router.core.model.slots import Slot
 from router.core.planning.snapshot_value import worth_of
 
 
@@ -97,24 +97,3 @@ class State:
     def gives_up_content(self) -> bool:
         """Return True if the router is stopping and was told not to save."""
         return self.stopping and not self.saves_on_stop
-
-    def others_cleared(self, backend: BackendId) -> None:
-        """Mark the backend's volatile slots as unknown, because a request is sent there.
-
-        Nothing is claimed of their content (llama-server.md section 0.6), not even that they are
-        empty: the client may disconnect before the request starts.
-        """
-        for slot in self.volatile_slots(backend):
-            self.fleet.give_up(slot)
-            slot.resident = UNKNOWN
-
-    def volatile_slots(self, backend: BackendId) -> list[Slot]:
-        """Return the volatile slots: idle slots that the backend clears when a request starts.
-
-        After a request was sent, these are the slots that came free since. The backend clears them
-        too if that request starts later than they came free.
-        """
-        info = self.fleet.infos.get(backend)
-        if info is None or info.keeps_idle_slots:
-            return []
-        return [s for s in self.fleet.slots.of(backend) if s.is_idle and len(s.resident) > 0]

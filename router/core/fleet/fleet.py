@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from router.base.tokens import Tokens, count
+from router.base.tokens import count
 from router.base.types import BackendId, BackendInfo, Namespace, Request, SlotId
 from router.core.fleet.catalog import Catalog
 from router.core.fleet.ghost_list import GhostList
@@ -49,8 +49,8 @@ class Fleet:
     has_tenants: bool = False  # a slot may hold tokens of a tenant
     holdings: Holdings = field(default_factory=Holdings, repr=False, compare=False)
     displaced: GhostList = field(default_factory=GhostList, repr=False, compare=False)
-    # Tokens that backends with volatile slots may have in their own cache, by backend.
-    ram_cache: GhostList = field(default_factory=GhostList, repr=False, compare=False)
+    # Prompts sent to backends that are not managed: they may be in such a backend's own cache.
+    sent: dict[BackendId, GhostList] = field(default_factory=dict, repr=False, compare=False)
 
     def serves(self, backend: BackendId, request: Request) -> bool:
         """Return whether the backend fits the request and is not draining."""
@@ -133,19 +133,16 @@ class Fleet:
             return idle
         return [slot for slot in idle if self.wants(slot, request)]
 
-    def generates(self, backend: BackendId) -> bool:
-        """Return whether the backend's slots hold KV; slots of a model without KV never do."""
-        return self.infos[backend].generates
+    def manages(self, backend: BackendId) -> bool:
+        """Return whether the router decides what the backend's slots hold."""
+        return self.infos[backend].is_managed
 
     def needs_gate(self, backend: BackendId, request: Request) -> bool:
         """Return whether nothing else may be prepared there until this request is known to run.
 
-        Also True for pinned requests where idle slots are volatile (llama-server.md section 0.6).
-        Never True where slots hold nothing.
+        Never True on a backend that is not managed.
         """
-        info = self.infos[backend]
-        picked = request.whole_backend or not request.pinnable
-        return info.generates and (picked or not info.keeps_idle_slots)
+        return self.manages(backend) and (request.whole_backend or not request.pinnable)
 
     def gates_at_dispatch(self, backend: BackendId, request: Request) -> bool:
         """Return whether the request needs the placement gate only when it is sent."""
@@ -262,23 +259,21 @@ class Fleet:
         tokens = slot.resident.tokens
         if count(tokens) > kept and count(tokens) > self.reach(slot):
             self.displaced.add(namespace_of(self.infos[slot.id.backend], slot.tenant), tokens)
-            if not slot.must_not_save:
-                self.park(slot.id.backend, tokens)
 
-    def park(self, backend: BackendId, tokens: Tokens) -> None:
-        """Record tokens that no slot holds, or ever held, but a backend may have in its cache.
+    def note_sent(self, backend: BackendId, request: Request) -> None:
+        """Record a prompt that is sent to a backend which keeps it as it likes."""
+        prompt = request.prompt
+        if (
+            self.infos[backend].generates
+            and request.reuse
+            and not (prompt.unknown or prompt.n_media)
+        ):
+            self.sent.setdefault(backend, GhostList()).add(Namespace(request.tenant), prompt.tokens)
 
-        Only backends with volatile slots put tokens into such a cache.
-        """
-        if not self.infos[backend].keeps_idle_slots:
-            self.ram_cache.add(Namespace(backend), tokens)
-
-    def ram_cache_tokens(self, backend: BackendId, tokens: Tokens) -> int:
-        """Return the leading tokens of a prompt that a backend may find in its own cache.
-
-        The cache knows no tenants: 0 if there are tenants.
-        """
-        return 0 if self.has_tenants else self.ram_cache.nearest(Namespace(backend), tokens)[0]
+    def sent_before(self, backend: BackendId, request: Request) -> int:
+        """Return how many leading tokens of a prompt were sent to a backend before."""
+        known = self.sent.get(backend)
+        return known.nearest(Namespace(request.tenant), request.prompt.tokens)[0] if known else 0
 
     def wants(self, slot: Slot, request: Request) -> bool:
         """Return whether the slot meets the client's `id_slot`, if the backend has that slot."""

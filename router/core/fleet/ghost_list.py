@@ -50,12 +50,6 @@ class GhostList:
         index = self._index.get(namespace)
         return index.nearest(tokens) if index else (0, False)
 
-    def drop(self, namespace: Namespace) -> None:
-        """Drop all sequences of a namespace."""
-        for item in [item for item, (home, _) in self._kept.items() if home == namespace]:
-            self._forget(item)
-        self._index.pop(namespace, None)
-
     def _forget(self, item: int) -> None:
         namespace, tokens = self._kept.pop(item)
         self._index[namespace].remove(tokens, item)

@@ -76,18 +76,11 @@ class AtGate:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckSlotStep:
-    """Poll a slot that the job holds, to find out whether its content changed."""
-
-    slot: SlotId
-
-
-@dataclass(frozen=True, slots=True)
 class DispatchStep:
     """Send the client's request."""
 
 
-Step = SaveStep | CutStep | EraseStep | RestoreStep | PrefillStep | CheckSlotStep | DispatchStep
+Step = SaveStep | CutStep | EraseStep | RestoreStep | PrefillStep | DispatchStep
 
 
 class Stage(StrEnum):

@@ -23,7 +23,7 @@ def can_be_steered(request: Request, info: BackendInfo) -> bool:
     prompt = request.prompt
     known = len(prompt) > 1 and not (prompt.unknown or prompt.n_media or request.adapted)
     picked = not (request.pinnable or request.whole_backend)
-    return picked and known and request.reuse and info.generates and info.keeps_idle_slots
+    return picked and known and request.reuse and info.is_managed
 
 
 def will_hold(tokens: Tokens, prompt: Prompt) -> bool:

@@ -16,6 +16,7 @@ def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
     size_bytes = tokens * fleet.rates[info.id].bytes_per_token.value
     return (
         fleet.policy.moves_kv
+        and info.is_managed
         and info.kv_dir is not None
         and fleet.may_write(info.id)
         and can_restore(info.memory_kind)

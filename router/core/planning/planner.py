@@ -77,6 +77,8 @@ def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
     2. The prefill takes long: other requests with the same prefix can then share it.
     """
     prompt = request.prompt
+    if not fleet.manages(chosen.slot.backend):
+        return False
     if prompt.unknown or prompt.n_media or not request.reuse or request.whole_backend:
         return False
     if len(prompt) - chosen.reused_tokens < 2:

@@ -23,13 +23,12 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
 
     1. All for kinds that cannot go back: the server makes a checkpoint in each chunk, and forgets
        an older one for it (llama-server.md section 4.2).
-    2. All where each start clears the idle slots (section 0.6).
-    3. All where the slot holds a prefix and perhaps more, of unknown length: a chunk would cut that
+    2. All where the slot holds a prefix and perhaps more, of unknown length: a chunk would cut that
        off. A slot of which nothing is known was usually never used.
     """
     limit_s = fleet.policy.prefill_chunk_s
     info = fleet.infos[slot.backend]
-    if limit_s is None or not goes_back(info.memory_kind) or not info.keeps_idle_slots:
+    if limit_s is None or not goes_back(info.memory_kind):
         return None
     if not _beside_others(fleet, slot):
         limit_s *= _ALONE

@@ -40,6 +40,9 @@ def starting_now(
     owner = _residents(context, room, found)
     leads: list[tuple[float, BackendId]] = []
     for backend in room:
+        if not context.fleet.manages(backend):
+            found.add(_in_its_cache(context, backend))
+            continue
         files = _files(context, context.fleet.infos[backend], owner)
         leads.append((context.least_of_s(backend, files), backend))
     for least_s, backend in sorted(leads):
@@ -61,6 +64,8 @@ def _residents(context: PricingContext, room: list[BackendId], found: Cheapest) 
     for name, common in context.shared.items():
         slot = fleet.slots[name]
         if slot.phase is not Phase.IDLE or name.backend not in position:
+            continue
+        if not fleet.manages(name.backend):
             continue
         if hinted and not fleet.wants(slot, context.request):
             continue
@@ -91,6 +96,16 @@ def resident(context: PricingContext, slot: Slot, common: int, reused: int) -> C
 def cold(context: PricingContext, slot: Slot) -> Candidate:
     """Return the way that starts from nothing."""
     return _from_nothing(context, slot, saving_pays(context.fleet, slot))
+
+
+def _in_its_cache(context: PricingContext, backend: BackendId) -> Candidate:
+    """Return the way to start on a backend that is not managed.
+
+    It may have kept what was sent to it before, in a slot or in its own cache.
+    """
+    reused = min(context.fleet.sent_before(backend, context.request), context.n_prompt - 1)
+    displaced, target = _target(context, backend)
+    return context.candidate(target.id, Source.NONE, displaced, reused=reused)
 
 
 def _any_slot(context: PricingContext, backend: BackendId) -> Candidate:

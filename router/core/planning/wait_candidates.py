@@ -32,7 +32,10 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
     4. Its client disconnected, perhaps to come back at once with the same and more: it is idle
        soon.
 
-    Included are the `n` cheapest of cases 1 and 2, and the `n` cheapest of cases 3 and 4.
+    5. A backend that is not managed was sent the prefix before, and has no slot free.
+
+    Included are the `n` cheapest of cases 1 and 2, the `n` cheapest of cases 3 and 4, and all of
+    case 5.
     """
     if context.has_no_say:
         return []
@@ -73,7 +76,23 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
         ):
             price = Price(wait_s=wait_s, prefill_s=remaining_s)
             owners.add(Candidate(slot.id, Source.RESIDENT, reused, price, wait_for=slot.id))
-    return saved.ways + owners.ways
+    return saved.ways + owners.ways + (list(_homes(context, at_least)) if patient else [])
+
+
+def _homes(context: PricingContext, at_least: int) -> Iterator[Candidate]:
+    """Yield ways that wait for any slot of a backend that may have the prefix in its own cache."""
+    fleet, request = context.fleet, context.request
+    for backend in fleet.sent:
+        if not fleet.serves(backend, request) or fleet.slots.phases(backend)[Phase.IDLE]:
+            continue
+        reused = min(fleet.sent_before(backend, request), context.n_prompt - 1)
+        if reused < at_least:
+            continue
+        slot = min(fleet.slots.of(backend), key=lambda one: one.busy_until)
+        wait_s = max(slot.busy_until - context.now, 0.0)
+        prefill_s = fleet.rates[backend].prefill_s(context.n_prompt - reused, reused)
+        price = Price(wait_s=wait_s, prefill_s=prefill_s)
+        yield Candidate(slot.id, Source.NONE, reused, price, wait_for=slot.id)
 
 
 def hope_ends(fleet: Fleet, now: float) -> float | None:
@@ -99,7 +118,7 @@ def _busy(context: PricingContext) -> Iterator[Slot]:
         phases = bench.phases
         if not any(phases[phase] for phase in wanted):
             continue
-        if fleet.fits(backend, context.request):
+        if fleet.fits(backend, context.request) and fleet.manages(backend):
             for slot in fleet.slots.of(backend):
                 if slot.phase in wanted:
                     yield slot

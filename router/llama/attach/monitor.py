@@ -47,6 +47,11 @@ class Attached:
     probe: ProbeResult
 
 
+EMPTIES_SLOTS = (
+    "it moves idle slots into its RAM cache at every start (llama-server's defaults: unified KV,"
+    " --cache-ram): kvferry keeps conversations on their server and moves no KV; restart it with"
+    " --cache-ram 0"
+)
 MIXES_TENANTS = (
     "its RAM cache gives one tenant's prompts to another, which cannot be prevented from outside;"
     " restart it with --cache-ram 0"
@@ -310,6 +315,8 @@ def _log_attached(event: str, attached: Attached) -> None:
     )
     if attached.probe.problem:
         log.warning("backend_limited", backend=info.id, reason=attached.probe.problem)
+    if not info.keeps_idle_slots:
+        log.warning("backend_limited", backend=info.id, reason=EMPTIES_SLOTS)
     if attached.probe.ram_cache:
         log.warning("backend_mixes_tenants", backend=info.id, reason=MIXES_TENANTS)
     if attached.probe.note:
@@ -352,7 +359,7 @@ async def attach(
         n_ctx=min((s.n_ctx for s in slots), default=props.n_ctx),
         namespace=namespace(digest(props, models, lora, layout), found.behaviour, known or set()),
         models=models.names | set(extra_models),
-        kv_dir=kv_dir if found.usable else None,
+        kv_dir=kv_dir if found.usable and found.keeps_idle_slots else None,
         memory_kind=found.memory_kind,
         keeps_idle_slots=found.keeps_idle_slots,
         generates=found.generates,

@@ -284,8 +284,8 @@ def _idle_slots(attached: Attached) -> Iterator[Finding]:
     if not info.keeps_idle_slots:
         yield Finding(
             Level.WARNING,
-            "its idle slots are volatile: each starting request clears them, so only snapshots are "
-            "reused (unified KV with the RAM cache, both defaults of llama-server)",
+            "it moves idle slots into its RAM cache at every start (its defaults: unified KV,"
+            " --cache-ram): kvferry keeps conversations on their server and moves no KV",
             "restart it with --cache-ram 0",
         )
     elif layout is not None and layout.n_stream == 1 and info.n_slots > 1:

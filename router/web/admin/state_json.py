@@ -12,7 +12,6 @@ from router.base.types import BackendId, RequestId, Snapshot
 from router.core.fleet.catalog import Catalog
 from router.core.model.jobs import (
     AtGate,
-    CheckSlotStep,
     CutStep,
     DispatchStep,
     EraseStep,
@@ -27,6 +26,7 @@ from router.core.model.request_queue import Queue
 from router.core.model.slots import Slot
 from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
+from router.llama.attach.monitor import EMPTIES_SLOTS
 from router.web.api.backend_selection import BackendSelection
 
 Row = dict[str, object]
@@ -48,7 +48,6 @@ _DOING: dict[type[Step | InPrefillQueue | AtGate], str] = {
     PrefillStep: "prefill",
     InPrefillQueue: "prefill queue",
     AtGate: "placement gate",
-    CheckSlotStep: "check slot",
     DispatchStep: "answer",
 }
 
@@ -85,7 +84,7 @@ def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) ->
         "snapshots": engine.keeps_snapshots(info.id),
         "keeps_idle_slots": info.keeps_idle_slots,
         "ram_cache": found.ram_cache,
-        "problem": found.problem,
+        "problem": found.problem or (None if info.keeps_idle_slots else EMPTIES_SLOTS),
         "note": found.note,
         "build": attached.props.build_info,
         "rates": {
@@ -126,9 +125,7 @@ def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
 def _doing(slot: Slot, job: Job | None) -> str | None:
     if job is None or job.doing is None:
         return None
-    worked_on = (
-        job.doing.slot if isinstance(job.doing, SaveStep | EraseStep | CheckSlotStep) else job.slot
-    )
+    worked_on = job.doing.slot if isinstance(job.doing, SaveStep | EraseStep) else job.slot
     return _DOING[type(job.doing)] if worked_on == slot.id else None
 
 

@@ -190,15 +190,6 @@ def test_a_backend_that_goes_down_meanwhile_takes_the_loan_with_it() -> None:
     assert s.state.jobs == {}
 
 
-def test_of_idle_slots_that_a_start_empties_nothing_is_claimed() -> None:
-    s = scheduler(UNTRIED)
-    slot(s, A0).resident = Resident(unread=50)
-    s.handle(ev.ProbeDue(A), NOW)
-    s.handle(ev.Probed(replace(TRIED, keeps_idle_slots=False)), NOW)
-
-    assert slot(s, A0).resident == UNKNOWN
-
-
 def test_what_is_on_disk_is_offered_and_none_is_dropped_for_a_longer_one() -> None:
     s = scheduler()
     found = (snapshot("s1", tokens(1)), snapshot("s2", tokens(1, 1)), snapshot("s3", tokens(1)))

@@ -1,11 +1,9 @@
 """Deferral: a request could start, and does not."""
 
-from typing import Any
-
 import pytest
 
 from router.base.tokens import Tokens
-from router.base.types import BackendId, BackendInfo, Outcome, Prompt, SlotId, Source
+from router.base.types import BackendId, BackendInfo, Outcome, Prompt, SlotId
 from router.core.admission.deferral import decide
 from router.core.model import events as ev
 from router.core.model.policy import PolicyName
@@ -84,35 +82,6 @@ def emptied(*infos: BackendInfo) -> Scheduler:
     return s
 
 
-def test_what_the_server_may_have_itself_is_left_to_it() -> None:
-    s = emptied()
-    decision = decide(s.state, request("new", ids=LONG), NOW, 0.0)
-
-    assert decision is not None
-    assert not decision.request.pinnable
-    assert not decision.plan.prefill_first
-    assert decision.plan.chosen.source is Source.NONE
-    assert decision.plan.chosen.reused_tokens == 1999
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"slot_hint": 0},
-        {"reuse": False},
-        {"whole_backend": True},
-        {"ids": run_of(200, 5)},
-    ],
-    ids=["pinned by its client", "no reuse", "several answers", "another"],
-)
-def test_what_is_not_left_to_it(more: dict[str, Any]) -> None:
-    s = emptied()
-    decision = decide(s.state, request("new", **({"ids": LONG} | more)), NOW, 0.0)
-    assert decision is not None
-    assert decision.request.pinnable
-    assert decision.plan.chosen.reused_tokens == 0
-
-
 def test_its_cache_knows_no_tenants() -> None:
     s = emptied()
     s.state.fleet.has_tenants = True
@@ -128,16 +97,3 @@ def test_its_cache_is_gone_with_the_process() -> None:
     decision = decide(s.state, request("new", ids=LONG), NOW, 0.0)
     assert decision is not None
     assert decision.request.pinnable
-
-
-def test_a_slot_that_is_let_go_of_is_waited_for_and_nothing_longer() -> None:
-    """Otherwise the server could pick that slot."""
-    s = emptied()
-    arrive(s, "leaves", run_of(30, 5))
-    launched(s, 0, "leaves")
-    finish(s, "leaves", Outcome.CLIENT_GONE, begun=True)
-
-    assert decide(s.state, request("new", ids=LONG), NOW, 0.0) is None
-    late = decide(s.state, request("new", ids=LONG), NOW + 1.0, 1.0)
-    assert late is not None
-    assert late.request.pinnable

@@ -408,36 +408,6 @@ def fleeting(*sent: str, pinnable: bool = False) -> Scheduler:
     return s
 
 
-def test_a_slot_that_was_left_for_another_is_empty_where_slots_do_not_last() -> None:
-    s = fleeting("r")
-    assert held(s, A0) == tokens(0)
-    launched(s, 1)
-
-    assert slot(s, A0).resident == UNKNOWN
-
-
-def test_a_slot_may_have_kept_its_content_if_the_start_never_came() -> None:
-    """Regression: the slot was believed empty, and its content part of the next prompt."""
-    s = fleeting("r", pinnable=True)
-    launched(s, 0)
-    finish(s, "r", prompt_tokens=2, generated_tokens=1)
-    arrive(s, "r2", [5], slot_hint=1)
-    finish(s, "r2", GONE)
-    quiet(s, "r2", n=0)
-    arrive(s, "r3", [6, 7, 8], slot_hint=0)
-    finish(s, "r3", GONE)
-    quiet(s, "r3", n=2)
-
-    assert slot(s, A0).resident == Resident(unread=2)
-
-
-def test_what_was_prepared_may_be_gone_where_slots_do_not_last() -> None:
-    s = fleeting("r")
-    finish(s, prompt_tokens=2, cached_tokens=0)
-
-    assert [x.resident for x in s.state.fleet.slots] == [UNKNOWN, UNKNOWN]
-
-
 # -- requests for a whole backend ----------------------------------------------------------------
 
 

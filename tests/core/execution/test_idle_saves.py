@@ -149,26 +149,6 @@ def test_off_is_off() -> None:
 # -- volatile slots -----------------------------------------------------------------------------
 
 
-def test_what_will_not_last_is_saved_at_once() -> None:
-    s = scheduler(backend("a", 2, keeps_idle_slots=False), coalesce_above_s=None)
-    arrive(s, ids=LONG)
-    s.handle(ev.Launched(RequestId("r"), 0), NOW)
-
-    effects = finish(s, prompt_tokens=1000, generated_tokens=1)
-    assert effects[-1] == Save(SAVE_1, A0, NS, IDLE)
-    assert arrive(s, "r2", [5]) == []  # the save comes first
-
-
-def test_what_will_not_last_is_saved_beside_a_stream_too() -> None:
-    s = scheduler(backend("a", 2, keeps_idle_slots=False), coalesce_above_s=None)
-    arrive(s, "r", LONG)
-    s.handle(ev.Launched(RequestId("r"), 0), NOW)
-    arrive(s, "r2", [5])
-    s.handle(ev.Launched(RequestId("r2"), 1), NOW)
-
-    assert names(finish(s, "r", prompt_tokens=1000, generated_tokens=1)) == ["Account", "Save"]
-
-
 # -- stopping ------------------------------------------------------------------------------------
 
 

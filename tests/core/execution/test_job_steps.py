@@ -385,12 +385,3 @@ def test_a_request_for_a_whole_backend_takes_all_and_saves_what_is_worth_it() ->
     assert isinstance(dispatch, Dispatch)
     assert not dispatch.pin
     assert {x.phase for x in s.state.fleet.slots} == {Phase.RUNNING}
-
-
-def test_a_start_empties_what_is_idle_where_the_server_does() -> None:
-    s = scheduler(backend("a", 2, keeps_idle_slots=False), holding={A1: run_of(2, 7)})
-    s.state.fleet.slots[A1].saved = True
-    arrive(s)
-
-    assert held(s, A1) == b""
-    assert s.state.fleet.gated == {A}

@@ -102,12 +102,3 @@ def test_a_connection_that_was_lost_may_leave_it_there(pinnable: bool) -> None:
     s.handle(ev.BackendDown(A), NOW)
     s.handle(ev.BackendUp(backend("a", 2)), NOW)
     assert [slot(s, at).must_not_save for at in (A0, A1)] == [True, not pinnable]
-
-
-@pytest.mark.parametrize("shifts", [True, False])
-def test_nor_is_it_looked_for_in_the_server_s_own_cache(shifts: bool) -> None:
-    s = scheduler(backend("a", 1, keeps_idle_slots=False), coalesce_above_s=None)
-    arrive(s, ids=LESS, shifts=shifts)
-    finish(s, outcome=Outcome.CLIENT_GONE, begun=True)
-    quiet(s, n=None)
-    assert s.state.fleet.ram_cache_tokens(A, LESS) == (0 if shifts else 600)

@@ -1,6 +1,5 @@
 """Ghost list: token sequences that were held once are remembered, within bounds."""
 
-from router.base.types import Namespace
 from router.core.fleet.ghost_list import GhostList
 from tests.support.scheduler.build import NS, OTHER_NS, run_of, tokens
 
@@ -53,15 +52,3 @@ def test_one_that_is_too_long_leaves_nothing() -> None:
     ghosts.add(NS, run_of(100))
 
     assert len(ghosts) == 0
-
-
-def test_a_namespace_that_is_dropped() -> None:
-    ghosts = GhostList()
-    ghosts.add(Namespace("a"), run_of(10))
-    ghosts.add(Namespace("b"), run_of(20))
-    ghosts.drop(Namespace("a"))
-
-    assert len(ghosts) == 1
-    assert ghosts.nearest(Namespace("a"), run_of(10)) == (0, False)
-    assert ghosts.nearest(Namespace("b"), run_of(10))[0] == 10
-    ghosts.drop(Namespace("c"))

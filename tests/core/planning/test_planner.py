@@ -208,15 +208,6 @@ def test_a_server_that_chooses_is_kept_from_slots_in_preparation() -> None:
     assert plan(request(), made, 0.0) is not None
 
 
-def test_where_a_start_empties_idle_slots_nothing_starts_beside_a_preparation() -> None:
-    made = fleet(backend(keeps_idle_slots=False))
-    lease = made.slots[A0].lease(R)
-    assert plan(request(), made, 0.0) is None
-
-    made.slots[A0].abandon(lease)
-    assert plan(request(), made, 0.0) is not None
-
-
 def test_a_slot_hint_is_obeyed_if_there_is_such_a_slot() -> None:
     made = fleet(holding={A1: LONG})
 

@@ -20,7 +20,6 @@ from tests.support.scheduler.drive import (
     cancel,
     finish,
     held,
-    launched,
     names,
     prefill_failed,
     prefilled,
@@ -96,13 +95,6 @@ def test_all_at_once(more: dict[str, Any]) -> None:
 
 def test_a_kind_that_cannot_go_back_keeps_its_checkpoints() -> None:
     s = beside(kind=MemoryKind.SLIDING_WINDOW, reuse_probability=0.0)
-
-    assert n_asked(arrive(s, MINE, LONG)) == 1999
-
-
-def test_where_each_start_empties_the_idle_slots_there_is_one() -> None:
-    s = beside(3, info={"keeps_idle_slots": False})
-    launched(s, 0, OTHER)
 
     assert n_asked(arrive(s, MINE, LONG)) == 1999
 

@@ -281,23 +281,6 @@ def test_what_was_lost_with_its_backend() -> None:
     assert reasons(s, "again", PROMPT) == {Miss.DISPLACED: 200, Miss.NEW: 100}
 
 
-@pytest.mark.parametrize(
-    ("hint", "why"),
-    [(0, {Miss.DISPLACED: 200, Miss.NEW: 100}), (None, {Miss.NEW: 100})],
-    ids=["pinned by its client", "left to the server, which has it itself"],
-)
-def test_what_a_server_emptied(hint: int | None, why: dict[Miss, int]) -> None:
-    s = scheduler(
-        backend("a", 2, kv_dir=None, keeps_idle_slots=False),
-        idle_save_after_s=None,
-        coalesce_above_s=None,
-    )
-    serve(s, "first", SHARED)
-    serve(s, "second", OTHER)
-
-    assert reasons(s, "third", PROMPT, slot_hint=hint) == why
-
-
 def test_what_a_snapshot_holds_is_not_displaced() -> None:
     s = alone(kv_dir=None)
     serve(s, "first", SHARED)

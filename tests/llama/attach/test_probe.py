@@ -98,7 +98,7 @@ async def test_swa_full(llama_server: StartServer, connections: Connections) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("flags", [[], ["--kv-unified", "--cache-ram", "64"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [[], ["--cache-ram", "64"]], ids=" ".join)
 async def test_a_server_that_moves_what_it_holds(
     llama_server: StartServer, connections: Connections, kind: str, flags: list[str]
 ) -> None:

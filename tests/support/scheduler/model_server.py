@@ -65,7 +65,8 @@ class Server:
         """
         assert set(slots) <= set(self.idle()), "a request on a busy slot"
         for index in slots:
-            if common(self.slots[index], prompt):
+            # A server that is not managed mixes tenants (docs/adr/0011).
+            if common(self.slots[index], prompt) and self.info.is_managed:
                 assert self.owners[index] == tenant, "another tenant's tokens are reused"
             self.owners[index] = tenant
         run = Run(request, prompt, slots)

@@ -73,7 +73,7 @@ class Op:
 
     def slots_for(self, prompt: Ids) -> list[int]:
         held = self.server.slots[self.slot.index]
-        steered = self.server.info.keeps_idle_slots and common(held, prompt) >= len(prompt) - 1 > 0
+        steered = self.server.info.is_managed and common(held, prompt) >= len(prompt) - 1 > 0
         return self.server.picks(prompt) if steered else self.server.idle()
 
 
@@ -113,10 +113,10 @@ class World:
         self.probing.discard(name)
 
     def try_out(self, server: Server) -> None:
-        """Empty the slots that a probe was lent; if its start empties idle slots, those as well."""
+        """Empty the slots that a probe was lent."""
         lent = probe_name(server.info.id)
         for slot in self.scheduler.state.fleet.slots.of(server.info.id):
-            if slot.holder == lent or not (server.info.keeps_idle_slots or slot.holder):
+            if slot.holder == lent:
                 assert server.user_of(slot.id.index) is None, "lent, and somebody else's"
                 server.slots[slot.id.index] = ()
 
@@ -232,6 +232,7 @@ class World:
             for other in self.ops[: self.ops.index(op) + 1]:
                 if other.server is op.server and not other.started:
                     self.reaches_server(other, data)
+            assert op.started or not op.server.info.is_managed
         elif effect.confirm and not op.confirmed and data.draw(st.booleans()):
             op.confirmed = True
             self.feed(ev.Launched(effect.request, op.server.runs[effect.request].slots[0]))
@@ -247,6 +248,9 @@ class World:
         sent = op.effect
         if not isinstance(sent, ef.Dispatch):
             return
+        managed = op.server.info.is_managed
+        if not managed and not op.server.idle():
+            return  # it waits in the server's queue
         op.started = True
         slots, prompt = [op.slot.index], self.true_prompt[sent.request]
         tenant = self.requests[sent.request].tenant
@@ -256,6 +260,7 @@ class World:
             # Between tenants it matters that the longest prefix wins.
             free = op.server.picks(prompt) if tenant else op.slots_for(prompt)
             slots = [data.draw(st.sampled_from(free))]
+        if not sent.pin and managed and not self.requests[sent.request].whole_backend:
             there = [o for o in self.ops if o.server is op.server and o.slot.index == slots[0]]
             there = [o for o in there if o is not op and not isinstance(o.effect, ef.WatchSlot)]
             assert all(o.may_go_anywhere for o in there), "the slot is somebody else's"
@@ -347,7 +352,7 @@ class World:
             astray = [o for o in astray if o.may_go_to(op.slot, self.prompt_of(o))]
             assert not astray, "the server may put another request there"
         if op.may_go_anywhere:
-            assert op.server.idle(), "no slot to go to"
+            assert op.server.idle() or not op.server.info.is_managed, "no slot to go to"
             # If the content of a slot is unknown, its prefill is taken to arrive first: it was sent
             # before.
             slots = self.scheduler.state.fleet.slots
