@@ -1,10 +1,12 @@
 """The only writer of core state: feeds the scheduler events and carries out its effects.
 
-Every method runs on one event loop and the scheduler is synchronous, so no lock is needed and no
-two events overlap. Effects that take time run as tasks and report back as events.
+Every method runs on one event loop and the scheduler is synchronous, so no lock is needed. An event
+that comes while the effects of another are carried out waits for their end: no two events overlap.
+Effects that take time run as tasks and report back as events.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 
@@ -105,6 +107,8 @@ class Engine:
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
         self._timings: dict[RequestId, Timing] = {}
         self._launches = LaunchWatch(scheduler, backends)
+        self._events: deque[tuple[ev.Event, Callable[[], None]]] = deque()
+        self._carries_out = False
         self._wakeup: asyncio.TimerHandle | None = None
         self._alarm_due = False
         self._closed = False
@@ -154,7 +158,9 @@ class Engine:
         def end(index: int | None = None) -> None:
             self._timings[request] = timing
             begun = timing.ttft_s is not None
-            self._feed(ev.Finished(request, outcome, reported, index, begun))
+            self._feed(ev.Finished(request, outcome, reported, index, begun), accounted)
+
+        def accounted() -> None:
             self._timings.pop(request, None)
             then()
 
@@ -275,9 +281,20 @@ class Engine:
 
     # -- events in, effects out ----------------------------------------------------------------
 
-    def _feed(self, event: ev.Event) -> None:
-        for effect in self._scheduler.handle(event, self._clock.now()):
-            self._carry_out(effect)
+    def _feed(self, event: ev.Event, then: Callable[[], None] = lambda: None) -> None:
+        """Handle an event, now or after those under way; `then` is called after its effects."""
+        self._events.append((event, then))
+        if self._carries_out:
+            return
+        self._carries_out = True
+        try:
+            while self._events:
+                event, then = self._events.popleft()
+                for effect in self._scheduler.handle(event, self._clock.now()):
+                    self._carry_out(effect)
+                then()
+        finally:
+            self._carries_out = False
         jobs = self._scheduler.state.jobs
         if len(self._scheduler.state.queue):
             self._launches.hurry()

@@ -106,9 +106,16 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         hint=st.sampled_from([None, None, None, 0, 1]),
         session=st.sampled_from([None, "x"]),
         whose=st.integers(0, 1),
+        leaves=st.integers(0, 4),
     )
     def arrive(
-        self, prompts: list[Ids], kind: str, hint: int | None, session: str | None, whose: int
+        self,
+        prompts: list[Ids],
+        kind: str,
+        hint: int | None,
+        session: str | None,
+        whose: int,
+        leaves: int,
     ) -> None:
         tenant = self.tenants[whose % len(self.tenants)]
         variants: dict[str, dict[str, Any]] = {
@@ -130,6 +137,8 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             self.requests[asked.id] = asked
             self.true_prompt[asked.id] = prompt
             self.fates[asked.id] = []
+            if leaves == 4:
+                self.leaving.add(asked.id)
             self.feed(ev.Arrived(asked))
 
     @precondition(lambda self: self.waiting())

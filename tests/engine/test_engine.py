@@ -19,14 +19,23 @@ from router.base.clock import MonotonicClock
 from router.base.errors import BackendError, BackendRefusedError, BackendTimeoutError
 from router.base.ports import Backend, Telemetry
 from router.base.tokens import Tokens
-from router.base.types import Reported, Request, SlotStatus
+from router.base.types import BackendId, Reported, Request, SlotStatus
 from router.core.model import events as ev
-from router.core.model.effects import Effect
+from router.core.model.effects import Detach, Effect
 from router.core.model.rates import LinearFit
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import MOST, LoopThrottle
-from tests.support.scheduler.build import UNREAD, A, backend, request, run_of, scheduler, snapshot
+from tests.support.scheduler.build import (
+    UNREAD,
+    A,
+    B,
+    backend,
+    request,
+    run_of,
+    scheduler,
+    snapshot,
+)
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import encode_state, generate
 from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, Json, running
@@ -605,3 +614,29 @@ def gated(fleet: Fleet) -> bool:
     """Return whether a backend is gated, or no job has begun."""
     state = fleet.router.engine.scheduler.state
     return bool(state.fleet.gated) or not state.jobs
+
+
+async def test_an_event_waits_for_the_effects_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An effect that causes an event does not put that event before the other effects."""
+    order: list[str] = []
+
+    def handle(_: Scheduler, event: ev.Event, __: float) -> list[Effect]:
+        order.append(type(event).__name__)
+        return [Detach(A), Detach(B)] if isinstance(event, ev.Draining) else []
+
+    def detached(name: BackendId) -> None:
+        order.append(name)
+        engine.removed(name)
+
+    monkeypatch.setattr(Scheduler, "handle", handle)
+    clock = MonotonicClock()
+    telemetry, throttle = cast(Telemetry, Mock()), LoopThrottle(clock)
+    engine = Engine(
+        scheduler(backend("a", 1)), {}, None, clock, telemetry, throttle, on_detach=detached
+    )
+    engine.drain(A)
+
+    assert order == ["Draining", A, B, "Removed", "Removed"]
+    await engine.aclose()

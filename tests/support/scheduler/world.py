@@ -88,6 +88,9 @@ class World:
         self.infos = {info.id: info for info in infos}
         self.servers = {info.id: Server(info) for info in infos}
         self.now = 1.0
+        self.events: list[ev.Event] = []
+        self.carries_out = False
+        self.leaving: set[RequestId] = set()  # their clients leave as they are sent
         self.ops: list[Op] = []
         self.requests: dict[RequestId, Request] = {}
         self.true_prompt: dict[RequestId, Ids] = {}  # also where the router does not know it
@@ -290,6 +293,14 @@ class World:
     # -- what the scheduler answers ----------------------------------------------------------
 
     def feed(self, event: ev.Event) -> None:
+        """Handle an event, then those that its effects caused, as the engine does."""
+        self.events.append(event)
+        while self.events and not self.carries_out:
+            self.carries_out = True
+            self.handles(self.events.pop(0))
+            self.carries_out = False
+
+    def handles(self, event: ev.Event) -> None:
         state = self.scheduler.state
         before, draining = set(state.jobs), set(state.fleet.draining)
         for effect in self.scheduler.handle(event, self.now):
@@ -370,6 +381,9 @@ class World:
             assert effect.snapshot.namespace == namespace_of(op.server.info, tenant)
         if isinstance(effect, ef.Dispatch):
             self.fates[effect.request].append("dispatched")
+            if effect.request in self.leaving:
+                self.feed(ev.Finished(effect.request, Outcome.CLIENT_GONE, Reported()))
+                return
         self.ops.append(op)
 
     def prompt_of(self, op: Op) -> Ids:
