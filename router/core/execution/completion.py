@@ -52,7 +52,6 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
     state.fleet.infos.pop(backend, None)
     state.fleet.sent.pop(backend, None)
     state.fleet.gated.discard(backend)
-    state.fleet.ignores_prefixes.discard(backend)
     state.fleet.slots.lose(backend)
     for job in list(state.jobs.values()):
         if job.slot.backend != backend:
@@ -117,7 +116,6 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
         return
     assert job.request is not None
     open_gate(state, job)
-    placement_gate.note_server_choice(state, job, index)
     job.slot_confirmed = index == job.slot.index or bool(job.others) or _follow(state, job, index)
     if not job.slot_confirmed:
         _doubt_drained(state, job, job.request)  # it runs in one that was idle unnoticed

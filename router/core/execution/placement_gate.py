@@ -5,41 +5,33 @@ new begins on the backend until the request is known to run. While another slot 
 take for idle has as much of the prompt, the request waits at the gate.
 """
 
-from collections import deque
 from dataclasses import replace
 
 from router.base.errors import DeadlineError
 from router.base.tokens import Tokens, common_prefix
 from router.base.types import NO_TENANT, BackendId, Request
 from router.core.execution.state import State
-from router.core.model.effects import SaveReason
 from router.core.model.jobs import (
     AtGate,
     DispatchStep,
-    EraseStep,
     Job,
     PrefillStep,
-    SaveStep,
-    Step,
 )
 from router.core.model.resident_updates import after_either
 from router.core.model.server_placement import (
     Expected,
-    can_be_steered,
     is_computed,
     may_hold,
     will_hold,
 )
 from router.core.model.slots import Phase, Slot
 from router.core.model.tenancy import attracts
-from router.core.planning.displacement import saving_pays
 
 
 def wait_at_gate(state: State, job: Job, now: float) -> bool:
     """Return True if the job's next step, to send its request, has to wait at the gate.
 
-    Otherwise a `late` job that sends next takes the gate, and first empties the slots in which
-    another tenant's tokens appeared meanwhile.
+    Otherwise the job takes the gate: nothing else is sent until its request is known to run.
     """
     if not (job.gated_at_dispatch and isinstance(job.steps[0], DispatchStep)):
         return False
@@ -57,9 +49,6 @@ def wait_at_gate(state: State, job: Job, now: float) -> bool:
         return True
     job.gated = True
     fleet.gated.add(backend)
-    request = _request(job)
-    if _is_computed(state, job):
-        _empty(state, job, fleet.attracting(backend, request))
     return False
 
 
@@ -111,15 +100,8 @@ def reuses_nothing_foreign(state: State, job: Job) -> bool:
         return True
     held, wanted = leased[0].resident.tokens, request.prompt.tokens
     computed = common_prefix(held, wanted) >= len(request.prompt) - 1
-    for slot in state.fleet.slots.of(job.slot.backend):
-        other = _waits_in(state, slot)
-        if job.gated_at_dispatch and computed and other is not None:
-            # The other job sends only after this request is seen to run.
-            if slot.tenant != request.tenant and may_hold(slot.resident, request.prompt):
-                return False
-        elif attracts(slot, request, computed_first=computed):
-            return False
-    return True
+    slots = state.fleet.slots.of(job.slot.backend)
+    return not any(attracts(slot, request, computed_first=computed) for slot in slots)
 
 
 def swap_leases(state: State, job: Job, index: int) -> bool:
@@ -145,27 +127,6 @@ def swap_leases(state: State, job: Job, index: int) -> bool:
     other.lease = meant.lease(other.id)
     meant.next_tenant, meant.pending = _request(other).tenant, lost
     return True
-
-
-def note_server_choice(state: State, job: Job, index: int) -> None:
-    """Note in which slot the server ran a request that was meant for the job's slot.
-
-    If that slot did not have most of the prompt, the server does not pick by prefix (`-sps 0`).
-    Such a backend's server-placed requests then take the gate at admission, not at the send.
-    """
-    backend, request = job.slot.backend, _request(job)
-    if not is_computed(job.resident_at_dispatch, request.prompt) or not can_be_steered(
-        request, state.fleet.infos[backend]
-    ):
-        return
-    slots = state.fleet.slots.of(backend)
-    if index != job.slot.index:
-        if not any(s.id.index == index and may_hold(s.resident, request.prompt) for s in slots):
-            state.fleet.ignores_prefixes.add(backend)
-    elif job.prefilled is not None and any(slot.is_idle for slot in slots):
-        state.fleet.ignores_prefixes.discard(
-            backend
-        )  # by last use the server would have picked another
 
 
 def mix(state: State, job: Job) -> None:
@@ -199,21 +160,19 @@ def _is_free(state: State, job: Job) -> bool:
 def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
     """Return True if the slot is an obstacle: the server may take it instead of the job's.
 
-    1. Idle: no obstacle. The lease moves there; another tenant's slot is emptied first.
-    2. Running: an obstacle only until its answer ends, and only if it is another tenant's.
+    1. Idle: no obstacle. The lease moves there.
+    2. Running: no obstacle.
     3. Used from outside the router: nothing of the router is sent there.
     4. The job's prompt is not computed: any slot that is not in use is an obstacle.
     5. Held by another gated job: the two swap slots, unless the other job would lose by it.
     6. The slot has, or is getting, as much of the prompt as the job's.
     """
     request = _request(job)
-    if slot.is_idle or slot.phase is Phase.LOST:  # (1)
+    if slot.phase in (Phase.IDLE, Phase.LOST, Phase.RUNNING):  # (1), (2)
         return False
-    if slot.phase is Phase.RUNNING:  # (2)
-        return computed and attracts(slot, request, computed_first=True)
     holder = state.holder(slot)
     if holder is None or not holder.is_ours:  # (3)
-        return not computed or attracts(slot, request, computed_first=True)
+        return not computed
     other = _waits_in(state, slot)
     if not computed:  # (4)
         return other is None
@@ -221,13 +180,9 @@ def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
         own = state.fleet.slots[job.slot].resident
         theirs = _request(other).prompt
         loses = is_computed(slot.resident, theirs) and not may_hold(own, theirs)
-        foreign = slot.tenant != request.tenant
-        return may_hold(slot.resident, request.prompt) and (
-            loses or (foreign and not may_hold(own, theirs))
-        )
-    is_probe = holder.request is None and holder.doing is None  # a probe may write anything there
-    if is_probe or attracts(slot, request, computed_first=True):
-        return True
+        return may_hold(slot.resident, request.prompt) and loses
+    if holder.request is None and holder.doing is None:
+        return True  # a probe may write anything there
     held = slot.resident
     if isinstance(holder.doing, PrefillStep):  # in use, and not known to have it
         held = replace(held, may_hold_more=False)
@@ -242,18 +197,6 @@ def _restored(state: State, job: Job) -> list[Tokens]:
     # The source of a copy is a slot that the job holds, until it is a snapshot.
     tokens = [fleet.slots[lease.slot].resident.tokens for lease in job.others]
     return tokens if job.using is None else [*tokens, fleet.catalog[job.using].tokens]
-
-
-def _empty(state: State, job: Job, slots: list[Slot]) -> None:
-    """Add steps that erase other tenants' slots before the send; save them if that pays."""
-    steps: deque[Step] = deque()
-    for slot in slots:
-        job.others.append(slot.lease(job.id))
-        slot.next_tenant = _request(job).tenant
-        if saving_pays(state.fleet, slot)[2]:
-            steps.append(SaveStep(slot.id, SaveReason.DISPLACED))
-        steps.append(EraseStep(slot.id))
-    job.steps = steps + job.steps
 
 
 def _request(job: Job) -> Request:

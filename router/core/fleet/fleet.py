@@ -11,7 +11,7 @@ from router.core.fleet.slot_index import Holdings
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
 from router.core.model.rates import Rates
-from router.core.model.server_placement import Expected, can_be_steered, holds_up, will_hold
+from router.core.model.server_placement import Expected, can_be_steered, holds_up
 from router.core.model.slots import Phase, Slot, SlotTable
 from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of
 
@@ -36,8 +36,6 @@ class Fleet:
     # Backends with a request that holds the placement gate until it is known to run.
     gated: set[BackendId] = field(default_factory=set)
     at_gate: dict[BackendId, list[Expected]] = field(default_factory=dict)  # see placement_gate.py
-    # Backends that placed a request on another slot than the one with most of its prompt.
-    ignores_prefixes: set[BackendId] = field(default_factory=set)
     # Backends that get no new requests: their jobs end, and their slots are saved.
     draining: set[BackendId] = field(default_factory=set)
     backoffs: dict[BackendId, Backoff] = field(default_factory=dict)  # see write_backoff.py
@@ -79,7 +77,7 @@ class Fleet:
         if not self.needs_gate(backend, request):
             return True
         if self.gates_at_dispatch(backend, request):
-            return not self._is_prepared_for_another(backend, request)
+            return True
         if not request.pinnable and phases[Phase.ABANDONED]:
             return False  # that slot may be idle already, and the server may pick it
         if not request.pinnable and self._will_attract(backend, request):
@@ -146,8 +144,7 @@ class Fleet:
 
     def gates_at_dispatch(self, backend: BackendId, request: Request) -> bool:
         """Return whether the request needs the placement gate only when it is sent."""
-        steered = self.policy.moves_kv and backend not in self.ignores_prefixes
-        return steered and can_be_steered(request, self.infos[backend])
+        return self.policy.moves_kv and can_be_steered(request, self.infos[backend])
 
     def attracting(self, backend: BackendId, request: Request) -> list[Slot]:
         """Return idle slots that another tenant's tokens may make the server pick.
@@ -165,15 +162,6 @@ class Fleet:
         return any(
             slot.phase is Phase.RUNNING
             and attracts(slot, request, computed_first=self.policy.moves_kv)
-            for slot in self.slots.of(backend)
-        )
-
-    def _is_prepared_for_another(self, backend: BackendId, request: Request) -> bool:
-        """Return whether another tenant prepares the same prompt there: neither could be sent."""
-        return any(
-            slot.phase is Phase.PREPARING
-            and slot.next_tenant != request.tenant
-            and will_hold(slot.pending, request.prompt)
             for slot in self.slots.of(backend)
         )
 

@@ -19,11 +19,14 @@ class Expected:
 
 
 def can_be_steered(request: Request, info: BackendInfo) -> bool:
-    """Return whether the server places the request and a prefill decides on which slot."""
+    """Return whether the server places the request and a prefill decides on which slot.
+
+    Not where tenants are kept apart: another tenant's slot could have as much of the prompt.
+    """
     prompt = request.prompt
     known = len(prompt) > 1 and not (prompt.unknown or prompt.n_media or request.adapted)
     picked = not (request.pinnable or request.whole_backend)
-    return picked and known and request.reuse and info.is_managed
+    return picked and known and request.reuse and info.is_managed and not request.tenant
 
 
 def will_hold(tokens: Tokens, prompt: Prompt) -> bool:
@@ -50,8 +53,6 @@ def holds_up(request: Request, first: Expected) -> bool:
     if not first.computed:
         return True  # `first` is sent only when no slot is being prepared
     prompt, meant = request.prompt, first.request
-    foreign = request.tenant != meant.tenant
     if prompt.unknown or prompt.n_media:
-        return foreign
-    common = common_prefix(prompt.tokens, meant.prompt.tokens)
-    return common >= len(meant.prompt) - 1 or (foreign and common == len(prompt))
+        return False
+    return common_prefix(prompt.tokens, meant.prompt.tokens) >= len(meant.prompt) - 1

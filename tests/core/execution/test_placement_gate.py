@@ -14,9 +14,9 @@ from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Effect, Erase, Prefill, Reject, Restore, Save
 from router.core.model.jobs import AtGate
 from router.core.model.request_queue import QueueLimits
-from router.core.model.slots import UNKNOWN, Phase, Resident
+from router.core.model.slots import UNKNOWN, Resident
 from router.core.scheduler import Scheduler
-from tests.support.scheduler.build import A0, A1, A2, A, backend, rates, run_of, scheduler, snapshot
+from tests.support.scheduler.build import A0, A1, A, backend, rates, run_of, scheduler, snapshot
 from tests.support.scheduler.drive import (
     NOW,
     arrive,
@@ -151,7 +151,6 @@ def test_a_tie_with_an_idle_slot_moves_the_lease() -> None:
     launched(s, 1, "m")
     assert s.state.jobs[RequestId("m")].slot == A1
     assert slot(s, A0).is_idle
-    assert s.state.fleet.ignores_prefixes == set()
 
 
 def test_two_of_one_prompt_change_places() -> None:
@@ -220,68 +219,6 @@ def test_nobody_waits_at_the_gate_for_ever() -> None:
     assert isinstance(reject, Reject)
     assert isinstance(reject.error, DeadlineError)
     assert slot(s, A1).is_idle
-
-
-def test_another_tenants_slot_that_became_idle_meanwhile_is_emptied() -> None:
-    s = fresh(3, coalesce_above_s=None, keeps_apart=True)
-    for where in (A0, A2):
-        slot(s, where).tenant = X
-    slot(s, A1).tenant = Y
-    arrive(s, "r", run_of(900, 5), tenant=X)
-    assert message(s, tenant=Y) == ["Prefill m"]
-    finish(s, "r", prompt_tokens=900, generated_tokens=1)
-    assert of(prefilled(s, "m")) == ["Erase m"]
-    assert s.state.fleet.gated == {A}
-    assert of(erased(s, A0)) == ["Dispatch m"]
-
-
-def test_another_tenants_prompt_that_is_the_same_is_waited_for() -> None:
-    """Message m waits in the queue during r's prefill, and at the gate during r's answer."""
-    s = fresh(3, coalesce_above_s=0.0, keeps_apart=True)
-    slot(s, A0).tenant, slot(s, A1).tenant = X, Y
-    assert of(arrive(s, "r", LONG, tenant=X)) == ["Prefill r"]
-    assert message(s, tenant=Y) == []
-    assert "Dispatch r" in of(prefilled(s, "r"))
-    assert slot(s, A1).phase is Phase.PREPARING
-    begun(s, "r")
-    assert of(prefilled(s, "m")) == []
-    assert waits(s)
-    assert of(finish(s, "r", prompt_tokens=300, generated_tokens=1)) == ["Erase m"]
-    assert of(erased(s, A0)) == ["Dispatch m"]
-
-
-def test_two_tenants_with_one_prompt_do_not_wait_for_each_other() -> None:
-    s = fresh(3, coalesce_above_s=None, keeps_apart=True)
-    slot(s, A0).tenant = slot(s, A2).tenant = X
-    slot(s, A1).tenant = Y
-    message(s, tenant=X)
-    assert message(s, "m2", OTHER, tenant=Y) == ["Prefill m2"]
-    message(s, "m3", run_of(50, 7), tenant=X)
-    assert of(prefilled(s, "m3")) == ["Dispatch m3"]
-    prefilled(s, "m")
-    prefilled(s, "m2")
-    slot(s, A0).resident = slot(s, A1).resident = Resident(LONG)
-    s.state.jobs[RequestId("m2")].request = replace(
-        s.state.jobs[RequestId("m")].request,
-        id=RequestId("m2"),
-        tenant=Y,  # type: ignore[type-var]
-    )
-    effects = of(launched(s, 2, "m3"))
-    assert effects == ["Reject m", "Erase m2"]
-    assert of(erased(s, A0, "m2")) == ["Dispatch m2"]
-
-
-def test_a_server_that_does_not_go_by_prefixes_is_remembered() -> None:
-    s = fresh(3, coalesce_above_s=None)
-    message(s)
-    prefilled(s, "m")
-    launched(s, 2, "m")
-    assert s.state.fleet.ignores_prefixes == {A}
-    message(s, "m2", OTHER)
-    assert arrive(s, "r", SHORT) == [], "the gate is closed from the grant on"
-    prefilled(s, "m2")
-    launched(s, s.state.jobs[RequestId("m2")].slot.index, "m2")
-    assert s.state.fleet.ignores_prefixes == set()
 
 
 def test_what_ran_unseen_may_be_in_the_slot_of_one_who_waits() -> None:

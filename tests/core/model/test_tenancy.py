@@ -332,12 +332,12 @@ def test_it_is_not_sent_while_one_runs_that_the_server_could_prefer_afterwards()
     s = apart(backend("a", 2), reuse_probability=0.0)
     slot(s, A0).tenant, slot(s, A1).tenant = X, Y
     assert names(arrive(s, ids=LONG, tenant=X)) == ["Dispatch"]
-    assert names(unpinned(s, "r2")) == ["Prefill"]
-    assert prefilled(s, "r2") == []
+    assert unpinned(s, "r2") == []
     # After the answer, the slot is emptied.
     effects = finish(s, prompt_tokens=900, generated_tokens=2)
     assert Erase(R2, A0) in effects
-    assert names(erased(s, A0, "r2")) == ["Dispatch"]
+    assert names(erased(s, A0, "r2")) == ["Prefill"]
+    assert names(prefilled(s, "r2")) == ["Dispatch"]
 
 
 def test_it_is_sent_beside_one_that_runs_something_else() -> None:
