@@ -92,7 +92,7 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
         # Other requests wait for this very prefill: it goes on.
         job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
     elif isinstance(job.doing, InPrefillQueue | AtGate):
-        state.fleet.slots[job.slot].sharing = False
+        state.fleet.slots[job.slot].stop_sharing()
         next_step(state, job, now)  # another job may have the slot, and compute it
     else:
         _break_off(state, job)
@@ -101,7 +101,8 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
 def _break_off(state: State, job: Job) -> None:
     """Break off what the job does; a prefill's result so far stays in the slot."""
     slot = state.fleet.slots[job.slot]
-    slot.sharing, slot.prefill_abandoned = False, isinstance(job.doing, PrefillStep)
+    slot.stop_sharing()
+    slot.abandon_prefill(abandoned=isinstance(job.doing, PrefillStep))
     if slot.prefill_abandoned:
         prefill_queue.broke_off(slot)
     state.out.append(StopWork(job.id))
@@ -325,9 +326,12 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     needs_s = decision.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
     # What the router computes first can be shared. A save or a restore before it does not matter to
     # requests that wait for it.
-    tokens, slot.sharing = request.prompt.tokens, decision.prefill_first
-    slot.pending = head(tokens, len(request.prompt) - 1) if slot.sharing else tokens
-    slot.busy_until = now + (decision.ttft_s if slot.sharing else needs_s)
+    tokens, shared = request.prompt.tokens, decision.prefill_first
+    slot.expect(
+        head(tokens, len(request.prompt) - 1) if shared else tokens,
+        shared=shared,
+        until=now + (decision.ttft_s if shared else needs_s),
+    )
     state.queue.serve(request.id, needs_s - chosen.price.wait_s)  # the wait is other clients' time
     if request.whole_backend:
         rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
@@ -339,9 +343,9 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         others = fleet.attracting(backend, request)
         job.others += [other.lease(request.id) for other in others]
     for lease in (job.lease, *job.others):
-        fleet.slots[lease.slot].next_tenant = request.tenant
+        fleet.slots[lease.slot].lend(request.tenant)
         if not managed:  # the router keeps no tokens there
-            fleet.slots[lease.slot].tenant = request.tenant
+            fleet.slots[lease.slot].own(request.tenant)
     fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
     if job.gated:
         fleet.gated.add(backend)

@@ -29,7 +29,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     state.fleet.slots.add(info.id, info.n_slots)
     statuses = {status.index: status for status in event.slots}
     for slot in state.fleet.slots.of(info.id):
-        slot.used_no = state.fleet.uses.get(info.namespace, 0)  # as far as is known
+        slot.note_use(state.fleet.uses.get(info.namespace, 0))  # as far as is known
         status = statuses.get(slot.id.index)
         if status is None or not info.is_managed:
             continue
@@ -37,9 +37,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
             watch(state, slot, wipe=status.adapted)
         else:
             # Of a slot that never ran the server reports nothing, even restored (section 5.1).
-            slot.resident = Resident(
-                unread=status.n_tokens or 0, may_hold_more=status.n_tokens is None
-            )
+            slot.hold(Resident(unread=status.n_tokens or 0, may_hold_more=status.n_tokens is None))
     _value_anew(state, info)
 
 
@@ -66,7 +64,8 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
         lease, *others = [slot.lease(name) for slot in chosen]
         state.jobs[name] = Job(id=name, lease=lease, others=others, since=now)
     for slot in chosen:
-        slot.busy_until, slot.tenant = now + _PROBE_S, NO_TENANT
+        slot.expect_end(now + _PROBE_S)
+        slot.own(NO_TENANT)
 
 
 def probed(state: State, event: ev.Probed, now: float) -> None:
@@ -87,9 +86,9 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
         rates.prefill = LinearFit(info.prefill_s_per_token, rates.prefill.b)
     _value_anew(state, info)
     for slot in state.fleet.slots.of(info.id):
-        slot.saved = False  # nothing could be saved so far
+        slot.mark_saved(saved=False)  # nothing could be saved so far
         if slot.is_idle and not info.is_managed:
-            slot.resident = NOTHING
+            slot.hold(NOTHING)
     end(state, job, now, UNKNOWN if info.is_managed else NOTHING)
 
 

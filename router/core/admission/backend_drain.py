@@ -14,7 +14,7 @@ def begin(state: State, backend: BackendId) -> None:
     """
     state.fleet.draining.add(backend)
     for slot in state.fleet.slots.of(backend):
-        slot.saved = False
+        slot.mark_saved(saved=False)
 
 
 def detach(state: State, now: float) -> None:

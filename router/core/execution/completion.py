@@ -61,7 +61,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
             state.reject(job.id, BackendError("the backend went down"))
         if job.request is not None and job.stage is not Stage.PREPARING:
             for slot in _may_be_on(state, job):
-                _note_wish(slot, job.request)
+                slot.forbid_save_of(job.request)
         if job.stage is Stage.DISPATCHED:
             # `Finished` and the account are still to come. The job's gate went with the backend; a
             # gate that is closed then may be another job's.
@@ -130,14 +130,13 @@ def _follow(state: State, job: Job, index: int) -> bool:
     if actual is None or not actual.is_idle or job.request is None:
         return placement_gate.swap_leases(state, job, index)
     leased = state.fleet.slots[job.slot]
-    pending, busy_until, turn = leased.pending, leased.busy_until, leased.permit_until
+    work = leased.work
     leased.release(job.lease, leased.resident, leased.last_used)
-    leased.generation += 1  # the answer is read under this lease, and is elsewhere
+    leased.invalidate_lease()  # the answer is read under this lease, and is elsewhere
     job.lease = actual.lease(job.id)
-    actual.tenant = actual.next_tenant = job.request.tenant
     job.resident_at_dispatch = actual.resident
     actual.start(job.lease)
-    actual.pending, actual.busy_until, actual.permit_until = pending, busy_until, turn
+    actual.take_over(work, job.request.tenant)
     return True
 
 
@@ -186,14 +185,14 @@ def _content_after(state: State, job: Job, event: ev.Finished) -> Resident:
     if job.request.whole_backend:
         return UNKNOWN
     if job.request.pinnable or job.slot_confirmed:
-        state.fleet.slots[job.slot].must_not_save = False  # what it held before is gone
+        state.fleet.slots[job.slot].allow_save()  # what it held before is gone
         return after_finish(job.request.prompt, event.reported, job.resident_at_dispatch)
     _doubt_drained(state, job, job.request)
     placement_gate.mix(state, job)
     for slot in state.fleet.slots.of(job.slot.backend):
         if slot.is_idle:
-            slot.resident = after_either(slot.resident, job.request.prompt)
-            _mix(slot, job.request)
+            slot.hold(after_either(slot.resident, job.request.prompt))
+            slot.mix(job.request)
     return after_either(job.resident_at_dispatch, job.request.prompt)
 
 
@@ -233,7 +232,7 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     job.stage = Stage.ABANDONED
     own = state.fleet.slots[job.slot]
     own.abandon(job.lease)
-    own.busy_until = inf if wipe else now + _ABANDONED_SLOT_S[progress]
+    own.expect_end(inf if wipe else now + _ABANDONED_SLOT_S[progress])
     state.out.append(WatchSlot(job.id, job.slot, progress, wipe, flush))
     for lease in job.others:
         slot = state.fleet.slots[lease.slot]
@@ -246,7 +245,7 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
         for slot in state.fleet.slots.of(job.slot.backend):
             if slot.is_idle:
                 if not refused:
-                    _mix(slot, job.request)
+                    slot.mix(job.request)
                 other = RequestProgress.ANSWERED if answered else RequestProgress.UNSEEN
                 watch(state, slot, progress=other, wipe=wipe, flush=flush, likely_unchanged=refused)
 
@@ -269,21 +268,6 @@ def _shares_state(state: State, job: Job) -> bool:
     return job.request.whole_backend and state.fleet.infos[job.slot.backend].n_stream > 1
 
 
-def _mix(slot: Slot, request: Request) -> None:
-    """Note that the slot may hold the request's tokens; mixed tenants make it no tenant's."""
-    if slot.tenant != request.tenant:
-        slot.tenant = NO_TENANT
-    _note_wish(slot, request)
-
-
-def _note_wish(slot: Slot, request: Request) -> None:
-    """Never save a slot that may hold what the request left, if that must not be saved.
-
-    The client asked for no cache, or the KV may not be what its tokens say.
-    """
-    slot.must_not_save = slot.must_not_save or not request.reuse or request.shifts
-
-
 def _doubt_drained(state: State, job: Job, request: Request) -> None:
     """Doubt the watched slots of the job's backend: the server may have put the job there.
 
@@ -294,8 +278,8 @@ def _doubt_drained(state: State, job: Job, request: Request) -> None:
         if other.slot.backend == job.slot.backend and other.stage is Stage.ABANDONED:
             other.content_unknown = True
             slot = state.fleet.slots[other.slot]
-            slot.busy_until = inf
-            _note_wish(slot, request)
+            slot.expect_end(inf)
+            slot.forbid_save_of(request)
 
 
 def watch(
@@ -350,7 +334,7 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
         if job.likely_unchanged:
             state.fleet.give_up(slot)
         held = UNKNOWN if event.n_tokens is None else Resident(unread=event.n_tokens)
-        slot.tenant = NO_TENANT  # an unknown client may have used it
+        slot.own(NO_TENANT)  # an unknown client may have used it
         end(state, job, now, held)
     else:
         end(
@@ -367,7 +351,7 @@ def answer_read(state: State, event: ev.AnswerRead) -> None:
     if event.slot.index < len(slots):
         slot = slots[event.slot.index]
         if slot.is_idle and slot.generation == event.generation:
-            slot.resident = after_answer(slot.resident, event.prompt, event.answer)
+            slot.hold(after_answer(slot.resident, event.prompt, event.answer))
 
 
 def end(state: State, job: Job, now: float, resident: Resident | None = None) -> None:
@@ -388,10 +372,10 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
         if job.others and job.stage is not Stage.PREPARING and held is not NOTHING:
             held = UNKNOWN  # the server chose the slots
         if job.request is not None and resident is not None and not job.request.reuse:
-            slot.must_not_save = True
+            slot.forbid_save()
         used = slot.last_used if background else now
         slot.release(lease, held, used)
-        slot.saved = background
+        slot.mark_saved(saved=background)
         if lease == job.lease and len(held) > 0 and job.has_used_slot:
             state.fleet.note_use(slot)
 

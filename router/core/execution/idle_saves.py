@@ -6,7 +6,7 @@ from router.core.execution.state import State
 from router.core.model.effects import SaveReason
 from router.core.model.jobs import Job, SaveStep
 from router.core.model.slots import Slot
-from router.core.planning.displacement import first_to_save
+from router.core.planning.displacement import saving_pays
 
 
 def save_idle(state: State, now: float) -> None:
@@ -36,9 +36,13 @@ def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0
 
     The next slot follows when that save is over.
     """
-    slot = first_to_save(state.fleet, backend, now, after_s)
-    if slot is not None:
-        _save(state, slot, now)
+    for slot in state.fleet.slots.of(backend):
+        if not slot.is_unsaved or now - slot.last_used < after_s:
+            continue
+        if saving_pays(state.fleet, slot)[2]:
+            _save(state, slot, now)
+            return
+        slot.mark_saved()  # ruled out, and considered once
 
 
 def wakeup(state: State) -> float | None:

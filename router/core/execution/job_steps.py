@@ -10,9 +10,8 @@ from math import inf
 from typing import assert_never
 
 from router.base.errors import NoBackendError
-from router.base.tokens import EMPTY, Tokens, common_prefix, count, head
+from router.base.tokens import Tokens, common_prefix, count, head
 from router.base.types import (
-    NO_TENANT,
     MemoryKind,
     RequestId,
     SlotId,
@@ -80,7 +79,7 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             # A request for this very content can wait for the save.
             slot = state.fleet.slots[step.slot]
             namespace = namespace_of(state.fleet.infos[step.slot.backend], slot.tenant)
-            slot.saving = slot.resident.tokens
+            slot.begin_save()
             prefill_queue.save(
                 slot, state.fleet.rates[step.slot.backend].save_s(len(slot.resident)), now
             )
@@ -110,8 +109,8 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             # Other requests may as well wait for the last of several prefills.
             last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
             whole = last[0] if last else step.tokens
-            slot.pending, slot.sharing = whole, True
-            slot.busy_until = now + remaining_prefill_s(state.fleet, slot, whole)
+            whole_s = remaining_prefill_s(state.fleet, slot, whole)
+            slot.expect(whole, shared=True, until=now + whole_s)
             piece_s = remaining_prefill_s(state.fleet, slot, step.now)
             prefill_queue.begin(job, slot, piece_s, now)
             state.out.append(Prefill(job.id, job.slot, step.now))
@@ -153,10 +152,8 @@ def _dispatch(state: State, job: Job, now: float) -> None:
     slot = state.fleet.slots[job.slot]
     for lease in (job.lease, *job.others):
         state.fleet.slots[lease.slot].start(lease)
-    slot.pending, slot.sharing = job.request.prompt.tokens, False
-    slot.busy_until = now + state.fleet.rates[job.slot.backend].generation_s(
-        job.request.max_new_tokens
-    )
+    answer_s = state.fleet.rates[job.slot.backend].generation_s(job.request.max_new_tokens)
+    slot.expect(job.request.prompt.tokens, shared=False, until=now + answer_s)
     prefill_queue.hand_over(slot, now, streams=job.request.streams)
     job.stage = Stage.DISPATCHED
     job.prepared_s = now - job.since
@@ -189,7 +186,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
     if job := state.jobs.get(event.request):
         if job.lease_of(event.slot) is not None:
             slot = state.fleet.slots[event.slot]
-            slot.resident = Resident(snapshot.tokens, 0, slot.resident.checkpoints)
+            slot.hold(Resident(snapshot.tokens, 0, slot.resident.checkpoints))
         _save_over(state, job, event.slot, snapshot, now)
         next_step(state, job, now)
 
@@ -246,14 +243,14 @@ def _save_over(
     """Release a slot held for the save alone; a copy goes on with the snapshot."""
     lease = job.lease_of(saved)  # None: lost with its backend
     if lease is not None:
-        state.fleet.slots[saved].saving = EMPTY
+        state.fleet.slots[saved].end_save()
     if not (isinstance(job.doing, SaveStep) and job.doing.reason in _FOR_THE_SAVE):
         return
     if lease in job.others:
         source = state.fleet.slots[lease.slot]
         job.others.remove(lease)
         source.release(lease, source.resident, source.last_used)
-        source.saved = True
+        source.mark_saved()
     if job.doing.reason is not SaveReason.COPY:
         return
     if job.steps and isinstance(job.steps[0], RestoreStep):
@@ -289,8 +286,7 @@ def restored(state: State, event: ev.Restored, now: float) -> None:
         rates.rewrite.observe(1.0, snapshot.size_bytes, event.rewrite_s)
     slot = state.fleet.slots[job.slot]
     whole = Resident(snapshot.tokens, 0, snapshot.shape.checkpoints)
-    slot.resident = whole if event.n_tokens == len(snapshot) else UNKNOWN
-    slot.must_not_save = False
+    slot.hold(whole if event.n_tokens == len(snapshot) else UNKNOWN, surely=True)
     state.restore_over(event.request)
     next_step(state, job, now)
 
@@ -317,7 +313,7 @@ def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
             state.strikes[event.snapshot] = strikes
     state.restore_over(event.request)
     if job is not None:
-        state.fleet.slots[job.slot].resident = NOTHING
+        state.fleet.slots[job.slot].hold(NOTHING)
         job.went_cold(f"restore failed: {event.reason}")
         next_step(state, job, now)
 
@@ -338,9 +334,10 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
         own = event.slot == job.slot
         if not own:  # noted already for the job's own slot
             state.fleet.give_up(slot)
-        slot.resident = UNKNOWN if failed else NOTHING
-        slot.must_not_save = slot.must_not_save and failed
-        slot.tenant = NO_TENANT if failed else job.request.tenant
+        if failed:
+            slot.not_erased()
+        else:
+            slot.erased(job.request.tenant)
         if not own and not job.request.whole_backend:
             job.others.remove(lease)
             slot.release(lease, slot.resident, slot.last_used)
@@ -364,10 +361,10 @@ def prefill_broke(state: State, request: RequestId) -> None:
     job = state.jobs.get(request)
     if job is not None and isinstance(job.doing, PrefillStep):
         slot = state.fleet.slots[job.slot]
-        slot.sharing = False
+        slot.stop_sharing()
         prefill_queue.broke_off(slot)
         if not slot.prefill_abandoned:
-            slot.busy_until = inf
+            slot.expect_end(inf)
 
 
 def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) -> None:
@@ -377,9 +374,9 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         return
     slot = state.fleet.slots[job.slot]
     if isinstance(event, ev.PrefillFailed):
-        slot.prefill_abandoned = False
+        slot.abandon_prefill(abandoned=False)
         assert job.request is not None
-        slot.resident = after_quiet(slot.resident, job.request.prompt, event.n_tokens)
+        slot.hold(after_quiet(slot.resident, job.request.prompt, event.n_tokens))
         # There is nothing to save, also not for the requests that wait for it.
         job.steps = deque(step for step in job.steps if isinstance(step, DispatchStep))
         if job.cancelled:
@@ -387,8 +384,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     else:
         job.note_prefill(event.reported)
         state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
-        slot.resident = after_prefill(slot.resident, job.doing.now, event.reported)
-        slot.must_not_save = False
+        slot.hold(after_prefill(slot.resident, job.doing.now, event.reported), surely=True)
         state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         if job.doing.upto is not None:

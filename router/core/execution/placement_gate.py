@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from router.base.errors import DeadlineError
 from router.base.tokens import Tokens, common_prefix
-from router.base.types import NO_TENANT, BackendId, Request
+from router.base.types import BackendId, Request
 from router.core.execution.state import State
 from router.core.model.jobs import (
     AtGate,
@@ -39,7 +39,9 @@ def wait_at_gate(state: State, job: Job, now: float) -> bool:
     if not _is_free(state, job):
         slot = fleet.slots[job.slot]
         # The prefill is over: release the permit, and let no request wait for its end.
-        slot.permit_until, slot.sharing, slot.busy_until = 0.0, False, now
+        slot.end_permit()
+        slot.stop_sharing()
+        slot.expect_end(now)
         if job.gated:
             job.gated = False
             fleet.gated.discard(backend)
@@ -116,16 +118,16 @@ def swap_leases(state: State, job: Job, index: int) -> bool:
     if actual is None or other is None:
         return False
     meant, request = state.fleet.slots[job.slot], _request(job)
-    kept = meant.pending, meant.busy_until, meant.permit_until
-    lost, job.resident_at_dispatch = actual.pending, actual.resident
+    ours, theirs = meant.work, actual.work
+    job.resident_at_dispatch = actual.resident
     meant.release(job.lease, meant.resident, meant.last_used)
     actual.release(other.lease, actual.resident, actual.last_used)
     job.lease = actual.lease(job.id)
     actual.start(job.lease)
-    actual.tenant = actual.next_tenant = request.tenant
-    actual.pending, actual.busy_until, actual.permit_until = kept
+    actual.take_over(ours, request.tenant)
     other.lease = meant.lease(other.id)
-    meant.next_tenant, meant.pending = _request(other).tenant, lost
+    meant.lend(_request(other).tenant)
+    meant.expect(theirs.pending, shared=False, until=theirs.busy_until)
     return True
 
 
@@ -141,10 +143,8 @@ def mix(state: State, job: Job) -> None:
             continue
         if computed and not may_hold(slot.resident, request.prompt):
             continue
-        slot.resident = after_either(slot.resident, request.prompt)
-        slot.must_not_save = slot.must_not_save or not request.reuse
-        if slot.tenant != request.tenant:
-            slot.tenant = NO_TENANT
+        slot.hold(after_either(slot.resident, request.prompt))
+        slot.mix(request)
 
 
 def _is_free(state: State, job: Job) -> bool:

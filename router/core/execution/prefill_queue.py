@@ -49,14 +49,16 @@ def join_prefill_queue(state: State, job: Job, step: PrefillStep, now: float) ->
     fleet, slot, backend = state.fleet, state.fleet.slots[job.slot], job.slot.backend
     if job.has_permit or fleet.policy.coalesce_above_s is None:
         return False
-    slot.permit_until, slot.chunk_until = 0.0, 0.0
+    slot.end_permit()
+    slot.begin_chunk(0.0)
     own_s = remaining_prefill_s(fleet, slot, step.tokens)
     is_long, is_free = fleet.policy.is_long(own_s), _ends(fleet, backend) <= now
     if not is_long or (is_free and backend not in _waiting_by_backend(state)):
         if is_free and (is_long or job.prefilled is not None):
             _call(slot, job, now)
         return False
-    job.doing, slot.prefill_queued_since = InPrefillQueue(step.tokens), now
+    job.doing = InPrefillQueue(step.tokens)
+    slot.queue_prefill(now)
     state.in_prefill_queue.append(job.id)
     _foretell(fleet, _waiting_by_backend(state)[backend], now)
     return True
@@ -72,8 +74,8 @@ def take_next(state: State, now: float) -> list[tuple[Job, PrefillStep]]:
         assert isinstance(job.doing, InPrefillQueue)
         state.in_prefill_queue.remove(job.id)
         slot = state.fleet.slots[job.slot]
-        job.prefill_queue_s = slot.prefill_queue_s = prefill_queue_s(slot, now)
-        slot.prefill_queued_since = None
+        job.prefill_queue_s = prefill_queue_s(slot, now)
+        slot.leave_prefill_queue(job.prefill_queue_s)
         _call(slot, job, now)
         taken.append((job, PrefillStep(job.doing.tokens)))
     return taken
@@ -81,18 +83,18 @@ def take_next(state: State, now: float) -> list[tuple[Job, PrefillStep]]:
 
 def begin(job: Job, slot: Slot, piece_s: float, now: float) -> None:
     """Note that the job starts to compute what is predicted to take `piece_s`."""
-    slot.chunk_until = now + piece_s
+    slot.begin_chunk(now + piece_s)
     if job.has_permit:
         job.has_permit = False
         least_s, most_s = _OVERRUN_S
         overrun_s = min(max(piece_s, least_s), most_s)
-        slot.permit_until = now + min(piece_s + overrun_s, _LONGEST_S)
+        slot.grant_permit(now + min(piece_s + overrun_s, _LONGEST_S))
 
 
 def save(slot: Slot, save_s: float, now: float) -> None:
     """Extend the permit: the slot is saved for others before its request is sent."""
     if slot.permit_until > now:
-        slot.permit_until += save_s
+        slot.extend_permit(save_s)
 
 
 def hand_over(slot: Slot, now: float, *, streams: bool) -> None:
@@ -101,19 +103,19 @@ def hand_over(slot: Slot, now: float, *, streams: bool) -> None:
     Without `streams` the first token is not seen, so the permit ends now.
     """
     if slot.permit_until > now:
-        slot.permit_until = now + _HANDED_OVER_S if streams else 0.0
+        slot.grant_permit(now + _HANDED_OVER_S if streams else 0.0)
 
 
 def begun(state: State, request: RequestId) -> None:
     """End the permit of a request that has its first token."""
     job = state.jobs.get(request)
     if job is not None and state.fleet.slots.holds(job.lease):
-        state.fleet.slots[job.slot].permit_until = 0.0
+        state.fleet.slots[job.slot].end_permit()
 
 
 def broke_off(slot: Slot) -> None:
     """End the permit with the chunk: the server computes no more than all of it."""
-    slot.permit_until = min(slot.permit_until, slot.chunk_until)
+    slot.end_permit(slot.chunk_until)
 
 
 def give_up(state: State, now: float) -> list[Job]:
@@ -141,7 +143,7 @@ def next_end(state: State) -> float | None:
 def _call(slot: Slot, job: Job, now: float) -> None:
     """Give the permit to the job; what is saved before its prefill falls under it."""
     job.has_permit = True
-    slot.permit_until = now + _LONGEST_S
+    slot.grant_permit(now + _LONGEST_S)
 
 
 def _waiting_by_backend(state: State) -> dict[BackendId, list[Job]]:
@@ -203,5 +205,5 @@ def _foretell(fleet: Fleet, waiting_here: list[Job], now: float) -> Job:
     total_s = 0.0
     for (rank_s, remaining_s), job in entries:
         total_s += remaining_s
-        fleet.slots[job.slot].busy_until = now + before_s(others, rank_s) + total_s
+        fleet.slots[job.slot].expect_end(now + before_s(others, rank_s) + total_s)
     return entries[0][1]

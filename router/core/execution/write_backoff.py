@@ -38,7 +38,7 @@ def end(state: State, now: float) -> None:
         if rest.until is not None and rest.until <= now:
             rest.until = None
             for slot in state.fleet.slots.of(backend):
-                slot.saved = False
+                slot.mark_saved(saved=False)
 
 
 def next_end(state: State) -> float | None:

@@ -217,7 +217,8 @@ class Fleet:
     def note_use(self, slot: Slot) -> None:
         """Note that the content of a slot was used just now."""
         model = self.infos[slot.id.backend].namespace
-        slot.used_no = self.uses[model] = self.uses.get(model, 0) + 1
+        self.uses[model] = self.uses.get(model, 0) + 1
+        slot.note_use(self.uses[model])
         self.sizes[model] = sum(i.n_slots for i in self.infos.values() if i.namespace == model)
 
     def neglect(self, slot: Slot) -> float:

@@ -6,6 +6,7 @@ A slot's life is the table `TRANSITIONS`; an illegal move raises, because it is 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from enum import StrEnum
+from typing import NamedTuple
 
 from router.base.errors import StaleLeaseError
 from router.base.frozen import dataclass
@@ -15,6 +16,7 @@ from router.base.types import (
     BackendId,
     BackendInfo,
     Lease,
+    Request,
     RequestId,
     SlotId,
     Tenant,
@@ -87,8 +89,8 @@ def no_slots() -> Phases:
 class Bench:
     """Data that the slots of one backend share.
 
-    `changes` rises with every assignment to one of these slots, so results computed from
-    the slots are computed again only if they may be stale.
+    `changes` rises when the phase, the content, `pending` or `saved` of one of these slots changes,
+    so results computed from them are computed again only if they may be stale.
     """
 
     phases: Phases = field(default_factory=no_slots)  # slots in each phase
@@ -100,12 +102,23 @@ class Bench:
     unsaved_at: int = -1  # `changes` at the last `SlotTable.unsaved`
 
 
+class Work(NamedTuple):
+    """What is computed under a lease, its predicted end and the end of its prefill permit."""
+
+    pending: Tokens
+    busy_until: float
+    permit_until: float
+
+
 _NO_BENCH = Bench()  # for a backend without slots
 
 
 @dataclass(slots=True)
 class Slot:
-    """One slot. `busy_until` is an estimate in clock seconds, used to price waiting."""
+    """One slot. `busy_until` is an estimate in clock seconds, used to price waiting.
+
+    Only its own methods change it; `tests/repository/test_architecture.py` checks that.
+    """
 
     bench: Bench = field(kw_only=True, default_factory=Bench, repr=False, compare=False)
     id: SlotId
@@ -135,10 +148,6 @@ class Slot:
     def __post_init__(self) -> None:
         self.bench.phases[self.phase] += 1
 
-    def __setattr__(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-        self.bench.changes += 1
-
     @property
     def is_idle(self) -> bool:
         return self.phase is Phase.IDLE
@@ -167,6 +176,7 @@ class Slot:
         phases[self.phase] -= 1
         phases[after] += 1
         self.phase = after
+        self.bench.changes += 1
 
     def lease(self, request: RequestId) -> Lease:
         """Lease the slot. The caller owns the lease until `release` or `lose`."""
@@ -198,6 +208,7 @@ class Slot:
         self.resident = resident
         self.last_used = now
         self.saved = False
+        self.bench.changes += 1
 
     def lose(self) -> None:
         """Drop the slot's content and its lease, because the backend is down."""
@@ -205,6 +216,136 @@ class Slot:
         self.generation += 1
         self._reset_lease()
         self.resident, self.tenant = NOTHING, NO_TENANT
+        self.bench.changes += 1
+
+    # -- content ---------------------------------------------------------------------------------
+
+    def hold(self, resident: Resident, *, surely: bool = False) -> None:
+        """Change the content; `surely`: it is what the router computed or restored there."""
+        self.resident = resident
+        self.must_not_save = self.must_not_save and not surely
+        self.bench.changes += 1
+
+    def erased(self, tenant: Tenant) -> None:
+        """Note that the slot was emptied, for a request of `tenant`."""
+        self.hold(NOTHING, surely=True)
+        self.tenant = tenant
+
+    def not_erased(self) -> None:
+        """Note that the slot could not be emptied: nothing is known of its content."""
+        self.hold(UNKNOWN)
+        self.tenant = NO_TENANT
+
+    def own(self, tenant: Tenant) -> None:
+        """Change the tenant of the content."""
+        self.tenant = tenant
+
+    def mix(self, request: Request) -> None:
+        """Note that the slot may hold what a request left; mixed tenants make it no tenant's."""
+        if self.tenant != request.tenant:
+            self.tenant = NO_TENANT
+        self.forbid_save_of(request)
+
+    def forbid_save_of(self, request: Request) -> None:
+        """Keep what a request may have left here from being saved, if that must not be saved.
+
+        The client asked for no cache, or the KV may not be what its tokens say.
+        """
+        if not request.reuse or request.shifts:
+            self.forbid_save()
+
+    def forbid_save(self) -> None:
+        """Keep the content from being saved."""
+        self.must_not_save = True
+        self.bench.changes += 1
+
+    def allow_save(self) -> None:
+        """Note that content which must not be saved is gone."""
+        self.must_not_save = False
+        self.bench.changes += 1
+
+    def mark_saved(self, *, saved: bool = True) -> None:
+        """Note that an idle save was tried or ruled out; not `saved`: consider one again."""
+        self.saved = saved
+        self.bench.changes += 1
+
+    def note_use(self, number: int) -> None:
+        """Note its place among all uses of slots of its model."""
+        self.used_no = number
+
+    # -- during a lease --------------------------------------------------------------------------
+
+    def lend(self, tenant: Tenant) -> None:
+        """Note the tenant of the request that holds the slot."""
+        self.next_tenant = tenant
+
+    def expect(self, pending: Tokens, *, shared: bool, until: float) -> None:
+        """Note what is computed under this lease, until when, and whether others may reuse it."""
+        self.pending, self.sharing, self.busy_until = pending, shared, until
+        self.bench.changes += 1
+
+    def expect_end(self, at: float) -> None:
+        """Predict when the slot is idle or its prompt computed; inf: nothing is known of that."""
+        self.busy_until = at
+
+    def stop_sharing(self) -> None:
+        """Note that what is computed is not for other requests."""
+        self.sharing = False
+
+    def begin_save(self) -> None:
+        """Note that the content is being saved."""
+        self.saving = self.resident.tokens
+
+    def end_save(self) -> None:
+        """Note that the save is over."""
+        self.saving = EMPTY
+
+    def abandon_prefill(self, *, abandoned: bool) -> None:
+        """Note whether a prefill that was broken off may still run."""
+        self.prefill_abandoned = abandoned
+
+    @property
+    def work(self) -> Work:
+        """Return what is computed under the lease."""
+        return Work(self.pending, self.busy_until, self.permit_until)
+
+    def take_over(self, work: Work, tenant: Tenant) -> None:
+        """Take over what was to be computed in another slot, for `tenant`."""
+        self.tenant = self.next_tenant = tenant
+        self.pending, self.busy_until, self.permit_until = work
+        self.bench.changes += 1
+
+    def invalidate_lease(self) -> None:
+        """Make late reports on the last lease be ignored: its answer is in another slot."""
+        self.generation += 1
+
+    # -- the prefill queue of its backend (`execution/prefill_queue.py`) --------------------------
+
+    def grant_permit(self, until: float) -> None:
+        """Give the slot the prefill permit until then."""
+        self.permit_until = until
+
+    def extend_permit(self, seconds: float) -> None:
+        """Let the permit last longer."""
+        self.permit_until += seconds
+
+    def end_permit(self, at: float = 0.0) -> None:
+        """End the permit then, or now."""
+        self.permit_until = min(self.permit_until, at)
+
+    def begin_chunk(self, until: float) -> None:
+        """Note when the chunk under way is predicted to end; 0: there is none."""
+        self.chunk_until = until
+
+    def queue_prefill(self, now: float) -> None:
+        """Note that the slot waits in the prefill queue from now on."""
+        self.prefill_queued_since = now
+
+    def leave_prefill_queue(self, waited_s: float) -> None:
+        """Note that the slot has left the prefill queue, after `waited_s` in all."""
+        self.prefill_queued_since, self.prefill_queue_s = None, waited_s
+
+    # --------------------------------------------------------------------------------------------
 
     def _reset_lease(self) -> None:
         self.holder = None

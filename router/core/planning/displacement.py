@@ -97,19 +97,3 @@ class Displacing:
 def saving_pays(fleet: Fleet, slot: Slot, kept: int = 0) -> Displaced:
     """Return `Displacing.price` of one slot."""
     return Displacing(fleet, slot.id.backend).price(slot, kept)
-
-
-def first_to_save(
-    fleet: Fleet, backend: BackendId, now: float, after_s: float = 0.0
-) -> Slot | None:
-    """Return the backend's first slot that is idle for `after_s`, unsaved and worth a save.
-
-    A slot that is not worth it is considered once. None: no slot is due.
-    """
-    for slot in fleet.slots.of(backend):
-        if not slot.is_unsaved or now - slot.last_used < after_s:
-            continue
-        if saving_pays(fleet, slot)[2]:
-            return slot
-        slot.saved = True
-    return None

@@ -26,10 +26,10 @@ def test_it_follows_the_slots_whatever_happens_to_them(data: Any) -> None:
             case "down":
                 table.lose(backend)
             case "holds" if slots:
-                data.draw(st.sampled_from(slots)).resident = Resident(data.draw(ids))
+                data.draw(st.sampled_from(slots)).hold(Resident(data.draw(ids)))
             case "leased" if slots and slots[0].is_idle:
                 slots[0].lease(RequestId(f"r{number}"))
-                slots[0].pending = data.draw(ids)
+                slots[0].expect(data.draw(ids), shared=False, until=0.0)
         prompt = data.draw(ids)
 
         held = {s.id: s.resident.tokens if s.is_idle else s.pending for s in table}

@@ -168,11 +168,11 @@ def test_what_could_be_saved_follows_the_slots() -> None:
     table.add(A, 2)
     assert table.unsaved() == {}
 
-    table[A0].resident, table[A0].last_used = HELD, 2.0
-    table[A1].resident, table[A1].last_used = HELD, 1.0
+    for where, now in ((A0, 2.0), (A1, 1.0)):
+        table[where].release(table[where].lease(R), HELD, now)
     assert table.unsaved() == {A: 1.0}
 
-    table[A1].saved = True
+    table[A1].mark_saved()
     assert table.unsaved() == {A: 2.0}
 
     lease = table[A1].lease(R)
@@ -185,7 +185,7 @@ def test_what_could_be_saved_follows_the_slots() -> None:
     assert table.unsaved() == {}
 
     table.add(A, 1)
-    table[A0].resident = HELD
+    table[A0].hold(HELD)
     assert table.unsaved() == {A: 0.0}
 
     table.remove(A)
