@@ -85,12 +85,11 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
     if job is None or job.stage is not Stage.PREPARING:
         return
     # A slot action cannot be cancelled; the job ends with the step that is under way.
-    job.cancelled = True
-    job.steps.clear()
+    job.cancel()
     step, sharing = job.doing, state.fleet.slots[job.slot].sharing
     if isinstance(step, PrefillStep) and sharing and is_wanted(state, job, step.tokens):
         # Other requests wait for this very prefill: it goes on.
-        job.steps.append(SaveStep(job.slot, SaveReason.SHARED))
+        job.append(SaveStep(job.slot, SaveReason.SHARED))
     elif isinstance(job.doing, InPrefillQueue | AtGate):
         state.fleet.slots[job.slot].stop_sharing()
         next_step(state, job, now)  # another job may have the slot, and compute it
@@ -115,7 +114,7 @@ def _stop_for_nobody(state: State) -> None:
         if not (job.cancelled and isinstance(step, PrefillStep)):
             continue
         if state.fleet.slots[job.slot].sharing and not is_wanted(state, job, step.tokens):
-            job.steps.clear()
+            job.drop_steps()
             _break_off(state, job)
 
 
@@ -282,9 +281,8 @@ def explain_admitted(state: State) -> None:
         assert job.request is not None
         assert job.plan is not None
         fleet, chosen = state.fleet, job.plan.chosen
-        job.plan = replace(
-            job.plan, coverage=coverage_of(job.request, job.plan, fleet), shared=None
-        )
+        coverage = coverage_of(job.request, job.plan, fleet)
+        job.explain(replace(job.plan, coverage=coverage, shared=None))
         kept = chosen.reused_tokens if chosen.source is Source.RESIDENT else 0
         fleet.give_up(fleet.slots[job.slot], kept)
         if job.request.whole_backend:
@@ -335,13 +333,13 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     state.queue.serve(request.id, needs_s - chosen.price.wait_s)  # the wait is other clients' time
     if request.whole_backend:
         rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
-        job.others = [other.lease(request.id) for other in rest]
+        job.hold_also([other.lease(request.id) for other in rest])
     if chosen.copy_from is not None:
-        job.others = [fleet.slots[chosen.copy_from].lease(request.id)]
+        job.hold_also([fleet.slots[chosen.copy_from].lease(request.id)])
     managed = fleet.manages(backend)
     if managed and not request.pinnable and not request.whole_backend:
         others = fleet.attracting(backend, request)
-        job.others += [other.lease(request.id) for other in others]
+        job.hold_also([other.lease(request.id) for other in others])
     for lease in (job.lease, *job.others):
         fleet.slots[lease.slot].lend(request.tenant)
         if not managed:  # the router keeps no tokens there
@@ -351,13 +349,13 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         fleet.gated.add(backend)
     if chosen.snapshot is not None:
         fleet.catalog.add_reference(chosen.snapshot, now)
-        job.using = chosen.snapshot
+        job.use(chosen.snapshot)
     fleet.granted += 1
     if fleet.policy.name is PolicyName.STICKY:
         fleet.sticky.setdefault(sticky_key(request), chosen.slot)
         if len(fleet.sticky) > _STICKY_KEYS:
             del fleet.sticky[next(iter(fleet.sticky))]
-    job.steps = _steps_of(state, job, request, decision)
+    job.set_steps(_steps_of(state, job, request, decision))
     next_step(state, job, now)
 
 

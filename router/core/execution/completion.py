@@ -1,6 +1,5 @@
 """End jobs: after success, failure, or the loss of their backend. Release every lease."""
 
-from collections import deque
 from math import inf
 
 from router.base.errors import BackendError
@@ -65,7 +64,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
         if job.stage is Stage.DISPATCHED:
             # `Finished` and the account are still to come. The job's gate went with the backend; a
             # gate that is closed then may be another job's.
-            job.gated = False
+            job.leave_gate()
             continue
         _leave_to_itself(state, job, backend, now)
 
@@ -85,7 +84,8 @@ def _leave_to_itself(state: State, job: Job, backend: BackendId, now: float) -> 
         state.out.append(StopWork(job.id))  # a hanging prefill would go on in vain
     if isinstance(step, SaveStep) and step.slot.backend != backend:
         saving = job.lease_of(step.slot)
-    job.others = [lease for lease in job.others if lease != saving]
+    if saving is not None:
+        job.give_back([saving])
     end(state, job, now)
     if saving is not None:
         step = SaveStep(saving.slot, SaveReason.IDLE)
@@ -97,11 +97,11 @@ def _lose_source(job: Job, backend: BackendId) -> None:
 
     A save under way reports its own failure.
     """
-    kept = [lease for lease in job.others if lease.slot.backend != backend]
-    if kept == job.others:
+    lost = [lease for lease in job.others if lease.slot.backend == backend]
+    if not lost:
         return
-    job.others = kept
-    job.steps = deque(
+    job.give_back(lost)
+    job.set_steps(
         step
         for step in job.steps
         if not (isinstance(step, SaveStep) and step.slot.backend == backend)
@@ -116,7 +116,8 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
         return
     assert job.request is not None
     open_gate(state, job)
-    job.slot_confirmed = index == job.slot.index or bool(job.others) or _follow(state, job, index)
+    known = index == job.slot.index or bool(job.others) or _follow(state, job, index)
+    job.confirm_slot(confirmed=known)
     if not job.slot_confirmed:
         _doubt_drained(state, job, job.request)  # it runs in one that was idle unnoticed
 
@@ -133,8 +134,8 @@ def _follow(state: State, job: Job, index: int) -> bool:
     work = leased.work
     leased.release(job.lease, leased.resident, leased.last_used)
     leased.invalidate_lease()  # the answer is read under this lease, and is elsewhere
-    job.lease = actual.lease(job.id)
-    job.resident_at_dispatch = actual.resident
+    job.move(actual.lease(job.id))
+    job.runs_on(actual.resident)
     actual.start(job.lease)
     actual.take_over(work, job.request.tenant)
     return True
@@ -229,7 +230,7 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
         if event.begun and not unseen
         else RequestProgress.SENT
     )
-    job.stage = Stage.ABANDONED
+    job.abandon()
     own = state.fleet.slots[job.slot]
     own.abandon(job.lease)
     own.expect_end(inf if wipe else now + _ABANDONED_SLOT_S[progress])
@@ -237,9 +238,9 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     for lease in job.others:
         slot = state.fleet.slots[lease.slot]
         slot.release(lease, slot.resident if refused else UNKNOWN, now)
-    job.others.clear()
+    job.give_back(job.others)
     if unseen:
-        job.content_unknown = True
+        job.doubt()
         _doubt_drained(state, job, job.request)
         placement_gate.mix(state, job)
         for slot in state.fleet.slots.of(job.slot.backend):
@@ -276,7 +277,7 @@ def _doubt_drained(state: State, job: Job, request: Request) -> None:
     """
     for other in state.jobs.values():
         if other.slot.backend == job.slot.backend and other.stage is Stage.ABANDONED:
-            other.content_unknown = True
+            other.doubt()
             slot = state.fleet.slots[other.slot]
             slot.expect_end(inf)
             slot.forbid_save_of(request)
@@ -383,7 +384,7 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
 def open_gate(state: State, job: Job) -> None:
     """Open the gate that the job holds, if any."""
     if job.gated:
-        job.gated = False
+        job.leave_gate()
         state.fleet.gated.discard(job.slot.backend)
 
 

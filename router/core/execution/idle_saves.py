@@ -59,6 +59,6 @@ def _save(state: State, slot: Slot, now: float) -> None:
     state.saves += 1
     name = RequestId(f"save-{state.saves}")
     job = Job(id=name, lease=slot.lease(name), since=now)
-    job.steps.append(SaveStep(slot.id, SaveReason.IDLE))
+    job.append(SaveStep(slot.id, SaveReason.IDLE))
     state.jobs[job.id] = job
     next_step(state, job, now)

@@ -4,7 +4,6 @@ A failed step does not fail the request, except an erase: what is left of the pl
 on the same lease.
 """
 
-from collections import deque
 from dataclasses import replace
 from math import inf
 from typing import assert_never
@@ -46,7 +45,6 @@ from router.core.model.jobs import (
     PrefillStep,
     RestoreStep,
     SaveStep,
-    Stage,
 )
 from router.core.model.resident_updates import after_prefill, after_quiet
 from router.core.model.slots import NOTHING, UNKNOWN, Resident
@@ -71,9 +69,9 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
         return
     ahead = job.steps[0]
     if isinstance(ahead, PrefillStep) and prefill_queue.join_prefill_queue(state, job, ahead, now):
-        job.steps.popleft()
+        job.drop_next()
         return
-    job.doing = step = job.steps.popleft()
+    step = job.take_step()
     match step:
         case SaveStep():
             # A request for this very content can wait for the save.
@@ -105,7 +103,8 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot], erase))
         case PrefillStep():
             slot = state.fleet.slots[job.slot]
-            job.doing = step = PrefillStep(step.tokens, piece(state.fleet, job.slot, step.tokens))
+            step = PrefillStep(step.tokens, piece(state.fleet, job.slot, step.tokens))
+            job.do(step)
             # Other requests may as well wait for the last of several prefills.
             last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
             whole = last[0] if last else step.tokens
@@ -129,9 +128,9 @@ def take_turns(state: State, now: float) -> None:
     while called := prefill_queue.take_next(state, now):
         for job, step in called:
             if job.cancelled and not is_wanted(state, job, step.tokens):
-                job.steps.clear()  # no request waits for it any more; the next job gets the permit
+                job.drop_steps()  # no request waits for it any more; the next job gets the permit
             else:
-                job.steps.appendleft(step)
+                job.insert(step)
             next_step(state, job, now)
     for job in prefill_queue.give_up(state, now):
         end(state, job, now)
@@ -155,9 +154,7 @@ def _dispatch(state: State, job: Job, now: float) -> None:
     answer_s = state.fleet.rates[job.slot.backend].generation_s(job.request.max_new_tokens)
     slot.expect(job.request.prompt.tokens, shared=False, until=now + answer_s)
     prefill_queue.hand_over(slot, now, streams=job.request.streams)
-    job.stage = Stage.DISPATCHED
-    job.prepared_s = now - job.since
-    job.resident_at_dispatch = slot.resident
+    job.dispatch(slot.resident, now)
     managed = state.fleet.manages(job.slot.backend)
     if not managed:
         state.fleet.note_sent(job.slot.backend, job.request)
@@ -214,8 +211,8 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
         else:
             state.restore_over(job.id)  # the long snapshot will not be read
             state.fleet.catalog.add_reference(usable, now)
-            job.using = usable
-            job.steps[0] = RestoreStep(usable)
+            job.use(usable)
+            job.replace_next(RestoreStep(usable))
     next_step(state, job, now)
 
 
@@ -234,7 +231,7 @@ def _restore_the_whole(state: State, job: Job, reason: str) -> None:
     if len(state.fleet.catalog[job.using]) > state.fleet.infos[job.slot.backend].n_ctx:
         state.restore_over(job.id)
         job.went_cold(reason)
-        job.steps.popleft()
+        job.drop_next()
 
 
 def _save_over(
@@ -248,19 +245,19 @@ def _save_over(
         return
     if lease in job.others:
         source = state.fleet.slots[lease.slot]
-        job.others.remove(lease)
+        job.give_back([lease])
         source.release(lease, source.resident, source.last_used)
         source.mark_saved()
     if job.doing.reason is not SaveReason.COPY:
         return
     if job.steps and isinstance(job.steps[0], RestoreStep):
         usable = _find(state, snapshot) if snapshot is not None else None
-        job.steps[0] = RestoreStep(usable)
+        job.replace_next(RestoreStep(usable))
         if usable is None:
             job.went_cold("the copy failed")
         else:
             state.fleet.catalog.add_reference(usable, now)
-            job.using = usable
+            job.use(usable)
 
 
 def _find(state: State, snapshot: Snapshot) -> SnapshotId | None:
@@ -339,7 +336,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
         else:
             slot.erased(job.request.tenant)
         if not own and not job.request.whole_backend:
-            job.others.remove(lease)
+            job.give_back([lease])
             slot.release(lease, slot.resident, slot.last_used)
     if failed:
         _refuse(state, job)
@@ -350,7 +347,7 @@ def _refuse(state: State, job: Job) -> None:
     """Drop the request unsent: its client gets 503, and no further step is taken."""
     if not job.cancelled:
         state.reject(job.id, NoBackendError("no slot could be emptied for the request; try again"))
-    job.steps.clear()
+    job.drop_steps()
 
 
 def prefill_broke(state: State, request: RequestId) -> None:
@@ -378,9 +375,9 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         assert job.request is not None
         slot.hold(after_quiet(slot.resident, job.request.prompt, event.n_tokens))
         # There is nothing to save, also not for the requests that wait for it.
-        job.steps = deque(step for step in job.steps if isinstance(step, DispatchStep))
+        job.set_steps(step for step in job.steps if isinstance(step, DispatchStep))
         if job.cancelled:
-            job.steps.clear()
+            job.drop_steps()
     else:
         job.note_prefill(event.reported)
         state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
@@ -389,11 +386,11 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         if job.doing.upto is not None:
             if not job.cancelled or (job.steps and is_wanted(state, job, job.doing.tokens)):
-                job.steps.appendleft(PrefillStep(job.doing.tokens))
+                job.insert(PrefillStep(job.doing.tokens))
             else:
-                job.steps.clear()  # no request waits for it any more
+                job.drop_steps()  # no request waits for it any more
         elif not job.cancelled and not saved_anyway and is_wanted(state, job, job.doing.tokens):
-            job.steps.appendleft(SaveStep(job.slot, SaveReason.SHARED))
+            job.insert(SaveStep(job.slot, SaveReason.SHARED))
     next_step(state, job, now)
 
 

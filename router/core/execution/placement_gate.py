@@ -43,13 +43,13 @@ def wait_at_gate(state: State, job: Job, now: float) -> bool:
         slot.stop_sharing()
         slot.expect_end(now)
         if job.gated:
-            job.gated = False
+            job.leave_gate()
             fleet.gated.discard(backend)
-        job.doing = AtGate()
+        job.do(AtGate())
         state.at_gate.append(job.id)
         _tell(state)
         return True
-    job.gated = True
+    job.take_gate()
     fleet.gated.add(backend)
     return False
 
@@ -71,7 +71,7 @@ def next_through(state: State, now: float) -> Job | None:
                     f"the request could not be sent within {limit_s:g} s (queue.deadline)"
                 ),
             )
-            job.steps.clear()
+            job.drop_steps()
             found = job
         if found is not None:
             state.at_gate.remove(found.id)
@@ -119,13 +119,13 @@ def swap_leases(state: State, job: Job, index: int) -> bool:
         return False
     meant, request = state.fleet.slots[job.slot], _request(job)
     ours, theirs = meant.work, actual.work
-    job.resident_at_dispatch = actual.resident
+    job.runs_on(actual.resident)
     meant.release(job.lease, meant.resident, meant.last_used)
     actual.release(other.lease, actual.resident, actual.last_used)
-    job.lease = actual.lease(job.id)
+    job.move(actual.lease(job.id))
     actual.start(job.lease)
     actual.take_over(ours, request.tenant)
-    other.lease = meant.lease(other.id)
+    other.move(meant.lease(other.id))
     meant.lend(_request(other).tenant)
     meant.expect(theirs.pending, shared=False, until=theirs.busy_until)
     return True

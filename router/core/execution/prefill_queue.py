@@ -57,7 +57,7 @@ def join_prefill_queue(state: State, job: Job, step: PrefillStep, now: float) ->
         if is_free and (is_long or job.prefilled is not None):
             _call(slot, job, now)
         return False
-    job.doing = InPrefillQueue(step.tokens)
+    job.do(InPrefillQueue(step.tokens))
     slot.queue_prefill(now)
     state.in_prefill_queue.append(job.id)
     _foretell(fleet, _waiting_by_backend(state)[backend], now)
@@ -74,7 +74,7 @@ def take_next(state: State, now: float) -> list[tuple[Job, PrefillStep]]:
         assert isinstance(job.doing, InPrefillQueue)
         state.in_prefill_queue.remove(job.id)
         slot = state.fleet.slots[job.slot]
-        job.prefill_queue_s = prefill_queue_s(slot, now)
+        job.stood(prefill_queue_s(slot, now))
         slot.leave_prefill_queue(job.prefill_queue_s)
         _call(slot, job, now)
         taken.append((job, PrefillStep(job.doing.tokens)))
@@ -85,7 +85,7 @@ def begin(job: Job, slot: Slot, piece_s: float, now: float) -> None:
     """Note that the job starts to compute what is predicted to take `piece_s`."""
     slot.begin_chunk(now + piece_s)
     if job.has_permit:
-        job.has_permit = False
+        job.use_permit()
         least_s, most_s = _OVERRUN_S
         overrun_s = min(max(piece_s, least_s), most_s)
         slot.grant_permit(now + min(piece_s + overrun_s, _LONGEST_S))
@@ -142,7 +142,7 @@ def next_end(state: State) -> float | None:
 
 def _call(slot: Slot, job: Job, now: float) -> None:
     """Give the permit to the job; what is saved before its prefill falls under it."""
-    job.has_permit = True
+    job.call()
     slot.grant_permit(now + _LONGEST_S)
 
 

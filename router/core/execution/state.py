@@ -82,7 +82,7 @@ class State:
             self.orphaned_restores[job.id] = job.using
         else:
             self.delete(self.fleet.catalog.drop_reference(job.using))
-        job.using = None
+        job.use(None)
 
     def restore_over(self, request: RequestId) -> None:
         """Release the snapshot of the request's restore: its file is no longer read."""
@@ -91,7 +91,7 @@ class State:
         if used is not None:
             self.delete(self.fleet.catalog.drop_reference(used))
         if job is not None:
-            job.using = None
+            job.use(None)
 
     @property
     def gives_up_content(self) -> bool:

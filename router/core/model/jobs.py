@@ -1,6 +1,7 @@
 """Jobs: the steps from the admission of a request until it is sent, one after the other."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import field, replace
 from enum import StrEnum
 
@@ -93,7 +94,10 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class Job:
-    """The leases of a request or a save, and its next steps. Owned by the scheduler."""
+    """The leases of a request or a save, and its next steps. Owned by the scheduler.
+
+    Only its own methods change it; `tests/repository/test_architecture.py` checks that.
+    """
 
     id: RequestId
     lease: Lease
@@ -130,6 +134,117 @@ class Job:
     def lease_of(self, slot: SlotId) -> Lease | None:
         """Return the job's lease on a slot. None: it has none, or no longer."""
         return next((x for x in (self.lease, *self.others) if x.slot == slot), None)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def set_steps(self, steps: Iterable[Step]) -> None:
+        """Replace all steps that are still to do."""
+        self.steps = deque(steps)
+
+    def insert(self, step: Step) -> None:
+        """Put a step before all others."""
+        self.steps.appendleft(step)
+
+    def append(self, step: Step) -> None:
+        """Put a step behind all others."""
+        self.steps.append(step)
+
+    def replace_next(self, step: Step) -> None:
+        """Put a step in the place of the next one."""
+        self.steps[0] = step
+
+    def drop_next(self) -> None:
+        """Drop the next step."""
+        self.steps.popleft()
+
+    def drop_steps(self) -> None:
+        """Drop all steps that are still to do."""
+        self.steps.clear()
+
+    def take_step(self) -> Step:
+        """Begin the next step, and return it."""
+        step = self.steps.popleft()
+        self.doing = step
+        return step
+
+    def do(self, doing: Step | InPrefillQueue | AtGate) -> None:
+        """Do this now, or wait for this, instead of the step that was taken."""
+        self.doing = doing
+
+    # -- leases ----------------------------------------------------------------------------------
+
+    def hold_also(self, leases: Iterable[Lease]) -> None:
+        """Hold more slots."""
+        self.others += leases
+
+    def give_back(self, leases: Iterable[Lease]) -> None:
+        """Hold these slots no longer; the caller releases them, or they are lost."""
+        gone = set(leases)
+        self.others = [lease for lease in self.others if lease not in gone]
+
+    def move(self, lease: Lease) -> None:
+        """Hold another slot for the request."""
+        self.lease = lease
+
+    def use(self, snapshot: SnapshotId | None) -> None:
+        """Note the snapshot that the job has a reference to."""
+        self.using = snapshot
+
+    # -- stages ----------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """Note that the client disconnected before the request was sent."""
+        self.cancelled = True
+        self.drop_steps()
+
+    def dispatch(self, resident: Resident, now: float) -> None:
+        """Note that the request is sent to a slot that holds `resident`."""
+        self.stage, self.prepared_s = Stage.DISPATCHED, now - self.since
+        self.resident_at_dispatch = resident
+
+    def runs_on(self, resident: Resident) -> None:
+        """Note that the request runs in a slot that held `resident`."""
+        self.resident_at_dispatch = resident
+
+    def confirm_slot(self, *, confirmed: bool) -> None:
+        """Note whether it is known in which slot the server runs the request."""
+        self.slot_confirmed = confirmed
+
+    def abandon(self) -> None:
+        """Note that only the end of the backend's work is waited for."""
+        self.stage = Stage.ABANDONED
+
+    def doubt(self) -> None:
+        """Note that nothing will be known of the slot's content."""
+        self.content_unknown = True
+
+    # -- queues ----------------------------------------------------------------------------------
+
+    def take_gate(self) -> None:
+        """Note that the job holds the placement gate of its backend."""
+        self.gated = True
+
+    def leave_gate(self) -> None:
+        """Note that the job holds the placement gate no longer."""
+        self.gated = False
+
+    def call(self) -> None:
+        """Give the job the prefill permit."""
+        self.has_permit = True
+
+    def use_permit(self) -> None:
+        """Note that the prefill begins for which the job has the permit."""
+        self.has_permit = False
+
+    def stood(self, seconds: float) -> None:
+        """Note how long the job has been in the prefill queue."""
+        self.prefill_queue_s = seconds
+
+    # --------------------------------------------------------------------------------------------
+
+    def explain(self, plan: Plan) -> None:
+        """Replace the plan with the same one, explained."""
+        self.plan = plan
 
     def note_prefill(self, reported: Reported) -> None:
         """Add one more prefill of this job; no token is computed twice, so they add up."""
