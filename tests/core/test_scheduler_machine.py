@@ -377,7 +377,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         waiting = [job for job in state.jobs.values() if isinstance(job.doing, AtGate)]
         assert [job.id for job in waiting if job.id not in state.at_gate] == []
         assert not any(
-            placement_gate._is_free(state, job) or job.gated or job.cancelled for job in waiting
+            placement_gate.is_free(state, job) or job.gated or job.cancelled for job in waiting
         )
         told = sum(len(expected) for expected in state.fleet.at_gate.values())
         assert told == len(waiting)

@@ -116,20 +116,23 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
         return
     assert job.request is not None
     open_gate(state, job)
-    known = index == job.slot.index or bool(job.others) or _follow(state, job, index)
-    job.confirm_slot(confirmed=known)
-    if not job.slot_confirmed:
+    slots = state.fleet.slots.of(job.slot.backend)
+    actual = next((slot for slot in slots if slot.id.index == index), None)
+    waits = placement_gate.waits_in(state, actual) if actual is not None else None
+    known = index == job.slot.index or bool(job.others)
+    if not known and waits is not None:
+        placement_gate.swap_leases(state, job, waits)
+    elif not known and actual is not None and actual.is_idle:
+        _follow(state, job, actual)
+    elif not known:
         _doubt_drained(state, job, job.request)  # it runs in one that was idle unnoticed
+        return
+    job.confirm_slot()
 
 
-def _follow(state: State, job: Job, index: int) -> bool:
-    """Move the job's lease to the slot where the server put its request.
-
-    Return False if that slot is not available.
-    """
-    actual = next((s for s in state.fleet.slots.of(job.slot.backend) if s.id.index == index), None)
-    if actual is None or not actual.is_idle or job.request is None:
-        return placement_gate.swap_leases(state, job, index)
+def _follow(state: State, job: Job, actual: Slot) -> None:
+    """Move the job's lease to the idle slot where the server put its request."""
+    assert job.request is not None
     leased = state.fleet.slots[job.slot]
     work = leased.work
     leased.release(job.lease, leased.resident, leased.last_used)
@@ -138,7 +141,6 @@ def _follow(state: State, job: Job, index: int) -> bool:
     job.runs_on(actual.resident)
     actual.start(job.lease)
     actual.take_over(work, job.request.tenant)
-    return True
 
 
 def finished(state: State, event: ev.Finished, now: float) -> None:

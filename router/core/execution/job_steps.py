@@ -65,12 +65,19 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
     if not job.steps:
         end(state, job, now)
         return
-    if placement_gate.wait_at_gate(state, job, now):
-        return
+    if placement_gate.needs_gate_now(job):
+        if not placement_gate.is_free(state, job):
+            placement_gate.wait(state, job, now)
+            return
+        placement_gate.take(state, job)
     ahead = job.steps[0]
-    if isinstance(ahead, PrefillStep) and prefill_queue.join_prefill_queue(state, job, ahead, now):
-        job.drop_next()
-        return
+    if isinstance(ahead, PrefillStep) and not job.has_permit:
+        prefill_queue.end_last(state, job)
+        if prefill_queue.must_wait(state, job, ahead, now):
+            job.drop_next()
+            prefill_queue.wait(state, job, ahead, now)
+            return
+        prefill_queue.enter(state, job, ahead, now)
     step = job.take_step()
     match step:
         case SaveStep():
@@ -136,12 +143,12 @@ def take_turns(state: State, now: float) -> None:
         end(state, job, now)
 
 
-def pass_gate(state: State, now: float) -> bool:
-    """Let gated jobs send their requests; return True if there were any."""
-    passed = False
+def pass_gate(state: State, now: float) -> int:
+    """Let jobs at the gate send their requests; return how many did."""
+    passed = 0
     while (job := placement_gate.next_through(state, now)) is not None:
         next_step(state, job, now)
-        passed = True
+        passed += 1
     return passed
 
 
@@ -303,9 +310,8 @@ def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
     else:
         strikes = state.strikes.pop(event.snapshot, 0) + 1
         if event.blame is Blame.FILE or strikes >= _STRIKES:
-            snapshot = state.fleet.catalog[event.snapshot]
-            if state.fleet.catalog.forget(event.snapshot):
-                state.out.append(Quarantine(snapshot, event.reason))
+            if forgotten := state.fleet.catalog.forget(event.snapshot):
+                state.out.append(Quarantine(forgotten, event.reason))
         else:
             state.strikes[event.snapshot] = strikes
     state.restore_over(event.request)

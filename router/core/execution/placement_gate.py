@@ -28,30 +28,39 @@ from router.core.model.slots import Phase, Slot
 from router.core.model.tenancy import attracts
 
 
-def wait_at_gate(state: State, job: Job, now: float) -> bool:
-    """Return True if the job's next step, to send its request, has to wait at the gate.
+def needs_gate_now(job: Job) -> bool:
+    """Return whether the job's next step is to send a request that needs the gate only then."""
+    return job.gated_at_dispatch and isinstance(job.steps[0], DispatchStep)
 
-    Otherwise the job takes the gate: nothing else is sent until its request is known to run.
-    """
-    if not (job.gated_at_dispatch and isinstance(job.steps[0], DispatchStep)):
+
+def is_free(state: State, job: Job) -> bool:
+    """Return whether no other job has the gate and the server will take the job's slot."""
+    backend = job.slot.backend
+    if backend in state.fleet.gated and not job.gated:
         return False
-    fleet, backend = state.fleet, job.slot.backend
-    if not _is_free(state, job):
-        slot = fleet.slots[job.slot]
-        # The prefill is over: release the permit, and let no request wait for its end.
-        slot.end_permit()
-        slot.stop_sharing()
-        slot.expect_end(now)
-        if job.gated:
-            job.leave_gate()
-            fleet.gated.discard(backend)
-        job.do(AtGate())
-        state.at_gate.append(job.id)
-        _tell(state)
-        return True
+    computed = _is_computed(state, job)
+    others = (s for s in state.fleet.slots.of(backend) if job.lease_of(s.id) is None)
+    return not any(_is_in_the_way(state, job, slot, computed) for slot in others)
+
+
+def take(state: State, job: Job) -> None:
+    """Give the gate to the job: nothing else is sent until its request is known to run."""
     job.take_gate()
-    fleet.gated.add(backend)
-    return False
+    state.fleet.gated.add(job.slot.backend)
+
+
+def wait(state: State, job: Job, now: float) -> None:
+    """Let the job wait at the gate. Its prefill is over: no request waits for its end."""
+    slot = state.fleet.slots[job.slot]
+    slot.end_permit()
+    slot.stop_sharing()
+    slot.expect_end(now)
+    if job.gated:
+        job.leave_gate()
+        state.fleet.gated.discard(job.slot.backend)
+    job.do(AtGate())
+    state.at_gate.append(job.id)
+    _tell(state)
 
 
 def next_through(state: State, now: float) -> Job | None:
@@ -61,7 +70,7 @@ def next_through(state: State, now: float) -> Job | None:
     """
     found = None
     for job in _waiting(state):
-        if _is_free(state, job):
+        if is_free(state, job):
             found = job
         elif (ends := _ends(state, job)) is not None and ends <= now:
             limit_s = state.queue.limits.deadline_s
@@ -106,17 +115,12 @@ def reuses_nothing_foreign(state: State, job: Job) -> bool:
     return not any(attracts(slot, request, computed_first=computed) for slot in slots)
 
 
-def swap_leases(state: State, job: Job, index: int) -> bool:
-    """Swap slots with the gated job in slot `index`, where the server put the request.
+def swap_leases(state: State, job: Job, other: Job) -> None:
+    """Swap slots with a job that waits at the gate, in whose slot the server put the request.
 
-    Nothing is under way in that slot. From now on each job has the other's slot. Return False if no
-    gated job holds slot `index`.
+    Nothing is under way in that slot. From now on each job has the other's slot.
     """
-    slots = state.fleet.slots.of(job.slot.backend)
-    actual = next((slot for slot in slots if slot.id.index == index), None)
-    other = _waits_in(state, actual) if actual is not None else None
-    if actual is None or other is None:
-        return False
+    actual = state.fleet.slots[other.slot]
     meant, request = state.fleet.slots[job.slot], _request(job)
     ours, theirs = meant.work, actual.work
     job.runs_on(actual.resident)
@@ -128,7 +132,6 @@ def swap_leases(state: State, job: Job, index: int) -> bool:
     other.move(meant.lease(other.id))
     meant.lend(_request(other).tenant)
     meant.expect(theirs.pending, shared=False, until=theirs.busy_until)
-    return True
 
 
 def mix(state: State, job: Job) -> None:
@@ -139,22 +142,12 @@ def mix(state: State, job: Job) -> None:
     request = _request(job)
     computed = is_computed(job.resident_at_dispatch, request.prompt)
     for slot in state.fleet.slots.of(job.slot.backend):
-        if _waits_in(state, slot) is None:
+        if waits_in(state, slot) is None:
             continue
         if computed and not may_hold(slot.resident, request.prompt):
             continue
         slot.hold(after_either(slot.resident, request.prompt))
         slot.mix(request)
-
-
-def _is_free(state: State, job: Job) -> bool:
-    """Return True if no other job has the gate and the server will take the job's slot."""
-    backend = job.slot.backend
-    if backend in state.fleet.gated and not job.gated:
-        return False
-    computed = _is_computed(state, job)
-    others = (s for s in state.fleet.slots.of(backend) if job.lease_of(s.id) is None)
-    return not any(_is_in_the_way(state, job, slot, computed) for slot in others)
 
 
 def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
@@ -173,7 +166,7 @@ def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
     holder = state.holder(slot)
     if holder is None or not holder.is_ours:  # (3)
         return not computed
-    other = _waits_in(state, slot)
+    other = waits_in(state, slot)
     if not computed:  # (4)
         return other is None
     if other is not None:  # (5)
@@ -211,8 +204,8 @@ def _is_computed(state: State, job: Job) -> bool:
     return steers and is_computed(fleet.slots[job.slot].resident, request.prompt)
 
 
-def _waits_in(state: State, slot: Slot) -> Job | None:
-    """Return the gated job that holds the slot. None: no gated job does."""
+def waits_in(state: State, slot: Slot) -> Job | None:
+    """Return the job that waits at the gate with this slot. None: there is none."""
     job = state.holder(slot)
     waits = job is not None and isinstance(job.doing, AtGate) and job.slot == slot.id
     return job if waits else None

@@ -37,31 +37,50 @@ _LONGEST_S = 10.0
 _HANDED_OVER_S = 0.5
 
 
-def join_prefill_queue(state: State, job: Job, step: PrefillStep, now: float) -> bool:
-    """Queue a job that is about to compute a prefill chunk; its last permit is over.
+def end_last(state: State, job: Job) -> None:
+    """End the last permit of a job that is about to compute another chunk."""
+    if state.fleet.policy.coalesce_above_s is not None:
+        slot = state.fleet.slots[job.slot]
+        slot.end_permit()
+        slot.begin_chunk(0.0)
 
-    Return True if the job has to wait. It goes on if one of these holds:
 
-    1. The job was given the permit.
-    2. The chunk does not take long. The job gets the permit if the whole prompt does.
-    3. No job holds the permit or waits for it.
+def must_wait(state: State, job: Job, step: PrefillStep, now: float) -> bool:
+    """Return whether a job without permit has to wait for it before it computes a chunk.
+
+    It goes on if one of these holds:
+
+    1. The chunk does not take long.
+    2. No job holds the permit or waits for it.
     """
-    fleet, slot, backend = state.fleet, state.fleet.slots[job.slot], job.slot.backend
-    if job.has_permit or fleet.policy.coalesce_above_s is None:
+    fleet, backend = state.fleet, job.slot.backend
+    if fleet.policy.coalesce_above_s is None or not _is_long(fleet, job, step):
         return False
-    slot.end_permit()
-    slot.begin_chunk(0.0)
-    own_s = remaining_prefill_s(fleet, slot, step.tokens)
-    is_long, is_free = fleet.policy.is_long(own_s), _ends(fleet, backend) <= now
-    if not is_long or (is_free and backend not in _waiting_by_backend(state)):
-        if is_free and (is_long or job.prefilled is not None):
-            _call(slot, job, now)
-        return False
+    return _ends(fleet, backend) > now or any(
+        one.slot.backend == backend for one in _waiting(state)
+    )
+
+
+def wait(state: State, job: Job, step: PrefillStep, now: float) -> None:
+    """Let a job wait in the prefill queue."""
     job.do(InPrefillQueue(step.tokens))
-    slot.queue_prefill(now)
+    state.fleet.slots[job.slot].queue_prefill(now)
     state.in_prefill_queue.append(job.id)
-    _foretell(fleet, _waiting_by_backend(state)[backend], now)
-    return True
+    _foretell(state.fleet, _waiting_by_backend(state)[job.slot.backend], now)
+
+
+def enter(state: State, job: Job, step: PrefillStep, now: float) -> None:
+    """Give the permit to a job that need not wait, if it is free and the whole prompt is long."""
+    fleet = state.fleet
+    if fleet.policy.coalesce_above_s is None or _ends(fleet, job.slot.backend) > now:
+        return
+    if job.prefilled is not None or _is_long(fleet, job, step):
+        _call(fleet.slots[job.slot], job, now)
+
+
+def _is_long(fleet: Fleet, job: Job, step: PrefillStep) -> bool:
+    own_s = remaining_prefill_s(fleet, fleet.slots[job.slot], step.tokens)
+    return fleet.policy.is_long(own_s)
 
 
 def take_next(state: State, now: float) -> list[tuple[Job, PrefillStep]]:
@@ -151,12 +170,17 @@ def _waiting_by_backend(state: State) -> dict[BackendId, list[Job]]:
     by_backend: dict[BackendId, list[Job]] = {}
     if not state.in_prefill_queue:
         return by_backend
-    waiting = [job for name in state.in_prefill_queue if (job := state.jobs.get(name)) is not None]
-    waiting = [job for job in waiting if isinstance(job.doing, InPrefillQueue)]
+    waiting = _waiting(state)
     state.in_prefill_queue = [job.id for job in waiting]
     for job in waiting:
         by_backend.setdefault(job.slot.backend, []).append(job)
     return by_backend
+
+
+def _waiting(state: State) -> list[Job]:
+    """Return the jobs that wait in the prefill queue of any backend."""
+    jobs = (state.jobs.get(name) for name in state.in_prefill_queue)
+    return [job for job in jobs if job is not None and isinstance(job.doing, InPrefillQueue)]
 
 
 def _deadlines(state: State) -> list[tuple[float, Job]]:

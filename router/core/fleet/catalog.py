@@ -175,16 +175,14 @@ class Catalog:
                 entry.own = own
                 self._ranks.value(match.item, entry.density)
 
-    def _regains(self, entry: _Entry) -> bool:
-        """Update the `own` share; return whether it rose because a longer one was removed."""
+    def _own_share(self, entry: _Entry) -> float:
+        """Return the `own` share as it is now: it rises when a longer snapshot was removed."""
         if entry.own == 1:
-            return False
+            return 1.0
         tokens = entry.snapshot.tokens
         others = self._index[entry.snapshot.namespace].match(tokens, limit=4)
         longer = [m.common for m in others if m.length > len(entry.snapshot)]
-        own = 1 - max(longer, default=0) / len(entry.snapshot)
-        regains, entry.own = own > entry.own, own
-        return regains
+        return 1 - max(longer, default=0) / len(entry.snapshot)
 
     @property
     def is_over(self) -> bool:
@@ -293,18 +291,18 @@ class Catalog:
             return [] if entry.kept else [entry.snapshot]
         return []
 
-    def forget(self, snapshot: SnapshotId) -> bool:
-        """Take a snapshot out of use and never name it for deletion.
+    def forget(self, snapshot: SnapshotId) -> Snapshot | None:
+        """Take a snapshot out of use, never name it for deletion, and return it.
 
-        Return False if this was done before.
+        None: this was done before.
         """
         entry = self._entries.get(snapshot)
         if entry is None or entry.kept:
-            return False
+            return None
         entry.kept, entry.given_up = True, entry.doomed
         self.gone.add(entry.snapshot.namespace, entry.snapshot.tokens)
         self.remove(snapshot)
-        return True
+        return entry.snapshot
 
     def is_forgotten(self, snapshot: SnapshotId) -> bool:
         """Return whether a snapshot was forgotten: its earlier users must not read it."""
@@ -332,7 +330,11 @@ class Catalog:
 
     def _evict(self) -> list[Snapshot]:
         """Evict the least valuable snapshot. There is one, because the limits are exceeded."""
-        while self._regains(entry := self._entries[self._ranks.least()]):
+        while True:
+            entry = self._entries[self._ranks.least()]
+            before, entry.own = entry.own, self._own_share(entry)
+            if entry.own <= before:
+                break
             self._ranks.value(entry.snapshot.id, entry.density)
         self.evicted += 1
         self.gone.add(entry.snapshot.namespace, entry.snapshot.tokens)

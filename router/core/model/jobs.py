@@ -206,9 +206,9 @@ class Job:
         """Note that the request runs in a slot that held `resident`."""
         self.resident_at_dispatch = resident
 
-    def confirm_slot(self, *, confirmed: bool) -> None:
-        """Note whether it is known in which slot the server runs the request."""
-        self.slot_confirmed = confirmed
+    def confirm_slot(self) -> None:
+        """Note that the server is known to run the request in the job's slot."""
+        self.slot_confirmed = True
 
     def abandon(self) -> None:
         """Note that only the end of the backend's work is waited for."""
