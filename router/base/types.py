@@ -141,6 +141,11 @@ class Prompt:
     def __len__(self) -> int:
         return count(self.tokens)
 
+    @property
+    def is_exact(self) -> bool:
+        """Return whether `tokens` are the very tokens that the server will see."""
+        return not (self.unknown or self.n_media)
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -173,6 +178,11 @@ class Request:
     avoid: frozenset[BackendId] = frozenset()  # failed for it already, or not to be used for it
     clients_id: str | None = None  # the client's own id for it; for the log
     caller: Caller | None = None  # for the log; None: no keys are configured
+
+    @property
+    def takes_one_slot(self) -> bool:
+        """Return whether it can be sent to one slot of the router's choice."""
+        return self.pinnable and not self.whole_backend
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from router.core.model.jobs import (
 from router.core.model.plan import Plan
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import Waiting
+from router.core.model.server_placement import SlotClaim
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.displacement import saving_pays
 from router.core.reporting.miss_reasons import coverage_of
@@ -223,7 +224,7 @@ def serve_queue(state: State, now: float) -> None:
         if decision is None:
             if not state.fleet.room(request):
                 full.add(state.fleet.kind(request))
-            if request.whole_backend or not request.pinnable:
+            if not request.takes_one_slot:
                 reserved.update(_to_reserve(state, request))
 
 
@@ -262,9 +263,7 @@ def _to_reserve(state: State, request: Request) -> list[BackendId]:
         for backend in fleet.infos
         if fleet.serves(backend, request)
         and not fleet.is_open(backend, request)
-        and not fleet.gates_at_dispatch(
-            backend, request
-        )  # it needs neither all slots nor their choice
+        and fleet.claim(backend, request) is not SlotClaim.STEERED  # it takes one slot of any
         and all(job.is_ours or job.slot.backend != backend for job in state.jobs.values())
     ]
     return sorted(shut, key=fleet.running)[:1]
@@ -285,7 +284,7 @@ def explain_admitted(state: State) -> None:
         job.explain(replace(job.plan, coverage=coverage, shared=None))
         kept = chosen.reused_tokens if chosen.source is Source.RESIDENT else 0
         fleet.give_up(fleet.slots[job.slot], kept)
-        if job.request.whole_backend:
+        if job.claim is SlotClaim.WHOLE_BACKEND:
             for lease in job.others:
                 fleet.give_up(fleet.slots[lease.slot])
 
@@ -308,7 +307,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         request = replace(request, pinnable=pinnable)
     backend = chosen.slot.backend
     slot = fleet.slots[chosen.slot]
-    at_dispatch = fleet.gates_at_dispatch(backend, request)
+    claim = fleet.claim(backend, request)
     job = Job(
         id=request.id,
         lease=slot.lease(request.id),
@@ -316,8 +315,9 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         plan=decision,
         since=now,
         waited_s=now - waiting.since,
-        gated=fleet.needs_gate(backend, request) and not at_dispatch,
-        gated_at_dispatch=at_dispatch,
+        gated=fleet.manages(backend)
+        and claim in (SlotClaim.SERVER_PLACED, SlotClaim.WHOLE_BACKEND),
+        claim=claim,
     )
     state.jobs[job.id] = job
     state.unexplained.append(job)
@@ -331,18 +331,17 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         until=now + (decision.ttft_s if shared else needs_s),
     )
     state.queue.serve(request.id, needs_s - chosen.price.wait_s)  # the wait is other clients' time
-    if request.whole_backend:
+    if claim is SlotClaim.WHOLE_BACKEND:
         rest = [other for other in fleet.slots.of(backend) if other.id != slot.id]
         job.hold_also([other.lease(request.id) for other in rest])
     if chosen.copy_from is not None:
         job.hold_also([fleet.slots[chosen.copy_from].lease(request.id)])
-    managed = fleet.manages(backend)
-    if managed and not request.pinnable and not request.whole_backend:
+    if claim in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
         others = fleet.attracting(backend, request)
         job.hold_also([other.lease(request.id) for other in others])
     for lease in (job.lease, *job.others):
         fleet.slots[lease.slot].lend(request.tenant)
-        if not managed:  # the router keeps no tokens there
+        if not fleet.manages(backend):  # the router keeps no tokens there
             fleet.slots[lease.slot].own(request.tenant)
     fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
     if job.gated:
@@ -364,9 +363,10 @@ def _steps_of(state: State, job: Job, request: Request, decision: Plan) -> deque
     chosen = decision.chosen
     held = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
     foreign = [slot for slot in held if slot.tenant != request.tenant]
-    displaced = held if request.whole_backend else [s for s in foreign if s.id != chosen.slot]
+    whole = job.claim is SlotClaim.WHOLE_BACKEND
+    displaced = held if whole else [s for s in foreign if s.id != chosen.slot]
     steps: deque[Step] = deque()
-    if chosen.save_displaced and not request.whole_backend:
+    if chosen.save_displaced and not whole:
         steps.append(SaveStep(chosen.slot, SaveReason.DISPLACED))
     steps.extend(
         SaveStep(slot.id, SaveReason.DISPLACED)

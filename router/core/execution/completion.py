@@ -24,6 +24,7 @@ from router.core.model.resident_updates import (
     after_quiet,
     is_exact,
 )
+from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot
 from router.core.reporting.request_records import avoided_s
 
@@ -73,8 +74,7 @@ def _may_be_on(state: State, job: Job) -> list[Slot]:
     """Return the slots of its backend that the job's request, once sent, may have used."""
     assert job.request is not None
     slots = state.fleet.slots.of(job.slot.backend)
-    known = job.slot_confirmed or (job.request.pinnable and not job.request.whole_backend)
-    return [slot for slot in slots if not known or slot.id == job.slot]
+    return [slot for slot in slots if not job.knows_slot or slot.id == job.slot]
 
 
 def _leave_to_itself(state: State, job: Job, backend: BackendId, now: float) -> None:
@@ -185,9 +185,9 @@ def _content_after(state: State, job: Job, event: ev.Finished) -> Resident:
     assert job.request is not None
     if not state.fleet.manages(job.slot.backend):
         return NOTHING
-    if job.request.whole_backend:
+    if job.claim is SlotClaim.WHOLE_BACKEND:
         return UNKNOWN
-    if job.request.pinnable or job.slot_confirmed:
+    if job.knows_slot:
         state.fleet.slots[job.slot].allow_save()  # what it held before is gone
         return after_finish(job.request.prompt, event.reported, job.resident_at_dispatch)
     _doubt_drained(state, job, job.request)
@@ -223,7 +223,7 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     refused = event.outcome is Outcome.REFUSED
     flush = _shares_state(state, job) and not refused
     wipe = job.request.adapted or (_is_to_be_wiped(state, job, event) and not refused)
-    unseen = job.request.whole_backend or not (job.request.pinnable or job.slot_confirmed)
+    unseen = not job.knows_slot
     answered = event.outcome in _OVER
     progress = (
         RequestProgress.ANSWERED
@@ -257,7 +257,8 @@ def _is_to_be_wiped(state: State, job: Job, event: ev.Finished) -> bool:
     """Return True if what the request left is not exactly what its tokens say."""
     assert job.request is not None
     n_ctx = state.fleet.infos[job.slot.backend].n_ctx
-    exact = is_exact(job.request, job.resident_at_dispatch, event.reported, n_ctx)
+    pinned = job.claim is SlotClaim.PINNED
+    exact = is_exact(job.request, job.resident_at_dispatch, event.reported, n_ctx, pinned=pinned)
     return job.request.adapted or not exact or _shares_state(state, job)
 
 
@@ -267,8 +268,8 @@ def _shares_state(state: State, job: Job) -> bool:
     The server copies that state from slot to slot with the next batch that it computes, and not
     before: into whatever is restored there meanwhile (llama-server.md section 2.1).
     """
-    assert job.request is not None
-    return job.request.whole_backend and state.fleet.infos[job.slot.backend].n_stream > 1
+    whole = job.claim is SlotClaim.WHOLE_BACKEND
+    return whole and state.fleet.infos[job.slot.backend].n_stream > 1
 
 
 def _doubt_drained(state: State, job: Job, request: Request) -> None:

@@ -47,6 +47,7 @@ from router.core.model.jobs import (
     SaveStep,
 )
 from router.core.model.resident_updates import after_prefill, after_quiet
+from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, UNKNOWN, Resident
 from router.core.model.tenancy import model_of, namespace_of
 from router.core.planning.displacement import can_save
@@ -162,10 +163,9 @@ def _dispatch(state: State, job: Job, now: float) -> None:
     slot.expect(job.request.prompt.tokens, shared=False, until=now + answer_s)
     prefill_queue.hand_over(slot, now, streams=job.request.streams)
     job.dispatch(slot.resident, now)
-    managed = state.fleet.manages(job.slot.backend)
-    if not managed:
+    if not state.fleet.manages(job.slot.backend):
         state.fleet.note_sent(job.slot.backend, job.request)
-    pin = managed and job.request.pinnable and not job.request.whole_backend
+    pin = job.claim is SlotClaim.PINNED
     state.out.append(Dispatch(job.id, job.lease, job.plan, pin, job.gated, job.waited_s))
 
 
@@ -341,7 +341,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
             slot.not_erased()
         else:
             slot.erased(job.request.tenant)
-        if not own and not job.request.whole_backend:
+        if not own and job.claim is not SlotClaim.WHOLE_BACKEND:
             job.give_back([lease])
             slot.release(lease, slot.resident, slot.last_used)
     if failed:

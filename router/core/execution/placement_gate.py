@@ -8,7 +8,7 @@ take for idle has as much of the prompt, the request waits at the gate.
 from dataclasses import replace
 
 from router.base.errors import DeadlineError
-from router.base.tokens import Tokens, common_prefix
+from router.base.tokens import Tokens
 from router.base.types import BackendId, Request
 from router.core.execution.state import State
 from router.core.model.jobs import (
@@ -20,7 +20,7 @@ from router.core.model.jobs import (
 from router.core.model.resident_updates import after_either
 from router.core.model.server_placement import (
     Expected,
-    is_computed,
+    SlotClaim,
     may_hold,
     will_hold,
 )
@@ -30,7 +30,7 @@ from router.core.model.tenancy import attracts
 
 def needs_gate_now(job: Job) -> bool:
     """Return whether the job's next step is to send a request that needs the gate only then."""
-    return job.gated_at_dispatch and isinstance(job.steps[0], DispatchStep)
+    return job.claim is SlotClaim.STEERED and isinstance(job.steps[0], DispatchStep)
 
 
 def is_free(state: State, job: Job) -> bool:
@@ -106,17 +106,15 @@ def reuses_nothing_foreign(state: State, job: Job) -> bool:
     leased = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
     if any(slot.tenant != request.tenant for slot in leased):
         return False
-    managed = state.fleet.manages(job.slot.backend)
-    if request.pinnable or request.whole_backend or not managed:
+    if job.claim not in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
         return True
-    held, wanted = leased[0].resident.tokens, request.prompt.tokens
-    computed = common_prefix(held, wanted) >= len(request.prompt) - 1
+    computed = leased[0].resident.covers(request.prompt)
     slots = state.fleet.slots.of(job.slot.backend)
     return not any(attracts(slot, request, computed_first=computed) for slot in slots)
 
 
 def swap_leases(state: State, job: Job, other: Job) -> None:
-    """Swap slots with a job that waits at the gate, in whose slot the server put the request.
+    """Swap slots with a job that waits at the gate: the server put the request in its slot.
 
     Nothing is under way in that slot. From now on each job has the other's slot.
     """
@@ -140,7 +138,7 @@ def mix(state: State, job: Job) -> None:
     The router did not see in which slot that request ran.
     """
     request = _request(job)
-    computed = is_computed(job.resident_at_dispatch, request.prompt)
+    computed = job.resident_at_dispatch.covers(request.prompt)
     for slot in state.fleet.slots.of(job.slot.backend):
         if waits_in(state, slot) is None:
             continue
@@ -172,7 +170,7 @@ def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
     if other is not None:  # (5)
         own = state.fleet.slots[job.slot].resident
         theirs = _request(other).prompt
-        loses = is_computed(slot.resident, theirs) and not may_hold(own, theirs)
+        loses = slot.resident.covers(theirs) and not may_hold(own, theirs)
         return may_hold(slot.resident, request.prompt) and loses
     if holder.request is None and holder.doing is None:
         return True  # a probe may write anything there
@@ -199,9 +197,8 @@ def _request(job: Job) -> Request:
 
 def _is_computed(state: State, job: Job) -> bool:
     """Return True if the job's slot has most of its prompt, and steers the server."""
-    fleet, request, backend = state.fleet, _request(job), job.slot.backend
-    steers = fleet.gates_at_dispatch(backend, request)
-    return steers and is_computed(fleet.slots[job.slot].resident, request.prompt)
+    resident = state.fleet.slots[job.slot].resident
+    return job.claim is SlotClaim.STEERED and resident.covers(_request(job).prompt)
 
 
 def waits_in(state: State, slot: Slot) -> Job | None:

@@ -11,7 +11,7 @@ from router.core.fleet.slot_index import Holdings
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
 from router.core.model.rates import Rates
-from router.core.model.server_placement import Expected, can_be_steered, holds_up
+from router.core.model.server_placement import Expected, SlotClaim, holds_up, slot_claim
 from router.core.model.slots import Phase, Slot, SlotTable
 from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of
 
@@ -72,17 +72,16 @@ class Fleet:
         if any(holds_up(request, first) for first in self.at_gate.get(backend, ())):
             return False
         phases = self.slots.phases(backend)
-        if request.whole_backend:
-            return phases[Phase.IDLE] == len(self.slots.of(backend))
-        if not self.needs_gate(backend, request):
-            return True
-        if self.gates_at_dispatch(backend, request):
-            return True
-        if not request.pinnable and phases[Phase.ABANDONED]:
-            return False  # that slot may be idle already, and the server may pick it
-        if not request.pinnable and self._will_attract(backend, request):
-            return False  # the same, as soon as its answer ends
-        return not phases[Phase.PREPARING]
+        match self.claim(backend, request):
+            case SlotClaim.WHOLE_BACKEND:
+                return phases[Phase.IDLE] == len(self.slots.of(backend))
+            case SlotClaim.SERVER_PLACED:
+                # The slot of an abandoned request may be idle already, and that of another tenant
+                # is as soon as its answer ends.
+                busy = phases[Phase.PREPARING] + phases[Phase.ABANDONED]
+                return not busy and not self._will_attract(backend, request)
+            case _:
+                return True
 
     def room(self, request: Request) -> list[BackendId]:
         """Return the backends that could take the request now."""
@@ -111,7 +110,7 @@ class Fleet:
         # Requests with the same number of too short contexts fit the same backends.
         too_short = sum(len(prompt) >= info.n_ctx for info in self.infos.values())
         # `attracts` compares the tokens of these requests: each is a kind of its own.
-        own = self.has_tenants and not (request.pinnable or prompt.unknown or prompt.n_media)
+        own = self.has_tenants and not request.pinnable and prompt.is_exact
         return (
             request.model,
             request.avoid,
@@ -135,16 +134,9 @@ class Fleet:
         """Return whether the router decides what the backend's slots hold."""
         return self.infos[backend].is_managed
 
-    def needs_gate(self, backend: BackendId, request: Request) -> bool:
-        """Return whether nothing else may be prepared there until this request is known to run.
-
-        Never True on a backend that is not managed.
-        """
-        return self.manages(backend) and (request.whole_backend or not request.pinnable)
-
-    def gates_at_dispatch(self, backend: BackendId, request: Request) -> bool:
-        """Return whether the request needs the placement gate only when it is sent."""
-        return self.policy.moves_kv and can_be_steered(request, self.infos[backend])
+    def claim(self, backend: BackendId, request: Request) -> SlotClaim:
+        """Return how a request takes slots of the backend."""
+        return slot_claim(request, self.infos[backend], computes_first=self.policy.moves_kv)
 
     def attracting(self, backend: BackendId, request: Request) -> list[Slot]:
         """Return idle slots that another tenant's tokens may make the server pick.
@@ -252,11 +244,7 @@ class Fleet:
     def note_sent(self, backend: BackendId, request: Request) -> None:
         """Record a prompt that is sent to a backend which keeps it as it likes."""
         prompt = request.prompt
-        if (
-            self.infos[backend].generates
-            and request.reuse
-            and not (prompt.unknown or prompt.n_media)
-        ):
+        if self.infos[backend].generates and request.reuse and prompt.is_exact:
             self.sent.setdefault(backend, GhostList()).add(Namespace(request.tenant), prompt.tokens)
 
     def sent_before(self, backend: BackendId, request: Request) -> int:

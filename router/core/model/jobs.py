@@ -18,6 +18,7 @@ from router.base.types import (
 )
 from router.core.model.effects import SaveReason
 from router.core.model.plan import Plan
+from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, Resident
 
 
@@ -109,7 +110,7 @@ class Job:
     using: SnapshotId | None = None  # a reference to release
     stage: Stage = Stage.PREPARING
     gated: bool = False  # holds the placement gate of its backend
-    gated_at_dispatch: bool = False  # needs the placement gate only when sent
+    claim: SlotClaim = SlotClaim.PINNED  # how its request takes slots
     cancelled: bool = False
     has_permit: bool = False  # has the prefill permit, not begun
     prefill_queue_s: float = 0.0  # in the prefill queue, up to the last permit
@@ -126,6 +127,12 @@ class Job:
     def is_ours(self) -> bool:
         """Return whether this is a request, save or probe of the router, not a mere watch."""
         return self.request is not None or self.stage is not Stage.ABANDONED
+
+    @property
+    def knows_slot(self) -> bool:
+        """Return whether it is known in which slot the server runs the request."""
+        whole = self.claim is SlotClaim.WHOLE_BACKEND
+        return self.claim is SlotClaim.PINNED or (self.slot_confirmed and not whole)
 
     @property
     def slot(self) -> SlotId:

@@ -79,7 +79,7 @@ def after_quiet(before: Resident, prompt: Prompt, n_tokens: int | None) -> Resid
     3. Perhaps the length before the request: it may never have run, and the content may be
        unchanged. Only the common prefix of both possibilities is claimed.
     """
-    if n_tokens is None or prompt.unknown or prompt.n_media:
+    if n_tokens is None or not prompt.is_exact:
         return UNKNOWN
     known = head(prompt.tokens, n_tokens)
     if before.may_hold_more or n_tokens == len(before):
@@ -87,7 +87,9 @@ def after_quiet(before: Resident, prompt: Prompt, n_tokens: int | None) -> Resid
     return Resident(known, n_tokens - count(known))
 
 
-def is_exact(request: Request, before: Resident, reported: Reported, n_ctx: int) -> bool:
+def is_exact(
+    request: Request, before: Resident, reported: Reported, n_ctx: int, *, pinned: bool
+) -> bool:
     """Return whether the slot's KV equals a prefill of the same tokens after a request.
 
     1. Longer than the slot: False. With `--context-shift` the server has dropped tokens in the
@@ -103,15 +105,14 @@ def is_exact(request: Request, before: Resident, reported: Reported, n_ctx: int)
     if not request.shifts or prompt.n_media:  # (2)
         return True
     shared = common_prefix(before.tokens, prompt.tokens)
-    pinned = request.pinnable and not (request.whole_backend or prompt.unknown)
-    if pinned and not before.may_hold_more and len(before) == shared:  # (3)
+    if pinned and not prompt.unknown and not before.may_hold_more and len(before) == shared:  # (3)
         return True
     return reported.cached_tokens is not None and reported.cached_tokens <= shared  # (4), (5)
 
 
 def after_either(resident: Resident, prompt: Prompt) -> Resident:
     """Return the content after a request that may have run here: the common prefix of both."""
-    if prompt.unknown or prompt.n_media:
+    if not prompt.is_exact:
         return UNKNOWN
     known = head(prompt.tokens, common_prefix(resident.tokens, prompt.tokens))
     return Resident(known, may_hold_more=True)

@@ -4,6 +4,8 @@ llama-server takes the idle slot with the longest common prefix (llama-server.md
 slot that holds all of the prompt but its last token is picked, unless another holds as much.
 """
 
+from enum import StrEnum
+
 from router.base.frozen import dataclass
 from router.base.tokens import Tokens, common_prefix, count
 from router.base.types import BackendInfo, Prompt, Request
@@ -18,13 +20,38 @@ class Expected:
     computed: bool
 
 
+class SlotClaim(StrEnum):
+    """The slot claim of a request: the way in which it takes slots of a backend."""
+
+    PINNED = "pinned"  # the slot of the router's choice
+    STEERED = "steered"  # the server picks the slot where the router has computed the prompt
+    SERVER_PLACED = "server_placed"  # the server picks any idle slot
+    WHOLE_BACKEND = "whole_backend"  # the server picks several slots
+    UNMANAGED = "unmanaged"  # one slot of a backend where the router decides nothing
+
+
+def slot_claim(request: Request, info: BackendInfo, *, computes_first: bool) -> SlotClaim:
+    """Return how a request takes slots of a backend.
+
+    `computes_first`: the policy computes a prompt in a slot before the request is sent.
+    """
+    if request.whole_backend:
+        return SlotClaim.WHOLE_BACKEND
+    if not info.is_managed:
+        return SlotClaim.UNMANAGED
+    if request.pinnable:
+        return SlotClaim.PINNED
+    steered = computes_first and can_be_steered(request, info)
+    return SlotClaim.STEERED if steered else SlotClaim.SERVER_PLACED
+
+
 def can_be_steered(request: Request, info: BackendInfo) -> bool:
     """Return whether the server places the request and a prefill decides on which slot.
 
     Not where tenants are kept apart: another tenant's slot could have as much of the prompt.
     """
     prompt = request.prompt
-    known = len(prompt) > 1 and not (prompt.unknown or prompt.n_media or request.adapted)
+    known = len(prompt) > 1 and prompt.is_exact and not request.adapted
     picked = not (request.pinnable or request.whole_backend)
     return picked and known and request.reuse and info.is_managed and not request.tenant
 
@@ -32,11 +59,6 @@ def can_be_steered(request: Request, info: BackendInfo) -> bool:
 def will_hold(tokens: Tokens, prompt: Prompt) -> bool:
     """Return whether `tokens` begin with all of the prompt but its last token."""
     return common_prefix(tokens, prompt.tokens) >= len(prompt) - 1 > 0
-
-
-def is_computed(held: Resident, prompt: Prompt) -> bool:
-    """Return whether a slot surely holds all of a prompt but its last token."""
-    return will_hold(held.tokens, prompt)
 
 
 def may_hold(held: Resident, prompt: Prompt) -> bool:
@@ -53,6 +75,6 @@ def holds_up(request: Request, first: Expected) -> bool:
     if not first.computed:
         return True  # `first` is sent only when no slot is being prepared
     prompt, meant = request.prompt, first.request
-    if prompt.unknown or prompt.n_media:
+    if not prompt.is_exact:
         return False
     return common_prefix(prompt.tokens, meant.prompt.tokens) >= len(meant.prompt) - 1

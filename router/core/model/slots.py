@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from router.base.errors import StaleLeaseError
 from router.base.frozen import dataclass
-from router.base.tokens import EMPTY, Tokens, count
+from router.base.tokens import EMPTY, Tokens, common_prefix, count
 from router.base.types import (
     NO_TENANT,
     BackendId,
     BackendInfo,
     Lease,
+    Prompt,
     Request,
     RequestId,
     SlotId,
@@ -73,6 +74,10 @@ class Resident:
     def __len__(self) -> int:
         return count(self.tokens) + self.unread
 
+    def covers(self, prompt: Prompt) -> bool:
+        """Return whether it surely has all of a prompt but its last token."""
+        return common_prefix(self.tokens, prompt.tokens) >= len(prompt) - 1 > 0
+
 
 NOTHING = Resident()
 UNKNOWN = Resident(may_hold_more=True)
@@ -103,7 +108,7 @@ class Bench:
 
 
 class Work(NamedTuple):
-    """What is computed under a lease, its predicted end and the end of its prefill permit."""
+    """The tokens computed under a lease, their predicted end, and the end of the prefill permit."""
 
     pending: Tokens
     busy_until: float

@@ -41,7 +41,7 @@ def attracts(slot: Slot, request: Request, *, computed_first: bool) -> bool:
     if slot.offered_tenant == request.tenant or not request.reuse:
         return False
     prompt = request.prompt
-    if not computed_first or prompt.unknown or prompt.n_media:
+    if not computed_first or not prompt.is_exact:
         return True
     if slot.is_idle:
         held, goes_on = (
@@ -63,6 +63,6 @@ def may_attract(slot: Slot, request: Request, *, computed_first: bool) -> bool:
     if slot.offered_tenant == request.tenant or not request.reuse:
         return False
     held, prompt = slot.resident, request.prompt
-    if not computed_first or prompt.unknown or prompt.n_media:
+    if not computed_first or not prompt.is_exact:
         return True
     return held.may_hold_more or held.unread > 0 or len(held) >= len(prompt) - 1

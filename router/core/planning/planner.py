@@ -8,6 +8,7 @@ from router.base.types import Request, Source
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
+from router.core.model.server_placement import SlotClaim
 from router.core.planning.baseline_policies import baseline
 from router.core.planning.boundary_saves import boundary_saves
 from router.core.planning.displacement import can_save
@@ -77,13 +78,14 @@ def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
     2. The prefill takes long: other requests with the same prefix can then share it.
     """
     prompt = request.prompt
-    if not fleet.manages(chosen.slot.backend):
+    claim = fleet.claim(chosen.slot.backend, request)
+    if claim in (SlotClaim.UNMANAGED, SlotClaim.WHOLE_BACKEND):
         return False
-    if prompt.unknown or prompt.n_media or not request.reuse or request.whole_backend:
+    if not prompt.is_exact or not request.reuse:
         return False
     if len(prompt) - chosen.reused_tokens < 2:
         return False  # only the last token is left, and the client's request computes that
-    if not request.pinnable:
+    if claim is not SlotClaim.PINNED:
         return True
     if not fleet.policy.is_long(chosen.price.prefill_s):
         return False

@@ -192,4 +192,4 @@ def test_what_is_left_may_not_be_what_a_prefill_gives(
     asked: Request, before: Resident, said: dict[str, Any], exact: bool
 ) -> None:
     """Inexact if the server was allowed to shift KV, or shifted it at the context's end."""
-    assert is_exact(asked, before, Reported(**said), n_ctx=10) is exact
+    assert is_exact(asked, before, Reported(**said), 10, pinned=asked.takes_one_slot) is exact

@@ -7,10 +7,11 @@ import pytest
 from router.base.types import Prompt, Tenant
 from router.core.model.server_placement import (
     Expected,
+    SlotClaim,
     can_be_steered,
     holds_up,
-    is_computed,
     may_hold,
+    slot_claim,
     will_hold,
 )
 from router.core.model.slots import Resident
@@ -33,7 +34,7 @@ PROMPT = prompt_of([1, 2, 3, 4])
     ],
 )
 def test_what_is_in_a_slot(held: Resident, surely: bool, perhaps: bool) -> None:
-    assert is_computed(held, PROMPT) == surely
+    assert held.covers(PROMPT) == surely
     assert may_hold(held, PROMPT) == perhaps
 
 
@@ -41,7 +42,7 @@ def test_what_will_be() -> None:
     assert will_hold(tokens(1, 2, 3), PROMPT)
     assert not will_hold(tokens(1, 2), PROMPT)
     assert not will_hold(tokens(), prompt_of([1]))
-    assert not is_computed(Resident(), prompt_of([1])), "any slot holds none of its tokens"
+    assert not Resident().covers(prompt_of([1])), "any slot holds none of its tokens"
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,24 @@ def test_requests_that_could_be_in_the_way(more: dict[str, Any], is_in_the_way: 
     first = Expected(request("w", [1, 2, 3, 4], pinnable=False), computed=True)
     assert holds_up(request(**more), first) == is_in_the_way
     assert holds_up(request(**more), Expected(first.request, computed=False))
+
+
+@pytest.mark.parametrize(
+    ("more", "info", "claim"),
+    [
+        ({}, {}, SlotClaim.PINNED),
+        ({"pinnable": False}, {}, SlotClaim.STEERED),
+        ({"pinnable": False, "adapted": True}, {}, SlotClaim.SERVER_PLACED),
+        ({"pinnable": False, "tenant": Tenant("x")}, {}, SlotClaim.SERVER_PLACED),
+        ({"whole_backend": True}, {}, SlotClaim.WHOLE_BACKEND),
+        ({"whole_backend": True}, {"generates": False}, SlotClaim.WHOLE_BACKEND),
+        ({}, {"keeps_idle_slots": False}, SlotClaim.UNMANAGED),
+    ],
+)
+def test_how_a_request_takes_slots(
+    more: dict[str, Any], info: dict[str, Any], claim: SlotClaim
+) -> None:
+    assert slot_claim(request(**more), backend(**info), computes_first=True) == claim
+    if claim is SlotClaim.STEERED:
+        claim = SlotClaim.SERVER_PLACED
+    assert slot_claim(request(**more), backend(**info), computes_first=False) == claim
