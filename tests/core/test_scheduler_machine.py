@@ -32,6 +32,7 @@ from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Phase
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.model.tenancy import namespace_of
+from router.core.model.tuning import TUNING
 from router.core.planning.planner import plan
 from tests.support.scheduler.build import NS, A, B, backend, rates, request, scheduler
 from tests.support.scheduler.model_server import Ids, Server
@@ -77,7 +78,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     ) -> None:
         self.tenants = (Tenant("x"), Tenant("y")) if apart else (NO_TENANT,)
         # Prompts are short here.
-        self.small = mock.patch("router.core.planning.prefill_chunks._LEAST", 2)
+        self.small = mock.patch.object(TUNING, "chunk_least", 2)
         self.small.start()
         infos = [
             backend("a", sizes[0], memory_kind=kind, n_ctx=100, cuts=True),

@@ -34,17 +34,10 @@ from router.core.model.plan import Plan
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import Waiting
 from router.core.model.server_placement import SlotClaim
+from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.displacement import saving_pays
 from router.core.reporting.miss_reasons import coverage_of
-
-# Queued requests planned after a change: planning one costs tens of microseconds. The first few of
-# the queue are planned each time. Of the rest, which may all wait by choice, the next few are
-# planned, and more soon after, until all were.
-_SCANNED_AT_ONCE = 16
-_RESUME_SCAN_AFTER_S = 0.05
-_SERVED_AT = 32  # oldest of each model: could any backend serve them?
-_STICKY_KEYS = 100_000
 
 
 def arrived(state: State, request: Request, now: float) -> None:
@@ -164,7 +157,9 @@ def _unserved(state: State) -> list[tuple[Waiting, float]]:
 
 def _nobodys(state: State) -> list[Waiting]:
     """Return those of the oldest requests that no backend could serve; the rest come later."""
-    return [w for w in state.queue.oldest(_SERVED_AT) if not state.is_served(w.request)]
+    return [
+        w for w in state.queue.oldest(TUNING.checked_for_backend) if not state.is_served(w.request)
+    ]
 
 
 def stop(state: State, *, save: bool) -> None:
@@ -237,21 +232,21 @@ def _some(
     for waiting in state.queue.in_turn():
         if (request := asked(waiting)) is None:
             continue
-        if first < _SCANNED_AT_ONCE:
+        if first < TUNING.scanned_at_once:
             first += 1
         elif request.id in state.scanned:
             skipped += 1
             continue
-        elif more == _SCANNED_AT_ONCE:
+        elif more == TUNING.scanned_at_once:
             granted = len(state.queue) < n_waiting
-            state.resume_scan_at = now if granted else now + _RESUME_SCAN_AFTER_S
+            state.resume_scan_at = now if granted else now + TUNING.resume_scan_after_s
             return
         else:
             more += 1
             state.scanned.add(request.id)
         yield waiting, request
     if skipped and state.dirty:  # since they were planned
-        state.resume_scan_at = now + _RESUME_SCAN_AFTER_S
+        state.resume_scan_at = now + TUNING.resume_scan_after_s
     state.scanned.clear()
 
 
@@ -352,7 +347,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     fleet.granted += 1
     if fleet.policy.name is PolicyName.STICKY:
         fleet.sticky.setdefault(sticky_key(request), chosen.slot)
-        if len(fleet.sticky) > _STICKY_KEYS:
+        if len(fleet.sticky) > TUNING.sticky_keys:
             del fleet.sticky[next(iter(fleet.sticky))]
     job.set_steps(_steps_of(state, job, request, decision))
     next_step(state, job, now)

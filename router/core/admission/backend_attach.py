@@ -7,12 +7,8 @@ from router.core.model import events as ev
 from router.core.model.jobs import Job
 from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.slots import NOTHING, UNKNOWN, Resident
+from router.core.model.tuning import TUNING
 from router.core.planning.snapshot_value import is_known, worth_of
-
-# One slot to try things in, and one to see whether a start in the first clears it.
-_PROBE_SLOTS = 2
-# Seconds that waiting for a probe's slot is priced at. On a CPU a probe takes about 1 s.
-_PROBE_S = 1.0
 
 
 def backend_up(state: State, event: ev.BackendUp) -> None:
@@ -59,12 +55,12 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     if backend in state.fleet.infos and not state.fleet.manages(backend):
         return  # the server may place a request in any of its slots
     idle = [slot for slot in state.fleet.slots.of(backend) if slot.is_idle]
-    chosen = sorted(idle, key=lambda slot: len(slot.resident))[:_PROBE_SLOTS]
+    chosen = sorted(idle, key=lambda slot: len(slot.resident))[: TUNING.probe_slots]
     if chosen:
         lease, *others = [slot.lease(name) for slot in chosen]
         state.jobs[name] = Job(id=name, lease=lease, others=others, since=now)
     for slot in chosen:
-        slot.expect_end(now + _PROBE_S)
+        slot.expect_end(now + TUNING.probe_s)
         slot.own(NO_TENANT)
 
 

@@ -26,17 +26,9 @@ from router.core.model.resident_updates import (
 )
 from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot
+from router.core.model.tuning import TUNING
 from router.core.reporting.request_records import avoided_s
 
-# Seconds until an abandoned slot is known to be idle: what the wait is priced at for a client
-# that comes back at once.
-_ABANDONED_SLOT_S = {
-    RequestProgress.ANSWERED: 0.01,
-    RequestProgress.BEGUN: 0.03,
-    RequestProgress.SENT: 1.5,
-}
-# Probes of equal servers differ by up to this factor: each computes only 100 to 200 tokens.
-_PROBES_DIFFER = 2.0
 _OVER = (Outcome.OK, Outcome.REFUSED)  # such a request will not start any more
 
 
@@ -235,7 +227,7 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     job.abandon()
     own = state.fleet.slots[job.slot]
     own.abandon(job.lease)
-    own.expect_end(inf if wipe else now + _ABANDONED_SLOT_S[progress])
+    own.expect_end(inf if wipe else now + TUNING.abandoned_s(progress))
     state.out.append(WatchSlot(job.id, job.slot, progress, wipe, flush))
     for lease in job.others:
         slot = state.fleet.slots[lease.slot]
@@ -421,4 +413,4 @@ def _teach(state: State, backend: BackendId) -> None:
 def _alike(one: BackendInfo, other: BackendInfo) -> bool:
     """Return True if two backends are equally fast, as far as their probes tell."""
     fast, slow = sorted((one.prefill_s_per_token or 0.0, other.prefill_s_per_token or 0.0))
-    return not fast or slow <= _PROBES_DIFFER * fast
+    return not fast or slow <= TUNING.probes_differ * fast

@@ -50,13 +50,11 @@ from router.core.model.resident_updates import after_prefill, after_quiet
 from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, UNKNOWN, Resident
 from router.core.model.tenancy import model_of, namespace_of
+from router.core.model.tuning import TUNING
 from router.core.planning.displacement import can_save
 from router.core.planning.prefill_chunks import piece
 from router.core.planning.prefill_wait import remaining_prefill_s
 
-# A restore can fail for lack of room in the KV cache, not because of the file. The server's
-# answer does not tell which (llama-server.md section 1.1), so the first failure is forgiven.
-_STRIKES = 2
 # Saves of slots that the job holds for nothing else.
 _FOR_THE_SAVE = (SaveReason.COPY, SaveReason.IDLE)
 
@@ -309,7 +307,7 @@ def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
             write_backoff.went_wrong(state, job.slot.backend, now)
     else:
         strikes = state.strikes.pop(event.snapshot, 0) + 1
-        if event.blame is Blame.FILE or strikes >= _STRIKES:
+        if event.blame is Blame.FILE or strikes >= TUNING.restore_strikes:
             if forgotten := state.fleet.catalog.forget(event.snapshot):
                 state.out.append(Quarantine(forgotten, event.reason))
         else:

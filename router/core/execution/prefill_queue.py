@@ -21,6 +21,7 @@ from router.core.execution.state import State
 from router.core.fleet.fleet import Fleet
 from router.core.model.jobs import InPrefillQueue, Job, PrefillStep
 from router.core.model.slots import Slot
+from router.core.model.tuning import TUNING
 from router.core.planning.prefill_wait import (
     before_s,
     prefill_ahead,
@@ -28,13 +29,6 @@ from router.core.planning.prefill_wait import (
     remaining_prefill_s,
     slot_ahead,
 )
-
-# A chunk may be late by as much as it was predicted to take, within these limits in seconds.
-_OVERRUN_S = 0.5, 5.0
-# No job waits longer than this for another's prefill: then both are computed side by side.
-_LONGEST_S = 10.0
-# From the end of a prefill to the first token; a longer delay has another cause.
-_HANDED_OVER_S = 0.5
 
 
 def end_last(state: State, job: Job) -> None:
@@ -105,9 +99,9 @@ def begin(job: Job, slot: Slot, piece_s: float, now: float) -> None:
     slot.begin_chunk(now + piece_s)
     if job.has_permit:
         job.use_permit()
-        least_s, most_s = _OVERRUN_S
+        least_s, most_s = TUNING.chunk_overrun_least_s, TUNING.chunk_overrun_most_s
         overrun_s = min(max(piece_s, least_s), most_s)
-        slot.grant_permit(now + min(piece_s + overrun_s, _LONGEST_S))
+        slot.grant_permit(now + min(piece_s + overrun_s, TUNING.permit_longest_s))
 
 
 def save(slot: Slot, save_s: float, now: float) -> None:
@@ -122,7 +116,7 @@ def hand_over(slot: Slot, now: float, *, streams: bool) -> None:
     Without `streams` the first token is not seen, so the permit ends now.
     """
     if slot.permit_until > now:
-        slot.grant_permit(now + _HANDED_OVER_S if streams else 0.0)
+        slot.grant_permit(now + TUNING.handed_over_s if streams else 0.0)
 
 
 def begun(state: State, request: RequestId) -> None:
@@ -162,7 +156,7 @@ def next_end(state: State) -> float | None:
 def _call(slot: Slot, job: Job, now: float) -> None:
     """Give the permit to the job; what is saved before its prefill falls under it."""
     job.call()
-    slot.grant_permit(now + _LONGEST_S)
+    slot.grant_permit(now + TUNING.permit_longest_s)
 
 
 def _waiting_by_backend(state: State) -> dict[BackendId, list[Job]]:

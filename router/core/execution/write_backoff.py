@@ -7,10 +7,7 @@ nothing, and ends in a log line.
 from router.base.types import BackendId
 from router.core.execution.state import State
 from router.core.fleet.fleet import Backoff
-
-# A state that can never be saved (media that has no file form) says nothing about the next one.
-_FORGIVEN = 1  # in a row
-_FIRST_S, _MOST_S = 1.0, 60.0
+from router.core.model.tuning import TUNING
 
 
 def went_wrong(state: State, backend: BackendId, now: float) -> None:
@@ -22,9 +19,11 @@ def went_wrong(state: State, backend: BackendId, now: float) -> None:
         return  # the backend went down, hence the failure
     rest = state.fleet.backoffs.setdefault(backend, Backoff())
     rest.failures += 1
-    doubled = rest.failures - _FORGIVEN - 1
+    doubled = rest.failures - TUNING.write_failures_forgiven - 1
     if doubled >= 0:
-        rest.until = now + min(_FIRST_S * 2.0**doubled, _MOST_S)
+        rest.until = now + min(
+            TUNING.write_backoff_first_s * 2.0**doubled, TUNING.write_backoff_most_s
+        )
 
 
 def went_well(state: State, backend: BackendId) -> None:

@@ -16,10 +16,7 @@ from router.core.fleet.ghost_list import GhostList
 from router.core.fleet.prefix_index import Match, PrefixIndex
 from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
 from router.core.model.snapshot_limits import SnapshotLimits
-
-# Evictions per call: each takes up to 0.1 ms, and a lowered limit may need ten thousand.
-_AT_ONCE = 32
-_VALUED_AT_ONCE = 200  # revaluations per call; 2 ms, longer with many backends
+from router.core.model.tuning import TUNING
 
 
 class Basis(IntEnum):
@@ -154,7 +151,7 @@ class Catalog:
         self._value, self._anew = value, list(self._doubtful)
 
     def _value_some(self) -> None:
-        for snapshot in self._anew[-_VALUED_AT_ONCE:]:
+        for snapshot in self._anew[-TUNING.valued_at_once :]:
             entry = self._entries.get(snapshot)
             if entry is None:
                 continue
@@ -164,7 +161,7 @@ class Catalog:
                 if basis is Basis.OWN:
                     self._doubtful.pop(snapshot, None)
                 self._ranks.value(snapshot, entry.density)
-        del self._anew[-_VALUED_AT_ONCE:]
+        del self._anew[-TUNING.valued_at_once :]
 
     def _outdate(self, shorter: list[Match[SnapshotId]]) -> None:
         """Lower the `own` share of shorter snapshots: a cut of the longer one can replace them."""
@@ -196,13 +193,13 @@ class Catalog:
     def shrink(self) -> list[Snapshot]:
         """Evict the least valuable until the limits hold; return the snapshots to delete now.
 
-        Evicts at most `_AT_ONCE` per call, and none while snapshots are still to value again.
+        Evicts a few per call, and none while snapshots are still to value again.
         """
         doomed: list[Snapshot] = []
         self._value_some()
         if self._anew:
             return doomed
-        for _ in range(_AT_ONCE):
+        for _ in range(TUNING.evicted_at_once):
             if not self._exceeds:
                 break
             doomed += self._evict()

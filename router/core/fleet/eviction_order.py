@@ -12,12 +12,10 @@ from math import floor, inf, log
 from typing import Generic, TypeVar
 
 from router.base.frozen import dataclass
+from router.core.model.tuning import TUNING
 
 Item = TypeVar("Item", bound=str)
 
-# Of items with about equal value, the one used longest ago is evicted first at any time. Only one
-# item of each class is compared, therefore. Width of a class, in log(value):
-_WIDTH = log(1.2)
 _NOTHING = -(2**31)  # the class of items without value
 
 
@@ -106,4 +104,4 @@ class EvictionOrder(Generic[Item]):
 
 
 def _class(worth: float) -> int:
-    return floor(log(worth) / _WIDTH) if worth > 0 else _NOTHING
+    return floor(log(worth) / TUNING.eviction_class_width) if worth > 0 else _NOTHING

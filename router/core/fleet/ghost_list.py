@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from router.base.tokens import Tokens, count
 from router.base.types import Namespace
 from router.core.fleet.prefix_index import PrefixIndex
+from router.core.model.tuning import TUNING
 
-# Of all sequences, at four bytes a token and about as much again in the index: 16 MB.
-_MAX_TOKENS = 2 * 1024 * 1024
 _ITEM_TOKENS = 64  # overhead of a sequence, in tokens
 
 
@@ -22,7 +21,7 @@ class GhostList:
     A lookup walks a prompt once, however many sequences there are.
     """
 
-    max_tokens: int = _MAX_TOKENS
+    max_tokens: int = TUNING.ghost_tokens
     _index: dict[Namespace, PrefixIndex[int]] = field(default_factory=dict)
     _kept: OrderedDict[int, tuple[Namespace, Tokens]] = field(default_factory=OrderedDict)
     _total: int = 0

@@ -7,11 +7,8 @@ estimates exist from the first request on.
 from dataclasses import dataclass, field
 
 from router.base.types import Reported, Speeds
+from router.core.model.tuning import TUNING
 
-# Weight of the past after one observation: a change of load shows within about 20 of them.
-_DECAY = 0.95
-# After 3 observations, a further one counts for at most 3 times its prediction.
-_SETTLED, _SURPRISE = 3, 3.0
 # Tokens of a state at which speeds are shown; smallest seconds to divide by.
 _SHOWN_AT, _NO_TIME_S = 1000, 1e-9
 
@@ -50,13 +47,13 @@ class LinearFit:
         One slow observation (another process had the CPU) moves the line a little. A backend that
         became slower is believed after a few.
         """
-        if self.n >= _SETTLED:
-            y = min(y, _SURPRISE * self.predict(u, v))
-        self._uu = self._uu * _DECAY + u * u
-        self._uv = self._uv * _DECAY + u * v
-        self._vv = self._vv * _DECAY + v * v
-        self._uy = self._uy * _DECAY + u * y
-        self._vy = self._vy * _DECAY + v * y
+        if self.n >= TUNING.rate_settled:
+            y = min(y, TUNING.rate_surprise * self.predict(u, v))
+        self._uu = self._uu * TUNING.rate_decay + u * u
+        self._uv = self._uv * TUNING.rate_decay + u * v
+        self._vv = self._vv * TUNING.rate_decay + v * v
+        self._uy = self._uy * TUNING.rate_decay + u * y
+        self._vy = self._vy * TUNING.rate_decay + v * y
         self.n += 1
         self._solve()
 
@@ -87,7 +84,7 @@ class Mean:
     def observe(self, y: float) -> None:
         """Learn one observation; the first few replace the prior quickly."""
         self.n += 1
-        self.value += (y - self.value) * max(1.0 / (self.n + 1), 1.0 - _DECAY)
+        self.value += (y - self.value) * max(1.0 / (self.n + 1), 1.0 - TUNING.rate_decay)
 
 
 @dataclass(slots=True)

@@ -12,8 +12,7 @@ from itertools import islice
 
 from router.base.frozen import dataclass
 from router.base.types import Request, RequestId
-
-_CLIENTS = 10_000  # remembered; one more, and the half with the least server time is dropped
+from router.core.model.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +92,8 @@ class Queue:
         """Queue a request. A client gets no credit for time in which it had no request."""
         client = request.client
         waiting = self._waiting[request.id] = Waiting(request, now)
-        if len(self._served_s) > _CLIENTS:
-            self._floor_s = sorted(self._served_s.values())[_CLIENTS // 2]
+        if len(self._served_s) > TUNING.clients:
+            self._floor_s = sorted(self._served_s.values())[TUNING.clients // 2]
             self._served_s = {
                 one: seconds
                 for one, seconds in self._served_s.items()

@@ -9,6 +9,7 @@ from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
 from router.core.model.server_placement import SlotClaim
+from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import baseline
 from router.core.planning.boundary_saves import boundary_saves
 from router.core.planning.displacement import can_save
@@ -16,11 +17,9 @@ from router.core.planning.pricing import PricingContext
 from router.core.planning.start_candidates import starting_now
 from router.core.planning.wait_candidates import starting_later
 
-_LOSERS = 12  # candidates kept for an explanation
-
 
 def plan(
-    request: Request, fleet: Fleet, now: float, waited_s: float = 0.0, losers: int = _LOSERS
+    request: Request, fleet: Fleet, now: float, waited_s: float = 0.0, losers: int = TUNING.losers
 ) -> Plan | None:
     """Return the best plan for a request now. None: the request can only wait.
 
@@ -46,7 +45,7 @@ def plan(
     stops, stops_s = boundary_saves(fleet, request, chosen) if starts else ((), 0.0)
     return Plan(
         chosen=chosen,
-        losers=tuple(way for way in candidates if way is not chosen)[: max(losers, _LOSERS)],
+        losers=tuple(way for way in candidates if way is not chosen)[: max(losers, TUNING.losers)],
         reason=_reason(request, chosen),
         prefill_first=_prefill_first(request, chosen, fleet),
         boundary_saves=stops,

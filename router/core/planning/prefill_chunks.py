@@ -9,13 +9,7 @@ from router.base.tokens import Tokens, common_prefix, count
 from router.base.types import SlotId
 from router.core.fleet.fleet import Fleet
 from router.core.model.memory_kinds import goes_back
-
-# Tokens that the server computes in one go by default (`--ubatch-size`): fewer are slower.
-_LEAST = 512
-# Factor on a chunk with no other beside it: later requests wait for it (`prefill_queue`).
-_ALONE = 4.0
-# Half a chunk or less is not left over as a chunk of its own.
-_LAST = 1.5
+from router.core.model.tuning import TUNING
 
 
 def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
@@ -31,7 +25,7 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
     if limit_s is None or not goes_back(info.memory_kind):
         return None
     if not _beside_others(fleet, slot):
-        limit_s *= _ALONE
+        limit_s *= TUNING.chunk_alone
     resident = fleet.slots[slot].resident
     held = common_prefix(resident.tokens, wanted)
     if held == count(resident.tokens):
@@ -42,8 +36,10 @@ def piece(fleet: Fleet, slot: SlotId, wanted: Tokens) -> int | None:
     remaining_s = fleet.rates[slot.backend].prefill_s(remaining, held)
     if remaining_s <= limit_s:
         return None
-    most = max(round(remaining * limit_s / remaining_s) // _LEAST, 1) * _LEAST
-    return held + most if remaining > _LAST * most else None
+    most = (
+        max(round(remaining * limit_s / remaining_s) // TUNING.chunk_least, 1) * TUNING.chunk_least
+    )
+    return held + most if remaining > TUNING.chunk_last * most else None
 
 
 def _beside_others(fleet: Fleet, own: SlotId) -> bool:

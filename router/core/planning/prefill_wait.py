@@ -11,10 +11,7 @@ from router.base.tokens import Tokens, common_prefix, count
 from router.base.types import BackendId
 from router.core.fleet.fleet import Fleet
 from router.core.model.slots import Slot
-
-# Weight of a second in the prefill queue against a second to compute. A chunk may take twice as
-# long as predicted before an equal prompt overtakes it.
-PATIENCE = 0.5
+from router.core.model.tuning import TUNING
 
 
 class Ahead(NamedTuple):
@@ -31,7 +28,7 @@ def ahead(fleet: Fleet, backend: BackendId, now: float) -> list[Ahead]:
 
 def rank(needs_s: float, waited_s: float) -> float:
     """Return the rank of a prefill: the lowest goes first."""
-    return needs_s - PATIENCE * waited_s
+    return needs_s - TUNING.prefill_patience * waited_s
 
 
 def before_s(parts: list[Ahead], rank_s: float) -> float:

@@ -16,11 +16,9 @@ from router.base.types import (
 )
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Price
+from router.core.model.tuning import TUNING
 from router.core.planning.displacement import Displaced
 from router.core.planning.prefill_wait import Ahead, ahead, before_s
-
-# Seconds. Prices this close may be equal but for rounding.
-_EQUAL_S = 1e-8
 
 
 class RestoreOption(NamedTuple):
@@ -180,4 +178,7 @@ class Cheapest:
 
     def beat(self, least_s: float) -> bool:
         """Return True if a way that costs `least_s` or more need not be priced."""
-        return len(self._totals_s) >= self._n and self._totals_s[self._n - 1] < least_s - _EQUAL_S
+        return (
+            len(self._totals_s) >= self._n
+            and self._totals_s[self._n - 1] < least_s - TUNING.equal_s
+        )

@@ -7,12 +7,10 @@ from router.core.model.memory_kinds import can_restore, goes_back, reusable_toke
 from router.core.model.plan import Candidate
 from router.core.model.slots import Phase, Resident, Slot
 from router.core.model.tenancy import namespace_of
+from router.core.model.tuning import TUNING
 from router.core.planning.displacement import Displaced, Displacing, can_save, saving_pays
 from router.core.planning.pricing import Cheapest, Files, PricingContext, RestoreOption
 
-# Snapshots priced for each backend: those that share most, of these the shortest. One that shares
-# less could only win by being much smaller.
-_SNAPSHOTS = 4
 _NO_FILES = Files([], 0, 0)
 
 
@@ -174,7 +172,7 @@ def _find_files(context: PricingContext, info: BackendInfo) -> list[RestoreOptio
     catalog, prompt = context.fleet.catalog, context.request.prompt
     namespace = namespace_of(info, context.request.tenant)
     useful = catalog.useful(
-        info.memory_kind, namespace, prompt.tokens, context.n_prompt, _SNAPSHOTS
+        info.memory_kind, namespace, prompt.tokens, context.n_prompt, TUNING.snapshots_priced
     )
     found: list[RestoreOption] = []
     for match, reused in useful:

@@ -9,15 +9,10 @@ from router.core.fleet.fleet import Fleet
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Candidate, Price
 from router.core.model.slots import Phase, Slot
+from router.core.model.tuning import TUNING
 from router.core.planning.displacement import can_save
 from router.core.planning.pricing import Cheapest, PricingContext
 
-# Seconds. If an abandoned slot is not idle so long after it should be, its server has not noticed
-# that the client disconnected.
-_TRUSTED_S = 2.0
-# Seconds. A shared prefill is no longer expected so long after it should have been ready: all
-# requests that wait for it would then begin it anew.
-_GIVE_UP_S = 60.0
 _SOON = (Phase.PREPARING, Phase.ABANDONED)
 _MAY_WAIT = (*_SOON, Phase.RUNNING)
 
@@ -50,8 +45,12 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
             and (way := _once_saved(context, slot, at_least))
         ):
             saved.add(way)
-        hoped = context.now < slot.busy_until + _TRUSTED_S < inf if slot.is_abandoned else may_wait
-        sharing = slot.sharing and context.now < slot.busy_until + _GIVE_UP_S
+        hoped = (
+            context.now < slot.busy_until + TUNING.abandoned_trusted_s < inf
+            if slot.is_abandoned
+            else may_wait
+        )
+        sharing = slot.sharing and context.now < slot.busy_until + TUNING.shared_prefill_late_s
         if not (sharing or hoped):
             continue
         common = shared.get(slot.id, 0)
@@ -101,7 +100,8 @@ def hope_ends(fleet: Fleet, now: float) -> float | None:
     In clock seconds. None: there is none.
     """
     ends = (
-        slot.busy_until + (_TRUSTED_S if slot.is_abandoned else _GIVE_UP_S)
+        slot.busy_until
+        + (TUNING.abandoned_trusted_s if slot.is_abandoned else TUNING.shared_prefill_late_s)
         for backend, bench in fleet.slots.benches()
         if bench.phases[Phase.ABANDONED] or bench.phases[Phase.PREPARING]
         for slot in fleet.slots.of(backend)

@@ -37,6 +37,7 @@ from router.core.model.effects import (
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import NOTHING, Phase
+from router.core.model.tuning import TUNING
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
     A0,
@@ -131,7 +132,7 @@ def test_a_client_with_many_prompts_waits_for_itself() -> None:
     assert list(s.state.jobs) == ["b"]
 
 
-MANY = 3 * admission._SCANNED_AT_ONCE
+MANY = 3 * TUNING.scanned_at_once
 
 
 @pytest.mark.parametrize(
@@ -424,7 +425,7 @@ def test_a_snapshot_is_in_use_from_the_grant_on() -> None:
 
 
 def test_only_so_many_homes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_STICKY_KEYS", 2)
+    monkeypatch.setattr(TUNING, "sticky_keys", 2)
     s = scheduler(backend("a", 3), policy=PolicyName.STICKY)
     for n in range(3):
         arrive(s, f"r{n}", [n], session=f"s{n}")

@@ -1,0 +1,125 @@
+"""Tuning: the constants of the core's decisions, each with its unit and its origin.
+
+Not configuration: a wrong value costs time and never a right answer. "Chosen" means that no
+measurement prefers the value to its neighbours. The delays of polls are in `engine/slot_watch.py`.
+"""
+
+from math import log
+
+from router.base.frozen import dataclass
+from router.base.types import RequestProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """All constants; `TUNING` is the only instance."""
+
+    # -- serving the queue -----------------------------------------------------------------------
+
+    # Requests planned after a change: the first of the queue each time, and as many of the rest.
+    # Chosen: planning one takes tens of microseconds.
+    scanned_at_once: int = 16
+    # Seconds until the rest of the queue is planned. Chosen: well below a first token.
+    resume_scan_after_s: float = 0.05
+    # Oldest requests of each model that are checked for a backend that could serve them. Chosen.
+    checked_for_backend: int = 32
+    # Clients with a remembered server time. Chosen: about 1 MB (ADR 10).
+    clients: int = 10_000
+    # Conversations that `sticky` remembers. Chosen: about 20 MB.
+    sticky_keys: int = 100_000
+
+    # -- prices ----------------------------------------------------------------------------------
+
+    # Weight of the past after one observation of a rate: a change of load shows within about 20
+    # observations. Chosen.
+    rate_decay: float = 0.95
+    # After `rate_settled` observations, a further one counts for at most `rate_surprise` times its
+    # prediction. Chosen: one slow answer of a swapped-out server must not keep it unused.
+    rate_settled: int = 3
+    rate_surprise: float = 3.0
+    # Probes of equal servers differ by up to this factor: each computes 100 to 200 tokens only.
+    # Seen on shared machines.
+    probes_differ: float = 2.0
+    # Seconds that waiting for a probe's slot is priced at. On a CPU a probe takes about 1 s.
+    probe_s: float = 1.0
+    # Snapshots priced for each kind of backend: those that share most, of these the shortest.
+    # Chosen: one that shares less could only win by being much smaller.
+    snapshots_priced: int = 4
+    # Candidates kept for an explanation. Chosen.
+    losers: int = 12
+    # Seconds within which prices may differ by rounding alone.
+    equal_s: float = 1e-8
+
+    # -- waiting for a busy slot -----------------------------------------------------------------
+
+    # Seconds until an abandoned slot is known to be idle, by how far its request had got: the wait
+    # is priced at this for a client that comes back at once. From the delays of the polls in
+    # `engine/slot_watch.py`, and from the second until a server notices (llama-server.md 5.6).
+    abandoned_answered_s: float = 0.01
+    abandoned_begun_s: float = 0.03
+    abandoned_sent_s: float = 1.5
+    # Seconds after which an abandoned slot that should be idle is no longer waited for: its server
+    # has not noticed that the client disconnected. Chosen above the 1.2 s between polls.
+    abandoned_trusted_s: float = 2.0
+    # Seconds after which a shared prefill is no longer expected: all that wait for it would begin
+    # it anew. Chosen: long, since they lose all of it.
+    shared_prefill_late_s: float = 60.0
+
+    # -- the prefill queue (ADR 13) --------------------------------------------------------------
+
+    # Weight of a second in the queue against a second to compute. A chunk may take twice as long
+    # as predicted before an equal prompt overtakes it. Chosen.
+    prefill_patience: float = 0.5
+    # Seconds: a chunk may be late by as much as it was predicted to take, within these limits.
+    # Chosen.
+    chunk_overrun_least_s: float = 0.5
+    chunk_overrun_most_s: float = 5.0
+    # Seconds after which two prompts are computed side by side. Chosen (ADR 13).
+    permit_longest_s: float = 10.0
+    # Seconds from the end of a prefill to the first token; a longer delay has another cause.
+    # Chosen.
+    handed_over_s: float = 0.5
+
+    # -- prefill chunks (ADR 12) -----------------------------------------------------------------
+
+    # Tokens that the server computes in one go by default (`--ubatch-size`): fewer are slower.
+    chunk_least: int = 512
+    # Factor on a chunk with no other beside it: later requests wait for it. Chosen (ADR 12).
+    chunk_alone: float = 4.0
+    # Half a chunk or less is not left over as a chunk of its own. Chosen.
+    chunk_last: float = 1.5
+
+    # -- snapshots -------------------------------------------------------------------------------
+
+    # Failed writes in a row that are forgiven: a state that can never be saved (media without a
+    # file form) says nothing about the next one. Then seconds without writes, doubled each time.
+    # Chosen: a full disk stays so for minutes.
+    write_failures_forgiven: int = 1
+    write_backoff_first_s: float = 1.0
+    write_backoff_most_s: float = 60.0
+    # Failed restores until a file is quarantined. The server's answer does not tell a lack of room
+    # from a bad file (llama-server.md section 1.1), so the first is forgiven.
+    restore_strikes: int = 2
+    # Evictions in one call. Chosen: each takes up to 0.1 ms.
+    evicted_at_once: int = 32
+    # Revaluations in one call. Chosen: 2 ms, longer with many backends.
+    valued_at_once: int = 200
+    # Width of a class of about equal value, in log(value) (ADR 15). Chosen.
+    eviction_class_width: float = log(1.2)
+    # Tokens that a ghost list keeps: four bytes each and as much again in the index, 16 MB. Chosen.
+    ghost_tokens: int = 2 * 1024 * 1024
+    # Slots lent to a probe: one to try things in, one to see whether a start clears it.
+    probe_slots: int = 2
+
+    def abandoned_s(self, progress: RequestProgress) -> float:
+        """Return the seconds until an abandoned slot is known to be idle."""
+        match progress:
+            case RequestProgress.ANSWERED:
+                return self.abandoned_answered_s
+            case RequestProgress.BEGUN:
+                return self.abandoned_begun_s
+            case _:
+                return self.abandoned_sent_s
+
+
+TUNING = Tuning()
