@@ -185,7 +185,7 @@ async def build(
                 store=store,
                 extra_models=backend.models,
                 watch=watch_of(config),
-                known_namespaces=engine.scheduler.state.fleet.known_namespaces,
+                known_namespaces=engine.view.known_namespaces,
                 on_up=up,
                 on_down=down,
                 borrow=engine.borrow,
@@ -237,11 +237,10 @@ async def build(
         await take(config)
         reload = Reload(path, config, take, tasks.spawn)
         registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))
-        catalog = engine.scheduler.state.fleet.catalog
         subject = Subject(
             picture=lambda: picture_of(engine, selection, clock.now()),
-            n_snapshots=lambda: len(catalog),
-            survey=lambda: survey(catalog),
+            n_snapshots=lambda: engine.view.store.n_snapshots,
+            survey=lambda: survey(engine.view.snapshots()),
             decisions=decision_log.recent,
         )
         live = Live(subject, tasks.spawn, wall_now, guard.may_read)

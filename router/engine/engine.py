@@ -45,6 +45,7 @@ from router.core.planning.planner import plan as make_plan
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
 from router.core.stats import stats_of
+from router.engine.fleet_view import FleetView
 from router.engine.loop_throttle import LoopThrottle
 from router.engine.server_placement import LaunchWatch
 from router.engine.slot_watch import SlotPollers, find_busy, wait_quiet, wipe
@@ -97,6 +98,7 @@ class Engine:
         """
         self._on_over, self._on_abandoned, self._on_detach = on_over, on_abandoned, on_detach
         self._scheduler = scheduler
+        self.view = FleetView(scheduler.state)
         self._backends = backends
         self._transfers = Transfers(backends, store, clock, telemetry)
         self._clock = clock
@@ -256,11 +258,6 @@ class Engine:
     def keeps_snapshots(self, backend: BackendId) -> bool:
         """Return whether saving and restoring this backend's slots has any effect."""
         return keeps_snapshots(self._scheduler.state.fleet, backend)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Return the scheduler, for display: changing it would break the one-writer rule."""
-        return self._scheduler
 
     async def stop(self, *, save: bool) -> None:
         """Admit no more requests, let running ones end; `save`: save slots where that pays."""

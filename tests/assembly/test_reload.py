@@ -97,7 +97,7 @@ async def test_a_file_with_mistakes_changes_nothing(setting: Setting) -> None:
     ]
     assert error["message"] == check_text(setting.path)[1]
     assert setting.fleet.router.config is before
-    assert setting.fleet.router.engine.scheduler.state.queue.limits.max_requests == 1024
+    assert setting.fleet.router.engine._scheduler.state.queue.limits.max_requests == 1024
     assert_good(await setting.fleet.complete(PROMPT))
 
 
@@ -122,7 +122,7 @@ async def test_what_cannot_be_used_changes_nothing(setting: Setting, what: str) 
     state = await setting.fleet.state()
     assert [backend["name"] for backend in state["backends"]] == ["a"]
     assert setting.fleet.router.config.queue.max_requests == 1024
-    assert setting.fleet.router.engine.scheduler.state.queue.limits.max_requests == 1024
+    assert setting.fleet.router.engine._scheduler.state.queue.limits.max_requests == 1024
 
 
 async def test_limits_are_in_force_at_once(setting: Setting) -> None:

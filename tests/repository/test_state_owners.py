@@ -122,3 +122,15 @@ def test_the_tests_above_can_fail() -> None:
     assert isinstance(function, ast.FunctionDef)
     assert set(side_effects(function)) == {"job.steps.clear", "job.lease"}
     assert {"hold", "expect", "mark_saved", "lease"} <= CHANGERS
+
+
+def test_only_the_engine_reaches_the_state() -> None:
+    """The web layer and the tools see `engine.view`; `State` is named nowhere else."""
+    owners = ("router/core/", "router/engine/", "router/assembly/scheduler")
+    found = [
+        str(path.relative_to(ROOT))
+        for path in modules("router")
+        if not str(path.relative_to(ROOT)).startswith(owners)
+        and ("._scheduler" in path.read_text() or "engine.scheduler" in path.read_text())
+    ]
+    assert found == []

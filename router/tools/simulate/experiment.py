@@ -64,7 +64,7 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
         setup.scheduler_of(), setup.servers_of(), source, losses=losses, progress=told
     )
     meter = simulator.run()
-    catalog = simulator.scheduler.state.fleet.catalog
+    store = simulator.view.store
     servers = simulator.servers.values()
     reused = meter.reused_tokens
     on_servers = sum(server.computed_tokens for server in servers)
@@ -94,9 +94,9 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
         saved_bytes=meter.saved_bytes,
         restored_bytes=meter.restored_bytes,
         cut_bytes=meter.cut_bytes,
-        evictions=catalog.evicted,
-        snapshots=len(catalog),
-        snapshot_bytes=catalog.total_bytes,
+        evictions=store.evicted,
+        snapshots=store.n_snapshots,
+        snapshot_bytes=store.total_bytes,
         peak_bytes=meter.peak_bytes,
         losses=_named(losses.tokens, scale) if losses else {},
         displaced=_named(losses.displaced, scale) if losses else {},

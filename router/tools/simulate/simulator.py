@@ -27,6 +27,7 @@ from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
+from router.engine.fleet_view import FleetView
 from router.tools.simulate.accounting import Losses, Meter, Oracle
 from router.tools.simulate.requests import RequestSource, SimulatedRequest
 from router.tools.simulate.server import Run, Server, TransferRun
@@ -66,6 +67,7 @@ class Simulator:
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.scheduler = scheduler
+        self.view = FleetView(scheduler.state)
         self.servers = {server.info.id: server for server in servers}
         self.source = source
         self.meter = Meter()
@@ -107,7 +109,7 @@ class Simulator:
         return self.meter
 
     def _busy(self) -> bool:
-        return bool(self.scheduler.state.jobs)
+        return self.view.has_jobs
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
         self._moments += 1  # FIFO at equal times
@@ -354,7 +356,7 @@ class Simulator:
         return Snapshot(SnapshotId(f"s{self._files}"), namespace, KV_DIR, tokens, size_bytes)
 
     def _peak(self) -> None:
-        total_bytes = self.scheduler.state.fleet.catalog.total_bytes
+        total_bytes = self.view.store.total_bytes
         self.meter.peak_bytes = max(self.meter.peak_bytes, total_bytes)
 
     def _gives_up(self, request: RequestId) -> None:
@@ -362,8 +364,7 @@ class Simulator:
         run = self._prefills.get(request)
         if run is None:
             return  # the prefill ended before
-        job = self.scheduler.state.jobs[request]
-        self._server(job.slot.backend).stop(run)
+        self._server(self.view.slot_of(request).backend).stop(run)
         del self._prefills[request]
         self._at(self.now + _QUIET_S, partial(self._prefill_failed, request))
 

@@ -220,10 +220,10 @@ class Snapshots:
         return json_response(asdict(sums) | {"dry_run": wanted.dry_run})
 
     def _items(self) -> Iterator[Item]:
-        catalog = self._engine.scheduler.state.fleet.catalog
+        view = self._engine.view
         now, wall_now = self._now(), self._wall_now()
-        for snapshot, uses, references in catalog.snapshots():
-            used_at = catalog.used_at(snapshot.id)
+        for snapshot, uses, references in view.snapshots():
+            used_at = view.used_at(snapshot.id)
             age_s = max(wall_now - snapshot.saved_at, 0.0)  # the wall clock may have been set back
             idle_s = None if used_at is None else now - used_at
             yield Item(snapshot, uses, references, age_s, idle_s)
@@ -238,8 +238,7 @@ class Snapshots:
 
     def _named(self, numbers: Sequence[str]) -> list[SnapshotId]:
         """Return the snapshot ids given in full or as unique prefixes. Raises NotFoundError."""
-        catalog = self._engine.scheduler.state.fleet.catalog
-        known = sorted(s.id for s, _, _ in catalog.snapshots()) if numbers else []
+        known = sorted(s.id for s, _, _ in self._engine.view.snapshots()) if numbers else []
         named = []
         for number in numbers:
             if len(number) < _LEAST_OF_AN_ID:

@@ -7,25 +7,10 @@ import asyncio
 import heapq
 from collections.abc import Iterable, Mapping
 
-from router.base.tokens import count
-from router.base.types import BackendId, RequestId, Snapshot
-from router.core.fleet.catalog import Catalog
-from router.core.model.jobs import (
-    AtGate,
-    CutStep,
-    DispatchStep,
-    EraseStep,
-    InPrefillQueue,
-    Job,
-    PrefillStep,
-    RestoreStep,
-    SaveStep,
-    Step,
-)
-from router.core.model.request_queue import Queue
-from router.core.model.slots import Slot
+from router.base.types import BackendId, Snapshot
 from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
+from router.engine.fleet_view import SlotView, StoreView, WaitingView
 from router.llama.attach.monitor import EMPTIES_SLOTS
 from router.web.api.backend_selection import BackendSelection
 
@@ -39,17 +24,6 @@ Changes = dict[str, dict[str, Row | None]]
 
 _BATCH = 1000  # snapshots per event-loop iteration
 _TOP = 10
-
-_DOING: dict[type[Step | InPrefillQueue | AtGate], str] = {
-    SaveStep: "save",
-    CutStep: "cut",
-    EraseStep: "erase",
-    RestoreStep: "restore",
-    PrefillStep: "prefill",
-    InPrefillQueue: "prefill queue",
-    AtGate: "placement gate",
-    DispatchStep: "answer",
-}
 
 
 def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) -> Row:
@@ -65,7 +39,7 @@ def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) ->
             "problem": monitor.problem,
         }
     info, found = attached.info, attached.probe
-    rates = engine.scheduler.state.fleet.rates[info.id]
+    rates = engine.view.rates(info.id)
     return {
         "name": name,
         "url": monitor.client.url,
@@ -88,56 +62,41 @@ def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) ->
         "note": found.note,
         "build": attached.props.build_info,
         "rates": {
-            "prefill_tokens_per_s": round(rates.speeds.prefill_tokens, 1),
-            "save_1000_tokens_s": round(rates.save_s(1000), 5),
-            "restore_1000_tokens_s": round(
-                rates.restore_s(round(1000 * rates.bytes_per_token.value)), 5
-            ),
-            "bytes_per_token": round(rates.bytes_per_token.value),
-            "output_tokens_per_s": round(rates.speeds.output_tokens, 1),
+            "prefill_tokens_per_s": round(rates.prefill_tokens_per_s, 1),
+            "save_1000_tokens_s": round(rates.save_1000_tokens_s, 5),
+            "restore_1000_tokens_s": round(rates.restore_1000_tokens_s, 5),
+            "bytes_per_token": round(rates.bytes_per_token),
+            "output_tokens_per_s": round(rates.output_tokens_per_s, 1),
         },
     }
 
 
-def slot_row(slot: Slot, jobs: Mapping[RequestId, Job]) -> Row:
-    """Return the row of a slot, with what its job does.
-
-    `doing` is a step, `prefill queue`, `placement gate`, or `answer`. `source` and `copy_from` are
-    the plan's. `pending_tokens` is what the slot will hold after the step.
-    """
-    job = jobs.get(slot.holder) if slot.holder is not None else None
-    chosen = job.plan.chosen if job is not None and job.plan is not None else None
+def slot_row(slot: SlotView) -> Row:
+    """Return the row of a slot, with what its job does."""
     return {
         "backend": slot.id.backend,
         "index": slot.id.index,
         "phase": slot.phase,
-        "request": slot.holder,
-        "resident_tokens": len(slot.resident),
-        "unread_tokens": slot.resident.unread,
+        "request": slot.request,
+        "resident_tokens": slot.resident_tokens,
+        "unread_tokens": slot.unread_tokens,
         "tenant": slot.tenant or None,
-        "pending_tokens": count(slot.pending),
-        "doing": _doing(slot, job),
-        "source": chosen.source if chosen else None,
-        "copy_from": str(chosen.copy_from) if chosen and chosen.copy_from else None,
+        "pending_tokens": slot.pending_tokens,
+        "doing": slot.doing,
+        "source": slot.source,
+        "copy_from": str(slot.copy_from) if slot.copy_from else None,
     }
 
 
-def _doing(slot: Slot, job: Job | None) -> str | None:
-    if job is None or job.doing is None:
-        return None
-    worked_on = job.doing.slot if isinstance(job.doing, SaveStep | EraseStep) else job.slot
-    return _DOING[type(job.doing)] if worked_on == slot.id else None
-
-
-def store_row(catalog: Catalog) -> Row:
+def store_row(store: StoreView) -> Row:
     """Return the totals of all snapshots, and their limits (-1: none)."""
     return {
-        "count": len(catalog),
-        "size_bytes": catalog.total_bytes,
-        "tokens": catalog.total_tokens,
-        "evicted": catalog.evicted,
-        "max_bytes": catalog.limits.max_bytes,
-        "max_tokens": catalog.limits.max_tokens,
+        "count": store.n_snapshots,
+        "size_bytes": store.total_bytes,
+        "tokens": store.total_tokens,
+        "evicted": store.evicted,
+        "max_bytes": store.max_bytes,
+        "max_tokens": store.max_tokens,
     }
 
 
@@ -159,35 +118,32 @@ def snapshot_row(snapshot: Snapshot, uses: int, references: int) -> Row:
 
 def picture_of(engine: Engine, selection: BackendSelection, now: float) -> Picture:
     """Return all but the snapshots, which `survey` sums up. `now` is the engine's clock."""
-    state = engine.scheduler.state
-    fleet = state.fleet
+    view = engine.view
     return {
         "fleet": {
-            "router": {"policy": fleet.policy.name, "stopping": state.stopping},
-            "queue": _queue_row(state.queue, selection.waiting, now),
-            "store": store_row(fleet.catalog),
+            "router": {"policy": view.policy, "stopping": view.is_stopping},
+            "queue": _queue_row(view.queue(), selection.waiting, now),
+            "store": store_row(view.store),
         },
         "backends": {name: backend_row(name, selection, engine) for name in selection.monitors},
-        "slots": {str(slot.id): slot_row(slot, state.jobs) for slot in fleet.slots},
+        "slots": {str(slot.id): slot_row(slot) for slot in view.slots()},
     }
 
 
-def _queue_row(queue: Queue, waiting_for_backend: int, now: float) -> Row:
-    oldest = next(iter(queue), None)
+def _queue_row(queue: list[WaitingView], waiting_for_backend: int, now: float) -> Row:
     return {
         "depth": len(queue),
-        "oldest_s": round(now - oldest.since, 1) if oldest else 0.0,
+        "oldest_s": round(now - queue[0].since, 1) if queue else 0.0,
         "waiting_for_backend": waiting_for_backend,
     }
 
 
-async def survey(catalog: Catalog) -> Row:
+async def survey(found: list[tuple[Snapshot, int, int]]) -> Row:
     """Return a summary of bounded size of all snapshots.
 
     `sizes`: `[most tokens, snapshots, bytes]`, in powers of two. `top`: the rows of the most used
     snapshots. Other tasks run after each batch.
     """
-    found = catalog.snapshots()
     sizes: dict[int, list[int]] = {}
     top: list[tuple[Snapshot, int, int]] = []
     for start in range(0, len(found), _BATCH):

@@ -80,34 +80,33 @@ class StatusRoutes:
 
     async def state(self, _: web.BaseRequest) -> web.Response:
         """Show backends, slots, snapshots and queue as the scheduler sees them."""
-        state = self._engine.scheduler.state
-        fleet, now = state.fleet, self._now()
+        view, now = self._engine.view, self._now()
         return json_response(
             {
-                "policy": fleet.policy.name,
+                "policy": view.policy,
                 "backends": [
                     backend_row(name, self._selection, self._engine)
                     for name in self._selection.monitors
                 ],
                 "slots": [
                     {
-                        **slot_row(slot, state.jobs),
+                        **slot_row(slot),
                         "idle_s": round(now - slot.last_used, 3) if slot.last_used else None,
                     }
-                    for slot in fleet.slots
+                    for slot in view.slots()
                 ],
                 "snapshots": {
-                    **store_row(fleet.catalog),
-                    "items": [snapshot_row(*one) for one in fleet.catalog.snapshots()[:1000]],
+                    **store_row(view.store),
+                    "items": [snapshot_row(*one) for one in view.snapshots()[:1000]],
                 },
                 "waiting_for_backend": self._selection.waiting,
                 "queue": [
                     {
-                        "request": waiting.request.id,
+                        "request": waiting.request,
                         "waited_s": round(now - waiting.since, 3),
-                        "prompt_tokens": len(waiting.request.prompt),
+                        "prompt_tokens": waiting.prompt_tokens,
                     }
-                    for waiting in state.queue
+                    for waiting in view.queue()
                 ],
             }
         )

@@ -59,12 +59,7 @@ class BackendSelection:
         """
         if self._stopping:
             raise NoBackendError("the router is stopping")
-        fleet = self._engine.scheduler.state.fleet
-        able = [
-            info
-            for info in fleet.infos.values()
-            if info.answers_to(model) and info.id not in fleet.draining
-        ]
+        able = [info for info in self._engine.view.up() if info.answers_to(model)]
         others = self.without_kv(model)
         able = [info for info in able if info.id not in others]
         if not able:
@@ -164,7 +159,7 @@ class BackendSelection:
         A request with an unknown prompt would be served without the snapshots that fit it.
         Raises NoBackendError after `queue.no_backend_wait`, and QueueFullError.
         """
-        limits = self._engine.scheduler.state.queue.limits
+        limits = self._engine.view.queue_limits
         if not self.can_wait_for_reader(model):
             return
         if self.waiting >= limits.max_requests:
@@ -229,5 +224,5 @@ class BackendSelection:
 
     def others(self, backend: BackendId, request: Request) -> bool:
         """Return whether any backend but this one could serve a request."""
-        fleet = self._engine.scheduler.state.fleet
-        return any(fleet.serves(other, request) for other in fleet.infos if other != backend)
+        view, infos = self._engine.view, self._engine.infos
+        return any(view.serves(other, request) for other in infos if other != backend)

@@ -282,7 +282,7 @@ async def running(
         aiohttp.ClientSession(connector=connector) as session,
     ):
         if no_backend_s is not None:
-            queue = router.engine.scheduler.state.queue
+            queue = router.engine._scheduler.state.queue
             queue.limits = replace(queue.limits, no_backend_s=no_backend_s)
         fleet = Fleet(url, router, session)
         if wait_for is None or wait_for:

@@ -123,7 +123,7 @@ async def test_show(fleet: Fleet, capsys: Capture) -> None:
 
 async def test_show_one_in_use(fleet: Fleet, capsys: Capture) -> None:
     engine = fleet.router.engine
-    engine.scheduler.state.fleet.catalog.add_reference(
+    engine._scheduler.state.fleet.catalog.add_reference(
         snapshot(2).id, asyncio.get_running_loop().time()
     )
     await run(fleet, "show", "000002")
@@ -221,7 +221,7 @@ async def test_purge_dry_run(fleet: Fleet, capsys: Capture) -> None:
 async def test_purge_without_asking(fleet: Fleet, capsys: Capture) -> None:
     """Snapshots are named by id; a snapshot in use loses its file later."""
     engine = fleet.router.engine
-    engine.scheduler.state.fleet.catalog.add_reference(snapshot(7).id, 0.0)
+    engine._scheduler.state.fleet.catalog.add_reference(snapshot(7).id, 0.0)
     capsys.readouterr()
     assert await run(fleet, "purge", "--yes", "--id", "000007", "--id", "000008") == 0
 

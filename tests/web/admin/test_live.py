@@ -193,7 +193,7 @@ async def test_a_large_fleet_fits_into_few_bytes(tmp_path: Path) -> None:
         await fake.come_up()
     backends = [(f"backend-{i}", fake.url) for i, fake in enumerate(fakes)]
     async with running(backends, tmp_path, yaml="health: {interval: 60s}") as fleet:
-        catalog = fleet.router.engine.scheduler.state.fleet.catalog
+        catalog = fleet.router.engine._scheduler.state.fleet.catalog
         (namespace,) = {info.namespace for info in fleet.router.engine.infos.values()}
         for i in range(10_000):
             name = SnapshotId(f"{i:032x}")

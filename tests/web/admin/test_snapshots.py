@@ -123,7 +123,7 @@ async def test_filters_and_order(fleet: Fleet, query: dict[str, str], expected: 
 
 async def test_what_was_used_is_not_unused(fleet: Fleet) -> None:
     await told(fleet, *FOUR)
-    catalog = fleet.router.engine.scheduler.state.fleet.catalog
+    catalog = fleet.router.engine._scheduler.state.fleet.catalog
     catalog.add_reference(FOUR[2].id, 0.0)
 
     assert ids_of(await fleet.get(f"{PATH}?unused=true")) == [4, 2, 1]

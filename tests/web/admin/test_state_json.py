@@ -36,6 +36,7 @@ from router.core.model.jobs import (
 from router.core.model.plan import Candidate, Plan, Price
 from router.core.model.slots import Slot
 from router.core.model.snapshot_limits import SnapshotLimits
+from router.engine.fleet_view import slot_view
 from router.web.admin.state_json import Changes, Picture, changes, slot_row, survey
 
 HOLDER = RequestId("r")
@@ -102,7 +103,7 @@ async def test_ten_thousand_snapshots_in_few_numbers() -> None:
             await asyncio.sleep(0)
 
     other = asyncio.get_running_loop().create_task(another())
-    found = json.loads(json.dumps(await survey(catalog)))
+    found = json.loads(json.dumps(await survey(catalog.snapshots())))
     other.cancel()
 
     assert found["sizes"] == [[2, 2000, 20_000], [4, 4000, 40_000], [8, 4000, 40_000]]
@@ -113,7 +114,7 @@ async def test_ten_thousand_snapshots_in_few_numbers() -> None:
 
 
 async def test_no_snapshots() -> None:
-    assert await survey(Catalog()) == {"sizes": [], "top": []}
+    assert await survey([]) == {"sizes": [], "top": []}
 
 
 def job_of(doing: Step | None) -> Job:
@@ -137,14 +138,14 @@ def test_a_move_is_seen_on_both_slots(
     doing: Step | None, at_source: str | None, at_target: str | None
 ) -> None:
     jobs = {HOLDER: job_of(doing)}
-    source, target = (slot_row(Slot(slot, holder=HOLDER), jobs) for slot in (FROM, TO))
+    source, target = (slot_row(slot_view(Slot(slot, holder=HOLDER), jobs)) for slot in (FROM, TO))
 
     assert (source["doing"], target["doing"]) == (at_source, at_target)
     assert (target["source"], target["copy_from"]) == ("copy", "a/0")
 
 
 def test_a_slot_that_nobody_holds() -> None:
-    row = slot_row(Slot(FROM), {HOLDER: job_of(DispatchStep())})
+    row = slot_row(slot_view(Slot(FROM), {HOLDER: job_of(DispatchStep())}))
 
     assert (row["doing"], row["source"], row["copy_from"]) == (None, None, None)
 
@@ -157,4 +158,4 @@ def test_every_step_has_a_word() -> None:
             doing = SaveStep(TO, SaveReason.IDLE)
         elif step is EraseStep:
             doing = EraseStep(TO)
-        assert slot_row(Slot(TO, holder=HOLDER), {HOLDER: job_of(doing)})["doing"]
+        assert slot_view(Slot(TO, holder=HOLDER), {HOLDER: job_of(doing)}).doing

@@ -117,10 +117,10 @@ async def test_one_that_never_got_a_slot(
 ) -> None:
     await fake.go_down()
     await fleet.until(lambda state: not state["backends"][0]["up"])
-    queue = fleet.router.engine.scheduler.state.queue
+    queue = fleet.router.engine._scheduler.state.queue
     fleet.router.engine.configure(
-        fleet.router.engine.scheduler.state.fleet.policy,
-        fleet.router.engine.scheduler.state.fleet.catalog.limits,
+        fleet.router.engine._scheduler.state.fleet.policy,
+        fleet.router.engine._scheduler.state.fleet.catalog.limits,
         type(queue.limits)(no_backend_s=0.05),
     )
     await fleet.post("/v1/embeddings", {"input": PROMPT})

@@ -1,0 +1,215 @@
+"""The read model: what the web layer, the console and the simulator see of the scheduler.
+
+Gives copies of facts and never an object of the scheduler that can be changed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from router.base.tokens import count
+from router.base.types import (
+    BackendId,
+    BackendInfo,
+    Namespace,
+    Request,
+    RequestId,
+    SlotId,
+    Snapshot,
+    SnapshotId,
+    Source,
+    Tenant,
+)
+from router.core.execution.state import State
+from router.core.model.jobs import (
+    AtGate,
+    CutStep,
+    DispatchStep,
+    EraseStep,
+    InPrefillQueue,
+    Job,
+    PrefillStep,
+    RestoreStep,
+    SaveStep,
+    Step,
+)
+from router.core.model.policy import PolicyName
+from router.core.model.request_queue import QueueLimits
+from router.core.model.slots import Phase, Slot
+
+_DOING: dict[type[Step | InPrefillQueue | AtGate], str] = {
+    SaveStep: "save",
+    CutStep: "cut",
+    EraseStep: "erase",
+    RestoreStep: "restore",
+    PrefillStep: "prefill",
+    InPrefillQueue: "prefill queue",
+    AtGate: "placement gate",
+    DispatchStep: "answer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """A slot now, with what its job does.
+
+    `doing` is a step, `prefill queue`, `placement gate`, or `answer`. `source` and `copy_from` are
+    the plan's. `pending_tokens` is what the slot will hold after the step.
+    """
+
+    id: SlotId
+    phase: Phase
+    request: RequestId | None
+    resident_tokens: int
+    unread_tokens: int
+    tenant: Tenant
+    pending_tokens: int
+    last_used: float
+    doing: str | None
+    source: Source | None
+    copy_from: SlotId | None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingView:
+    """A queued request: since when, in clock seconds, and the length of its prompt."""
+
+    request: RequestId
+    since: float
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreView:
+    """Totals of all usable snapshots, and their limits (-1: none)."""
+
+    n_snapshots: int
+    total_bytes: int
+    total_tokens: int
+    evicted: int
+    max_bytes: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RatesView:
+    """Learned rates of a backend: tokens per second, bytes, and seconds for 1,000 tokens."""
+
+    prefill_tokens_per_s: float
+    output_tokens_per_s: float
+    save_1000_tokens_s: float
+    restore_1000_tokens_s: float
+    bytes_per_token: float
+
+
+def slot_view(slot: Slot, jobs: Mapping[RequestId, Job]) -> SlotView:
+    """Return the view of a slot."""
+    job = jobs.get(slot.holder) if slot.holder is not None else None
+    chosen = job.plan.chosen if job is not None and job.plan is not None else None
+    return SlotView(
+        id=slot.id,
+        phase=slot.phase,
+        request=slot.holder,
+        resident_tokens=len(slot.resident),
+        unread_tokens=slot.resident.unread,
+        tenant=slot.tenant,
+        pending_tokens=count(slot.pending),
+        last_used=slot.last_used,
+        doing=_doing(slot, job),
+        source=chosen.source if chosen else None,
+        copy_from=chosen.copy_from if chosen else None,
+    )
+
+
+def _doing(slot: Slot, job: Job | None) -> str | None:
+    if job is None or job.doing is None:
+        return None
+    worked_on = job.doing.slot if isinstance(job.doing, SaveStep | EraseStep) else job.slot
+    return _DOING[type(job.doing)] if worked_on == slot.id else None
+
+
+class FleetView:
+    """The scheduler's state at the moment of each call."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    @property
+    def policy(self) -> PolicyName:
+        """Return the name of the policy in force."""
+        return self._state.fleet.policy.name
+
+    @property
+    def is_stopping(self) -> bool:
+        """Return whether no more requests are admitted."""
+        return self._state.stopping
+
+    @property
+    def has_jobs(self) -> bool:
+        """Return whether a slot is leased."""
+        return bool(self._state.jobs)
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        """Return the limits of the queue in force."""
+        return self._state.queue.limits
+
+    @property
+    def store(self) -> StoreView:
+        """Return the totals of the snapshots."""
+        catalog = self._state.fleet.catalog
+        limits = catalog.limits
+        return StoreView(
+            n_snapshots=len(catalog),
+            total_bytes=catalog.total_bytes,
+            total_tokens=catalog.total_tokens,
+            evicted=catalog.evicted,
+            max_bytes=limits.max_bytes,
+            max_tokens=limits.max_tokens,
+        )
+
+    def slots(self) -> list[SlotView]:
+        """Return all slots, in the order of their ids."""
+        return [slot_view(slot, self._state.jobs) for slot in self._state.fleet.slots]
+
+    def slot_of(self, request: RequestId) -> SlotId:
+        """Return the slot that a request holds. Raises KeyError if it holds none."""
+        return self._state.jobs[request].slot
+
+    def queue(self) -> list[WaitingView]:
+        """Return the queued requests, the oldest first."""
+        return [
+            WaitingView(waiting.request.id, waiting.since, len(waiting.request.prompt))
+            for waiting in self._state.queue
+        ]
+
+    def snapshots(self) -> list[tuple[Snapshot, int, int]]:
+        """Return every usable snapshot with its uses and references."""
+        return self._state.fleet.catalog.snapshots()
+
+    def used_at(self, snapshot: SnapshotId) -> float | None:
+        """Return when a snapshot was last restored, in clock seconds; None: not yet."""
+        return self._state.fleet.catalog.used_at(snapshot)
+
+    def rates(self, backend: BackendId) -> RatesView:
+        """Return the learned rates of a backend. Raises KeyError."""
+        rates = self._state.fleet.rates[backend]
+        return RatesView(
+            prefill_tokens_per_s=rates.speeds.prefill_tokens,
+            output_tokens_per_s=rates.speeds.output_tokens,
+            save_1000_tokens_s=rates.save_s(1000),
+            restore_1000_tokens_s=rates.restore_s(round(1000 * rates.bytes_per_token.value)),
+            bytes_per_token=rates.bytes_per_token.value,
+        )
+
+    def serves(self, backend: BackendId, request: Request) -> bool:
+        """Return whether a backend fits the request and is not draining."""
+        return self._state.fleet.serves(backend, request)
+
+    def up(self) -> list[BackendInfo]:
+        """Return the backends that are up and not draining."""
+        fleet = self._state.fleet
+        return [info for info in fleet.infos.values() if info.id not in fleet.draining]
+
+    def known_namespaces(self) -> set[Namespace]:
+        """Return all namespaces that a backend could belong to."""
+        return self._state.fleet.known_namespaces()
