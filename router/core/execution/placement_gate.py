@@ -7,9 +7,9 @@ take for idle has as much of the prompt, the request waits at the gate.
 
 from dataclasses import replace
 
-from router.base.errors import DeadlineError
 from router.base.tokens import Tokens
 from router.base.types import BackendId, Request
+from router.core.execution.deadline import deadline, reject_late
 from router.core.execution.state import State
 from router.core.model.jobs import (
     AtGate,
@@ -59,6 +59,7 @@ def wait(state: State, job: Job, now: float) -> None:
         job.leave_gate()
         state.fleet.gated.discard(job.slot.backend)
     job.do(AtGate())
+    job.begin_wait(now)
     state.at_gate.append(job.id)
     _tell(state)
 
@@ -72,17 +73,12 @@ def next_through(state: State, now: float) -> Job | None:
     for job in _waiting(state):
         if is_free(state, job):
             found = job
-        elif (ends := _ends(state, job)) is not None and ends <= now:
-            limit_s = state.queue.limits.deadline_s
-            state.reject(
-                job.id,
-                DeadlineError(
-                    f"the request could not be sent within {limit_s:g} s (queue.deadline)"
-                ),
-            )
+        elif (ends := deadline(state, job)) is not None and ends <= now:
+            reject_late(state, job, "the placement gate")
             job.drop_steps()
             found = job
         if found is not None:
+            found.end_wait(now)
             state.at_gate.remove(found.id)
             break
     _tell(state)
@@ -91,7 +87,7 @@ def next_through(state: State, now: float) -> Job | None:
 
 def next_end(state: State) -> float | None:
     """Return when the next deadline at the gate passes, in clock seconds."""
-    ends = (_ends(state, job) for job in _waiting(state))
+    ends = (deadline(state, job) for job in _waiting(state))
     return min((end for end in ends if end is not None), default=None)
 
 
@@ -227,8 +223,3 @@ def _tell(state: State) -> None:
         one = Expected(_request(job), _is_computed(state, job))
         expected.setdefault(job.slot.backend, []).append(one)
     state.fleet.at_gate = expected
-
-
-def _ends(state: State, job: Job) -> float | None:
-    limit_s = state.queue.limits.deadline_s
-    return None if limit_s is None else job.since - job.waited_s + limit_s

@@ -15,8 +15,8 @@ as it advances the waiting ones. Equal prompts would stay equal, alternate chunk
 be ready when the last could be.
 """
 
-from router.base.errors import DeadlineError
 from router.base.types import BackendId, RequestId
+from router.core.execution.deadline import deadline, reject_late
 from router.core.execution.state import State
 from router.core.fleet.fleet import Fleet
 from router.core.model.jobs import InPrefillQueue, Job, PrefillStep
@@ -58,6 +58,7 @@ def must_wait(state: State, job: Job, step: PrefillStep, now: float) -> bool:
 def wait(state: State, job: Job, step: PrefillStep, now: float) -> None:
     """Let a job wait in the prefill queue."""
     job.do(InPrefillQueue(step.tokens))
+    job.begin_wait(now)
     state.fleet.slots[job.slot].queue_prefill(now)
     state.in_prefill_queue.append(job.id)
     _foretell(state.fleet, _waiting_by_backend(state)[job.slot.backend], now)
@@ -87,6 +88,7 @@ def take_next(state: State, now: float) -> list[tuple[Job, PrefillStep]]:
         assert isinstance(job.doing, InPrefillQueue)
         state.in_prefill_queue.remove(job.id)
         slot = state.fleet.slots[job.slot]
+        job.end_wait(now)
         job.stood(prefill_queue_s(slot, now))
         slot.leave_prefill_queue(job.prefill_queue_s)
         _call(slot, job, now)
@@ -136,11 +138,7 @@ def give_up(state: State, now: float) -> list[Job]:
     expired = [job for ends, job in _deadlines(state) if ends <= now]
     for job in expired:
         state.in_prefill_queue.remove(job.id)
-        limit_s = state.queue.limits.deadline_s
-        state.reject(
-            job.id,
-            DeadlineError(f"the request waited {limit_s:g} s for its prefill (queue.deadline)"),
-        )
+        reject_late(state, job, "its prefill")
     return expired
 
 
@@ -180,25 +178,11 @@ def _waiting(state: State) -> list[Job]:
 def _deadlines(state: State) -> list[tuple[float, Job]]:
     """Return the waiting jobs with their deadlines, in clock seconds.
 
-    Time in the queue and in the prefill queue counts, and prefill time does not. An abandoned job
-    waits for the sake of other requests: it is dropped when it gets the permit, if no request wants
-    its result any more.
+    An abandoned job waits for the sake of other requests: it is dropped when it gets the permit, if
+    no request wants its result any more.
     """
-    limit_s = state.queue.limits.deadline_s
-    if limit_s is None or not state.in_prefill_queue:
-        return []
-    jobs = [
-        job
-        for waiting_here in _waiting_by_backend(state).values()
-        for job in waiting_here
-        if not job.cancelled
-    ]
-    return [(_waited_from(state.fleet.slots[job.slot], job) + limit_s, job) for job in jobs]
-
-
-def _waited_from(slot: Slot, job: Job) -> float:
-    """Return when the wait would have begun in one stretch, in clock seconds."""
-    return (slot.prefill_queued_since or 0.0) - slot.prefill_queue_s - job.waited_s
+    jobs = [job for job in _waiting(state) if not job.cancelled]
+    return [(ends, job) for job in jobs if (ends := deadline(state, job)) is not None]
 
 
 def _ends(fleet: Fleet, backend: BackendId) -> float:

@@ -116,7 +116,9 @@ class Job:
     prefill_queue_s: float = 0.0  # in the prefill queue, up to the last permit
     slot_confirmed: bool = False  # the slot of a server-placed request is known
     since: float = 0.0
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # in the request queue
+    wait_since: float | None = None  # waits in the prefill queue or at the gate since then
+    past_waits_s: float = 0.0  # in both of them, up to the last wait
     prepared_s: float = 0.0
     prefilled: Reported | None = None
     resident_at_dispatch: Resident = NOTHING  # slot content when the request was sent
@@ -242,6 +244,16 @@ class Job:
     def use_permit(self) -> None:
         """Note that the prefill begins for which the job has the permit."""
         self.has_permit = False
+
+    def begin_wait(self, now: float) -> None:
+        """Note that the job waits from now on, in the prefill queue or at the gate."""
+        self.wait_since = now
+
+    def end_wait(self, now: float) -> None:
+        """Note that the job waits no longer."""
+        if self.wait_since is not None:
+            self.past_waits_s += now - self.wait_since
+            self.wait_since = None
 
     def stood(self, seconds: float) -> None:
         """Note how long the job has been in the prefill queue."""

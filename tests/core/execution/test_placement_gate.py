@@ -8,7 +8,16 @@ import pytest
 
 from router.base.errors import DeadlineError
 from router.base.tokens import head
-from router.base.types import KvDir, Outcome, Prompt, RequestId, RequestProgress, SlotId, Tenant
+from router.base.types import (
+    KvDir,
+    Outcome,
+    Prompt,
+    Reported,
+    RequestId,
+    RequestProgress,
+    SlotId,
+    Tenant,
+)
 from router.core.execution.completion import watch
 from router.core.model import events as ev
 from router.core.model.effects import Dispatch, Effect, Erase, Prefill, Reject, Restore, Save
@@ -219,6 +228,16 @@ def test_nobody_waits_at_the_gate_for_ever() -> None:
     assert isinstance(reject, Reject)
     assert isinstance(reject.error, DeadlineError)
     assert slot(s, A1).is_idle
+
+
+def test_the_time_of_the_prefill_does_not_count_towards_the_deadline() -> None:
+    s = fresh(2, coalesce_above_s=None, queue=QueueLimits(deadline_s=5.0))
+    message(s)
+    message(s, "m2", OTHER)
+    prefilled(s, "m")
+    s.handle(ev.Prefilled(RequestId("m2"), Reported()), NOW + 4)
+    assert waits(s, "m2")
+    assert s.next_wakeup(NOW + 4) == NOW + 9
 
 
 def test_what_ran_unseen_may_be_in_the_slot_of_one_who_waits() -> None:
