@@ -22,9 +22,8 @@ from router.core.model.server_placement import (
     Expected,
     SlotClaim,
     may_hold,
-    will_hold,
 )
-from router.core.model.slots import Phase, Slot
+from router.core.model.slots import Phase, Resident, Slot
 from router.core.model.tenancy import attracts
 
 
@@ -174,7 +173,8 @@ def _is_in_the_way(state: State, job: Job, slot: Slot, computed: bool) -> bool:
     if isinstance(holder.doing, PrefillStep):  # in use, and not known to have it
         held = replace(held, may_hold_more=False)
     return may_hold(held, request.prompt) or any(  # (6)
-        will_hold(tokens, request.prompt) for tokens in (slot.pending, *_restored(state, holder))
+        Resident(tokens).covers(request.prompt)
+        for tokens in (slot.pending, *_restored(state, holder))
     )
 
 

@@ -248,9 +248,15 @@ class Fleet:
             self.sent.setdefault(backend, GhostList()).add(Namespace(request.tenant), prompt.tokens)
 
     def sent_before(self, backend: BackendId, request: Request) -> int:
-        """Return how many leading tokens of a prompt were sent to a backend before."""
+        """Return how many tokens a prompt could reuse of what was sent to a backend before.
+
+        The last token of a prompt is always computed.
+        """
         known = self.sent.get(backend)
-        return known.nearest(Namespace(request.tenant), request.prompt.tokens)[0] if known else 0
+        if known is None:
+            return 0
+        shared, _ = known.nearest(Namespace(request.tenant), request.prompt.tokens)
+        return min(shared, len(request.prompt) - 1)
 
     def wants(self, slot: Slot, request: Request) -> bool:
         """Return whether the slot meets the client's `id_slot`, if the backend has that slot."""

@@ -97,7 +97,7 @@ class Stage(StrEnum):
 class Job:
     """The leases of a request or a save, and its next steps. Owned by the scheduler.
 
-    Only its own methods change it; `tests/repository/test_architecture.py` checks that.
+    Only its own methods change it; `tests/repository/test_state_owners.py` checks that.
     """
 
     id: RequestId

@@ -7,7 +7,7 @@ slot that holds all of the prompt but its last token is picked, unless another h
 from enum import StrEnum
 
 from router.base.frozen import dataclass
-from router.base.tokens import Tokens, common_prefix, count
+from router.base.tokens import common_prefix, count
 from router.base.types import BackendInfo, Prompt, Request
 from router.core.model.slots import Resident
 
@@ -56,11 +56,6 @@ def can_be_steered(request: Request, info: BackendInfo) -> bool:
     return picked and known and request.reuse and info.is_managed and not request.tenant
 
 
-def will_hold(tokens: Tokens, prompt: Prompt) -> bool:
-    """Return whether `tokens` begin with all of the prompt but its last token."""
-    return common_prefix(tokens, prompt.tokens) >= len(prompt) - 1 > 0
-
-
 def may_hold(held: Resident, prompt: Prompt) -> bool:
     """Return whether a slot may hold that much; unread tokens may be the prompt's rest."""
     common = common_prefix(held.tokens, prompt.tokens)
@@ -77,4 +72,4 @@ def holds_up(request: Request, first: Expected) -> bool:
     prompt, meant = request.prompt, first.request
     if not prompt.is_exact:
         return False
-    return common_prefix(prompt.tokens, meant.prompt.tokens) >= len(meant.prompt) - 1
+    return Resident(prompt.tokens).covers(meant.prompt)

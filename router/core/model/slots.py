@@ -122,7 +122,7 @@ _NO_BENCH = Bench()  # for a backend without slots
 class Slot:
     """One slot. `busy_until` is an estimate in clock seconds, used to price waiting.
 
-    Only its own methods change it; `tests/repository/test_architecture.py` checks that.
+    Only its own methods change it; `tests/repository/test_state_owners.py` checks that.
     """
 
     bench: Bench = field(kw_only=True, default_factory=Bench, repr=False, compare=False)

@@ -101,7 +101,7 @@ def _in_its_cache(context: PricingContext, backend: BackendId) -> Candidate:
 
     It may have kept what was sent to it before, in a slot or in its own cache.
     """
-    reused = min(context.fleet.sent_before(backend, context.request), context.n_prompt - 1)
+    reused = context.fleet.sent_before(backend, context.request)
     displaced, target = _target(context, backend)
     return context.candidate(target.id, Source.NONE, displaced, reused=reused)
 

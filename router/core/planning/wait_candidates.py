@@ -26,7 +26,6 @@ def starting_later(context: PricingContext, n: int, *, patient: bool = True) -> 
        request is `patient`. The ends of the other cases are known well enough to be priced.
     4. Its client disconnected, perhaps to come back at once with the same and more: it is idle
        soon.
-
     5. A backend that is not managed was sent the prefix before, and has no slot free.
 
     Included are the `n` cheapest of cases 1 and 2, the `n` cheapest of cases 3 and 4, and all of
@@ -84,7 +83,7 @@ def _homes(context: PricingContext, at_least: int) -> Iterator[Candidate]:
     for backend in fleet.sent:
         if not fleet.serves(backend, request) or fleet.slots.phases(backend)[Phase.IDLE]:
             continue
-        reused = min(fleet.sent_before(backend, request), context.n_prompt - 1)
+        reused = fleet.sent_before(backend, request)
         if reused < at_least:
             continue
         slot = min(fleet.slots.of(backend), key=lambda one: one.busy_until)

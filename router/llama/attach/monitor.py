@@ -48,10 +48,10 @@ class Attached:
 
 
 EMPTIES_SLOTS = (
-    "it moves idle slots into its RAM cache at every start (llama-server's defaults: unified KV,"
-    " --cache-ram): kvferry keeps conversations on their server and moves no KV; restart it with"
-    " --cache-ram 0"
+    "it moves idle slots into its RAM cache at every start (its defaults: unified KV,"
+    " --cache-ram): kvferry keeps conversations on their server and moves no KV"
 )
+NO_RAM_CACHE = "restart it with --cache-ram 0"
 MIXES_TENANTS = (
     "its RAM cache gives one tenant's prompts to another, which cannot be prevented from outside;"
     " restart it with --cache-ram 0"
@@ -316,7 +316,7 @@ def _log_attached(event: str, attached: Attached) -> None:
     if attached.probe.problem:
         log.warning("backend_limited", backend=info.id, reason=attached.probe.problem)
     if not info.keeps_idle_slots:
-        log.warning("backend_limited", backend=info.id, reason=EMPTIES_SLOTS)
+        log.warning("backend_limited", backend=info.id, reason=f"{EMPTIES_SLOTS}; {NO_RAM_CACHE}")
     if attached.probe.ram_cache:
         log.warning("backend_mixes_tenants", backend=info.id, reason=MIXES_TENANTS)
     if attached.probe.note:

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from router.base.types import MemoryKind
 from router.core.model.memory_kinds import can_restore
-from router.llama.attach.monitor import Attached
+from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE, Attached
 from router.llama.attach.probe import NO_CACHE_REUSE, NO_SWA_FULL, Padding, ProbeResult
 from router.store.files import openness
 from router.tools.doctor.facts import Facts, Folder
@@ -284,9 +284,8 @@ def _idle_slots(attached: Attached) -> Iterator[Finding]:
     if not info.keeps_idle_slots:
         yield Finding(
             Level.WARNING,
-            "it moves idle slots into its RAM cache at every start (its defaults: unified KV,"
-            " --cache-ram): kvferry keeps conversations on their server and moves no KV",
-            "restart it with --cache-ram 0",
+            EMPTIES_SLOTS,
+            NO_RAM_CACHE,
         )
     elif layout is not None and layout.n_stream == 1 and info.n_slots > 1:
         yield Finding(

@@ -11,7 +11,7 @@ from router.base.types import BackendId, Snapshot
 from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
 from router.engine.fleet_view import SlotView, StoreView, WaitingView
-from router.llama.attach.monitor import EMPTIES_SLOTS
+from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE
 from router.web.api.backend_selection import BackendSelection
 
 Row = dict[str, object]
@@ -39,6 +39,7 @@ def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) ->
             "problem": monitor.problem,
         }
     info, found = attached.info, attached.probe
+    empties = None if info.keeps_idle_slots else f"{EMPTIES_SLOTS}; {NO_RAM_CACHE}"
     rates = engine.view.rates(info.id)
     return {
         "name": name,
@@ -58,7 +59,7 @@ def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) ->
         "snapshots": engine.keeps_snapshots(info.id),
         "keeps_idle_slots": info.keeps_idle_slots,
         "ram_cache": found.ram_cache,
-        "problem": found.problem or (None if info.keeps_idle_slots else EMPTIES_SLOTS),
+        "problem": found.problem or empties,
         "note": found.note,
         "build": attached.props.build_info,
         "rates": {

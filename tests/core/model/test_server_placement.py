@@ -12,7 +12,6 @@ from router.core.model.server_placement import (
     holds_up,
     may_hold,
     slot_claim,
-    will_hold,
 )
 from router.core.model.slots import Resident
 from tests.support.scheduler.build import backend, prompt_of, request, tokens
@@ -39,9 +38,9 @@ def test_what_is_in_a_slot(held: Resident, surely: bool, perhaps: bool) -> None:
 
 
 def test_what_will_be() -> None:
-    assert will_hold(tokens(1, 2, 3), PROMPT)
-    assert not will_hold(tokens(1, 2), PROMPT)
-    assert not will_hold(tokens(), prompt_of([1]))
+    assert Resident(tokens(1, 2, 3)).covers(PROMPT)
+    assert not Resident(tokens(1, 2)).covers(PROMPT)
+    assert not Resident(tokens()).covers(prompt_of([1]))
     assert not Resident().covers(prompt_of([1])), "any slot holds none of its tokens"
 
 
