@@ -5,21 +5,20 @@ argument `now`, in seconds. `docs/architecture.md` draws the way of a request. E
 in the modules of `admission` and `execution`.
 """
 
+from math import inf
 from typing import assert_never
 
 from router.core.admission import admission, backend_attach, backend_drain
 from router.core.execution import (
     completion,
+    deadline,
     idle_saves,
     job_steps,
-    placement_gate,
     prefill_queue,
-    write_backoff,
 )
 from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.effects import Effect
-from router.core.planning import wait_candidates
 
 
 class Scheduler:
@@ -33,11 +32,10 @@ class Scheduler:
         state = self.state
         admission.explain_admitted(state)
         state.out = []
-        write_backoff.end(state, now)
+        idle_saves.end_backoffs(state, now)
         self._take(event, now)
         state.dirty = bool(state.scanned) and (state.dirty or not isinstance(event, ev.Tick))
-        job_steps.take_turns(state, now)
-        job_steps.pass_gate(state, now)
+        job_steps.go_on(state, now)
         if state.queue and not state.stopping:
             admission.serve_queue(state, now)
             admission.turn_away(state)
@@ -58,7 +56,7 @@ class Scheduler:
         """
         state = self.state
         admission.explain_admitted(state)
-        if not state.jobs:  # else each step of a job would repeat it
+        if not state.fleet.jobs:  # else each step of a job would repeat it
             state.fleet.holdings.catch_up(state.fleet.slots)
 
     def next_wakeup(self, now: float) -> float | None:
@@ -66,22 +64,13 @@ class Scheduler:
         state = self.state
         if state.fleet.catalog.is_over:
             return now
-        times = [
+        at = min(
             idle_saves.wakeup(state),
-            write_backoff.next_end(state),
-            prefill_queue.next_end(state),
-        ]
-        times.append(placement_gate.next_end(state))
-        if state.queue:
-            times += [
-                state.resume_scan_at,
-                state.queue.next_deadline(),
-                admission.patience_ends(state, now),
-                wait_candidates.hope_ends(state.fleet, now),
-                admission.next_giving_up(state),
-            ]
-        known = [time for time in times if time is not None]
-        return max(min(known), now) if known else None
+            prefill_queue.wakeup(state),
+            deadline.wakeup(state),
+            admission.wakeup(state, now),
+        )
+        return max(at, now) if at < inf else None
 
     def _take(self, event: ev.Event, now: float) -> None:  # noqa: C901 - an arm for each event
         state = self.state
@@ -146,7 +135,7 @@ class Scheduler:
             case ev.FoundBusy():
                 completion.found_busy(state, event)
             case ev.Tick():
-                admission.expire(state, now)
+                admission.give_up_unserved(state, now)
                 state.delete(state.fleet.catalog.shrink())
             case ev.Stopping():
                 admission.stop(state, save=event.save)

@@ -292,7 +292,7 @@ class Engine:
                 then()
         finally:
             self._carries_out = False
-        jobs = self._scheduler.state.jobs
+        jobs = self._scheduler.state.fleet.jobs
         if len(self._scheduler.state.queue):
             self._launches.hurry()
         if self._calm is not None and not any(job.is_ours for job in jobs.values()):
@@ -423,7 +423,7 @@ class Engine:
         n_tokens = await self._quiet(effect)
         if effect.wipe:
             backend, index = self._backends[effect.slot.backend], effect.slot.index
-            jobs = self._scheduler.state.jobs
+            jobs = self._scheduler.state.fleet.jobs
             await wipe(backend, index, lambda: effect.request in jobs, flush=effect.flush)
             n_tokens = None
         self._throttle.call(partial(self._feed, ev.Quiet(effect.request, n_tokens)))
@@ -431,7 +431,7 @@ class Engine:
     async def _quiet(
         self, at: ef.WatchSlot, on_overdue: Callable[[], None] = lambda: None
     ) -> int | None:
-        jobs, poller = self._scheduler.state.jobs, self._pollers.at(at.slot.backend)
+        jobs, poller = self._scheduler.state.fleet.jobs, self._pollers.at(at.slot.backend)
         return await wait_quiet(
             poller, at.slot.index, lambda: at.request in jobs, at.progress, on_overdue
         )

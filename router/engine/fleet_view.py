@@ -28,7 +28,9 @@ from router.core.model.jobs import (
     InPrefillQueue,
     Job,
     PrefillStep,
+    RequestJob,
     RestoreStep,
+    SaveJob,
     SaveStep,
     Step,
 )
@@ -104,7 +106,7 @@ class RatesView:
 def slot_view(slot: Slot, jobs: Mapping[RequestId, Job]) -> SlotView:
     """Return the view of a slot."""
     job = jobs.get(slot.holder) if slot.holder is not None else None
-    chosen = job.plan.chosen if job is not None and job.plan is not None else None
+    chosen = job.plan.chosen if isinstance(job, RequestJob) else None
     return SlotView(
         id=slot.id,
         phase=slot.phase,
@@ -121,7 +123,9 @@ def slot_view(slot: Slot, jobs: Mapping[RequestId, Job]) -> SlotView:
 
 
 def _doing(slot: Slot, job: Job | None) -> str | None:
-    if job is None or job.doing is None:
+    if isinstance(job, SaveJob):
+        return _DOING[SaveStep]
+    if not isinstance(job, RequestJob) or job.doing is None:
         return None
     worked_on = job.doing.slot if isinstance(job.doing, SaveStep | EraseStep) else job.slot
     return _DOING[type(job.doing)] if worked_on == slot.id else None
@@ -146,7 +150,7 @@ class FleetView:
     @property
     def has_jobs(self) -> bool:
         """Return whether a slot is leased."""
-        return bool(self._state.jobs)
+        return bool(self._state.fleet.jobs)
 
     @property
     def queue_limits(self) -> QueueLimits:
@@ -169,11 +173,11 @@ class FleetView:
 
     def slots(self) -> list[SlotView]:
         """Return all slots, in the order of their ids."""
-        return [slot_view(slot, self._state.jobs) for slot in self._state.fleet.slots]
+        return [slot_view(slot, self._state.fleet.jobs) for slot in self._state.fleet.slots]
 
     def slot_of(self, request: RequestId) -> SlotId:
         """Return the slot that a request holds. Raises KeyError if it holds none."""
-        return self._state.jobs[request].slot
+        return self._state.fleet.jobs[request].slot
 
     def queue(self) -> list[WaitingView]:
         """Return the queued requests, the oldest first."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from router.base.ports import Backend
 from router.base.types import BackendId, RequestId
 from router.core.model.effects import Dispatch
-from router.core.model.jobs import AtGate
 from router.core.model.slots import Phase
 from router.core.scheduler import Scheduler
 from router.engine.slot_watch import find_start, wait_started
@@ -64,8 +63,7 @@ class LaunchWatch:
             return beside | self._at_work(effect, Phase.RUNNING, Phase.ABANDONED)
 
         def gated() -> bool:
-            job = self._scheduler.state.jobs.get(request)
-            return job is not None and job.gated
+            return self._scheduler.state.fleet.gates[slot.backend].holder == request
 
         await wait_started(backend, lambda: self._at_work(effect, Phase.RUNNING), gated)
         loop = asyncio.get_running_loop()
@@ -94,9 +92,8 @@ class LaunchWatch:
 
     def _at_gate(self, backend: BackendId) -> set[int]:
         """Return the slots of requests at the placement gate: nothing is under way in them."""
-        jobs = self._scheduler.state.jobs.values()
-        waiting = (job.slot for job in jobs if isinstance(job.doing, AtGate))
-        return {slot.index for slot in waiting if slot.backend == backend}
+        state = self._scheduler.state
+        return {state.job_of(name).slot.index for name in state.fleet.gates[backend].waiting}
 
     def _is_no_matter(self, effect: Dispatch) -> bool:
         """Return whether a request's slot makes no difference until another request comes.
@@ -104,8 +101,8 @@ class LaunchWatch:
         True if its tokens are unknown, nothing is known of any slot, and no other slot is in use.
         Embeddings, as a rule.
         """
-        job = self._scheduler.state.jobs.get(effect.request)
-        if effect.pin or job is None or job.request is None or not job.request.prompt.unknown:
+        job = self._scheduler.state.request_job(effect.request)
+        if effect.pin or job is None or not job.request.prompt.unknown:
             return False
         slots = self._scheduler.state.fleet.slots.of(effect.lease.slot.backend)
         others = (slot for slot in slots if slot.holder != effect.request)
@@ -117,7 +114,7 @@ class LaunchWatch:
         True if the server may choose a slot that is known to hold tokens.
         """
         state, lease = self._scheduler.state, effect.lease
-        job = state.jobs.get(effect.request)
+        job = state.request_job(effect.request)
         if effect.pin or job is None or job.others:
             return False
         slots = state.fleet.slots.of(lease.slot.backend)

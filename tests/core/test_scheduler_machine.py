@@ -26,7 +26,7 @@ from router.core.admission.backend_attach import probe_name
 from router.core.execution import placement_gate
 from router.core.model import effects as ef
 from router.core.model import events as ev
-from router.core.model.jobs import AtGate, InPrefillQueue
+from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.slots import Phase
@@ -289,7 +289,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         if chance or name in self.probing or not self.servers[name].alive:
             return
         self.feed(ev.ProbeDue(name))
-        if probe_name(name) in self.scheduler.state.jobs:
+        if probe_name(name) in self.scheduler.state.fleet.jobs:
             self.probing.add(name)
             self.try_out(self.servers[name])
 
@@ -306,12 +306,16 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             self.stopping = True
             self.feed(ev.Stopping(save))
 
+    def jobs(self) -> list[RequestJob]:
+        jobs = self.scheduler.state.fleet.jobs.values()
+        return [job for job in jobs if isinstance(job, RequestJob)]
+
     # -- invariants --------------------------------------------------------------------------
 
     @invariant()
     def leases_are_what_is_held(self) -> None:
         state = self.scheduler.state
-        leases = [lease for job in state.jobs.values() for lease in (job.lease, *job.others)]
+        leases = [lease for job in state.fleet.jobs.values() for lease in (job.lease, *job.others)]
         held = [lease.slot for lease in leases if state.fleet.slots.holds(lease)]
         used = [s.id for s in state.fleet.slots if s.phase not in (Phase.IDLE, Phase.LOST)]
         assert sorted(held) == sorted(used)
@@ -327,7 +331,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         )
         assert all(fate in fates for fate in self.fates.values()), self.fates
         queued = {waiting.request.id for waiting in self.scheduler.state.queue}
-        assert set(self.waiting()) <= queued | self.scheduler.state.jobs.keys()
+        assert set(self.waiting()) <= queued | self.scheduler.state.fleet.jobs.keys()
 
     @invariant()
     def what_is_claimed_is_there(self) -> None:
@@ -362,32 +366,31 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_a_turn_that_nobody_has(self) -> None:
         state = self.scheduler.state
-        waiting = [job for job in state.jobs.values() if isinstance(job.doing, InPrefillQueue)]
-        assert {job.id for job in waiting} <= set(state.in_prefill_queue)
+        waiting = [job for job in self.jobs() if isinstance(job.doing, InPrefillQueue)]
+        queues = state.fleet.prefill_queues
+        assert {job.id for job in waiting} == {i for q in queues.values() for i in q.waiting}
         for job in waiting:
             assert not job.cancelled or job.steps  # others wait for its prefill
-            ends = [slot.permit_until for slot in state.fleet.slots.of(job.slot.backend)]
+            permit_until = queues[job.slot.backend].permit_until
             wakeup = self.scheduler.next_wakeup(self.now)
             assert wakeup is not None
-            assert self.now < max(ends)
-            assert wakeup <= max(ends)
+            assert self.now < permit_until
+            assert wakeup <= permit_until
 
     @invariant()
     def nobody_waits_at_the_gate_for_nothing(self) -> None:
         state = self.scheduler.state
-        waiting = [job for job in state.jobs.values() if isinstance(job.doing, AtGate)]
-        assert [job.id for job in waiting if job.id not in state.at_gate] == []
-        assert not any(
-            placement_gate.is_free(state, job) or job.gated or job.cancelled for job in waiting
-        )
-        told = sum(len(expected) for expected in state.fleet.at_gate.values())
-        assert told == len(waiting)
+        waiting = [job for job in self.jobs() if isinstance(job.doing, AtGate)]
+        gates = state.fleet.gates
+        assert {job.id for job in waiting} == {i for gate in gates.values() for i in gate.waiting}
+        assert not any(placement_gate.is_free(state, job) or job.cancelled for job in waiting)
+        assert not {job.id for job in waiting} & {gate.holder for gate in gates.values()}
 
     @invariant()
     def what_is_in_use_is_counted(self) -> None:
         state = self.scheduler.state
         used = sum(n for _, _, n in state.fleet.catalog.snapshots())
-        jobs = [job.using for job in state.jobs.values() if job.using is not None]
+        jobs = [job.using for job in self.jobs() if job.using is not None]
         assert used <= len(jobs) + len(state.orphaned_restores)
         assert set(state.orphaned_restores) <= {op.effect.request for op in self.ops}
 
@@ -420,7 +423,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
             if not self.ops and not self.cutting and not self.abandoned():
                 break
         state = self.scheduler.state
-        assert state.jobs == {}
+        assert state.fleet.jobs == {}
         assert state.fleet.gated == set()
         assert state.fleet.draining == set()
         assert state.orphaned_restores == {}

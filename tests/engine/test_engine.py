@@ -451,11 +451,11 @@ async def test_who_leaves_while_a_prefill_that_broke_off_goes_on_keeps_no_slot()
     asked.cancel()
     await asyncio.wait([asked])
     await server.until_looked()
-    assert engine._scheduler.state.jobs
+    assert engine._scheduler.state.fleet.jobs
     server.busy = False
     async with asyncio.timeout(PATIENCE_S):
         await engine._tasks.join()
-    assert not engine._scheduler.state.jobs
+    assert not engine._scheduler.state.fleet.jobs
     await engine.aclose()
 
 
@@ -473,7 +473,7 @@ async def test_nobody_waits_for_long_for_a_prefill_that_broke_off(
     with pytest.raises(BackendTimeoutError, match="late") as caught:
         await engine.submit(long_one())
     assert caught.value.backend == A
-    (job,) = engine._scheduler.state.jobs.values()
+    (job,) = engine._scheduler.state.fleet.jobs.values()
     assert str(job.slot) == "a/0"
     plan = engine.plan(long_one("R.2"))
     assert plan is not None
@@ -481,7 +481,7 @@ async def test_nobody_waits_for_long_for_a_prefill_that_broke_off(
     server.busy = False
     async with asyncio.timeout(PATIENCE_S):
         await engine._tasks.join()
-    assert not engine._scheduler.state.jobs
+    assert not engine._scheduler.state.fleet.jobs
     await engine.aclose()
 
 
@@ -613,7 +613,7 @@ async def test_where_it_matters_a_request_is_looked_for_at_once(
 def gated(fleet: Fleet) -> bool:
     """Return whether a backend is gated, or no job has begun."""
     state = fleet.router.engine._scheduler.state
-    return bool(state.fleet.gated) or not state.jobs
+    return bool(state.fleet.gated) or not state.fleet.jobs
 
 
 async def test_an_event_waits_for_the_effects_of_the_one_before(

@@ -68,7 +68,7 @@ async def test_a_backend_that_goes_meanwhile() -> None:
 async def test_a_job_that_is_gone_before_it_is_sent() -> None:
     s, dispatch = sent()
     s.handle(ev.BackendDown(A), NOW)
-    s.state.jobs.clear()
+    s.state.fleet.jobs.clear()
     granted: list[bool] = []
 
     placed = await LaunchWatch(s, {A: Scripted([set()])}).launch(

@@ -3,16 +3,15 @@
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from math import inf
 
 from router.base.errors import (
     ContextTooLongError,
-    DeadlineError,
     NoBackendError,
     QueueFullError,
 )
 from router.base.tokens import head
 from router.base.types import BackendId, Request, RequestId, Source
-from router.core.admission.deferral import decide
 from router.core.execution import prefill_queue
 from router.core.execution.job_steps import is_wanted, next_step
 from router.core.execution.state import State
@@ -23,11 +22,10 @@ from router.core.model.jobs import (
     DispatchStep,
     EraseStep,
     InPrefillQueue,
-    Job,
     PrefillStep,
+    RequestJob,
     RestoreStep,
     SaveStep,
-    Stage,
     Step,
 )
 from router.core.model.plan import Plan
@@ -36,7 +34,9 @@ from router.core.model.request_queue import Waiting
 from router.core.model.server_placement import SlotClaim
 from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import sticky_key
+from router.core.planning.deferral import decide
 from router.core.planning.displacement import saving_pays
+from router.core.planning.wait_candidates import hope_ends
 from router.core.reporting.miss_reasons import coverage_of
 
 
@@ -75,8 +75,8 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
     if state.queue.remove(request) is not None:
         _stop_for_nobody(state)
         return
-    job = state.jobs.get(request)
-    if job is None or job.stage is not Stage.PREPARING:
+    job = state.request_job(request)
+    if job is None or job.is_sent:
         return
     # A slot action cannot be cancelled; the job ends with the step that is under way.
     job.cancel()
@@ -91,38 +91,32 @@ def cancelled(state: State, request: RequestId, now: float) -> None:
         _break_off(state, job)
 
 
-def _break_off(state: State, job: Job) -> None:
+def _break_off(state: State, job: RequestJob) -> None:
     """Break off what the job does; a prefill's result so far stays in the slot."""
     slot = state.fleet.slots[job.slot]
     slot.stop_sharing()
     slot.abandon_prefill(abandoned=isinstance(job.doing, PrefillStep))
     if slot.prefill_abandoned:
-        prefill_queue.broke_off(slot)
+        prefill_queue.broke_off(state, job)
     state.out.append(StopWork(job.id))
 
 
 def _stop_for_nobody(state: State) -> None:
     """Break off abandoned prefills that no queued request waits for any more."""
-    for job in list(state.jobs.values()):
-        step = job.doing
-        if not (job.cancelled and isinstance(step, PrefillStep)):
+    for job in list(state.fleet.jobs.values()):
+        if not (isinstance(job, RequestJob) and job.cancelled):
+            continue
+        if not isinstance(step := job.doing, PrefillStep):
             continue
         if state.fleet.slots[job.slot].sharing and not is_wanted(state, job, step.tokens):
             job.drop_steps()
             _break_off(state, job)
 
 
-def expire(state: State, now: float) -> None:
-    """Reject the queued requests that are past their deadline."""
-    limits = state.queue.limits
-    for waiting in state.queue.overdue(now):
-        state.queue.remove(waiting.request.id)
-        state.reject(
-            waiting.request.id,
-            DeadlineError(f"no slot came free within {limits.deadline_s:g} s (queue.deadline)"),
-        )
+def give_up_unserved(state: State, now: float) -> None:
+    """Reject the queued requests that have waited too long for a backend to come up."""
     for waiting, since in _unserved(state):
-        if now - since >= limits.no_backend_s:
+        if now - since >= state.queue.limits.no_backend_s:
             state.queue.remove(waiting.request.id)
             # Its backend may have come back with a shorter context.
             no_backend = NoBackendError("no backend for this model is up")
@@ -135,13 +129,26 @@ def note_unserved(state: State, now: float) -> None:
     state.unserved = {model: state.unserved.get(model, now) for model in gone}
 
 
-def next_giving_up(state: State) -> float | None:
-    """Return when the next request has waited long enough for a backend to come up.
+def wakeup(state: State, now: float) -> float:
+    """Return when the queue is to be served again, though nothing else happens.
 
-    In clock seconds. None: no request waits for a backend.
+    In clock seconds; inf: never. The reasons:
+
+    1. The rest of the queue is still to be planned.
+    2. A request has waited as long as it may for a busy slot.
+    3. An abandoned slot or a shared prefill is no longer waited for.
+    4. A request has waited long enough for a backend to come up.
     """
-    limit_s = state.queue.limits.no_backend_s
-    return min((since + limit_s for _, since in _unserved(state)), default=None)
+    if not state.queue:
+        return inf
+    max_wait_s, no_backend_s = state.fleet.policy.max_wait_s, state.queue.limits.no_backend_s
+    patience = (waiting.since + max_wait_s for waiting in state.queue)
+    return min(
+        inf if state.resume_scan_at is None else state.resume_scan_at,
+        next((end for end in patience if end > now), inf),
+        hope_ends(state.fleet, now),
+        min((since + no_backend_s for _, since in _unserved(state)), default=inf),
+    )
 
 
 def _unserved(state: State) -> list[tuple[Waiting, float]]:
@@ -168,15 +175,6 @@ def stop(state: State, *, save: bool) -> None:
     for waiting in state.queue:
         state.queue.remove(waiting.request.id)
         state.reject(waiting.request.id, NoBackendError("the router is stopping"))
-
-
-def patience_ends(state: State, now: float) -> float | None:
-    """Return when the next request has waited as long as it may for a busy slot.
-
-    In clock seconds. None: no request has that ahead of it.
-    """
-    ends = (waiting.since + state.fleet.policy.max_wait_s for waiting in state.queue)
-    return next((end for end in ends if end > now), None)
 
 
 def serve_queue(state: State, now: float) -> None:
@@ -210,7 +208,7 @@ def serve_queue(state: State, now: float) -> None:
         return None if full and state.fleet.kind(request) in full else request
 
     for waiting, request in _some(state, asked, now):
-        decision = decide(state, request, now, now - waiting.since)
+        decision = decide(state.fleet, request, now, now - waiting.since)
         if decision is not None and decision.plan.chosen.wait_for is None:
             _grant(state, waiting, decision.plan, now, pinnable=decision.request.pinnable)
         if not state.fleet.slots.any_idle():
@@ -259,7 +257,7 @@ def _to_reserve(state: State, request: Request) -> list[BackendId]:
         if fleet.serves(backend, request)
         and not fleet.is_open(backend, request)
         and fleet.claim(backend, request) is not SlotClaim.STEERED  # it takes one slot of any
-        and all(job.is_ours or job.slot.backend != backend for job in state.jobs.values())
+        and all(job.is_ours or job.slot.backend != backend for job in state.fleet.jobs.values())
     ]
     return sorted(shut, key=fleet.running)[:1]
 
@@ -272,8 +270,6 @@ def explain_admitted(state: State) -> None:
     """
     granted, state.unexplained = state.unexplained, []
     for job in granted:
-        assert job.request is not None
-        assert job.plan is not None
         fleet, chosen = state.fleet, job.plan.chosen
         coverage = coverage_of(job.request, job.plan, fleet)
         job.explain(replace(job.plan, coverage=coverage, shared=None))
@@ -303,18 +299,16 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     backend = chosen.slot.backend
     slot = fleet.slots[chosen.slot]
     claim = fleet.claim(backend, request)
-    job = Job(
+    job = RequestJob(
         id=request.id,
         lease=slot.lease(request.id),
         request=request,
         plan=decision,
         since=now,
         waited_s=now - waiting.since,
-        gated=fleet.manages(backend)
-        and claim in (SlotClaim.SERVER_PLACED, SlotClaim.WHOLE_BACKEND),
         claim=claim,
     )
-    state.jobs[job.id] = job
+    state.fleet.jobs[job.id] = job
     state.unexplained.append(job)
     needs_s = decision.ttft_s + fleet.rates[backend].generation_s(request.max_new_tokens)
     # What the router computes first can be shared. A save or a restore before it does not matter to
@@ -339,8 +333,8 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         if not fleet.manages(backend):  # the router keeps no tokens there
             fleet.slots[lease.slot].own(request.tenant)
     fleet.has_tenants = fleet.has_tenants or bool(request.tenant)
-    if job.gated:
-        fleet.gated.add(backend)
+    if claim in (SlotClaim.SERVER_PLACED, SlotClaim.WHOLE_BACKEND) and fleet.manages(backend):
+        fleet.gates[backend].take(job.id)
     if chosen.snapshot is not None:
         fleet.catalog.add_reference(chosen.snapshot, now)
         job.use(chosen.snapshot)
@@ -353,7 +347,7 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     next_step(state, job, now)
 
 
-def _steps_of(state: State, job: Job, request: Request, decision: Plan) -> deque[Step]:
+def _steps_of(state: State, job: RequestJob, request: Request, decision: Plan) -> deque[Step]:
     """Return the plan as steps."""
     chosen = decision.chosen
     held = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]

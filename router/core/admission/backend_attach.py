@@ -4,7 +4,7 @@ from router.base.types import NO_TENANT, BackendId, BackendInfo, MemoryKind, Req
 from router.core.execution.completion import end, watch
 from router.core.execution.state import State
 from router.core.model import events as ev
-from router.core.model.jobs import Job
+from router.core.model.jobs import ProbeLoan
 from router.core.model.rates import LinearFit, Mean, Rates
 from router.core.model.slots import NOTHING, UNKNOWN, Resident
 from router.core.model.tuning import TUNING
@@ -50,7 +50,7 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     """
     backend, name = event.backend, probe_name(event.backend)
     leaves = state.stopping or backend in state.fleet.draining
-    if leaves or name in state.jobs or backend in state.fleet.gated:
+    if leaves or name in state.fleet.jobs or backend in state.fleet.gated:
         return
     if backend in state.fleet.infos and not state.fleet.manages(backend):
         return  # the server may place a request in any of its slots
@@ -58,7 +58,7 @@ def probe_due(state: State, event: ev.ProbeDue, now: float) -> None:
     chosen = sorted(idle, key=lambda slot: len(slot.resident))[: TUNING.probe_slots]
     if chosen:
         lease, *others = [slot.lease(name) for slot in chosen]
-        state.jobs[name] = Job(id=name, lease=lease, others=others, since=now)
+        state.fleet.jobs[name] = ProbeLoan(id=name, lease=lease, others=others)
     for slot in chosen:
         slot.expect_end(now + TUNING.probe_s)
         slot.own(NO_TENANT)
@@ -71,7 +71,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     probe measured speed beside other requests, which is better than nothing.
     """
     info = event.info
-    job = state.jobs.get(probe_name(info.id))
+    job = state.fleet.jobs.get(probe_name(info.id))
     if job is None:
         return  # it went down meanwhile
     state.fleet.infos[info.id] = info

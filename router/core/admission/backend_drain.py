@@ -23,7 +23,7 @@ def detach(state: State, now: float) -> None:
     Called after the idle saves: were one left to do, its job would hold a slot now. To the
     scheduler a detached backend is like one that is down.
     """
-    ours = (job for job in state.jobs.values() if job.is_ours)  # others may never end
+    ours = (job for job in state.fleet.jobs.values() if job.is_ours)  # others may never end
     leases = (x for job in ours for x in (job.lease, *job.others))
     held = {lease.slot.backend for lease in leases}
     for backend in sorted(state.fleet.draining - held):

@@ -11,12 +11,21 @@ from router.base.types import (
     Request,
     RequestId,
     RequestProgress,
+    SlotId,
 )
 from router.core.execution import placement_gate
 from router.core.execution.state import State
 from router.core.model import events as ev
-from router.core.model.effects import Account, SaveReason, StopWork, WatchSlot
-from router.core.model.jobs import Job, PrefillStep, SaveStep, Stage
+from router.core.model.effects import Account, StopWork, WatchSlot
+from router.core.model.jobs import (
+    Job,
+    PrefillStep,
+    ProbeLoan,
+    RequestJob,
+    SaveJob,
+    SaveStep,
+    SlotWatch,
+)
 from router.core.model.resident_updates import (
     after_answer,
     after_either,
@@ -43,33 +52,36 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
             state.fleet.give_up(slot)
     state.fleet.infos.pop(backend, None)
     state.fleet.sent.pop(backend, None)
-    state.fleet.gated.discard(backend)
+    state.fleet.prefill_queues.pop(backend, None)
+    state.fleet.gates.pop(backend, None)
     state.fleet.slots.lose(backend)
-    for job in list(state.jobs.values()):
+    for job in list(state.fleet.jobs.values()):
         if job.slot.backend != backend:
-            _lose_source(job, backend)
+            if isinstance(job, RequestJob):
+                _lose_source(job, backend)
             continue
-        if job.request is not None and job.stage is Stage.PREPARING and not job.cancelled:
-            state.reject(job.id, BackendError("the backend went down"))
-        if job.request is not None and job.stage is not Stage.PREPARING:
-            for slot in _may_be_on(state, job):
-                slot.forbid_save_of(job.request)
-        if job.stage is Stage.DISPATCHED:
-            # `Finished` and the account are still to come. The job's gate went with the backend; a
-            # gate that is closed then may be another job's.
-            job.leave_gate()
-            continue
-        _leave_to_itself(state, job, backend, now)
+        match job:
+            case RequestJob(is_sent=True):  # `Finished` and the account are still to come
+                _forbid_saves_of(state, job.request, None if not job.knows_slot else job.slot, job)
+            case RequestJob():
+                if not job.cancelled:
+                    state.reject(job.id, BackendError("the backend went down"))
+                _leave_to_itself(state, job, backend, now)
+            case SlotWatch(request=Request() as request):
+                _forbid_saves_of(state, request, None if job.is_doubtful else job.slot, job)
+                end(state, job, now)
+            case _:
+                end(state, job, now)
 
 
-def _may_be_on(state: State, job: Job) -> list[Slot]:
-    """Return the slots of its backend that the job's request, once sent, may have used."""
-    assert job.request is not None
-    slots = state.fleet.slots.of(job.slot.backend)
-    return [slot for slot in slots if not job.knows_slot or slot.id == job.slot]
+def _forbid_saves_of(state: State, request: Request, only: SlotId | None, job: Job) -> None:
+    """Keep what the request may have left, in that slot or any, from being saved."""
+    for slot in state.fleet.slots.of(job.slot.backend):
+        if only is None or slot.id == only:
+            slot.forbid_save_of(request)
 
 
-def _leave_to_itself(state: State, job: Job, backend: BackendId, now: float) -> None:
+def _leave_to_itself(state: State, job: RequestJob, backend: BackendId, now: float) -> None:
     """End a job of a lost backend; its save under way elsewhere keeps its slot."""
     step, saving = job.doing, None
     if isinstance(step, PrefillStep):
@@ -80,11 +92,10 @@ def _leave_to_itself(state: State, job: Job, backend: BackendId, now: float) -> 
         job.give_back([saving])
     end(state, job, now)
     if saving is not None:
-        step = SaveStep(saving.slot, SaveReason.IDLE)
-        state.jobs[job.id] = Job(id=job.id, lease=saving, doing=step, since=now)
+        state.fleet.jobs[job.id] = SaveJob(id=job.id, lease=saving)
 
 
-def _lose_source(job: Job, backend: BackendId) -> None:
+def _lose_source(job: RequestJob, backend: BackendId) -> None:
     """Continue cold if the source of the job's copy was on the lost backend.
 
     A save under way reports its own failure.
@@ -103,11 +114,10 @@ def _lose_source(job: Job, backend: BackendId) -> None:
 
 def launched(state: State, request: RequestId, index: int, now: float) -> None:
     """Open the gate of a server-placed request that runs, and note its slot."""
-    job = state.jobs.get(request)
-    if job is None or job.stage is not Stage.DISPATCHED or not state.fleet.slots.holds(job.lease):
+    job = state.request_job(request)
+    if job is None or not job.is_sent or not state.fleet.slots.holds(job.lease):
         return
-    assert job.request is not None
-    open_gate(state, job)
+    state.fleet.gates[job.slot.backend].leave(job.id)
     slots = state.fleet.slots.of(job.slot.backend)
     actual = next((slot for slot in slots if slot.id.index == index), None)
     waits = placement_gate.waits_in(state, actual) if actual is not None else None
@@ -117,14 +127,13 @@ def launched(state: State, request: RequestId, index: int, now: float) -> None:
     elif not known and actual is not None and actual.is_idle:
         _follow(state, job, actual)
     elif not known:
-        _doubt_drained(state, job, job.request)  # it runs in one that was idle unnoticed
+        _doubt_watched(state, job)  # it runs in one that was idle unnoticed
         return
     job.confirm_slot()
 
 
-def _follow(state: State, job: Job, actual: Slot) -> None:
+def _follow(state: State, job: RequestJob, actual: Slot) -> None:
     """Move the job's lease to the idle slot where the server put its request."""
-    assert job.request is not None
     leased = state.fleet.slots[job.slot]
     work = leased.work
     leased.release(job.lease, leased.resident, leased.last_used)
@@ -137,12 +146,12 @@ def _follow(state: State, job: Job, actual: Slot) -> None:
 
 def finished(state: State, event: ev.Finished, now: float) -> None:
     """Learn from a finished response, and release its slot or watch it until idle."""
-    job = state.jobs.get(event.request)
-    if job is None or job.request is None or job.plan is None or job.stage is not Stage.DISPATCHED:
+    job = state.request_job(event.request)
+    if job is None or not job.is_sent:
         return
     if event.index is not None:
         launched(state, event.request, event.index, now)
-    open_gate(state, job)
+    state.fleet.gates[job.slot.backend].leave(job.id)
     state.out.append(
         Account(
             request=job.request,
@@ -152,7 +161,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
             reported=event.reported,
             waited_s=job.waited_s,
             prepared_s=job.prepared_s,
-            prefill_queue_s=job.prefill_queue_s,
+            prefill_queue_s=job.past_queue_s,
             prefilled=job.prefilled,
             avoided_s=avoided_s(state.fleet.rates[job.slot.backend], event.reported, job.prefilled),
         )
@@ -166,7 +175,7 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         _abandon(state, job, now, event)
 
 
-def _content_after(state: State, job: Job, event: ev.Finished) -> Resident:
+def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Resident:
     """Return what the job's slot holds after a complete answer.
 
     1. Nothing, on a backend that is not managed.
@@ -174,7 +183,6 @@ def _content_after(state: State, job: Job, event: ev.Finished) -> Resident:
     3. Server-placed, and over before its slot was seen: any idle slot may have been used.
     4. Prompt and answer.
     """
-    assert job.request is not None
     if not state.fleet.manages(job.slot.backend):
         return NOTHING
     if job.claim is SlotClaim.WHOLE_BACKEND:
@@ -182,7 +190,7 @@ def _content_after(state: State, job: Job, event: ev.Finished) -> Resident:
     if job.knows_slot:
         state.fleet.slots[job.slot].allow_save()  # what it held before is gone
         return after_finish(job.request.prompt, event.reported, job.resident_at_dispatch)
-    _doubt_drained(state, job, job.request)
+    _doubt_watched(state, job)
     placement_gate.mix(state, job)
     for slot in state.fleet.slots.of(job.slot.backend):
         if slot.is_idle:
@@ -191,7 +199,7 @@ def _content_after(state: State, job: Job, event: ev.Finished) -> Resident:
     return after_either(job.resident_at_dispatch, job.request.prompt)
 
 
-def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
+def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> None:
     """Watch the slot, and every slot that the request may use, until the backend is done.
 
     After a complete answer the first poll decides. After a refusal most slots hold what they held,
@@ -208,7 +216,6 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     On a backend that is not managed there is nothing to destroy, and the slot is not known: the
     server makes other requests wait by itself.
     """
-    assert job.request is not None
     if not state.fleet.manages(job.slot.backend):
         end(state, job, now, NOTHING)
         return
@@ -224,7 +231,14 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
         if event.begun and not unseen
         else RequestProgress.SENT
     )
-    job.abandon()
+    _let_go(state, job)
+    state.fleet.jobs[job.id] = SlotWatch(
+        id=job.id,
+        lease=job.lease,
+        request=job.request,
+        before=job.resident_at_dispatch,
+        is_doubtful=unseen,
+    )
     own = state.fleet.slots[job.slot]
     own.abandon(job.lease)
     own.expect_end(inf if wipe else now + TUNING.abandoned_s(progress))
@@ -232,10 +246,8 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
     for lease in job.others:
         slot = state.fleet.slots[lease.slot]
         slot.release(lease, slot.resident if refused else UNKNOWN, now)
-    job.give_back(job.others)
     if unseen:
-        job.doubt()
-        _doubt_drained(state, job, job.request)
+        _doubt_watched(state, job)
         placement_gate.mix(state, job)
         for slot in state.fleet.slots.of(job.slot.backend):
             if slot.is_idle:
@@ -245,16 +257,15 @@ def _abandon(state: State, job: Job, now: float, event: ev.Finished) -> None:
                 watch(state, slot, progress=other, wipe=wipe, flush=flush, likely_unchanged=refused)
 
 
-def _is_to_be_wiped(state: State, job: Job, event: ev.Finished) -> bool:
+def _is_to_be_wiped(state: State, job: RequestJob, event: ev.Finished) -> bool:
     """Return True if what the request left is not exactly what its tokens say."""
-    assert job.request is not None
     n_ctx = state.fleet.infos[job.slot.backend].n_ctx
     pinned = job.claim is SlotClaim.PINNED
     exact = is_exact(job.request, job.resident_at_dispatch, event.reported, n_ctx, pinned=pinned)
     return job.request.adapted or not exact or _shares_state(state, job)
 
 
-def _shares_state(state: State, job: Job) -> bool:
+def _shares_state(state: State, job: RequestJob) -> bool:
     """Return True if several answers to one prompt share its state.
 
     The server copies that state from slot to slot with the next batch that it computes, and not
@@ -264,18 +275,18 @@ def _shares_state(state: State, job: Job) -> bool:
     return whole and state.fleet.infos[job.slot.backend].n_stream > 1
 
 
-def _doubt_drained(state: State, job: Job, request: Request) -> None:
-    """Doubt the watched slots of the job's backend: the server may have put the job there.
+def _doubt_watched(state: State, job: RequestJob) -> None:
+    """Doubt the watched slots of the job's backend: the server may have put its request there.
 
     A watched slot may have been idle already. Nothing will be known of its content, so no request
     waits for it.
     """
-    for other in state.jobs.values():
-        if other.slot.backend == job.slot.backend and other.stage is Stage.ABANDONED:
+    for other in state.fleet.jobs.values():
+        if isinstance(other, SlotWatch) and other.slot.backend == job.slot.backend:
             other.doubt()
             slot = state.fleet.slots[other.slot]
             slot.expect_end(inf)
-            slot.forbid_save_of(request)
+            slot.forbid_save_of(job.request)
 
 
 def watch(
@@ -295,9 +306,8 @@ def watch(
     """
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
     lease = slot.lease(name)
-    job = Job(id=name, lease=lease, stage=Stage.ABANDONED, likely_unchanged=likely_unchanged)
-    slot.abandon(job.lease)
-    state.jobs[name] = job
+    slot.abandon(lease)
+    state.fleet.jobs[name] = SlotWatch(id=name, lease=lease, likely_unchanged=likely_unchanged)
     state.out.append(WatchSlot(name, slot.id, progress, wipe, flush))
 
 
@@ -320,25 +330,19 @@ def found_busy(state: State, event: ev.FoundBusy) -> None:
 
 def quiet(state: State, event: ev.Quiet, now: float) -> None:
     """Release a watched slot that is idle at last."""
-    job = state.jobs.get(event.request)
-    if job is None:
+    watch = state.fleet.jobs.get(event.request)
+    if not isinstance(watch, SlotWatch):
         return
-    slot = state.fleet.slots[job.slot]
-    if job.likely_unchanged and not job.content_unknown and event.n_tokens == len(slot.resident):
-        end(state, job, now)
-    elif job.request is None or job.content_unknown:
-        if job.likely_unchanged:
+    slot, n_tokens = state.fleet.slots[watch.slot], event.n_tokens
+    if watch.likely_unchanged and not watch.is_doubtful and n_tokens == len(slot.resident):
+        end(state, watch, now)
+    elif watch.request is None or watch.is_doubtful:
+        if watch.likely_unchanged:
             state.fleet.give_up(slot)
-        held = UNKNOWN if event.n_tokens is None else Resident(unread=event.n_tokens)
         slot.own(NO_TENANT)  # an unknown client may have used it
-        end(state, job, now, held)
+        end(state, watch, now, UNKNOWN if n_tokens is None else Resident(unread=n_tokens))
     else:
-        end(
-            state,
-            job,
-            now,
-            after_quiet(job.resident_at_dispatch, job.request.prompt, event.n_tokens),
-        )
+        end(state, watch, now, after_quiet(watch.before, watch.request.prompt, n_tokens))
 
 
 def answer_read(state: State, event: ev.AnswerRead) -> None:
@@ -355,35 +359,47 @@ def end(state: State, job: Job, now: float, resident: Resident | None = None) ->
 
     `resident` None: its slots hold what they were believed to hold.
     """
-    state.jobs.pop(job.id, None)
+    _let_go(state, job)
     state.dirty = state.dirty or bool(state.scanned)  # a slot comes free, perhaps on a Tick
-    open_gate(state, job)
-    state.release_snapshot(job)
+    request = job.request if isinstance(job, RequestJob | SlotWatch) else None
+    in_background = isinstance(job, SaveJob | ProbeLoan)
+    was_sent = isinstance(job, RequestJob) and job.is_sent
     for lease in (job.lease, *job.others):
         if not state.fleet.slots.holds(lease):
             continue  # lost with its backend
         slot = state.fleet.slots[lease.slot]
-        background = job.request is None and job.stage is Stage.PREPARING
         held = slot.resident if resident is None else resident
-        if job.others and job.stage is not Stage.PREPARING and held is not NOTHING:
+        if job.others and was_sent and held is not NOTHING:
             held = UNKNOWN  # the server chose the slots
-        if job.request is not None and resident is not None and not job.request.reuse:
+        if request is not None and resident is not None and not request.reuse:
             slot.forbid_save()
-        used = slot.last_used if background else now
-        slot.release(lease, held, used)
-        slot.mark_saved(saved=background)
-        if lease == job.lease and len(held) > 0 and job.has_used_slot:
+        slot.release(lease, held, slot.last_used if in_background else now)
+        slot.mark_saved(saved=in_background)
+        if lease == job.lease and len(held) > 0 and _has_used_slot(job):
             state.fleet.note_use(slot)
 
 
-def open_gate(state: State, job: Job) -> None:
-    """Open the gate that the job holds, if any."""
-    if job.gated:
-        job.leave_gate()
-        state.fleet.gated.discard(job.slot.backend)
+def _has_used_slot(job: Job) -> bool:
+    """Return whether the slot holds content of a request: it was sent or prefilled."""
+    match job:
+        case RequestJob():
+            return job.request.reuse and (job.is_sent or job.prefilled is not None)
+        case SlotWatch(request=Request() as request):
+            return request.reuse
+        case _:
+            return False
 
 
-def _learn(state: State, job: Job, event: ev.Finished) -> None:
+def _let_go(state: State, job: Job) -> None:
+    """Take a job out of all that it waits for or keeps, but for its leases."""
+    state.fleet.jobs.pop(job.id, None)
+    if isinstance(job, RequestJob):
+        state.fleet.prefill_queues[job.slot.backend].leave(job.id)
+        state.fleet.gates[job.slot.backend].leave(job.id)
+        state.release_snapshot(job)
+
+
+def _learn(state: State, job: RequestJob, event: ev.Finished) -> None:
     """Learn the backend's rates from what was measured."""
     rates = state.fleet.rates[job.slot.backend]
     reported = event.reported

@@ -1,27 +1,56 @@
-"""The deadline of a request (`queue.deadline`): it counts waiting, and not computing.
+"""Deadlines of the requests that wait: in the request queue, the prefill queue, at the gate.
 
-A request waits in three places: the request queue, the prefill queue, the placement gate. The
-request queue has the same rule in `Queue.overdue`: nothing is computed before.
+`QueueLimits.deadline` is the rule.
 """
 
+from math import inf
+
 from router.base.errors import DeadlineError
+from router.base.types import RequestId
 from router.core.execution.state import State
-from router.core.model.jobs import Job
+from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob
+
+_WHAT = {InPrefillQueue: "its prefill", AtGate: "the placement gate"}
 
 
-def deadline(state: State, job: Job) -> float | None:
-    """Return when a job that waits will have waited too long, in clock seconds.
+def reject_late(state: State, now: float) -> list[RequestJob]:
+    """Reject the requests that have waited too long; return those with a job to end."""
+    limit_s = state.queue.limits.deadline_s
+    for waiting in state.queue.overdue(now):
+        state.queue.remove(waiting.request.id)
+        _reject(state, waiting.request.id, f"no slot came free within {limit_s:g} s")
+    late = [job for job in _waiting(state) if _deadline(state, job) <= now]
+    for job in late:
+        what = _WHAT[type(job.doing)]
+        _reject(state, job.id, f"the request waited {limit_s:g} s for {what}")
+        job.drop_steps()
+    return late
 
-    None: there is no limit, or it does not wait.
+
+def wakeup(state: State) -> float:
+    """Return when the next deadline passes, in clock seconds; inf: never."""
+    ends = (_deadline(state, job) for job in _waiting(state))
+    return min(state.queue.next_deadline(), *ends, inf)
+
+
+def _deadline(state: State, job: RequestJob) -> float:
+    """Return when a job that waits will have waited too long."""
+    assert isinstance(job.doing, InPrefillQueue | AtGate)
+    return state.queue.limits.deadline(job.doing.since, job.waited_s + job.past_queue_s)
+
+
+def _waiting(state: State) -> list[RequestJob]:
+    """Return the jobs that wait, without the abandoned ones.
+
+    An abandoned job waits for the sake of other requests: it is dropped when it gets the permit, if
+    no request wants its result any more.
     """
-    limit_s = state.queue.limits.deadline_s
-    if limit_s is None or job.wait_since is None:
-        return None
-    return job.wait_since + limit_s - job.waited_s - job.past_waits_s
+    fleet = state.fleet
+    names = [name for queue in fleet.prefill_queues.values() for name in queue.waiting]
+    names += [name for gate in fleet.gates.values() for name in gate.waiting]
+    jobs = [state.job_of(name) for name in names]
+    return [job for job in jobs if not job.cancelled]
 
 
-def reject_late(state: State, job: Job, what: str) -> None:
-    """Reject a request that has waited too long; `what` it waited for."""
-    limit_s = state.queue.limits.deadline_s
-    error = DeadlineError(f"the request waited {limit_s:g} s for {what} (queue.deadline)")
-    state.reject(job.id, error)
+def _reject(state: State, request: RequestId, reason: str) -> None:
+    state.reject(request, DeadlineError(f"{reason} (queue.deadline)"))

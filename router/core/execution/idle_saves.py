@@ -1,10 +1,12 @@
 """Idle saves: save the content of idle slots while no request is delayed by it."""
 
+from math import inf
+
 from router.base.types import BackendId, RequestId
-from router.core.execution.job_steps import next_step
+from router.core.execution.job_steps import save
 from router.core.execution.state import State
 from router.core.model.effects import SaveReason
-from router.core.model.jobs import Job, SaveStep
+from router.core.model.jobs import SaveJob
 from router.core.model.slots import Slot
 from router.core.planning.displacement import saving_pays
 
@@ -40,25 +42,36 @@ def _save_first(state: State, backend: BackendId, now: float, after_s: float = 0
         if not slot.is_unsaved or now - slot.last_used < after_s:
             continue
         if saving_pays(state.fleet, slot)[2]:
-            _save(state, slot, now)
+            _save(state, slot)
             return
         slot.mark_saved()  # ruled out, and considered once
 
 
-def wakeup(state: State) -> float | None:
-    """Return when the next slot has been idle for long enough, in clock seconds."""
-    after_s = state.fleet.policy.idle_save_after_s
-    if after_s is None or state.stopping or not state.fleet.policy.moves_kv:
-        return None
-    unsaved, gated = state.fleet.slots.unsaved(), state.fleet.gated
-    times = [since + after_s for backend, since in unsaved.items() if backend not in gated]
-    return min(times, default=None)
+def end_backoffs(state: State, now: float) -> None:
+    """End the write backoffs that are due, and reconsider all slots of their backends."""
+    for backend, backoff in state.fleet.backoffs.items():
+        if backoff.is_due(now):
+            backoff.end()
+            for slot in state.fleet.slots.of(backend):
+                slot.mark_saved(saved=False)
 
 
-def _save(state: State, slot: Slot, now: float) -> None:
+def wakeup(state: State) -> float:
+    """Return when a slot has been idle for long enough, or a write backoff ends.
+
+    In clock seconds; inf: never.
+    """
+    fleet, after_s = state.fleet, state.fleet.policy.idle_save_after_s
+    backoffs = (backoff.until for backoff in fleet.backoffs.values())
+    times = [until for until in backoffs if until is not None]
+    if after_s is not None and not state.stopping and fleet.policy.moves_kv:
+        unsaved = fleet.slots.unsaved()
+        times += [at + after_s for name, at in unsaved.items() if name not in fleet.gated]
+    return min(times, default=inf)
+
+
+def _save(state: State, slot: Slot) -> None:
     state.saves += 1
     name = RequestId(f"save-{state.saves}")
-    job = Job(id=name, lease=slot.lease(name), since=now)
-    job.append(SaveStep(slot.id, SaveReason.IDLE))
-    state.jobs[job.id] = job
-    next_step(state, job, now)
+    state.fleet.jobs[name] = SaveJob(id=name, lease=slot.lease(name))
+    save(state, name, slot, SaveReason.IDLE)

@@ -11,18 +11,14 @@ from typing import assert_never
 from router.base.errors import NoBackendError
 from router.base.tokens import Tokens, common_prefix, count, head
 from router.base.types import (
+    Lease,
     MemoryKind,
     RequestId,
-    SlotId,
     Snapshot,
     SnapshotId,
     Stall,
 )
-from router.core.execution import (
-    placement_gate,
-    prefill_queue,
-    write_backoff,
-)
+from router.core.execution import deadline, placement_gate, prefill_queue
 from router.core.execution.completion import end
 from router.core.execution.state import State
 from router.core.model import events as ev
@@ -41,25 +37,22 @@ from router.core.model.jobs import (
     CutStep,
     DispatchStep,
     EraseStep,
-    Job,
     PrefillStep,
+    RequestJob,
     RestoreStep,
     SaveStep,
 )
 from router.core.model.resident_updates import after_prefill, after_quiet
 from router.core.model.server_placement import SlotClaim
-from router.core.model.slots import NOTHING, UNKNOWN, Resident
+from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot
 from router.core.model.tenancy import model_of, namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.displacement import can_save
 from router.core.planning.prefill_chunks import piece
 from router.core.planning.prefill_wait import remaining_prefill_s
 
-# Saves of slots that the job holds for nothing else.
-_FOR_THE_SAVE = (SaveReason.COPY, SaveReason.IDLE)
 
-
-def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an arm for each step
+def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 - an arm for each step
     """Start the job's next step, or end the job if there is none."""
     if not job.steps:
         end(state, job, now)
@@ -69,25 +62,14 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             placement_gate.wait(state, job, now)
             return
         placement_gate.take(state, job)
-    ahead = job.steps[0]
-    if isinstance(ahead, PrefillStep) and not job.has_permit:
-        prefill_queue.end_last(state, job)
-        if prefill_queue.must_wait(state, job, ahead, now):
-            job.drop_next()
-            prefill_queue.wait(state, job, ahead, now)
-            return
-        prefill_queue.enter(state, job, ahead, now)
     step = job.take_step()
     match step:
         case SaveStep():
             # A request for this very content can wait for the save.
             slot = state.fleet.slots[step.slot]
-            namespace = namespace_of(state.fleet.infos[step.slot.backend], slot.tenant)
-            slot.begin_save()
-            prefill_queue.save(
-                slot, state.fleet.rates[step.slot.backend].save_s(len(slot.resident)), now
-            )
-            state.out.append(Save(job.id, step.slot, namespace, step.reason))
+            save_s = state.fleet.rates[step.slot.backend].save_s(len(slot.resident))
+            prefill_queue.save(state, job, save_s, now)
+            save(state, job.id, slot, step.reason)
         case CutStep():
             if state.fleet.catalog.is_forgotten(step.snapshot):
                 next_step(state, job, now)  # the restore deals with it
@@ -108,17 +90,10 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             erase = len(held) > 0 or held.may_hold_more
             state.out.append(Restore(job.id, job.slot, state.fleet.catalog[snapshot], erase))
         case PrefillStep():
-            slot = state.fleet.slots[job.slot]
-            step = PrefillStep(step.tokens, piece(state.fleet, job.slot, step.tokens))
-            job.do(step)
-            # Other requests may as well wait for the last of several prefills.
-            last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
-            whole = last[0] if last else step.tokens
-            whole_s = remaining_prefill_s(state.fleet, slot, whole)
-            slot.expect(whole, shared=True, until=now + whole_s)
-            piece_s = remaining_prefill_s(state.fleet, slot, step.now)
-            prefill_queue.begin(job, slot, piece_s, now)
-            state.out.append(Prefill(job.id, job.slot, step.now))
+            if prefill_queue.must_wait(state, job, step.tokens, now):
+                prefill_queue.wait(state, job, step.tokens, now)
+            else:
+                _prefill(state, job, step.tokens, now)
         case DispatchStep():
             if placement_gate.reuses_nothing_foreign(state, job):
                 _dispatch(state, job, now)
@@ -129,42 +104,65 @@ def next_step(state: State, job: Job, now: float) -> None:  # noqa: C901 - an ar
             assert_never(step)
 
 
-def take_turns(state: State, now: float) -> None:
-    """Start the prefills that have the permit; end the jobs past their deadline."""
+def save(state: State, job: RequestId, slot: Slot, reason: SaveReason) -> None:
+    """Begin to save a slot that the job holds."""
+    namespace = namespace_of(state.fleet.infos[slot.id.backend], slot.tenant)
+    slot.begin_save()
+    state.out.append(Save(job, slot.id, namespace, reason))
+
+
+def _prefill(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
+    """Begin to compute tokens in the job's slot, or a chunk of them."""
+    slot = state.fleet.slots[job.slot]
+    step = PrefillStep(tokens, piece(state.fleet, job.slot, tokens))
+    job.do(step)
+    # Other requests may as well wait for the last of several prefills.
+    last = [s.tokens for s in job.steps if isinstance(s, PrefillStep)][-1:]
+    whole = last[0] if last else tokens
+    whole_s = remaining_prefill_s(state.fleet, slot, whole)
+    slot.expect(whole, shared=True, until=now + whole_s)
+    piece_s = remaining_prefill_s(state.fleet, slot, step.now)
+    prefill_queue.begin(state, job, tokens, piece_s, now)
+    state.out.append(Prefill(job.id, job.slot, step.now))
+
+
+def go_on(state: State, now: float) -> None:
+    """Go on with the jobs that need not wait any more, and end those that waited too long."""
     while called := prefill_queue.take_next(state, now):
-        for job, step in called:
-            if job.cancelled and not is_wanted(state, job, step.tokens):
-                job.drop_steps()  # no request waits for it any more; the next job gets the permit
+        for job, tokens in called:
+            if job.cancelled and not is_wanted(state, job, tokens):
+                end(state, job, now)  # no request waits for it any more
             else:
-                job.insert(step)
-            next_step(state, job, now)
-    for job in prefill_queue.give_up(state, now):
-        end(state, job, now)
+                _prefill(state, job, tokens, now)
+    pass_gate(state, now)
+    if late := deadline.reject_late(state, now):
+        for job in late:
+            end(state, job, now)
+        pass_gate(state, now)
 
 
 def pass_gate(state: State, now: float) -> int:
     """Let jobs at the gate send their requests; return how many did."""
     passed = 0
-    while (job := placement_gate.next_through(state, now)) is not None:
+    while (job := placement_gate.next_through(state)) is not None:
         next_step(state, job, now)
         passed += 1
     return passed
 
 
-def _dispatch(state: State, job: Job, now: float) -> None:
-    assert job.request is not None
-    assert job.plan is not None
+def _dispatch(state: State, job: RequestJob, now: float) -> None:
     slot = state.fleet.slots[job.slot]
     for lease in (job.lease, *job.others):
         state.fleet.slots[lease.slot].start(lease)
     answer_s = state.fleet.rates[job.slot.backend].generation_s(job.request.max_new_tokens)
     slot.expect(job.request.prompt.tokens, shared=False, until=now + answer_s)
-    prefill_queue.hand_over(slot, now, streams=job.request.streams)
+    prefill_queue.hand_over(state, job, now)
     job.dispatch(slot.resident, now)
     if not state.fleet.manages(job.slot.backend):
         state.fleet.note_sent(job.slot.backend, job.request)
     pin = job.claim is SlotClaim.PINNED
-    state.out.append(Dispatch(job.id, job.lease, job.plan, pin, job.gated, job.waited_s))
+    gated = state.fleet.gates[job.slot.backend].holder == job.id
+    state.out.append(Dispatch(job.id, job.lease, job.plan, pin, gated, job.waited_s))
 
 
 def saved(state: State, event: ev.Saved, now: float) -> None:
@@ -175,7 +173,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
         # The backend went away during the save: nothing vouches for the file.
         state.delete([snapshot])
     else:
-        write_backoff.went_well(state, info.id)
+        state.fleet.backoffs.pop(info.id, None)
         state.stalled(info.id, Stall.SAVE, event.seconds)
         state.fleet.rates[info.id].observe_save(
             len(snapshot), snapshot.size_bytes, event.seconds, event.handling_s
@@ -185,27 +183,24 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
             # Shorter than the window, which the probe has not seen to its end: save none so short.
             window = max(info.window, len(snapshot))
             state.fleet.infos[info.id] = replace(info, window=window)
-    if job := state.jobs.get(event.request):
-        if job.lease_of(event.slot) is not None:
-            slot = state.fleet.slots[event.slot]
-            slot.hold(Resident(snapshot.tokens, 0, slot.resident.checkpoints))
-        _save_over(state, job, event.slot, snapshot, now)
-        next_step(state, job, now)
+    job = state.fleet.jobs.get(event.request)
+    if job is not None and job.lease_of(event.slot) is not None:
+        slot = state.fleet.slots[event.slot]
+        slot.hold(Resident(snapshot.tokens, 0, slot.resident.checkpoints))
+    _save_over(state, event, snapshot, now)
 
 
 def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
     """Go on without a snapshot; the slot is as it was."""
-    write_backoff.went_wrong(state, event.slot.backend, now)
-    if job := state.jobs.get(event.request):
-        _save_over(state, job, event.slot, None, now)
-        next_step(state, job, now)
+    state.write_failed(event.slot.backend, now)
+    _save_over(state, event, None, now)
 
 
 def was_cut(state: State, event: ev.WasCut, now: float) -> None:
     """Keep the cut prefix as a snapshot of its own, and restore it."""
     trunk = event.snapshot
     state.keep(trunk, MemoryKind.FULL)  # no other kind can be cut
-    job = state.jobs.get(event.request)
+    job = state.request_job(event.request)
     if job is None:
         return
     state.fleet.rates[job.slot.backend].rewrite.observe(1.0, trunk.size_bytes, event.seconds)
@@ -223,14 +218,14 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
 
 def cut_failed(state: State, event: ev.CutFailed, now: float) -> None:
     """Restore the whole snapshot instead, if the slot can hold it."""
-    if job := state.jobs.get(event.request):
-        write_backoff.went_wrong(state, job.slot.backend, now)
+    if job := state.request_job(event.request):
+        state.write_failed(job.slot.backend, now)
         if job.steps:
             _restore_the_whole(state, job, f"cutting failed: {event.reason}")
         next_step(state, job, now)
 
 
-def _restore_the_whole(state: State, job: Job, reason: str) -> None:
+def _restore_the_whole(state: State, job: RequestJob, reason: str) -> None:
     """Go on to the restore as it is, or cold if the slot is too short for it."""
     assert job.using is not None
     if len(state.fleet.catalog[job.using]) > state.fleet.infos[job.slot.backend].n_ctx:
@@ -240,21 +235,32 @@ def _restore_the_whole(state: State, job: Job, reason: str) -> None:
 
 
 def _save_over(
-    state: State, job: Job, saved: SlotId, snapshot: Snapshot | None, now: float
+    state: State, event: ev.Saved | ev.SaveFailed, snapshot: Snapshot | None, now: float
 ) -> None:
     """Release a slot held for the save alone; a copy goes on with the snapshot."""
-    lease = job.lease_of(saved)  # None: lost with its backend
-    if lease is not None:
-        state.fleet.slots[saved].end_save()
-    if not (isinstance(job.doing, SaveStep) and job.doing.reason in _FOR_THE_SAVE):
+    job = state.fleet.jobs.get(event.request)
+    if job is None:
         return
+    lease = job.lease_of(event.slot)  # None: lost with its backend
+    if lease is not None:
+        state.fleet.slots[event.slot].end_save()
+    if not isinstance(job, RequestJob):
+        end(state, job, now)
+        return
+    if isinstance(job.doing, SaveStep) and job.doing.reason is SaveReason.COPY:
+        _copy_over(state, job, lease, snapshot, now)
+    next_step(state, job, now)
+
+
+def _copy_over(
+    state: State, job: RequestJob, lease: Lease | None, snapshot: Snapshot | None, now: float
+) -> None:
+    """Release the source of a copy, and restore its snapshot next; cold without one."""
     if lease in job.others:
         source = state.fleet.slots[lease.slot]
         job.give_back([lease])
         source.release(lease, source.resident, source.last_used)
         source.mark_saved()
-    if job.doing.reason is not SaveReason.COPY:
-        return
     if job.steps and isinstance(job.steps[0], RestoreStep):
         usable = _find(state, snapshot) if snapshot is not None else None
         job.replace_next(RestoreStep(usable))
@@ -275,8 +281,8 @@ def _find(state: State, snapshot: Snapshot) -> SnapshotId | None:
 
 def restored(state: State, event: ev.Restored, now: float) -> None:
     """Note that the slot holds the snapshot."""
-    state.strikes.pop(event.snapshot, None)
-    job = state.jobs.get(event.request)
+    state.fleet.catalog.note_restore(event.snapshot, failed=False)
+    job = state.request_job(event.request)
     if job is None:
         state.restore_over(event.request)
         return
@@ -301,17 +307,15 @@ def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
     3. The backend refused it, or died of it (llama-server.md section 0.3): quarantine it the second
        time.
     """
-    job = state.jobs.get(event.request)
+    job = state.request_job(event.request)
     if event.blame is Blame.DISK:
         if job is not None:
-            write_backoff.went_wrong(state, job.slot.backend, now)
+            state.write_failed(job.slot.backend, now)
     else:
-        strikes = state.strikes.pop(event.snapshot, 0) + 1
-        if event.blame is Blame.FILE or strikes >= TUNING.restore_strikes:
-            if forgotten := state.fleet.catalog.forget(event.snapshot):
-                state.out.append(Quarantine(forgotten, event.reason))
-        else:
-            state.strikes[event.snapshot] = strikes
+        failures = state.fleet.catalog.note_restore(event.snapshot, failed=True)
+        unusable = event.blame is Blame.FILE or failures >= TUNING.restore_strikes
+        if unusable and (forgotten := state.fleet.catalog.forget(event.snapshot)):
+            state.out.append(Quarantine(forgotten, event.reason))
     state.restore_over(event.request)
     if job is not None:
         state.fleet.slots[job.slot].hold(NOTHING)
@@ -325,10 +329,9 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
     A slot that was only to be out of the server's way is released at once. If the erase failed, the
     request ends here: another tenant's tokens may still be in the slot.
     """
-    job = state.jobs.get(event.request)
+    job = state.request_job(event.request)
     if job is None:
         return
-    assert job.request is not None
     failed, lease = isinstance(event, ev.EraseFailed), job.lease_of(event.slot)
     if lease is not None:
         slot = state.fleet.slots[event.slot]
@@ -347,7 +350,7 @@ def erased(state: State, event: ev.Erased | ev.EraseFailed, now: float) -> None:
     next_step(state, job, now)
 
 
-def _refuse(state: State, job: Job) -> None:
+def _refuse(state: State, job: RequestJob) -> None:
     """Drop the request unsent: its client gets 503, and no further step is taken."""
     if not job.cancelled:
         state.reject(job.id, NoBackendError("no slot could be emptied for the request; try again"))
@@ -359,24 +362,23 @@ def prefill_broke(state: State, request: RequestId) -> None:
 
     Unless its client disconnected, its end is not known.
     """
-    job = state.jobs.get(request)
+    job = state.request_job(request)
     if job is not None and isinstance(job.doing, PrefillStep):
         slot = state.fleet.slots[job.slot]
         slot.stop_sharing()
-        prefill_queue.broke_off(slot)
+        prefill_queue.broke_off(state, job)
         if not slot.prefill_abandoned:
             slot.expect_end(inf)
 
 
 def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) -> None:
     """Go on after a prefill; save it first if other requests wait for it."""
-    job = state.jobs.get(event.request)
+    job = state.request_job(event.request)
     if job is None or not isinstance(job.doing, PrefillStep):
         return
     slot = state.fleet.slots[job.slot]
     if isinstance(event, ev.PrefillFailed):
         slot.abandon_prefill(abandoned=False)
-        assert job.request is not None
         slot.hold(after_quiet(slot.resident, job.request.prompt, event.n_tokens))
         # There is nothing to save, also not for the requests that wait for it.
         job.set_steps(step for step in job.steps if isinstance(step, DispatchStep))
@@ -398,7 +400,7 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
     next_step(state, job, now)
 
 
-def is_wanted(state: State, job: Job, held: Tokens) -> bool:
+def is_wanted(state: State, job: RequestJob, held: Tokens) -> bool:
     """Return True if a queued request shares more with `held` than with any snapshot.
 
     The shared prefix has to be long enough for a snapshot.
@@ -406,7 +408,6 @@ def is_wanted(state: State, job: Job, held: Tokens) -> bool:
     info = state.fleet.infos[job.slot.backend]
     if not can_save(state.fleet, info, count(held)):
         return False
-    assert job.request is not None
     namespace, catalog = namespace_of(info, job.request.tenant), state.fleet.catalog
     # A request that shares no more than a snapshot holds needs no other: few are compared.
     enough = max(catalog.covered(namespace, held) + 1, catalog.limits.min_tokens)

@@ -6,7 +6,7 @@ the router computes first is handed over just when the next batch has begun, and
 batch as well. One after the other, the first prompt is ready in half the time.
 
 A job holds the prefill permit for one prefill chunk, while the slot is saved for others, and until
-the first token. The permit ends by itself: `Slot.permit_until`.
+the first token. The permit ends by itself (`PrefillQueue.permit_until`).
 
 Shortest remaining prefill first, with aging: rank = remaining seconds - `PATIENCE` x seconds
 waited. A later job never overtakes one that has waited for `remaining / PATIENCE`, so no job
@@ -15,194 +15,131 @@ as it advances the waiting ones. Equal prompts would stay equal, alternate chunk
 be ready when the last could be.
 """
 
-from router.base.types import BackendId, RequestId
-from router.core.execution.deadline import deadline, reject_late
+from math import inf
+
+from router.base.tokens import Tokens
+from router.base.types import RequestId
 from router.core.execution.state import State
+from router.core.fleet.backend_queues import PrefillQueue
 from router.core.fleet.fleet import Fleet
-from router.core.model.jobs import InPrefillQueue, Job, PrefillStep
-from router.core.model.slots import Slot
+from router.core.model.jobs import InPrefillQueue, RequestJob
 from router.core.model.tuning import TUNING
 from router.core.planning.prefill_wait import (
     before_s,
     prefill_ahead,
-    prefill_queue_s,
     remaining_prefill_s,
     slot_ahead,
 )
 
 
-def end_last(state: State, job: Job) -> None:
-    """End the last permit of a job that is about to compute another chunk."""
-    if state.fleet.policy.coalesce_above_s is not None:
-        slot = state.fleet.slots[job.slot]
-        slot.end_permit()
-        slot.begin_chunk(0.0)
-
-
-def must_wait(state: State, job: Job, step: PrefillStep, now: float) -> bool:
-    """Return whether a job without permit has to wait for it before it computes a chunk.
+def must_wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> bool:
+    """Return whether a job has to wait for the permit before it computes a chunk.
 
     It goes on if one of these holds:
 
     1. The chunk does not take long.
-    2. No job holds the permit or waits for it.
+    2. No other job holds the permit, and none waits for it.
     """
-    fleet, backend = state.fleet, job.slot.backend
-    if fleet.policy.coalesce_above_s is None or not _is_long(fleet, job, step):
+    fleet, queue = state.fleet, _queue(state.fleet, job)
+    if not _is_long(fleet, job, tokens):
         return False
-    return _ends(fleet, backend) > now or any(
-        one.slot.backend == backend for one in _waiting(state)
-    )
+    taken = queue.holder != job.id and now < queue.permit_until
+    return taken or bool(queue.waiting)
 
 
-def wait(state: State, job: Job, step: PrefillStep, now: float) -> None:
-    """Let a job wait in the prefill queue."""
-    job.do(InPrefillQueue(step.tokens))
-    job.begin_wait(now)
-    state.fleet.slots[job.slot].queue_prefill(now)
-    state.in_prefill_queue.append(job.id)
-    _foretell(state.fleet, _waiting_by_backend(state)[job.slot.backend], now)
+def wait(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
+    """Let a job wait in the prefill queue; the permit of its last chunk ends."""
+    queue = _queue(state.fleet, job)
+    job.begin_chunk(0.0)
+    job.do(InPrefillQueue(tokens, now))
+    queue.wait(job.id)
+    _foretell(state, queue, now)
 
 
-def enter(state: State, job: Job, step: PrefillStep, now: float) -> None:
-    """Give the permit to a job that need not wait, if it is free and the whole prompt is long."""
-    fleet = state.fleet
-    if fleet.policy.coalesce_above_s is None or _ends(fleet, job.slot.backend) > now:
-        return
-    if job.prefilled is not None or _is_long(fleet, job, step):
-        _call(fleet.slots[job.slot], job, now)
-
-
-def _is_long(fleet: Fleet, job: Job, step: PrefillStep) -> bool:
-    own_s = remaining_prefill_s(fleet, fleet.slots[job.slot], step.tokens)
-    return fleet.policy.is_long(own_s)
-
-
-def take_next(state: State, now: float) -> list[tuple[Job, PrefillStep]]:
-    """Give the permit to the next job where it is free; return these jobs and steps."""
-    taken: list[tuple[Job, PrefillStep]] = []
-    for backend, waiting_here in _waiting_by_backend(state).items():
-        if _ends(state.fleet, backend) > now:
-            continue
-        job = _foretell(state.fleet, waiting_here, now)
-        assert isinstance(job.doing, InPrefillQueue)
-        state.in_prefill_queue.remove(job.id)
-        slot = state.fleet.slots[job.slot]
-        job.end_wait(now)
-        job.stood(prefill_queue_s(slot, now))
-        slot.leave_prefill_queue(job.prefill_queue_s)
-        _call(slot, job, now)
-        taken.append((job, PrefillStep(job.doing.tokens)))
+def take_next(state: State, now: float) -> list[tuple[RequestJob, Tokens]]:
+    """Give the permit to the next job where it is free; return these jobs and their tokens."""
+    taken: list[tuple[RequestJob, Tokens]] = []
+    for queue in state.fleet.prefill_queues.values():
+        if queue.waiting and queue.permit_until <= now:
+            job = _foretell(state, queue, now)
+            queue.grant(job.id, now + TUNING.permit_longest_s)
+            taken.append((job, job.leave_prefill_queue(now)))
     return taken
 
 
-def begin(job: Job, slot: Slot, piece_s: float, now: float) -> None:
-    """Note that the job starts to compute what is predicted to take `piece_s`."""
-    slot.begin_chunk(now + piece_s)
-    if job.has_permit:
-        job.use_permit()
+def begin(state: State, job: RequestJob, tokens: Tokens, piece_s: float, now: float) -> None:
+    """Note that the job starts to compute, of `tokens`, what is predicted to take `piece_s`.
+
+    It has the permit from the queue, or takes it if it is free and the prompt is long.
+    """
+    queue = _queue(state.fleet, job)
+    job.begin_chunk(now + piece_s)
+    if queue.holder != job.id:
+        is_free = queue.permit_until <= now
+        if not (is_free and _is_long(state.fleet, job, tokens)):
+            return
+    if state.fleet.policy.coalesce_above_s is not None:
         least_s, most_s = TUNING.chunk_overrun_least_s, TUNING.chunk_overrun_most_s
         overrun_s = min(max(piece_s, least_s), most_s)
-        slot.grant_permit(now + min(piece_s + overrun_s, TUNING.permit_longest_s))
+        queue.grant(job.id, now + min(piece_s + overrun_s, TUNING.permit_longest_s))
 
 
-def save(slot: Slot, save_s: float, now: float) -> None:
+def save(state: State, job: RequestJob, save_s: float, now: float) -> None:
     """Extend the permit: the slot is saved for others before its request is sent."""
-    if slot.permit_until > now:
-        slot.extend_permit(save_s)
+    queue = _queue(state.fleet, job)
+    if queue.has_permit(job.id, now):
+        queue.grant(job.id, queue.permit_until + save_s)
 
 
-def hand_over(slot: Slot, now: float, *, streams: bool) -> None:
+def hand_over(state: State, job: RequestJob, now: float) -> None:
     """Note that the client's request is sent.
 
-    Without `streams` the first token is not seen, so the permit ends now.
+    Unless it streams, the first token is not seen, so the permit ends now.
     """
-    if slot.permit_until > now:
-        slot.grant_permit(now + TUNING.handed_over_s if streams else 0.0)
+    queue = _queue(state.fleet, job)
+    if queue.has_permit(job.id, now):
+        queue.grant(job.id, now + TUNING.handed_over_s if job.request.streams else 0.0)
 
 
 def begun(state: State, request: RequestId) -> None:
     """End the permit of a request that has its first token."""
-    job = state.jobs.get(request)
-    if job is not None and state.fleet.slots.holds(job.lease):
-        state.fleet.slots[job.slot].end_permit()
+    if (job := state.request_job(request)) is not None:
+        _queue(state.fleet, job).end_permit(job.id)
 
 
-def broke_off(slot: Slot) -> None:
+def broke_off(state: State, job: RequestJob) -> None:
     """End the permit with the chunk: the server computes no more than all of it."""
-    slot.end_permit(slot.chunk_until)
+    _queue(state.fleet, job).end_permit(job.id, job.chunk_until)
 
 
-def give_up(state: State, now: float) -> list[Job]:
-    """Reject the jobs past their deadline, and remove them from the prefill queue."""
-    expired = [job for ends, job in _deadlines(state) if ends <= now]
-    for job in expired:
-        state.in_prefill_queue.remove(job.id)
-        reject_late(state, job, "its prefill")
-    return expired
+def wakeup(state: State) -> float:
+    """Return when the next permit that jobs wait for ends, in clock seconds; inf: never."""
+    queues = state.fleet.prefill_queues.values()
+    return min((queue.permit_until for queue in queues if queue.waiting), default=inf)
 
 
-def next_end(state: State) -> float | None:
-    """Return when the next permit that jobs wait for ends, or a job's deadline passes.
-
-    In clock seconds, and perhaps in the past. None: no job waits.
-    """
-    turns = [_ends(state.fleet, backend) for backend in _waiting_by_backend(state)]
-    return min([*turns, *(ends for ends, _ in _deadlines(state))], default=None)
+def _queue(fleet: Fleet, job: RequestJob) -> PrefillQueue:
+    return fleet.prefill_queues[job.slot.backend]
 
 
-def _call(slot: Slot, job: Job, now: float) -> None:
-    """Give the permit to the job; what is saved before its prefill falls under it."""
-    job.call()
-    slot.grant_permit(now + TUNING.permit_longest_s)
+def _is_long(fleet: Fleet, job: RequestJob, tokens: Tokens) -> bool:
+    return fleet.policy.is_long(remaining_prefill_s(fleet, fleet.slots[job.slot], tokens))
 
 
-def _waiting_by_backend(state: State) -> dict[BackendId, list[Job]]:
-    """Return the waiting jobs by backend; forget jobs that have ended."""
-    by_backend: dict[BackendId, list[Job]] = {}
-    if not state.in_prefill_queue:
-        return by_backend
-    waiting = _waiting(state)
-    state.in_prefill_queue = [job.id for job in waiting]
-    for job in waiting:
-        by_backend.setdefault(job.slot.backend, []).append(job)
-    return by_backend
-
-
-def _waiting(state: State) -> list[Job]:
-    """Return the jobs that wait in the prefill queue of any backend."""
-    jobs = (state.jobs.get(name) for name in state.in_prefill_queue)
-    return [job for job in jobs if job is not None and isinstance(job.doing, InPrefillQueue)]
-
-
-def _deadlines(state: State) -> list[tuple[float, Job]]:
-    """Return the waiting jobs with their deadlines, in clock seconds.
-
-    An abandoned job waits for the sake of other requests: it is dropped when it gets the permit, if
-    no request wants its result any more.
-    """
-    jobs = [job for job in _waiting(state) if not job.cancelled]
-    return [(ends, job) for job in jobs if (ends := deadline(state, job)) is not None]
-
-
-def _ends(fleet: Fleet, backend: BackendId) -> float:
-    """Return when the backend's permit ends, in clock seconds; 0 if no job holds it."""
-    return max((slot.permit_until for slot in fleet.slots.of(backend)), default=0.0)
-
-
-def _foretell(fleet: Fleet, waiting_here: list[Job], now: float) -> Job:
+def _foretell(state: State, queue: PrefillQueue, now: float) -> RequestJob:
     """Return the next of a backend's waiting jobs, and predict when each has its prompt.
 
     The prediction (`busy_until`) is for requests that want the same prompt, if no other job comes.
     """
-    entries = [(prefill_ahead(fleet, fleet.slots[job.slot], now), job) for job in waiting_here]
+    fleet = state.fleet
+    jobs = [state.job_of(name) for name in queue.waiting]
+    entries = [(prefill_ahead(fleet, fleet.slots[job.slot], now), job) for job in jobs]
     entries.sort(key=lambda entry: entry[0].rank_s)
-    slots = fleet.prefilling(waiting_here[0].slot.backend)
     others = [
-        a
-        for slot in slots
-        if slot.prefill_queued_since is None
-        for a in slot_ahead(fleet, slot, now)
+        part
+        for slot in fleet.prefilling(jobs[0].slot.backend)
+        if slot.holder not in queue.waiting
+        for part in slot_ahead(fleet, slot, now)
     ]
     total_s = 0.0
     for (rank_s, remaining_s), job in entries:

@@ -13,28 +13,22 @@ from router.base.types import (
     Stall,
 )
 from router.core.fleet.fleet import Fleet
+from router.core.fleet.write_backoff import WriteBackoff
 from router.core.model.effects import Delete, Effect, Reject
-from router.core.model.jobs import Job, RestoreStep, Stage
+from router.core.model.jobs import RequestJob, RestoreStep
 from router.core.model.request_queue import Queue
-from router.core.model.slots import Slot
 from router.core.planning.snapshot_value import worth_of
 
 
 @dataclass(slots=True)
 class State:
-    """Fleet, queue and jobs; `out` collects the effects of the current event."""
+    """Fleet and queue; `out` collects the effects of the current event."""
 
     fleet: Fleet = field(default_factory=Fleet)
     queue: Queue = field(default_factory=Queue)
-    jobs: dict[RequestId, Job] = field(default_factory=dict)
-    unexplained: list[Job] = field(default_factory=list)  # admitted by the last event
+    unexplained: list[RequestJob] = field(default_factory=list)  # admitted by the last event
     # Restores still running after their job ended: each keeps its snapshot reference.
     orphaned_restores: dict[RequestId, SnapshotId] = field(default_factory=dict)
-    strikes: dict[SnapshotId, int] = field(default_factory=dict)
-    in_prefill_queue: list[RequestId] = field(
-        default_factory=list
-    )  # see execution/prefill_queue.py
-    at_gate: list[RequestId] = field(default_factory=list)  # see execution/placement_gate.py
     scanned: set[RequestId] = field(default_factory=set)  # queued requests planned in this round
     dirty: bool = False  # something did since the first was planned
     resume_scan_at: float | None = None  # clock seconds: plan the next then
@@ -55,6 +49,11 @@ class State:
         """Reject the request: its client gets `error`."""
         self.out.append(Reject(request, error))
 
+    def write_failed(self, backend: BackendId, now: float) -> None:
+        """Count a failed save or rewrite of state files for a backend."""
+        if backend in self.fleet.infos:  # else it failed because the backend went down
+            self.fleet.backoffs.setdefault(backend, WriteBackoff()).fail(now)
+
     def delete(self, snapshots: list[Snapshot]) -> None:
         """Delete snapshots that the catalog dropped."""
         self.out.extend(Delete(snapshot) for snapshot in snapshots)
@@ -63,22 +62,29 @@ class State:
         """Offer a new snapshot to the catalog, and delete what the catalog drops for it."""
         self.delete(self.fleet.catalog.add(snapshot, kind, *worth_of(self.fleet, snapshot)))
 
-    def holder(self, slot: Slot) -> Job | None:
-        """Return the job that holds the slot. None: no job does."""
-        return None if slot.holder is None else self.jobs.get(slot.holder)
+    def request_job(self, request: RequestId) -> RequestJob | None:
+        """Return the job of a request. None: it has none, or has abandoned its slot."""
+        job = self.fleet.jobs.get(request)
+        return job if isinstance(job, RequestJob) else None
 
     def is_served(self, request: Request) -> bool:
         """Return True if a backend that is up could serve the request, busy or not."""
         return any(self.fleet.serves(backend, request) for backend in self.fleet.infos)
 
-    def release_snapshot(self, job: Job) -> None:
+    def job_of(self, request: RequestId) -> RequestJob:
+        """Return the job of a request that surely has one. Raises KeyError."""
+        job = self.fleet.jobs[request]
+        assert isinstance(job, RequestJob)
+        return job
+
+    def release_snapshot(self, job: RequestJob) -> None:
         """Release the job's reference to a snapshot, now or when its restore is over.
 
         A job can end with its backend while the file is still being read.
         """
         if job.using is None:
             return
-        if job.stage is Stage.PREPARING and isinstance(job.doing, RestoreStep):
+        if not job.is_sent and isinstance(job.doing, RestoreStep):
             self.orphaned_restores[job.id] = job.using
         else:
             self.delete(self.fleet.catalog.drop_reference(job.using))
@@ -86,7 +92,7 @@ class State:
 
     def restore_over(self, request: RequestId) -> None:
         """Release the snapshot of the request's restore: its file is no longer read."""
-        job = self.jobs.get(request)
+        job = self.request_job(request)
         used = self.orphaned_restores.pop(request, None) if job is None else job.using
         if used is not None:
             self.delete(self.fleet.catalog.drop_reference(used))

@@ -35,6 +35,7 @@ class _Entry:
     basis: Basis
     uses: int = 1
     references: int = 0
+    failed_restores: int = 0  # in a row
     used_at: float | None = None  # last use, in clock seconds; None: not since it was added
     doomed: bool = False  # out of the index; to delete after its last reference
     kept: bool = False  # never named for deletion: `forget` took it out of use
@@ -287,6 +288,17 @@ class Catalog:
             del self._entries[snapshot]
             return [] if entry.kept else [entry.snapshot]
         return []
+
+    def note_restore(self, snapshot: SnapshotId, *, failed: bool) -> int:
+        """Note the end of a restore; return how many have failed in a row.
+
+        0: there is no such snapshot.
+        """
+        entry = self._entries.get(snapshot)
+        if entry is None:
+            return 0
+        entry.failed_restores = entry.failed_restores + 1 if failed else 0
+        return entry.failed_restores
 
     def forget(self, snapshot: SnapshotId) -> Snapshot | None:
         """Take a snapshot out of use, never name it for deletion, and return it.

@@ -1,13 +1,17 @@
 """The fleet: the data that decisions depend on, and queries that decide nothing."""
 
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from router.base.tokens import count
-from router.base.types import BackendId, BackendInfo, Namespace, Request, SlotId
+from router.base.types import BackendId, BackendInfo, Namespace, Request, RequestId, SlotId
+from router.core.fleet.backend_queues import PlacementGate, PrefillQueue
 from router.core.fleet.catalog import Catalog
 from router.core.fleet.ghost_list import GhostList
 from router.core.fleet.slot_index import Holdings
+from router.core.fleet.write_backoff import WriteBackoff
+from router.core.model.jobs import Job, RequestJob
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
 from router.core.model.rates import Rates
@@ -17,28 +21,24 @@ from router.core.model.tenancy import attracts, may_attract, model_of, namespace
 
 
 @dataclass(slots=True)
-class Backoff:
-    """Write backoff of a backend: failures in a row, and its end in clock seconds, if any."""
-
-    failures: int = 0
-    until: float | None = None
-
-
-@dataclass(slots=True)
 class Fleet:
-    """Backends, slots and snapshots. Owned and changed by the scheduler alone."""
+    """Backends, slots, jobs and snapshots. Owned and changed by the scheduler alone."""
 
     policy: Policy = field(default_factory=Policy)
     catalog: Catalog = field(default_factory=Catalog)
     infos: dict[BackendId, BackendInfo] = field(default_factory=dict)  # of backends that are up
     rates: dict[BackendId, Rates] = field(default_factory=dict)
     slots: SlotTable = field(default_factory=SlotTable)
-    # Backends with a request that holds the placement gate until it is known to run.
-    gated: set[BackendId] = field(default_factory=set)
-    at_gate: dict[BackendId, list[Expected]] = field(default_factory=dict)  # see placement_gate.py
+    jobs: dict[RequestId, Job] = field(default_factory=dict)  # the holders of leases
+    prefill_queues: defaultdict[BackendId, PrefillQueue] = field(
+        default_factory=lambda: defaultdict(PrefillQueue)
+    )
+    gates: defaultdict[BackendId, PlacementGate] = field(
+        default_factory=lambda: defaultdict(PlacementGate)
+    )
     # Backends that get no new requests: their jobs end, and their slots are saved.
     draining: set[BackendId] = field(default_factory=set)
-    backoffs: dict[BackendId, Backoff] = field(default_factory=dict)  # see write_backoff.py
+    backoffs: dict[BackendId, WriteBackoff] = field(default_factory=dict)
     sticky: dict[str, SlotId] = field(default_factory=dict)
     granted: int = 0  # admissions so far, for round robin
     # For each model: uses of its slots, and the number of its slots.
@@ -67,9 +67,9 @@ class Fleet:
         until it is known to run (llama-server.md section 2.2). Any slot will do where slots hold
         nothing. A steered request needs the idle slots only when it is sent (`placement_gate.py`).
         """
-        if backend in self.gated:
+        if self.gates[backend].is_closed:
             return False
-        if any(holds_up(request, first) for first in self.at_gate.get(backend, ())):
+        if any(holds_up(request, first) for first in self._at_gate(backend)):
             return False
         phases = self.slots.phases(backend)
         match self.claim(backend, request):
@@ -82,6 +82,11 @@ class Fleet:
                 return not busy and not self._will_attract(backend, request)
             case _:
                 return True
+
+    @property
+    def gated(self) -> set[BackendId]:
+        """Return the backends where a job holds the placement gate."""
+        return {backend for backend, gate in self.gates.items() if gate.is_closed}
 
     def room(self, request: Request) -> list[BackendId]:
         """Return the backends that could take the request now."""
@@ -120,7 +125,7 @@ class Fleet:
             request.reuse,
             request.tenant,
             too_short,
-            request.id if own or self.at_gate else None,
+            request.id if own or any(gate.waiting for gate in self.gates.values()) else None,
         )
 
     def free(self, backend: BackendId, request: Request) -> list[Slot]:
@@ -137,6 +142,24 @@ class Fleet:
     def claim(self, backend: BackendId, request: Request) -> SlotClaim:
         """Return how a request takes slots of the backend."""
         return slot_claim(request, self.infos[backend], computes_first=self.policy.moves_kv)
+
+    def job_in(self, slot: Slot) -> Job | None:
+        """Return the job that holds the slot. None: no job does."""
+        return None if slot.holder is None else self.jobs.get(slot.holder)
+
+    def is_computed(self, job: RequestJob) -> bool:
+        """Return whether the job's slot has most of its prompt, and steers the server."""
+        resident = self.slots[job.slot].resident
+        return job.claim is SlotClaim.STEERED and resident.covers(job.request.prompt)
+
+    def _at_gate(self, backend: BackendId) -> list[Expected]:
+        """Return the requests at the placement gate: one in their way gets no slot there."""
+        jobs = [self.jobs[name] for name in self.gates[backend].waiting]
+        return [
+            Expected(job.request, self.is_computed(job))
+            for job in jobs
+            if isinstance(job, RequestJob)
+        ]
 
     def attracting(self, backend: BackendId, request: Request) -> list[Slot]:
         """Return idle slots that another tenant's tokens may make the server pick.
@@ -228,6 +251,8 @@ class Fleet:
         """Drop all data of a backend that is down for good."""
         self.holdings.forget(backend)
         self.slots.remove(backend)
+        self.prefill_queues.pop(backend, None)
+        self.gates.pop(backend, None)
         self.rates.pop(backend, None)
         self.backoffs.pop(backend, None)
         self.sticky = {key: home for key, home in self.sticky.items() if home.backend != backend}

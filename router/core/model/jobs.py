@@ -1,9 +1,8 @@
-"""Jobs: the steps from the admission of a request until it is sent, one after the other."""
+"""Jobs: the holders of leases. A request, an idle save, a probe, or the watch of a slot."""
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import field, replace
-from enum import StrEnum
 
 from router.base.frozen import dataclass
 from router.base.tokens import Tokens, head
@@ -67,14 +66,17 @@ class PrefillStep:
 
 @dataclass(frozen=True, slots=True)
 class InPrefillQueue:
-    """No step: the job waits in the prefill queue (`execution/prefill_queue.py`)."""
+    """No step: the job waits in the prefill queue since then, in clock seconds."""
 
     tokens: Tokens
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
 class AtGate:
-    """No step: the job waits at the placement gate (`execution/placement_gate.py`)."""
+    """No step: the job waits at the placement gate since then, in clock seconds."""
+
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,56 +87,21 @@ class DispatchStep:
 Step = SaveStep | CutStep | EraseStep | RestoreStep | PrefillStep | DispatchStep
 
 
-class Stage(StrEnum):
-    """Progress of a job."""
+@dataclass(slots=True, kw_only=True)
+class LeaseHolder:
+    """The name of a job, and the slots that it holds.
 
-    PREPARING = "preparing"
-    DISPATCHED = "dispatched"
-    ABANDONED = "abandoned"
-
-
-@dataclass(slots=True)
-class Job:
-    """The leases of a request or a save, and its next steps. Owned by the scheduler.
-
-    Only its own methods change it; `tests/repository/test_state_owners.py` checks that.
+    Only its own methods change a job; `tests/repository/test_state_owners.py` checks that.
     """
 
     id: RequestId
     lease: Lease
-    request: Request | None = None  # None: an idle save, a probe or a watch
-    plan: Plan | None = None
     others: list[Lease] = field(default_factory=list)
-    steps: deque[Step] = field(default_factory=deque)
-    doing: Step | InPrefillQueue | AtGate | None = None
-    using: SnapshotId | None = None  # a reference to release
-    stage: Stage = Stage.PREPARING
-    gated: bool = False  # holds the placement gate of its backend
-    claim: SlotClaim = SlotClaim.PINNED  # how its request takes slots
-    cancelled: bool = False
-    has_permit: bool = False  # has the prefill permit, not begun
-    prefill_queue_s: float = 0.0  # in the prefill queue, up to the last permit
-    slot_confirmed: bool = False  # the slot of a server-placed request is known
-    since: float = 0.0
-    waited_s: float = 0.0  # in the request queue
-    wait_since: float | None = None  # waits in the prefill queue or at the gate since then
-    past_waits_s: float = 0.0  # in both of them, up to the last wait
-    prepared_s: float = 0.0
-    prefilled: Reported | None = None
-    resident_at_dispatch: Resident = NOTHING  # slot content when the request was sent
-    content_unknown: bool = False  # the slot content will be unknown at its end
-    likely_unchanged: bool = False  # slot content is probably unchanged: its length will tell
 
     @property
     def is_ours(self) -> bool:
-        """Return whether this is a request, save or probe of the router, not a mere watch."""
-        return self.request is not None or self.stage is not Stage.ABANDONED
-
-    @property
-    def knows_slot(self) -> bool:
-        """Return whether it is known in which slot the server runs the request."""
-        whole = self.claim is SlotClaim.WHOLE_BACKEND
-        return self.claim is SlotClaim.PINNED or (self.slot_confirmed and not whole)
+        """Return whether the slot is held for work of the router, not of an unknown client."""
+        return True
 
     @property
     def slot(self) -> SlotId:
@@ -143,6 +110,75 @@ class Job:
     def lease_of(self, slot: SlotId) -> Lease | None:
         """Return the job's lease on a slot. None: it has none, or no longer."""
         return next((x for x in (self.lease, *self.others) if x.slot == slot), None)
+
+    def hold_also(self, leases: Iterable[Lease]) -> None:
+        """Hold more slots."""
+        self.others += leases
+
+    def give_back(self, leases: Iterable[Lease]) -> None:
+        """Hold these slots no longer; the caller releases them, or they are lost."""
+        gone = set(leases)
+        self.others = [lease for lease in self.others if lease not in gone]
+
+
+@dataclass(slots=True, kw_only=True)
+class SaveJob(LeaseHolder):
+    """The save of an idle slot."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ProbeLoan(LeaseHolder):
+    """Slots lent to the probe of their backend, which may write anything there."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotWatch(LeaseHolder):
+    """The watch of a slot until its backend is known to be done with it.
+
+    `request`: the abandoned request that may still run there; None: an unknown client may use it.
+    `before`: what the slot held when that request was sent.
+    """
+
+    request: Request | None = None
+    before: Resident = NOTHING
+    is_doubtful: bool = False  # nothing will be known of the slot's content
+    likely_unchanged: bool = False  # the content is the same if its length is
+
+    @property
+    def is_ours(self) -> bool:
+        return self.request is not None
+
+    def doubt(self) -> None:
+        """Note that nothing will be known of the slot's content."""
+        self.is_doubtful = True
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestJob(LeaseHolder):
+    """A request from its admission to the end of its answer, and the steps until it is sent."""
+
+    request: Request
+    plan: Plan
+    steps: deque[Step] = field(default_factory=deque)
+    doing: Step | InPrefillQueue | AtGate | None = None
+    using: SnapshotId | None = None  # a reference to release
+    is_sent: bool = False
+    claim: SlotClaim = SlotClaim.PINNED  # how its request takes slots
+    cancelled: bool = False
+    past_queue_s: float = 0.0  # in the prefill queue, up to the last permit
+    chunk_until: float = 0.0  # predicted end of the prefill in progress; 0: there is none
+    slot_confirmed: bool = False  # the slot of a server-placed request is known
+    since: float = 0.0
+    waited_s: float = 0.0  # in the request queue
+    prepared_s: float = 0.0
+    prefilled: Reported | None = None
+    resident_at_dispatch: Resident = NOTHING  # slot content when the request was sent
+
+    @property
+    def knows_slot(self) -> bool:
+        """Return whether it is known in which slot the server runs the request."""
+        whole = self.claim is SlotClaim.WHOLE_BACKEND
+        return self.claim is SlotClaim.PINNED or (self.slot_confirmed and not whole)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -180,16 +216,21 @@ class Job:
         """Do this now, or wait for this, instead of the step that was taken."""
         self.doing = doing
 
-    # -- leases ----------------------------------------------------------------------------------
+    def prefill_queue_s(self, now: float) -> float:
+        """Return the seconds in the prefill queue so far."""
+        waits = self.doing
+        return self.past_queue_s + (now - waits.since if isinstance(waits, InPrefillQueue) else 0.0)
 
-    def hold_also(self, leases: Iterable[Lease]) -> None:
-        """Hold more slots."""
-        self.others += leases
+    def leave_prefill_queue(self, now: float) -> Tokens:
+        """End the wait in the prefill queue; return the tokens to compute."""
+        assert isinstance(self.doing, InPrefillQueue)
+        self.past_queue_s, tokens = self.prefill_queue_s(now), self.doing.tokens
+        self.doing = None
+        return tokens
 
-    def give_back(self, leases: Iterable[Lease]) -> None:
-        """Hold these slots no longer; the caller releases them, or they are lost."""
-        gone = set(leases)
-        self.others = [lease for lease in self.others if lease not in gone]
+    def begin_chunk(self, until: float) -> None:
+        """Note when the prefill in progress is predicted to end; 0: there is none."""
+        self.chunk_until = until
 
     def move(self, lease: Lease) -> None:
         """Hold another slot for the request."""
@@ -208,7 +249,7 @@ class Job:
 
     def dispatch(self, resident: Resident, now: float) -> None:
         """Note that the request is sent to a slot that holds `resident`."""
-        self.stage, self.prepared_s = Stage.DISPATCHED, now - self.since
+        self.is_sent, self.prepared_s = True, now - self.since
         self.resident_at_dispatch = resident
 
     def runs_on(self, resident: Resident) -> None:
@@ -218,48 +259,6 @@ class Job:
     def confirm_slot(self) -> None:
         """Note that the server is known to run the request in the job's slot."""
         self.slot_confirmed = True
-
-    def abandon(self) -> None:
-        """Note that only the end of the backend's work is waited for."""
-        self.stage = Stage.ABANDONED
-
-    def doubt(self) -> None:
-        """Note that nothing will be known of the slot's content."""
-        self.content_unknown = True
-
-    # -- queues ----------------------------------------------------------------------------------
-
-    def take_gate(self) -> None:
-        """Note that the job holds the placement gate of its backend."""
-        self.gated = True
-
-    def leave_gate(self) -> None:
-        """Note that the job holds the placement gate no longer."""
-        self.gated = False
-
-    def call(self) -> None:
-        """Give the job the prefill permit."""
-        self.has_permit = True
-
-    def use_permit(self) -> None:
-        """Note that the prefill begins for which the job has the permit."""
-        self.has_permit = False
-
-    def begin_wait(self, now: float) -> None:
-        """Note that the job waits from now on, in the prefill queue or at the gate."""
-        self.wait_since = now
-
-    def end_wait(self, now: float) -> None:
-        """Note that the job waits no longer."""
-        if self.wait_since is not None:
-            self.past_waits_s += now - self.wait_since
-            self.wait_since = None
-
-    def stood(self, seconds: float) -> None:
-        """Note how long the job has been in the prefill queue."""
-        self.prefill_queue_s = seconds
-
-    # --------------------------------------------------------------------------------------------
 
     def explain(self, plan: Plan) -> None:
         """Replace the plan with the same one, explained."""
@@ -272,15 +271,10 @@ class Job:
             reported = replace(reported, cached_tokens=reported.cached_tokens - before)
         self.prefilled = reported
 
-    @property
-    def has_used_slot(self) -> bool:
-        """Return whether the slot holds content of its request: it was sent or prefilled."""
-        if self.request is None or not self.request.reuse:
-            return False
-        return self.stage is not Stage.PREPARING or self.prefilled is not None
-
     def went_cold(self, reason: str) -> None:
         """Change the plan to a cold prefill, because its source of tokens failed."""
-        assert self.plan is not None
         chosen = replace(self.plan.chosen, source=Source.COLD, reused_tokens=0, snapshot=None)
         self.plan = replace(self.plan, chosen=chosen, reason=reason)
+
+
+Job = RequestJob | SaveJob | ProbeLoan | SlotWatch

@@ -8,7 +8,8 @@ comes first.
 
 from collections.abc import Iterator, Set
 from dataclasses import field
-from itertools import islice
+from itertools import islice, takewhile
+from math import inf
 
 from router.base.frozen import dataclass
 from router.base.types import Request, RequestId
@@ -26,6 +27,14 @@ class QueueLimits:
     max_requests: int = 1024
     deadline_s: float | None = 600.0
     no_backend_s: float = 10.0
+
+    def deadline(self, since: float, waited_s: float = 0.0) -> float:
+        """Return when a wait since then is too long, after `waited_s` of earlier waits.
+
+        The only rule for `queue.deadline`: it counts waiting, and not computing. In clock seconds;
+        inf: there is no limit.
+        """
+        return inf if self.deadline_s is None else since + self.deadline_s - waited_s
 
 
 @dataclass(slots=True)
@@ -122,17 +131,14 @@ class Queue:
         return waiting
 
     def overdue(self, now: float) -> list[Waiting]:
-        """Return the requests past their deadline."""
-        limit = self.limits.deadline_s
-        if limit is None:
-            return []
-        return [w for w in self._waiting.values() if now - w.since >= limit]
+        """Return the requests past their deadline: the first of the queue, if any."""
+        late = self.limits.deadline
+        return list(takewhile(lambda w: late(w.since) <= now, self._waiting.values()))
 
-    def next_deadline(self) -> float | None:
-        """Return the earliest deadline, in clock seconds. None: there is none."""
-        if self.limits.deadline_s is None or not self._waiting:
-            return None
-        return next(iter(self._waiting.values())).since + self.limits.deadline_s
+    def next_deadline(self) -> float:
+        """Return the earliest deadline, in clock seconds. inf: there is none."""
+        first = next(iter(self._waiting.values()), None)
+        return inf if first is None else self.limits.deadline(first.since)
 
 
 def _drop(

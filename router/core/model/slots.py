@@ -108,11 +108,10 @@ class Bench:
 
 
 class Work(NamedTuple):
-    """The tokens computed under a lease, their predicted end, and the end of the prefill permit."""
+    """The tokens computed under a lease, and their predicted end."""
 
     pending: Tokens
     busy_until: float
-    permit_until: float
 
 
 _NO_BENCH = Bench()  # for a backend without slots
@@ -140,11 +139,6 @@ class Slot:
     next_tenant: Tenant = NO_TENANT  # of the request that holds it, and of `pending`
     sharing: bool = False  # PREPARING: queued requests may reuse `pending` later
     prefill_abandoned: bool = False  # PREPARING: the prefill in progress was abandoned
-    permit_until: float = 0.0  # end of its prefill permit, clock seconds (`prefill_queue.py`)
-    # PREPARING: predicted end of the prefill in progress, in clock seconds; 0: there is none.
-    chunk_until: float = 0.0
-    prefill_queued_since: float | None = None  # PREPARING: in the prefill queue since then
-    prefill_queue_s: float = 0.0  # in the prefill queue before `prefill_queued_since`
     saved: bool = False  # idle save: tried or ruled out
     # The slot may hold content that a client asked not to cache, which is never saved. The router
     # cannot see whether a server restarted, so a slot that was lost may still hold the content.
@@ -203,7 +197,6 @@ class Slot:
         """Keep the lease of an abandoned slot until the backend is known to be done with it."""
         self._check(lease)
         self._move(Move.ABANDON)
-        self.permit_until = 0.0
 
     def release(self, lease: Lease, resident: Resident, now: float) -> None:
         """Release the slot, holding `resident`. Raise StaleLeaseError if the lease is stale."""
@@ -312,51 +305,23 @@ class Slot:
     @property
     def work(self) -> Work:
         """Return what is computed under the lease."""
-        return Work(self.pending, self.busy_until, self.permit_until)
+        return Work(self.pending, self.busy_until)
 
     def take_over(self, work: Work, tenant: Tenant) -> None:
         """Take over what was to be computed in another slot, for `tenant`."""
         self.tenant = self.next_tenant = tenant
-        self.pending, self.busy_until, self.permit_until = work
+        self.pending, self.busy_until = work
         self.bench.changes += 1
 
     def invalidate_lease(self) -> None:
         """Make late reports on the last lease be ignored: its answer is in another slot."""
         self.generation += 1
 
-    # -- the prefill queue of its backend (`execution/prefill_queue.py`) --------------------------
-
-    def grant_permit(self, until: float) -> None:
-        """Give the slot the prefill permit until then."""
-        self.permit_until = until
-
-    def extend_permit(self, seconds: float) -> None:
-        """Let the permit last longer."""
-        self.permit_until += seconds
-
-    def end_permit(self, at: float = 0.0) -> None:
-        """End the permit then, or now."""
-        self.permit_until = min(self.permit_until, at)
-
-    def begin_chunk(self, until: float) -> None:
-        """Note when the chunk under way is predicted to end; 0: there is none."""
-        self.chunk_until = until
-
-    def queue_prefill(self, now: float) -> None:
-        """Note that the slot waits in the prefill queue from now on."""
-        self.prefill_queued_since = now
-
-    def leave_prefill_queue(self, waited_s: float) -> None:
-        """Note that the slot has left the prefill queue, after `waited_s` in all."""
-        self.prefill_queued_since, self.prefill_queue_s = None, waited_s
-
     # --------------------------------------------------------------------------------------------
 
     def _reset_lease(self) -> None:
         self.holder = None
         self.pending, self.saving, self.sharing, self.prefill_abandoned = EMPTY, EMPTY, False, False
-        self.permit_until, self.chunk_until = 0.0, 0.0
-        self.prefill_queued_since, self.prefill_queue_s = None, 0.0
 
     def _check(self, lease: Lease) -> None:
         if not self.holds(lease):

@@ -1,6 +1,6 @@
 """Price the wait for a backend's prefill queue: the seconds computed before a prompt.
 
-Reads slots only. `core/execution/prefill_queue.py` decides by the same rank which job computes
+`core/execution/prefill_queue.py` decides by the same rank which job computes
 next.
 """
 
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from router.base.tokens import Tokens, common_prefix, count
 from router.base.types import BackendId
 from router.core.fleet.fleet import Fleet
+from router.core.model.jobs import InPrefillQueue, RequestJob
 from router.core.model.slots import Slot
 from router.core.model.tuning import TUNING
 
@@ -45,24 +46,21 @@ def remaining_prefill_s(fleet: Fleet, slot: Slot, tokens: Tokens) -> float:
 
 def slot_ahead(fleet: Fleet, slot: Slot, now: float) -> list[Ahead]:
     """Return what a slot has to compute: the chunk under way, ahead of all; the rest."""
-    if not slot.chunk_until:
+    job = fleet.job_in(slot)
+    if not (isinstance(job, RequestJob) and job.chunk_until):
         return [prefill_ahead(fleet, slot, now)]
-    piece_s, remaining_s = slot.chunk_until - now, max(slot.busy_until - slot.chunk_until, 0.0)
+    piece_s, remaining_s = job.chunk_until - now, max(slot.busy_until - job.chunk_until, 0.0)
     return [
         Ahead(-inf, max(piece_s, 0.0)),
-        Ahead(rank(remaining_s, slot.prefill_queue_s), remaining_s),
+        Ahead(rank(remaining_s, job.past_queue_s), remaining_s),
     ]
 
 
 def prefill_ahead(fleet: Fleet, slot: Slot, now: float) -> Ahead:
     """Return the entry of a prompt of which nothing is being computed now."""
-    remaining_s = remaining_prefill_s(fleet, slot, slot.pending)
-    if slot.prefill_queued_since is None:  # a restore brings it as far as was planned
+    remaining_s, job = remaining_prefill_s(fleet, slot, slot.pending), fleet.job_in(slot)
+    if not isinstance(job, RequestJob):
+        return Ahead(rank(remaining_s, 0.0), remaining_s)
+    if not isinstance(job.doing, InPrefillQueue):  # a restore brings it as far as was planned
         remaining_s = min(remaining_s, max(slot.busy_until - now, 0.0))
-    return Ahead(rank(remaining_s, prefill_queue_s(slot, now)), remaining_s)
-
-
-def prefill_queue_s(slot: Slot, now: float) -> float:
-    return slot.prefill_queue_s + (
-        now - slot.prefill_queued_since if slot.prefill_queued_since is not None else 0.0
-    )
+    return Ahead(rank(remaining_s, job.prefill_queue_s(now)), remaining_s)

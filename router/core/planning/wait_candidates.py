@@ -93,10 +93,10 @@ def _homes(context: PricingContext, at_least: int) -> Iterator[Candidate]:
         yield Candidate(slot.id, Source.NONE, reused, price, wait_for=slot.id)
 
 
-def hope_ends(fleet: Fleet, now: float) -> float | None:
+def hope_ends(fleet: Fleet, now: float) -> float:
     """Return when the next abandoned slot or shared prefill is no longer waited for.
 
-    In clock seconds. None: there is none.
+    In clock seconds; inf: there is none.
     """
     ends = (
         slot.busy_until
@@ -106,7 +106,7 @@ def hope_ends(fleet: Fleet, now: float) -> float | None:
         for slot in fleet.slots.of(backend)
         if slot.is_abandoned or slot.sharing
     )
-    return min((end for end in ends if now < end < inf), default=None)
+    return min((end for end in ends if now < end), default=inf)
 
 
 def _busy(context: PricingContext) -> Iterator[Slot]:

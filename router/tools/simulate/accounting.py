@@ -38,7 +38,7 @@ class Losses:
             if isinstance(effect, ef.Delete):
                 self._ever.insert(effect.snapshot.tokens, effect.snapshot.id)
             return
-        job = state.jobs.get(effect.request)
+        job = state.request_job(effect.request)
         if job is None or job.request is None or job.plan is None or job.id in self._known:
             return
         fleet, prompt = state.fleet, job.request.prompt.tokens

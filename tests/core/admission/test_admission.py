@@ -1,6 +1,7 @@
 """Admission: which requests are accepted, wait, are rejected, and get a slot."""
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -129,7 +130,7 @@ def test_a_client_with_many_prompts_waits_for_itself() -> None:
     arrive(s, "b", client="b")
 
     s.handle(ev.Finished(RequestId("a0"), Outcome.OK, Reported()), NOW + 5)
-    assert list(s.state.jobs) == ["b"]
+    assert list(s.state.fleet.jobs) == ["b"]
 
 
 MANY = 3 * TUNING.scanned_at_once
@@ -172,7 +173,7 @@ def test_those_without_a_prompt_do_not_stand_before_others_where_there_are_tenan
         arrive(s, f"r{number}", model="m", tenant="x", **UNREAD)
 
     arrive(s, "mine", model="other", tenant="x")
-    assert "mine" in s.state.jobs
+    assert "mine" in s.state.fleet.jobs
 
 
 def test_a_backend_that_comes_up_is_filled_step_by_step() -> None:
@@ -235,7 +236,7 @@ def test_one_whom_nobody_can_serve_is_told_so_behind_many_who_wait_their_turn() 
         arrive(s, f"r{number}", model="m")
     arrive(s, "lost", model="other")
 
-    assert admission.next_giving_up(s.state) == NOW + 5.0
+    assert admission.wakeup(s.state, NOW) <= NOW + 5.0
     assert Reject(RequestId("lost"), ANY_ERROR) in s.handle(ev.Tick(), NOW + 5.0)
 
 
@@ -247,7 +248,7 @@ def test_who_waited_for_a_slot_may_wait_for_a_backend_as_long_as_anybody() -> No
     assert s.next_wakeup(NOW + 50.0) == NOW + 60.0
     assert s.handle(ev.Tick(), NOW + 59.0) == []
     s.handle(ev.BackendUp(ONE), NOW + 59.5)
-    assert RequestId("waits") in s.state.jobs
+    assert RequestId("waits") in s.state.fleet.jobs
 
 
 def test_others_time_is_not_charged_for() -> None:
@@ -280,7 +281,7 @@ def test_a_router_that_stops_lets_nobody_in() -> None:
 
     assert rejected(s.handle(ev.Stopping(save=False), NOW)) is NoBackendError
     assert rejected(arrive(s, "r3")) is NoBackendError
-    assert s.state.jobs.keys() == {R}
+    assert s.state.fleet.jobs.keys() == {R}
 
 
 # -- disconnects ---------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ def test_a_client_cannot_leave_twice_or_after_its_request_was_sent() -> None:
 
     assert cancel(s) == []
     assert cancel(s, "never seen") == []
-    assert s.state.jobs.keys() == {R}
+    assert s.state.fleet.jobs.keys() == {R}
 
 
 def test_a_prefill_that_others_wait_for_goes_on() -> None:
@@ -337,11 +338,11 @@ def test_nobody_waits_long_for_a_backend_that_is_not_there() -> None:
     arrive(s, "r")
     arrive(s, "r2")
     arrive(s, "r3", model="other")
-    assert admission.next_giving_up(s.state) == NOW + 5.0
+    assert admission.wakeup(s.state, NOW) == NOW + 5.0
 
     assert s.handle(ev.Tick(), NOW + 4.9) == []
     assert s.handle(ev.Tick(), NOW + 5.0)[0] == Reject(RequestId("r3"), ANY_ERROR)
-    assert admission.next_giving_up(s.state) is None
+    assert admission.wakeup(s.state, NOW + 5.0) > NOW + 10.0
 
 
 class _AnyError(NoBackendError):
@@ -358,12 +359,12 @@ ANY_ERROR = _AnyError()
 
 def test_patience_with_a_busy_slot_ends() -> None:
     s = scheduler(ONE, max_wait_s=7.0)
-    assert admission.patience_ends(s.state, NOW) is None
+    assert admission.wakeup(s.state, NOW) == inf
     arrive(s, "r")
     arrive(s, "r2")
 
-    assert admission.patience_ends(s.state, NOW) == NOW + 7.0
-    assert admission.patience_ends(s.state, NOW + 7.0) is None
+    assert admission.wakeup(s.state, NOW) == NOW + 7.0
+    assert admission.wakeup(s.state, NOW + 7.0) == inf
 
 
 # -- admission -----------------------------------------------------------------------------------
@@ -411,7 +412,7 @@ def test_a_whole_backend_is_leased_whole() -> None:
     s = scheduler(backend("a", 3))
     arrive(s, whole_backend=True)
 
-    assert [lease.slot for lease in s.state.jobs[R].others] == [A1, A2]
+    assert [lease.slot for lease in s.state.job_of(R).others] == [A1, A2]
     assert s.state.fleet.gated == {A}
 
 
@@ -420,7 +421,7 @@ def test_a_snapshot_is_in_use_from_the_grant_on() -> None:
     s = scheduler(ONE, snapshots=[used], holding={A0: run_of(1000, 7)})
 
     assert arrive(s, ids=LONG) == [Save(R, A0, NS, SaveReason.DISPLACED)]
-    assert s.state.jobs[R].using == used.id
+    assert s.state.job_of(R).using == used.id
     assert s.state.fleet.catalog.snapshots() == [(used, 2, 1)]
 
 
@@ -444,7 +445,7 @@ def test_a_request_that_failed_elsewhere_avoids_that_backend() -> None:
     (restore,) = arrive(s, ids=LONG, avoid=frozenset({A}))
 
     assert restore == Restore(R, B0, snapshot("s", run_of(900)))
-    assert replace(s.state.jobs[R].lease, generation=0) == Lease(B0, 0, R)
+    assert replace(s.state.job_of(R).lease, generation=0) == Lease(B0, 0, R)
     assert B in s.state.fleet.infos
 
 
@@ -478,7 +479,7 @@ def test_where_slots_hold_nothing_nobody_waits_for_what_was_left(
     arrive(s, **UNREAD, adapted=adapted)
     assert names(finish(s, outcome=outcome)) == ["Account"]
     assert slot(s, A0).phase is Phase.IDLE
-    assert not s.state.jobs
+    assert not s.state.fleet.jobs
 
 
 def test_where_slots_hold_nothing_ours_may_run_in_any() -> None:

@@ -135,7 +135,7 @@ def test_two_slots_that_hold_least_are_lent_and_come_back_unknown() -> None:
     assert slot(s, A0).resident == Resident(unread=50)
     # Content that could not be saved so far is saved now.
     assert names(effects) == ["Save"]
-    assert not [job for job in s.state.jobs if job == probe_name(A)]
+    assert not [job for job in s.state.fleet.jobs if job == probe_name(A)]
 
 
 def test_slots_in_use_are_not_lent_and_go_on() -> None:
@@ -144,7 +144,7 @@ def test_slots_in_use_are_not_lent_and_go_on() -> None:
         arrive(s, name)
     s.handle(ev.ProbeDue(A), NOW)
     assert lent(s) == []
-    assert list(s.state.jobs) == ["r", "r2", "r3"]
+    assert list(s.state.fleet.jobs) == ["r", "r2", "r3"]
 
     finish(s, "r3")
     s.handle(ev.ProbeDue(A), NOW)
@@ -152,7 +152,7 @@ def test_slots_in_use_are_not_lent_and_go_on() -> None:
     waits = arrive(s, "r4")
     assert waits == []
     assert names(s.handle(ev.Probed(TRIED), NOW)) == ["Dispatch"]
-    assert {job.id for job in s.state.jobs.values()} == {"r", "r2", "r4"}
+    assert {job.id for job in s.state.fleet.jobs.values()} == {"r", "r2", "r4"}
 
 
 def test_a_request_that_the_server_places_and_a_probe_keep_apart() -> None:
@@ -183,11 +183,11 @@ def test_a_backend_that_goes_down_meanwhile_takes_the_loan_with_it() -> None:
     s = scheduler(UNTRIED)
     s.handle(ev.ProbeDue(A), NOW)
     s.handle(ev.BackendDown(A), NOW)
-    assert s.state.jobs == {}
+    assert s.state.fleet.jobs == {}
     s.handle(ev.Probed(TRIED), NOW)
     assert A not in s.state.fleet.infos
     s.handle(ev.ProbeDue(A), NOW)
-    assert s.state.jobs == {}
+    assert s.state.fleet.jobs == {}
 
 
 def test_what_is_on_disk_is_offered_and_none_is_dropped_for_a_longer_one() -> None:

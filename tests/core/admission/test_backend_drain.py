@@ -115,7 +115,7 @@ def test_strangers_who_use_it_are_not_waited_for() -> None:
     assert slot(s, A0).phase is Phase.ABANDONED
 
     assert Detach(A) in s.handle(ev.Draining(A), NOW)
-    assert not s.state.jobs
+    assert not s.state.fleet.jobs
 
 
 def test_it_may_go_down_before_it_is_done() -> None:

@@ -1,5 +1,6 @@
 """`cache_prompt: false`: content that such a request leaves is known, and never saved."""
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def test_what_it_leaves_is_known_and_not_saved_in_the_background() -> None:
     s = declined()
 
     assert held(s, A0) == LONG
-    assert wakeup(s.state) is None
+    assert wakeup(s.state) == inf
     assert s.handle(ev.Tick(), NOW + 86400) == []
 
 

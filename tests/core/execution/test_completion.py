@@ -66,9 +66,9 @@ PLAIN: dict[str, Any] = {
 def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
     s = running()
     s.explain_admitted()
-    plan = s.state.jobs[R].plan
+    plan = s.state.job_of(R).plan
     assert plan is not None
-    request_ = s.state.jobs[R].request
+    request_ = s.state.job_of(R).request
     assert request_ is not None
     said = Reported(prompt_tokens=3, generated_tokens=2, generated=tokens(7, 8))
 
@@ -77,7 +77,7 @@ def test_a_good_end_is_accounted_for_and_frees_the_slot() -> None:
     assert account == Account(request_, A0, plan, Outcome.OK, said, 0.0, 0.0, None)
     assert held(s, A0) == tokens(1, 2, 3, 7)
     assert slot(s, A0).phase is Phase.IDLE
-    assert (s.state.jobs, slot(s, A0).last_used) == ({}, NOW)
+    assert (s.state.fleet.jobs, slot(s, A0).last_used) == ({}, NOW)
 
 
 def test_an_end_teaches_prefill_and_generation() -> None:
@@ -124,7 +124,7 @@ def test_a_slot_that_was_left_in_the_middle_is_watched(outcome: Outcome) -> None
     assert slot(s, A0).phase is Phase.ABANDONED
     assert quiet(s, n=2) == []
     assert slot(s, A0).resident == Resident(tokens(1, 2))
-    assert s.state.jobs == {}
+    assert s.state.fleet.jobs == {}
 
 
 @pytest.mark.parametrize("pinnable", [True, False])
@@ -291,14 +291,14 @@ def test_the_gate_opens_when_a_request_is_known_to_run() -> None:
 
     assert names(launched(s, 0)) == ["Dispatch"]
     assert s.state.fleet.gated == set()
-    assert s.state.jobs[R].lease.slot == A0
+    assert s.state.job_of(R).lease.slot == A0
 
 
 def test_a_lease_follows_the_request() -> None:
     s = astray(holding={A0: tokens(1, 1), A1: tokens(2)})
     launched(s, 1)
 
-    assert s.state.jobs[R].lease.slot == A1
+    assert s.state.job_of(R).lease.slot == A1
     assert slot(s, A0).phase is Phase.IDLE
     assert held(s, A0) == tokens(1, 1)
     finish(s, prompt_tokens=1, generated=tokens(9, 9))
@@ -308,7 +308,7 @@ def test_a_lease_follows_the_request() -> None:
 def test_the_answer_of_a_request_that_moved_is_not_taken_for_one_of_the_slot_it_left() -> None:
     """Both slots hold the same prompt and equally many answer tokens."""
     s = astray()
-    lease = s.state.jobs[R].lease
+    lease = s.state.job_of(R).lease
     slot(s, A0).resident = Resident(tokens(1), 2)
     launched(s, 1)
     finish(s, prompt_tokens=1, generated_tokens=3)
@@ -324,7 +324,7 @@ def test_a_slot_that_is_taken_or_unknown_cannot_be_followed_to(index: int) -> No
     arrive(s, "r", [1], pinnable=False)
     launched(s, 0 if index == 1 else index)
 
-    assert s.state.jobs[R].lease.slot == A1
+    assert s.state.job_of(R).lease.slot == A1
 
 
 @pytest.mark.parametrize("last", ["r", "r2"])
@@ -390,7 +390,7 @@ def test_a_slot_that_was_still_watched_is_in_doubt_too() -> None:
     arrive(s, "x", [5])
     launched(s, 0)  # x moves to a/1
     finish(s, "x", GONE)
-    s.state.jobs[R].slot_confirmed = False  # as if r had been sent after x was abandoned
+    s.state.job_of(R).slot_confirmed = False  # as if r had been sent after x was abandoned
     finish(s, "r", prompt_tokens=1)
 
     quiet(s, "x", n=1)
@@ -446,7 +446,7 @@ def test_after_a_batch_that_was_left_all_slots_are_watched() -> None:
 
 def answered() -> tuple[Scheduler, int]:
     s = running()
-    generation = s.state.jobs[R].lease.generation
+    generation = s.state.job_of(R).lease.generation
     finish(s, prompt_tokens=3, generated_tokens=3)
     return s, generation
 

@@ -44,7 +44,7 @@ def test_who_is_being_prepared_is_told_when_the_backend_goes() -> None:
     assert isinstance(reject, Reject)
     assert isinstance(reject.error, BackendError)  # so it is retried
     assert stop == StopWork(R)  # otherwise a hung server would continue it for no client
-    assert s.state.jobs == {}
+    assert s.state.fleet.jobs == {}
 
 
 def test_who_left_already_is_told_nothing() -> None:
@@ -61,14 +61,14 @@ def test_what_is_running_ends_by_itself() -> None:
 
     assert names(finish(s, "r", Outcome.BACKEND_ERROR)) == ["Account"]
     assert slot(s, A0).phase is Phase.LOST
-    assert s.state.jobs == {}
+    assert s.state.fleet.jobs == {}
 
 
 def test_what_runs_elsewhere_goes_on() -> None:
     s = running(TWO, backend("b", 1))
     s.handle(ev.BackendDown(B), NOW)
 
-    assert s.state.jobs.keys() == {R}
+    assert s.state.fleet.jobs.keys() == {R}
     assert names(finish(s)) == ["Account"]
 
 
@@ -80,7 +80,7 @@ def test_an_end_from_before_a_restart_does_not_open_the_gate_of_another() -> Non
     finish(s, "r", Outcome.BACKEND_ERROR)
 
     assert s.state.fleet.gated == {A}
-    assert s.state.jobs.keys() == {R2}
+    assert s.state.fleet.jobs.keys() == {R2}
 
 
 def test_news_of_where_it_ran_from_before_a_restart_is_ignored() -> None:

@@ -1,5 +1,6 @@
 """Idle saves: saves that delay no request."""
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def test_an_idle_slot_is_saved_after_a_while() -> None:
 
     assert s.handle(ev.Tick(), NOW + 0.4) == []
     assert s.handle(ev.Tick(), NOW + 0.5) == [Save(SAVE_1, A0, NS, IDLE)]
-    assert wakeup(s.state) is None
+    assert wakeup(s.state) == inf
 
 
 def test_one_after_the_other_on_a_backend_and_each_once() -> None:
@@ -80,7 +81,7 @@ def test_nor_is_a_request_that_left_before_its_prompt_was_computed() -> None:
     arrive(s, "r", run_of(300, 3))
     cancel(s, "r")
     prefill_failed(s, "r")
-    assert not s.state.jobs
+    assert not s.state.fleet.jobs
     assert s.state.fleet.neglect(slot(s, A0)) == 0
 
 
@@ -112,7 +113,7 @@ def test_what_is_not_worth_it_is_looked_at_once() -> None:
 
     assert s.handle(ev.Tick(), NOW) == []
     assert slot(s, A0).saved
-    assert wakeup(s.state) is None
+    assert wakeup(s.state) == inf
 
 
 def test_who_wants_what_is_being_saved_can_wait_for_it() -> None:
@@ -143,7 +144,7 @@ def test_off_is_off() -> None:
     for more in ({"idle_save_after_s": None}, {"policy": PolicyName.STICKY}):
         s = scheduler(backend("a", 1), holding={A0: LONG}, **more)
         assert s.handle(ev.Tick(), NOW) == []
-        assert wakeup(s.state) is None
+        assert wakeup(s.state) == inf
 
 
 # -- volatile slots -----------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def test_a_router_that_stops_saves_what_is_worth_it() -> None:
 
     effects = s.handle(ev.Stopping(save=True), NOW)
     assert effects == [Save(SAVE_1, A0, NS, IDLE), Save(SAVE_2, B0, NS, IDLE)]
-    assert wakeup(s.state) is None
+    assert wakeup(s.state) == inf
 
 
 @pytest.mark.parametrize("keeps", [True, False])

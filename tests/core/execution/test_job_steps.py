@@ -250,14 +250,14 @@ def test_who_has_not_begun_to_restore_a_quarantined_file_does_not() -> None:
 
     effects = save_failed(s, at=A1, name="r2")
     assert plan_of(effects).reason == "the snapshot turned out to be unusable"
-    assert s.state.jobs[R2].using is None
+    assert s.state.job_of(R2).using is None
 
 
 def test_a_restore_outlives_its_job_and_keeps_the_file_until_it_is_over() -> None:
     """Regression: a file was deleted during a restore on a backend that was declared down."""
     s = restoring()
     s.handle(ev.BackendDown(A), NOW)
-    assert s.state.jobs == {}
+    assert s.state.fleet.jobs == {}
     assert s.state.fleet.catalog.remove(SNAP.id) == []
 
     assert restored(s) == [Delete(SNAP)]
@@ -358,7 +358,7 @@ def test_a_prefill_for_those_who_wait_can_fail_too() -> None:
     cancel(s)
 
     assert names(prefill_failed(s)) == ["Prefill"]  # now for r2
-    assert s.state.jobs.keys() == {R2}
+    assert s.state.fleet.jobs.keys() == {R2}
 
 
 # -- dispatch ------------------------------------------------------------------------------------

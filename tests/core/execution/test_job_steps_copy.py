@@ -114,7 +114,7 @@ def test_a_copy_whose_target_goes_away_keeps_its_source_until_the_save_is_over(o
     effects = saved(s, snapshot("c", run_of(500))) if ok else save_failed(s)
     assert names(effects) == (["Dispatch"] if ok else ["Save"])
     assert (SnapshotId("c") in s.state.fleet.catalog) is ok
-    assert s.state.jobs.keys() == {R2}
+    assert s.state.fleet.jobs.keys() == {R2}
 
 
 def test_a_copy_whose_source_goes_away_before_its_turn_is_a_cold_start() -> None:

@@ -159,7 +159,7 @@ def test_a_client_that_leaves_meanwhile_leaves_the_trunk_behind() -> None:
     cancel(s)
 
     assert s.handle(ev.WasCut(R, TRUNK, 0.1), NOW) == []
-    assert R not in s.state.jobs
+    assert R not in s.state.fleet.jobs
     assert SnapshotId("t") in s.state.fleet.catalog
     assert all(n == 0 for _, _, n in s.state.fleet.catalog.snapshots())
 
@@ -169,7 +169,7 @@ def test_a_client_that_leaves_and_a_cut_that_fails() -> None:
     cancel(s)
 
     assert s.handle(ev.CutFailed(R, "no"), NOW) == []
-    assert s.state.jobs == {}
+    assert s.state.fleet.jobs == {}
     assert all(n == 0 for _, _, n in s.state.fleet.catalog.snapshots())
 
 
@@ -186,7 +186,7 @@ def test_a_backend_that_goes_meanwhile() -> None:
 
 def test_a_snapshot_that_is_lost_before_its_turn_is_not_cut() -> None:
     s = begun()
-    job = s.state.jobs[R]
+    job = s.state.job_of(R)
     assert isinstance(job.doing, CutStep)
     job.steps.appendleft(job.doing)  # as if a save came before the cut
     s.handle(ev.SnapshotLost(SnapshotId("s")), NOW)

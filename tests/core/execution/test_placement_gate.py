@@ -74,7 +74,7 @@ def at_gate() -> Scheduler:
 
 
 def waits(s: Scheduler, name: str = "m") -> bool:
-    job = s.state.jobs.get(RequestId(name))
+    job = s.state.request_job(RequestId(name))
     return job is not None and isinstance(job.doing, AtGate)
 
 
@@ -118,8 +118,7 @@ def test_one_after_the_other_is_sent() -> None:
     assert of(prefilled(s, "m2")) == []
     assert waits(s, "m2")
     assert of(launched(s, 0, "m")) == ["Dispatch m2"]
-    assert s.state.at_gate == []
-    assert s.state.fleet.at_gate == {}
+    assert s.state.fleet.gates[A].waiting == []
 
 
 def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
@@ -129,8 +128,8 @@ def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
     taken = slot(s, A1)
     taken.resident = Resident(LONG)
     lease = taken.lease(RequestId("r"))
-    job = replace(s.state.jobs[RequestId("m")], id=RequestId("r"), lease=lease, steps=deque())
-    s.state.jobs[job.id] = job
+    job = replace(s.state.job_of(RequestId("m")), id=RequestId("r"), lease=lease, steps=deque())
+    s.state.fleet.jobs[job.id] = job
     assert of(prefilled(s, "m")) == []
     assert waits(s)
     assert of(arrive(s, "r3", SHORT)) == ["Dispatch r3"], "nobody else is kept out"
@@ -158,7 +157,7 @@ def test_a_tie_with_an_idle_slot_moves_the_lease() -> None:
     slot(s, A1).resident = Resident(LONG)
     assert of(prefilled(s, "m")) == ["Dispatch m"]
     launched(s, 1, "m")
-    assert s.state.jobs[RequestId("m")].slot == A1
+    assert s.state.job_of(RequestId("m")).slot == A1
     assert slot(s, A0).is_idle
 
 
@@ -169,11 +168,11 @@ def test_two_of_one_prompt_change_places() -> None:
     assert of(prefilled(s, "m2")) == []
     assert of(prefilled(s, "m")) == ["Dispatch m"]
     assert waits(s, "m2")
-    own = s.state.jobs[RequestId("m")].slot
-    theirs = s.state.jobs[RequestId("m2")].slot
+    own = s.state.job_of(RequestId("m")).slot
+    theirs = s.state.job_of(RequestId("m2")).slot
     assert of(launched(s, theirs.index, "m")) == ["Dispatch m2"]
-    assert s.state.jobs[RequestId("m")].slot == theirs
-    assert s.state.jobs[RequestId("m2")].slot == own
+    assert s.state.job_of(RequestId("m")).slot == theirs
+    assert s.state.job_of(RequestId("m2")).slot == own
     finish(s, "m", prompt_tokens=300, generated_tokens=1)
     launched(s, own.index, "m2")
     finish(s, "m2", prompt_tokens=300, generated_tokens=1)
@@ -213,7 +212,7 @@ def test_who_leaves_at_the_gate_gives_back_the_slot() -> None:
 def test_who_waits_at_the_gate_is_told_when_the_backend_goes_away() -> None:
     s = at_gate()
     assert of(s.handle(ev.BackendDown(A), NOW)) == ["Reject m2"]
-    assert s.state.fleet.at_gate == {}
+    assert s.state.fleet.gates[A].waiting == []
     assert s.next_wakeup(NOW) is None
 
 
@@ -243,7 +242,7 @@ def test_the_time_of_the_prefill_does_not_count_towards_the_deadline() -> None:
 def test_what_ran_unseen_may_be_in_the_slot_of_one_who_waits() -> None:
     s = at_gate()
     assert waits(s, "m2")
-    s.state.jobs[RequestId("m")].resident_at_dispatch = UNKNOWN
+    s.state.job_of(RequestId("m")).resident_at_dispatch = UNKNOWN
     effects = finish(s, "m", prompt_tokens=300, generated_tokens=1)
     assert slot(s, A1).resident.may_hold_more
     assert of(effects) == ["Dispatch m2"]

@@ -7,6 +7,7 @@ import pytest
 from router.base.errors import DeadlineError
 from router.base.tokens import count, pack
 from router.base.types import MemoryKind, Outcome, Prompt, Reported, RequestId
+from router.core.fleet.backend_queues import PrefillQueue
 from router.core.model import events as ev
 from router.core.model.effects import Account, Dispatch, Effect, Prefill, Reject
 from router.core.model.jobs import InPrefillQueue
@@ -54,6 +55,10 @@ def two(n_slots: int = 3, **more: Any) -> Scheduler:
     assert of(arrive(s, "r", LONG)) == ["Prefill r"]
     assert of(arrive(s, "r2", OTHER)) == []
     return s
+
+
+def queue(s: Scheduler) -> PrefillQueue:
+    return s.state.fleet.prefill_queues[A0.backend]
 
 
 def of(effects: list[Effect]) -> list[str]:
@@ -108,7 +113,7 @@ def test_nobody_stands_in_line_for_ever() -> None:
     assert isinstance(reject, Reject)
     assert (reject.request, type(reject.error)) == ("r2", DeadlineError)
     assert slot(s, A1).is_idle
-    assert s.state.in_prefill_queue == []
+    assert queue(s).waiting == []
     assert s.next_wakeup(NOW + 3) is None
     assert of(prefilled(s, "r")) == ["Dispatch r"]
 
@@ -129,7 +134,7 @@ def test_the_wait_for_a_slot_counts_in_line_as_well() -> None:
     arrive(s, "s", SHORT)
     arrive(s, "r2", OTHER)
     s.handle(ev.Finished(RequestId("s"), Outcome.OK, Reported()), NOW + 2)
-    assert isinstance(s.state.jobs[RequestId("r2")].doing, InPrefillQueue)
+    assert isinstance(s.state.job_of(RequestId("r2")).doing, InPrefillQueue)
     assert s.next_wakeup(NOW + 2) == NOW + 3
     assert names(tick(s, 3.0)) == ["Reject"]
 
@@ -139,7 +144,7 @@ def test_what_was_computed_was_no_wait() -> None:
     arrive(s, "r", run_of(3000, 1))
     arrive(s, "r2", OTHER)
     s.handle(ev.Prefilled(RequestId("r"), Reported(512, 0, prompt_s=15.0)), NOW + 15)
-    assert isinstance(s.state.jobs[RequestId("r")].doing, InPrefillQueue)
+    assert isinstance(s.state.job_of(RequestId("r")).doing, InPrefillQueue)
     assert tick(s, 20.0) == []  # r2 waited for 15 s, and is prefilled; r for 5 s
     assert of(tick(s, 25.0)) == ["Prefill r"]
 
@@ -169,10 +174,10 @@ def test_who_has_left_and_stands_there_for_others_is_told_nothing() -> None:
     s.handle(ev.Arrived(request("r3", run_of(6000, 2))), NOW + 12)
     s.handle(ev.Cancelled(RequestId("r2")), NOW + 12.5)
     s.handle(ev.Prefilled(RequestId("r2"), PIECE), NOW + 13)
-    job = s.state.jobs[RequestId("r2")]
+    job = s.state.job_of(RequestId("r2"))
     assert (job.cancelled, type(job.doing)) == (True, InPrefillQueue)
     assert names(tick(s, 21.0)) == []
-    assert s.state.jobs[RequestId("r2")] is job
+    assert s.state.job_of(RequestId("r2")) is job
 
 
 def test_what_takes_no_time_waits_for_nobody() -> None:
@@ -182,7 +187,7 @@ def test_what_takes_no_time_waits_for_nobody() -> None:
 def test_a_request_that_the_server_places_takes_no_turn_for_a_short_prompt() -> None:
     s = scheduler(backend("a", 2))
     assert of(arrive(s, "r", SHORT, pinnable=False)) == ["Prefill r"]
-    assert slot(s, A0).permit_until == 0
+    assert queue(s).holder is None
 
 
 def test_each_backend_has_turns_of_its_own() -> None:
@@ -253,7 +258,7 @@ def test_who_waits_for_one_that_leaves_the_line_takes_its_place() -> None:
     assert slot(s, A2).is_idle
     cancel(s, "r2")
 
-    assert set(s.state.jobs) == {"r", "r3"}
+    assert set(s.state.fleet.jobs) == {"r", "r3"}
     prefilled(s, "r")
     assert of(begun(s, "r")) == ["Prefill r3"]
 
@@ -355,10 +360,10 @@ def test_nobody_begins_while_what_was_computed_is_saved_for_others() -> None:
     s = two(4)
     arrive(s, "r3", LONG)
     s.state.fleet.rates[A0.backend] = rates(transfer_s=8.0)
-    before = slot(s, A0).permit_until
+    before = queue(s).permit_until
     assert names(prefilled(s, "r")) == ["Save"]
 
-    assert slot(s, A0).permit_until == before + 8.0
+    assert queue(s).permit_until == before + 8.0
 
 
 def test_the_rest_of_a_prompt_is_in_its_turn_however_short_it_is() -> None:
@@ -529,8 +534,8 @@ def test_a_turn_goes_where_its_request_runs() -> None:
     prefilled(s, "r")
     launched(s, 1)
 
-    assert slot(s, A1).permit_until == NOW + 0.5
-    assert slot(s, A0).permit_until == 0
+    assert s.state.job_of(RequestId("r")).slot == A1
+    assert (queue(s).holder, queue(s).permit_until) == ("r", NOW + 0.5)
 
 
 def test_who_waits_is_told_when_the_backend_goes_away() -> None:

@@ -1,6 +1,7 @@
 """Request queue: ordered, and limited in length and in waiting time."""
 
 from itertools import islice
+from math import inf
 
 import pytest
 
@@ -60,11 +61,11 @@ def test_without_a_deadline_nobody_is_overdue() -> None:
     queue = waiting(QueueLimits(deadline_s=None))
 
     assert queue.overdue(1e9) == []
-    assert queue.next_deadline() is None
+    assert queue.next_deadline() == inf
 
 
 def test_an_empty_queue_has_no_deadline() -> None:
-    assert Queue().next_deadline() is None
+    assert Queue().next_deadline() == inf
 
 
 def ids(queue: Queue, n: int = 9) -> list[str]:

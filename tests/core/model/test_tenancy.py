@@ -146,7 +146,7 @@ def test_a_client_that_left_meanwhile_is_told_nothing() -> None:
     arrive(s, ids=LONG, tenant=Y)
     s.handle(ev.Cancelled(R), NOW)
     assert erase_failed(s) == []
-    assert s.state.jobs == {}
+    assert s.state.fleet.jobs == {}
 
 
 def test_news_of_a_job_that_is_over_is_ignored() -> None:
@@ -406,8 +406,8 @@ def test_a_slot_that_may_have_been_used_by_another_is_nobodys() -> None:
     prefilled(s)
     launched_at = slot(s, A0).phase
     assert launched_at == "running"
-    s.state.jobs[R].slot_confirmed = False
-    s.state.fleet.gated.clear()
+    s.state.job_of(R).slot_confirmed = False
+    s.state.fleet.gates.clear()
     arrive(s, "r2", ids=[1, 2, 3], tenant=X)
     finish(s, "r2", outcome=Outcome.CLIENT_GONE)
     finish(s, "r", prompt_tokens=3, generated_tokens=1)

@@ -206,7 +206,7 @@ def test_prefill_save_prefill_save_send() -> None:
     assert names(saved(s, snapshot("b2", run_of(900)))) == ["Dispatch"]
     assert held(s, A0) == run_of(900)
     assert slot(s, A0).resident.checkpoints == (596, 896)
-    job = s.state.jobs[R]
+    job = s.state.job_of(R)
     assert job.prefilled is not None
     assert job.prefilled.computed_tokens == 900
 
@@ -251,7 +251,7 @@ def test_a_client_that_leaves_at_a_pause_is_the_end_of_it() -> None:
     cancel(s)
 
     assert saved(s, snapshot("b1", run_of(600))) == []
-    assert R not in s.state.jobs
+    assert R not in s.state.fleet.jobs
     assert held(s, A0) == run_of(600)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from router.base.tokens import join
-from router.base.types import MemoryKind, Prompt, Request, SlotId, Source
+from router.base.types import MemoryKind, Prompt, Request, RequestId, SlotId, Source
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
@@ -181,7 +181,7 @@ def test_only_idle_slots() -> None:
 
 def test_a_gated_backend_gets_nothing() -> None:
     made = fleet(*TWO)
-    made.gated.add(A)
+    made.gates[A].take(RequestId("other"))
 
     assert chosen(request(), made).slot == B0
 

@@ -5,7 +5,8 @@ import pytest
 from router.base.tokens import Tokens
 from router.base.types import Prompt, Request, SlotId, Source
 from router.core.fleet.fleet import Fleet
-from router.core.model.plan import Candidate, Plan
+from router.core.model.jobs import RequestJob
+from router.core.model.plan import Candidate, Plan, Price
 from router.core.model.policy import PolicyName
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.planner import plan
@@ -52,9 +53,11 @@ def waits(request_: Request, fleet_: Fleet, **more: float) -> SlotId | None:
 def shared_prefill(policy: PolicyName = PolicyName.PREFER_IDLE, until: float = 2.0) -> Fleet:
     """Return a fleet in which a/0 prefills LONG for sharing; a/1 is idle."""
     made = fleet(policy=policy)
-    made.slots[A0].lease(R)
+    lease = made.slots[A0].lease(R)
     made.slots[A0].pending, made.slots[A0].sharing = LONG, True
-    made.slots[A0].busy_until = made.slots[A0].chunk_until = until
+    made.slots[A0].busy_until = until
+    planned = Plan(Candidate(A0, Source.COLD, 0, Price()))
+    made.jobs[R] = RequestJob(id=R, lease=lease, request=request(), plan=planned, chunk_until=until)
     return made
 
 

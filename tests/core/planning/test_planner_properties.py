@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from router.base.tokens import common_prefix, head, pack
-from router.base.types import KvDir, MemoryKind, Prompt, Request, SlotId, Source
+from router.base.types import KvDir, MemoryKind, Prompt, Request, RequestId, SlotId, Source
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
@@ -73,7 +73,8 @@ def fleets(draw: Any, policies: list[PolicyName] = list(PolicyName)) -> Fleet:  
                 slot.abandon(slot.lease(request("x").id))
             case _:
                 pass
-    made.gated = draw(st.sets(st.sampled_from([A, B]), max_size=1))
+    for gated in draw(st.sets(st.sampled_from([A, B]), max_size=1)):
+        made.gates[gated].take(RequestId("other"))
     made.granted = draw(st.integers(0, 5))
     return made
 

@@ -172,10 +172,10 @@ def test_nobody_waits_for_one_that_broke_off() -> None:
     s = beside(4)
     arrive(s, MINE, LONG)
     arrive(s, "r3", LONG)
-    assert RequestId("r3") not in s.state.jobs
+    assert RequestId("r3") not in s.state.fleet.jobs
 
     s.handle(ev.PrefillBroke(RequestId(MINE)), NOW)
-    assert RequestId("r3") in s.state.jobs
+    assert RequestId("r3") in s.state.fleet.jobs
     ends = s.next_wakeup(NOW)
     assert ends is not None
     assert NOW < ends <= NOW + PIECE_S  # the end of the chunk's permit

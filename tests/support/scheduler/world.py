@@ -26,7 +26,7 @@ from router.base.types import (
 from router.core.admission.backend_attach import probe_name
 from router.core.model import effects as ef
 from router.core.model import events as ev
-from router.core.model.jobs import AtGate
+from router.core.model.jobs import AtGate, RequestJob
 from router.core.model.slots import Phase
 from router.core.model.tenancy import namespace_of, tenant_of
 from router.core.scheduler import Scheduler
@@ -302,11 +302,11 @@ class World:
 
     def handles(self, event: ev.Event) -> None:
         state = self.scheduler.state
-        before, draining = set(state.jobs), set(state.fleet.draining)
+        before, draining = set(state.fleet.jobs), set(state.fleet.draining)
         for effect in self.scheduler.handle(event, self.now):
             self.takes(effect)
-        for job in state.jobs.values():
-            if job.id not in before and job.request is not None:
+        for job in state.fleet.jobs.values():
+            if job.id not in before and isinstance(job, RequestJob):
                 assert job.slot.backend not in draining & state.fleet.draining, "a new request"
         if isinstance(event, ev.Finished):
             assert self.fates[event.request] == ["dispatched", "accounted"]
@@ -393,8 +393,9 @@ class World:
     def is_nobodys(self, slot: SlotId, request: RequestId) -> None:
         """Check that a slot the server gave away is not being prepared for another request."""
         held = self.scheduler.state.fleet.slots[slot]
-        other = self.scheduler.state.jobs.get(held.holder) if held.holder is not None else None
+        other = self.scheduler.state.fleet.job_in(held)
         if held.phase is Phase.PREPARING and other is not None and other.id != request:
+            assert isinstance(other, RequestJob), "the slot is being prepared"
             assert isinstance(other.doing, AtGate), "the slot is being prepared"
 
     @staticmethod

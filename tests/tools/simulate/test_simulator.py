@@ -215,7 +215,7 @@ def conserved(made: Simulator, requests: int) -> None:
     assert meter.plans.total() == meter.answered == len(meter.ttft_s) == len(meter.waited_s)
     on_servers = sum(server.computed_tokens for server in made.servers.values())
     assert on_servers >= meter.computed_tokens
-    assert made.scheduler.state.jobs == {}
+    assert made.scheduler.state.fleet.jobs == {}
     assert len(made.scheduler.state.queue) == 0
     assert all(not server.runs and not server.transfers for server in made.servers.values())
     catalog = made.scheduler.state.fleet.catalog

@@ -27,8 +27,8 @@ from router.core.model.jobs import (
     CutStep,
     DispatchStep,
     EraseStep,
-    Job,
     PrefillStep,
+    RequestJob,
     RestoreStep,
     SaveStep,
     Step,
@@ -38,6 +38,7 @@ from router.core.model.slots import Slot
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.engine.fleet_view import slot_view
 from router.web.admin.state_json import Changes, Picture, changes, slot_row, survey
+from tests.support.scheduler.build import request
 
 HOLDER = RequestId("r")
 FROM, TO = SlotId(BackendId("a"), 0), SlotId(BackendId("b"), 0)
@@ -117,10 +118,12 @@ async def test_no_snapshots() -> None:
     assert await survey([]) == {"sizes": [], "top": []}
 
 
-def job_of(doing: Step | None) -> Job:
+def job_of(doing: Step | None) -> RequestJob:
     """Return a job that copies the content of `a/0` to `b/0`, at step `doing`."""
     price = Candidate(TO, Source.COPY, 5, Price(), copy_from=FROM)
-    return Job(HOLDER, Lease(TO, 1, HOLDER), plan=Plan(price), doing=doing)
+    return RequestJob(
+        id=HOLDER, lease=Lease(TO, 1, HOLDER), request=request(), plan=Plan(price), doing=doing
+    )
 
 
 @pytest.mark.parametrize(

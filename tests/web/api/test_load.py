@@ -46,7 +46,7 @@ async def left_over(fleet: Fleet) -> Json:
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "tasks": Counter(task.get_name().split(" ")[0] for task in asyncio.all_tasks()),
-        "jobs": len(engine._scheduler.state.jobs),
+        "jobs": len(engine._scheduler.state.fleet.jobs),
         "grants": len(engine._grants),
         "timings": len(engine._timings),
     }

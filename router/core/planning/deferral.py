@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from router.base.types import Request
-from router.core.execution.state import State
+from router.core.fleet.fleet import Fleet
+from router.core.model.jobs import RequestJob
 from router.core.model.plan import Plan
 from router.core.model.slots import Phase, Slot
 from router.core.planning.planner import plan
@@ -18,7 +19,7 @@ class Decision(NamedTuple):
     plan: Plan
 
 
-def decide(state: State, request: Request, now: float, waited_s: float) -> Decision | None:
+def decide(fleet: Fleet, request: Request, now: float, waited_s: float) -> Decision | None:
     """Return the best way to serve a request. None: not yet.
 
     A request that the server places better is sent unpinned if no request has to wait for that;
@@ -26,35 +27,34 @@ def decide(state: State, request: Request, now: float, waited_s: float) -> Decis
     """
     if request.server_picks:
         unpinned = replace(request, pinnable=False)
-        made = _planned(state, unpinned, now, waited_s)
+        made = _planned(fleet, unpinned, now, waited_s)
         if made is not None and made.chosen.wait_for is None:
             return Decision(unpinned, made)
-    made = _planned(state, request, now, waited_s)
+    made = _planned(fleet, request, now, waited_s)
     return None if made is None else Decision(request, made)
 
 
-def _planned(state: State, request: Request, now: float, waited_s: float) -> Plan | None:
+def _planned(fleet: Fleet, request: Request, now: float, waited_s: float) -> Plan | None:
     """Plan the request elsewhere, or not yet, where it would take the last slot only to wait.
 
     Another request could use that slot while this one waits in the prefill queue.
     """
-    fleet = state.fleet
     while True:
         made = plan(request, fleet, now, waited_s, losers=0)
         if made is None or made.chosen.wait_for is not None:
             return made
         backend = made.chosen.slot.backend
-        if not _only_stands(state, made, now, waited_s):
+        if not _only_stands(fleet, made, now, waited_s):
             return made
         request = replace(request, avoid=request.avoid | {backend})
 
 
-def _only_stands(state: State, made: Plan, now: float, waited_s: float) -> bool:
+def _only_stands(fleet: Fleet, made: Plan, now: float, waited_s: float) -> bool:
     """Return True if the request would take the last idle slot and prefill last there.
 
     As in the prefill queue, a longer wait counts as a shorter prefill, so no request starves.
     """
-    fleet, backend, own_s = state.fleet, made.chosen.slot.backend, made.chosen.price.prefill_s
+    backend, own_s = made.chosen.slot.backend, made.chosen.price.prefill_s
     if not (made.prefill_first and fleet.policy.is_long(own_s)):
         return False
     if fleet.slots.phases(backend)[Phase.IDLE] > 1:
@@ -66,11 +66,11 @@ def _only_stands(state: State, made: Plan, now: float, waited_s: float) -> bool:
         (slot, remaining_s) for slot, remaining_s in others if fleet.policy.is_long(remaining_s)
     ]
     return bool(others) and all(
-        rank(remaining_s, _age_s(state, slot, now)) <= rank(own_s, waited_s)
+        rank(remaining_s, _age_s(fleet, slot, now)) <= rank(own_s, waited_s)
         for slot, remaining_s in others
     )
 
 
-def _age_s(state: State, slot: Slot, now: float) -> float:
-    job = state.holder(slot)
-    return 0.0 if job is None else job.waited_s + now - job.since
+def _age_s(fleet: Fleet, slot: Slot, now: float) -> float:
+    job = fleet.job_in(slot)
+    return job.waited_s + now - job.since if isinstance(job, RequestJob) else 0.0

@@ -4,9 +4,9 @@ import pytest
 
 from router.base.tokens import Tokens
 from router.base.types import BackendId, BackendInfo, Outcome, Prompt, SlotId
-from router.core.admission.deferral import decide
 from router.core.model import events as ev
 from router.core.model.policy import PolicyName
+from router.core.planning.deferral import decide
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A, B, backend, request, run_of, scheduler
 from tests.support.scheduler.drive import NOW, arrive, finish, launched, names
@@ -15,7 +15,7 @@ LONG, OTHER, SHORT = run_of(2000), run_of(2000, 7), run_of(20, 9)
 
 
 def chosen(s: Scheduler, ids: Tokens, waited_s: float = 0.0) -> BackendId | None:
-    decision = decide(s.state, request("new", ids=ids), NOW, waited_s)
+    decision = decide(s.state.fleet, request("new", ids=ids), NOW, waited_s)
     return None if decision is None else decision.plan.chosen.slot.backend
 
 
@@ -59,7 +59,7 @@ def test_what_is_better_left_to_the_server_is_pinned_where_it_would_wait(
     arrive(s, "first", slot_hint=0, avoid=frozenset({B}))
     finish(s, "first", Outcome.CLIENT_GONE)
     decision = decide(
-        s.state, request("new", prompt=unread, server_picks=True, session="s"), NOW, 0.0
+        s.state.fleet, request("new", prompt=unread, server_picks=True, session="s"), NOW, 0.0
     )
 
     assert decision is not None
@@ -85,7 +85,7 @@ def emptied(*infos: BackendInfo) -> Scheduler:
 def test_its_cache_knows_no_tenants() -> None:
     s = emptied()
     s.state.fleet.has_tenants = True
-    decision = decide(s.state, request("new", ids=LONG), NOW, 0.0)
+    decision = decide(s.state.fleet, request("new", ids=LONG), NOW, 0.0)
     assert decision is not None
     assert decision.request.pinnable
 
@@ -94,6 +94,6 @@ def test_its_cache_is_gone_with_the_process() -> None:
     s = emptied()
     s.handle(ev.BackendDown(A), NOW)
     s.handle(ev.BackendUp(EMPTIES), NOW)
-    decision = decide(s.state, request("new", ids=LONG), NOW, 0.0)
+    decision = decide(s.state.fleet, request("new", ids=LONG), NOW, 0.0)
     assert decision is not None
     assert decision.request.pinnable
