@@ -7,6 +7,7 @@ all streams are open at the same time. `--real` adds real servers with the tiny 
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import random
 import resource
@@ -16,7 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -285,7 +286,7 @@ async def _real(bench: _Bench, n: int) -> None:
         way = rig.kvferry("kvferry", urls, folder, kv_dir=kv_dir, module="bench.stalls")
         proxy = await stack.enter_async_context(way)
         alone = [
-            replace(client, expected=await asyncio.to_thread(_said, urls[0], client))
+            dataclasses.replace(client, expected=await asyncio.to_thread(_said, urls[0], client))
             for client in _clients(n, 24)
         ]
         await bench.case("real servers", proxy, n, lambda url: send(url, alone))

@@ -11,10 +11,12 @@ import sys
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+
+from msgspec.structs import replace
 
 from bench.report import Report, arguments_of, median, percentile, run_bench
 from router.base.tokens import WIDTH, Tokens, head

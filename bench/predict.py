@@ -6,10 +6,10 @@ trace is simulated with the rates that kvferry has learned meanwhile, and the re
 
 import argparse
 import asyncio
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -131,7 +131,7 @@ def _hardware(rates: Sequence[Json], scale: int) -> Hardware:
     def speed(seconds: float) -> float:
         return size / max(seconds - plain.transfer_s, seconds / 10, 1e-6)
 
-    return replace(
+    return dataclasses.replace(
         plain,
         prefill_s=1 / middle("prefill_tokens_per_s") / scale,
         prefill_depth_s=0.0,
@@ -149,7 +149,7 @@ def _simulated(
 ) -> Result:
     scale: int = options.scale
     plain = Setup(hardware)
-    setup = replace(
+    setup = dataclasses.replace(
         plain,
         servers=shape.servers,
         slots=shape.slots,

@@ -6,7 +6,8 @@ disconnects before the first token.
 """
 
 import asyncio
-from dataclasses import dataclass, field, fields, replace
+import dataclasses
+from dataclasses import dataclass, field, fields
 from time import monotonic
 from typing import Any
 
@@ -68,7 +69,7 @@ class Counts:
             for each in fields(self)
             if each.name not in ("busy", "up")
         }
-        return replace(self, **added)
+        return dataclasses.replace(self, **added)
 
 
 def _less(after: Any, before: Any) -> Any:
@@ -97,7 +98,7 @@ def counts(fleet: Fleet) -> Counts:
     def summed(*starts: str) -> float:
         return sum(value for name, value in own.items() if name.startswith(starts))
 
-    return replace(
+    return dataclasses.replace(
         plain,
         moved_bytes=round(summed(_MOVED)),
         stall_s=summed(f"{_SAVES}sum", f"{_RESTORES}sum"),

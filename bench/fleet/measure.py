@@ -1,9 +1,10 @@
 """Run one contender once: drive it, count, and compare it with the oracle."""
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.client import Client, Json
@@ -126,7 +127,7 @@ def _told(counted: Counts, samples: Sequence[Sample]) -> Counts:
     """Return the counts by the answers' own usage, if no server can be asked."""
     said = [(s.prompt_tokens - s.cached_tokens) for s in samples if s.prompt_tokens is not None]
     generated = sum(sample.generated_tokens for sample in samples)
-    return replace(counted, computed=sum(said), generated=generated)
+    return dataclasses.replace(counted, computed=sum(said), generated=generated)
 
 
 def _tokens(server: str, samples: Sequence[Sample]) -> list[tuple[list[int], list[int]] | None]:
@@ -181,7 +182,7 @@ def brief(report: Report) -> Report:
         *runs, last = own
         found = {column: [row[column] for row in runs] for column in _RANGED if runs}
         rows.append([_ranged(cell, found.get(column, ())) for column, cell in last.items()])
-    return replace(report, rows=rows)
+    return dataclasses.replace(report, rows=rows)
 
 
 def _ranged(cell: Cell, runs: Sequence[Cell]) -> Cell:

@@ -8,11 +8,12 @@ import signal
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import structlog
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from router import __version__

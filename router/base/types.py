@@ -1,12 +1,12 @@
 """Data types of all packages, without behaviour; `docs/glossary.md` explains the terms."""
 
 from collections.abc import Mapping
-from dataclasses import field
 from enum import StrEnum
 from math import inf
 from typing import NewType
 
-from router.base.frozen import dataclass
+from msgspec import Struct
+
 from router.base.tokens import EMPTY, Tokens, count
 
 BackendId = NewType("BackendId", str)
@@ -22,8 +22,7 @@ KvDir = NewType("KvDir", str)
 NO_TENANT = Tenant("")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SlotId:
+class SlotId(Struct, frozen=True, order=True):
     """One slot of one backend; `index` is llama-server's `id_slot`."""
 
     backend: BackendId
@@ -102,8 +101,7 @@ class Miss(StrEnum):
     DECLINED = "declined"  # the client asked for no reuse, or for several answers at once
 
 
-@dataclass(frozen=True, slots=True)
-class Nearest:
+class Nearest(Struct, frozen=True):
     """The slot or snapshot that shared most with a prompt, at the time of the decision.
 
     `common` of its `length` tokens are shared. `before`: some tokens up to the point of divergence.
@@ -124,8 +122,7 @@ class Nearest:
         return bool(self.ours and self.theirs)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Struct, frozen=True):
     """The ids that llama-server will see, or the reason why they are unknown.
 
     `boundaries`: token positions where a snapshot stays useful, ascending and shorter than the
@@ -147,16 +144,14 @@ class Prompt:
         return not (self.unknown or self.n_media)
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(Struct, frozen=True):
     """The sender of a request: the names of its key and tenant in the configuration."""
 
     key: str
     tenant: str
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """One completion request, as far as the scheduler has to know it."""
 
     id: RequestId
@@ -185,8 +180,7 @@ class Request:
         return self.pinnable and not self.whole_backend
 
 
-@dataclass(frozen=True, slots=True)
-class BackendInfo:
+class BackendInfo(Struct, frozen=True):
     """Facts about an attached backend; a new object after every restart."""
 
     id: BackendId
@@ -218,8 +212,7 @@ class BackendInfo:
         return model is None or model in self.models
 
 
-@dataclass(frozen=True, slots=True)
-class StateShape:
+class StateShape(Struct, frozen=True):
     """Properties of a state file beyond its tokens.
 
     `checkpoints`: lengths that a slot can go back to after a restore, where the server writes them
@@ -249,8 +242,7 @@ class StateShape:
 PLAIN = StateShape()
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True):
     """A committed state file. Immutable. `saved_at`: seconds since the epoch, for display."""
 
     id: SnapshotId
@@ -265,8 +257,7 @@ class Snapshot:
         return count(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Struct, frozen=True):
     """The right to use one slot once. `generation` rises whenever the slot changes hands."""
 
     slot: SlotId
@@ -274,8 +265,7 @@ class Lease:
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
+class Reported(Struct, frozen=True):
     """A backend's report on one request that it finished. None: not reported."""
 
     prompt_tokens: int | None = None
@@ -294,8 +284,7 @@ class Reported:
         return self.prompt_tokens - self.cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestRecord(Struct, frozen=True):
     """A dispatched request from end to end, for log and metrics, in seconds and tokens."""
 
     request: RequestId
@@ -316,7 +305,7 @@ class RequestRecord:
     clients_id: str | None = None
     caller: Caller | None = None
     avoided_s: float = 0.0  # prefill that reuse made unnecessary, at the backend's learned rate
-    missed: Mapping[Miss, int] = field(default_factory=dict)  # adds up to the computed tokens
+    missed: Mapping[Miss, int] = {}  # adds up to the computed tokens
     nearest: Nearest | None = None
     prefill_queue_s: float = 0.0  # the part of `prepared_s` in the prefill queue
 
@@ -329,8 +318,7 @@ class Stall(StrEnum):
     PREFILL = "prefill"  # the router's own, before a request
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
+class Speeds(Struct, frozen=True):
     """Learned speeds of a backend, each per second, for a state of 1,000 tokens."""
 
     prefill_tokens: float
@@ -339,8 +327,7 @@ class Speeds:
     restore_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
-class BackendStats:
+class BackendStats(Struct, frozen=True):
     """One backend at the time of a scrape."""
 
     backend: BackendId
@@ -349,11 +336,10 @@ class BackendStats:
     drained: bool = False  # or being drained
     resident_tokens: int = 0
     speeds: Speeds | None = None  # None: it was never up
-    stalled_s: Mapping[Stall, float] = field(default_factory=dict)  # so far, summed over streams
+    stalled_s: Mapping[Stall, float] = {}  # so far, summed over streams
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(Struct, frozen=True):
     """The engine at the time of a scrape: gauges are made of it, so that none can drift."""
 
     backends: tuple[BackendStats, ...]
@@ -366,8 +352,7 @@ class Stats:
     snapshot_tokens_limit: float = inf
 
 
-@dataclass(frozen=True, slots=True)
-class SlotStatus:
+class SlotStatus(Struct, frozen=True):
     """One entry of `GET /slots`."""
 
     index: int
@@ -378,8 +363,7 @@ class SlotStatus:
     adapted: bool = False  # its last task had LoRA adapters of its own
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(Struct, frozen=True):
     """The report of a slot save or restore, with the seconds that the backend took."""
 
     n_tokens: int
@@ -387,8 +371,7 @@ class Transfer:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class StagedFile:
+class StagedFile(Struct, frozen=True):
     """A state file that a backend wrote and that passed verification."""
 
     kv_dir: KvDir

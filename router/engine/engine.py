@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 
 import structlog
+from msgspec import Struct
 
 from router.base.errors import BackendError, BackendRefusedError
-from router.base.frozen import dataclass
 from router.base.ports import Backend, Clock, SnapshotStore, Telemetry
 from router.base.tasks import Tasks
 from router.base.tokens import Tokens
@@ -57,8 +57,7 @@ _PURGED_AT_ONCE = 10
 _FOUND_AT_ONCE = 100  # about 5 ms
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(Struct, frozen=True):
     """The right to send one request now. Its holder calls `Engine.finish` once."""
 
     lease: Lease
@@ -67,8 +66,7 @@ class Grant:
     waited_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Struct, frozen=True):
     """Times that only the web layer can measure, in seconds."""
 
     ttft_s: float | None

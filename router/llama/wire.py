@@ -11,9 +11,9 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 import orjson
+from msgspec import Struct
 
 from router.base.errors import BadRequestError
-from router.base.frozen import dataclass
 from router.base.tokens import Tokens, pack, pieces, unpack
 from router.llama import json_offload
 from router.llama.anthropic import anthropic_to_chat
@@ -49,29 +49,25 @@ ROUTES: dict[str, Route] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
+class TokenPrompt(Struct, frozen=True):
     """A token array; the server takes it as it is and adds no BOS."""
 
     tokens: Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(Struct, frozen=True):
     """Text, tokenized with add_special=true and parse_special=true."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class MixedPrompt:
+class MixedPrompt(Struct, frozen=True):
     """Strings and ids, the `content` of /tokenize; only a first string gets add_special."""
 
     parts: tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(Struct, frozen=True):
     """A chat body for POST /apply-template; the rendered answer is a TextPrompt.
 
     Every media part keeps its place, with a payload of one byte. The template renders the same
@@ -83,8 +79,7 @@ class ChatPrompt:
     media: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownPrompt:
+class UnknownPrompt(Struct, frozen=True):
     """A prompt with tokens that the router cannot know, for this reason."""
 
     reason: str
@@ -94,8 +89,7 @@ class UnknownPrompt:
 PromptSource = TokenPrompt | TextPrompt | MixedPrompt | ChatPrompt | UnknownPrompt
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
+class ParsedRequest(Struct, frozen=True):
     """One completion request, as llama-server reads it."""
 
     route: Route

@@ -5,13 +5,14 @@ has tokenized before is not sent again. A prompt that the backend refuses is unk
 A backend that does not answer raises, so that another backend reads the prompt.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any
 
 import orjson
 import structlog
+from msgspec.structs import replace
 
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.tokens import Tokens, count, head, join, pack, tail

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 
-from router.base.frozen import dataclass
+from msgspec import Struct
+
 from router.base.tokens import WIDTH, Tokens, pack
 from router.base.types import NO_TENANT, Tenant
 
@@ -12,8 +13,7 @@ SHORT_KEY = 64  # characters; a text of at most this length is its own key
 BRIDGE = 256  # characters; tokenizing this many known ones again is cheaper than another call
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(Struct, frozen=True):
     key: str | bytes
     text: str
     special: int | None  # id of its first token; None: the text before the first special

@@ -1,13 +1,13 @@
 """The scheduler, with servers that answer in any order, fail, restart and lose their clients."""
 
 import os
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from router.base.tokens import pack, unpack
 from router.base.types import (
@@ -33,6 +33,7 @@ from router.core.model.slots import Phase
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
+from router.core.planning import prefill_chunks
 from router.core.planning.planner import plan
 from tests.support.scheduler.build import NS, A, B, backend, rates, request, scheduler
 from tests.support.scheduler.model_server import Ids, Server
@@ -78,7 +79,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
     ) -> None:
         self.tenants = (Tenant("x"), Tenant("y")) if apart else (NO_TENANT,)
         # Prompts are short here.
-        self.small = mock.patch.object(TUNING, "chunk_least", 2)
+        self.small = mock.patch.object(prefill_chunks, "TUNING", replace(TUNING, chunk_least=2))
         self.small.start()
         infos = [
             backend("a", sizes[0], memory_kind=kind, n_ctx=100, cuts=True),

@@ -1,6 +1,6 @@
 """A restored state yields the same tokens as the slot that it was saved from."""
 
-from dataclasses import replace
+import dataclasses
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ async def test_a_snapshot_answers_like_the_slot_it_came_from(
     base = ids(1, 1500)
     prompt = base[: len(base) - cut] + ids(2, 40)
     async with running([("a", behind.url)], behind.kv_dir) as fleet:
-        direct = replace(fleet, url=unmoved.url)
+        direct = dataclasses.replace(fleet, url=unmoved.url)
         await direct.complete(base, n_predict=1)
         resident = await direct.complete(prompt, **GREEDY)
         await fleet.complete(base, n_predict=1)

@@ -5,7 +5,7 @@ or files.
 """
 
 import asyncio
-from dataclasses import replace
+import dataclasses
 
 import pytest
 
@@ -252,7 +252,7 @@ async def test_token_arrays(llama_server: StartServer) -> None:
         running([("a", server.url)], server.kv_dir, yaml=yaml) as fleet,
     ):
         body: Json = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
-        by_itself = replace(fleet, url=alone.url)
+        by_itself = dataclasses.replace(fleet, url=alone.url)
         refusal = await by_itself.post("/v1/completions", body)
         assert refusal.status == 400
         for _ in range(2):

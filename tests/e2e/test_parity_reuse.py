@@ -9,10 +9,11 @@ since rounding differs otherwise (docs/llama-server.md, "Comparing answers"). St
 bytes are compared, as in `test_parity.py`.
 """
 
+import dataclasses
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import orjson
 import pytest
@@ -93,7 +94,8 @@ class Talk:
         direct = await self._one(self.pair.direct, path, body | {"id_slot": 0})
         if self.kind == "gemma3":
             direct, routed = (
-                replace(seen, body=PROBABILITY.sub(rb"\1P", seen.body)) for seen in (direct, routed)
+                dataclasses.replace(seen, body=PROBABILITY.sub(rb"\1P", seen.body))
+                for seen in (direct, routed)
             )
         return difference(direct, routed)
 

@@ -4,10 +4,10 @@ Saves and restores against whole routers: tests/engine/test_engine.py.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from router.base.errors import (

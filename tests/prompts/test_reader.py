@@ -1,10 +1,10 @@
 """Reading of requests into the ids that the engine will see; an unknown prompt has a reason."""
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import aiohttp
 import pytest
+from msgspec.structs import replace
 
 from router.base.errors import BackendError
 from router.base.tasks import Tasks

@@ -1,9 +1,10 @@
 """`router.store.manifest`: whole records survive, and no wrong record is ever read."""
 
+import dataclasses
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_records_without_a_shape(scratch: Path, written: bytes) -> None:
         del old[name]
     manifest = replay(scratch, written + module._line({"op": "add"} | old))
 
-    plain = replace(entry(7), n_stream=1, checkpoints=(), extendable=True)
+    plain = dataclasses.replace(entry(7), n_stream=1, checkpoints=(), extendable=True)
     assert (manifest.entries[entry(7).id], manifest.corrupt) == (plain, 0)
 
 

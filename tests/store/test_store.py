@@ -6,12 +6,12 @@ import stat
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from msgspec.structs import replace
 
 from router.base import tokens as tok
 from router.base.errors import KvError, KvFileError

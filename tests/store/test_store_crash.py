@@ -1,11 +1,11 @@
 """`router.store.store`: crashes, changed files, full disks and second owners."""
 
 import asyncio
+import dataclasses
 import errno
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -262,7 +262,7 @@ async def test_record_with_a_foreign_file_name(stores: Stores, store: KvStore) -
     victim = Path(snapshot.kv_dir).parent / "x"
     victim.write_bytes(full(TOKENS))
     entry = manifest.entries[snapshot.id]
-    manifest.add(replace(entry, id=SnapshotId("../x"), file="../x"))
+    manifest.add(dataclasses.replace(entry, id=SnapshotId("../x"), file="../x"))
     _, loaded = await stores.restart(store)
     assert [snapshot] == loaded
     assert victim.exists()
@@ -310,7 +310,7 @@ async def test_record_of_another_file_is_not_believed(stores: Stores, store: KvS
     snapshot = await put(store)
     await store.flush()
     manifest = store._directories[snapshot.kv_dir].manifest
-    manifest.add(replace(manifest.entries[snapshot.id], n_tokens=3))
+    manifest.add(dataclasses.replace(manifest.entries[snapshot.id], n_tokens=3))
     _, loaded = await stores.restart(store)
     assert loaded == []
 

@@ -2,8 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
 from math import inf
+
+from msgspec.structs import replace
 
 from router.base.errors import (
     ContextTooLongError,

@@ -10,7 +10,7 @@ from router.base.types import RequestId
 from router.core.execution.state import State
 from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob
 
-_WHAT = {InPrefillQueue: "its prefill", AtGate: "the placement gate"}
+_WHAT: dict[type, str] = {InPrefillQueue: "its prefill", AtGate: "the placement gate"}
 
 
 def reject_late(state: State, now: float) -> list[RequestJob]:

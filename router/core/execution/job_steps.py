@@ -4,9 +4,10 @@ A failed step does not fail the request, except an erase: what is left of the pl
 on the same lease.
 """
 
-from dataclasses import replace
 from math import inf
 from typing import assert_never
+
+from msgspec.structs import replace
 
 from router.base.errors import NoBackendError
 from router.base.tokens import Tokens, common_prefix, count, head

@@ -5,7 +5,7 @@ new begins on the backend until the request is known to run. While another slot 
 take for idle has as much of the prompt, the request waits at the gate.
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from router.base.tokens import Tokens
 from router.core.execution.state import State

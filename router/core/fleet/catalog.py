@@ -5,10 +5,9 @@ last reference is released.
 """
 
 from collections.abc import Callable, Set
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import IntEnum
 
-from router.base.frozen import dataclass
 from router.base.tokens import Tokens, count
 from router.base.types import MemoryKind, Namespace, Snapshot, SnapshotId
 from router.core.fleet.eviction_order import EvictionOrder

@@ -7,11 +7,10 @@ the choice and its alternatives see docs/adr/0015.
 """
 
 import heapq
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import floor, inf, log
 from typing import Generic, TypeVar
 
-from router.base.frozen import dataclass
 from router.core.model.tuning import TUNING
 
 Item = TypeVar("Item", bound=str)

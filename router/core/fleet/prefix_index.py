@@ -9,7 +9,8 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import Generic, TypeVar
 
-from router.base.frozen import dataclass
+from msgspec import Struct
+
 from router.base.tokens import WIDTH, Tokens, common_prefix
 
 Item = TypeVar("Item", bound=Hashable)
@@ -28,8 +29,7 @@ class _Node(Generic[Item]):
         self.items: list[Item] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Match(Generic[Item]):
+class Match(Struct, Generic[Item], frozen=True):
     """`common` tokens of the prompt are the first `common` of the item's `length` tokens."""
 
     item: Item

@@ -2,8 +2,9 @@
 
 from enum import StrEnum
 
+from msgspec import Struct
+
 from router.base.errors import RouterError
-from router.base.frozen import dataclass
 from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
@@ -30,8 +31,7 @@ class SaveReason(StrEnum):
     IDLE = "idle"
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
+class Save(Struct, frozen=True):
     """Save a slot that has no running request. Answered by `Saved` or `SaveFailed`."""
 
     request: RequestId
@@ -40,8 +40,7 @@ class Save:
     reason: SaveReason
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """Cut the first `n_tokens` out of a snapshot. Answered by `WasCut` or `CutFailed`."""
 
     request: RequestId
@@ -49,8 +48,7 @@ class Cut:
     n_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(Struct, frozen=True):
     """Restore a snapshot into the leased slot. Answered by `Restored` or `RestoreFailed`.
 
     `erase`: empty the slot first. With a draft model, a longer state restored over a shorter one
@@ -64,16 +62,14 @@ class Restore:
     erase: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Erase:
+class Erase(Struct, frozen=True):
     """Empty the leased slot. Answered by `Erased` or `EraseFailed`."""
 
     request: RequestId
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(Struct, frozen=True):
     """Compute tokens in the leased slot and generate no answer.
 
     Answered by `Prefilled` or `PrefillFailed`; `PrefillBroke` may come before `PrefillFailed`.
@@ -84,8 +80,7 @@ class Prefill:
     tokens: Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(Struct, frozen=True):
     """Send the client's request. Answered by `Finished`; with `confirm` by `Launched` first."""
 
     request: RequestId
@@ -96,16 +91,14 @@ class Dispatch:
     waited_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(Struct, frozen=True):
     """Refuse the request with `error`."""
 
     request: RequestId
     error: RouterError
 
 
-@dataclass(frozen=True, slots=True)
-class WatchSlot:
+class WatchSlot(Struct, frozen=True):
     """Find out when a slot is idle and how many tokens it holds. Answered by `Quiet`.
 
     `wipe`: empty the slot once it is idle, because its KV is not what its tokens say.
@@ -120,37 +113,32 @@ class WatchSlot:
     flush: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StopWork:
+class StopWork(Struct, frozen=True):
     """Abort the step that is under way for a cancelled request, where that is possible."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(Struct, frozen=True):
     """Delete a snapshot that is not in use."""
 
     snapshot: Snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantine:
+class Quarantine(Struct, frozen=True):
     """Keep the file of a snapshot that failed to restore, but never offer it again."""
 
     snapshot: Snapshot
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Detach:
+class Detach(Struct, frozen=True):
     """Detach a drained backend: the router has nothing on it and will send nothing more."""
 
     backend: BackendId
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(Struct, frozen=True):
     """Account for a finished request that was dispatched: its plan and what was reported."""
 
     request: Request

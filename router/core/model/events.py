@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from enum import Enum
 
-from router.base.frozen import dataclass
+from msgspec import Struct
+
 from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
@@ -22,8 +23,7 @@ from router.core.model.request_queue import QueueLimits
 from router.core.model.snapshot_limits import SnapshotLimits
 
 
-@dataclass(frozen=True, slots=True)
-class BackendUp:
+class BackendUp(Struct, frozen=True):
     """A backend is attached, for the first time or after a restart.
 
     `slots` is what the backend reports of its slots: lengths, but no token ids.
@@ -33,15 +33,13 @@ class BackendUp:
     slots: tuple[SlotStatus, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BackendDown:
+class BackendDown(Struct, frozen=True):
     """A backend is down, and the content of its slots is lost."""
 
     backend: BackendId
 
 
-@dataclass(frozen=True, slots=True)
-class Draining:
+class Draining(Struct, frozen=True):
     """A backend is to be drained: it gets no new requests.
 
     Answered by `Detach` when its jobs have ended and its slots are saved; at once if it is down.
@@ -50,22 +48,19 @@ class Draining:
     backend: BackendId
 
 
-@dataclass(frozen=True, slots=True)
-class Undrained:
+class Undrained(Struct, frozen=True):
     """A backend that is still draining is to be kept."""
 
     backend: BackendId
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(Struct, frozen=True):
     """A released backend does not come back; its name may be used for another backend."""
 
     backend: BackendId
 
 
-@dataclass(frozen=True, slots=True)
-class Configured:
+class Configured(Struct, frozen=True):
     """The configuration was reloaded; all three fields are in force from now on."""
 
     policy: Policy
@@ -73,57 +68,49 @@ class Configured:
     queue: QueueLimits
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeDue:
+class ProbeDue(Struct, frozen=True):
     """A backend is up but not probed yet; its monitor wants idle slots for the probe."""
 
     backend: BackendId
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
+class Probed(Struct, frozen=True):
     """A backend was probed in the slots lent for the probe; `info` now holds more about it."""
 
     info: BackendInfo
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotsFound:
+class SnapshotsFound(Struct, frozen=True):
     """The store found these snapshots on disk when the router started."""
 
     snapshots: tuple[Snapshot, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotLost:
+class SnapshotLost(Struct, frozen=True):
     """A snapshot turned out to be unusable after it was committed."""
 
     snapshot: SnapshotId
 
 
-@dataclass(frozen=True, slots=True)
-class Purged:
+class Purged(Struct, frozen=True):
     """An operator wants these snapshots deleted; some may not exist any more."""
 
     snapshots: tuple[SnapshotId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(Struct, frozen=True):
     """A client wants a completion."""
 
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(Struct, frozen=True):
     """A client disconnected before its request was dispatched."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(Struct, frozen=True):
     """A slot was saved as a committed snapshot, which tells the tokens that the slot holds.
 
     The backend took `seconds`; the request to it and the check of the file took `handling_s` more.
@@ -136,8 +123,7 @@ class Saved:
     handling_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class SaveFailed:
+class SaveFailed(Struct, frozen=True):
     """A save failed and made no snapshot; the slot is as it was."""
 
     request: RequestId
@@ -145,8 +131,7 @@ class SaveFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WasCut:
+class WasCut(Struct, frozen=True):
     """A prefix was cut out of a snapshot, in `seconds`; `snapshot` is the committed prefix."""
 
     request: RequestId
@@ -154,16 +139,14 @@ class WasCut:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class CutFailed:
+class CutFailed(Struct, frozen=True):
     """A cut failed and made no snapshot; the source snapshot is as it was."""
 
     request: RequestId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
+class Restored(Struct, frozen=True):
     """A snapshot was restored into a slot, in `seconds`.
 
     `rewrite_s`: seconds spent on rewriting its file for this backend; 0 if that was not needed.
@@ -184,8 +167,7 @@ class Blame(Enum):
     BACKEND = "backend"  # the backend refused the restore, or went down
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreFailed:
+class RestoreFailed(Struct, frozen=True):
     """A restore failed; the slot is empty now (llama-server.md section 0.5)."""
 
     request: RequestId
@@ -194,16 +176,14 @@ class RestoreFailed:
     blame: Blame
 
 
-@dataclass(frozen=True, slots=True)
-class Erased:
+class Erased(Struct, frozen=True):
     """A slot was emptied."""
 
     request: RequestId
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class EraseFailed:
+class EraseFailed(Struct, frozen=True):
     """An erase failed; the content of the slot is unknown."""
 
     request: RequestId
@@ -211,23 +191,20 @@ class EraseFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(Struct, frozen=True):
     """A prefill ended: the tokens of its `Prefill` are in the slot."""
 
     request: RequestId
     reported: Reported
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillBroke:
+class PrefillBroke(Struct, frozen=True):
     """A prefill's connection broke or was closed; it may still run. `PrefillFailed` follows."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillFailed:
+class PrefillFailed(Struct, frozen=True):
     """A prefill failed. The slot holds the first `n_tokens` of the prompt; None: unknown."""
 
     request: RequestId
@@ -235,23 +212,20 @@ class PrefillFailed:
     n_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(Struct, frozen=True):
     """The backend runs the request, on the slot `index` that it chose."""
 
     request: RequestId
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(Struct, frozen=True):
     """The first token has arrived, of a request with a prefill before it."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """The response is over, well or badly. `begun`: a part of the answer had arrived.
 
     `index`: the slot that the backend chose, if the request ended before a poll saw it run. A
@@ -265,8 +239,7 @@ class Finished:
     begun: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerRead:
+class AnswerRead(Struct, frozen=True):
     """The token ids of an answer are known, a little after its end."""
 
     slot: SlotId
@@ -275,28 +248,24 @@ class AnswerRead:
     answer: Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Quiet:
+class Quiet(Struct, frozen=True):
     """A watched slot is idle and holds `n_tokens`; None: its length is unknown."""
 
     request: RequestId
     n_tokens: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class FoundBusy:
+class FoundBusy(Struct, frozen=True):
     """Slots that the router has not leased, by generation, run a request."""
 
     slots: Mapping[SlotId, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Time has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping:
+class Stopping(Struct, frozen=True):
     """The router is about to stop and takes no more requests; `save` what pays off."""
 
     save: bool

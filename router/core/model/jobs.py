@@ -2,9 +2,11 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import field, replace
+from dataclasses import dataclass, field
 
-from router.base.frozen import dataclass
+from msgspec import Struct
+from msgspec.structs import replace
+
 from router.base.tokens import Tokens, head
 from router.base.types import (
     Lease,
@@ -21,38 +23,33 @@ from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, Resident
 
 
-@dataclass(frozen=True, slots=True)
-class SaveStep:
+class SaveStep(Struct, frozen=True):
     """Save a slot that the job holds."""
 
     slot: SlotId
     reason: SaveReason
 
 
-@dataclass(frozen=True, slots=True)
-class CutStep:
+class CutStep(Struct, frozen=True):
     """Cut the first `n_tokens` out of a snapshot, for the restore that comes next."""
 
     snapshot: SnapshotId
     n_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class EraseStep:
+class EraseStep(Struct, frozen=True):
     """Empty a slot that the job holds and that has another tenant's tokens."""
 
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreStep:
+class RestoreStep(Struct, frozen=True):
     """Restore into the job's slot. None: the snapshot that the copy's save makes."""
 
     snapshot: SnapshotId | None
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillStep:
+class PrefillStep(Struct, frozen=True):
     """Prefill the job's slot with `tokens`; only the first `upto` if this is one chunk."""
 
     tokens: Tokens
@@ -64,23 +61,20 @@ class PrefillStep:
         return self.tokens if self.upto is None else head(self.tokens, self.upto)
 
 
-@dataclass(frozen=True, slots=True)
-class InPrefillQueue:
+class InPrefillQueue(Struct, frozen=True):
     """No step: the job waits in the prefill queue since then, in clock seconds."""
 
     tokens: Tokens
     since: float
 
 
-@dataclass(frozen=True, slots=True)
-class AtGate:
+class AtGate(Struct, frozen=True):
     """No step: the job waits at the placement gate since then, in clock seconds."""
 
     since: float
 
 
-@dataclass(frozen=True, slots=True)
-class DispatchStep:
+class DispatchStep(Struct, frozen=True):
     """Send the client's request."""
 
 

@@ -1,14 +1,13 @@
 """A decision as data: the candidates, their prices in seconds, and the chosen one."""
 
 from collections.abc import Mapping
-from dataclasses import field
 
-from router.base.frozen import dataclass
+from msgspec import Struct
+
 from router.base.types import Nearest, SlotId, SnapshotId, Source
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
+class Price(Struct, frozen=True):
     """Predicted seconds by component; candidates are compared by `total_s`."""
 
     wait_s: float = 0.0
@@ -31,8 +30,7 @@ class Price:
         return self.ttft_s + self.stall_s + self.loss_s
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(Struct, frozen=True):
     """One way to serve a request."""
 
     slot: SlotId
@@ -62,8 +60,7 @@ class Candidate:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Coverage:
+class Coverage(Struct, frozen=True):
     """The numbers of leading tokens of a prompt that were held when its plan was made.
 
     - `planned`: meant to be reused.
@@ -86,8 +83,7 @@ class Coverage:
     nearest: Nearest | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """The chosen candidate, the other candidates in order, and the reason in words.
 
     `shared`: how many of the prompt's tokens each slot shared. None: the router has no say, or
@@ -99,10 +95,10 @@ class Plan:
     chosen: Candidate
     losers: tuple[Candidate, ...] = ()
     reason: str = ""
-    prefill_first: bool = field(default=False)
+    prefill_first: bool = False
     boundary_saves: tuple[int, ...] = ()
     boundary_saves_s: float = 0.0
-    shared: Mapping[SlotId, int] | None = field(default=None, repr=False, compare=False)
+    shared: Mapping[SlotId, int] | None = None
     coverage: Coverage | None = None
 
     @property

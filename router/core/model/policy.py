@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from router.base.frozen import dataclass
+from msgspec import Struct
 
 
 class PolicyName(StrEnum):
@@ -17,8 +17,7 @@ class PolicyName(StrEnum):
     PASSTHROUGH = "passthrough"
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(Struct, frozen=True):
     """A preset with its parameters. Times are in seconds."""
 
     name: PolicyName = PolicyName.PREFER_IDLE

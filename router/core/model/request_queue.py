@@ -7,17 +7,17 @@ comes first.
 """
 
 from collections.abc import Iterator, Set
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from math import inf
 
-from router.base.frozen import dataclass
+from msgspec import Struct
+
 from router.base.types import Request, RequestId
 from router.core.model.tuning import TUNING
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
+class QueueLimits(Struct, frozen=True):
     """Limits of the queue.
 
     `deadline_s`: longest wait; None: no limit. `no_backend_s`: longest wait while no backend that

@@ -6,14 +6,14 @@ slot that holds all of the prompt but its last token is picked, unless another h
 
 from enum import StrEnum
 
-from router.base.frozen import dataclass
+from msgspec import Struct
+
 from router.base.tokens import common_prefix, count
 from router.base.types import BackendInfo, Prompt, Request
 from router.core.model.slots import Resident
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(Struct, frozen=True):
     """A request at the placement gate; `computed`: its leased slot surely has its prompt."""
 
     request: Request

@@ -4,12 +4,13 @@ A slot's life is the table `TRANSITIONS`; an illegal move raises, because it is 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from router.base.errors import StaleLeaseError
-from router.base.frozen import dataclass
 from router.base.tokens import EMPTY, Tokens, common_prefix, count
 from router.base.types import (
     NO_TENANT,
@@ -59,8 +60,7 @@ TRANSITIONS: dict[Phase, dict[Move, Phase]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Resident:
+class Resident(Struct, frozen=True):
     """The believed content of a slot: known `tokens`, then `unread` ones with unknown ids.
 
     A response often lacks the ids of its answer; saving the slot reads them.

@@ -1,12 +1,11 @@
 """Limits on the total size of all snapshots."""
 
-from router.base.frozen import dataclass
+from msgspec import Struct
 
 UNLIMITED = -1
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotLimits:
+class SnapshotLimits(Struct, frozen=True):
     """Limits in bytes and in tokens, each on its own. `-1` is no limit, `0` is off."""
 
     max_bytes: int = UNLIMITED

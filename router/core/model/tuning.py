@@ -6,12 +6,12 @@ measurement prefers the value to its neighbours. The delays of polls are in `eng
 
 from math import log
 
-from router.base.frozen import dataclass
+from msgspec import Struct
+
 from router.base.types import RequestProgress
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
+class Tuning(Struct, frozen=True):
     """All constants; `TUNING` is the only instance."""
 
     # -- serving the queue -----------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Content that a slot happens to hold still counts.
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from router.base.tokens import common_prefix
 from router.base.types import BackendId, Request, SlotId

@@ -1,7 +1,8 @@
 """Decide how to serve one queued request: as planned, later, or server-placed."""
 
-from dataclasses import replace
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from router.base.types import Request
 from router.core.fleet.fleet import Fleet

@@ -6,9 +6,10 @@ Reports to the engine when a backend comes up or goes down; the engine decides w
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
+from msgspec.structs import replace
 
 from router.base.errors import (
     BackendError,

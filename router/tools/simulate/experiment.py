@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from time import perf_counter
 
+from msgspec import structs
+
 from router.core.model.policy import PolicyName
 from router.core.model.snapshot_limits import UNLIMITED
 from router.tools.simulate.accounting import Losses, Result, percentiles
@@ -29,7 +31,7 @@ class Experiment:
     def runs(self) -> Iterator[Setup]:
         """Yield the runs in order. A policy that never moves KV has no budget and one run."""
         for name in self.policies:
-            policy = replace(self.setup.policy, name=name)
+            policy = structs.replace(self.setup.policy, name=name)
             for budget_bytes in self.budgets if policy.moves_kv else (0,):
                 yield replace(self.setup, policy=policy, budget_bytes=budget_bytes)
 

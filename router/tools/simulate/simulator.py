@@ -5,10 +5,12 @@ event to the scheduler at its simulated time. All pending actions are in one hea
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from time import perf_counter
+
+from msgspec.structs import replace
 
 from router.base.tokens import Tokens, count, head, join, pack
 from router.base.types import (

@@ -6,12 +6,13 @@ The engine chooses the slot.
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TypedDict
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from router.base.clock import wall_ns
 from router.base.errors import BackendError, BadRequestError, RouterError

@@ -4,16 +4,15 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from msgspec import Struct
 
-from router.base.frozen import dataclass
 from router.llama import json_offload, multipart
 from router.llama.wire import is_int
 
 _INPUTS = ("input", "content", "documents", "texts")
 
 
-@dataclass(frozen=True, slots=True)
-class SlotsAsked:
+class SlotsAsked(Struct, frozen=True):
     """The model and the slots that a request asks for."""
 
     model: str | None

@@ -1,10 +1,10 @@
 """Admission: which requests are accepted, wait, are rejected, and get a slot."""
 
-from dataclasses import replace
 from math import inf
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.errors import (
     ContextTooLongError,
@@ -426,7 +426,7 @@ def test_a_snapshot_is_in_use_from_the_grant_on() -> None:
 
 
 def test_only_so_many_homes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TUNING, "sticky_keys", 2)
+    monkeypatch.setattr(admission, "TUNING", replace(TUNING, sticky_keys=2))
     s = scheduler(backend("a", 3), policy=PolicyName.STICKY)
     for n in range(3):
         arrive(s, f"r{n}", [n], session=f"s{n}")

@@ -1,9 +1,9 @@
 """Attach: what exists already when the router or a backend starts."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.types import (
     BackendId,

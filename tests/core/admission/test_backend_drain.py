@@ -1,8 +1,7 @@
 """Drained backends, and a reload of the configuration."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from router.base.errors import NoBackendError, QueueFullError
 from router.base.types import Outcome, RequestId, SlotStatus, SnapshotId

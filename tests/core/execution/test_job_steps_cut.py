@@ -1,9 +1,9 @@
 """Cuts: a prefix shared with a longer snapshot is cut out of its file and restored."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.tokens import join
 from router.base.types import MemoryKind, SnapshotId, Source, StateShape

@@ -1,7 +1,7 @@
 """Placement gate: server-placed requests are sent beside others, if none can miss its slot."""
 
+import dataclasses
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -128,7 +128,9 @@ def test_a_held_slot_with_as_much_of_the_prompt_is_waited_for() -> None:
     taken = slot(s, A1)
     taken.resident = Resident(LONG)
     lease = taken.lease(RequestId("r"))
-    job = replace(s.state.job_of(RequestId("m")), id=RequestId("r"), lease=lease, steps=deque())
+    job = dataclasses.replace(
+        s.state.job_of(RequestId("m")), id=RequestId("r"), lease=lease, steps=deque()
+    )
     s.state.fleet.jobs[job.id] = job
     assert of(prefilled(s, "m")) == []
     assert waits(s)

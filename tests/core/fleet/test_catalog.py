@@ -1,13 +1,14 @@
 """Snapshot catalog: each rule by name, and all of them against a dictionary."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from router.base.tokens import count, pack
 from router.base.types import MemoryKind, Snapshot, SnapshotId, StateShape

@@ -1,8 +1,7 @@
 """Write backoff: after repeated failures, nothing is written for a while."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from router.base.types import KvDir, RequestId, Snapshot, SnapshotId, Source, StateShape
 from router.core.model import events as ev

@@ -4,8 +4,10 @@ from itertools import islice
 from math import inf
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.types import RequestId
+from router.core.model import request_queue
 from router.core.model.request_queue import Queue, QueueLimits, Waiting
 from router.core.model.tuning import TUNING
 from tests.support.scheduler.build import R2, R, request
@@ -133,7 +135,7 @@ def test_of_too_many_clients_some_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Clients that use a new key for each request neither fill the memory nor gain priority."""
-    monkeypatch.setattr(TUNING, "clients", 3)
+    monkeypatch.setattr(request_queue, "TUNING", replace(TUNING, clients=3))
     queue = Queue()
     for number in range(20):
         queue.add(request("r", client=f"{number}"), 1.0)

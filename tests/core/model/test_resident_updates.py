@@ -1,11 +1,11 @@
 """Resident updates: a slot's tokens are claimed only if they are certain."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.base.tokens import EMPTY, pack
 from router.base.types import Prompt, Reported, Request

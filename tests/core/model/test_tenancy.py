@@ -1,10 +1,9 @@
 """Tenants: no tenant's tokens are reused for, reported to or left to another tenant."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.base.errors import NoBackendError
 from router.base.tokens import head

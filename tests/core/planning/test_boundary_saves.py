@@ -1,9 +1,9 @@
 """Boundary saves: where a prefill stops to save a snapshot, and what follows."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.tokens import head, join
 from router.base.types import (

@@ -1,11 +1,11 @@
 """Properties of every plan, for any fleet."""
 
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.base.tokens import common_prefix, head, pack
 from router.base.types import KvDir, MemoryKind, Prompt, Request, RequestId, SlotId, Source

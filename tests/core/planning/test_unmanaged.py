@@ -1,8 +1,7 @@
 """Backends that are not managed: requests go to the server that had the prompt, and no KV moves."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from router.base.tokens import join, pack
 from router.base.types import BackendInfo, Outcome, Reported, RequestId, Source

@@ -1,8 +1,8 @@
 """Tests of `differs_in_earnest`: which answers count as the same."""
 
+import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -69,9 +69,9 @@ def test_one_without_an_end() -> None:
     """Answers without an end differ, even with all tokens or after a difference within rounding."""
     whole, close = stream(*WHOLE), stream(token(1, _5=RIVAL), token(2))
     for answer in (
-        replace(whole, events=whole.events[:-1]),
-        replace(close, events=close.events[:-1]),
-        replace(plain(*WHOLE), json={}),
+        dataclasses.replace(whole, events=whole.events[:-1]),
+        dataclasses.replace(close, events=close.events[:-1]),
+        dataclasses.replace(plain(*WHOLE), json={}),
         Answer(200, {}, b"", {}),
         Answer(503, {}, b"", {"error": {"code": 503}}),
     ):

@@ -6,13 +6,14 @@ and made without another tenant's tokens.
 """
 
 import asyncio
+import dataclasses
 import json
 import os
 import random
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -213,7 +214,7 @@ class Chaos:
         """Ask another question after the same beginning."""
         talk = self._some_talk()
         messages = [*talk.messages[:-1], self._question()]
-        await self._ask_well(replace(talk, messages=messages))
+        await self._ask_well(dataclasses.replace(talk, messages=messages))
 
     async def overhear(self) -> None:
         """Send one tenant's prompt as the other tenant: it must be computed anew if `apart`."""

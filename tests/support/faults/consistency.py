@@ -4,12 +4,12 @@ Manifests are read here from the disk, without the code that writes them.
 """
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -53,7 +53,7 @@ async def assert_undisturbed(
 ) -> list[Answer]:
     """Check that prompts are answered as by an undisturbed server that computes all of them."""
     answers = []
-    direct = replace(fleet, url=server.url)
+    direct = dataclasses.replace(fleet, url=server.url)
     for prompt in prompts:
         answer = await fleet.complete(prompt, **TOLD)
         expected = await direct.complete(prompt, cache_prompt=False, **TOLD)

@@ -3,10 +3,10 @@
 Each effect is checked against what the servers are doing at that moment.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.base.tokens import head, pack, unpack
 from router.base.types import (

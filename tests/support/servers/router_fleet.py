@@ -7,12 +7,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import yaml as pyyaml
+from msgspec.structs import replace
 
 from router.assembly.router import Router, build, listening
 from router.base.ports import Tracing

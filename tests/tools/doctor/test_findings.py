@@ -1,10 +1,11 @@
 """Conclusions of `kvferry doctor`: findings with remedies, the exit code, the last line."""
 
+import dataclasses
 import os
 import sys
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.types import BackendId, BackendInfo, KvDir, MemoryKind, Namespace
 from router.config.schema import BackendConfig, Config, from_flags, parse
@@ -106,16 +107,16 @@ def facts(name: str = "one", /, **changes: object) -> Facts:
 
     own = of(Facts)
     assert GOOD.props is not None
-    props = replace(GOOD.props, **of(Props))  # type: ignore[arg-type]
-    probe = replace(PROBE, **({"layout": _Full()} | of(ProbeResult)))  # type: ignore[arg-type]
+    props = dataclasses.replace(GOOD.props, **of(Props))  # type: ignore[arg-type]
+    probe = dataclasses.replace(PROBE, **({"layout": _Full()} | of(ProbeResult)))  # type: ignore[arg-type]
     seen = {"memory_kind": probe.memory_kind, "keeps_idle_slots": probe.keeps_idle_slots}
-    info = replace(INFO, **(seen | of(BackendInfo)))  # type: ignore[arg-type]
-    models = replace(MODELS, **of(ModelsInfo))  # type: ignore[arg-type]
+    info = replace(INFO, **(seen | of(BackendInfo)))
+    models = dataclasses.replace(MODELS, **of(ModelsInfo))  # type: ignore[arg-type]
     assert not changes
     backend = GOOD.backend.model_copy(update={"name": BackendId(name)})
     attached = Attached(info, (), props, models, probe)
-    made = replace(GOOD, backend=backend, props=props, attached=attached)
-    return replace(made, **own)  # type: ignore[arg-type]
+    made = dataclasses.replace(GOOD, backend=backend, props=props, attached=attached)
+    return dataclasses.replace(made, **own)  # type: ignore[arg-type]
 
 
 def bad(found: list[Finding]) -> list[Finding]:
@@ -239,7 +240,7 @@ def test_state_files(layout: Layout, what: str) -> None:
 
 @pytest.mark.parametrize("trouble", Trouble)
 def test_every_trouble_has_an_advice(trouble: Trouble) -> None:
-    broken = replace(GOOD, unusable=Unusable(trouble, "why"))
+    broken = dataclasses.replace(GOOD, unusable=Unusable(trouble, "why"))
 
     (found,) = of_backend(broken)
 
@@ -263,7 +264,7 @@ def test_exit_code_follows_the_policy() -> None:
 @pytest.mark.parametrize("mode", [0o755, 0o750])
 def test_a_directory_that_serve_refuses(mode: int) -> None:
     """The doctor once reported an error, and then "Ready"."""
-    folder = replace(GOOD.folder or Folder(), mode=mode)
+    folder = dataclasses.replace(GOOD.folder or Folder(), mode=mode)
     fleet = [facts(folder=folder), facts("two")]
 
     code, text = verdict(fleet, config())
@@ -272,7 +273,7 @@ def test_a_directory_that_serve_refuses(mode: int) -> None:
     # The directory does not matter where nothing is saved.
     assert verdict(fleet, config(policy="round_robin"))[0] == 0
     if mode == 0o750:
-        shared = replace(folder, group_access=True)
+        shared = dataclasses.replace(folder, group_access=True)
         assert verdict([facts(folder=shared)], config())[0] == 0
 
 

@@ -1,6 +1,6 @@
 """Eviction policies, on sequences small enough to be worked out by hand."""
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from router.tools.simulate.accounting import reusable
 from router.tools.simulate.eviction import compare, served_by
 from router.tools.simulate.hardware import PRESETS
 
-HARDWARE = replace(PRESETS["gpu-8b"], bytes_per_token=1)
+HARDWARE = dataclasses.replace(PRESETS["gpu-8b"], bytes_per_token=1)
 
 
 def prompt(which: int, n: int = 10) -> tuple[Tokens, Tokens]:

@@ -1,6 +1,6 @@
 """Runs over policies and budgets, and their numbers."""
 
-from dataclasses import replace
+import dataclasses
 from functools import partial
 
 import pytest
@@ -65,7 +65,7 @@ def test_scale_changes_little() -> None:
 
 
 def test_explains() -> None:
-    made = replace(experiment(), explain=True)
+    made = dataclasses.replace(experiment(), explain=True)
     none = made.run(next(made.runs()))
     assert sum(none.losses.values()) >= none.oracle_tokens - none.reused_tokens > 0
     assert sum(none.displaced.values()) > 0
@@ -73,7 +73,7 @@ def test_explains() -> None:
 
 def test_evictions() -> None:
     """A state is 2,128 tokens: 0.5 GiB has room for one of the three in turn."""
-    made = replace(experiment(), budgets=(0, GIB // 2, UNLIMITED))
+    made = dataclasses.replace(experiment(), budgets=(0, GIB // 2, UNLIMITED))
     found = {(e.policy, e.budget_bytes): e.reused_tokens for e in made.compare_evictions()}
     assert {budget for _, budget in found} == {GIB // 2, UNLIMITED}
     assert found["lru", GIB // 2] == 0

@@ -1,7 +1,8 @@
 """The production scheduler over simulated servers: totals by hand, and invariants."""
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,7 +24,9 @@ from router.tools.simulate.workload import WORKLOADS, Workload
 # A prompt token takes 10 ms, an answer token 100 ms; a state of 512 tokens is saved in 0.512 s.
 SLOW = Hardware(0.01, 0.0, 0.1, 0.0, 1000, 1e6, 2e6, 1e6, transfer_s=0.0, batch=512)
 # A transfer takes next to no time.
-HARDWARE = replace(SLOW, save_bytes_per_s=1e9, restore_bytes_per_s=1e9, rewrite_bytes_per_s=1e9)
+HARDWARE = dataclasses.replace(
+    SLOW, save_bytes_per_s=1e9, restore_bytes_per_s=1e9, rewrite_bytes_per_s=1e9
+)
 MOVING = [PolicyName.PREFER_IDLE, PolicyName.PREFER_OWNER, PolicyName.CHEAPEST]
 POLICIES = [*MOVING, PolicyName.STICKY, PolicyName.ROUND_ROBIN, PolicyName.LEAST_BUSY]
 
@@ -184,7 +187,7 @@ def test_losses_add_up() -> None:
     """Tokens that an unlimited cache would reuse are reused, or counted as losses."""
     losses = Losses()
     of = setup(PolicyName.PREFER_IDLE, servers=2, slots=2, hardware=PRESETS["gpu-8b"])
-    of = replace(of, budget_bytes=2 * 1024**3)
+    of = dataclasses.replace(of, budget_bytes=2 * 1024**3)
     meter = play(of, Workload(WORKLOADS["chat"], 150, 12, 32_768, 5), losses=losses).meter
     missed = meter.oracle_tokens - sum(meter.reused_tokens.values())
     assert losses.tokens.total() >= missed
@@ -198,7 +201,7 @@ def test_the_same_again(policy: PolicyName, kind: MemoryKind) -> None:
 
     def once() -> Simulator:
         of = setup(policy, servers=2, slots=2, hardware=PRESETS["gpu-8b"], memory_kind=kind)
-        of = replace(of, budget_bytes=4 * 1024**3)
+        of = dataclasses.replace(of, budget_bytes=4 * 1024**3)
         return play(of, Workload(WORKLOADS["agent"], 80, 8, 32_768, 5))
 
     one, two = once(), once()

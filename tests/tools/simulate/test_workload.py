@@ -1,6 +1,6 @@
 """Synthetic clients: their prompts depend on the seed."""
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
 
@@ -8,7 +8,7 @@ from router.base.tokens import common_prefix, count
 from router.tools.simulate.requests import SimulatedRequest
 from router.tools.simulate.workload import WORKLOADS, Workload
 
-HABITS = replace(WORKLOADS["chat"], leave_chance=0.0)
+HABITS = dataclasses.replace(WORKLOADS["chat"], leave_chance=0.0)
 
 
 def served(workload: Workload) -> list[SimulatedRequest]:
@@ -34,7 +34,7 @@ def test_the_same_for_a_seed(name: str) -> None:
 
 
 def test_a_conversation_goes_on_after_its_answer() -> None:
-    habits = replace(HABITS, title_chance=0.0, turns=(3, 3), pause_chance=0.0)
+    habits = dataclasses.replace(HABITS, title_chance=0.0, turns=(3, 3), pause_chance=0.0)
     first, second, third, other = served(Workload(habits, 4, 1, 32_768, 7))
     for before, after in ((first, second), (second, third)):
         said = len(before.prompt) + count(before.answer)
@@ -46,7 +46,7 @@ def test_a_conversation_goes_on_after_its_answer() -> None:
 
 
 def test_titles_share_their_instructions_only() -> None:
-    habits = replace(HABITS, title_chance=1.0)
+    habits = dataclasses.replace(HABITS, title_chance=1.0)
     asks = served(Workload(habits, 60, 5, 32_768, 3))
     titles = [ask for ask in asks if ask.session is None]
     assert len(titles) > 3
@@ -54,7 +54,7 @@ def test_titles_share_their_instructions_only() -> None:
 
 
 def test_a_fan_shares_its_history() -> None:
-    habits = replace(HABITS, fan_chance=1.0, fan=(3, 3), title_chance=0.0, turns=(2, 2))
+    habits = dataclasses.replace(HABITS, fan_chance=1.0, fan=(3, 3), title_chance=0.0, turns=(2, 2))
     asks = served(Workload(habits, 6, 1, 32_768, 3))
     assert len({ask.at for ask in asks[:3]}) == 1
     shared = asks[0].prompt.boundaries[0]
@@ -64,7 +64,7 @@ def test_a_fan_shares_its_history() -> None:
 
 
 def test_what_was_not_answered_is_not_said() -> None:
-    habits = replace(HABITS, title_chance=0.0, turns=(9, 9))
+    habits = dataclasses.replace(HABITS, title_chance=0.0, turns=(9, 9))
     workload = Workload(habits, 9, 1, 32_768, 3)
     (first,) = workload.arrivals()
     (second,) = workload.then(first, 1.0, answered=False)
@@ -72,12 +72,12 @@ def test_what_was_not_answered_is_not_said() -> None:
 
 
 def test_stops_before_the_context_does() -> None:
-    habits = replace(HABITS, turns=(500, 500))
+    habits = dataclasses.replace(HABITS, turns=(500, 500))
     for ask in served(Workload(habits, 300, 2, 4_096, 1)):
         assert len(ask.prompt) + count(ask.answer) < 4_096
 
 
 def test_some_leave() -> None:
-    habits = replace(HABITS, leave_chance=1.0, title_chance=0.0)
+    habits = dataclasses.replace(HABITS, leave_chance=1.0, title_chance=0.0)
     asks = served(Workload(habits, 20, 2, 32_768, 1))
     assert all(ask.leaves_after_s is not None for ask in asks)

@@ -4,11 +4,12 @@ Skipped without Chromium.
 """
 
 import asyncio
+import dataclasses
 import random
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -126,7 +127,7 @@ async def test_behind_a_token(browser: Browser, monkeypatch: pytest.MonkeyPatch)
     yaml = "admin: {listen: '127.0.0.1:0', token_env: TEST_TOKEN, protect_reads: true}"
     async with running([("a", "http://127.0.0.1:9")], None, yaml=yaml, wait_for=[]) as router:
         assert router.router.admin_url is not None
-        operators = replace(router, url=router.router.admin_url)
+        operators = dataclasses.replace(router, url=router.router.admin_url)
         credentials = {"username": "anybody", "password": "sesame"}
         async with opened(browser, operators, http_credentials=credentials) as found:
             await expect(found.page.locator("body")).to_contain_text("down")

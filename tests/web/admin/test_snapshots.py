@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.clock import wall_now
 from router.base.tokens import pack
