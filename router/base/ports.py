@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
 class SnapshotStore(Protocol):
     """State files on disk. Raises KvError, and OSError never.
 
-    A file exists when the manifest says so; only the router chooses names.
+    A file exists when its record does; only the router chooses names.
     """
 
     def staging_name(self) -> str:
@@ -69,7 +69,7 @@ class SnapshotStore(Protocol):
         """Cut the first `n_tokens` out of a full-attention snapshot, as a file to commit."""
 
     async def commit(self, staged: StagedFile, namespace: Namespace) -> Snapshot:
-        """Give the file its final name: usable at once, durable once it is in the manifest."""
+        """Give the file its final name: usable at once, durable once it has a record."""
 
     async def discard(self, kv_dir: KvDir, name: str) -> None:
         """Remove a staged file that is not needed."""
@@ -85,10 +85,10 @@ class SnapshotStore(Protocol):
         """Give back a name that `open` returned."""
 
     async def delete(self, snapshot: Snapshot) -> None:
-        """Remove a snapshot: from the manifest first, then the file."""
+        """Remove a snapshot: first its record, then its file."""
 
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
-        """Remove a snapshot that misbehaved from the manifest; keep its file for the operator."""
+        """Remove the record of a snapshot that misbehaved; keep its file for the operator."""
 
 
 class Telemetry(Protocol):

@@ -26,8 +26,11 @@ log = structlog.get_logger(__name__)
 # Flat names of safe characters: llama-server takes no others (docs/llama-server.md section 1.1).
 STAGING = re.compile(r"kvf-([0-9a-f]{32})\.part")
 FINAL = re.compile(r"kvf-([0-9a-f]{32})\.kv")
+SIDECAR = re.compile(r"kvf-([0-9a-f]{32})\.json")
+_NEW_SIDECAR = re.compile(r"kvf-([0-9a-f]{32})\.json\.new")
 QUARANTINED = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
 KEEP_QUARANTINED = 4
+_SWEPT = (STAGING, FINAL, SIDECAR, _NEW_SIDECAR)
 
 _CHUNK = 4 << 20  # bytes; xxh3 does about 10 GB/s, so the chunk only has to amortise the call
 
@@ -49,6 +52,16 @@ def staging_name() -> str:
 def final_name(number: str) -> str:
     """Return the file name of the snapshot with the id `number`."""
     return f"kvf-{number}.kv"
+
+
+def sidecar_name(number: str) -> str:
+    """Return the file name of the record of the snapshot with the id `number`."""
+    return f"kvf-{number}.json"
+
+
+def new_sidecar_name(number: str) -> str:
+    """Return the name under which the record is written, until it is whole."""
+    return f"kvf-{number}.json.new"
 
 
 def identity(path: Path) -> Identity:
@@ -182,7 +195,7 @@ def sweep(directory: Path, known: frozenset[str]) -> int:
     """
     removed = 0
     for path in directory.iterdir():
-        if path.name in known or not (STAGING.fullmatch(path.name) or FINAL.fullmatch(path.name)):
+        if path.name in known or not any(kind.fullmatch(path.name) for kind in _SWEPT):
             continue
         with suppress(OSError):
             path.unlink()

@@ -1,17 +1,18 @@
 """Snapshots on disk: each file and its record, kept in agreement.
 
 The blocking half of `store.py`. The order of writes makes a crash harmless: data, then name, then
-directory, then record. A deletion removes the record before the file.
+record; the directory is synced after both names. A deletion removes the record before the file.
 """
 
 import os
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
+from msgspec.structs import replace
 
 from router.base import tokens as tok
 from router.base.errors import KvError, KvFileError
@@ -20,7 +21,7 @@ from router.store import files
 from router.store.files import Identity
 from router.store.format.head import collapse_media, read_head
 from router.store.io_pool import Threads
-from router.store.manifest import DirectoryLock, Manifest, ManifestEntry, os_errors, sync_directory
+from router.store.sidecars import DirectoryLock, Sidecars, SnapshotRecord, os_errors
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +33,7 @@ class KvDirectory:
     path: Path
     kv_dir: KvDir
     lock: DirectoryLock
-    manifest: Manifest
+    sidecars: Sidecars
     threads: Threads
     status: os.stat_result  # from the opening: a later stat could hang
 
@@ -46,7 +47,7 @@ class StoredSnapshot:
     identity: Identity
     checksum: str = ""
     gone: bool = False  # deleted, quarantined or lost: its record may not be written any more
-    lock: threading.Lock = field(default_factory=threading.Lock)  # guards `gone`, `manifest.add`
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards `gone`, `sidecars.add`
 
     @property
     def path(self) -> Path:
@@ -64,7 +65,7 @@ def open_directory(
     fsync: bool,
     group_access: bool,
 ) -> KvDirectory:
-    """Lock a directory and read its manifest. Raises KvError.
+    """Lock a directory and read its records. Raises KvError.
 
     Return the one of `others` that is the same directory, if there is one.
     """
@@ -75,11 +76,11 @@ def open_directory(
         for other in others:
             if os.path.samestat(status, other.status):  # one directory under two names
                 return other
-    manifest = Manifest(path, fsync=fsync)
-    directory = KvDirectory(path, kv_dir, DirectoryLock(path), manifest, threads, status)
+    sidecars = Sidecars(path, fsync=fsync)
+    directory = KvDirectory(path, kv_dir, DirectoryLock(path), sidecars, threads, status)
     directory.lock.acquire()
     try:
-        directory.manifest.open()
+        directory.sidecars.open()
     except KvError:
         close_directory(directory)
         raise
@@ -87,23 +88,20 @@ def open_directory(
 
 
 def close_directory(directory: KvDirectory) -> None:
-    """Close the manifest and release the lock."""
-    directory.manifest.close()
+    """Refuse further records and release the lock."""
+    directory.sidecars.close()
     directory.lock.release()
 
 
-def recover_all(directory: KvDirectory, entries: Iterable[ManifestEntry]) -> list[StoredSnapshot]:
-    """Recover the snapshots of `entries`; return those that may be offered."""
-    found = (recover(directory, entry) for entry in entries)
+def recover_all(directory: KvDirectory, records: Iterable[SnapshotRecord]) -> list[StoredSnapshot]:
+    """Recover the snapshots of `records`; return those that may be offered."""
+    found = (recover(directory, each) for each in records)
     return [held for held in found if held is not None]
 
 
-def recover(directory: KvDirectory, entry: ManifestEntry) -> StoredSnapshot | None:
+def recover(directory: KvDirectory, entry: SnapshotRecord) -> StoredSnapshot | None:
     """Cross-check a record with its file; return None if it may not be offered."""
     path = directory.path / files.final_name(entry.id)
-    if entry.file != path.name or not files.FINAL.fullmatch(entry.file):
-        drop(directory, entry.id)
-        return None
     try:
         with files.open_regular(path) as file:
             head = read_head(file)
@@ -142,27 +140,26 @@ def recover(directory: KvDirectory, entry: ManifestEntry) -> StoredSnapshot | No
 
 def sweep(directory: KvDirectory) -> None:
     """Remove the router's own files that no record names."""
-    known = frozenset(entry.file for entry in directory.manifest.entries.values())
-    if removed := files.sweep(directory.path, known):
+    ids = directory.sidecars.records
+    known = {files.final_name(each) for each in ids} | {files.sidecar_name(each) for each in ids}
+    if removed := files.sweep(directory.path, frozenset(known)):
         log.info("leftovers_removed", kv_dir=directory.kv_dir, files=removed)
 
 
 def record(held: StoredSnapshot, *, fsync: bool) -> None:
-    """Make a committed file durable in this order: data, name, directory, record."""
+    """Make a committed file durable, and its record after it."""
     with files.open_regular(held.path) as file:
         if fsync:
             os.fsync(file.fileno())
-            sync_directory(held.directory.path)
         checksum = files.checksum(file)
         head = read_head(file)
         if files.identity_of(file) != held.identity:
             raise KvFileError(f"{held.path.name} changed after it was committed")
     snapshot = held.snapshot
     media = tuple(i for i in tok.iterate(snapshot.tokens) if i < 0)
-    entry = ManifestEntry(
+    entry = SnapshotRecord(
         id=snapshot.id,
         namespace=snapshot.namespace,
-        file=held.path.name,
         n_tokens=head.n_tokens,
         size_bytes=snapshot.size_bytes,
         mtime_ns=held.identity.mtime_ns,
@@ -177,7 +174,7 @@ def record(held: StoredSnapshot, *, fsync: bool) -> None:
     with held.lock:
         if not held.gone:
             held.checksum = checksum
-            held.directory.manifest.add(entry)
+            held.directory.sidecars.add(entry)
 
 
 def check_again(held: StoredSnapshot) -> None:
@@ -192,7 +189,7 @@ def check_again(held: StoredSnapshot) -> None:
             raise KvFileError(f"{held.path.name} changed after it was committed")
     with held.lock:
         held.identity = found
-        entry = held.directory.manifest.get(held.snapshot.id)
+        entry = held.directory.sidecars.get(held.snapshot.id)
         if entry is not None and not held.gone:  # None if its record cannot be written
             _refresh(held.directory, entry, found)
 
@@ -201,9 +198,9 @@ def rename(staged: Path, held: StoredSnapshot, mode: int) -> None:
     """Give a staged file its mode and its final name, if it is still the one that was verified.
 
     Raises KvFileError if another directory has replaced the opened one (a file system was
-    unmounted, say): the router's manifest is not in it.
+    unmounted, say): the router's lock is not in it.
     """
-    if not held.directory.manifest.is_there():
+    if not held.directory.lock.is_there():
         raise KvFileError(f"{held.directory.kv_dir} is not the directory that was opened")
     if files.identity(staged) != held.identity:
         raise KvFileError(f"{staged.name} changed after it was verified")
@@ -225,12 +222,12 @@ def drop(directory: KvDirectory, snapshot: SnapshotId) -> None:
     full disk full.
     """
     try:
-        directory.manifest.drop(snapshot)
+        directory.sidecars.drop(snapshot)
     except KvError as error:
         log.warning("drop_not_recorded", snapshot=snapshot, error=str(error))
 
 
-def _refresh(directory: KvDirectory, entry: ManifestEntry, found: Identity) -> None:
+def _refresh(directory: KvDirectory, entry: SnapshotRecord, found: Identity) -> None:
     """Record the new identity of the same bytes; this only saves a checksum later."""
     with suppress(KvError):
-        directory.manifest.add(replace(entry, mtime_ns=found.mtime_ns, inode=found.inode))
+        directory.sidecars.add(replace(entry, mtime_ns=found.mtime_ns, inode=found.inode))

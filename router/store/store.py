@@ -1,6 +1,6 @@
 """Snapshots as files in the KV directories that the backends save to (the SnapshotStore port).
 
-Owns every file in them that is named `kvf-*`; the manifest says which of them exist. Decides
+Owns every file in them that is named `kvf-*`; the sidecars say which of them exist. Decides
 nothing: the engine decides which snapshots are saved, restored or evicted, and when a file is no
 longer in use.
 
@@ -108,7 +108,7 @@ class KvStore:
         return [held.snapshot for held in found]
 
     async def _recover(self, directory: KvDirectory) -> list[StoredSnapshot]:
-        entries = list(directory.manifest.entries.values())
+        entries = list(directory.sidecars.records.values())
         found: list[StoredSnapshot] = []
         for start in range(0, len(entries), _RECOVERED_AT_ONCE):
             some = entries[start : start + _RECOVERED_AT_ONCE]
@@ -150,7 +150,7 @@ class KvStore:
                 with suppress(KvError, TimeoutError):
                     async with asyncio.timeout(io_pool.BULK_S):
                         # Queued behind the deletes that have been requested.
-                        await directory.threads.unhurried(directory.manifest.close)
+                        await directory.threads.unhurried(directory.sidecars.close)
             directory.threads.close()
             directory.lock.release()
 
@@ -308,7 +308,7 @@ class KvStore:
             await held.directory.threads.unhurried(partial(records.take_out, held, held.unlink))
 
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
-        """Drop a misbehaving snapshot from the manifest; keep its file for the operator."""
+        """Drop the record of a misbehaving snapshot; keep its file for the operator."""
         held = self._held.pop(snapshot.id, None)
         if held is not None:
             held.gone = True

@@ -211,7 +211,7 @@ async def test_read_only(
             await fleet.complete(prompt)
             await fleet.until(saved(LONG - 1, number))
         await assert_consistent(fleet, [kv_dir])
-        # Files that are open for writing stay so, such as the router's manifest.
+        # Files that are open for writing stay so, such as the router's lock.
         mounted("--bind", str(kv_dir), str(kv_dir))
         mounted("-o", "remount,bind,ro", str(kv_dir))
         complaints(capsys)

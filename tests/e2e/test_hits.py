@@ -102,7 +102,7 @@ async def test_on_the_other_server_while_its_own_is_dead(llama_server: StartServ
 
 
 async def test_after_the_router_was_restarted(llama_server: StartServer) -> None:
-    """The router finds snapshots by their manifest, and reads a slot that was in use."""
+    """The router finds snapshots by their records, and reads a slot that was in use."""
     server = await llama_server("llama", slots=2, ctx=16384)
     saved_prompt, unsaved = ids(1, LONG), ids(2, LONG)
     backends = [("a", server.url)]

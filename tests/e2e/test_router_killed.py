@@ -115,7 +115,6 @@ DOINGS: dict[str, Doing] = {
     "pad": saves,
     "commit": saves,
     "evict": gives_up,
-    "compact": gives_up,
     "restore": restores,
     "link": restores_elsewhere,
     "copy": restores_elsewhere,

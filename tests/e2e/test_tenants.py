@@ -108,7 +108,7 @@ async def test_another_slot(llama_server: StartServer) -> None:
 
 
 async def test_another_server_and_another_router(llama_server: StartServer) -> None:
-    """The manifest records the tenant of a snapshot."""
+    """The record of a snapshot names its tenant."""
     servers = [await llama_server("llama", slots=1) for _ in range(2)]
     prompt = ids(1, LONG)
     async with tenants(servers) as two:

@@ -68,7 +68,7 @@ def assert_good(answer: Answer, prompt: str = PROMPT) -> None:
 
 
 def files(kv_dir: Path, suffix: str) -> list[str]:
-    """Return the files with this suffix; `.kv` files are those that the manifest names."""
+    """Return the files with this suffix; `.kv` files are those of snapshots."""
     return sorted(name for name in os.listdir(kv_dir) if name.endswith(suffix))
 
 

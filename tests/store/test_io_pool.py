@@ -314,7 +314,7 @@ async def test_what_is_deleted_in_a_directory_that_hangs_is_gone_later(
     hanging.go.set()
     await deleted
     assert not names(store)
-    assert not store._directories[snapshot.kv_dir].manifest.entries
+    assert not store._directories[snapshot.kv_dir].sidecars.records
 
 
 async def test_what_could_not_be_removed_is_later(

@@ -110,7 +110,7 @@ async def fake(tmp_path: Path) -> AsyncIterator[FakeLlama]:
 async def test_files_whatever_the_umask(
     fake: FakeLlama, tmp_path: Path, group_access: str, mode: int
 ) -> None:
-    """Saved and cut files, manifest and lock have restricted modes once committed."""
+    """Saved and cut files, records and lock have restricted modes once committed."""
     yaml = f"store: {{group_access: {group_access}}}"
     async with running([("a", fake.url)], tmp_path, yaml=yaml) as fleet:
         await fleet.complete("x" * 600)

@@ -11,8 +11,8 @@ from router.base.types import KvDir, Namespace, Snapshot, SnapshotId, StateShape
 from router.store import records
 from router.store.files import identity
 from router.store.io_pool import Threads
-from router.store.manifest import MANIFEST, Manifest
 from router.store.records import KvDirectory, StoredSnapshot
+from router.store.sidecars import OLD_MANIFEST, Sidecars
 from tests.support.files.state_files import full
 from tests.support.files.stores import touch
 
@@ -47,7 +47,7 @@ def test_shape_is_recovered(tmp_path: Path, shape: StateShape) -> None:
     closed(directory)
 
     again = opened(tmp_path)
-    (entry,) = again.manifest.entries.values()
+    (entry,) = again.sidecars.records.values()
     held = records.recover(again, entry)
     closed(again)
 
@@ -55,13 +55,13 @@ def test_shape_is_recovered(tmp_path: Path, shape: StateShape) -> None:
     assert held.snapshot == snapshot
 
 
-def test_unreadable_manifest_lets_go_of_the_directory(tmp_path: Path) -> None:
+def test_unreadable_records_let_go_of_the_directory(tmp_path: Path) -> None:
     """The first attempt releases the directory; the second fails for the same reason."""
-    (tmp_path / MANIFEST).mkdir()
+    (tmp_path / OLD_MANIFEST).mkdir()
     for _ in range(2):
-        with pytest.raises(KvError, match="cannot open the manifest"):
+        with pytest.raises(KvError, match="cannot read the records"):
             opened(tmp_path)
-    (tmp_path / MANIFEST).rmdir()
+    (tmp_path / OLD_MANIFEST).rmdir()
     closed(opened(tmp_path))
 
 
@@ -80,12 +80,12 @@ def test_what_has_no_record_yet_may_have_been_touched(
         raise KvError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Manifest, "add", add)
+        patch.setattr(Sidecars, "add", add)
         with pytest.raises(KvError, match="full"):
             records.record(held, fsync=False)
     touch(file)
     records.check_again(held)
 
     assert held.identity == identity(file)
-    assert not directory.manifest.entries
+    assert not directory.sidecars.records
     closed(directory)

@@ -17,7 +17,7 @@ from router.base import tokens as tok
 from router.base.errors import KvError, KvFileError
 from router.base.ports import SnapshotStore
 from router.base.types import KvDir, SnapshotId
-from router.store.manifest import MANIFEST
+from router.store.sidecars import LOCK
 from router.store.store import KvStore
 from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
@@ -127,7 +127,7 @@ async def test_only_regular_files(store: KvStore, tmp_path: Path, kind: str) -> 
     assert full(TOKENS) == target.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["../x", "kvf-1.kv", "", "x.part", MANIFEST])
+@pytest.mark.parametrize("name", ["../x", "kvf-1.kv", "", "x.part", LOCK])
 async def test_foreign_names_are_refused(store: KvStore, name: str) -> None:
     with pytest.raises(KvError):
         await store.verify(store._kv_dirs[0], name, 1)

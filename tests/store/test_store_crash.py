@@ -1,7 +1,6 @@
 """`router.store.store`: crashes, changed files, full disks and second owners."""
 
 import asyncio
-import dataclasses
 import errno
 import os
 import threading
@@ -9,12 +8,15 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from router.base.errors import KvError, KvFileError
 from router.base.types import KvDir, SnapshotId
-from router.store import files, records
-from router.store.manifest import MANIFEST, Manifest
+from router.store import files, records, sidecars
+from router.store.files import new_sidecar_name, sidecar_name
+from router.store.sidecars import Sidecars
 from router.store.store import KvStore
 from tests.support.files.state_files import full
 from tests.support.files.stores import (
@@ -62,14 +64,14 @@ async def test_what_is_found_costs_no_copy_of_the_records_each(
 ) -> None:
     """Sorting ten thousand records once blocked the event loop for half a second."""
     put_in = [await put(store, full(range(n))) for n in range(2, 12)]
-    entries = vars(Manifest)["entries"].fget
+    entries = vars(Sidecars)["records"].fget
     copied = []
 
-    def copy(manifest: Manifest) -> object:
-        copied.append(manifest)
-        return entries(manifest)
+    def copy(sidecars: Sidecars) -> object:
+        copied.append(sidecars)
+        return entries(sidecars)
 
-    monkeypatch.setattr(Manifest, "entries", property(copy))
+    monkeypatch.setattr(Sidecars, "records", property(copy))
     _, loaded = await stores.restart(store)
 
     assert sorted(one.id for one in loaded) == sorted(one.id for one in put_in)
@@ -148,7 +150,7 @@ async def test_disk_trouble_after_the_commit(
     stores: Stores, store: KvStore, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """The engine is told, and neither the file nor the record stays."""
-    where: dict[str, Any] = {"checksum": files, "add": Manifest}
+    where: dict[str, Any] = {"checksum": files, "add": Sidecars, "sync_directory": sidecars}
     monkeypatch.setattr(where.get(step, records), step, enospc)
     snapshot = await put(store)
     await store.flush()
@@ -197,10 +199,11 @@ def crash_after(step: str) -> Callable[..., None]:
 async def test_crash_while_the_record_is_written(stores: Stores, store: KvStore) -> None:
     kept = await put(store)
     await store.flush()
-    size = at(kept.kv_dir, MANIFEST).stat().st_size
-    await put(store, full([1, 2]))
+    torn = await put(store, full([1, 2]))
     await store.aclose()
-    os.truncate(at(kept.kv_dir, MANIFEST), size + 40)
+    written = at(kept.kv_dir, sidecar_name(torn.id))
+    os.truncate(written, 40)
+    written.rename(at(kept.kv_dir, new_sidecar_name(torn.id)))
 
     again = stores.make()
     assert [kept] == await again.load()
@@ -224,11 +227,12 @@ async def test_crash_between_drop_and_unlink(
 async def test_lost_drop_is_harmless(stores: Stores, store: KvStore) -> None:
     snapshot = await put(store)
     await store.flush()
-    before = at(snapshot.kv_dir, MANIFEST).read_bytes()
+    before = at(snapshot.kv_dir, sidecar_name(snapshot.id)).read_bytes()
     await store.delete(snapshot)
     await store.aclose()
-    at(snapshot.kv_dir, MANIFEST).write_bytes(before)
+    at(snapshot.kv_dir, sidecar_name(snapshot.id)).write_bytes(before)
     assert await stores.make().load() == []
+    assert not at(snapshot.kv_dir, sidecar_name(snapshot.id)).exists()
 
 
 async def test_full_disk_can_still_be_emptied(
@@ -236,7 +240,7 @@ async def test_full_disk_can_still_be_emptied(
 ) -> None:
     snapshot = await put(store)
     await store.flush()
-    monkeypatch.setattr(os, "pwrite", enospc)
+    monkeypatch.setattr(sidecars, "write", enospc)
     await store.delete(snapshot)
     assert set() == names(store)
 
@@ -247,6 +251,8 @@ async def test_leftovers_are_swept_and_others_left_alone(stores: Stores) -> None
     directory.mkdir(mode=0o700)
     (directory / store.staging_name()).write_bytes(b"x")
     (directory / f"kvf-{'0' * 32}.kv").write_bytes(full(TOKENS))
+    (directory / f"kvf-{'0' * 32}.json").write_bytes(b"x")
+    (directory / f"kvf-{'0' * 32}.json.new").write_bytes(b"x")
     others = {"mine.bin", "kvf-1.kv", "kvf-x.part", ".hidden"}
     for name in others:
         (directory / name).write_bytes(b"x")
@@ -255,14 +261,14 @@ async def test_leftovers_are_swept_and_others_left_alone(stores: Stores) -> None
 
 
 async def test_record_with_a_foreign_file_name(stores: Stores, store: KvStore) -> None:
-    """A manifest that names `../x` makes the store neither read, rename nor remove that file."""
+    """A record that names `../x` makes the store neither read, rename nor remove that file."""
     snapshot = await put(store)
     await store.flush()
-    manifest = store._directories[snapshot.kv_dir].manifest
     victim = Path(snapshot.kv_dir).parent / "x"
     victim.write_bytes(full(TOKENS))
-    entry = manifest.entries[snapshot.id]
-    manifest.add(dataclasses.replace(entry, id=SnapshotId("../x"), file="../x"))
+    found = store._directories[snapshot.kv_dir].sidecars.records[snapshot.id]
+    foreign = at(snapshot.kv_dir, sidecar_name("0" * 32))
+    foreign.write_bytes(msgspec.json.encode(replace(found, id=SnapshotId("../x"))))
     _, loaded = await stores.restart(store)
     assert [snapshot] == loaded
     assert victim.exists()
@@ -309,8 +315,8 @@ async def test_read_only_directory(stores: Stores, monkeypatch: pytest.MonkeyPat
 async def test_record_of_another_file_is_not_believed(stores: Stores, store: KvStore) -> None:
     snapshot = await put(store)
     await store.flush()
-    manifest = store._directories[snapshot.kv_dir].manifest
-    manifest.add(dataclasses.replace(manifest.entries[snapshot.id], n_tokens=3))
+    kept = store._directories[snapshot.kv_dir].sidecars
+    kept.add(replace(kept.records[snapshot.id], n_tokens=3))
     _, loaded = await stores.restart(store)
     assert loaded == []
 
@@ -333,4 +339,4 @@ async def test_deleted_while_its_checksum_is_computed(
     await store.delete(snapshot)
     go.set()
     await store.flush()
-    assert store._directories[snapshot.kv_dir].manifest.entries == {}
+    assert store._directories[snapshot.kv_dir].sidecars.records == {}

@@ -52,7 +52,8 @@ async def store(stores: Stores) -> KvStore:
 
 
 def ours(kv_dir: KvDir) -> set[str]:
-    return {name for name in os.listdir(kv_dir) if name.startswith("kvf-")}
+    names = os.listdir(kv_dir)
+    return {name for name in names if name.startswith("kvf-") and not name.endswith(".json")}
 
 
 # --- padding --------------------------------------------------------------------------------------

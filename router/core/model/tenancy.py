@@ -15,7 +15,7 @@ _MARK = "@"
 def namespace_of(info: BackendInfo, tenant: Tenant) -> Namespace:
     """Return the namespace of a tenant's snapshots on this backend.
 
-    The manifest records the namespace, so the tenant of a snapshot survives a restart.
+    The record of a state file has the namespace, so the tenant of a snapshot survives a restart.
     """
     return Namespace(f"{info.namespace}{_MARK}{tenant}") if tenant else info.namespace
 

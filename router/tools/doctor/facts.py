@@ -26,7 +26,7 @@ from router.prompts.local_tokenizer import Encoder, LocalTokenizerError, load_lo
 from router.prompts.special_tokens import discover_specials
 from router.prompts.tokenizer import SegmentTokenizer
 from router.store import files, shapes
-from router.store.manifest import os_errors
+from router.store.sidecars import os_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Facts:
 class DirectoryProbeStore:
     """The part of ports.SnapshotStore that a probe uses, for one directory.
 
-    It takes no lock and keeps no manifest: a router may be using the same directory.
+    It takes no lock and writes no records: a router may be using the same directory.
     """
 
     def __init__(self) -> None:

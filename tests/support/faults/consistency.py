@@ -1,6 +1,6 @@
 """Consistency checks for a quiet router, whatever was done to router, servers and files.
 
-Manifests are read here from the disk, without the code that writes them.
+Records are read here from the disk, without the code that writes them.
 """
 
 import asyncio
@@ -8,8 +8,8 @@ import dataclasses
 import json
 import os
 import re
-import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -19,7 +19,8 @@ from tests.support.conversations.conversing import differs_in_earnest
 from tests.support.conversations.prompts import Json
 from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet
 
-MANIFEST, LOCK = "kvferry.manifest", "kvferry.lock"
+LOCK = "kvferry.lock"
+_RECORD = re.compile(r"kvf-([0-9a-f]{32})\.json")
 _SET_ASIDE = re.compile(r"kvf-[0-9a-f]{32}\.kv\.quarantined")
 _KEPT_ASIDE = 4
 _POLL_S = 0.05
@@ -72,17 +73,19 @@ async def _differences(fleet: Fleet, kv_dirs: list[Path], foreign: frozenset[str
     for kv_dir in kv_dirs:
         records = _records(kv_dir)
         recorded |= records
-        owned = {record["file"] for record in records.values()} | foreign | {MANIFEST, LOCK}
+        named = {f"kvf-{name}.{kind}" for name in records for kind in ("kv", "json")}
+        owned = named | foreign | {LOCK}
         others = set(os.listdir(kv_dir)) - owned
         aside = {name for name in others if _SET_ASIDE.fullmatch(name)}
         if len(aside) > _KEPT_ASIDE:
             wrong.append(f"{len(aside)} files set aside")
         wrong += [f"{name} is nobody's" for name in sorted(others - aside)]
-        for record in records.values():
-            if record["file"] in foreign:
+        for name, record in records.items():
+            file = f"kvf-{name}.kv"
+            if file in foreign:
                 continue
-            problem = _disagreement(kv_dir / record["file"], record, rows.get(record["id"]))
-            wrong += [f"{record['file']}: {problem}"] if problem else []
+            problem = _disagreement(kv_dir / file, record, rows.get(name))
+            wrong += [f"{file}: {problem}"] if problem else []
     wrong += [f"{name} is offered and not recorded" for name in rows.keys() - recorded.keys()]
     snapshots = (await fleet.state())["snapshots"]
     for what, key in (("tokens", "tokens"), ("bytes", "size_bytes")):
@@ -93,15 +96,13 @@ async def _differences(fleet: Fleet, kv_dirs: list[Path], foreign: frozenset[str
 
 
 def _records(kv_dir: Path) -> dict[str, Json]:
-    """Return the records of the manifest by id. Every line must be whole."""
+    """Return the records of a directory by id. Every one must be whole."""
     found: dict[str, Json] = {}
-    for line in (kv_dir / MANIFEST).read_bytes().splitlines():
-        assert int(line[:8], 16) == zlib.crc32(line[9:]), f"a damaged line in {kv_dir}"
-        record: Json = json.loads(line[9:])
-        if record.get("op") == "add":
-            found[record["id"]] = record
-        elif record.get("op") == "drop":
-            found.pop(record["id"], None)
+    for name in os.listdir(kv_dir):
+        if match := _RECORD.fullmatch(name):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                found[match[1]] = json.loads((kv_dir / name).read_bytes())
+                assert found[match[1]]["id"] == match[1], name
     return found
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from router.llama.client import LlamaClient
-from router.store import copies, files, io_pool, manifest, records
-from router.store.manifest import Manifest
+from router.store import copies, files, io_pool, records, sidecars
 from router.store.records import StoredSnapshot
+from router.store.sidecars import Sidecars
 from router.tools.cli import main
 
 Wrapped = Callable[..., Any]
@@ -68,25 +68,24 @@ def _halve(owner: Any, name: str, descriptor: int) -> None:
     setattr(owner, name, wrapped)
 
 
-def _halve_record(*, whole: bool = False) -> None:
-    """Write half of the next record, or of the next manifest if `whole`, then die."""
-    real: Wrapped = manifest._write
+def _halve_record() -> None:
+    """Write half of the next record, then die."""
+    real: Wrapped = sidecars.write
 
-    def wrapped(fd: int, data: bytes, offset: int) -> None:
-        armed = Path(sys.argv[2]).exists() and (offset == 0 or not whole)
-        real(fd, data[: len(data) // 2] if armed else data, offset)
-        if armed:
-            _die()
+    def wrapped(path: Path, data: bytes, **more: Any) -> None:
+        armed = Path(sys.argv[2]).exists()
+        real(path, data[: len(data) // 2] if armed else data, **more)
+        _die()
 
-    manifest._write = wrapped
+    sidecars.write = wrapped
 
 
 def _rename(*, after: bool) -> None:
-    """Die before or after the new manifest replaces the old one."""
+    """Die before or after a written record gets its name."""
     real = os.rename
 
     def wrapped(source: Any, target: Any, **more: Any) -> None:
-        ours = Path(source).name == manifest.NEW_MANIFEST
+        ours = Path(target).suffix == ".json"
         if ours and not after:
             _die()
         real(source, target, **more)
@@ -94,10 +93,6 @@ def _rename(*, after: bool) -> None:
             _die()
 
     os.rename = wrapped  # type: ignore[assignment]
-
-
-def _compact_soon() -> None:
-    manifest.MIN_DROPS = 2
 
 
 def _never_link() -> None:
@@ -126,13 +121,12 @@ POINTS: dict[str, list[Callable[[], None]]] = {
     "commit: after the name": [lambda: _wrap(records, "rename", after=True)],
     "commit: before the checksum": [lambda: _wrap(files, "checksum", after=False)],
     "commit: half a record": [_halve_record],
-    "commit: recorded": [lambda: _wrap(Manifest, "add", after=True)],
-    "evict: before the record goes": [lambda: _wrap(Manifest, "drop", after=False)],
+    "commit: a record without its name": [lambda: _rename(after=False)],
+    "commit: a record with its name": [lambda: _rename(after=True)],
+    "commit: recorded": [lambda: _wrap(Sidecars, "add", after=True)],
+    "evict: before the record goes": [lambda: _wrap(Sidecars, "drop", after=False)],
     "evict: before the file goes": [lambda: _wrap(StoredSnapshot, "unlink", after=False)],
     "evict: after the file went": [lambda: _wrap(StoredSnapshot, "unlink", after=True)],
-    "compact: half written": [_compact_soon, lambda: _halve_record(whole=True)],
-    "compact: before the name": [_compact_soon, lambda: _rename(after=False)],
-    "compact: after the name": [_compact_soon, lambda: _rename(after=True)],
     "restore: asked for": [lambda: _wrap_async("restore", after=False)],
     "restore: done by the server": [lambda: _wrap_async("restore", after=True)],
     "link: made": [lambda: _wrap(files, "link", after=True)],

@@ -59,8 +59,9 @@ async def put(store: KvStore, raw: bytes = full(TOKENS)) -> Snapshot:
 
 
 def names(store: KvStore) -> set[str]:
-    """Return the files in the first KV directory, without the store's own."""
-    return {n for n in os.listdir(store._kv_dirs[0]) if not n.startswith("kvferry.")}
+    """Return the files in the first KV directory, without the lock and the records."""
+    found = os.listdir(store._kv_dirs[0])
+    return {n for n in found if not (n.startswith("kvferry.") or n.endswith(".json"))}
 
 
 def path(snapshot: Snapshot) -> Path:

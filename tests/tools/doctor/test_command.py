@@ -221,7 +221,7 @@ async def test_slots_keep_what_they_hold(llama_server: StartServer, tmp_path: Pa
 
 
 async def test_beside_a_running_router(llama_server: StartServer, tmp_path: Path) -> None:
-    """The router holds the lock on the directory; files and manifest stay as they are."""
+    """The router holds the lock on the directory; files and records stay as they are."""
     server = await llama_server()
     settings = from_flags([server.url], str(tmp_path / "kv"))
     async with build(settings) as router:

@@ -1,0 +1,212 @@
+"""Sidecars: the record `kvf-ID.json` beside each state file, and the lock on the directory.
+
+A snapshot exists when its sidecar does. A sidecar is written by rename, so it is there whole or not
+at all. Knows nothing of state files: `records.py` checks whether a record still agrees with its
+file. Everything here blocks: call it in a thread.
+"""
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from router.base.errors import KvError
+from router.base.types import Namespace, SnapshotId
+from router.store import files
+
+log = structlog.get_logger(__name__)
+
+LOCK = "kvferry.lock"
+FORMAT_VERSION = 1
+# The one list of all snapshots that routers kept before there were sidecars.
+OLD_MANIFEST = "kvferry.manifest"
+
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@contextmanager
+def os_errors(what: str, error: type[KvError] = KvError) -> Iterator[None]:
+    """Turn an OSError inside into `error`, the only kind that callers of the store see."""
+    try:
+        yield
+    except OSError as exc:
+        raise error(f"{what}: {exc.strerror or exc}") from exc
+
+
+class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of one committed file.
+
+    `mtime_ns` and `inode` show cheaply that a file is still the same one; `checksum` (xxh3_128,
+    hex) proves it. `media` holds the fingerprints that stand for media in the tokens: the only part
+    of the tokens that is not in the file. `added_at` is wall time in seconds. The last three are
+    the file's shape (router.base.types.StateShape).
+    """
+
+    version: int = FORMAT_VERSION
+    id: SnapshotId
+    namespace: Namespace
+    n_tokens: int
+    size_bytes: int
+    mtime_ns: int
+    inode: int
+    checksum: str
+    added_at: float
+    media: tuple[int, ...] = ()
+    n_stream: int = 1
+    checkpoints: tuple[int, ...] = ()
+    extendable: bool = True
+
+
+class DirectoryLock:
+    """A lock for one router per directory; the kernel releases it when the process ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._fd = -1
+
+    def acquire(self) -> None:
+        """Take the lock. Raises KvError if another router or store of this process holds it."""
+        with os_errors(f"{self._directory}: cannot open the lock file"):
+            fd = os.open(self._directory / LOCK, _OPEN, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(fd)
+            if isinstance(exc, BlockingIOError):
+                raise KvError(f"{self._directory} is in use by another kvferry") from exc
+            raise KvError(f"{self._directory}: cannot lock: {exc.strerror}") from exc
+        self._fd = fd
+
+    def is_there(self) -> bool:
+        """Return whether the lock that is held is the file in the directory. Raises OSError.
+
+        If not, another directory has taken the place of the opened one.
+        """
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.stat(self._directory / LOCK), os.fstat(self._fd))
+        return False
+
+    def release(self) -> None:
+        """Release the lock, if it is held."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Sidecars:
+    """The records of one directory. Thread-safe.
+
+    A lost removal is harmless (its missing file is noticed); a lost record costs one snapshot.
+    """
+
+    def __init__(self, directory: Path, *, fsync: bool = True) -> None:
+        self._directory = directory
+        self._fsync = fsync
+        self._lock = threading.Lock()  # guards `_records`
+        self._records: dict[SnapshotId, SnapshotRecord] = {}
+        self._closed = False
+
+    @property
+    def records(self) -> dict[SnapshotId, SnapshotRecord]:
+        """Return a copy of the records, oldest first."""
+        with self._lock:
+            return dict(self._records)
+
+    def get(self, snapshot: SnapshotId) -> SnapshotRecord | None:
+        """Return one record, or None, without the copy of all that `records` makes."""
+        with self._lock:
+            return self._records.get(snapshot)
+
+    def open(self) -> None:
+        """Read all records. Raises KvError, also for one of a later version.
+
+        A damaged record is logged and left out.
+        """
+        with os_errors(f"{self._directory}: cannot read the records"):
+            self._remove_old_manifest()
+            names = [name for name in os.listdir(self._directory) if files.SIDECAR.fullmatch(name)]
+            found = [record for name in names if (record := self._read(name)) is not None]
+        found.sort(key=lambda record: record.added_at)
+        with self._lock:
+            self._records = {record.id: record for record in found}
+
+    def add(self, record: SnapshotRecord) -> None:
+        """Write a record durably, in place of an older one. Raises KvError.
+
+        The state file's name becomes durable with it. After an error, the record is as before.
+        """
+        path = self._directory / files.sidecar_name(record.id)
+        new = self._directory / files.new_sidecar_name(record.id)
+        if self._closed:
+            raise KvError(f"{self._directory}: the store is closed")
+        with os_errors(f"{self._directory}: cannot write the record of a snapshot"):
+            try:
+                write(new, msgspec.json.encode(record), fsync=self._fsync)
+                os.rename(new, path)
+            except OSError:
+                with suppress(OSError):
+                    os.unlink(new)
+                raise
+            if self._fsync:
+                sync_directory(self._directory)
+        with self._lock:
+            self._records.pop(record.id, None)
+            self._records[record.id] = record
+
+    def drop(self, snapshot: SnapshotId) -> None:
+        """Remove the record of a file, if there is one. Raises KvError.
+
+        Not synced: if the removal gets lost, the file is missing, which is noticed too.
+        """
+        with self._lock:
+            self._records.pop(snapshot, None)
+        path = self._directory / files.sidecar_name(snapshot)
+        with os_errors(f"{path}: cannot be removed"), suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def close(self) -> None:
+        """Refuse further records."""
+        self._closed = True
+
+    def _read(self, name: str) -> SnapshotRecord | None:
+        try:
+            with files.open_regular(self._directory / name) as file:
+                record = msgspec.json.decode(file.read(), type=SnapshotRecord)
+        except (KvError, msgspec.DecodeError) as error:
+            log.warning("record_damaged", kv_dir=str(self._directory), file=name, error=str(error))
+            return None
+        if record.version != FORMAT_VERSION:
+            raise KvError(f"{self._directory}: unknown version {record.version} of {name}")
+        if files.sidecar_name(record.id) != name:
+            log.warning("record_damaged", kv_dir=str(self._directory), file=name, error="its id")
+            return None
+        return record
+
+    def _remove_old_manifest(self) -> None:
+        """Remove what routers before 0.1.0 kept. Their state files have no record and go, too."""
+        with suppress(FileNotFoundError):
+            os.unlink(self._directory / OLD_MANIFEST)
+            log.warning("snapshots_of_an_older_kvferry_removed", kv_dir=str(self._directory))
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in `directory` durable. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write(path: Path, data: bytes, *, fsync: bool) -> None:
+    """Write a file; with `fsync`, its bytes are durable then. Raises OSError."""
+    with open(os.open(path, _OPEN | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        if fsync:
+            os.fsync(file.fileno())
