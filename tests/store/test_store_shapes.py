@@ -53,7 +53,7 @@ async def store(stores: Stores) -> KvStore:
 
 def ours(kv_dir: KvDir) -> set[str]:
     names = os.listdir(kv_dir)
-    return {name for name in names if name.startswith("kvf-") and not name.endswith(".json")}
+    return {name for name in names if name.startswith("kvf-") and ".json" not in name}
 
 
 # --- padding --------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ async def put(store: KvStore, raw: bytes = full(TOKENS)) -> Snapshot:
 def names(store: KvStore) -> set[str]:
     """Return the files in the first KV directory, without the lock and the records."""
     found = os.listdir(store._kv_dirs[0])
-    return {n for n in found if not (n.startswith("kvferry.") or n.endswith(".json"))}
+    return {n for n in found if not (n.startswith("kvferry.") or ".json" in n)}
 
 
 def path(snapshot: Snapshot) -> Path:
