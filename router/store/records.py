@@ -81,7 +81,7 @@ def open_directory(
     directory.lock.acquire()
     try:
         directory.sidecars.open()
-    except KvError:
+    except BaseException:
         close_directory(directory)
         raise
     return directory

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from router.base.errors import KvError
+from router.base.errors import KvError, KvFileError
 from router.base.types import Namespace, SnapshotId
 from router.store import files
 
@@ -60,6 +60,10 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
     n_stream: int = 1
     checkpoints: tuple[int, ...] = ()
     extendable: bool = True
+
+
+class _Version(msgspec.Struct):
+    version: int
 
 
 class DirectoryLock:
@@ -138,7 +142,8 @@ class Sidecars:
     def add(self, record: SnapshotRecord) -> None:
         """Write a record durably, in place of an older one. Raises KvError.
 
-        The state file's name becomes durable with it. After an error, the record is as before.
+        The state file's name becomes durable with it. An error of the last step, the sync of the
+        directory, leaves the new record on the disk; after any other the record is as before.
         """
         path = self._directory / files.sidecar_name(record.id)
         new = self._directory / files.new_sidecar_name(record.id)
@@ -175,13 +180,21 @@ class Sidecars:
 
     def _read(self, name: str) -> SnapshotRecord | None:
         try:
-            with files.open_regular(self._directory / name) as file:
-                record = msgspec.json.decode(file.read(), type=SnapshotRecord)
-        except (KvError, msgspec.DecodeError) as error:
+            path = self._directory / name
+            with os_errors(str(path)), files.open_regular(path) as file:
+                raw = file.read()
+        except KvFileError as error:
             log.warning("record_damaged", kv_dir=str(self._directory), file=name, error=str(error))
             return None
-        if record.version != FORMAT_VERSION:
-            raise KvError(f"{self._directory}: unknown version {record.version} of {name}")
+        try:
+            # By itself: a later version may have other fields, and is not damaged.
+            version = msgspec.json.decode(raw, type=_Version).version
+            if version != FORMAT_VERSION:
+                raise KvError(f"{self._directory}: unknown version {version} of {name}")
+            record = msgspec.json.decode(raw, type=SnapshotRecord)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            log.warning("record_damaged", kv_dir=str(self._directory), file=name, error=str(error))
+            return None
         if files.sidecar_name(record.id) != name:
             log.warning("record_damaged", kv_dir=str(self._directory), file=name, error="its id")
             return None

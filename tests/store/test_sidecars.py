@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,34 @@ def test_a_record_of_a_later_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KvError, match="unknown version 2"):
         opened(tmp_path)
     assert file_of(tmp_path, 1).exists()
+
+
+@pytest.mark.parametrize("later", [b'{"version":2}', b'{"version":3,"id":5,"key":"x"}'])
+def test_a_later_version_may_have_any_fields(tmp_path: Path, later: bytes) -> None:
+    """Regression: without the fields of this version it was damaged, and swept with its file."""
+    file_of(tmp_path, 1).write_bytes(later)
+    with pytest.raises(KvError, match="unknown version"):
+        opened(tmp_path)
+    assert file_of(tmp_path, 1).exists()
+
+
+@pytest.mark.parametrize("raw", [b'{"version":1,"id":"\xff"}', b"[" * 100_000])
+def test_text_that_is_none_is_left_out(tmp_path: Path, raw: bytes) -> None:
+    """Regression: neither error of the decoder is a DecodeError, and each ended the start."""
+    file_of(tmp_path, 1).write_bytes(raw)
+    assert opened(tmp_path).records == {}
+
+
+def test_each_byte_may_be_damaged(tmp_path: Path) -> None:
+    """A damaged record is left out, refused as one of another version, or a record all the same."""
+    whole = msgspec.json.encode(record(1))
+    for at in range(len(whole)):
+        for damage in (0x01, 0x80):
+            raw = bytearray(whole)
+            raw[at] ^= damage
+            file_of(tmp_path, 1).write_bytes(raw)
+            with suppress(KvError):  # of another version
+                assert opened(tmp_path).records.keys() <= {record(1).id}
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
