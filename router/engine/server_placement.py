@@ -63,7 +63,8 @@ class LaunchWatch:
             return beside | self._at_work(effect, Phase.RUNNING, Phase.ABANDONED)
 
         def gated() -> bool:
-            return self._scheduler.state.fleet.gates[slot.backend].holder == request
+            gate = self._scheduler.state.fleet.gates.get(slot.backend)
+            return gate is not None and gate.holder == request
 
         await wait_started(backend, lambda: self._at_work(effect, Phase.RUNNING), gated)
         loop = asyncio.get_running_loop()
@@ -93,7 +94,8 @@ class LaunchWatch:
     def _at_gate(self, backend: BackendId) -> set[int]:
         """Return the slots of requests at the placement gate: nothing is under way in them."""
         state = self._scheduler.state
-        return {state.job_of(name).slot.index for name in state.fleet.gates[backend].waiting}
+        gate = state.fleet.gates.get(backend)
+        return {state.job_of(name).slot.index for name in gate.waiting} if gate else set()
 
     def _is_no_matter(self, effect: Dispatch) -> bool:
         """Return whether a request's slot makes no difference until another request comes.

@@ -65,8 +65,8 @@ def wakeup(state: State) -> float:
     backoffs = (backoff.until for backoff in fleet.backoffs.values())
     times = [until for until in backoffs if until is not None]
     if after_s is not None and not state.stopping and fleet.policy.moves_kv:
-        unsaved = fleet.slots.unsaved()
-        times += [at + after_s for name, at in unsaved.items() if name not in fleet.gated]
+        unsaved, gated = fleet.slots.unsaved(), fleet.gated
+        times += [at + after_s for name, at in unsaved.items() if name not in gated]
     return min(times, default=inf)
 
 

@@ -1,7 +1,6 @@
 """Price the wait for a backend's prefill queue: the seconds computed before a prompt.
 
-`core/execution/prefill_queue.py` decides by the same rank which job computes
-next.
+`core/execution/prefill_queue.py` decides by the same rank which job computes next.
 """
 
 from math import inf

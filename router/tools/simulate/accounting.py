@@ -39,7 +39,7 @@ class Losses:
                 self._ever.insert(effect.snapshot.tokens, effect.snapshot.id)
             return
         job = state.request_job(effect.request)
-        if job is None or job.request is None or job.plan is None or job.id in self._known:
+        if job is None or job.id in self._known:
             return
         fleet, prompt = state.fleet, job.request.prompt.tokens
         own = job.plan.chosen.slot
