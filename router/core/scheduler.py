@@ -135,6 +135,7 @@ class Scheduler:
             case ev.FoundBusy():
                 completion.found_busy(state, event)
             case ev.Tick():
+                deadline.reject_queued(state, now)
                 admission.give_up_unserved(state, now)
                 state.delete(state.fleet.catalog.shrink())
             case ev.Stopping():

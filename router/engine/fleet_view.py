@@ -32,6 +32,7 @@ from router.core.model.jobs import (
     RestoreStep,
     SaveJob,
     SaveStep,
+    SlotWatch,
     Step,
 )
 from router.core.model.policy import PolicyName
@@ -106,7 +107,8 @@ class RatesView:
 def slot_view(slot: Slot, jobs: Mapping[RequestId, Job]) -> SlotView:
     """Return the view of a slot."""
     job = jobs.get(slot.holder) if slot.holder is not None else None
-    chosen = job.plan.chosen if isinstance(job, RequestJob) else None
+    plan = job.plan if isinstance(job, RequestJob | SlotWatch) else None
+    chosen = plan.chosen if plan is not None else None
     return SlotView(
         id=slot.id,
         phase=slot.phase,

@@ -68,7 +68,7 @@ def lose_backend(state: State, backend: BackendId, now: float) -> None:
                     state.reject(job.id, BackendError("the backend went down"))
                 _leave_to_itself(state, job, backend, now)
             case SlotWatch(request=Request() as request):
-                _forbid_saves_of(state, request, None if job.is_doubtful else job.slot, job)
+                _forbid_saves_of(state, request, None if job.is_elsewhere else job.slot, job)
                 end(state, job, now)
             case _:
                 end(state, job, now)
@@ -237,6 +237,8 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
         lease=job.lease,
         request=job.request,
         before=job.resident_at_dispatch,
+        plan=job.plan,
+        is_elsewhere=unseen,
         is_doubtful=unseen,
     )
     own = state.fleet.slots[job.slot]

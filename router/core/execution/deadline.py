@@ -13,17 +13,21 @@ from router.core.model.jobs import AtGate, InPrefillQueue, RequestJob
 _WHAT: dict[type, str] = {InPrefillQueue: "its prefill", AtGate: "the placement gate"}
 
 
-def reject_late(state: State, now: float) -> list[RequestJob]:
-    """Reject the requests that have waited too long; return those with a job to end."""
+def reject_queued(state: State, now: float) -> None:
+    """Reject the queued requests that have waited too long."""
     limit_s = state.queue.limits.deadline_s
     for waiting in state.queue.overdue(now):
         state.queue.remove(waiting.request.id)
         _reject(state, waiting.request.id, f"no slot came free within {limit_s:g} s")
+
+
+def reject_late(state: State, now: float) -> list[RequestJob]:
+    """Reject each request with a job that has waited too long; return the jobs, to be ended."""
+    limit_s = state.queue.limits.deadline_s
     late = [job for job in _waiting(state) if _deadline(state, job) <= now]
     for job in late:
         what = _WHAT[type(job.doing)]
         _reject(state, job.id, f"the request waited {limit_s:g} s for {what}")
-        job.drop_steps()
     return late
 
 

@@ -94,6 +94,7 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
             if prefill_queue.must_wait(state, job, step.tokens, now):
                 prefill_queue.wait(state, job, step.tokens, now)
             else:
+                prefill_queue.enter(state, job, step.tokens, now)
                 _prefill(state, job, step.tokens, now)
         case DispatchStep():
             if placement_gate.reuses_nothing_foreign(state, job):
@@ -123,7 +124,7 @@ def _prefill(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
     whole_s = remaining_prefill_s(state.fleet, slot, whole)
     slot.expect(whole, shared=True, until=now + whole_s)
     piece_s = remaining_prefill_s(state.fleet, slot, step.now)
-    prefill_queue.begin(state, job, tokens, piece_s, now)
+    prefill_queue.begin(state, job, piece_s, now)
     state.out.append(Prefill(job.id, job.slot, step.now))
 
 

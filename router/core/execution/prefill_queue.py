@@ -67,18 +67,25 @@ def take_next(state: State, now: float) -> list[tuple[RequestJob, Tokens]]:
     return taken
 
 
-def begin(state: State, job: RequestJob, tokens: Tokens, piece_s: float, now: float) -> None:
-    """Note that the job starts to compute, of `tokens`, what is predicted to take `piece_s`.
+def enter(state: State, job: RequestJob, tokens: Tokens, now: float) -> None:
+    """Give the permit to a job that need not wait, if it is free and the whole prompt is long."""
+    queue = _queue(state.fleet, job)
+    if state.fleet.policy.coalesce_above_s is None:
+        return
+    queue.end_permit(job.id)  # of its last chunk
+    long = job.prefilled is not None or _is_long(state.fleet, job, tokens)
+    if long and queue.permit_until <= now:
+        queue.grant(job.id, now + TUNING.permit_longest_s)
 
-    It has the permit from the queue, or takes it if it is free and the prompt is long.
+
+def begin(state: State, job: RequestJob, piece_s: float, now: float) -> None:
+    """Note that the job starts to compute what is predicted to take `piece_s`.
+
+    Its permit, if it has one, ends then, or a little later.
     """
     queue = _queue(state.fleet, job)
     job.begin_chunk(now + piece_s)
-    if queue.holder != job.id:
-        is_free = queue.permit_until <= now
-        if not (is_free and _is_long(state.fleet, job, tokens)):
-            return
-    if state.fleet.policy.coalesce_above_s is not None:
+    if queue.has_permit(job.id, now):
         least_s, most_s = TUNING.chunk_overrun_least_s, TUNING.chunk_overrun_most_s
         overrun_s = min(max(piece_s, least_s), most_s)
         queue.grant(job.id, now + min(piece_s + overrun_s, TUNING.permit_longest_s))

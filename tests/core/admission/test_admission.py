@@ -552,3 +552,14 @@ def test_it_is_pinned_beside_a_long_prefill_and_keeps_nobody_out() -> None:
     assert names(arrive(s, "r", run_of(9000), client="x")) == ["Prefill"]
     assert names(s.handle(unread("r2", client="y"), NOW)) == ["Dispatch"]
     assert names(arrive(s, "r3", (7, 2, 3), client="z")) == ["Dispatch"]
+
+
+def test_a_slot_that_comes_free_before_the_tick_serves_a_late_request() -> None:
+    """The deadline has passed by less than it takes to notice, and a slot is free."""
+    s = scheduler(ONE, queue=QueueLimits(deadline_s=5.0))
+    arrive(s, "r")
+    arrive(s, "r2")
+
+    s.handle(ev.Finished(RequestId("r"), Outcome.OK, Reported()), NOW + 5.001)
+
+    assert "r2" in s.state.fleet.jobs

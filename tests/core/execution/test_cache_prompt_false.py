@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from router.base.types import Outcome, RequestId, SlotId, Tenant
+from router.base.types import Outcome, Reported, RequestId, SlotId, Tenant
 from router.core.execution.idle_saves import wakeup
 from router.core.model import events as ev
 from router.core.model.effects import Save, SaveReason
+from router.core.model.jobs import SlotWatch
 from router.core.model.slots import SlotTable
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import (
@@ -18,6 +19,7 @@ from tests.support.scheduler.build import (
     NS,
     UNREAD,
     A,
+    R,
     backend,
     rates,
     run_of,
@@ -221,3 +223,18 @@ def test_slots_that_come_back_are_still_declined() -> None:
 
     table.add(A, 3)
     assert [one.must_not_save for one in table] == [False, True, False]
+
+
+def test_a_doubted_watch_keeps_no_other_slot_from_being_saved() -> None:
+    """The request was pinned: what it left is in its own slot, whatever ran there later."""
+    s = scheduler(backend("a", 3), coalesce_above_s=None)
+    arrive(s, reuse=False)
+    s.handle(ev.Finished(R, Outcome.CLIENT_GONE, Reported()), NOW)
+    watch = s.state.fleet.jobs[R]
+    assert isinstance(watch, SlotWatch)
+    watch.doubt()
+    own = watch.slot
+
+    s.handle(ev.BackendDown(A), NOW)
+
+    assert [found.id for found in s.state.fleet.slots if found.must_not_save] == [own]

@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.errors import DeadlineError
 from router.base.tokens import count, pack
 from router.base.types import MemoryKind, Outcome, Prompt, Reported, RequestId
+from router.core.execution import prefill_queue
 from router.core.fleet.backend_queues import PrefillQueue
 from router.core.model import events as ev
 from router.core.model.effects import Account, Dispatch, Effect, Prefill, Reject
@@ -551,3 +553,24 @@ def test_without_computing_first_there_are_no_turns() -> None:
     arrive(s, "r", LONG)
 
     assert of(arrive(s, "r2", OTHER)) == ["Dispatch r2"]
+
+
+def test_a_short_rest_of_a_prompt_takes_the_permit_if_it_is_free() -> None:
+    s = scheduler(backend("a", 2))
+    arrive(s, "r", SHORT, pinnable=False)
+    job = s.state.job_of(RequestId("r"))
+    prefill_queue.enter(s.state, job, SHORT, NOW)
+    assert queue(s).holder is None
+    job.note_prefill(Reported())
+    prefill_queue.enter(s.state, job, SHORT, NOW)
+    assert queue(s).has_permit(job.id, NOW)
+
+
+def test_a_permit_ends_with_its_chunk_when_the_queue_was_switched_off() -> None:
+    s = two()
+    off = replace(s.state.fleet.policy, coalesce_above_s=None)
+    s.handle(ev.Configured(off, s.state.fleet.catalog.limits, s.state.queue.limits), NOW)
+    prefilled(s, "r")
+
+    assert of(begun(s, "r")) == ["Prefill r2"]
+    assert queue(s).permit_until == pytest.approx(NOW + 4, abs=0.1)

@@ -30,6 +30,7 @@ from router.core.model.jobs import (
     RequestJob,
     RestoreStep,
     SaveStep,
+    SlotWatch,
     Step,
 )
 from router.core.model.plan import Candidate, Plan, Price
@@ -157,3 +158,14 @@ def test_every_step_has_a_word() -> None:
     for step in get_args(Step):
         doing = step(*(TO for name in step.__struct_fields__))
         assert slot_view(Slot(TO, holder=HOLDER), {HOLDER: job_of(doing)}).doing
+
+
+def test_an_abandoned_slot_tells_where_its_tokens_came_from() -> None:
+    watch = SlotWatch(
+        id=HOLDER,
+        lease=Lease(TO, 1, HOLDER),
+        request=request(),
+        plan=job_of(None).plan,
+    )
+    row = slot_row(slot_view(Slot(TO, holder=HOLDER), {HOLDER: watch}))
+    assert (row["doing"], row["source"], row["copy_from"]) == (None, "copy", str(FROM))
