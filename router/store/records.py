@@ -65,7 +65,7 @@ def open_directory(
     fsync: bool,
     group_access: bool,
 ) -> KvDirectory:
-    """Lock a directory and read its records. Raises KvError.
+    """Lock a directory and list its records. Raises KvError.
 
     Return the one of `others` that is the same directory, if there is one.
     """
@@ -93,9 +93,9 @@ def close_directory(directory: KvDirectory) -> None:
     directory.lock.release()
 
 
-def recover_all(directory: KvDirectory, records: Iterable[SnapshotRecord]) -> list[StoredSnapshot]:
-    """Recover the snapshots of `records`; return those that may be offered."""
-    found = (recover(directory, each) for each in records)
+def recover_all(directory: KvDirectory, names: Iterable[str]) -> list[StoredSnapshot]:
+    """Read the named records; return the snapshots that may be offered. Raises KvError."""
+    found = (recover(directory, each) for each in directory.sidecars.read(names))
     return [held for held in found if held is not None]
 
 

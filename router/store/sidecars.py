@@ -8,7 +8,7 @@ file. Everything here blocks: call it in a thread.
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -114,10 +114,11 @@ class Sidecars:
         self._lock = threading.Lock()  # guards `_records`
         self._records: dict[SnapshotId, SnapshotRecord] = {}
         self._closed = False
+        self.names: list[str] = []  # of the records that were there at the opening
 
     @property
     def records(self) -> dict[SnapshotId, SnapshotRecord]:
-        """Return a copy of the records, oldest first."""
+        """Return a copy of the records that were read or added."""
         with self._lock:
             return dict(self._records)
 
@@ -127,17 +128,22 @@ class Sidecars:
             return self._records.get(snapshot)
 
     def open(self) -> None:
-        """Read all records. Raises KvError, also for one of a later version.
-
-        A damaged record is logged and left out.
-        """
+        """List the records as `names`; `read` reads them. Raises KvError."""
         with os_errors(f"{self._directory}: cannot read the records"):
             self._remove_old_manifest()
-            names = [name for name in os.listdir(self._directory) if files.SIDECAR.fullmatch(name)]
-            found = [record for name in names if (record := self._read(name)) is not None]
-        found.sort(key=lambda record: record.added_at)
+            found = os.listdir(self._directory)
+        self.names = [name for name in found if files.SIDECAR.fullmatch(name)]
+
+    def read(self, names: Iterable[str]) -> list[SnapshotRecord]:
+        """Read the named records, and return them. Raises KvError, also for a later version.
+
+        A damaged record is logged and left out. Ten thousand take minutes on a slow mount: read a
+        few at a time.
+        """
+        found = [record for name in names if (record := self._read(name)) is not None]
         with self._lock:
-            self._records = {record.id: record for record in found}
+            self._records |= {record.id: record for record in found}
+        return found
 
     def add(self, record: SnapshotRecord) -> None:
         """Write a record durably, in place of an older one. Raises KvError.

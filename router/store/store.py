@@ -108,10 +108,10 @@ class KvStore:
         return [held.snapshot for held in found]
 
     async def _recover(self, directory: KvDirectory) -> list[StoredSnapshot]:
-        entries = list(directory.sidecars.records.values())
+        names = directory.sidecars.names
         found: list[StoredSnapshot] = []
-        for start in range(0, len(entries), _RECOVERED_AT_ONCE):
-            some = entries[start : start + _RECOVERED_AT_ONCE]
+        for start in range(0, len(names), _RECOVERED_AT_ONCE):
+            some = names[start : start + _RECOVERED_AT_ONCE]
             work = partial(records.recover_all, directory, some)
             found += await directory.threads.unhurried(work)
         return found

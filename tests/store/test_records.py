@@ -47,7 +47,7 @@ def test_shape_is_recovered(tmp_path: Path, shape: StateShape) -> None:
     closed(directory)
 
     again = opened(tmp_path)
-    (entry,) = again.sidecars.records.values()
+    (entry,) = again.sidecars.read(again.sidecars.names)
     held = records.recover(again, entry)
     closed(again)
 
