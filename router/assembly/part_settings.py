@@ -1,7 +1,7 @@
 """Derives the settings of each part of the router from a configuration."""
 
 from router.base.types import Caller
-from router.config.schema import Config
+from router.config.schema import Config, Counts
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.snapshot_limits import SnapshotLimits
@@ -49,6 +49,7 @@ def take_settings(settings: Settings, config: Config) -> None:
     settings.idle_timeout_s = limits.idle_timeout_s
     settings.send_timeout_s = limits.send_timeout_s
     settings.passthrough = config.policy.name is PolicyName.PASSTHROUGH
+    settings.corrects_counts = config.answers.counts is Counts.CORRECTED
 
 
 def known_of(config: Config) -> Known:

@@ -6,6 +6,7 @@ from math import inf
 from typing import NewType
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from router.base.tokens import EMPTY, Tokens, count
 
@@ -265,6 +266,20 @@ class Lease(Struct, frozen=True):
     request: RequestId
 
 
+class OwnPrefill(Struct, frozen=True):
+    """The part of a prompt that the router had computed for a request before it sent the request.
+
+    The backend's report on the request counts these tokens as cached. `seconds`: of the backend.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def among(self, cached: int) -> int:
+        """Return how many of `cached` tokens were computed here; a later batch may lose some."""
+        return min(self.tokens, cached)
+
+
 class Reported(Struct, frozen=True):
     """A backend's report on one request that it finished. None: not reported."""
 
@@ -283,6 +298,14 @@ class Reported(Struct, frozen=True):
             return None
         return self.prompt_tokens - self.cached_tokens
 
+    def with_prefill(self, own: OwnPrefill | None) -> "Reported":
+        """Return the report on the request and the router's own prefill together."""
+        if own is None or self.cached_tokens is None:
+            return self
+        cached = self.cached_tokens - own.among(self.cached_tokens)
+        seconds = None if self.prompt_s is None else self.prompt_s + own.seconds
+        return replace(self, cached_tokens=cached, prompt_s=seconds)
+
 
 class RequestRecord(Struct, frozen=True):
     """A dispatched request from end to end, for log and metrics, in seconds and tokens."""
@@ -293,9 +316,9 @@ class RequestRecord(Struct, frozen=True):
     reason: str
     outcome: Outcome
     planned_tokens: int  # meant to be reused
-    prompt_tokens: int | None  # as the backend reported, like the next two
-    cached_tokens: int | None
-    computed_tokens: int | None  # the router's own prefill included
+    prompt_tokens: int | None  # as the backend reported
+    cached_tokens: int | None  # without the router's own prefill
+    computed_tokens: int | None  # with it
     generated_tokens: int | None
     waited_s: float
     prepared_s: float

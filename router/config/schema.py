@@ -66,6 +66,13 @@ class Sharing(StrEnum):
     ALL = "all"
 
 
+class Counts(StrEnum):
+    """The counts of cached tokens that an answer has."""
+
+    CORRECTED = "corrected"  # what the router computed for the request is not cached
+    SERVER = "server"  # as the backend wrote them
+
+
 class BackendConfig(ConfigSection):
     """One llama-server. `url` is normalised; `name` is `host-port` unless given."""
 
@@ -126,6 +133,12 @@ class QueueConfig(ConfigSection):
     max_requests: values.Count = 1024
     deadline_s: values.SecondsOrOff = Field(default=600.0, alias="deadline")  # None: no deadline
     no_backend_wait_s: values.Seconds = Field(default=10.0, alias="no_backend_wait")
+
+
+class AnswersConfig(ConfigSection):
+    """Changes that are made to answers."""
+
+    counts: Counts = Field(default=Counts.CORRECTED, strict=False)
 
 
 class LimitsConfig(ConfigSection):
@@ -302,6 +315,7 @@ class Config(ConfigSection):
     store: StoreConfig = StoreConfig()
     policy: PolicyConfig = PolicyConfig()
     queue: QueueConfig = QueueConfig()
+    answers: AnswersConfig = AnswersConfig()
     limits: LimitsConfig = LimitsConfig()
     health: HealthConfig = HealthConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

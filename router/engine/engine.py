@@ -22,6 +22,7 @@ from router.base.types import (
     BackendInfo,
     Lease,
     Outcome,
+    OwnPrefill,
     Reported,
     Request,
     RequestId,
@@ -64,6 +65,7 @@ class Grant(Struct, frozen=True):
     plan: Plan
     pin: bool
     waited_s: float
+    prefilled: OwnPrefill | None = None  # None: the router computed nothing for it
 
 
 class Timing(Struct, frozen=True):
@@ -353,7 +355,9 @@ class Engine:
         if future is None or future.done():  # the client has just disconnected
             self.finish(effect.request, Outcome.CLIENT_GONE, Reported(), Timing(None, 0.0))
         else:
-            future.set_result(Grant(effect.lease, effect.plan, effect.pin, effect.waited_s))
+            future.set_result(
+                Grant(effect.lease, effect.plan, effect.pin, effect.waited_s, effect.prefilled)
+            )
 
     def _reject(self, effect: ef.Reject) -> None:
         if (future := self._grants.get(effect.request)) is not None and not future.done():

@@ -164,7 +164,7 @@ def _dispatch(state: State, job: RequestJob, now: float) -> None:
         state.fleet.note_sent(job.slot.backend, job.request)
     pin = job.claim is SlotClaim.PINNED
     gated = state.fleet.gates[job.slot.backend].holder == job.id
-    state.out.append(Dispatch(job.id, job.lease, job.plan, pin, gated, job.waited_s))
+    state.out.append(Dispatch(job.id, job.lease, job.plan, pin, gated, job.waited_s, job.prefilled))
 
 
 def saved(state: State, event: ev.Saved, now: float) -> None:

@@ -11,6 +11,7 @@ from router.base.types import (
     Lease,
     Namespace,
     Outcome,
+    OwnPrefill,
     Reported,
     Request,
     RequestId,
@@ -89,6 +90,7 @@ class Dispatch(Struct, frozen=True):
     pin: bool
     confirm: bool
     waited_s: float
+    prefilled: OwnPrefill | None = None
 
 
 class Reject(Struct, frozen=True):
@@ -148,7 +150,7 @@ class Account(Struct, frozen=True):
     reported: Reported
     waited_s: float
     prepared_s: float
-    prefilled: Reported | None
+    prefilled: OwnPrefill | None
     avoided_s: float = 0.0  # prefill that reuse made unnecessary
     prefill_queue_s: float = 0.0  # part of `prepared_s` spent in the prefill queue
 

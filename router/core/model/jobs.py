@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from router.base.tokens import Tokens, head
 from router.base.types import (
     Lease,
+    OwnPrefill,
     Reported,
     Request,
     RequestId,
@@ -167,7 +168,7 @@ class RequestJob(LeaseHolder):
     since: float = 0.0
     waited_s: float = 0.0  # in the request queue
     prepared_s: float = 0.0
-    prefilled: Reported | None = None
+    prefilled: OwnPrefill | None = None
     resident_at_dispatch: Resident = NOTHING  # slot content when the request was sent
 
     @property
@@ -262,10 +263,11 @@ class RequestJob(LeaseHolder):
 
     def note_prefill(self, reported: Reported) -> None:
         """Add one more prefill of this job; no token is computed twice, so they add up."""
-        before = self.prefilled.computed_tokens if self.prefilled is not None else None
-        if before is not None and reported.cached_tokens is not None:
-            reported = replace(reported, cached_tokens=reported.cached_tokens - before)
-        self.prefilled = reported
+        before = self.prefilled or OwnPrefill()
+        self.prefilled = OwnPrefill(
+            tokens=before.tokens + (reported.computed_tokens or 0),
+            seconds=before.seconds + (reported.prompt_s or 0.0),
+        )
 
     def went_cold(self, reason: str) -> None:
         """Change the plan to a cold prefill, because its source of tokens failed."""

@@ -30,8 +30,9 @@ from router.base.types import (
 from router.engine.engine import Engine, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
 from router.llama import json_offload
+from router.llama.answer_counts import AnswerCounts
 from router.llama.client import RelayedResponse
-from router.llama.replies import read_reply
+from router.llama.replies import IDENTITY, read_reply
 from router.llama.wire import (
     ChatPrompt,
     ParsedRequest,
@@ -269,6 +270,7 @@ class Completions:
                     capture,
                     first_byte,
                     self._throttle,
+                    self._counts(exchange, grant, upstream),
                 )
                 return response
         except asyncio.CancelledError:
@@ -295,6 +297,18 @@ class Completions:
                 asyncio.get_running_loop().call_soon(self._throttle.call, finish)
             else:
                 self._throttle.call(finish)
+
+    def _counts(
+        self, exchange: _Exchange, grant: Grant, upstream: RelayedResponse
+    ) -> AnswerCounts | None:
+        """Return the correction of an answer's counts. None: it is sent on as it comes."""
+        if exchange.route is None or grant.prefilled is None or not grant.prefilled.tokens:
+            return None
+        if not self._settings.corrects_counts or upstream.status != 200:
+            return None
+        if upstream.header("content-encoding") not in IDENTITY:
+            return None
+        return AnswerCounts(exchange.route, grant.prefilled)
 
     def _finish(
         self,
@@ -385,7 +399,7 @@ def _attempt(
         first_byte_s=None if first is None else first - arrived,
         ended_s=ended - arrived,
         outcome=outcome,
-        reported=reported,
+        reported=reported.with_prefill(grant.prefilled),
     )
 
 

@@ -15,6 +15,8 @@ from aiohttp import web
 from router.base.errors import BackendError, BackendTimeoutError, BadRequestError
 from router.base.types import Caller, Outcome
 from router.engine.loop_throttle import LoopThrottle
+from router.llama import json_offload
+from router.llama.answer_counts import AnswerCounts
 from router.llama.client import RelayedResponse
 from router.llama.http1 import Header
 from router.web.server.relayed_response import HOP_BY_HOP, RelayedAnswer, named_in_connection
@@ -184,8 +186,9 @@ async def relay(
     capture: Capture,
     on_first_byte: Callable[[], None],
     throttle: LoopThrottle,
+    counts: AnswerCounts | None = None,
 ) -> tuple[web.StreamResponse, Outcome]:
-    """Copy a response until one side stops.
+    """Copy a response until one side stops; the client gets it with `counts` corrected.
 
     Raises BackendError if the backend fails before anything was sent, so that another can be
     tried. A later failure aborts the client's connection: a partial answer must not look complete.
@@ -195,10 +198,17 @@ async def relay(
     loop = asyncio.get_running_loop()
     failed: type[BackendError] | None = None
     try:
+        if counts is not None and upstream.header("content-length") is not None:
+            # The server sends a plain answer when it is whole: to wait for its end costs nothing.
+            async with _silence(request, settings, capture):
+                await upstream.read()
         if upstream.is_complete:  # only the client may have to be awaited
             body = await upstream.read()
             await throttle.pass_by()
             capture.add(body)
+            if counts is not None:
+                body = await json_offload.read(body, counts.whole, body)
+                response.set_length(len(body))
             on_first_byte()
             await response.prepare(request)
             request[STARTED] = response
@@ -220,11 +230,11 @@ async def relay(
                     await response.prepare(request)
                     request[STARTED] = response
                 capture.add(chunk)
-                await response.write(chunk)
+                await response.write(chunk if counts is None else counts.part(chunk))
                 silence.since = loop.time()
             silence.since = None
             await throttle.pass_by()
-            await response.write_eof()
+            await response.write_eof(b"" if counts is None else counts.rest())
             await request.writer.drain()
     except (ConnectionResetError, aiohttp.ClientConnectionResetError):
         _abort(request)  # the client may be connected and take nothing

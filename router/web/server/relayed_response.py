@@ -51,13 +51,18 @@ class RelayedAnswer(web.StreamResponse):
         """Set up the answer; `own` are the router's headers, names in lower case."""
         super().__init__(status=upstream.status, reason=upstream.reason)
         self._upstream = upstream
-        self._own = own
+        self._own = dict(own)
         self._writer: AbstractStreamWriter | None = None
         self._head = b""
         self._in_chunks = False
         self._bodiless = False
         self._keeps_open = False
         self._ended = False
+
+    def set_length(self, n_bytes: int) -> None:
+        """Note that the body has another length than the backend said; before `prepare`."""
+        if any(name.lower() == b"content-length" for name, _ in self._upstream.headers):
+            self._own["content-length"] = str(n_bytes)
 
     @property
     def prepared(self) -> bool:

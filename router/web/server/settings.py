@@ -19,3 +19,4 @@ class Settings:
     idle_timeout_s: float = 0.0
     send_timeout_s: float = 0.0
     passthrough: bool = False
+    corrects_counts: bool = True

@@ -208,7 +208,7 @@ def test_prefill_save_prefill_save_send() -> None:
     assert slot(s, A0).resident.checkpoints == (596, 896)
     job = s.state.job_of(R)
     assert job.prefilled is not None
-    assert job.prefilled.computed_tokens == 900
+    assert job.prefilled.tokens == 900
 
 
 def test_the_next_turn_a_regenerate_and_a_sibling_find_a_snapshot() -> None:

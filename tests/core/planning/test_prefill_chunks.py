@@ -70,7 +70,7 @@ def test_it_is_one_prefill_in_the_books() -> None:
 
     assert isinstance(account, Account)
     assert account.prefilled is not None
-    assert account.prefilled.computed_tokens == 1999
+    assert account.prefilled.tokens == 1999
 
 
 def test_a_piece_takes_so_long_whatever_the_server_is() -> None:

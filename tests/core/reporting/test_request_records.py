@@ -3,11 +3,11 @@
 import pytest
 
 from router.base.tokens import EMPTY
-from router.base.types import Miss, Nearest, Outcome, Reported, RequestRecord, Source
+from router.base.types import Miss, Nearest, Outcome, OwnPrefill, Reported, RequestRecord, Source
 from router.core.model.effects import Account
 from router.core.model.plan import Candidate, Coverage, Plan, Price
 from router.core.model.rates import LinearFit, Rates
-from router.core.reporting.request_records import avoided_s, computed_tokens, record_of
+from router.core.reporting.request_records import avoided_s, record_of
 from tests.support.scheduler.build import A0, R, request
 
 NEAREST = Nearest(A0, None, 2, 2, EMPTY, EMPTY, EMPTY)
@@ -65,30 +65,29 @@ def test_nothing_is_missed_where_nothing_was_reported() -> None:
     ("said", "prefilled", "computed"),
     [
         (Reported(10, 4), None, 6),
-        (Reported(10, 9), Reported(9, 3), 7),
-        (Reported(10, 0), Reported(9, 0), 10),  # at most the prompt
-        (Reported(10, 9), Reported(9, None), 1),
-        (Reported(10, 9), Reported(None, 3), 1),
+        (Reported(10, 9), OwnPrefill(6), 7),
+        (Reported(10, 0), OwnPrefill(9), 10),  # at most the prompt
         (Reported(None, 4), None, None),
-        (Reported(10, None), None, None),
+        (Reported(None, 4), OwnPrefill(4), None),
+        (Reported(10, None), OwnPrefill(4), None),
     ],
 )
 def test_what_the_router_prefilled_itself_counts(
-    said: Reported, prefilled: Reported | None, computed: int | None
+    said: Reported, prefilled: OwnPrefill | None, computed: int | None
 ) -> None:
-    assert computed_tokens(said, prefilled) == computed
+    assert said.with_prefill(prefilled).computed_tokens == computed
 
 
 @pytest.mark.parametrize(
     ("said", "prefilled"),
     [
         (Reported(1000, 800), None),
-        (Reported(1000, 999), Reported(999, 800)),
+        (Reported(1000, 999), OwnPrefill(199)),
         (Reported(1000), None),
     ],
 )
 def test_reuse_avoids_what_a_cold_prefill_would_take_longer(
-    said: Reported, prefilled: Reported | None
+    said: Reported, prefilled: OwnPrefill | None
 ) -> None:
     """Reuse of 800 of 1,000 tokens; prefill slows with depth, so their position matters."""
     rates = Rates(prefill=LinearFit(2e-3, 5e-6))

@@ -1,0 +1,93 @@
+"""Correction of the counts in an answer: what the router computed for a request is not cached.
+
+The server finds a prompt in its slot that the router computed there a moment before, and calls all
+of it cached. Only the numbers are replaced, in the bytes as they came: a parsed and rewritten
+answer would differ in more than its counts. llama-server.md section 2.4 lists the fields.
+"""
+
+import re
+from collections.abc import Mapping
+
+from router.base.types import OwnPrefill
+from router.llama.wire import Route
+
+# A quote inside a JSON string has a backslash before it, so no text of an answer looks like a key.
+# `timings/`: fields picked by `response_fields` (json_get_nested_values, server-common.cpp).
+_KEYS = (
+    rb"cache_n|prompt_n|prompt_ms|prompt_per_token_ms|prompt_per_second"  # timings
+    rb"|cached_tokens"  # usage
+    rb"|cache|time_ms"  # prompt_progress
+)
+_COUNT = re.compile(rb'(?<!\\)"((?:timings/)?(%b))":\s*([-+.\deE]+)' % _KEYS)
+# In the usage of the other routes `input_tokens` is the whole prompt.
+_MESSAGES_COUNT = re.compile(
+    rb'(?<!\\)"((?:timings/)?(%b|cache_read_input_tokens|input_tokens))":\s*([-+.\deE]+)' % _KEYS
+)
+_CACHED = (b"cache_n", b"cached_tokens", b"cache", b"cache_read_input_tokens")
+
+
+class AnswerCounts:
+    """Corrects one answer to a request with an own prefill: `part` by part, then its `rest`.
+
+    A plain answer and each event of a stream are one line, and all counts of a line agree.
+    """
+
+    def __init__(self, route: Route, prefill: OwnPrefill) -> None:
+        self._count = _MESSAGES_COUNT if route is Route.MESSAGES else _COUNT
+        self._prefill = prefill
+        self._kept = b""
+
+    def whole(self, answer: bytes) -> bytes:
+        """Return an answer that has come to its end, corrected."""
+        return self.part(answer) + self.rest()
+
+    def part(self, chunk: bytes) -> bytes:
+        """Return the whole lines so far, each corrected; keep the rest of a line."""
+        lines, newline, rest = chunk.rpartition(b"\n")
+        if not newline:
+            self._kept += rest
+            return b""
+        lines, self._kept = self._kept + lines, rest
+        if self._count.search(lines) is None:
+            return lines + newline
+        return b"\n".join(map(self._line, lines.split(b"\n"))) + newline
+
+    def rest(self) -> bytes:
+        """Return the end of an answer that has no line break."""
+        kept, self._kept = self._kept, b""
+        return self._line(kept)
+
+    def _line(self, line: bytes) -> bytes:
+        found = {match[2]: float(match[3]) for match in self._count.finditer(line)}
+        if not found:
+            return line
+        new = self._corrected(found)
+        return self._count.sub(lambda match: _replaced(match, new), line)
+
+    def _corrected(self, found: Mapping[bytes, float]) -> dict[bytes, bytes]:
+        """Return the right values for the numbers of one line."""
+        own = self._prefill
+        cached = next((int(found[key]) for key in _CACHED if key in found), own.tokens)
+        moved = own.among(cached)
+        new: dict[bytes, float] = {key: cached - moved for key in _CACHED if key in found}
+        for key in (b"prompt_n", b"input_tokens"):
+            if key in found:
+                new[key] = int(found[key]) + moved
+        if b"prompt_ms" in found:
+            new[b"prompt_ms"] = found[b"prompt_ms"] + own.seconds * 1000
+        if b"time_ms" in found:
+            new[b"time_ms"] = int(found[b"time_ms"] + own.seconds * 1000)
+        # Both as in `server_slot_stats` (server-common.h): 0 without tokens or time.
+        if b"prompt_n" in new and b"prompt_ms" in new:
+            tokens, ms = new[b"prompt_n"], new[b"prompt_ms"]
+            new[b"prompt_per_token_ms"] = ms / tokens if tokens else 0.0
+            new[b"prompt_per_second"] = tokens * 1000 / ms if ms else 0.0
+        return {key: repr(value).encode() for key, value in new.items()}
+
+
+def _replaced(match: re.Match[bytes], new: Mapping[bytes, bytes]) -> bytes:
+    value = new.get(match[2])
+    if value is None:
+        return match[0]
+    whole = match[0]
+    return whole[: match.start(3) - match.start()] + value

@@ -1,0 +1,162 @@
+"""Counts in answers of real servers: true on every route, and equal to the servers' own sums."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from router.base.api_keys import hash_text, new_key
+from tests.conftest import StartServer
+from tests.support.conversations.prompts import Json, ids, sentences
+from tests.support.servers.router_fleet import Answer, Fleet, running
+
+N = 900
+# Every cold prompt of this length is computed by the router first.
+EAGER = "policy: {coalesce_above: 1ms}"
+ROUTES: dict[str, Json] = {
+    "/completion": {},
+    "/v1/completions": {},
+    "/v1/chat/completions": {"stream_options": {"include_usage": True}},
+    "/v1/messages": {"model": "m"},
+    "/v1/responses": {},
+}
+
+
+def _body(route: str, seed: int, **more: object) -> Json:
+    text = sentences(seed, 25)
+    asks: Mapping[str, Json] = {
+        "/completion": {"prompt": text, "n_predict": 4},
+        "/v1/completions": {"prompt": text, "max_tokens": 4},
+        "/v1/responses": {"input": text, "max_output_tokens": 4},
+    }
+    chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    return asks.get(route, chat) | ROUTES[route] | {"temperature": 0} | more
+
+
+def _counts(answer: Answer) -> list[tuple[int, int]]:
+    """Return cached and computed tokens, from each place of an answer that has both."""
+    found: list[tuple[int, int]] = []
+    for part in answer.events or [answer.json]:
+        if timings := part.get("timings"):
+            found.append((timings["cache_n"], timings["prompt_n"]))
+            assert timings["prompt_per_token_ms"] == pytest.approx(
+                timings["prompt_ms"] / timings["prompt_n"]
+            )
+        outer = part.get("response") or part.get("message") or part
+        usage = outer.get("usage") or {}
+        for total, details in (
+            ("prompt_tokens", "prompt_tokens_details"),
+            ("input_tokens", "input_tokens_details"),
+        ):
+            if details in usage:
+                cached = usage[details]["cached_tokens"]
+                found.append((cached, usage[total] - cached))
+        if "cache_read_input_tokens" in usage:
+            found.append((usage["cache_read_input_tokens"], usage["input_tokens"]))
+    assert found, answer.body
+    return found
+
+
+async def _computed_by_servers(fleet: Fleet) -> float:
+    metrics = await fleet.get("/metrics?backends=1")
+    lines = metrics.body.decode().splitlines()
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("llamacpp:prompt_tokens_total")
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_route_tells_what_was_computed(llama_server: StartServer, stream: bool) -> None:
+    """First a prompt is new, then all but its last token is cached, as from one server alone.
+
+    The sums are the servers' own, exactly.
+    """
+    a = await llama_server("llama", slots=2, ctx=32768, extra_args=["--metrics"])
+    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as fleet:
+        before, said = await _computed_by_servers(fleet), 0
+        for seed, route in enumerate(ROUTES):
+            body = _body(route, seed, stream=stream)
+            first = await fleet.post(route, body)
+            await fleet.until_quiet()
+            again = await fleet.post(route, body)
+            await fleet.until_quiet()
+            (new, computed), *others = _counts(first)
+            assert set(others) <= {(new, computed)}, (route, _counts(first))
+            (held, rest), *others = _counts(again)
+            assert set(others) <= {(held, rest)}, (route, _counts(again))
+            assert new < 50 < N // 2 < computed, route  # chats begin alike
+            assert (held, rest) == (new + computed - 1, 1), route
+            said += computed + rest
+        log = (await fleet.get("/kvferry/requests")).json["requests"]
+        metrics = await fleet.metrics()
+        assert await _computed_by_servers(fleet) - before == said
+    assert sum(one["computed_tokens"] for one in log) == said
+    assert all(one["cached_tokens"] + one["computed_tokens"] == one["prompt_tokens"] for one in log)
+    assert metrics['kvferry_prompt_tokens_total{source="computed"}'] == said
+
+
+async def test_progress_and_partial_timings_are_true(llama_server: StartServer) -> None:
+    a = await llama_server("llama", slots=1, ctx=8192)
+    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as fleet:
+        more = {"stream": True, "return_progress": True, "timings_per_token": True}
+        answer = await fleet.complete(ids(1, N), **more)
+        picked = await fleet.complete(
+            ids(2, N), response_fields=["timings/cache_n", "timings/prompt_n", "content"]
+        )
+    progress = [part["prompt_progress"] for part in answer.events if "prompt_progress" in part]
+    assert progress
+    assert all(one["cache"] == 0 and one["total"] == N for one in progress)
+    assert len(_counts(answer)) > 4
+    assert set(_counts(answer)) == {(0, N - 1), (0, N)}  # while the last token waits, and after
+    assert (picked.json["timings/cache_n"], picked.json["timings/prompt_n"]) == (0, N)
+
+
+async def test_an_answer_with_several_choices_is_as_the_server_wrote_it(
+    llama_server: StartServer,
+) -> None:
+    a = await llama_server("llama", slots=2, ctx=16384, extra_args=["--metrics"])
+    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as fleet:
+        before = await _computed_by_servers(fleet)
+        answer = await fleet.post("/v1/completions", _body("/v1/completions", 5, n=2))
+        computed = await _computed_by_servers(fleet) - before
+    assert len(answer.json["choices"]) == 2
+    ((cached, new),) = set(_counts(answer))
+    assert cached == 0
+    assert new == pytest.approx(computed, rel=0.01)
+
+
+async def test_what_another_request_computed_is_cached(llama_server: StartServer) -> None:
+    """Two equal prompts at once: one computes, and one prompt is computed in all."""
+    a = await llama_server("llama", slots=2, ctx=16384, extra_args=["--metrics"])
+    async with running([("a", a.url)], a.kv_dir, yaml=EAGER) as fleet:
+        before = await _computed_by_servers(fleet)
+        answers = await asyncio.gather(*(fleet.complete(ids(3, N)) for _ in range(2)))
+        computed = await _computed_by_servers(fleet) - before
+    assert sum(answer.timings["prompt_n"] for answer in answers) == computed == N + 1
+
+
+async def test_tenants_do_not_see_that_others_computed(llama_server: StartServer) -> None:
+    x, y = new_key(), new_key()
+    keys = [{"name": name, "hash": hash_text(key)} for name, key in (("x", x), ("y", y))]
+    auth = f"auth: {{keys: {json.dumps(keys)}}}"
+    a = await llama_server("llama", slots=2, ctx=16384)
+    async with running([("a", a.url)], a.kv_dir, yaml=f"{EAGER}\n{auth}") as fleet:
+        told = []
+        for key in (x, y, y):
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"prompt": ids(4, N), "n_predict": 4}
+            told.append(await fleet.post("/completion", body, headers=headers))
+    assert [answer.timings["cache_n"] for answer in told] == [0, 0, N - 1]
+
+
+async def test_the_servers_own_counts_can_be_had(llama_server: StartServer) -> None:
+    a = await llama_server("llama", slots=1, ctx=8192)
+    yaml = f"{EAGER}\nanswers: {{counts: server}}"
+    async with running([("a", a.url)], a.kv_dir, yaml=yaml) as fleet:
+        answer = await fleet.complete(ids(5, N))
+        log = (await fleet.get("/kvferry/requests")).json["requests"]
+    assert _counts(answer) == [(N - 1, 1)]
+    assert log[0]["computed_tokens"] == N
