@@ -41,6 +41,7 @@ from router.base.errors import RouterError
 from router.base.ports import Tracing
 from router.base.tasks import Tasks, spawn
 from router.base.types import BackendId, Outcome, Request, Standing, Stats
+from router.config.open_doors import open_doors
 from router.config.schema import Address, BackendConfig, Config, TlsConfig, TokenizerMode
 from router.core.execution.state import State
 from router.core.scheduler import Scheduler
@@ -232,6 +233,8 @@ async def build(
             has_keys = bool(wanted.auth.keys)
             guard.protects_reads = wanted.admin.protects_reads(has_keys=has_keys)
             set_level(wanted.logging.level)
+            for door in open_doors(wanted):
+                log.warning("open_door", what=door.what, remedy=door.remedy)
             await engine.snapshots_found(found)
             backends.configure(wanted)
 

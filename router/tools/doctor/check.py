@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from router.config.loader import path_text, read_text, read_yaml
+from router.config.open_doors import open_doors
 from router.config.schema import BackendConfig, Config, ConfigError, Problem, TokenizerMode, load
 from router.config.values import NO_LIMIT, format_duration, format_size
 from router.core.model.policy import Policy
@@ -48,6 +49,8 @@ def _warnings(config: Config) -> Iterator[str]:
     # Only warnings: the router often runs in another environment than `kvferry check`.
     for lack in unset_variables(config) + unusable_tokenizer(config):
         yield f"{path_text(lack.path)} {lack.message}"
+    for door in open_doors(config):
+        yield f"{door.what}; {door.remedy}"
 
 
 def summary(config: Config) -> str:

@@ -12,6 +12,7 @@ from itertools import combinations
 from router.assembly.backends import kv_dir_of
 from router.base.types import Namespace
 from router.config.loader import path_text
+from router.config.open_doors import open_doors
 from router.config.schema import Config, TokenizerMode
 from router.core.model.policy import Policy
 from router.llama.attach.diagnosis import Trouble, Unusable
@@ -33,6 +34,7 @@ def of_fleet(fleet: Sequence[Facts], config: Config) -> list[Finding]:
         *_streams(fleet),
         *_folders(fleet),
         *_settings(config),
+        *(Finding(Level.WARNING, door.what, door.remedy) for door in open_doors(config)),
         *_lacking(config),
     ]
 
