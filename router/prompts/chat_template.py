@@ -11,6 +11,10 @@ from typing import Any
 
 import orjson
 import structlog
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.base.errors import BackendRefusedError
 
@@ -102,8 +106,6 @@ async def prove(chat_template: str, bos: str, eos: str, apply: Apply) -> LocalTe
         return None  # it depends on the date, or there is no template
     try:
         render = _compiled(chat_template, bos, eos)
-    except ImportError:
-        return None  # jinja2 is in the extra `local-tokenizer`
     except Exception as error:  # noqa: BLE001 - jinja2 may raise anything for an unknown template
         log.info("template_not_used", reason=f"the template does not compile: {error}")
         return None
@@ -127,10 +129,6 @@ async def prove(chat_template: str, bos: str, eos: str, apply: Apply) -> LocalTe
 
 def _compiled(chat_template: str, bos: str, eos: str) -> Render:
     """Compile a chat template as Hugging Face does; template authors test with that."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.runtime import LoopContext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Environment(ImmutableSandboxedEnvironment):
         def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

@@ -10,14 +10,12 @@ import asyncio
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 INLINE_CHARS = 4096  # about 2 ms of encoding; longer texts go to a thread
 MAX_STRING = 64 << 20  # bytes in one GGUF string, elements in one array; more: a broken file
-MISSING = "a local tokenizer needs the package tokenizers: pip install 'kvferry[local-tokenizer]'"
 
 
 class LocalTokenizerError(RuntimeError):
@@ -57,12 +55,8 @@ def load_local(path: Path, specials: Iterable[str] = ()) -> LocalTokenizer:
     Blocks for seconds: call it in a thread. `specials` are the special tokens that the backend was
     found to have: llama.cpp makes control tokens of some that a vocabulary lists as plain text
     (`</s>` of the Qwen family). Names that the vocabulary lacks are ignored. Raises
-    LocalTokenizerError, also when the optional package is not installed.
+    LocalTokenizerError.
     """
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise LocalTokenizerError(MISSING) from error
     try:
         if path.suffix == ".gguf":
             made = _from_gguf(path)
@@ -71,13 +65,11 @@ def load_local(path: Path, specials: Iterable[str] = ()) -> LocalTokenizer:
     except OSError as error:
         raise LocalTokenizerError(f"cannot be read: {error.strerror}") from error
     known = [name for name in specials if made.token_to_id(name) is not None]
-    made.add_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in known])
+    made.add_tokens([AddedToken(name, special=True, normalized=False) for name in known])
     return LocalTokenizer(lambda text: list(made.encode(text, add_special_tokens=False).ids))
 
 
-def _from_json(path: Path) -> "Tokenizer":
-    from tokenizers import Tokenizer
-
+def _from_json(path: Path) -> Tokenizer:
     text = path.read_text("utf-8")
     try:
         return Tokenizer.from_str(text)
@@ -197,9 +189,7 @@ def _strings(metadata: dict[str, Value], key: str) -> list[str]:
     return [str(item) for item in value]
 
 
-def _from_gguf(path: Path) -> "Tokenizer":
-    from tokenizers import AddedToken
-
+def _from_gguf(path: Path) -> Tokenizer:
     metadata = read_gguf_metadata(path)
     tokens = _strings(metadata, "tokens")
     types = metadata.get("tokenizer.ggml.token_type")
@@ -222,9 +212,7 @@ def _from_gguf(path: Path) -> "Tokenizer":
     return made
 
 
-def _byte_level(metadata: dict[str, Value], tokens: list[str]) -> "Tokenizer":
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
+def _byte_level(metadata: dict[str, Value], tokens: list[str]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _SPLITS:
         raise LocalTokenizerError(f"tokenizer.ggml.pre {pre!r} is not supported")
@@ -245,13 +233,11 @@ def _byte_level(metadata: dict[str, Value], tokens: list[str]) -> "Tokenizer":
     return made
 
 
-def _sentencepiece(metadata: dict[str, Value], tokens: list[str]) -> "Tokenizer":
+def _sentencepiece(metadata: dict[str, Value], tokens: list[str]) -> Tokenizer:
     """Build a BPE tokenizer that merges by score.
 
     llm_tokenizer_spm joins the two neighbours that form the token with the best score.
     """
-    from tokenizers import Tokenizer, models, normalizers
-
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise LocalTokenizerError("the GGUF has no tokenizer.ggml.scores for each token")

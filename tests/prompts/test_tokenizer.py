@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import struct
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -736,13 +735,6 @@ async def test_long_texts_are_encoded_in_a_thread() -> None:
     await local.encode("x" * (local_tokenizer.INLINE_CHARS + 1))
 
     assert [ident == threading.get_ident() for ident in threads] == [True, False]
-
-
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-
-    with pytest.raises(LocalTokenizerError, match=r"kvferry\[local-tokenizer\]"):
-        load_local(tmp_path)
 
 
 def _gguf(*values: bytes) -> bytes:
