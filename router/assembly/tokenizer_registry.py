@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -12,8 +14,9 @@ from router.base.tasks import Tasks
 from router.base.types import BackendId, Namespace
 from router.config.schema import TokenizerConfig, TokenizerMode
 from router.llama.client import LlamaClient
-from router.llama.replies import Props
+from router.llama.replies import InfillAnswer, Props
 from router.prompts.chat_template import prove
+from router.prompts.infill import learn_rule
 from router.prompts.local_tokenizer import Encoder, LocalTokenizerError, load_local
 from router.prompts.reader import PromptReader, Vocabulary
 from router.prompts.special_tokens import discover_specials
@@ -70,20 +73,34 @@ class TokenizerRegistry:
                 del self._speakers[namespace]
                 self._tokenizers.pop(namespace, None)
 
-    async def prepare(self, client: LlamaClient, props: Props, namespace: Namespace) -> None:
-        """Learn how a backend tokenizes. Raises BackendError."""
+    async def prepare(
+        self,
+        client: LlamaClient,
+        props: Props,
+        namespace: Namespace,
+        infill: Sequence[InfillAnswer] = (),
+    ) -> None:
+        """Learn how a backend tokenizes; `infill` are its answers in the probe.
+
+        Raises BackendError.
+        """
         if self._config.mode is TokenizerMode.OFF:
             return
         speakers = self._speakers.setdefault(namespace, _Speakers())
         speakers.clients[client.id] = client
         try:
-            self.readers[client.id] = await self._reader(client, props, namespace, speakers)
+            self.readers[client.id] = await self._reader(client, props, namespace, infill, speakers)
         except BackendError:
             self.leave(client.id)
             raise
 
     async def _reader(
-        self, client: LlamaClient, props: Props, namespace: Namespace, speakers: _Speakers
+        self,
+        client: LlamaClient,
+        props: Props,
+        namespace: Namespace,
+        infill: Sequence[InfillAnswer],
+        speakers: _Speakers,
     ) -> PromptReader:
         owner, tokenizer = self._tokenizers.get(namespace, (None, None))
         if tokenizer is None or owner == client.id:
@@ -104,7 +121,19 @@ class TokenizerRegistry:
             template = await prove(
                 props.chat_template, props.bos_token, props.eos_token, client.apply_template
             )
-        return PromptReader(Vocabulary(client, tokenizer, props.media_marker, template))
+        rule = None
+        if infill:
+            rule = await learn_rule(
+                infill,
+                props.bos_token,
+                props.n_ctx,
+                tokenizer.tokenize_plain,
+                partial(tokenizer.tokenize, add_special=False),
+                client.detokenize,
+            )
+            if rule is None:
+                log.info("infill_not_read", backend=client.id, reason="its answers fit no rule")
+        return PromptReader(Vocabulary(client, tokenizer, props.media_marker, template, rule))
 
     async def _local(self, props: Props, specials: dict[str, int]) -> Encoder | None:
         """Load the local tokenizer: the configured one, or the model's own file if it is here.
@@ -121,7 +150,7 @@ class TokenizerRegistry:
         try:
             return await asyncio.to_thread(load_local, path, tuple(specials))
         except LocalTokenizerError as error:
-            # Without the package `auto` means `backend`, as documented; `local` was asked for.
+            # `auto` then means `backend`, as documented; `local` was asked for.
             asked = self._config.mode is TokenizerMode.LOCAL
             log.log(
                 logging.WARNING if asked else logging.INFO,

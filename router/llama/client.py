@@ -326,6 +326,11 @@ class LlamaClient:
         payload = await self._call("POST", "/completion", body, self._timeouts.action_s)
         return reply.top_logprobs_from(payload)
 
+    async def infill(self, slot: int, parts: wire.InfillPrompt) -> reply.InfillAnswer:
+        """Compute an infill prompt in a slot. Raises BackendRefusedError if the model has none."""
+        body = wire.infill_body(parts, slot)
+        return reply.infill_from(await self._call("POST", "/infill", body, self._timeouts.action_s))
+
     def relay(
         self,
         method: str,

@@ -298,6 +298,20 @@ def top_logprobs_from(payload: object) -> list[tuple[int, float]]:
     return [(entry.get("id", int), entry.get("logprob", float)) for entry in top]
 
 
+@dataclass(frozen=True, slots=True)
+class InfillAnswer:
+    """Text and number of tokens of the prompt that an /infill answer was made for."""
+
+    prompt: str
+    n_tokens: int
+
+
+def infill_from(payload: object) -> InfillAnswer:
+    """Read a native answer to POST /infill. Raises BackendError."""
+    answer = _Answer(payload, "POST /infill")
+    return InfillAnswer(answer.get("prompt", str), answer.get("tokens_evaluated", int))
+
+
 def merge_models(payloads: list[bytes]) -> Json:
     """Merge answers to GET /v1/models: concatenate their lists."""
     answers = [as_dict(_loads(payload)) for payload in payloads]

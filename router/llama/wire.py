@@ -79,6 +79,24 @@ class ChatPrompt(Struct, frozen=True):
     media: tuple[str, ...] = ()
 
 
+class InfillPrompt(Struct, frozen=True):
+    """The parts of an /infill body; the server puts them together. `extra`: names and texts."""
+
+    prefix: str
+    suffix: str
+    prompt: str = ""
+    extra: tuple[tuple[str, str], ...] = ()
+
+
+# Requests that show how a server puts the parts together. The first has no text that occurs twice.
+INFILL_PROBES = (
+    InfillPrompt("alpha beta", "gamma delta"),
+    InfillPrompt(
+        "def f(x):\n    ", "\n    return x\n", "y =", (("a.py", "x = 1\n"), ("tmp", "two  parts"))
+    ),
+)
+
+
 class UnknownPrompt(Struct, frozen=True):
     """A prompt with tokens that the router cannot know, for this reason."""
 
@@ -86,7 +104,7 @@ class UnknownPrompt(Struct, frozen=True):
     legal: bool = False  # the server may know the tokens; else it refuses the request
 
 
-PromptSource = TokenPrompt | TextPrompt | MixedPrompt | ChatPrompt | UnknownPrompt
+PromptSource = TokenPrompt | TextPrompt | MixedPrompt | ChatPrompt | InfillPrompt | UnknownPrompt
 
 
 class ParsedRequest(Struct, frozen=True):
@@ -139,8 +157,7 @@ def parse_request(route: Route, body: dict[str, Any]) -> ParsedRequest:
         case Route.COMPLETION | Route.OAI_COMPLETION:
             source, batch = _native_prompt(body)
         case Route.INFILL:
-            legal = "input_prefix" in body and "input_suffix" in body
-            source = UnknownPrompt("infill prompts are built by the server", legal)
+            source = _infill_prompt(body)
         case Route.CHAT:
             source = _chat_prompt(body)
         case Route.MESSAGES | Route.RESPONSES:
@@ -237,6 +254,26 @@ def _mixed_prompt(parts: list[Any]) -> PromptSource:
         return _token_prompt(parts)
     checked = _token_prompt(ids)
     return checked if isinstance(checked, UnknownPrompt) else MixedPrompt(tuple(parts))
+
+
+def _infill_prompt(body: dict[str, Any]) -> PromptSource:
+    """Return the parts of an infill body (`post_infill`, server-context.cpp)."""
+    if not {"input_prefix", "input_suffix"} <= body.keys():
+        return UnknownPrompt("'input_prefix' and 'input_suffix' are required")
+    prefix, suffix, prompt = body["input_prefix"], body["input_suffix"], body.get("prompt", "")
+    chunks: list[tuple[str, str]] = []
+    given = body.get("input_extra")
+    for chunk in [] if given is None else given if isinstance(given, list) else [None]:
+        text = chunk.get("text") if isinstance(chunk, dict) else None
+        name = chunk.get("filename", "tmp") if isinstance(chunk, dict) else None
+        if not isinstance(text, str) or not isinstance(name, str):
+            return UnknownPrompt("the server will refuse 'input_extra'")
+        chunks.append((name, text))
+    if not isinstance(prompt, str):
+        return UnknownPrompt("the server will refuse 'prompt'")
+    if not isinstance(prefix, str) or not isinstance(suffix, str):
+        return UnknownPrompt("the parts hold token ids", legal=True)
+    return InfillPrompt(prefix, suffix, prompt, tuple(chunks))
 
 
 def _token_prompt(ids: list[int]) -> PromptSource:
@@ -381,6 +418,14 @@ def overwrite_body(slot: int) -> bytes:
 def fingerprint_body(tokens: Tokens, slot: int) -> bytes:
     """Return the POST /completion body for the likeliest next tokens, to tell models apart."""
     return _compute(tokens, slot, {"n_predict": 1, "n_probs": 5, "temperature": 0.0})
+
+
+def infill_body(parts: InfillPrompt, slot: int) -> bytes:
+    """Return the POST /infill body that computes these parts in a slot."""
+    extra = [{"filename": name, "text": text} for name, text in parts.extra]
+    body = {"input_prefix": parts.prefix, "input_suffix": parts.suffix, "prompt": parts.prompt}
+    more = {"input_extra": extra, "id_slot": slot, "n_predict": 0, "n_cache_reuse": 0}
+    return orjson.dumps(body | more)
 
 
 def _compute(tokens: Tokens, slot: int, more: dict[str, Any]) -> bytes:

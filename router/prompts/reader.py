@@ -15,11 +15,12 @@ import structlog
 from msgspec.structs import replace
 
 from router.base.errors import BackendError, BackendRefusedError
-from router.base.tokens import Tokens, count, head, join, pack, tail
+from router.base.tokens import EMPTY, Tokens, count, head, join, pack, tail
 from router.base.types import NO_TENANT, Nearest, Prompt, Tenant
 from router.llama.client import LlamaClient
 from router.llama.wire import (
     ChatPrompt,
+    InfillPrompt,
     MixedPrompt,
     ParsedRequest,
     TextPrompt,
@@ -29,6 +30,7 @@ from router.llama.wire import (
 from router.prompts.boundaries import BoundaryFinder
 from router.prompts.chat_template import LocalTemplate
 from router.prompts.divergence import Part, part_at
+from router.prompts.infill import InfillRule, corrected, infill_tokens
 from router.prompts.tokenizer import SegmentTokenizer
 
 log = structlog.get_logger(__name__)
@@ -42,6 +44,7 @@ class Vocabulary:
     tokenizer: SegmentTokenizer
     media_marker: str
     template: LocalTemplate | None = None  # None: the backend renders
+    infill: InfillRule | None = None  # None: the model has no infill, or another rule
 
 
 class PromptReader:
@@ -101,8 +104,22 @@ class PromptReader:
                     self._by_backend(source.body) if source.media else self._render(source.body)
                 )
                 return await self._chat(text, source.media)
+            case InfillPrompt():
+                return await self._infill(source)
             case UnknownPrompt():
                 return Prompt(unknown=source.reason)
+
+    async def _infill(self, source: InfillPrompt) -> Prompt:
+        rule = self._vocabulary.infill
+        if rule is None:
+            return Prompt(unknown="it is not known how the server builds an infill prompt")
+        return Prompt(await infill_tokens(rule, source, self._plain, self._special))
+
+    async def _plain(self, text: str) -> Tokens:
+        return await self._vocabulary.tokenizer.tokenize_plain(text, self._tenant)
+
+    async def _special(self, text: str) -> Tokens:
+        return await self._tokenize(text, add_special=False) if text else EMPTY
 
     async def _chat(self, text: str, media: tuple[str, ...]) -> Prompt:
         """Return the prompt of rendered text; each media marker becomes its fingerprint."""
@@ -162,7 +179,9 @@ class PromptReader:
             return
         source = parsed.prompt_source
         try:
-            if isinstance(source, TextPrompt):
+            if isinstance(source, InfillPrompt):
+                await self._correct_infill(source, reported)
+            elif isinstance(source, TextPrompt):
                 await tokenizer.disagreed(source.text, add_special=True, tenant=self._tenant)
             elif isinstance(source, ChatPrompt) and not source.media:
                 text = await self._by_backend(source.body)
@@ -174,8 +193,19 @@ class PromptReader:
         except BackendError as error:
             log.info("tokenizer_not_compared", reason=without_prompt(error))
 
+    async def _correct_infill(self, source: InfillPrompt, reported: int) -> None:
+        """Learn the server's `-b` from a prompt that was cut, or drop the rule."""
+        rule = self._vocabulary.infill
+        if rule is not None:
+            found = await corrected(rule, source, reported, self._plain, self._special)
+            self._vocabulary.infill = found
+            if found is None:
+                log.warning("infill_rule_dropped", reason="the backend counts other tokens")
 
-def is_left_to_server(parsed: ParsedRequest, reader: PromptReader | None, tenant: Tenant) -> bool:
+
+def is_left_to_server(
+    parsed: ParsedRequest, prompt: Prompt, reader: PromptReader | None, tenant: Tenant
+) -> bool:
     """Return whether llama-server should pick the slot, because the prompt cannot be read here.
 
     llama-server knows the tokens and picks the slot that has most of them. False for a tenant's
@@ -183,7 +213,11 @@ def is_left_to_server(parsed: ParsedRequest, reader: PromptReader | None, tenant
     that llama-server will refuse: it must not keep other requests waiting.
     """
     source = parsed.prompt_source
-    unread = source.legal if isinstance(source, UnknownPrompt) else reader is None
+    unread = reader is None
+    if isinstance(source, UnknownPrompt):
+        unread = source.legal
+    elif isinstance(source, InfillPrompt):
+        unread = prompt.unknown is not None
     chosen = bool(tenant) or parsed.lora or parsed.slot_hint is not None
     return unread and parsed.cache_prompt and not chosen
 

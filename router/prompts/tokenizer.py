@@ -42,7 +42,7 @@ FULL_RECHECKS = 4  # unexplained mismatches that are all rechecked; then only th
 
 _log = structlog.get_logger(__name__)
 
-Key = str | bytes | tuple[bool, str | bytes]
+Key = str | bytes | tuple[bool | str, str | bytes]
 _Future = asyncio.Future[Tokens | None]  # None: the ids did not split
 _Work = Callable[[], Awaitable[Mapping[Key, Tokens]]]
 
@@ -212,10 +212,29 @@ class SegmentTokenizer:
                 return await self._direct(text, add_special)
         name = partial(key_of, text, tenant)
         key = (add_special, await asyncio.to_thread(name) if long else name())
+        return await self._once(key, partial(self._whole, key, text, add_special))
+
+    async def tokenize_plain(self, text: str, tenant: Tenant = NO_TENANT) -> Tokens:
+        """Return the ids of `text`, in which a special token's name is text like any other.
+
+        The backend tokenizes, once for each text. Raises BackendError; a failure is not cached.
+        """
+        if not text:
+            return EMPTY
+        key = ("plain", key_of(text, tenant))
+
+        async def work() -> Mapping[Key, Tokens]:
+            return {
+                key: await _packed(await self._call(text, add_special=False, parse_special=False))
+            }
+
+        return await self._once(key, work)
+
+    async def _once(self, key: Key, work: _Work) -> Tokens:
+        """Return the ids of a whole text: cached, awaited with other callers, or from `work`."""
         known = self._known(key)
         if known is None:
             known = self._pending[key] = asyncio.get_running_loop().create_future()
-            work = partial(self._whole, key, text, add_special)
             self._spawn(self._fill({key: known}, work), name="tokenize")
         tokens = await _value(known)
         return EMPTY if tokens is None else tokens

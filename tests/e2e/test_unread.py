@@ -27,7 +27,7 @@ def chatting(text: str) -> tuple[str, Json]:
     return "/v1/chat/completions", {"messages": messages, "max_tokens": 4}
 
 
-KINDS = {"infill": (infill, ""), "chat": (chatting, UNREAD)}
+KINDS = {"infill": (infill, UNREAD), "chat": (chatting, UNREAD)}
 
 
 async def typed(client: Direct | Fleet, kind: str, seed: int) -> list[Answer]:

@@ -254,7 +254,10 @@ async def test_messages_run_on_the_slot_that_was_meant(llama_server: StartServer
     server = await llama_server("llama", slots=2)
     talks = [chat(seed, sentences(seed, 2), length=15) for seed in (1, 2)]
     meant: list[set[tuple[str, int]]] = [set(), set()]
-    async with direct(server) as client, running([("a", server.url)], None) as fleet:
+    async with (
+        direct(server) as client,
+        running([("a", server.url)], None, yaml="answers: {counts: server}") as fleet,
+    ):
         for turn in range(4):
             for which, (system, *messages) in enumerate(talks):
                 body = {"system": system["content"], "messages": messages, "max_tokens": 4}

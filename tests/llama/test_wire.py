@@ -16,6 +16,7 @@ from router.llama.replies import tokens_from
 from router.llama.wire import (
     ROUTES,
     ChatPrompt,
+    InfillPrompt,
     MixedPrompt,
     PromptSource,
     Route,
@@ -176,11 +177,38 @@ def test_batch_takes_the_whole_backend(prompt: Any) -> None:
     assert isinstance(parsed.prompt_source, UnknownPrompt)
 
 
-def test_infill_is_unknown() -> None:
-    body = {"input_prefix": "a", "input_suffix": "b", "prompt": "c"}
-    reason = "infill prompts are built by the server"
-    assert source(body, Route.INFILL) == UnknownPrompt(reason, legal=True)
-    assert source({"input_prefix": "a"}, Route.INFILL) == UnknownPrompt(reason)
+INFILL: Json = {"input_prefix": "a", "input_suffix": "b"}
+
+
+def test_an_infill_body_is_read_in_parts() -> None:
+    assert source(INFILL, Route.INFILL) == InfillPrompt("a", "b")
+    more = {"prompt": "c", "input_extra": [{"text": "t"}, {"text": "u", "filename": "f"}]}
+    extra = (("tmp", "t"), ("f", "u"))
+    assert source(INFILL | more, Route.INFILL) == InfillPrompt("a", "b", "c", extra)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input_prefix": "a"},
+        {"input_suffix": "a"},
+        INFILL | {"prompt": [1]},
+        INFILL | {"input_extra": "x"},
+        INFILL | {"input_extra": ["x"]},
+        INFILL | {"input_extra": [{"filename": "f"}]},
+        INFILL | {"input_extra": [{"text": "t", "filename": 1}]},
+    ],
+)
+def test_an_infill_body_that_the_server_refuses_is_not_left_to_it(body: Json) -> None:
+    found = source(body, Route.INFILL)
+    assert isinstance(found, UnknownPrompt)
+    assert not found.legal
+
+
+def test_an_infill_body_with_ids_is_left_to_the_server() -> None:
+    found = source(INFILL | {"input_prefix": [1, 2]}, Route.INFILL)
+    assert isinstance(found, UnknownPrompt)
+    assert found.legal
 
 
 def test_chat_body_goes_to_the_template_as_it_is() -> None:

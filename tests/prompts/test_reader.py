@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from router.base.errors import BackendError
 from router.base.tasks import Tasks
-from router.base.tokens import common_prefix, unpack
-from router.base.types import NO_TENANT, BackendId, Tenant
+from router.base.tokens import EMPTY, common_prefix, unpack
+from router.base.types import NO_TENANT, BackendId, Prompt, Tenant
 from router.llama.client import Connections, LlamaClient, Timeouts
 from router.llama.wire import Route, parse_request
 from router.prompts.chat_template import prove
@@ -82,7 +82,8 @@ async def test_text_and_chat(reader: PromptReader) -> None:
 @pytest.mark.parametrize(
     ("route", "body", "reason"),
     [
-        (Route.INFILL, {"input_prefix": "a"}, "infill"),
+        (Route.INFILL, {"input_prefix": "a"}, "'input_suffix' are required"),
+        (Route.INFILL, {"input_prefix": "a", "input_suffix": "b"}, "an infill prompt"),
         (Route.CHAT, {}, "must be an array"),
         (Route.MESSAGES, {}, "'messages' is required"),
     ],
@@ -96,6 +97,7 @@ async def test_what_cannot_be_known(
     assert len(prompt) == 0
 
 
+UNREAD = Prompt(unknown="a test")
 INFILL: Json = {"input_prefix": "a", "input_suffix": "b"}
 
 
@@ -106,17 +108,19 @@ INFILL: Json = {"input_prefix": "a", "input_suffix": "b"}
 )
 def test_what_only_the_server_can_read_is_left_to_it(reader: PromptReader, more: Json) -> None:
     infill = parse_request(Route.INFILL, INFILL)
-    assert is_left_to_server(infill, reader, NO_TENANT)
-    assert not is_left_to_server(infill, reader, Tenant("alice"))
-    assert not is_left_to_server(parse_request(Route.INFILL, INFILL | more), reader, NO_TENANT)
+    assert is_left_to_server(infill, UNREAD, reader, NO_TENANT)
+    assert not is_left_to_server(infill, UNREAD, reader, Tenant("alice"))
+    assert not is_left_to_server(
+        parse_request(Route.INFILL, INFILL | more), UNREAD, reader, NO_TENANT
+    )
 
 
 def test_without_a_tokenizer_that_is_all_but_what_will_be_refused(reader: PromptReader) -> None:
     chat = parse_request(Route.CHAT, {"messages": [USER]})
-    assert is_left_to_server(chat, None, NO_TENANT)
-    assert not is_left_to_server(chat, reader, NO_TENANT)
+    assert is_left_to_server(chat, UNREAD, None, NO_TENANT)
+    assert not is_left_to_server(chat, Prompt(EMPTY), reader, NO_TENANT)
     for route, body in ((Route.CHAT, {}), (Route.INFILL, {"input_prefix": "a"})):
-        assert not is_left_to_server(parse_request(route, body), None, NO_TENANT)
+        assert not is_left_to_server(parse_request(route, body), UNREAD, None, NO_TENANT)
 
 
 async def test_backend_that_is_gone(reader: PromptReader, fake: FakeLlama) -> None:

@@ -24,7 +24,7 @@ from router.llama.attach.diagnosis import Trouble, unusable
 from router.llama.attach.namespace import digest, namespace
 from router.llama.attach.probe import ProbeResult, probe
 from router.llama.client import LlamaClient
-from router.llama.replies import ModelsInfo, Process, Props
+from router.llama.replies import InfillAnswer, ModelsInfo, Process, Props
 
 log = structlog.get_logger(__name__)
 
@@ -69,6 +69,11 @@ class MonitorSettings:
     tenants: bool = False  # tenants are kept apart
 
 
+Prepare = Callable[
+    [LlamaClient, Props, Namespace, tuple[InfillAnswer, ...]], Awaitable[None]
+]  # learn how a backend tokenizes; raises BackendError
+
+
 class Monitor:
     """Monitor of one backend: call `run`, until cancelled."""
 
@@ -85,7 +90,7 @@ class Monitor:
         on_down: Callable[[BackendId], None],
         borrow: Callable[[BackendId], Collection[int]],
         on_probed: Callable[[Attached], None],
-        prepare: Callable[[LlamaClient, Props, Namespace], Awaitable[None]],
+        prepare: Prepare,
         poll_for_strangers: Callable[[BackendId], None],
         processes: dict[Process, BackendId],
     ) -> None:
@@ -296,7 +301,7 @@ class Monitor:
             known=self._known_namespaces(),
             only=only,
         )
-        await self._prepare(self.client, props, attached.info.namespace)
+        await self._prepare(self.client, props, attached.info.namespace, attached.probe.infill)
         return attached
 
 

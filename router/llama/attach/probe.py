@@ -19,12 +19,14 @@ from router.llama.attach.probe_slots import (
     discard,
     erase,
     has_ram_cache,
+    infill_answers,
     keeps_idle_slots,
     moves_chunks,
     put_aside,
     put_back,
 )
 from router.llama.client import LlamaClient
+from router.llama.replies import InfillAnswer
 from router.store import files, shapes
 from router.store.format.head import read_head
 from router.store.format.layout import Layout, read_layout
@@ -91,6 +93,7 @@ class ProbeResult:
     ram_cache: bool | None = None  # prompts are reused from main memory; None: not asked.
     untried: bool = False  # there was no idle slot for the probe.
     generates: bool = True  # False: the server refuses every completion.
+    infill: tuple[InfillAnswer, ...] = ()  # to `INFILL_PROBES`; empty: the model has no infill.
 
     @property
     def n_stream(self) -> int:
@@ -145,6 +148,7 @@ async def probe(
                 await discard(store, kv_dir, trial.name)
         await erase(client, slot.index)
         found.behaviour = await client.fingerprint(slot.index, tokens)
+        found.infill = await infill_answers(client, slot.index)
         found.keeps_idle_slots = await keeps_idle_slots(client, slots, slot, tokens)
         if tenants:
             found.ram_cache = await has_ram_cache(client, slot.index, tokens)

@@ -10,6 +10,8 @@ from router.base.ports import SnapshotStore
 from router.base.tokens import Tokens, common_prefix, count, head, join, pack, unpack
 from router.base.types import KvDir, SlotStatus
 from router.llama.client import LlamaClient
+from router.llama.replies import InfillAnswer
+from router.llama.wire import INFILL_PROBES
 
 log = structlog.get_logger(__name__)
 
@@ -104,6 +106,14 @@ async def moves_chunks(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
     await client.prefill(slot, whole)
     again = await client.prefill(slot, less, exact=False)
     return (again.cached_tokens or 0) > common_prefix(whole, less)
+
+
+async def infill_answers(client: LlamaClient, slot: int) -> tuple[InfillAnswer, ...]:
+    """Return the server's answers to small infill requests; empty if the model has no infill."""
+    try:
+        return tuple([await client.infill(slot, parts) for parts in INFILL_PROBES])
+    except BackendRefusedError:
+        return ()
 
 
 async def erase(client: LlamaClient, slot: int) -> None:

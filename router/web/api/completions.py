@@ -148,7 +148,8 @@ class Completions:
             model=model,
             max_new_tokens=parsed.max_new_tokens,
             pinnable=parsed.pinnable,
-            server_picks=parsed.pinnable and is_left_to_server(parsed, reader, origin["tenant"]),
+            server_picks=parsed.pinnable
+            and is_left_to_server(parsed, prompt, reader, origin["tenant"]),
             whole_backend=parsed.whole_backend,
             reuse=parsed.cache_prompt,
             streams=parsed.stream,

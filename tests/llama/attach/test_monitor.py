@@ -9,10 +9,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from router.base.errors import BackendTimeoutError
-from router.base.types import BackendId, KvDir, MemoryKind, Namespace
+from router.base.types import BackendId, KvDir, MemoryKind
 from router.llama.attach.monitor import Attached, Monitor, MonitorSettings
 from router.llama.client import Connections, LlamaClient, Timeouts
-from router.llama.replies import Process, Props
+from router.llama.replies import Process
 from router.store.store import KvStore
 from tests.support.servers.fake_llama import FakeLlama
 
@@ -82,7 +82,7 @@ class Watched:
         self.said.append(what)
         self.changed.set()
 
-    async def _prepare(self, client: LlamaClient, props: Props, namespace: Namespace) -> None:
+    async def _prepare(self, *_: object) -> None:
         self.said.append("prepare")
 
     async def until(self, *said: str) -> None:
