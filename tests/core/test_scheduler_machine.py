@@ -39,6 +39,7 @@ from tests.support.scheduler.build import NS, A, B, backend, rates, request, sch
 from tests.support.scheduler.model_server import Ids, Server
 from tests.support.scheduler.world import ANSWERS, PROMPTS, World
 
+BRANCH_SAVES = True
 _CANNOT_GO_BACK = (MemoryKind.HYBRID, MemoryKind.SLIDING_WINDOW)
 
 

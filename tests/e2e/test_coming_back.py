@@ -36,7 +36,9 @@ async def test_who_comes_back_at_once_goes_on(llama_server: StartServer, slots: 
     async with running([("a", server.url)], server.kv_dir) as fleet:
         for seed in range(4):
             answer = await come_back(fleet, ids(seed, N))
-            assert (answer.source, answer.cached) == ("resident", N)
+            # Later answers are known to be long: their prompts were saved before (branch saves).
+            assert answer.source in ("resident", "snapshot")
+            assert answer.cached >= N - 1
 
 
 async def test_several_that_leave_together(llama_server: StartServer) -> None:

@@ -43,11 +43,13 @@ from router.core.model.jobs import (
     RestoreStep,
     SaveStep,
 )
+from router.core.model.memory_kinds import goes_back
 from router.core.model.resident_updates import after_prefill, after_quiet
 from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot
 from router.core.model.tenancy import model_of, namespace_of
 from router.core.model.tuning import TUNING
+from router.core.planning.branch_saves import branch_save_pays
 from router.core.planning.displacement import can_save
 from router.core.planning.prefill_chunks import piece
 from router.core.planning.prefill_wait import remaining_prefill_s
@@ -58,6 +60,8 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
     if not job.steps:
         end(state, job, now)
         return
+    if _may_save_branch(state, job) and branch_save_pays(state.fleet, job):
+        job.insert(SaveStep(job.slot, SaveReason.BRANCH))
     if placement_gate.needs_gate_now(job):
         if not placement_gate.is_free(state, job):
             placement_gate.wait(state, job, now)
@@ -104,6 +108,22 @@ def next_step(state: State, job: RequestJob, now: float) -> None:  # noqa: C901 
                 next_step(state, job, now)
         case _:  # pragma: no cover - mypy sees to it
             assert_never(step)
+
+
+def _may_save_branch(state: State, job: RequestJob) -> bool:
+    """Return whether the slot holds now what a sibling of the prompt could use.
+
+    That is the prompt, just before it is sent. For kinds that cannot go back it is what the prompt
+    goes on from, before anything more is computed. A save or a wait just before rules it out: the
+    save has been made, or was decided against.
+    """
+    if job.doing is not None and not isinstance(job.doing, PrefillStep | RestoreStep | EraseStep):
+        return False
+    if goes_back(state.fleet.infos[job.slot.backend].memory_kind):
+        return isinstance(job.steps[0], DispatchStep)
+    return not isinstance(job.doing, PrefillStep) and isinstance(
+        job.steps[0], PrefillStep | DispatchStep
+    )
 
 
 def save(state: State, job: RequestId, slot: Slot, reason: SaveReason) -> None:

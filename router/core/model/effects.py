@@ -29,6 +29,7 @@ class SaveReason(StrEnum):
     COPY = "copy"
     SHARED = "shared"  # queued requests wait for the same prefix
     BOUNDARY = "boundary"  # prompts diverge there, and the memory kind cannot go back
+    BRANCH = "branch"  # before a long answer: other prompts may branch off meanwhile
     IDLE = "idle"
 
 

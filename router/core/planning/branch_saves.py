@@ -1,0 +1,60 @@
+"""Branch saves: save a prompt before its answer is generated, for prompts that branch off from it.
+
+A running slot cannot be saved. A second agent that forks from the same history while the first
+still answers would find only what was saved before.
+"""
+
+from router.base.tokens import common_prefix, count, head
+from router.base.types import BackendInfo
+from router.core.fleet.fleet import Fleet
+from router.core.model.jobs import RequestJob
+from router.core.model.memory_kinds import goes_back
+from router.core.model.slots import Slot
+from router.core.model.tenancy import namespace_of
+from router.core.model.tuning import TUNING
+from router.core.planning.displacement import can_save
+
+
+def branch_save_pays(fleet: Fleet, job: RequestJob) -> bool:
+    """Return whether to save the job's slot before its request is sent.
+
+    It pays if the save, which the request and all running streams wait for, costs less than what a
+    prompt with the same beginning is expected to gain. That prompt would compute the beginning, or
+    wait for the answer, whichever is shorter.
+    """
+    info, slot = fleet.infos[job.slot.backend], fleet.slots[job.slot]
+    prompt, rates = job.request.prompt, fleet.rates[info.id]
+    held = slot.resident.tokens
+    if not (job.knows_slot and job.request.reuse and prompt.is_exact) or slot.must_not_save:
+        return False
+    if rates.output_s_per_token.n < TUNING.rate_settled:
+        return False  # the length of answers is a guess so far
+    shared = common_prefix(held, prompt.tokens)
+    # A kind that cannot go back is of use as a whole only.
+    if not goes_back(info.memory_kind) and shared < count(held):
+        return False
+    if not can_save(fleet, info, count(held)):
+        return False
+    beginning = head(prompt.tokens, shared)
+    namespace = namespace_of(info, job.request.tenant)
+    saved = fleet.catalog.reach(info.memory_kind, namespace, beginning)
+    generation_s = rates.generation_s(job.request.max_new_tokens)
+    gain_s = min(rates.prefill_s(shared - saved, saved), generation_s)
+    chance = _chance(fleet, info, slot, job, shared)
+    cost_s = rates.save_s(count(held)) * (1 + fleet.running(info.id)) + 2 * rates.handling_s.value
+    back_s = rates.restore_s(round(shared * rates.bytes_per_token.value))
+    return cost_s < chance * (gain_s - back_s)
+
+
+def _chance(fleet: Fleet, info: BackendInfo, own: Slot, job: RequestJob, shared: int) -> float:
+    """Return the chance that a prompt branches off while the answer is generated.
+
+    Another slot that holds most of this beginning shows that prompts do.
+    """
+    tokens, tenant = job.request.prompt.tokens, job.request.tenant
+    others = (s for s in fleet.slots.of(info.id) if s.id != own.id and s.tenant == tenant)
+    for slot in others:
+        held = slot.pending or slot.resident.tokens
+        if shared < 2 * common_prefix(held, tokens):
+            return fleet.policy.reuse_probability
+    return TUNING.branch_chance

@@ -1,0 +1,110 @@
+"""Branch saves: a prompt is saved before a long answer where a sibling is likely to gain by it."""
+
+from typing import Any
+
+import pytest
+
+from router.base.tokens import join
+from router.base.types import MemoryKind
+from router.core.model.effects import Save, SaveReason
+from router.core.model.rates import LinearFit, Mean
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import A0, A1, R, backend, busy, run_of, scheduler, snapshot
+from tests.support.scheduler.drive import arrive, names, prefilled, save_failed, saved
+
+BRANCH_SAVES = True
+# A history of 3,000 tokens: 30 s to compute, 1 ms to save; an answer takes 20 s.
+HISTORY = run_of(3000)
+QUESTION = join([HISTORY, run_of(10, 2)])
+OTHER = join([HISTORY, run_of(10, 3)])
+
+
+def world(*infos: Any, save_s: float = 0.001, **more: Any) -> Scheduler:
+    s = scheduler(*infos, **({"holding": {A0: HISTORY}} | more))
+    rates = s.state.fleet.rates[A0.backend]
+    rates.save = LinearFit(save_s, 0.0)
+    rates.output_s_per_token = Mean(0.1, n=3)
+    return s
+
+
+def saves(effects: list[Any]) -> list[SaveReason]:
+    return [effect.reason for effect in effects if isinstance(effect, Save)]
+
+
+def test_a_held_history_is_saved_before_a_long_answer() -> None:
+    s = world()
+
+    first = arrive(s, R, QUESTION)
+    after = saved(s, snapshot("b", HISTORY))
+    sibling = arrive(s, "other", OTHER)
+
+    assert saves(first) == [SaveReason.BRANCH]
+    assert names(after) == ["Dispatch"]
+    assert names(sibling) == ["Restore"]
+
+
+def test_a_computed_prompt_is_saved_before_a_long_answer() -> None:
+    s = world(holding={A0: run_of(5, 9)}, coalesce_above_s=0.1)
+    assert names(arrive(s, R, QUESTION)) == ["Prefill"]
+
+    assert saves(prefilled(s, prompt_tokens=3009, cached_tokens=0)) == [SaveReason.BRANCH]
+
+
+def test_a_save_that_failed_is_not_tried_again() -> None:
+    s = world()
+    arrive(s, R, QUESTION)
+
+    assert names(save_failed(s)) == ["Dispatch"]
+
+
+@pytest.mark.parametrize(
+    ("why", "more"),
+    [
+        ("the answer is short: the sibling waits for the slot", {"max_new_tokens": 1}),
+        ("the client asked not to cache", {"reuse": False}),
+        ("llama-server places it", {"whole_backend": True}),
+    ],
+)
+def test_requests_that_are_not_saved_first(why: str, more: dict[str, Any]) -> None:
+    s = world(save_s=0.01)
+
+    assert SaveReason.BRANCH not in saves(arrive(s, R, QUESTION, **more)), why
+
+
+def test_without_answers_so_far_nothing_is_saved() -> None:
+    s = world()
+    s.state.fleet.rates[A0.backend].output_s_per_token = Mean(0.1, n=2)
+
+    assert names(arrive(s, R, QUESTION)) == ["Dispatch"]
+
+
+def test_what_a_snapshot_holds_is_not_saved_again() -> None:
+    s = world(snapshots=[snapshot("old", HISTORY)])
+
+    assert names(arrive(s, R, QUESTION)) == ["Dispatch"]
+
+
+@pytest.mark.parametrize(
+    ("beside", "wanted"), [(run_of(3000, 9), []), (OTHER, [SaveReason.BRANCH])]
+)
+def test_a_dear_save_needs_a_sibling_that_came_before(
+    beside: Any, wanted: list[SaveReason]
+) -> None:
+    """The save takes 2 s, twice with the stream beside it: too much for a chance of 5 %."""
+    s = world(save_s=2.0)
+    busy(s.state.fleet, A1, until=100.0, pending=beside)
+
+    assert saves(arrive(s, R, QUESTION)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"), [(HISTORY, [SaveReason.BRANCH]), (join([HISTORY, run_of(5, 9)]), [])]
+)
+def test_a_state_that_cannot_go_back_is_saved_if_all_of_it_is_the_beginning(
+    held: Any, wanted: list[SaveReason]
+) -> None:
+    s = world(backend(memory_kind=MemoryKind.RECURRENT), holding={A0: held})
+
+    found = [reason for reason in saves(arrive(s, R, QUESTION)) if reason is SaveReason.BRANCH]
+
+    assert found == wanted
