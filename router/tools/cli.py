@@ -16,6 +16,7 @@ from router.config import values
 from router.config.schema import Config, ConfigError, from_flags, load
 from router.core.model.policy import PolicyName
 from router.telemetry.logs import set_up_logging
+from router.tools.bench.command import add_options as add_bench_options
 from router.tools.console.client import DEFAULT_URL, CallError
 from router.tools.console.snapshots import add_options as add_snapshot_options
 from router.tools.console.snapshots import snapshots
@@ -63,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("doctor", help="probe every backend and say what to change")
     _fleet_options(command)
     command.set_defaults(run=_doctor)
+
+    command = commands.add_parser("bench", help="measure your own servers, in about a minute")
+    _fleet_options(command)
+    add_bench_options(command)
+    command.set_defaults(run=_bench)
 
     command = commands.add_parser("explain", help="explain how and why a request was served")
     command.add_argument(
@@ -174,6 +180,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from router.tools.doctor.command import doctor
 
     return asyncio.run(doctor(_config(options)))
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from router.tools.bench.command import bench
+
+    return asyncio.run(bench(_config(options), options))
 
 
 def _key(options: argparse.Namespace) -> int:

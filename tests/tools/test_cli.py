@@ -61,6 +61,7 @@ def test_help_names_every_command(capsys: Capture) -> None:
         "reload",
         "demo",
         "simulate",
+        "bench",
         "top",
         "snapshots",
     ):

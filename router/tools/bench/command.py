@@ -1,0 +1,94 @@
+"""`kvferry bench`: measure each server of a configuration, one after the other, and report."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.text import Text
+
+from router.assembly.backends import client_of, timeouts_of
+from router.base.errors import BackendError, BackendRefusedError, KvError
+from router.config.schema import BackendConfig, Config
+from router.llama.client import Connections
+from router.tools.bench.measure import Measured, ServerBench
+from router.tools.bench.report import as_json, lines, plot, table
+from router.tools.terminal import Progress, no_log_lines, output
+
+_KVFERRY = "this is kvferry: give the addresses of its llama-servers"
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options beside those of the fleet."""
+    command.add_argument(
+        "--seconds",
+        type=float,
+        default=45.0,
+        metavar="N",
+        help="compute prompts for about this long, all servers together; default %(default)g",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--output", type=Path, metavar="FILE", help="write a plot: .png or .svg")
+
+
+async def bench(config: Config, options: argparse.Namespace) -> int:
+    """Measure and print. Returns the exit code: 0 if each server was measured, else 1."""
+    file: Path | None = options.output
+    if file is not None and file.suffix not in (".png", ".svg"):
+        print(f"kvferry bench: --output: {file} must end with .png or .svg", file=sys.stderr)
+        return 2
+    results: list[Measured] = []
+    failed = False
+    with no_log_lines(), Progress() as progress:
+        async with Connections() as connections:
+            for backend in config.backends:
+                other = _other(config, backend)
+                timeouts = timeouts_of(config)
+                measuring = ServerBench(
+                    client_of(backend, connections, timeouts),
+                    None if other is None else client_of(other, connections, timeouts),
+                    None if backend.kv_dir is None else Path(backend.kv_dir),
+                    options.seconds,
+                    len(config.backends),
+                    progress,
+                )
+                try:
+                    results.append(await measuring.run())
+                except (BackendError, KvError) as error:
+                    failed = True
+                    progress.stop()
+                    print(f"kvferry bench: {backend.name}: {_told(error)}", file=sys.stderr)
+    if options.json:
+        print(as_json(results))
+    else:
+        _print(results)
+    if file is not None and results and not plot(results, file):
+        print("kvferry bench: --output needs `pip install 'kvferry[plot]'`", file=sys.stderr)
+        return 1
+    return int(failed)
+
+
+def _other(config: Config, backend: BackendConfig) -> BackendConfig | None:
+    """Return another server that reads the same directory."""
+    others = [
+        one
+        for one in config.backends
+        if one.name != backend.name and one.kv_dir is not None and one.kv_dir == backend.kv_dir
+    ]
+    return others[0] if others else None
+
+
+def _told(error: Exception) -> str:
+    refused = isinstance(error, BackendRefusedError) and error.backend_status == 403
+    return _KVFERRY if refused and "kvferry" in str(error) else str(error)
+
+
+def _print(results: list[Measured]) -> None:
+    console = output()
+    for one in results:
+        context = f"{one.slots} slots of {one.n_ctx:,} tokens"
+        title = f"{one.name}: {one.model}, {context}, llama.cpp {one.build}"
+        console.print(Text(title, style="bold"), soft_wrap=True)
+        console.print(Text(table(one)), soft_wrap=True)
+        for line in lines(one):
+            console.print(Text(line), soft_wrap=True)
+        console.print()

@@ -1,0 +1,263 @@
+"""Measure one llama-server: a prompt is computed in steps, and saved and restored after each.
+
+All work is done in one idle slot. A step begins when nothing else runs on the server.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from msgspec import Struct
+
+from router.base.errors import BackendError, BackendRefusedError, KvError
+from router.base.ports import SnapshotStore
+from router.base.tokens import Tokens, head, pack
+from router.base.types import KvDir, SlotStatus
+from router.llama.attach.probe_slots import discard, erase, put_aside, put_back
+from router.llama.client import LlamaClient
+from router.llama.replies import Props
+from router.store import shapes
+from router.store.format.head import read_head
+from router.store.format.layout import Layout, read_layout
+from router.tools.doctor.facts import DirectoryProbeStore
+
+LENGTHS = (1024, 4096, 8192, 16384, 32768)
+# A slot keeps room for an answer.
+_SPARE = 64
+_WORDS = "amber basin cedar delta ember fjord grove haven inlet joist knoll ledge mason north"
+_IDLE_PATIENCE_S = 30.0
+_POLL_S = 0.25
+
+
+class Point(Struct, frozen=True):
+    """The times for a prompt of `tokens` tokens, in seconds. None: not measured.
+
+    `cold_s`, `here_s` and `elsewhere_s` are times to the first token: computed, restored into the
+    same server, restored into another one.
+    """
+
+    tokens: int
+    cold_s: float
+    prefill_tokens_per_s: float  # of the tokens since the point before
+    save_s: float | None = None
+    size_bytes: int | None = None
+    restore_s: float | None = None
+    here_s: float | None = None
+    elsewhere_s: float | None = None
+
+
+class Measured(Struct, frozen=True):
+    """All that was measured of one server; `notes` say what was not, and why."""
+
+    name: str
+    model: str
+    build: str
+    slots: int
+    n_ctx: int
+    points: tuple[Point, ...]
+    notes: tuple[str, ...] = ()
+    cache_types: tuple[str, str] | None = None  # of K and V
+    flash_attention: bool | None = None
+    folder: str | None = None
+    file_system: str | None = None  # of the folder
+
+
+class BusyError(BackendError):
+    """Raised if other requests run on a server for too long."""
+
+
+class ServerBench:
+    """The measurement of one server: its share of `seconds` of computing."""
+
+    def __init__(
+        self,
+        client: LlamaClient,
+        other: LlamaClient | None,
+        folder: Path | None,
+        seconds: float,
+        shares: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._client = client
+        self._other = other
+        self._folder = folder
+        # Only the methods that a probe uses are called.
+        self._store = cast(SnapshotStore, DirectoryProbeStore())
+        self._left_s = seconds / shares
+        self._shares = shares
+        self._progress = progress
+        self._notes: list[str] = []
+        self._layout: Layout | None = None
+
+    async def run(self) -> Measured:
+        """Measure the server. Raises BackendError if it is busy, refuses or goes away."""
+        props = await self._client.props()
+        slot = await _idle_slot(self._client)
+        kv_dir = None if self._folder is None else KvDir(str(self._folder))
+        if kv_dir is None:
+            self._notes.append("nothing was saved: no kv_dir is given (--kv-dir)")
+        keep = await put_aside(self._client, self._store, kv_dir, slot)
+        if keep is None and slot.n_tokens:
+            self._notes.append(f"slot {slot.index} held {slot.n_tokens} tokens, which are gone")
+        try:
+            points = await self._points(slot.index, props)
+        finally:
+            await put_back(self._client, self._store, kv_dir, slot, keep)
+        layout = self._layout
+        attention = layout.attention if layout is not None else ()
+        return Measured(
+            name=self._client.id,
+            model=Path(props.model_alias or props.model_path).name,
+            build=props.build_info,
+            slots=props.total_slots,
+            n_ctx=props.n_ctx,
+            points=points,
+            notes=tuple(self._notes),
+            cache_types=shapes.cache_types(layout) if layout is not None and attention else None,
+            flash_attention=not attention[0].v_trans if attention else None,
+            folder=kv_dir,
+            file_system=None if self._folder is None else file_system_of(self._folder),
+        )
+
+    async def _points(self, slot: int, props: Props) -> tuple[Point, ...]:
+        lengths = [n for n in LENGTHS if n <= props.n_ctx - _SPARE]
+        if not lengths:
+            lengths = [max(props.n_ctx // 2, 8)]
+        if len(lengths) < len(LENGTHS):
+            self._notes.append(f"a slot of this server holds {props.n_ctx:,} tokens")
+        tokens = await _some_tokens(self._client, lengths[-1] + 1)
+        await erase(self._client, slot)
+        points: list[Point] = []
+        cold_s, before, expected_s = 0.0, 0, 0.0
+        for length in lengths:
+            if points and cold_s + expected_s * (length - before) > self._left_s:
+                wait_s = expected_s * (length - before)
+                self._notes.append(
+                    f"{length:,} tokens were left out: about {wait_s:.0f} s more; allow it with"
+                    f" --seconds {(cold_s + 2 * wait_s) * self._shares:.0f}"
+                )
+                break
+            self._progress(f"{self._client.id}: computing {length:,} tokens")
+            await _until_alone(self._client, slot)
+            took_s = await self._first_token(self._client, slot, head(tokens, length))
+            cold_s += took_s
+            expected_s = took_s / (length - before) * 1.3  # attention reads more with each token
+            point = Point(length, cold_s, (length - before) / took_s)
+            before = length
+            points.append(await self._moved(point, slot, head(tokens, length + 1)))
+        return tuple(points)
+
+    async def _moved(self, point: Point, slot: int, longer: Tokens) -> Point:
+        """Save and restore a state; `longer` is its prompt and one more token."""
+        if self._folder is None:
+            return point
+        kv_dir, name = KvDir(str(self._folder)), self._store.staging_name()
+        self._progress(f"{self._client.id}: saving and restoring {point.tokens:,} tokens")
+        elsewhere_s: float | None = None
+        try:
+            await _until_alone(self._client, slot)
+            saved = await self._client.save(slot, name)
+            try:
+                staged = await self._store.verify(kv_dir, name, saved.size_bytes)
+                self._layout = await asyncio.to_thread(
+                    _layout_of, self._folder / name, staged.size_bytes
+                )
+            except KvError as error:
+                self._notes.append(f"the file that the server saved cannot be read: {error}")
+                return point
+            restored_s, here_s = await self._restored(self._client, slot, name, longer)
+            if self._other is not None:
+                elsewhere_s = await self._elsewhere(self._other, name, longer)
+        except BackendRefusedError as error:
+            self._notes.append(f"the server saves nothing: {error}")
+            return point
+        finally:
+            await discard(self._store, kv_dir, name)
+        return Point(
+            tokens=point.tokens,
+            cold_s=point.cold_s,
+            prefill_tokens_per_s=point.prefill_tokens_per_s,
+            save_s=saved.seconds,
+            size_bytes=saved.size_bytes,
+            restore_s=restored_s,
+            here_s=here_s,
+            elsewhere_s=elsewhere_s,
+        )
+
+    async def _restored(
+        self, client: LlamaClient, slot: int, name: str, longer: Tokens
+    ) -> tuple[float, float]:
+        """Return the seconds of a restore, and those to the first token after it."""
+        await erase(client, slot)
+        await _until_alone(client, slot)
+        begun = time.perf_counter()
+        restored = await client.restore(slot, name)
+        took_s = time.perf_counter() - begun
+        return restored.seconds, took_s + await self._first_token(client, slot, longer)
+
+    async def _elsewhere(self, other: LlamaClient, name: str, longer: Tokens) -> float | None:
+        try:
+            there = await _idle_slot(other)
+            kv_dir = KvDir(str(self._folder))
+            keep = await put_aside(other, self._store, kv_dir, there)
+            try:
+                return (await self._restored(other, there.index, name, longer))[1]
+            finally:
+                await put_back(other, self._store, kv_dir, there, keep)
+        except (BackendError, KvError) as error:
+            self._notes.append(f"not restored into {other.id}: {error}")
+            self._other = None
+            return None
+
+    async def _first_token(self, client: LlamaClient, slot: int, tokens: Tokens) -> float:
+        begun = time.perf_counter()
+        await client.prefill(slot, tokens)
+        return time.perf_counter() - begun
+
+
+def _layout_of(path: Path, size_bytes: int) -> Layout:
+    with path.open("rb") as file:
+        return read_layout(file, read_head(file), size_bytes)
+
+
+async def _idle_slot(client: LlamaClient) -> SlotStatus:
+    """Return the idle slot with the fewest tokens. Raises BusyError."""
+    await _until_alone(client, None)
+    slots = await client.slots()
+    return min(slots, key=lambda slot: (slot.n_tokens or 0, -slot.index))
+
+
+async def _until_alone(client: LlamaClient, mine: int | None) -> None:
+    """Wait until no other slot is at work, so that no answer is delayed. Raises BusyError."""
+    deadline = time.monotonic() + _IDLE_PATIENCE_S
+    while any(slot.is_processing for slot in await client.slots() if slot.index != mine):
+        if time.monotonic() > deadline:
+            raise BusyError(f"{client.id} is at work: try again when no request runs there")
+        await asyncio.sleep(_POLL_S)
+
+
+async def _some_tokens(client: LlamaClient, n: int) -> Tokens:
+    """Return `n` tokens of nonsense that no earlier prompt began with."""
+    chance = random.SystemRandom()
+    text = " ".join(chance.choices(_WORDS.split(), k=400))
+    ids = await client.tokenize(text, add_special=False, parse_special=False)
+    return pack(chance.choices(ids, k=n))
+
+
+def file_system_of(folder: Path) -> str | None:
+    """Return the type of the file system that a folder is on, from /proc; None: not known."""
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return None
+    mounts = [line.split() for line in lines]
+    real = str(folder.resolve())
+    inside = [
+        (len(mount[1]), mount[2])
+        for mount in mounts
+        if real == mount[1] or real.startswith(mount[1].rstrip("/") + "/")
+    ]
+    return max(inside)[1] if inside else None

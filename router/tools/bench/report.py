@@ -1,0 +1,167 @@
+"""The result of `kvferry bench`: a table to paste, advice, JSON and a plot."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from router.tools.bench.measure import Measured, Point
+
+# Below this a disk, not memory, sets the pace: an NVMe drive reads 2 to 7 GB/s.
+_SLOW_BYTES_PER_S = 1e9
+_DISKLESS = ("tmpfs", "ramfs", "hugetlbfs")
+
+
+_TITLES = (
+    *("prompt", "prefill tok/s", "cold s", "restored s", "sooner", "elsewhere s"),
+    *("save s", "restore s", "MB"),
+)
+
+
+def table(measured: Measured) -> str:
+    """Return the points of one server as a table in Markdown, aligned."""
+    rows = [_TITLES, *(_cells(point) for point in measured.points)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines_ = [
+        "| "
+        + " | ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        + " |"
+        for row in rows
+    ]
+    lines_.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+    return "\n".join(lines_)
+
+
+def _cells(point: Point) -> tuple[str, ...]:
+    return (
+        f"{point.tokens:,}",
+        f"{point.prefill_tokens_per_s:,.0f}",
+        _seconds(point.cold_s),
+        _seconds(point.here_s),
+        "" if not point.here_s else f"{point.cold_s / point.here_s:.1f} x",
+        _seconds(point.elsewhere_s),
+        _seconds(point.save_s),
+        _seconds(point.restore_s),
+        "" if point.size_bytes is None else f"{point.size_bytes / 1e6:,.1f}",
+    )
+
+
+def lines(measured: Measured) -> Iterator[str]:
+    """Yield what the table means, one sentence each."""
+    moved = [point for point in measured.points if point.save_s and point.size_bytes]
+    if moved:
+        last = moved[-1]
+        assert last.save_s is not None
+        assert last.size_bytes is not None
+        yield (
+            f"A token takes {last.size_bytes / last.tokens / 1024:,.1f} KiB; saves"
+            f" {_rate(last.size_bytes, last.save_s)}, restores"
+            f" {_rate(last.size_bytes, last.restore_s)}."
+        )
+        yield (
+            f"A save of {last.tokens:,} tokens stops all streams of its server for"
+            f" {_seconds(last.save_s)} s, a restore for {_seconds(last.restore_s)} s."
+        )
+        at = pays_from(moved)
+        if at is None:
+            yield "Moving a prompt does not pay: computing it is sooner at each length."
+        elif at <= moved[0].tokens:
+            yield f"Moving a prompt pays at every length in the table (from {at:,} tokens)."
+        else:
+            yield f"Moving a prompt pays from about {at:,} tokens."
+    yield from advice(measured)
+    yield from (f"Note: {note}." for note in measured.notes)
+
+
+def pays_from(points: Sequence[Point]) -> int | None:
+    """Return the length from which a restored prompt is sooner than a computed one.
+
+    The first length, if it is so there; between two lengths both times are taken as straight
+    lines. None: at no length.
+    """
+    before: tuple[int, float] | None = None  # length, and seconds gained there
+    for point in points:
+        assert point.here_s is not None
+        gained_s = point.cold_s - point.here_s
+        if gained_s > 0:
+            if before is None:
+                return point.tokens
+            share = -before[1] / (gained_s - before[1])
+            return round(before[0] + share * (point.tokens - before[0]))
+        before = point.tokens, gained_s
+    return None
+
+
+def advice(measured: Measured) -> Iterator[str]:
+    """Yield flags of llama-server to look at, by what was seen."""
+    moved = [point for point in measured.points if point.size_bytes and point.restore_s]
+    slow = any(
+        (one.size_bytes or 0) / (one.restore_s or 1.0) < _SLOW_BYTES_PER_S for one in moved[-1:]
+    )
+    if slow and measured.file_system not in (None, *_DISKLESS):
+        yield (
+            f"Look at --slot-save-path: {measured.folder} is on {measured.file_system};"
+            " a tmpfs such as /dev/shm is quicker, and kvferry can copy from it."
+        )
+    if measured.flash_attention is False:
+        yield "Look at -fa on: without flash attention V is stored transposed and read slowly."
+    if measured.cache_types is not None and {"f16", "f32", "bf16"} & set(measured.cache_types):
+        kinds = " and ".join(dict.fromkeys(measured.cache_types))
+        yield f"Look at -ctk q8_0 -ctv q8_0: K and V are {kinds}; q8_0 is half of f16 to move."
+    if len(measured.points) > 1:
+        first, last = measured.points[0], measured.points[-1]
+        if last.prefill_tokens_per_s > 1000 and first.prefill_tokens_per_s > 1000:
+            yield "Look at -ub 1024 or 2048: larger batches compute long prompts sooner on a GPU."
+
+
+def as_json(results: Sequence[Measured]) -> str:
+    """Return all results for machines: seconds, bytes and tokens."""
+    told: list[dict[str, Any]] = []
+    for one in results:
+        moved = [point for point in one.points if point.here_s is not None]
+        pays = pays_from(moved) if moved else None
+        told.append(msgspec.to_builtins(one) | {"pays_from_tokens": pays})
+    return msgspec.json.format(msgspec.json.encode({"servers": told}), indent=2).decode()
+
+
+def plot(results: Sequence[Measured], file: Path) -> bool:
+    """Plot the seconds to the first token against the length. False: matplotlib is missing."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return False
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for one in results:
+        ways: dict[str, list[tuple[int, float | None]]] = {
+            "cold": [(point.tokens, point.cold_s) for point in one.points],
+            "restored": [(point.tokens, point.here_s) for point in one.points],
+            "restored elsewhere": [(point.tokens, point.elsewhere_s) for point in one.points],
+        }
+        for (name, points), style in zip(ways.items(), ("-", "--", ":"), strict=True):
+            seen = [(tokens, seconds) for tokens, seconds in points if seconds is not None]
+            if seen:
+                label = f"{one.name}: {name}"
+                axes.plot(*zip(*seen, strict=True), style, marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({point.tokens for one in results for point in one.points})
+    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("seconds to the first token")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(file, bbox_inches="tight", dpi=120)
+    pyplot.close(figure)
+    return True
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _rate(n_bytes: int, seconds: float | None) -> str:
+    return "at an unknown rate" if not seconds else f"run at {n_bytes / seconds / 1e9:.2g} GB/s"
