@@ -326,6 +326,12 @@ class LlamaClient:
         payload = await self._call("POST", "/completion", body, self._timeouts.action_s)
         return reply.top_logprobs_from(payload)
 
+    async def placed(self, tokens: Tokens) -> int:
+        """Compute `tokens` in a slot of the server's choice; return its index."""
+        body = wire.unplaced_body(tokens)
+        payload = await self._call("POST", "/completion", body, self._timeouts.action_s)
+        return reply.slot_from(payload)
+
     async def infill(self, slot: int, parts: wire.InfillPrompt) -> reply.InfillAnswer:
         """Compute an infill prompt in a slot. Raises BackendRefusedError if the model has none."""
         body = wire.infill_body(parts, slot)

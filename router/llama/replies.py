@@ -298,6 +298,11 @@ def top_logprobs_from(payload: object) -> list[tuple[int, float]]:
     return [(entry.get("id", int), entry.get("logprob", float)) for entry in top]
 
 
+def slot_from(payload: object) -> int:
+    """Return the slot of a native answer to POST /completion. Raises BackendError."""
+    return _Answer(payload, "POST /completion").get("id_slot", int)
+
+
 @dataclass(frozen=True, slots=True)
 class InfillAnswer:
     """Text and number of tokens of the prompt that an /infill answer was made for."""

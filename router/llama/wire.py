@@ -420,6 +420,11 @@ def fingerprint_body(tokens: Tokens, slot: int) -> bytes:
     return _compute(tokens, slot, {"n_predict": 1, "n_probs": 5, "temperature": 0.0})
 
 
+def unplaced_body(tokens: Tokens) -> bytes:
+    """Return the POST /completion body that computes `tokens` in a slot of the server's choice."""
+    return _compute(tokens, -1, {"n_predict": 0})
+
+
 def infill_body(parts: InfillPrompt, slot: int) -> bytes:
     """Return the POST /infill body that computes these parts in a slot."""
     extra = [{"filename": name, "text": text} for name, text in parts.extra]

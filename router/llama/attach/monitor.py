@@ -53,6 +53,11 @@ EMPTIES_SLOTS = (
     " --cache-ram): kvferry keeps conversations on their server and moves no KV"
 )
 NO_RAM_CACHE = "restart it with --cache-ram 0"
+PLACES_BY_AGE = (
+    "it places requests by age and not by prefix (-sps 0): a prompt that kvferry cannot pin is"
+    " computed twice, and one that kvferry cannot read is reused by chance"
+)
+NO_SPS = "restart it without -sps 0"
 MIXES_TENANTS = (
     "its RAM cache gives one tenant's prompts to another, which cannot be prevented from outside;"
     " restart it with --cache-ram 0"
@@ -323,6 +328,8 @@ def _log_attached(event: str, attached: Attached) -> None:
         log.warning("backend_limited", backend=info.id, reason=attached.probe.problem)
     if not info.keeps_idle_slots:
         log.warning("backend_limited", backend=info.id, reason=f"{EMPTIES_SLOTS}; {NO_RAM_CACHE}")
+    if attached.probe.by_prefix is False:
+        log.warning("backend_limited", backend=info.id, reason=f"{PLACES_BY_AGE}; {NO_SPS}")
     if attached.probe.ram_cache:
         log.warning("backend_mixes_tenants", backend=info.id, reason=MIXES_TENANTS)
     if attached.probe.note:

@@ -22,6 +22,7 @@ from router.llama.attach.probe_slots import (
     infill_answers,
     keeps_idle_slots,
     moves_chunks,
+    places_by_prefix,
     put_aside,
     put_back,
 )
@@ -90,6 +91,7 @@ class ProbeResult:
     cuts: bool = False  # a prefix cut out of the file worked like the whole.
     problem: str | None = None  # why snapshots are off, for the operator.
     note: str | None = None  # worth knowing, but no reason to stop.
+    by_prefix: bool | None = None  # False: it places by age, `-sps 0`; None: not asked.
     ram_cache: bool | None = None  # prompts are reused from main memory; None: not asked.
     untried: bool = False  # there was no idle slot for the probe.
     generates: bool = True  # False: the server refuses every completion.
@@ -149,6 +151,7 @@ async def probe(
         await erase(client, slot.index)
         found.behaviour = await client.fingerprint(slot.index, tokens)
         found.infill = await infill_answers(client, slot.index)
+        found.by_prefix = await places_by_prefix(client, slots, slot, tokens)
         found.keeps_idle_slots = await keeps_idle_slots(client, slots, slot, tokens)
         if tenants:
             found.ram_cache = await has_ram_cache(client, slot.index, tokens)

@@ -78,6 +78,24 @@ async def keeps_idle_slots(
     return all(after.get(s.index, 0) > 0 for s in others)
 
 
+async def places_by_prefix(
+    client: LlamaClient, slots: list[SlotStatus], used: SlotStatus, tokens: Tokens
+) -> bool | None:
+    """Return whether the server sends a prompt to the slot that holds it (not `-sps 0`).
+
+    None: not asked, because a slot is at work or holds tokens that the server might replace.
+    """
+    others = [slot for slot in slots if slot.index != used.index]
+    if not others or any(slot.is_processing or slot.n_tokens for slot in others):
+        return None
+    prompt = head(tokens, _RAM_CACHE_TOKENS)
+    await client.prefill(used.index, prompt)
+    index = await client.placed(prompt)
+    if index != used.index:
+        await erase(client, index)
+    return index == used.index
+
+
 async def has_ram_cache(client: LlamaClient, slot: int, tokens: Tokens) -> bool:
     """Return whether a prompt is reused after another prompt took its slot.
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from router.base.types import MemoryKind
 from router.core.model.memory_kinds import can_restore
-from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE, Attached
+from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE, NO_SPS, PLACES_BY_AGE, Attached
 from router.llama.attach.probe import NO_CACHE_REUSE, NO_SWA_FULL, Padding, ProbeResult
 from router.store.files import openness
 from router.tools.doctor.facts import Facts, Folder
@@ -274,6 +274,8 @@ def _speeds(found: ProbeResult) -> Finding:
 def _idle_slots(attached: Attached) -> Iterator[Finding]:
     """Yield problems of idle slots and the RAM cache (llama-server.md sections 0.1 and 0.6)."""
     info, layout = attached.info, attached.probe.layout
+    if attached.probe.by_prefix is False:
+        yield Finding(Level.WARNING, PLACES_BY_AGE, NO_SPS)
     if attached.probe.ram_cache:
         yield Finding(
             Level.WARNING,

@@ -11,6 +11,7 @@ from router.llama.attach.probe_slots import (
     erase,
     has_ram_cache,
     keeps_idle_slots,
+    places_by_prefix,
     put_aside,
     put_back,
 )
@@ -103,6 +104,20 @@ async def test_without_slot_actions(fake: FakeLlama, client: LlamaClient) -> Non
     fake.kv_dir = None
     await erase(client, 0)
     assert fake.slots[0].tokens == [0]
+
+
+@pytest.mark.parametrize("sps", ["0", "0.1"])
+async def test_a_server_that_places_by_age_is_seen(llama_server: StartServer, sps: str) -> None:
+    server = await llama_server("llama", slots=3, extra_args=("-sps", sps))
+    async with Connections() as connections:
+        real = LlamaClient(BackendId("a"), server.url, connections, Timeouts())
+        slots = await real.slots()
+        text = pack(range(260, 360))
+        assert await places_by_prefix(real, slots, slots[1], text) is (sps != "0")
+        assert not (await real.slots())[0].n_tokens
+        # With tokens in another slot nothing is sent: the server might replace them.
+        await real.prefill(2, text)
+        assert await places_by_prefix(real, await real.slots(), slots[1], text) is None
 
 
 @pytest.mark.parametrize("ram", ["0", "100"])
