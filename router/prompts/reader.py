@@ -113,7 +113,10 @@ class PromptReader:
         rule = self._vocabulary.infill
         if rule is None:
             return Prompt(unknown="it is not known how the server builds an infill prompt")
-        return Prompt(await infill_tokens(rule, source, self._plain, self._special))
+        tokens = await infill_tokens(rule, source, self._plain, self._special)
+        if count(tokens) >= rule.n_ctx:  # the server may cut more than is known, or refuse it
+            return Prompt(unknown="the server may cut this infill prompt to its context")
+        return Prompt(tokens)
 
     async def _plain(self, text: str) -> Tokens:
         return await self._vocabulary.tokenizer.tokenize_plain(text, self._tenant)
