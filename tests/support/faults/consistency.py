@@ -77,8 +77,10 @@ async def _differences(fleet: Fleet, kv_dirs: list[Path], foreign: frozenset[str
         owned = named | foreign | {LOCK}
         others = set(os.listdir(kv_dir)) - owned
         aside = {name for name in others if _SET_ASIDE.fullmatch(name)}
-        if len(aside) > _KEPT_ASIDE:
-            wrong.append(f"{len(aside)} files set aside")
+        # A directory in the place of a file cannot be removed: it stays beside the newest files.
+        kept = [name for name in aside if not (kv_dir / name).is_dir()]
+        if len(kept) > _KEPT_ASIDE:
+            wrong.append(f"{len(kept)} files set aside")
         wrong += [f"{name} is nobody's" for name in sorted(others - aside)]
         for name, record in records.items():
             file = f"kvf-{name}.kv"
