@@ -1,11 +1,11 @@
 """Warnings about a configuration that lets in more clients than an operator may expect."""
 
 from collections.abc import Iterator
-from ipaddress import ip_address
 
 from msgspec import Struct
 
 from router.config.schema import Config
+from router.config.values import is_loopback
 
 
 class OpenDoor(Struct, frozen=True):
@@ -26,15 +26,8 @@ def open_doors(config: Config) -> Iterator[OpenDoor]:
             f" every client that reaches {config.listen} uses what these keys protect",
             remedy,
         )
-    if not _is_loopback(config.listen.host):
+    if config.listen.host != "localhost" and not is_loopback(config.listen.host):
         yield OpenDoor(
             f"clients of other machines need no key: kvferry listens on {config.listen}",
             f"{remedy}, or listen on 127.0.0.1",
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from functools import partial
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -207,6 +208,17 @@ def reaches(listen: Address, target: Address) -> bool:
         or (listen.host in everywhere and target.host in loopback | everywhere)
     )
     return same_host and target.port == listen.port
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for a loopback address, also for one of IPv4 on a socket of IPv6."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    if isinstance(address, IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
+    return address.is_loopback
 
 
 def default_name(url: str) -> str:

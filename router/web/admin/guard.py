@@ -3,12 +3,12 @@
 import binascii
 import hmac
 from base64 import b64decode
-from ipaddress import IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from router.base.errors import ForbiddenError, NeedsTokenError
+from router.config.values import is_loopback
 
 # Headers that browsers add to the requests of a page, and proxies to those that they forward.
 _BROWSER = ("Origin", "Sec-Fetch-Site")
@@ -74,7 +74,7 @@ class Guard:
             return
         if not from_page and any(name in request.headers for name in _BROWSER):
             raise ForbiddenError("this cannot be done from a browser unless admin.token_env is set")
-        if _is_passed_on(request) or not _is_local(request.remote):
+        if _is_passed_on(request) or not is_loopback(request.remote or ""):
             raise ForbiddenError(
                 "this can only be done from the router's own machine unless admin.token_env is set"
             )
@@ -99,7 +99,7 @@ def _names_this_machine(host: str) -> bool:
         name = urlsplit(f"//{host}").hostname
     except ValueError:
         return False
-    return name == "localhost" or _is_local(name)
+    return name == "localhost" or is_loopback(name or "")
 
 
 def _is_passed_on(request: web.BaseRequest) -> bool:
@@ -108,14 +108,3 @@ def _is_passed_on(request: web.BaseRequest) -> bool:
 
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
-
-
-def _is_local(remote: str | None) -> bool:
-    """Return True for a loopback address, also for one of IPv4 on a socket of IPv6."""
-    try:
-        address = ip_address(remote or "")
-    except ValueError:
-        return False
-    if isinstance(address, IPv6Address) and address.ipv4_mapped:
-        address = address.ipv4_mapped
-    return address.is_loopback
