@@ -29,21 +29,21 @@ def branch_save_pays(fleet: Fleet, job: RequestJob) -> bool:
         return False
     if rates.output_s_per_token.n < TUNING.rate_settled:
         return False  # the length of answers is a guess so far
+    if not can_save(fleet, info, count(held)):
+        return False
     shared = common_prefix(held, prompt.tokens)
     # A kind that cannot go back is of use as a whole only.
     if not goes_back(info.memory_kind) and shared < count(held):
-        return False
-    if not can_save(fleet, info, count(held)):
         return False
     beginning = head(prompt.tokens, shared)
     namespace = namespace_of(info, job.request.tenant)
     saved = fleet.catalog.reach(info.memory_kind, namespace, beginning)
     generation_s = rates.generation_s(job.request.max_new_tokens)
     gain_s = min(rates.prefill_s(shared - saved, saved), generation_s)
-    chance = _chance(fleet, info, slot, job, shared)
+    gain_s -= rates.restore_s(round(shared * rates.bytes_per_token.value))
     cost_s = rates.save_s(count(held)) * (1 + fleet.running(info.id)) + 2 * rates.handling_s.value
-    back_s = rates.restore_s(round(shared * rates.bytes_per_token.value))
-    return cost_s < chance * (gain_s - back_s)
+    # The slots are compared with the prompt only where a certain sibling would be worth it.
+    return cost_s < gain_s and cost_s < _chance(fleet, info, slot, job, shared) * gain_s
 
 
 def _chance(fleet: Fleet, info: BackendInfo, own: Slot, job: RequestJob, shared: int) -> float:
