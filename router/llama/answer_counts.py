@@ -18,11 +18,16 @@ _KEYS = (
     rb"|cached_tokens"  # usage
     rb"|cache|time_ms"  # prompt_progress
 )
-_COUNT = re.compile(rb'(?<!\\)"((?:timings/)?(%b))":\s*([-+.\deE]+)' % _KEYS)
+
+
+def _count_of(keys: bytes) -> re.Pattern[bytes]:
+    """Return a pattern of a count: all before its number, its key, the number."""
+    return re.compile(rb'((?<!\\)"(?:timings/)?(%b)":\s*)([-+.\deE]+)' % keys)
+
+
+_COUNT = _count_of(_KEYS)
 # In the usage of the other routes `input_tokens` is the whole prompt.
-_MESSAGES_COUNT = re.compile(
-    rb'(?<!\\)"((?:timings/)?(%b|cache_read_input_tokens|input_tokens))":\s*([-+.\deE]+)' % _KEYS
-)
+_MESSAGES_COUNT = _count_of(_KEYS + rb"|cache_read_input_tokens|input_tokens")
 _CACHED = (b"cache_n", b"cached_tokens", b"cache", b"cache_read_input_tokens")
 
 
@@ -86,8 +91,4 @@ class AnswerCounts:
 
 
 def _replaced(match: re.Match[bytes], new: Mapping[bytes, bytes]) -> bytes:
-    value = new.get(match[2])
-    if value is None:
-        return match[0]
-    whole = match[0]
-    return whole[: match.start(3) - match.start()] + value
+    return match[1] + new.get(match[2], match[3])
