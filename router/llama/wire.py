@@ -261,16 +261,16 @@ def _infill_prompt(body: dict[str, Any]) -> PromptSource:
     if not {"input_prefix", "input_suffix"} <= body.keys():
         return UnknownPrompt("'input_prefix' and 'input_suffix' are required")
     prefix, suffix, prompt = body["input_prefix"], body["input_suffix"], body.get("prompt", "")
+    extra = body.get("input_extra", [])
+    if not isinstance(prompt, str) or not isinstance(extra, list):
+        return UnknownPrompt("the server will refuse 'prompt' or 'input_extra'")
     chunks: list[tuple[str, str]] = []
-    given = body.get("input_extra")
-    for chunk in [] if given is None else given if isinstance(given, list) else [None]:
-        text = chunk.get("text") if isinstance(chunk, dict) else None
-        name = chunk.get("filename", "tmp") if isinstance(chunk, dict) else None
-        if not isinstance(text, str) or not isinstance(name, str):
-            return UnknownPrompt("the server will refuse 'input_extra'")
+    for chunk in extra:
+        fields = chunk if isinstance(chunk, dict) else {}
+        name, text = fields.get("filename", "tmp"), fields.get("text")
+        if not isinstance(name, str) or not isinstance(text, str):
+            return UnknownPrompt("the server will refuse a chunk of 'input_extra'")
         chunks.append((name, text))
-    if not isinstance(prompt, str):
-        return UnknownPrompt("the server will refuse 'prompt'")
     if not isinstance(prefix, str) or not isinstance(suffix, str):
         return UnknownPrompt("the parts hold token ids", legal=True)
     return InfillPrompt(prefix, suffix, prompt, tuple(chunks))

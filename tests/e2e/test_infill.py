@@ -2,7 +2,8 @@
 
 import pytest
 
-from router.base.types import NO_TENANT, BackendId
+from router.base.tokens import unpack
+from router.base.types import NO_TENANT, BackendId, Prompt
 from router.llama.wire import Route, parse_request
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import saved
@@ -18,16 +19,17 @@ def _body(prefix: str, suffix: str = "\nreturn x", **more: object) -> Json:
     return {"input_prefix": prefix, "input_suffix": suffix} | fixed | more
 
 
-async def _expected(fleet: Fleet, body: Json) -> int:
+async def _expected(fleet: Fleet, body: Json) -> Prompt:
+    """Return the prompt as the router reads it."""
     reader = fleet.router.selection._readers[BackendId("a")].of(NO_TENANT)
     prompt = await reader.read(parse_request(Route.INFILL, body))
     assert prompt.unknown is None
-    return len(prompt)
+    return prompt
 
 
 async def _infill(fleet: Fleet, body: Json) -> Answer:
     """Send the request; the server sees as many tokens as the router expects."""
-    expected = await _expected(fleet, body)
+    expected = len(await _expected(fleet, body))
     answer = await fleet.post("/infill", body)
     await fleet.until_quiet()
     assert (answer.status, answer.json["tokens_evaluated"]) == (200, expected)
@@ -52,9 +54,7 @@ async def test_the_router_builds_the_servers_prompt(llama_server: StartServer, m
     async with running([("a", a.url)], a.kv_dir) as fleet:
         body = _body("x = ", **more)
         await _infill(fleet, body)
-        reader = fleet.router.selection._readers[BackendId("a")].of(NO_TENANT)
-        prompt = await reader.read(parse_request(Route.INFILL, body))
-        tokens = list(memoryview(prompt.tokens).cast("i"))
+        tokens = unpack((await _expected(fleet, body)).tokens)
         async with fleet.session.post(
             a.url + "/completion", json={"prompt": tokens, "n_predict": 1}
         ) as response:
@@ -84,7 +84,7 @@ async def test_a_cut_prefix_tells_the_servers_batch(llama_server: StartServer) -
     long = sentences(2, 80)
     a = await llama_server("llama", slots=1, ctx=8192, extra_args=["-b", "512", "-ub", "512"])
     async with running([("a", a.url)], a.kv_dir) as fleet:
-        expected = await _expected(fleet, _body(long))
+        expected = len(await _expected(fleet, _body(long)))
         first = await fleet.post("/infill", _body(long))
         await fleet.until_quiet()
         assert first.json["tokens_evaluated"] < expected

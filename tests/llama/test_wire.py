@@ -194,6 +194,7 @@ def test_an_infill_body_is_read_in_parts() -> None:
         {"input_suffix": "a"},
         INFILL | {"prompt": [1]},
         INFILL | {"input_extra": "x"},
+        INFILL | {"input_extra": None},
         INFILL | {"input_extra": ["x"]},
         INFILL | {"input_extra": [{"filename": "f"}]},
         INFILL | {"input_extra": [{"text": "t", "filename": 1}]},

@@ -74,9 +74,8 @@ class MonitorSettings:
     tenants: bool = False  # tenants are kept apart
 
 
-Prepare = Callable[
-    [LlamaClient, Props, Namespace, tuple[InfillAnswer, ...]], Awaitable[None]
-]  # learn how a backend tokenizes; raises BackendError
+# Learns how a backend tokenizes. Raises BackendError.
+Prepare = Callable[[LlamaClient, Props, Namespace, tuple[InfillAnswer, ...]], Awaitable[None]]
 
 
 class Monitor:
