@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from router.base.errors import BackendError, BackendRefusedError, KvError
 from router.base.ports import SnapshotStore
@@ -20,8 +21,7 @@ from router.llama.attach.probe_slots import discard, erase, put_aside, put_back
 from router.llama.client import LlamaClient
 from router.llama.replies import Props
 from router.store import shapes
-from router.store.format.head import read_head
-from router.store.format.layout import Layout, read_layout
+from router.store.format.layout import Layout
 from router.tools.doctor.facts import DirectoryProbeStore
 
 LENGTHS = (1024, 4096, 8192, 16384, 32768)
@@ -162,9 +162,9 @@ class ServerBench:
             saved = await self._client.save(slot, name)
             try:
                 staged = await self._store.verify(kv_dir, name, saved.size_bytes)
-                self._layout = await asyncio.to_thread(
-                    _layout_of, self._folder / name, staged.size_bytes
-                )
+                self._layout = (
+                    await asyncio.to_thread(shapes.inspect, self._folder / name, staged.size_bytes)
+                ).layout
             except KvError as error:
                 self._notes.append(f"the file that the server saved cannot be read: {error}")
                 return point
@@ -176,10 +176,8 @@ class ServerBench:
             return point
         finally:
             await discard(self._store, kv_dir, name)
-        return Point(
-            tokens=point.tokens,
-            cold_s=point.cold_s,
-            prefill_tokens_per_s=point.prefill_tokens_per_s,
+        return replace(
+            point,
             save_s=saved.seconds,
             size_bytes=saved.size_bytes,
             restore_s=restored_s,
@@ -216,11 +214,6 @@ class ServerBench:
         begun = time.perf_counter()
         await client.prefill(slot, tokens)
         return time.perf_counter() - begun
-
-
-def _layout_of(path: Path, size_bytes: int) -> Layout:
-    with path.open("rb") as file:
-        return read_layout(file, read_head(file), size_bytes)
 
 
 async def _idle_slot(client: LlamaClient) -> SlotStatus:
