@@ -4,13 +4,12 @@ A running slot cannot be saved. A second agent that forks from the same history 
 still answers would find only what was saved before.
 """
 
-from router.base.tokens import common_prefix, count, head
+from router.base.tokens import common_prefix, count
 from router.base.types import BackendInfo
 from router.core.fleet.fleet import Fleet
 from router.core.model.jobs import RequestJob
 from router.core.model.memory_kinds import goes_back
 from router.core.model.slots import Slot
-from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
 from router.core.planning.displacement import can_save
 
@@ -24,24 +23,24 @@ def branch_save_pays(fleet: Fleet, job: RequestJob) -> bool:
     """
     info, slot = fleet.infos[job.slot.backend], fleet.slots[job.slot]
     prompt, rates = job.request.prompt, fleet.rates[info.id]
-    held = slot.resident.tokens
-    if not (job.knows_slot and job.request.reuse and prompt.is_exact) or slot.must_not_save:
-        return False
     if rates.output_s_per_token.n < TUNING.rate_settled:
         return False  # the length of answers is a guess so far
+    held = slot.resident.tokens
+    cost_s = rates.save_s(count(held)) * (1 + fleet.running(info.id)) + 2 * rates.handling_s.value
+    generation_s = rates.generation_s(job.request.max_new_tokens)
+    if cost_s >= generation_s:
+        return False
+    if not (job.knows_slot and job.request.reuse and prompt.is_exact) or slot.must_not_save:
+        return False
     if not can_save(fleet, info, count(held)):
         return False
     shared = common_prefix(held, prompt.tokens)
     # A kind that cannot go back is of use as a whole only.
     if not goes_back(info.memory_kind) and shared < count(held):
         return False
-    beginning = head(prompt.tokens, shared)
-    namespace = namespace_of(info, job.request.tenant)
-    saved = fleet.catalog.reach(info.memory_kind, namespace, beginning)
-    generation_s = rates.generation_s(job.request.max_new_tokens)
+    saved = min(fleet.reach(slot), shared)
     gain_s = min(rates.prefill_s(shared - saved, saved), generation_s)
     gain_s -= rates.restore_s(round(shared * rates.bytes_per_token.value))
-    cost_s = rates.save_s(count(held)) * (1 + fleet.running(info.id)) + 2 * rates.handling_s.value
     # The slots are compared with the prompt only where a certain sibling would be worth it.
     return cost_s < gain_s and cost_s < _chance(fleet, info, slot, job, shared) * gain_s
 
