@@ -52,6 +52,7 @@ class RelayedAnswer(web.StreamResponse):
         super().__init__(status=upstream.status, reason=upstream.reason)
         self._upstream = upstream
         self._own = dict(own)
+        self._length: int | None = None
         self._writer: AbstractStreamWriter | None = None
         self._head = b""
         self._in_chunks = False
@@ -60,9 +61,8 @@ class RelayedAnswer(web.StreamResponse):
         self._ended = False
 
     def set_length(self, n_bytes: int) -> None:
-        """Note that the body has another length than the backend said; before `prepare`."""
-        if any(name.lower() == b"content-length" for name, _ in self._upstream.headers):
-            self._own["content-length"] = str(n_bytes)
+        """Set the length of a body that is not the backend's, in bytes; before `prepare`."""
+        self._length = n_bytes
 
     @property
     def prepared(self) -> bool:
@@ -117,6 +117,8 @@ class RelayedAnswer(web.StreamResponse):
         for name, value in self._upstream.headers:
             lower = name.lower()
             if lower not in omitted:
+                if lower == b"content-length" and self._length is not None:
+                    value = b"%d" % self._length
                 lines.append(b"%b: %b" % (name, value))
                 names.add(lower)
         lines += [f"{name}: {value}".encode() for name, value in self._own.items()]
