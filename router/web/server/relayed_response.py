@@ -52,7 +52,7 @@ class RelayedAnswer(web.StreamResponse):
         super().__init__(status=upstream.status, reason=upstream.reason)
         self._upstream = upstream
         self._own = dict(own)
-        self._length: int | None = None
+        self._length: bytes | None = None
         self._writer: AbstractStreamWriter | None = None
         self._head = b""
         self._in_chunks = False
@@ -62,7 +62,7 @@ class RelayedAnswer(web.StreamResponse):
 
     def set_length(self, n_bytes: int) -> None:
         """Set the length of a body that is not the backend's, in bytes; before `prepare`."""
-        self._length = n_bytes
+        self._length = b"%d" % n_bytes
 
     @property
     def prepared(self) -> bool:
@@ -117,9 +117,8 @@ class RelayedAnswer(web.StreamResponse):
         for name, value in self._upstream.headers:
             lower = name.lower()
             if lower not in omitted:
-                if lower == b"content-length" and self._length is not None:
-                    value = b"%d" % self._length
-                lines.append(b"%b: %b" % (name, value))
+                own = self._length if lower == b"content-length" else None
+                lines.append(b"%b: %b" % (name, own or value))
                 names.add(lower)
         lines += [f"{name}: {value}".encode() for name, value in self._own.items()]
         if not self._bodiless and b"content-length" not in names:
