@@ -21,6 +21,7 @@ from bench.report import Report, arguments_of, median, percentile, run_bench
 
 DIRECT = "direct"
 WAYS = (DIRECT, "direct again", "kvferry", "kvferry passthrough", "nginx")
+SGLANG = "sglang-router"
 COLUMNS = (
     *("case", "contender", "n", "p50 ms", "p99 ms", "x direct"),
     *("added p50 ms", "added p99 ms", "reused tokens"),
@@ -89,7 +90,7 @@ async def measure(options: argparse.Namespace) -> Report:
     async with AsyncExitStack() as stack:
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-"))
         ctx = options.tokens + options.long_rounds * _TURN_TOKENS + _CONTEXT_SPARE
-        wanted = contenders_of(options, [*WAYS, "sglang-router"])
+        wanted = contenders_of(options, [*WAYS, SGLANG])
         contenders = await start(
             stack, Path(home), wanted, report.notes, ctx=ctx, profile=options.profile
         )
@@ -121,7 +122,7 @@ async def start(
     for number, name in enumerate(wanted):
         folder = home / str(number)
         folder.mkdir()
-        program = {"nginx": rig.find_nginx(), "sglang-router": rig.find_sglang()}.get(name, "")
+        program = {"nginx": rig.find_nginx(), SGLANG: rig.find_sglang()}.get(name, "")
         if program is None:
             notes.append(rig.NGINX_HINT if name == "nginx" else rig.SGLANG_HINT)
             continue
@@ -140,7 +141,7 @@ async def start(
             url = (await stack.enter_async_context(way)).url
         elif name == "nginx":
             url = (await stack.enter_async_context(rig.nginx(program, [url], folder))).url
-        elif name == "sglang-router":
+        elif name == SGLANG:
             url = (await stack.enter_async_context(rig.sglang(program, [url], folder))).url
         client = Client(url)
         stack.callback(client.close)
@@ -157,7 +158,7 @@ def _measure_all(contenders: list[Contender], options: argparse.Namespace, repor
         ("POST /tokenize", tokenize, options.rounds),
     ]
     for name, case, rounds in cases:
-        able = [c for c in contenders if not (case is tokenize and c.name == "sglang-router")]
+        able = [c for c in contenders if not (case is tokenize and c.name == SGLANG)]
         if case is long and rounds:
             direct = contenders[0].client
             for contender in able:
@@ -165,7 +166,7 @@ def _measure_all(contenders: list[Contender], options: argparse.Namespace, repor
         if rounds:
             samples = run_rounds(able, case, options.warm_up, rounds, options.in_a_row)
             _add_rows(report, name, samples)
-    if any(c.name == "sglang-router" for c in contenders):
+    if any(c.name == SGLANG for c in contenders):
         report.notes.append(
             "sglang-router answers /v1/models itself and has another /tokenize (404 here)"
         )

@@ -18,6 +18,7 @@ from pathlib import Path
 from bench.client import Json, WrongAnswerError
 from bench.latency import (
     DIRECT,
+    SGLANG,
     WAYS,
     Contender,
     Sample,
@@ -79,7 +80,7 @@ async def measure(options: argparse.Namespace) -> Report:
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
         contenders = await start(
-            *(stack, home, contenders_of(options, WAYS), report.notes),
+            *(stack, home, contenders_of(options, [*WAYS, SGLANG]), report.notes),
             ctx=2048,
             extra_args=["--embeddings", "--pooling", "mean"],
         )
