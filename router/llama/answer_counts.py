@@ -12,6 +12,7 @@ from router.base.types import OwnPrefill
 from router.llama.wire import Route
 
 # A quote inside a JSON string has a backslash before it, so no text of an answer looks like a key.
+# The arguments of a tool in a plain `/v1/messages` answer are an object, whose keys do.
 # `timings/`: fields picked by `response_fields` (json_get_nested_values, server-common.cpp).
 _KEYS = (
     rb"cache_n|prompt_n|prompt_ms|prompt_per_token_ms|prompt_per_second"  # timings
@@ -26,8 +27,10 @@ def _count_of(keys: bytes) -> re.Pattern[bytes]:
 
 
 _COUNT = _count_of(_KEYS)
-# In the usage of the other routes `input_tokens` is the whole prompt.
-_MESSAGES_COUNT = _count_of(_KEYS + rb"|cache_read_input_tokens|input_tokens")
+# In the usage of the other routes `input_tokens` is the whole prompt. The usage of this route is
+# behind all arguments of tools (to_json_anthropic, server-task.cpp).
+_MESSAGES_COUNT = _count_of(rb"cache_read_input_tokens|input_tokens")
+_USAGE = b'"usage":'
 _CACHED = (b"cache_n", b"cached_tokens", b"cache", b"cache_read_input_tokens")
 
 
@@ -63,11 +66,13 @@ class AnswerCounts:
         return self._line(kept)
 
     def _line(self, line: bytes) -> bytes:
-        found = {match[2]: float(match[3]) for match in self._count.finditer(line)}
+        at = line.rfind(_USAGE) if self._count is _MESSAGES_COUNT else 0
+        before, behind = (line[:at], line[at:]) if at >= 0 else (line, b"")
+        found = {match[2]: float(match[3]) for match in self._count.finditer(behind)}
         if not found:
             return line
         new = self._corrected(found)
-        return self._count.sub(lambda match: _replaced(match, new), line)
+        return before + self._count.sub(lambda match: _replaced(match, new), behind)
 
     def _corrected(self, found: Mapping[bytes, float]) -> dict[bytes, bytes]:
         """Return the right values for the numbers of one line."""

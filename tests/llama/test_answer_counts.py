@@ -59,6 +59,22 @@ def test_what_the_router_computed_is_not_cached(route: Route, line: bytes, part:
     assert (LOOKALIKE in told) is (LOOKALIKE in line)
 
 
+def test_arguments_of_a_tool_are_no_counts() -> None:
+    tool = b'"content":[{"type":"tool_use","input":{"input_tokens":5,"cache":3,"usage":{}}}]'
+    usage = b'"usage":{"cache_read_input_tokens":%d,"input_tokens":%d}'
+    line = b"{%b,%b}"
+
+    told = AnswerCounts(Route.MESSAGES, OWN).whole(line % (tool, usage % (100, 1)))
+
+    assert told == line % (tool, usage % (10, 91))
+
+
+def test_a_tool_of_a_stream_is_no_usage() -> None:
+    line = b'data: {"type":"content_block_start","input":{"input_tokens":5}}\n'
+
+    assert AnswerCounts(Route.MESSAGES, OWN).part(line) == line
+
+
 def test_the_rest_of_an_answer_stays_as_it_is() -> None:
     line = b'{ "a" : 1.50, %b, "b":[1 ,2], "prompt":"\\u00e9" }\n' % TIMINGS
 
