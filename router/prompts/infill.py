@@ -102,13 +102,19 @@ async def corrected(
 ) -> InfillRule | None:
     """Return the rule that explains a prompt of `reported` tokens by another `-b`; None: no rule.
 
+    The same rule, if it explains them: another answer has corrected it since the prompt was read.
     A `-b` that an answer has confirmed is not doubted: the rule itself is wrong then.
     """
+    parts = await _parts(rule, source, plain, special)
+    if count(_together(rule, parts)) == reported:
+        return rule
     if rule.is_sure:
         return None
-    parts = await _parts(rule, source, plain, special)
+    # The length rises with the quarter, up to where nothing is cut or the room for extra ends.
     low, high = 0, _LARGEST_BATCH // 4
-    while low < high:  # the length rises with the quarter, up to where nothing is cut
+    if parts.extra:
+        high = min(high, max(0, rule.n_ctx + 2 - count(parts.extra)) // 4)
+    while low < high:
         middle = (low + high) // 2
         if count(_together(replace(rule, quarter=middle), parts)) < reported:
             low = middle + 1

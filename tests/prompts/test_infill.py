@@ -119,6 +119,29 @@ async def test_another_batch_is_learned_from_a_cut_prompt(
     assert await corrected(found, parts, len(server.ids(parts)) + 1, plain, special) is None
 
 
+async def test_a_batch_is_learned_beside_extra_chunks_that_fit() -> None:
+    server = Server(bos=True, n_batch=1024)
+    parts = InfillPrompt(LONG, "b", extra=(("f", LONG),))
+    rule = await server.rule()
+    assert rule is not None
+
+    found = await corrected(rule, parts, len(server.ids(parts)), plain, special)
+
+    assert found is not None
+    assert found.quarter * 4 == 1024
+
+
+async def test_a_prompt_read_under_the_rule_before_does_not_end_the_new_one() -> None:
+    server = Server(n_batch=1024)
+    one, two = InfillPrompt(LONG, "b"), InfillPrompt(LONG + "more", "b")
+    rule = await server.rule()
+    assert rule is not None
+    found = await corrected(rule, one, len(server.ids(one)), plain, special)
+    assert found is not None
+
+    assert await corrected(found, two, len(server.ids(two)), plain, special) == found
+
+
 async def test_a_length_that_no_batch_explains_ends_the_rule() -> None:
     rule = await Server().rule()
     assert rule is not None
