@@ -260,10 +260,12 @@ def _infill_prompt(body: dict[str, Any]) -> PromptSource:
     """Return the parts of an infill body (`post_infill`, server-context.cpp)."""
     if not {"input_prefix", "input_suffix"} <= body.keys():
         return UnknownPrompt("'input_prefix' and 'input_suffix' are required")
-    prefix, suffix, prompt = body["input_prefix"], body["input_suffix"], body.get("prompt", "")
+    prefix, suffix, prompt = body["input_prefix"], body["input_suffix"], body.get("prompt")
+    if not isinstance(prompt, str):
+        prompt = ""  # as the server: json_value returns its default for another type
     extra = body.get("input_extra", [])
-    if not isinstance(prompt, str) or not isinstance(extra, list):
-        return UnknownPrompt("the server will refuse 'prompt' or 'input_extra'")
+    if not isinstance(extra, list):
+        return UnknownPrompt("the server will refuse 'input_extra'")
     chunks: list[tuple[str, str]] = []
     for chunk in extra:
         fields = chunk if isinstance(chunk, dict) else {}

@@ -192,7 +192,6 @@ def test_an_infill_body_is_read_in_parts() -> None:
     [
         {"input_prefix": "a"},
         {"input_suffix": "a"},
-        INFILL | {"prompt": [1]},
         INFILL | {"input_extra": "x"},
         INFILL | {"input_extra": None},
         INFILL | {"input_extra": ["x"]},
@@ -204,6 +203,11 @@ def test_an_infill_body_that_the_server_refuses_is_not_left_to_it(body: Json) ->
     found = source(body, Route.INFILL)
     assert isinstance(found, UnknownPrompt)
     assert not found.legal
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [1], ["a"], {}])
+def test_an_infill_prompt_of_another_type_counts_as_empty(prompt: object) -> None:
+    assert source(INFILL | {"prompt": prompt}, Route.INFILL) == InfillPrompt("a", "b")
 
 
 def test_an_infill_body_with_ids_is_left_to_the_server() -> None:
