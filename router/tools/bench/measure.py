@@ -29,7 +29,8 @@ LENGTHS = (1024, 4096, 8192, 16384, 32768)
 _SPARE = 64
 _WORDS = "amber basin cedar delta ember fjord grove haven inlet joist knoll ledge mason north"
 _IDLE_PATIENCE_S = 30.0
-_POLL_S = 0.25
+# More often than once in a second hides disconnects from the server (LlamaClient.slots).
+_POLL_S = 1.5
 
 
 class Point(Struct, frozen=True):
@@ -91,10 +92,14 @@ class ServerBench:
         self._progress = progress
         self._notes: list[str] = []
         self._layout: Layout | None = None
+        self._saves = True
 
     async def run(self) -> Measured:
         """Measure the server. Raises BackendError if it is busy, refuses or goes away."""
         props = await self._client.props()
+        if self._other is not None and (await self._other.props()).model_path != props.model_path:
+            self._notes.append(f"not restored into {self._other.id}: it has another model")
+            self._other = None
         slot = await _idle_slot(self._client)
         kv_dir = None if self._folder is None else KvDir(str(self._folder))
         if kv_dir is None:
@@ -141,7 +146,7 @@ class ServerBench:
                 )
                 break
             self._progress(f"{self._client.id}: computing {length:,} tokens")
-            await _until_alone(self._client, slot)
+            await _until_alone(self._client)
             took_s = await self._first_token(self._client, slot, head(tokens, length))
             cold_s += took_s
             expected_s = took_s / (length - before) * 1.3  # attention reads more with each token
@@ -152,13 +157,13 @@ class ServerBench:
 
     async def _moved(self, point: Point, slot: int, longer: Tokens) -> Point:
         """Save and restore a state; `longer` is its prompt and one more token."""
-        if self._folder is None:
+        if self._folder is None or not self._saves:
             return point
         kv_dir, name = KvDir(str(self._folder)), self._store.staging_name()
         self._progress(f"{self._client.id}: saving and restoring {point.tokens:,} tokens")
         elsewhere_s: float | None = None
         try:
-            await _until_alone(self._client, slot)
+            await _until_alone(self._client)
             saved = await self._client.save(slot, name)
             try:
                 staged = await self._store.verify(kv_dir, name, saved.size_bytes)
@@ -166,7 +171,11 @@ class ServerBench:
                     await asyncio.to_thread(shapes.inspect, self._folder / name, staged.size_bytes)
                 ).layout
             except KvError as error:
-                self._notes.append(f"the file that the server saved cannot be read: {error}")
+                self._saves = False  # else one more such file would stay for each length
+                self._notes.append(f"the file {name} that the server saved cannot be read: {error}")
+                return point
+            if saved.n_tokens != point.tokens:
+                self._notes.append(f"another request took the slot at {point.tokens:,} tokens")
                 return point
             restored_s, here_s = await self._restored(self._client, slot, name, longer)
             if self._other is not None:
@@ -190,7 +199,7 @@ class ServerBench:
     ) -> tuple[float, float]:
         """Return the seconds of a restore, and those to the first token after it."""
         await erase(client, slot)
-        await _until_alone(client, slot)
+        await _until_alone(client)
         begun = time.perf_counter()
         restored = await client.restore(slot, name)
         took_s = time.perf_counter() - begun
@@ -201,6 +210,8 @@ class ServerBench:
             there = await _idle_slot(other)
             kv_dir = KvDir(str(self._folder))
             keep = await put_aside(other, self._store, kv_dir, there)
+            if keep is None and there.n_tokens:
+                raise KvError(f"the content of its slot {there.index} cannot be saved")
             try:
                 return (await self._restored(other, there.index, name, longer))[1]
             finally:
@@ -218,15 +229,15 @@ class ServerBench:
 
 async def _idle_slot(client: LlamaClient) -> SlotStatus:
     """Return the idle slot with the fewest tokens. Raises BusyError."""
-    await _until_alone(client, None)
+    await _until_alone(client)
     slots = await client.slots()
     return min(slots, key=lambda slot: (slot.n_tokens or 0, -slot.index))
 
 
-async def _until_alone(client: LlamaClient, mine: int | None) -> None:
-    """Wait until no other slot is at work, so that no answer is delayed. Raises BusyError."""
+async def _until_alone(client: LlamaClient) -> None:
+    """Wait until no slot is at work, so that no answer is delayed. Raises BusyError."""
     deadline = time.monotonic() + _IDLE_PATIENCE_S
-    while any(slot.is_processing for slot in await client.slots() if slot.index != mine):
+    while any(slot.is_processing for slot in await client.slots()):
         if time.monotonic() > deadline:
             raise BusyError(f"{client.id} is at work: try again when no request runs there")
         await asyncio.sleep(_POLL_S)

@@ -65,7 +65,7 @@ def lines(measured: Measured) -> Iterator[str]:
         )
         at = pays_from(moved)
         if at is None:
-            yield "Moving a prompt does not pay: computing it is sooner at each length."
+            yield "Moving a prompt does not pay: computing the longest one is sooner."
         elif at <= moved[0].tokens:
             yield f"Moving a prompt pays at every length in the table (from {at:,} tokens)."
         else:
@@ -78,19 +78,22 @@ def pays_from(points: Sequence[Point]) -> int | None:
     """Return the length from which a restored prompt is sooner than a computed one.
 
     The first length, if it is so there; between two lengths both times are taken as straight
-    lines. None: at no length.
+    lines. None: the longest prompt does not gain.
     """
     before: tuple[int, float] | None = None  # length, and seconds gained there
+    found: int | None = None
     for point in points:
         assert point.here_s is not None
         gained_s = point.cold_s - point.here_s
-        if gained_s > 0:
-            if before is None:
-                return point.tokens
+        if gained_s <= 0:
+            found = None
+        elif before is None:
+            found = point.tokens
+        elif found is None:
             share = -before[1] / (gained_s - before[1])
-            return round(before[0] + share * (point.tokens - before[0]))
+            found = round(before[0] + share * (point.tokens - before[0]))
         before = point.tokens, gained_s
-    return None
+    return found
 
 
 def advice(measured: Measured) -> Iterator[str]:

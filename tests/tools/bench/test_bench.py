@@ -100,6 +100,7 @@ def _point(tokens: int, cold_s: float, here_s: float) -> Point:
         ([_point(1000, 2.0, 1.0)], 1000),
         ([_point(1000, 1.0, 2.0), _point(3000, 4.0, 3.0)], 2000),
         ([_point(1000, 1.0, 2.0)], None),
+        ([_point(1000, 2.0, 1.0), _point(3000, 3.0, 4.0)], None),
     ],
 )
 def test_the_length_from_which_moving_pays(points: list[Point], pays: int | None) -> None:
