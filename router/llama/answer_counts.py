@@ -12,7 +12,7 @@ from router.base.types import OwnPrefill
 from router.llama.wire import Route
 
 # A quote inside a JSON string has a backslash before it, so no text of an answer looks like a key.
-# The arguments of a tool in a plain `/v1/messages` answer are an object, whose keys do.
+# The arguments of a tool in a plain `/v1/messages` answer do: they are an object.
 # `timings/`: fields picked by `response_fields` (json_get_nested_values, server-common.cpp).
 _KEYS = (
     rb"cache_n|prompt_n|prompt_ms|prompt_per_token_ms|prompt_per_second"  # timings
