@@ -67,7 +67,9 @@ class AnswerCounts:
 
     def _line(self, line: bytes) -> bytes:
         at = line.rfind(_USAGE) if self._count is _MESSAGES_COUNT else 0
-        before, behind = (line[:at], line[at:]) if at >= 0 else (line, b"")
+        if at < 0:
+            return line
+        before, behind = line[:at], line[at:]
         found = {match[2]: float(match[3]) for match in self._count.finditer(behind)}
         if not found:
             return line

@@ -93,13 +93,12 @@ class ServerBench:
         self._notes: list[str] = []
         self._layout: Layout | None = None
         self._saves = True
+        self._model_path = ""
 
     async def run(self) -> Measured:
         """Measure the server. Raises BackendError if it is busy, refuses or goes away."""
         props = await self._client.props()
-        if self._other is not None and (await self._other.props()).model_path != props.model_path:
-            self._notes.append(f"not restored into {self._other.id}: it has another model")
-            self._other = None
+        self._model_path = props.model_path
         slot = await _idle_slot(self._client)
         kv_dir = None if self._folder is None else KvDir(str(self._folder))
         if kv_dir is None:
@@ -207,6 +206,8 @@ class ServerBench:
 
     async def _elsewhere(self, other: LlamaClient, name: str, longer: Tokens) -> float | None:
         try:
+            if (await other.props()).model_path != self._model_path:
+                raise KvError("it has another model")
             there = await _idle_slot(other)
             kv_dir = KvDir(str(self._folder))
             keep = await put_aside(other, self._store, kv_dir, there)
