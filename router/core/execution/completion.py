@@ -238,6 +238,7 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
         request=job.request,
         before=job.resident_at_dispatch,
         plan=job.plan,
+        has_begun=progress is RequestProgress.BEGUN,
         is_elsewhere=unseen,
         is_doubtful=unseen,
     )
@@ -303,8 +304,7 @@ def watch(
     """Keep a slot out of use until it is known to be idle: an unknown client may use it.
 
     `wipe`: empty the slot before releasing it. `flush`: compute one token first.
-    `likely_unchanged`: if
-    the slot's length is unchanged then, its content is too.
+    `likely_unchanged`: if the slot's length is unchanged then, its content is too.
     """
     name = RequestId(f"stranger-{slot.id}-{slot.generation}")
     lease = slot.lease(name)
@@ -344,7 +344,8 @@ def quiet(state: State, event: ev.Quiet, now: float) -> None:
         slot.own(NO_TENANT)  # an unknown client may have used it
         end(state, watch, now, UNKNOWN if n_tokens is None else Resident(unread=n_tokens))
     else:
-        end(state, watch, now, after_quiet(watch.before, watch.request.prompt, n_tokens))
+        prompt, begun = watch.request.prompt, watch.has_begun
+        end(state, watch, now, after_quiet(watch.before, prompt, n_tokens, begun=begun))
 
 
 def answer_read(state: State, event: ev.AnswerRead) -> None:

@@ -137,6 +137,7 @@ class SlotWatch(LeaseHolder):
     request: Request | None = None
     before: Resident = NOTHING
     plan: Plan | None = None  # of that request
+    has_begun: bool = False  # to answer: that request surely ran here
     is_elsewhere: bool = False  # that request may run in any slot of the backend
     is_doubtful: bool = False  # nothing will be known of the slot's content
     likely_unchanged: bool = False  # the content is the same if its length is

@@ -71,18 +71,21 @@ def after_answer(resident: Resident, prompt: Tokens, answer: Tokens) -> Resident
     return Resident(join([prompt, held]), 0, resident.checkpoints)
 
 
-def after_quiet(before: Resident, prompt: Prompt, n_tokens: int | None) -> Resident:
+def after_quiet(
+    before: Resident, prompt: Prompt, n_tokens: int | None, *, begun: bool = False
+) -> Resident:
     """Return the content after a request that failed: only the slot's length is known, if that.
 
     1. No longer than the prompt: a part of the prompt.
     2. Longer: the prompt, and unread tokens of an answer.
     3. Perhaps the length before the request: it may never have run, and the content may be
-       unchanged. Only the common prefix of both possibilities is claimed.
+       unchanged. Only the common prefix of both possibilities is claimed, unless the answer had
+       `begun`: the request did run.
     """
     if n_tokens is None or not prompt.is_exact:
         return UNKNOWN
     known = head(prompt.tokens, n_tokens)
-    if before.may_hold_more or n_tokens == len(before):
+    if not begun and (before.may_hold_more or n_tokens == len(before)):
         known = head(known, common_prefix(known, before.tokens))
     return Resident(known, n_tokens - count(known))
 

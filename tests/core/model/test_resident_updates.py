@@ -126,6 +126,13 @@ def test_a_slot_of_unknown_length_may_not_have_changed_at_all() -> None:
     assert after_quiet(Resident(tokens(1), may_hold_more=True), PROMPT, 3) == Resident(tokens(1), 2)
 
 
+def test_a_request_that_had_begun_to_answer_did_run() -> None:
+    """Regression: the prompt was computed in a slot of unknown content, and nothing was claimed."""
+    assert after_quiet(UNKNOWN, PROMPT, 5, begun=True) == Resident(tokens(1, 2, 3), 2)
+    assert after_quiet(UNKNOWN, PROMPT, 2, begun=True) == Resident(tokens(1, 2))
+    assert after_quiet(Resident(run_of(5, 9)), PROMPT, 5, begun=True).tokens == PROMPT.tokens
+
+
 @given(before=few, unread=few, prompt=few, answer=few, computed=st.integers(0, 6))
 def test_after_quiet_is_right_whether_the_request_ran_or_not(
     before: list[int], unread: list[int], prompt: list[int], answer: list[int], computed: int
