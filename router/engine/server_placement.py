@@ -66,7 +66,7 @@ class LaunchWatch:
             gate = self._scheduler.state.fleet.gates.get(slot.backend)
             return gate is not None and gate.holder == request
 
-        await wait_started(backend, lambda: self._at_work(effect, Phase.RUNNING), gated)
+        earlier = await wait_started(backend, lambda: self._at_work(effect, Phase.RUNNING), gated)
         loop = asyncio.get_running_loop()
         over: asyncio.Future[End] = loop.create_future()
         awaited: asyncio.Future[None] = loop.create_future()
@@ -80,7 +80,7 @@ class LaunchWatch:
         beside = self._at_work(effect, Phase.PREPARING) - self._at_gate(slot.backend)
         grant()
         try:
-            index = await find_start(backend, slot.index, taken, gated, awaited, over)
+            index = await find_start(backend, slot.index, taken, gated, awaited, over, earlier)
         finally:
             self._unseen.pop(request, None)
             self._leisurely.pop(request, None)

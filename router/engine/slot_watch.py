@@ -6,8 +6,9 @@ therefore few, and tasks that wait for slots of the same backend share them.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -35,6 +36,7 @@ _LEISURE_S = 0.02
 _LAUNCHED_WITHIN = 40
 # After a failed wipe. The slot stays reserved until one succeeds.
 _WIPE_AGAIN_S = 1.0
+NO_TASKS: Mapping[int, int] = MappingProxyType({})
 
 
 class SlotPoller:
@@ -172,19 +174,23 @@ async def wipe(
 
 async def wait_started(
     backend: Backend, sent: Callable[[], set[int]], concerned: Callable[[], bool]
-) -> None:
-    """Wait until all slots in `sent` are seen at work, for 40 polls at most.
+) -> Mapping[int, int]:
+    """Wait until all slots in `sent` are seen at work, for 40 polls at most; return their tasks.
 
     A server-placed request could otherwise take the slot of a pinned request on its way. With a RAM
     cache, that destroys an answer (llama-server.md section 0.1).
     """
     for poll in range(_LAUNCHED_WITHIN):
         if not sent() or not concerned():
-            return
-        busy = await _busy(backend)
-        if busy is None or sent() <= busy:
-            return
+            return NO_TASKS
+        statuses = await _poll(backend)
+        if statuses is None:
+            return NO_TASKS
+        busy = [status for status in statuses if status.is_processing]
+        if sent() <= {status.index for status in busy}:
+            return _tasks(busy)
         await asyncio.sleep(_LAUNCH_DELAYS_S[min(poll, len(_LAUNCH_DELAYS_S) - 1)])
+    return NO_TASKS
 
 
 async def find_start(
@@ -194,13 +200,16 @@ async def find_start(
     concerned: Callable[[], bool],
     awaited: "asyncio.Future[None]",
     over: "asyncio.Future[Any]",
+    earlier: Mapping[int, int] = NO_TASKS,
 ) -> int | None:
     """Return the slot on which the server placed a request.
 
     None: that cannot be seen, or `concerned` is false. `taken`: slots at work for other requests.
     `awaited`: done once another request waits for the result, or none will. If the request is
     `over` before it was seen at work, its slot is the one with the latest task: nothing else was
-    started meanwhile.
+    started meanwhile. `earlier`: the task of each slot at work before the request was sent. A later
+    task there is the request, although the slot is `taken`: its answer was abandoned and has ended,
+    and no poll has shown that yet.
     """
     polls = 0
     while True:
@@ -215,21 +224,22 @@ async def find_start(
         statuses = await _poll(backend)
         if statuses is None:
             return None
+        theirs = taken() - {
+            index for index, task in _tasks(statuses).items() if task > earlier.get(index, inf)
+        }
         if ended:
-            idle = [s for s in statuses if not s.is_processing and s.index not in taken()]
+            idle = [s for s in statuses if not s.is_processing and s.index not in theirs]
             tasks = {s.id_task: s.index for s in idle if s.id_task is not None}
             return tasks[max(tasks)] if tasks else None
         busy = {status.index for status in statuses if status.is_processing}
         if expected in busy:
             return expected
-        if others := busy - taken():
+        if others := busy - theirs:
             return min(others)
 
 
-async def _busy(backend: Backend) -> set[int] | None:
-    """Return the slots at work. None: the server was started with --no-slots."""
-    statuses = await _poll(backend)
-    return None if statuses is None else {s.index for s in statuses if s.is_processing}
+def _tasks(statuses: Iterable[SlotStatus]) -> dict[int, int]:
+    return {s.index: s.id_task for s in statuses if s.id_task is not None}
 
 
 async def _poll(backend: Backend) -> list[SlotStatus] | None:

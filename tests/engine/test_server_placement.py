@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from router.base.types import Prompt
+from router.base.types import Outcome, Prompt
 from router.core.model import events as ev
 from router.core.model.effects import Dispatch
 from router.core.model.slots import Resident
@@ -13,7 +13,7 @@ from router.core.scheduler import Scheduler
 from router.engine.server_placement import LaunchWatch
 from tests.engine.test_slot_watch import Scripted
 from tests.support.scheduler.build import A0, A1, A, R, backend, scheduler, tokens
-from tests.support.scheduler.drive import NOW, arrive, slot
+from tests.support.scheduler.drive import NOW, arrive, finish, slot
 from tests.support.servers.router_fleet import PATIENCE_S
 
 
@@ -63,6 +63,32 @@ async def test_a_backend_that_goes_meanwhile() -> None:
         s.handle(ev.BackendDown(A), NOW)
 
     assert await placing.launch(dispatch, goes) == (None, end)
+
+
+@pytest.mark.parametrize("ends_unseen", [False, True])
+async def test_a_request_in_a_slot_whose_client_has_just_left(ends_unseen: bool) -> None:
+    """The abandoned answer in a/1 ends, and no poll has said so yet: the server takes a/1.
+
+    The slot counted as taken: the gate stayed closed until the answer had ended.
+    """
+    s = scheduler(backend("a", 2), idle_save_after_s=None, reuse_probability=0.0)
+    slot(s, A0).resident = Resident(tokens(7, 8))
+    arrive(s, "other", [5], slot_hint=1)
+    (dispatch,) = arrive(s, ids=[1], pinnable=False)
+    polls = Scripted([{1}, set() if ends_unseen else {1}])
+    polls.tasks = [2, 3]
+    placing = LaunchWatch(s, {A: polls})
+
+    def grant() -> None:
+        finish(s, "other", Outcome.CLIENT_GONE, begun=True)
+        polls.tasks[1] = 4
+        if ends_unseen:
+            placing.keeps(R, end)
+
+    assert await placing.launch(cast(Dispatch, dispatch), grant) == (
+        1,
+        end if ends_unseen else None,
+    )
 
 
 async def test_a_job_that_is_gone_before_it_is_sent() -> None:
