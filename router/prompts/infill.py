@@ -1,9 +1,10 @@
 """The prompt of `/infill`: prefix, suffix and extra chunks, put together as llama-server does.
 
-The rule is `format_prompt_infill` (server-common.cpp, b11434). What the rule needs of a model and
-of a server's flags is learned from the server's own answers to two small requests of the probe.
+The rule is `format_prompt_infill` (server-common.cpp, b11434). It depends on the model and on flags
+of the server. Both are learned from the server's answers to two small requests of the probe.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec import Struct
@@ -59,23 +60,26 @@ async def infill_tokens(
 async def _parts(
     rule: InfillRule, source: InfillPrompt, plain: PlainCall, special: SpecialCall
 ) -> _Parts:
-    extra: list[Tokens] = []
+    extra: list[Awaitable[Tokens]] = []
     if rule.repository:
-        extra += [rule.repository, await plain(_REPOSITORY)]
+        extra += [_known(rule.repository), plain(_REPOSITORY)]
     for name, text in source.extra:
         if rule.separator:
-            extra += [rule.separator, await plain(name + "\n")]
+            extra += [_known(rule.separator), plain(name + "\n")]
         else:
-            extra.append(await plain(_SNIPPET))
-        extra.append(await plain(text))
+            extra.append(plain(_SNIPPET))
+        extra.append(plain(text))
     if rule.separator:
-        extra += [rule.separator, await plain(_CURRENT_FILE)]
-    return _Parts(
-        prefix=await plain(source.prefix),
-        suffix=await plain(source.suffix),
-        prompt=await special(source.prompt),
-        extra=join(extra),
+        extra += [_known(rule.separator), plain(_CURRENT_FILE)]
+    # At once: where the backend tokenizes, one round trip instead of one for each chunk.
+    prefix, suffix, prompt, *chunks = await asyncio.gather(
+        plain(source.prefix), plain(source.suffix), special(source.prompt), *extra
     )
+    return _Parts(prefix, suffix, prompt, join(chunks))
+
+
+async def _known(tokens: Tokens) -> Tokens:
+    return tokens
 
 
 def _together(rule: InfillRule, parts: _Parts) -> Tokens:

@@ -1,5 +1,6 @@
 """Infill prompts: the rule is learned from answers, and explains prompts that a server cut."""
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from router.base.tokens import Tokens, pack, unpack
 from router.llama.replies import InfillAnswer
 from router.llama.wire import INFILL_PROBES, InfillPrompt
 from router.prompts.infill import InfillRule, corrected, infill_tokens, learn_rule
+from tests.support.servers.router_fleet import PATIENCE_S
 
 NAMES = {"<PRE>": 1001, "<SUF>": 1002, "<MID>": 1003, "<REP>": 1004, "<SEP>": 1005, "<s>": 1006}
 LONG = "x" * 2000
@@ -165,3 +167,20 @@ async def test_answers_that_do_not_fit_give_no_rule() -> None:
         _changed(good, "x = 1", "x = 2"),
     ):
         assert await learn_rule(answers, "<s>", 8192, plain, special, text_of) is None
+
+
+async def test_all_texts_are_asked_for_at_once() -> None:
+    """An editor sends up to 16 chunks: one round trip to the backend, not one for each."""
+    rule = await Server(separator=True).rule()
+    assert rule is not None
+    parties = 3 + 2 * 2 + 1  # name and text of each chunk, and the file's name
+    everything = asyncio.Barrier(parties)
+
+    async def together(text: str) -> Tokens:
+        await everything.wait()
+        return await plain(text)
+
+    source = InfillPrompt("a", "b", "c", (("x.py", "one"), ("y.py", "two")))
+    async with asyncio.timeout(PATIENCE_S):
+        found = await infill_tokens(rule, source, together, together)
+    assert found == await infill_tokens(rule, source, plain, special)
