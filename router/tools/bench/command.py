@@ -36,6 +36,9 @@ async def bench(config: Config, options: argparse.Namespace) -> int:
     if file is not None and file.suffix not in (".png", ".svg"):
         print(f"kvferry bench: --output: {file} must end with .png or .svg", file=sys.stderr)
         return 2
+    if file is not None and not file.parent.is_dir():
+        print(f"kvferry bench: --output: the folder {file.parent} does not exist", file=sys.stderr)
+        return 2
     results: list[Measured] = []
     failed = False
     with no_log_lines(), Progress() as progress:

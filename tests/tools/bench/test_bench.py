@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from router.base.types import SlotStatus
+from router.llama.client import LlamaClient
 from router.tools.bench.measure import Measured, Point
 from router.tools.bench.report import lines, pays_from, table
 from router.tools.cli import main
@@ -84,9 +86,76 @@ async def test_a_router_is_no_server(llama_server: StartServer, capsys: Capture)
     assert "this is kvferry: give the addresses of its llama-servers" in capsys.readouterr().err
 
 
-def test_bad_output(capsys: Capture) -> None:
+async def test_a_stranger_in_the_only_slot_is_waited_for(
+    llama_server: StartServer, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The own slot counts as well: a pinned prefill on a busy slot would wait behind the answer."""
+    polls: list[bool] = []
+    a = await llama_server("llama", slots=1, ctx=16_000)
+    slots = LlamaClient.slots
+    leave = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def counted(client: LlamaClient) -> list[SlotStatus]:
+        found = await slots(client)
+        polls.append(any(slot.is_processing for slot in found))
+        if len(polls) == 2:
+            loop.call_soon_threadsafe(leave.set)
+        return found
+
+    monkeypatch.setattr(LlamaClient, "slots", counted)
+    monkeypatch.setattr("router.tools.bench.measure._POLL_S", 0.1)
+    async with direct(a) as client, asyncio.TaskGroup() as group:
+        body = {"prompt": ids(1, 9), "n_predict": -1, "ignore_eos": True, "stream": True}
+        async with client.session.post(a.url + "/completion", json=body) as stream:
+            await stream.content.readany()
+            benched = group.create_task(_bench("--backend", a.url, "--seconds", "1"))
+            await leave.wait()
+    assert benched.result() == 0
+    assert polls[:2] == [True, True]
+    assert "\n| 1,024 |" in capsys.readouterr().out.replace("|  ", "| ")
+
+
+async def test_a_kv_dir_of_another_server(
+    llama_server: StartServer, capsys: Capture, tmp_path: Path
+) -> None:
+    """The first file that cannot be read is the last one written."""
+    a = await llama_server("llama", slots=1, ctx=12_000)
+    assert a.kv_dir is not None
+    assert await _bench("--backend", a.url, "--kv-dir", str(tmp_path), "--json") == 0
+    (told,) = json.loads(capsys.readouterr().out)["servers"]
+    (left,) = [path.name for path in a.kv_dir.iterdir()]
+    assert {point["save_s"] for point in told["points"]} == {None}
+    assert any(f"the file {left} that the server saved cannot be read" in n for n in told["notes"])
+
+
+@pytest.mark.parametrize("partner", ["of another model", "down"])
+async def test_a_partner_that_does_not_fit(
+    llama_server: StartServer, capsys: Capture, partner: str
+) -> None:
+    a = await llama_server("llama", slots=1, ctx=4_000)
+    url = "http://127.0.0.1:9"
+    if partner == "of another model":
+        url = (await llama_server("lfm2", slots=1, ctx=4_000)).url
+    fleet = ("--backend", a.url, "--backend", url, "--kv-dir", str(a.kv_dir), "--seconds", "8")
+
+    assert await _bench(*fleet, "--json") == int(partner == "down")
+
+    told = json.loads(capsys.readouterr().out)["servers"][0]
+    point = told["points"][0]
+    assert point["here_s"] is not None
+    assert point["elsewhere_s"] is None
+    (why,) = [note for note in told["notes"] if note.startswith("not restored into")]
+    assert why.endswith("it has another model" if partner != "down" else "cannot be reached")
+
+
+def test_bad_output(capsys: Capture, tmp_path: Path) -> None:
     assert main(["bench", "--backend", "http://127.0.0.1:9", "--output", "x.txt"]) == 2
     assert "must end with .png or .svg" in capsys.readouterr().err
+    missing = tmp_path / "missing"
+    there = ("--backend", "http://127.0.0.1:9", "--output", str(missing / "x.svg"))
+    assert main(["bench", *there]) == 2
+    assert f"the folder {missing} does not exist" in capsys.readouterr().err
     assert main(["bench", "--backend", "http://127.0.0.1:9"]) == 1
 
 
