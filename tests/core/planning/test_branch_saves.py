@@ -5,18 +5,21 @@ from typing import Any
 import pytest
 
 from router.base.tokens import join
-from router.base.types import MemoryKind
+from router.base.types import MemoryKind, Prompt, Tenant
 from router.core.model.effects import Save, SaveReason
 from router.core.model.rates import LinearFit, Mean
+from router.core.model.slots import Resident
+from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.scheduler import Scheduler
 from tests.support.scheduler.build import A0, A1, R, backend, busy, run_of, scheduler, snapshot
-from tests.support.scheduler.drive import arrive, names, prefilled, save_failed, saved
+from tests.support.scheduler.drive import arrive, names, prefilled, save_failed, saved, slot
 
 BRANCH_SAVES = True
 # A history of 3,000 tokens: 30 s to compute, 1 ms to save; an answer takes 20 s.
 HISTORY = run_of(3000)
 QUESTION = join([HISTORY, run_of(10, 2)])
 OTHER = join([HISTORY, run_of(10, 3)])
+PICTURE = Prompt(QUESTION, n_media=1)
 
 
 def world(*infos: Any, save_s: float = 0.001, **more: Any) -> Scheduler:
@@ -85,7 +88,12 @@ def test_what_a_snapshot_holds_is_not_saved_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside", "wanted"), [(run_of(3000, 9), []), (OTHER, [SaveReason.BRANCH])]
+    ("beside", "wanted"),
+    [
+        (run_of(3000, 9), []),
+        (join([run_of(1000), run_of(2000, 9)]), []),  # less than half of the beginning
+        (OTHER, [SaveReason.BRANCH]),
+    ],
 )
 def test_a_dear_save_needs_a_sibling_that_came_before(
     beside: Any, wanted: list[SaveReason]
@@ -108,3 +116,69 @@ def test_a_state_that_cannot_go_back_is_saved_if_all_of_it_is_the_beginning(
     found = [reason for reason in saves(arrive(s, R, QUESTION)) if reason is SaveReason.BRANCH]
 
     assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("why", "rates", "more"),
+    [
+        ("a save takes as long as the answer", {"save_s": 20.0}, {}),
+        ("each call to the server is slow", {"handling_s": 10.0}, {}),
+        ("a restore gains nothing", {"restore_s": 40.0}, {}),
+        ("a state of this size is worth no file", {}, {"limits": SnapshotLimits(min_tokens=4000)}),
+    ],
+)
+def test_a_save_that_costs_more_than_it_gains(
+    why: str, rates: dict[str, float], more: dict[str, Any]
+) -> None:
+    """Each price alone is enough; the sibling is certain, as the other slot shows."""
+    s = world(**more)
+    busy(s.state.fleet, A1, until=100.0, pending=OTHER)
+    known = s.state.fleet.rates[A0.backend]
+    known.save = LinearFit(rates.get("save_s", 0.001), 0.0)
+    known.restore = LinearFit(rates.get("restore_s", 0.001), 0.0)
+    known.handling_s = Mean(rates.get("handling_s", 0.0))
+
+    assert SaveReason.BRANCH not in saves(arrive(s, R, QUESTION)), why
+
+
+@pytest.mark.parametrize(
+    ("why", "more"),
+    [
+        ("the client asked not to cache", {"reuse": False}),
+        ("it holds a picture, of which the tokens say nothing", {"prompt": PICTURE}),
+    ],
+)
+def test_in_the_only_slot(why: str, more: dict[str, Any]) -> None:
+    """The slot that holds the history is the only one, whatever the request reuses of it."""
+    s = world(backend("a", 1), reuse_probability=0.0)
+
+    assert SaveReason.BRANCH not in saves(arrive(s, R, **({"ids": QUESTION} | more))), why
+
+
+@pytest.mark.parametrize(("runs", "wanted"), [(False, [SaveReason.BRANCH]), (True, [])])
+def test_each_running_stream_waits_for_the_save(runs: bool, wanted: list[SaveReason]) -> None:
+    """The save takes 8 s, and is worth about 10 s to a sibling that comes in half of the cases."""
+    s = world(save_s=8.0)
+    if runs:
+        busy(s.state.fleet, A1, until=100.0, pending=OTHER)
+    else:
+        slot(s, A1).hold(Resident(OTHER))
+
+    assert saves(arrive(s, R, QUESTION, slot_hint=0)) == wanted
+
+
+def test_a_slot_that_must_not_be_saved() -> None:
+    s = world()
+    busy(s.state.fleet, A1, until=100.0, pending=OTHER)
+    slot(s, A0).forbid_save()
+
+    assert SaveReason.BRANCH not in saves(arrive(s, R, QUESTION))
+
+
+def test_the_slot_of_another_tenant_shows_nothing() -> None:
+    """A dear save, and a sibling only in the slot of another tenant: its prompts are not ours."""
+    s = world(save_s=2.0)
+    busy(s.state.fleet, A1, until=100.0, pending=OTHER)
+    slot(s, A1).own(Tenant("other"))
+
+    assert saves(arrive(s, R, QUESTION)) == []
