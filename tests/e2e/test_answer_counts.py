@@ -3,12 +3,14 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from router.base.api_keys import hash_text, new_key
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import Json, ids, sentences
+from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.router_fleet import Answer, Fleet, running
 
 N = 900
@@ -160,3 +162,18 @@ async def test_the_servers_own_counts_can_be_had(llama_server: StartServer) -> N
         log = (await fleet.get("/kvferry/requests")).json["requests"]
     assert _counts(answer) == [(N - 1, 1)]
     assert log[0]["computed_tokens"] == N
+
+
+async def test_an_encoded_answer_is_sent_on_as_it_came(tmp_path: Path) -> None:
+    """A server behind a proxy that encodes: a count replaced inside would spoil the checksum."""
+    prompt = [65 + number % 20 for number in range(N)]
+    async with (
+        FakeLlama(kv_dir=tmp_path) as fake,
+        running([("a", fake.url)], tmp_path, yaml=EAGER) as fleet,
+    ):
+        plain = await fleet.complete(prompt)
+        fake.faults.encodes = True
+        encoded = await fleet.complete([66, *prompt])
+    assert plain.timings["cache_n"] == 0, "the router computed the prompt"
+    assert encoded.headers["Content-Encoding"] == "gzip"
+    assert encoded.timings["cache_n"] == N

@@ -6,6 +6,7 @@ real server's. Section numbers are those of llama-server.md.
 """
 
 import asyncio
+import gzip
 import json
 import re
 import secrets
@@ -364,6 +365,10 @@ class FakeLlama:
             await self._run(answer, slot, request, response)
         # The slot is free before the last byte is out (section 1.2).
         if response is None:
+            if self.faults.encodes:
+                packed = gzip.compress(json.dumps(answer.whole()).encode(), compresslevel=0)
+                headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+                return web.Response(body=packed, headers=headers)
             return web.json_response(answer.whole())
         await response.write(answer.last_chunks())
         await response.write_eof()

@@ -28,6 +28,7 @@ class Faults:
     says: bytes | None = None  # raw, instead of a completion's answer; then the connection breaks
     die_after_chunks: int | None = None  # the connection breaks after so many tokens of a stream
     hang_after_chunks: int | None = None  # nothing comes after so many tokens of a stream
+    encodes: bool = False  # plain answers have a Content-Encoding; their text is readable inside
     padding_bytes: int = 0  # a comment of this size goes out before each token of a stream
     refuses: str = ""  # 500 to every completion, with this message
     save_fails: bool = False  # 500 "Unable to save slot", as with a full disk
