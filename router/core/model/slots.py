@@ -94,8 +94,8 @@ def no_slots() -> Phases:
 class Bench:
     """Data that the slots of one backend share.
 
-    `changes` rises when the phase, the content, `pending` or `saved` of one of these slots changes,
-    so results computed from them are computed again only if they may be stale.
+    `changes` rises when the phase, the content, `pending` or `saved` of one of these slots changes.
+    Results computed from these are computed again only if they may be stale.
     """
 
     phases: Phases = field(default_factory=no_slots)  # slots in each phase

@@ -17,9 +17,9 @@ from router.core.planning.displacement import can_save
 def branch_save_pays(fleet: Fleet, job: RequestJob) -> bool:
     """Return whether to save the job's slot before its request is sent.
 
-    It pays if the save, which the request and all running streams wait for, costs less than what a
-    prompt with the same beginning is expected to gain. That prompt would compute the beginning, or
-    wait for the answer, whichever is shorter.
+    It pays if the save costs less than what a prompt with the same beginning is expected to gain.
+    The request and all running streams wait for the save. The other prompt would compute the
+    beginning, or wait for the answer, whichever is shorter.
     """
     info, slot = fleet.infos[job.slot.backend], fleet.slots[job.slot]
     prompt, rates = job.request.prompt, fleet.rates[info.id]
