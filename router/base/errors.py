@@ -206,6 +206,24 @@ class NoBackendError(RouterError):
     retry_after_s = 2.0
 
 
+class ServerFailedError(RouterError):
+    """The server that the router starts for the model has failed too often; a client may retry.
+
+    An operator sees the reason: a log may name files.
+    """
+
+    status = 503
+    kind = "unavailable_error"
+    outcome = "server_failed"
+    retry_after_s = 60.0
+
+    def __init__(self, model: str, failures: int) -> None:
+        super().__init__(
+            f"the llama-server for the model {model!r} does not start or ends by itself"
+            f" ({failures} times in a row); `kvferry servers log {model}` tells an operator why"
+        )
+
+
 class TooManyViewersError(RouterError):
     """The live page has as many viewers as it may have."""
 

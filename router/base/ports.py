@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from router.base.tokens import Tokens
 from router.base.types import (
+    BackendId,
     Caller,
     KvDir,
     Namespace,
@@ -89,6 +90,19 @@ class SnapshotStore(Protocol):
 
     async def quarantine(self, snapshot: Snapshot, reason: str) -> None:
         """Remove the record of a snapshot that misbehaved; keep its file for the operator."""
+
+
+class ServerRunner(Protocol):
+    """Starts and stops servers on demand. Neither call blocks or raises.
+
+    The end of a server, as ordered or by itself, is reported to the engine.
+    """
+
+    def start(self, server: BackendId) -> None:
+        """Start the process; when it is ready, attach it as a backend."""
+
+    def stop(self, server: BackendId) -> None:
+        """End the process after the last answer."""
 
 
 class Telemetry(Protocol):

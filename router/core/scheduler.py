@@ -8,7 +8,7 @@ in the modules of `admission` and `execution`.
 from math import inf
 from typing import assert_never
 
-from router.core.admission import admission, backend_attach, backend_drain
+from router.core.admission import admission, backend_attach, backend_drain, server_swaps
 from router.core.execution import (
     completion,
     deadline,
@@ -44,6 +44,7 @@ class Scheduler:
                 state.resume_scan_at = now
         if state.queue or state.unserved:
             admission.note_unserved(state, now)
+        server_swaps.settle(state, now)
         idle_saves.save_idle(state, now)
         if state.fleet.draining:
             backend_drain.detach(state, now)
@@ -69,6 +70,7 @@ class Scheduler:
             prefill_queue.wakeup(state),
             deadline.wakeup(state),
             admission.wakeup(state, now),
+            server_swaps.wakeup(state),
         )
         return max(at, now) if at < inf else None
 
@@ -85,6 +87,7 @@ class Scheduler:
             case ev.BackendUp():
                 completion.lose_backend(state, event.info.id, now)
                 backend_attach.backend_up(state, event)
+                server_swaps.came_up(state, event.info.id, now)
             case ev.BackendDown():
                 completion.lose_backend(state, event.backend, now)
             case ev.Draining():
@@ -95,6 +98,16 @@ class Scheduler:
                 state.fleet.forget(event.backend)
             case ev.Configured():
                 backend_drain.configured(state, event)
+            case ev.ServersConfigured():
+                state.fleet.servers.configure(event.servers, event.limits, now)
+            case ev.ServerEnded():
+                server_swaps.ended(state, event, now)
+            case ev.ServerAsked():
+                server_swaps.asked(state, event, now)
+            case ev.ModelWanted():
+                server_swaps.wanted(state, event, now)
+            case ev.ModelUnwanted():
+                state.fleet.servers.unread.pop(event.request, None)
             case ev.ProbeDue():
                 backend_attach.probe_due(state, event, now)
             case ev.Probed():
@@ -137,6 +150,7 @@ class Scheduler:
             case ev.Tick():
                 deadline.reject_queued(state, now)
                 admission.give_up_unserved(state, now)
+                server_swaps.reject_overdue(state, now)
                 state.delete(state.fleet.catalog.shrink())
             case ev.Stopping():
                 admission.stop(state, save=event.save)

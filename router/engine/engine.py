@@ -14,7 +14,7 @@ import structlog
 from msgspec import Struct
 
 from router.base.errors import BackendError, BackendRefusedError
-from router.base.ports import Backend, Clock, SnapshotStore, Telemetry
+from router.base.ports import Backend, Clock, ServerRunner, SnapshotStore, Telemetry
 from router.base.tasks import Tasks
 from router.base.tokens import Tokens
 from router.base.types import (
@@ -39,6 +39,7 @@ from router.core.model import events as ev
 from router.core.model.plan import Plan
 from router.core.model.policy import Policy
 from router.core.model.request_queue import QueueLimits
+from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.model.slots import Slot
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.displacement import keeps_snapshots
@@ -89,13 +90,16 @@ class Engine:
         on_detach: Callable[[BackendId], None] = lambda _: None,
         on_over: Callable[[RequestRecord, Plan], None] = lambda *_: None,
         on_abandoned: Callable[[Request], None] = lambda _: None,
+        servers: ServerRunner | None = None,
     ) -> None:
         """Connect the scheduler to its surroundings. `backends` may change.
 
         `on_detach` is called for each backend once it is drained. `on_over` is called for each
         request that reached a backend, at its end. `on_abandoned` is called for each request
-        abandoned before its grant.
+        abandoned before its grant. `servers` starts and stops the servers on demand, if there are
+        any.
         """
+        self._servers = servers
         self._on_over, self._on_abandoned, self._on_detach = on_over, on_abandoned, on_detach
         self._scheduler = scheduler
         self.view = FleetView(scheduler.state)
@@ -107,6 +111,7 @@ class Engine:
         self._tasks = Tasks()
         self._prefills: dict[RequestId, asyncio.Task[None] | None] = {}  # None: not started
         self._grants: dict[RequestId, asyncio.Future[Grant]] = {}
+        self._loads: dict[RequestId, asyncio.Future[None]] = {}  # requests that wait for a model
         self._timings: dict[RequestId, Timing] = {}
         self._launches = LaunchWatch(scheduler, backends)
         self._events: deque[tuple[ev.Event, Callable[[], None]]] = deque()
@@ -169,6 +174,23 @@ class Engine:
         if outcome is not Outcome.OK or not self._launches.keeps(request, end):
             end()
 
+    async def until_loaded(self, request: RequestId, model: str | None) -> None:
+        """Wait until a server of the model is up. Raises RouterError.
+
+        The request counts as one for that server until it is submitted, or until `not_waiting`.
+        """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loads[request] = future
+        try:
+            self._feed(ev.ModelWanted(request, model))
+            await future
+        finally:
+            del self._loads[request]
+
+    def not_waiting(self, request: RequestId) -> None:
+        """Note that a request of `until_loaded` was submitted, answered or abandoned."""
+        self._feed(ev.ModelUnwanted(request))
+
     def begun(self, request: RequestId) -> None:
         """Note that the first token of a granted request has arrived."""
         self._feed(ev.Begun(request))
@@ -217,6 +239,20 @@ class Engine:
     def removed(self, backend: BackendId) -> None:
         """Forget a released backend, which does not come back."""
         self._feed(ev.Removed(backend))
+
+    def configure_servers(
+        self, servers: Sequence[ServerSpec], limits: Sequence[ServerLimit]
+    ) -> None:
+        """Use these servers, which `servers` of the constructor starts and stops."""
+        self._feed(ev.ServersConfigured(tuple(servers), tuple(limits)))
+
+    def server_ended(self, server: BackendId, problem: str) -> None:
+        """Note that the process of a server has ended, as ordered or by itself."""
+        self._feed(ev.ServerEnded(server, problem))
+
+    def ask_server(self, server: BackendId, *, start: bool = False, stop: bool = False) -> None:
+        """Start or stop a server on demand, as an operator wants; both: restart it."""
+        self._feed(ev.ServerAsked(server, start=start, stop=stop))
 
     def configure(self, policy: Policy, limits: SnapshotLimits, queue: QueueLimits) -> None:
         """Decide by these settings from now on; evict snapshots over the limits."""
@@ -316,7 +352,7 @@ class Engine:
             delay_s = max(at - now, 0.0) + 0.001
             self._wakeup = asyncio.get_running_loop().call_later(delay_s, self._feed, ev.Tick())
 
-    def _carry_out(self, effect: ef.Effect) -> None:
+    def _carry_out(self, effect: ef.Effect) -> None:  # noqa: C901 - an arm for each effect
         match effect:
             case ef.Dispatch():
                 self._dispatch(effect)
@@ -339,6 +375,15 @@ class Engine:
                 self._tasks.spawn(self._transfers.quarantine(effect), name="quarantine")
             case ef.Detach():
                 self._on_detach(effect.backend)
+            case ef.StartServer():
+                assert self._servers is not None
+                self._servers.start(effect.server)
+            case ef.StopServer():
+                assert self._servers is not None
+                self._servers.stop(effect.server)
+            case ef.ModelReady():
+                if (waiting := self._loads.get(effect.request)) and not waiting.done():
+                    waiting.set_result(None)
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         future = self._grants.get(effect.request)
@@ -360,8 +405,9 @@ class Engine:
             )
 
     def _reject(self, effect: ef.Reject) -> None:
-        if (future := self._grants.get(effect.request)) is not None and not future.done():
-            future.set_exception(effect.error)
+        waiting = self._grants.get(effect.request) or self._loads.get(effect.request)
+        if waiting is not None and not waiting.done():
+            waiting.set_exception(effect.error)
 
     def _account(self, effect: ef.Account) -> None:
         timing = self._timings.get(effect.request.id, Timing(None, 0.0))

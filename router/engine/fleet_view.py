@@ -37,6 +37,7 @@ from router.core.model.jobs import (
 )
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
+from router.core.model.servers import ServerPhase
 from router.core.model.slots import Phase, Slot
 
 _DOING: dict[type[Step | InPrefillQueue | AtGate], str] = {
@@ -79,6 +80,25 @@ class WaitingView:
     request: RequestId
     since: float
     prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """A server on demand: its phase since when, in clock seconds, and why it ended by itself.
+
+    `waiting` counts the requests for its model that wait. `load_s`: what loading usually takes.
+    """
+
+    name: BackendId
+    models: tuple[str, ...]
+    phase: ServerPhase
+    since: float
+    idle_since: float
+    waiting: int
+    problem: str
+    failures: int
+    retry_at: float
+    load_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +207,37 @@ class FleetView:
             WaitingView(waiting.request.id, waiting.since, len(waiting.request.prompt))
             for waiting in self._state.queue
         ]
+
+    def servers(self) -> list[ServerView]:
+        """Return the servers on demand, in the order of the configuration."""
+        servers = self._state.fleet.servers
+        queued = {model: n for model, n, _ in self._state.queue.by_model()}
+        for unread in servers.unread.values():
+            queued[unread.model] = queued.get(unread.model, 0) + 1
+        return [
+            ServerView(
+                name=server.name,
+                models=server.spec.models,
+                phase=server.phase,
+                since=server.since,
+                idle_since=server.idle_since,
+                waiting=sum(n for model, n in queued.items() if server in servers.of(model)),
+                problem=server.problem,
+                failures=server.failures,
+                retry_at=server.retry_at,
+                load_s=server.load_s.value,
+            )
+            for server in servers
+        ]
+
+    @property
+    def server_swaps(self) -> int:
+        """Return how often a model was stopped for another."""
+        return self._state.fleet.servers.swaps
+
+    def is_on_demand(self, model: str | None) -> bool:
+        """Return whether a server for the model can be started."""
+        return bool(self._state.fleet.servers.of(model))
 
     def snapshots(self) -> list[tuple[Snapshot, int, int]]:
         """Return every usable snapshot with its uses and references."""

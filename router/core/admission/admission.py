@@ -10,9 +10,11 @@ from router.base.errors import (
     ContextTooLongError,
     NoBackendError,
     QueueFullError,
+    ServerFailedError,
 )
 from router.base.tokens import head
 from router.base.types import BackendId, Request, RequestId, Source
+from router.core.admission import server_swaps
 from router.core.execution import prefill_queue
 from router.core.execution.job_steps import is_wanted, next_step
 from router.core.execution.state import State
@@ -43,10 +45,13 @@ from router.core.reporting.miss_reasons import coverage_of
 
 def arrived(state: State, request: Request, now: float) -> None:
     """Queue the request, perhaps for no time; reject it if it fits no backend."""
+    state.fleet.servers.unread.pop(request.id, None)
     if too_long := _too_long(state, request):
         state.reject(request.id, too_long)
     elif state.stopping:
         state.reject(request.id, NoBackendError("the router is stopping"))
+    elif failed := _server_failed(state, request, now):
+        state.reject(request.id, failed)
     else:
         state.queue.add(request, now)
 
@@ -69,6 +74,14 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
     if longest is None or len(request.prompt) < longest:
         return None
     return ContextTooLongError(len(request.prompt), longest)
+
+
+def _server_failed(state: State, request: Request, now: float) -> ServerFailedError | None:
+    """Return the error for a request that only servers which failed too often could serve."""
+    servers = state.fleet.servers
+    if not servers.of(request.model) or servers.may_serve(request.model, now):
+        return None
+    return None if state.is_served(request) else server_swaps.failed(state, request.model)
 
 
 def cancelled(state: State, request: RequestId, now: float) -> None:
@@ -116,7 +129,7 @@ def _stop_for_nobody(state: State) -> None:
 
 def give_up_unserved(state: State, now: float) -> None:
     """Reject the queued requests that have waited too long for a backend to come up."""
-    for waiting, since in _unserved(state):
+    for waiting, since in _unserved(state, now):
         if now - since >= state.queue.limits.no_backend_s:
             state.queue.remove(waiting.request.id)
             # Its backend may have come back with a shorter context.
@@ -126,7 +139,7 @@ def give_up_unserved(state: State, now: float) -> None:
 
 def note_unserved(state: State, now: float) -> None:
     """Note for each model since when no backend could serve a queued request."""
-    gone = {waiting.request.model for waiting in _nobodys(state)}
+    gone = {waiting.request.model for waiting in _nobodys(state, now)}
     state.unserved = {model: state.unserved.get(model, now) for model in gone}
 
 
@@ -148,26 +161,36 @@ def wakeup(state: State, now: float) -> float:
         inf if state.resume_scan_at is None else state.resume_scan_at,
         next((end for end in patience if end > now), inf),
         hope_ends(state.fleet, now),
-        min((since + no_backend_s for _, since in _unserved(state)), default=inf),
+        min((since + no_backend_s for _, since in _unserved(state, now)), default=inf),
     )
 
 
-def _unserved(state: State) -> list[tuple[Waiting, float]]:
+def _unserved(state: State, now: float) -> list[tuple[Waiting, float]]:
     """Return the requests that no backend could serve as of the last event, and since when."""
     if not state.unserved:
         return []
     return [
         (waiting, max(waiting.since, since))
-        for waiting in _nobodys(state)
+        for waiting in _nobodys(state, now)
         if (since := state.unserved.get(waiting.request.model)) is not None
     ]
 
 
-def _nobodys(state: State) -> list[Waiting]:
-    """Return those of the oldest requests that no backend could serve; the rest come later."""
+def _nobodys(state: State, now: float) -> list[Waiting]:
+    """Return those of the oldest requests that no backend could serve; the rest come later.
+
+    A request whose model is being loaded, or waits for room, is not among them.
+    """
     return [
-        w for w in state.queue.oldest(TUNING.checked_for_backend) if not state.is_served(w.request)
+        w
+        for w in state.queue.oldest(TUNING.checked_for_backend)
+        if not state.is_served(w.request) and not _will_be_loaded(state, w.request, now)
     ]
+
+
+def _will_be_loaded(state: State, request: Request, now: float) -> bool:
+    servers = state.fleet.servers
+    return servers.may_serve(request.model, now) and not servers.ready(request.model)
 
 
 def stop(state: State, *, save: bool) -> None:
@@ -176,6 +199,7 @@ def stop(state: State, *, save: bool) -> None:
     for waiting in state.queue:
         state.queue.remove(waiting.request.id)
         state.reject(waiting.request.id, NoBackendError("the router is stopping"))
+    server_swaps.reject_all(state, NoBackendError("the router is stopping"))
 
 
 def serve_queue(state: State, now: float) -> None:

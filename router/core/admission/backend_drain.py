@@ -4,7 +4,8 @@ from router.base.types import BackendId
 from router.core.execution.completion import lose_backend
 from router.core.execution.state import State
 from router.core.model import events as ev
-from router.core.model.effects import Detach
+from router.core.model.effects import Detach, StopServer
+from router.core.model.servers import ServerPhase
 
 
 def begin(state: State, backend: BackendId) -> None:
@@ -30,6 +31,10 @@ def detach(state: State, now: float) -> None:
         state.fleet.draining.remove(backend)
         lose_backend(state, backend, now)
         state.out.append(Detach(backend))
+        server = state.fleet.servers.get(backend)
+        if server is not None and server.phase is ServerPhase.LEAVING:
+            server.stop(now)
+            state.out.append(StopServer(backend))
 
 
 def configured(state: State, event: ev.Configured) -> None:

@@ -1,6 +1,7 @@
 """State that the scheduler owns, and the few operations on it that every part uses."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 from router.base.errors import RouterError
 from router.base.types import (
@@ -33,6 +34,7 @@ class State:
     dirty: bool = False  # something did since the first was planned
     resume_scan_at: float | None = None  # clock seconds: plan the next then
     unserved: dict[str | None, float] = field(default_factory=dict)  # see admission.note_unserved
+    plan_servers_at: float = inf  # clock seconds: see server_swaps.settle
     stopping: bool = False
     saves_on_stop: bool = True
     saves: int = 0  # idle saves so far; numbers their jobs

@@ -9,6 +9,7 @@ from router.base.types import BackendId, BackendInfo, Namespace, Request, Reques
 from router.core.fleet.backend_queues import PlacementGate, PrefillQueue
 from router.core.fleet.catalog import Catalog
 from router.core.fleet.ghost_list import GhostList
+from router.core.fleet.servers import Servers
 from router.core.fleet.slot_index import Holdings
 from router.core.fleet.write_backoff import WriteBackoff
 from router.core.model.jobs import Job, RequestJob
@@ -49,6 +50,7 @@ class Fleet:
     displaced: GhostList = field(default_factory=GhostList, repr=False, compare=False)
     # Prompts sent to backends that are not managed: they may be in such a backend's own cache.
     sent: dict[BackendId, GhostList] = field(default_factory=dict, repr=False, compare=False)
+    servers: Servers = field(default_factory=Servers)  # that the router starts and stops
 
     def serves(self, backend: BackendId, request: Request) -> bool:
         """Return whether the backend fits the request and is not draining."""

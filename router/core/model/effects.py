@@ -141,6 +141,24 @@ class Detach(Struct, frozen=True):
     backend: BackendId
 
 
+class StartServer(Struct, frozen=True):
+    """Start a server's process. Answered by `BackendUp`, or by `ServerEnded` if it fails."""
+
+    server: BackendId
+
+
+class StopServer(Struct, frozen=True):
+    """End a server's process, after the last answer. Answered by `ServerEnded`."""
+
+    server: BackendId
+
+
+class ModelReady(Struct, frozen=True):
+    """Let a request of `ModelWanted` have its prompt read: a server of its model is up."""
+
+    request: RequestId
+
+
 class Account(Struct, frozen=True):
     """Account for a finished request that was dispatched: its plan and what was reported."""
 
@@ -169,5 +187,8 @@ Effect = (
     | Delete
     | Quarantine
     | Detach
+    | StartServer
+    | StopServer
+    | ModelReady
     | Account
 )

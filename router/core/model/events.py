@@ -20,6 +20,7 @@ from router.base.types import (
 )
 from router.core.model.policy import Policy
 from router.core.model.request_queue import QueueLimits
+from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.model.snapshot_limits import SnapshotLimits
 
 
@@ -31,6 +32,45 @@ class BackendUp(Struct, frozen=True):
 
     info: BackendInfo
     slots: tuple[SlotStatus, ...] = ()
+
+
+class ServersConfigured(Struct, frozen=True):
+    """The servers that the router may start, and what of them may be loaded together."""
+
+    servers: tuple[ServerSpec, ...]
+    limits: tuple[ServerLimit, ...] = ()
+
+
+class ServerEnded(Struct, frozen=True):
+    """The process of a server has ended, as ordered or by itself, or could not be started."""
+
+    server: BackendId
+    problem: str = ""
+
+
+class ServerAsked(Struct, frozen=True):
+    """An operator wants a server to be started, or stopped; both: restarted."""
+
+    server: BackendId
+    start: bool = False
+    stop: bool = False
+
+
+class ModelWanted(Struct, frozen=True):
+    """A request waits for a server of a model to read its prompt.
+
+    Answered by `ModelReady` or `Reject`. It counts as a request for that server until
+    `ModelUnwanted`.
+    """
+
+    request: RequestId
+    model: str | None
+
+
+class ModelUnwanted(Struct, frozen=True):
+    """A request of `ModelWanted` has been queued, or was abandoned."""
+
+    request: RequestId
 
 
 class BackendDown(Struct, frozen=True):
@@ -278,6 +318,11 @@ Event = (
     | Undrained
     | Removed
     | Configured
+    | ServersConfigured
+    | ServerEnded
+    | ServerAsked
+    | ModelWanted
+    | ModelUnwanted
     | ProbeDue
     | Probed
     | SnapshotsFound

@@ -92,6 +92,11 @@ class Queue:
         """Return the `n` oldest requests of each model."""
         return [w for those in self._models.values() for w in islice(those.values(), n)]
 
+    def by_model(self) -> Iterator[tuple[str | None, int, float]]:
+        """Yield each model with its number of requests, and the arrival of the oldest."""
+        for model, those in self._models.items():
+            yield model, len(those), next(iter(those.values())).since
+
     def last(self) -> RequestId:
         """Return the newest request of the client with the most. Raise ValueError if empty."""
         most = max(self._clients, key=lambda client: len(self._clients[client]))

@@ -22,6 +22,12 @@ PLACES = (
 )
 
 
+# Effects that are carried out for one request.
+_FOR_REQUESTS = (
+    ef.Save | ef.Cut | ef.Restore | ef.Erase | ef.Prefill | ef.Dispatch | ef.WatchSlot | ef.StopWork
+)
+
+
 class Losses:
     """Recomputed tokens by their place when the request was admitted."""
 
@@ -34,9 +40,9 @@ class Losses:
 
     def saw(self, effect: ef.Effect, state: State) -> None:
         """Note where a request's tokens are, at the first effect for the request."""
-        if isinstance(effect, ef.Account | ef.Reject | ef.Delete | ef.Quarantine | ef.Detach):
-            if isinstance(effect, ef.Delete):
-                self._ever.insert(effect.snapshot.tokens, effect.snapshot.id)
+        if isinstance(effect, ef.Delete):
+            self._ever.insert(effect.snapshot.tokens, effect.snapshot.id)
+        if not isinstance(effect, _FOR_REQUESTS):
             return
         job = state.request_job(effect.request)
         if job is None or job.id in self._known:

@@ -290,6 +290,8 @@ class Simulator:
                 pass  # no file exists: Python frees the tokens
             case ef.Erase() | ef.Detach():  # pragma: no cover - no tenants here, and no drains
                 pass
+            case ef.StartServer() | ef.StopServer() | ef.ModelReady():  # pragma: no cover
+                pass
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         assert effect.pin, "simulated clients use routes that keep id_slot"

@@ -1,0 +1,153 @@
+"""Servers on demand: start and stop them as requests need, within what may be loaded together."""
+
+from collections import defaultdict
+from math import inf
+
+from router.base.errors import DeadlineError, NoBackendError, ServerFailedError
+from router.base.types import BackendId
+from router.core.admission import backend_drain
+from router.core.execution.completion import lose_backend
+from router.core.execution.state import State
+from router.core.fleet.servers import Unread
+from router.core.model import events as ev
+from router.core.model.effects import ModelReady, StartServer, StopServer
+from router.core.model.jobs import RequestJob
+from router.core.model.servers import Demand, Server, ServerPhase
+from router.core.planning.server_swap import plan_swaps
+
+
+def settle(state: State, now: float) -> None:
+    """Start and stop servers as the present requests need."""
+    servers = state.fleet.servers
+    if not servers or state.stopping:
+        return
+    demands = _demands(state)
+    for server in servers:
+        server.note(demands.get(server.name, Demand()), now)
+    made = plan_swaps(servers, demands, now)
+    for server in made.start:
+        server.start(now)
+        state.out.append(StartServer(server.name))
+    servers.swaps += len({server.spec.model for server in made.stop})
+    for server in made.stop + made.expired:
+        _leave(state, server, now)
+    state.plan_servers_at = made.again_at
+
+
+def wakeup(state: State) -> float:
+    """Return when servers are to be planned again though nothing happens, in clock seconds."""
+    unread = state.fleet.servers.unread.values()
+    deadlines = (state.queue.limits.deadline(waiting.since) for waiting in unread)
+    return min(state.plan_servers_at, *deadlines, inf)
+
+
+def wanted(state: State, event: ev.ModelWanted, now: float) -> None:
+    """Note a request that waits for a server to read its prompt, or answer it at once."""
+    servers = state.fleet.servers
+    if state.stopping:
+        state.reject(event.request, NoBackendError("the router is stopping"))
+    elif servers.may_serve(event.model, now):
+        servers.unread[event.request] = Unread(event.request, event.model, now)
+        if servers.ready(event.model):
+            state.out.append(ModelReady(event.request))
+    else:
+        state.reject(event.request, failed(state, event.model))
+
+
+def reject_overdue(state: State, now: float) -> None:
+    """Reject the requests whose model was not loaded in time (`queue.deadline`)."""
+    unread, limits = state.fleet.servers.unread, state.queue.limits
+    for waiting in [one for one in unread.values() if limits.deadline(one.since) <= now]:
+        del unread[waiting.request]
+        told = f"the model was not loaded within {limits.deadline_s:g} s (queue.deadline)"
+        state.reject(waiting.request, DeadlineError(told))
+
+
+def reject_all(state: State, error: NoBackendError) -> None:
+    """Reject the requests that wait for a server, because the router stops."""
+    unread = state.fleet.servers.unread
+    while unread:
+        state.reject(unread.popitem()[0], error)
+
+
+def failed(state: State, model: str | None) -> ServerFailedError:
+    """Return the error for requests whose server has failed too often."""
+    (server, *_) = state.fleet.servers.of(model)
+    return ServerFailedError(server.spec.model, server.failures)
+
+
+def came_up(state: State, backend: BackendId, now: float) -> None:
+    """Note that a server's backend is attached, and tell the requests that wait for its model."""
+    server = state.fleet.servers.get(backend)
+    if server is None:
+        return
+    server.is_up(now)
+    for waiting in state.fleet.servers.unread.values():
+        if server in state.fleet.servers.of(waiting.model):
+            state.out.append(ModelReady(waiting.request))
+
+
+def ended(state: State, event: ev.ServerEnded, now: float) -> None:
+    """Note that a server's process has ended; refuse what only servers given up could serve."""
+    servers = state.fleet.servers
+    server = servers.get(event.server)
+    if server is None:
+        return
+    lose_backend(state, event.server, now)
+    state.fleet.draining.discard(event.server)
+    server.ended(event.problem, now)
+    if not server.is_given_up:
+        return
+    for waiting in state.queue:
+        request = waiting.request
+        if state.is_served(request) or servers.may_serve(request.model, now):
+            continue
+        state.queue.remove(request.id)
+        state.reject(request.id, failed(state, request.model))
+    for unread in list(servers.unread.values()):
+        if not servers.may_serve(unread.model, now):
+            del servers.unread[unread.request]
+            state.reject(unread.request, failed(state, unread.model))
+
+
+def asked(state: State, event: ev.ServerAsked, now: float) -> None:
+    """Start, stop or restart a server because an operator wants it."""
+    server = state.fleet.servers.get(event.server)
+    if server is None:
+        return
+    if event.start:
+        server.ask(now, again=event.stop)
+    else:
+        server.unask()
+    if event.stop:
+        if server.phase is ServerPhase.UP:
+            _leave(state, server, now)
+        elif server.phase is ServerPhase.STARTING:
+            server.stop(now)
+            state.out.append(StopServer(server.name))
+
+
+def _leave(state: State, server: Server, now: float) -> None:
+    server.leave(now)
+    backend_drain.begin(state, server.name)
+
+
+def _demands(state: State) -> dict[BackendId, Demand]:
+    """Return the requests for each server: queued, unread, and in its slots."""
+    servers = state.fleet.servers
+    since: defaultdict[str | None, float] = defaultdict(lambda: inf)
+    n_waiting: defaultdict[str | None, int] = defaultdict(int)
+    for model, n, oldest in state.queue.by_model():
+        n_waiting[model], since[model] = n, oldest
+    for unread in servers.unread.values():
+        n_waiting[unread.model] += 1
+        since[unread.model] = min(since[unread.model], unread.since)
+    running = {job.slot.backend for job in state.fleet.jobs.values() if isinstance(job, RequestJob)}
+    found = {name: Demand(runs=True) for name in running}
+    for model, n in n_waiting.items():
+        for server in servers.of(model):
+            known = found.get(server.name, Demand())
+            found[server.name] = Demand(
+                known.waiting + n, min(known.since, since[model]), known.runs
+            )
+    return found

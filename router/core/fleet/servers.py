@@ -1,0 +1,85 @@
+"""The servers on demand: all of them, what may be loaded together, and who waits for one unread.
+
+A request whose prompt no backend can read yet waits in the web layer; it is noted here, so that a
+server is started for it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from router.base.types import BackendId, RequestId
+from router.core.model.servers import Server, ServerLimit, ServerPhase, ServerSpec
+
+
+@dataclass(slots=True)
+class Unread:
+    """A request that waits until a server of its model can read its prompt."""
+
+    request: RequestId
+    model: str | None
+    since: float
+
+
+@dataclass(slots=True)
+class Servers:
+    """All servers by name, in the order of the configuration."""
+
+    limits: tuple[ServerLimit, ...] = ()
+    unread: dict[RequestId, Unread] = field(default_factory=dict)
+    swaps: int = 0  # servers stopped for another model so far
+    _servers: dict[BackendId, Server] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self._servers)
+
+    def __iter__(self) -> Iterator[Server]:
+        return iter(self._servers.values())
+
+    def get(self, name: BackendId) -> Server | None:
+        """Return the server of a backend; None if the router does not start that backend."""
+        return self._servers.get(name)
+
+    def configure(
+        self, specs: Sequence[ServerSpec], limits: Sequence[ServerLimit], now: float
+    ) -> None:
+        """Take over the servers of a configuration; the preloaded ones are wanted at once."""
+        self.limits = tuple(limits)
+        for spec in specs:
+            server = self._servers.setdefault(spec.name, Server(spec))
+            server.spec = spec
+            if spec.preload:
+                server.ask(now)
+
+    def of(self, model: str | None) -> list[Server]:
+        """Return the servers for a model; for None those of the default model.
+
+        The default is a model that is loaded, or else the first of the configuration.
+        """
+        if model is not None:
+            return [server for server in self if server.spec.answers_to(model)]
+        loaded = [server for server in self if server.is_loaded]
+        first = next(iter(loaded or self), None)
+        return [] if first is None else self.of(first.spec.model)
+
+    def may_serve(self, model: str | None, now: float) -> bool:
+        """Return whether a request for a model may wait for one of its servers."""
+        return any(server.may_serve(now) for server in self.of(model))
+
+    def problem(self, model: str | None) -> str:
+        """Return why the servers of a model ended; empty: no server did."""
+        return next((server.problem for server in self.of(model) if server.problem), "")
+
+    def loaded(self, limit: ServerLimit) -> list[str]:
+        """Return the loaded models that count for a limit."""
+        found = dict.fromkeys(s.spec.model for s in self if s.is_loaded)
+        return [model for model in found if model in limit.models]
+
+    def ready(self, model: str | None) -> bool:
+        """Return whether a server of the model is up."""
+        return any(server.phase is ServerPhase.UP for server in self.of(model))
+
+    def next_retry(self, now: float) -> float:
+        """Return when the next failed server may be started again, in clock seconds; inf: none."""
+        times = (s.retry_at for s in self if s.phase is ServerPhase.FAILED and s.retry_at > now)
+        return min(times, default=inf)

@@ -1,0 +1,182 @@
+"""Servers on demand: llama-servers that the router starts and stops, and the life of each.
+
+The scheduler does not know processes: it orders a start or a stop, and is told of the end.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+
+from msgspec import Struct
+
+from router.base.types import BackendId
+from router.core.model.rates import Mean
+from router.core.model.tuning import TUNING
+
+
+class ServerSpec(Struct, frozen=True):
+    """A server as configured. Its name is the name of its backend.
+
+    `models` are the names that requests use, its own first. Replicas have the same `models`.
+    `keep`: never stopped for another. `ttl_s`: stopped after so long without a request; None:
+    never. `max_wait_s`: how long requests for it may wait for others to be stopped.
+    """
+
+    name: BackendId
+    models: tuple[str, ...]
+    keep: bool = False
+    preload: bool = False
+    ttl_s: float | None = None
+    max_wait_s: float = 120.0
+
+    @property
+    def model(self) -> str:
+        """Return the configured name of its model."""
+        return self.models[0]
+
+    def answers_to(self, model: str | None) -> bool:
+        """Return whether a request for `model` can be for this server; None: any model."""
+        return model is None or model in self.models
+
+
+class ServerLimit(Struct, frozen=True):
+    """At most `most` of these models may be loaded at a time."""
+
+    models: frozenset[str]
+    most: int
+
+
+class ServerPhase(StrEnum):
+    """The phase of a server. All but `stopped` and `failed` count as loaded."""
+
+    STOPPED = "stopped"
+    STARTING = "starting"  # until the backend is attached
+    UP = "up"
+    LEAVING = "leaving"  # gets nothing new: answers end, slots are saved
+    ENDING = "ending"  # the process was told to end
+    FAILED = "failed"  # ended by itself; started again after `retry_at`
+
+
+class Demand(Struct, frozen=True):
+    """The requests for a server: how many wait, since when the first; whether some run there."""
+
+    waiting: int = 0
+    since: float = inf
+    runs: bool = False
+
+    def __bool__(self) -> bool:
+        return self.runs or self.waiting > 0
+
+
+@dataclass(slots=True)
+class Server:
+    """The life of one server, changed by its own methods. Times are clock seconds."""
+
+    spec: ServerSpec
+    phase: ServerPhase = ServerPhase.STOPPED
+    since: float = 0.0  # when the phase began
+    asked_at: float | None = None  # an operator or `preload` wants it; None: no
+    problem: str = ""  # why it ended by itself the last time
+    failures: int = 0  # in a row
+    retry_at: float = 0.0
+    idle_since: float = 0.0  # since when no request waits or runs; inf: one does
+    has_been_used: bool = False  # by a request, ever
+    has_served: bool = False  # the requests that it was started for
+    # Seconds from the order to start until it is up; from the order to stop until it has ended.
+    load_s: Mean = field(default_factory=lambda: Mean(TUNING.server_load_s))
+    stop_s: Mean = field(default_factory=lambda: Mean(TUNING.server_stop_s))
+    # The share of times without a request that were shorter than `linger_s`.
+    soon: Mean = field(default_factory=lambda: Mean(0.0))
+    _leaving_since: float = 0.0
+
+    @property
+    def name(self) -> BackendId:
+        """Return the name of its backend."""
+        return self.spec.name
+
+    @property
+    def is_loaded(self) -> bool:
+        """Return whether it takes the room of a loaded model."""
+        return self.phase not in (ServerPhase.STOPPED, ServerPhase.FAILED)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Return whether it has failed too often: requests for it are refused until `retry_at`."""
+        return self.phase is ServerPhase.FAILED and self.failures >= TUNING.server_failures
+
+    @property
+    def linger_s(self) -> float:
+        """Return for how long it keeps its room without a request, if one usually comes by then."""
+        return TUNING.server_linger * (self.load_s.value + self.stop_s.value)
+
+    def can_start(self, now: float) -> bool:
+        """Return whether it may be started now."""
+        return not self.is_loaded and now >= self.retry_at
+
+    def may_serve(self, now: float) -> bool:
+        """Return whether a request for it may wait: it is loaded, or can be some time soon."""
+        return not self.is_given_up or now >= self.retry_at
+
+    def ask(self, now: float, *, again: bool = False) -> None:
+        """Note that it is wanted without a request: it is started at once, whatever has failed.
+
+        `again`: also if it is loaded, once it has ended.
+        """
+        if again or not self.is_loaded:
+            self.asked_at, self.retry_at = now, now
+
+    def unask(self) -> None:
+        """Note that it is wanted for requests only."""
+        self.asked_at = None
+
+    def start(self, now: float) -> None:
+        """Note the order to start it."""
+        self._enter(ServerPhase.STARTING, now)
+        self.asked_at, self.has_served = None, False
+
+    def is_up(self, now: float) -> None:
+        """Note that its backend is attached."""
+        if self.phase is ServerPhase.STARTING:
+            self.load_s.observe(now - self.since)
+            self._enter(ServerPhase.UP, now)
+
+    def leave(self, now: float) -> None:
+        """Note that it gets nothing new and is to be stopped."""
+        self._leaving_since = now
+        self._enter(ServerPhase.LEAVING, now)
+
+    def stop(self, now: float) -> None:
+        """Note the order to end its process."""
+        if self.phase is not ServerPhase.LEAVING:
+            self._leaving_since = now
+        self._enter(ServerPhase.ENDING, now)
+
+    def ended(self, problem: str, now: float) -> None:
+        """Note that its process has ended, as ordered or by itself."""
+        if self.phase in (ServerPhase.LEAVING, ServerPhase.ENDING):
+            self.stop_s.observe(now - self._leaving_since)
+            self._enter(ServerPhase.STOPPED, now)
+            return
+        was_well = self.phase is ServerPhase.UP and now - self.since >= TUNING.server_well_s
+        self.failures = 1 if was_well else self.failures + 1
+        self.problem = problem
+        backoff_s = TUNING.server_backoff_first_s * 2.0 ** min(self.failures - 1, 10)
+        self.retry_at = now + min(backoff_s, TUNING.server_backoff_most_s)
+        if self.failures >= TUNING.server_failures:
+            self.retry_at = now + TUNING.server_given_up_s
+        self._enter(ServerPhase.FAILED, now)
+        if (self.spec.keep or self.spec.preload) and not self.is_given_up:
+            self.asked_at = self.retry_at
+
+    def note(self, demand: Demand, now: float) -> None:
+        """Note the requests for it, and learn how long it stays without one, loaded or not."""
+        if demand and self.idle_since < inf:
+            if self.has_been_used:
+                self.soon.observe(float(now - self.idle_since <= self.linger_s))
+            self.idle_since = inf
+        elif not demand and self.idle_since == inf:
+            self.idle_since, self.has_been_used = now, True
+            self.has_served = self.phase is ServerPhase.UP
+
+    def _enter(self, phase: ServerPhase, now: float) -> None:
+        self.phase, self.since = phase, now

@@ -1,0 +1,155 @@
+"""Choose which server on demand to start, and which to stop for it, by prices in seconds.
+
+A swap takes the seconds to save and stop one server and to load the other. Were each request
+served in the order of arrival, two clients with two models would cause a swap for every request.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from router.base.types import BackendId
+from router.core.fleet.servers import Servers
+from router.core.model.servers import Demand, Server, ServerLimit, ServerPhase
+from router.core.model.tuning import TUNING
+
+_NO_DEMAND = Demand()
+
+
+@dataclass(slots=True)
+class SwapPlan:
+    """The servers to start and to stop now, and when to plan again (inf: after an event)."""
+
+    start: list[Server] = field(default_factory=list)
+    stop: list[Server] = field(default_factory=list)
+    expired: list[Server] = field(default_factory=list)  # to stop: idle for their `ttl_s`
+    again_at: float = inf
+
+
+def plan_swaps(servers: Servers, demands: Mapping[BackendId, Demand], now: float) -> SwapPlan:
+    """Return what to start and to stop now.
+
+    1. The model that has waited longest comes first; an operator's wish comes before requests.
+    2. There is room for it: start it.
+    3. Room is being made by a server that leaves: wait for that.
+    4. Stop the server whose time is over first (`swap_at`); none that is to be kept.
+    """
+    made = SwapPlan()
+    waiting = [
+        s for s in servers if not s.is_loaded and (s.asked_at is not None or _waits(s, demands))
+    ]
+    waiting.sort(key=lambda s: (s.asked_at is None, _since(s, demands)))
+    taken = {limit: len(servers.loaded(limit)) for limit in servers.limits}
+    leaving = [s for s in servers if s.phase in (ServerPhase.LEAVING, ServerPhase.ENDING)]
+    starting = {s.spec.model for s in servers if s.is_loaded and s not in leaving}
+    for server in waiting:
+        if not server.can_start(now):
+            made.again_at = min(made.again_at, server.retry_at)
+            continue
+        full = [limit for limit in servers.limits if _is_full(limit, server, taken, starting)]
+        if not full:
+            made.start.append(server)
+            if server.spec.model not in starting:
+                starting.add(server.spec.model)
+                for limit in taken:
+                    taken[limit] += server.spec.model in limit.models
+            continue
+        for limit in full:
+            _make_room(servers, server, limit, demands, leaving, made, now)
+    _expire(servers, demands, made, now)
+    return made
+
+
+def swap_at(
+    victim: Server, wanted: Server, demands: Mapping[BackendId, Demand], now: float
+) -> float:
+    """Return when a server may be stopped for another, in clock seconds.
+
+    1. An operator wants the other: now.
+    2. It was loaded a moment ago for requests that are still to begin: not yet.
+    3. It has requests: when its slice is over, or when the other has waited as long as it may.
+       The swap itself counts as waiting.
+    4. It has none: when the next one is overdue, if requests usually come soon; else now.
+    """
+    if wanted.asked_at is not None:
+        return now
+    swap_s = victim.stop_s.value + wanted.load_s.value
+    since = _since(wanted, demands)
+    earliest = victim.since if victim.has_served else victim.since + TUNING.server_stay_s
+    latest = min(
+        max(since, victim.since) + TUNING.server_slice * swap_s,
+        since + max(wanted.spec.max_wait_s - swap_s, 0.0),
+    )
+    if demands.get(victim.name, _NO_DEMAND):
+        return max(latest, earliest)
+    if victim.soon.value < TUNING.server_soon:
+        return earliest
+    return max(min(latest, victim.idle_since + victim.linger_s), earliest)
+
+
+def _make_room(
+    servers: Servers,
+    wanted: Server,
+    limit: ServerLimit,
+    demands: Mapping[BackendId, Demand],
+    leaving: list[Server],
+    made: SwapPlan,
+    now: float,
+) -> None:
+    inside = [server for server in servers if server.spec.model in limit.models]
+    promised = next((server for server in leaving if server in inside), None)
+    if promised is not None:
+        leaving[:] = [s for s in leaving if s.spec.model != promised.spec.model]
+        return
+    models: dict[str, list[Server]] = {}
+    for server in inside:
+        if server.is_loaded and server not in made.stop:
+            models.setdefault(server.spec.model, []).append(server)
+    ways = [
+        (
+            max(now, *(swap_at(one, wanted, demands, now) for one in replicas)),
+            max(min(one.idle_since, now) for one in replicas),  # the last use
+            model,
+        )
+        for model, replicas in models.items()
+        if all(one.phase is ServerPhase.UP and not one.spec.keep for one in replicas)
+    ]
+    if not ways:
+        return  # all of them are loading or kept: the next event changes that
+    at, _, model = min(ways)
+    if at <= now:
+        made.stop += models[model]
+    else:
+        made.again_at = min(made.again_at, at)
+
+
+def _expire(
+    servers: Servers, demands: Mapping[BackendId, Demand], made: SwapPlan, now: float
+) -> None:
+    for server in servers:
+        ttl_s, idle = server.spec.ttl_s, not demands.get(server.name, _NO_DEMAND)
+        if ttl_s is None or server.spec.keep or server.phase is not ServerPhase.UP or not idle:
+            continue
+        if server in made.stop:
+            continue
+        ends_at = max(server.idle_since, server.since) + ttl_s
+        if now >= ends_at:
+            made.expired.append(server)
+        else:
+            made.again_at = min(made.again_at, ends_at)
+
+
+def _is_full(
+    limit: ServerLimit, server: Server, taken: Mapping[ServerLimit, int], loaded: set[str]
+) -> bool:
+    model = server.spec.model
+    return model in limit.models and model not in loaded and taken[limit] >= limit.most
+
+
+def _waits(server: Server, demands: Mapping[BackendId, Demand]) -> bool:
+    return demands.get(server.name, _NO_DEMAND).waiting > 0
+
+
+def _since(server: Server, demands: Mapping[BackendId, Demand]) -> float:
+    asked: Iterable[float] = () if server.asked_at is None else (server.asked_at,)
+    return min(demands.get(server.name, _NO_DEMAND).since, *asked, inf)
