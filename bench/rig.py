@@ -17,7 +17,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.tools.demo.launcher import LlamaServer, free_port
+from router.servers.program import free_port
+from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
 
 START_TIMEOUT_S = 60.0

@@ -9,7 +9,8 @@ from typing import Protocol
 import pytest
 from hypothesis import settings
 
-from router.tools.demo.launcher import LlamaServer, find_server
+from router.servers.program import find_server
+from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
 
 # No deadline: the time of an example depends on what else the machine does.
@@ -45,7 +46,7 @@ def server_argv() -> list[str]:
     the order of `find_server` decides.
     """
     flavour = os.environ.get("KVFERRY_TEST_FLAVOUR", "")
-    prebuilt = [sys.executable, "-m", "router.tools.demo.prebuilt"]
+    prebuilt = [sys.executable, "-m", "router.servers.prebuilt"]
     if flavour == "prebuilt":
         return prebuilt
     argv = find_server()

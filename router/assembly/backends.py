@@ -73,10 +73,14 @@ def secret_of(key: str, variable: str | None) -> str | None:
 
 def kv_dir_of(backend: BackendConfig, config: Config) -> KvDir | None:
     """Return the KV directory of a backend; None: nothing is ever saved."""
-    moves_kv = Policy(name=config.policy.name).moves_kv
-    if backend.kv_dir is None or not config.store.enabled or not moves_kv:
+    if backend.kv_dir is None or not moves_kv(config):
         return None
     return KvDir(str(backend.kv_dir))
+
+
+def moves_kv(config: Config) -> bool:
+    """Return whether state files are written and read at all."""
+    return config.store.enabled and Policy(name=config.policy.name).moves_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class Backends:
         self._clients = clients
         self._make = make
         self._config: Config
+        self._admitted: dict[BackendId, BackendConfig] = {}  # servers on demand that are ready
         self._members: dict[BackendId, _Member] = {}
         self._leaving: set[BackendId] = set()  # removed from the configuration or changed
         self._tasks = Tasks()
@@ -123,8 +128,32 @@ class Backends:
             monitor.client.limit(timeouts_of(config))
         self._settle()
 
+    @property
+    def _wanted(self) -> tuple[BackendConfig, ...]:
+        return (*self._config.backends, *self._admitted.values())
+
+    def admit(self, backend: BackendConfig) -> None:
+        """Use a server on demand, which is ready."""
+        self._admitted[backend.name] = backend
+        self._settle()
+
+    def dismiss(self, name: BackendId) -> None:
+        """Forget a server on demand: its process has ended. It need not have been admitted."""
+        self._admitted.pop(name, None)
+        member = self._members.pop(name, None)
+        if member is not None:
+            member.watching.cancel()
+            member.monitor.detach()
+            del self.monitors[name], self._clients[name]
+
     def drain(self, name: BackendId) -> None:
-        """Give a backend nothing new, then release it, until `undrain`. Raises KeyError."""
+        """Give a backend nothing new, then release it, until `undrain`.
+
+        Raises KeyError, and ConflictError for a server on demand.
+        """
+        if name in self._admitted:
+            told = f"{name} is started and stopped by kvferry: use `kvferry servers stop {name}`"
+            raise ConflictError(told)
         if not self._members[name].monitor.detached:
             log.info("draining", backend=name)
             self._engine.drain(name)
@@ -173,7 +202,7 @@ class Backends:
         """Take one step from the present to the configured backends; another follows each drain."""
         for member in tuple(self._members.values()):
             name = member.name
-            if member.backend in self._config.backends:
+            if member.backend in self._wanted:
                 if name in self._leaving:  # configured again in time
                     self._leaving.discard(name)
                     self.undrain(name)
@@ -183,7 +212,7 @@ class Backends:
                     self._tasks.spawn(self._end(member), name=f"end {name}")
                 else:
                     self.drain(name)
-        for backend in self._config.backends:
+        for backend in self._wanted:
             # Two backends for one server would take the same slots.
             if not any(
                 member.name == backend.name or member.backend.url == backend.url

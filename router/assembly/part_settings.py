@@ -4,6 +4,7 @@ from router.base.types import Caller
 from router.config.schema import Config, Counts
 from router.core.model.policy import Policy, PolicyName
 from router.core.model.request_queue import QueueLimits
+from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.web.api.client_keys import Known
 from router.web.server.settings import Settings
@@ -32,6 +33,34 @@ def queue_limits_of(config: Config) -> QueueLimits:
     return QueueLimits(
         config.queue.max_requests, config.queue.deadline_s, config.queue.no_backend_wait_s
     )
+
+
+def servers_of(config: Config) -> tuple[list[ServerSpec], list[ServerLimit]]:
+    """Return the servers on demand, and what of them may be loaded together."""
+    servers = config.servers
+    specs = [
+        ServerSpec(
+            name=name,
+            models=model.names,
+            keep=model.keep,
+            preload=model.preload,
+            ttl_s=model.ttl_s,
+            max_wait_s=model.max_wait_s,
+        )
+        for model in servers.models
+        for name in model.servers
+    ]
+    limits = [
+        ServerLimit(
+            frozenset(model.name for model in servers.models if model.group == group.name),
+            group.loaded,
+        )
+        for group in servers.groups
+    ]
+    if servers.loaded is not None:
+        every = frozenset(model.name for model in servers.models)
+        limits.append(ServerLimit(every, servers.loaded))
+    return specs, limits
 
 
 def take_settings(settings: Settings, config: Config) -> None:

@@ -23,6 +23,7 @@ from router.assembly.backends import (
     client_of,
     key_of,
     kv_dir_of,
+    moves_kv,
     secret_of,
     timeouts_of,
     watch_of,
@@ -32,9 +33,11 @@ from router.assembly.part_settings import (
     limits_of,
     policy_of,
     queue_limits_of,
+    servers_of,
     take_settings,
 )
 from router.assembly.reload import Reload
+from router.assembly.servers_on_demand import ServersOnDemand, kv_dir_of_servers
 from router.assembly.tokenizer_registry import TokenizerRegistry
 from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import RouterError
@@ -63,6 +66,7 @@ from router.web.admin.live import Live, Subject
 from router.web.admin.page import load_page
 from router.web.admin.requests import Requests
 from router.web.admin.routes import Audience
+from router.web.admin.servers import ServerRoutes
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.state_json import picture_of, survey
 from router.web.admin.status import StatusRoutes
@@ -154,6 +158,7 @@ async def build(
             backends.detached(backend)
             tokenizers.leave(backend)
 
+        on_demand = ServersOnDemand(config, connections)
         engine = Engine(
             Scheduler(State()),
             clients,
@@ -164,6 +169,7 @@ async def build(
             on_detach=detached,
             on_over=decision_log.over,
             on_abandoned=partial(_abandoned, telemetry, decision_log),
+            servers=on_demand,
         )
         stack.push_async_callback(engine.aclose)
         tasks = Tasks()
@@ -209,6 +215,9 @@ async def build(
             )
 
         backends = Backends(engine, clients, monitor)
+        on_demand.connect(engine, backends)
+        # Closed after the monitors: a server that is being asked ends late.
+        stack.push_async_callback(on_demand.supervisor.aclose)
         stack.push_async_callback(backends.aclose)
         selection = BackendSelection(
             backends.monitors,
@@ -224,6 +233,8 @@ async def build(
             for backend in wanted.backends:
                 key_of(backend)
             kv_dirs = [kv_dir_of(backend, wanted) for backend in wanted.backends]
+            await on_demand.prepare()
+            kv_dirs.append(kv_dir_of_servers(wanted) if moves_kv(wanted) else None)
             if context is not None:
                 await asyncio.to_thread(_show_certificate, context, wanted.tls)
             found = await store.add([kv_dir for kv_dir in kv_dirs if kv_dir is not None])
@@ -239,6 +250,8 @@ async def build(
             backends.configure(wanted)
 
         await take(config)
+        engine.configure_servers(*servers_of(config))
+        tasks.spawn(on_demand.supervisor.watch_logs(), name="logs of servers")
         reload = Reload(path, config, take, tasks.spawn)
         registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))
         subject = Subject(
@@ -278,6 +291,7 @@ async def build(
             ),
             decision_log=decision_log,
             operations=OperatorActions(guard, selection, backends, reload),
+            servers=ServerRoutes(engine, guard, on_demand.supervisor, clock.now),
             selection=selection,
             telemetry=telemetry,
             settings=settings,

@@ -5,7 +5,7 @@ no environment variable and no directory: start-up does, on the machine that ser
 `config/kvferry.reference.yaml` explains each key; a test keeps the two equal.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +26,7 @@ from router.config.loader import (
 )
 from router.config.loader import Problem as Problem
 from router.config.loader import path_text as path_text
+from router.config.servers import ServersConfig
 from router.config.values import NO_LIMIT, shown
 from router.config.values import Address as Address
 from router.core.model.policy import PolicyName as PolicyName
@@ -311,7 +312,8 @@ class Config(ConfigSection):
     """Everything that can be configured. Build it with `load`, `parse` or `from_flags`."""
 
     listen: values.ListenAddress = Address("127.0.0.1", 8080)
-    backends: tuple[BackendConfig, ...] = Field(strict=False)
+    backends: tuple[BackendConfig, ...] = Field(default=(), strict=False)
+    servers: ServersConfig = ServersConfig()
     store: StoreConfig = StoreConfig()
     policy: PolicyConfig = PolicyConfig()
     queue: QueueConfig = QueueConfig()
@@ -336,13 +338,20 @@ class Config(ConfigSection):
 
     def misfits(self) -> list[tuple[KeyPath, str]]:
         """Return the contradictions between sections, each with its key path."""
-        if not self.backends:
-            return [(("backends",), f"is empty: it needs {_REQUIRED['backends']}")]
+        if not self.backends and not self.servers.models:
+            what = "empty" if "backends" in self.model_fields_set else "required"
+            message = f"is {what}: {_REQUIRED['backends']}; or `servers: models` (--model)"
+            return [(("backends",), message)]
         # A second url has the same default name as well: one message is enough.
         misfits = _repeats(("backends",), "url", [one.url for one in self.backends]) or _repeats(
             ("backends",), "name", [one.name for one in self.backends]
         )
         misfits += _loops(self.listen, self.backends)
+        names = {one.name for one in self.backends}
+        for at, model in enumerate(self.servers.models):
+            if taken := names.intersection(model.servers):
+                message = f"{shown(min(taken))} is also the name of a backend"
+                misfits.append((("servers", "models", at, "name"), message))
         if self.policy.name is PolicyName.PASSTHROUGH and self.auth.keeps_apart:
             message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
             misfits.append((("policy", "name"), message))
@@ -389,17 +398,20 @@ def from_flags(
     kv_dir: str | None = None,
     listen: str | None = None,
     policy: str | None = None,
+    servers: Mapping[str, object] | None = None,
 ) -> Config:
     """Return the configuration of `kvferry serve` without a file; the rest has its defaults.
 
-    `kv_dir` is for every backend. Raises ConfigError; its problems name the flag.
+    `kv_dir` is for every backend and server. `servers` is that section, without `kv_dir`. Raises
+    ConfigError; its problems name the flag.
     """
-    entries = [
-        {"url": url} | ({"kv_dir": kv_dir} if kv_dir is not None else {}) for url in backends
-    ]
-    flags = {"listen": listen, "policy": policy}
-    given = {key: value for key, value in flags.items() if value is not None}
-    config, found = _validate({"backends": entries, **given})
+    where = {"kv_dir": kv_dir} if kv_dir is not None else {}
+    entries = [{"url": url} | where for url in backends]
+    flags = {"listen": listen, "policy": policy, "backends": entries or None}
+    given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
+    if servers is not None:
+        given["servers"] = {**servers, **where}
+    config, found = _validate(given)
     if config is None:
         problems = [Problem(_flag(path, len(backends)), None, text) for path, text in found]
         raise ConfigError("command line", problems)
@@ -428,10 +440,14 @@ def _loops(listen: Address, backends: Sequence[BackendConfig]) -> list[tuple[Key
 
 def _flag(path: KeyPath, n_backends: int) -> str:
     """Return the flag that a problem is reported for."""
-    for key in ("kv_dir", "listen", "policy"):
+    for key in ("kv_dir", "listen", "policy", "loaded", "slots", "ctx", "llama_server"):
         if key in path:
             return f"--{key.replace('_', '-')}"
     match path:
+        case ("servers", _, int(), "args", *_):
+            return "--server-args"
+        case ("servers", *_):
+            return "--model"
         case ("backends", int(i), *_) if n_backends > 1:
             return f"--backend (number {i + 1})"
     return "--backend"

@@ -40,6 +40,7 @@ _SIZE = re.compile(r"\d{1,20}(?:\.\d{1,20} ?[KMGT]i?B| ?(?:[KMGT]i?)?B)", re.ASC
 _DURATION = re.compile(r"(\d{1,20}(?:\.\d{1,20})?) ?(ms|s|m|h)", re.ASCII)
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HF = re.compile(r"[A-Za-z0-9._-]{1,96}/[A-Za-z0-9._-]{1,96}(?::[A-Za-z0-9._-]{1,64})?")
 _HOST_PORT = re.compile(r"(\[[^\[\]]+\]|[^\s\[\]:/?#@\\]+):(\d{1,5})", re.ASCII)
 
 MAX_SIZE_BYTES = 2**53 - 1  # 8 PiB; pydantic reads sizes as floats
@@ -247,6 +248,23 @@ def env_name(value: object) -> str:
     return value
 
 
+def variable_name(value: object) -> str:
+    """Return the name of an environment variable that is to be set."""
+    if not isinstance(value, str) or not _ENV_NAME.fullmatch(value):
+        raise ValueError(
+            f"must be the name of an environment variable, such as CUDA_VISIBLE_DEVICES,"
+            f" not {shown(value)}"
+        )
+    return value
+
+
+def hf_reference(value: object) -> str:
+    """Return a reference to a model on Hugging Face, as llama-server's `-hf` takes it."""
+    if not isinstance(value, str) or not _HF.fullmatch(value):
+        raise ValueError(f"must be user/repository or user/repository:quant, not {shown(value)}")
+    return value
+
+
 def absolute_path(value: object) -> Path:
     """Return an absolute path as it is written; nothing is expanded or looked up."""
     path = Path(value) if isinstance(value, str) and value.isprintable() else None
@@ -280,6 +298,7 @@ SecondsOrOff = Annotated[float | None, BeforeValidator(duration_or_off)]
 AbsolutePath = Annotated[Path, BeforeValidator(absolute_path)]
 ListenAddress = Annotated[Address, BeforeValidator(address)]
 Name = Annotated[str, BeforeValidator(name)]
+VariableName = Annotated[str, BeforeValidator(variable_name)]
 EnvName = Annotated[str, BeforeValidator(env_name)]
 BaseUrl = Annotated[str, BeforeValidator(base_url)]
 Url = Annotated[str, BeforeValidator(http_url)]

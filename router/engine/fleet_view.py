@@ -231,6 +231,12 @@ class FleetView:
         ]
 
     @property
+    def server_models(self) -> list[frozenset[str]]:
+        """Return the names of each model that has servers on demand."""
+        found = dict.fromkeys(server.spec.models for server in self._state.fleet.servers)
+        return [frozenset(names) for names in found]
+
+    @property
     def server_swaps(self) -> int:
         """Return how often a model was stopped for another."""
         return self._state.fleet.servers.swaps

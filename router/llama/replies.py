@@ -5,7 +5,7 @@ only knowledge is lost. The `*_from` functions are for control calls and raise B
 because the router cannot go on without those answers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -326,3 +326,25 @@ def merge_models(payloads: list[bytes]) -> Json:
             model for answer in answers for model in answer.get(key, []) if isinstance(model, dict)
         ]
     return merged
+
+
+# The status of a model in llama-server's router mode (llama-server.md section 5.8), by the phase of
+# its server.
+_STATUS = {"starting": "loading", "up": "loaded", "leaving": "loaded", "failed": "failed"}
+
+
+def with_status(models: Json, phases: Mapping[tuple[str, ...], str]) -> Json:
+    """Add the models that servers on demand serve, each with a status as in router mode.
+
+    `phases`: the phase of each, by its names. The entry of one that is loaded is the server's.
+    """
+    entries = models.setdefault("data", [])
+    for names, phase in phases.items():
+        listed = [entry for entry in entries if entry.get("id") in names]
+        if not listed:
+            listed = [{"id": names[0], "object": "model", "owned_by": "llamacpp", "created": 0}]
+            listed[0]["aliases"] = list(names[1:])
+            entries += listed
+        for entry in listed:
+            entry["status"] = {"value": _STATUS.get(phase, "unloaded")}
+    return models

@@ -18,9 +18,12 @@ from router.core.model.policy import PolicyName
 from router.telemetry.logs import set_up_logging
 from router.tools.bench.command import add_options as add_bench_options
 from router.tools.console.client import DEFAULT_URL, CallError
+from router.tools.console.servers import add_options as add_servers_options
+from router.tools.console.servers import servers
 from router.tools.console.snapshots import add_options as add_snapshot_options
 from router.tools.console.snapshots import snapshots
 from router.tools.doctor.check import check_text
+from router.tools.serving.flags import add_server_options, servers_from
 from router.tools.simulate.command import add_options, simulate
 
 OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
@@ -55,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("serve", help="run the router")
     _fleet_options(command)
+    add_server_options(command)
     command.set_defaults(run=_serve)
 
     command = commands.add_parser("check", help="check a configuration file")
@@ -112,6 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     add_snapshot_options(command, _where)
     command.set_defaults(run=snapshots)
 
+    command = commands.add_parser("servers", help="list, start and stop servers on demand")
+    add_servers_options(command, _where)
+    command.set_defaults(run=servers)
+
     command = commands.add_parser("simulate", help="simulate a trace or a workload")
     add_options(command)
     command.set_defaults(run=simulate)
@@ -136,8 +144,15 @@ def _fleet_options(command: argparse.ArgumentParser) -> None:
 
 def _config(options: argparse.Namespace) -> Config:
     """Load the configuration from the file or the flags. Raises ConfigError or StartError."""
+    models: list[str] = getattr(options, "model", [])
     if options.config is None:
-        return from_flags(options.backend, options.kv_dir, options.listen, options.policy)
+        return from_flags(
+            options.backend,
+            options.kv_dir,
+            options.listen,
+            options.policy,
+            servers_from(options) if models else None,
+        )
     given = [
         flag
         for flag, value in (
@@ -145,6 +160,7 @@ def _config(options: argparse.Namespace) -> Config:
             ("--kv-dir", options.kv_dir),
             ("--listen", options.listen),
             ("--policy", options.policy),
+            ("--model", models),
         )
         if value
     ]

@@ -29,7 +29,7 @@ from router.base.types import Caller, RequestId
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import LlamaClient, RelayedResponse
 from router.llama.multipart import is_form
-from router.llama.replies import knows_no_answer, merge_models
+from router.llama.replies import knows_no_answer, merge_models, with_status
 from router.llama.wire import Route, route_of
 from router.telemetry.decision_log import DecisionLog
 from router.web.admin.actions import BACKENDS, OperatorActions
@@ -39,6 +39,8 @@ from router.web.admin.page import PREFIX, StaticFile, to_page
 from router.web.admin.requests import PATH as REQUESTS
 from router.web.admin.requests import Requests
 from router.web.admin.routes import HEALTH, METRICS, AdminRoute, Audience, OwnRoutes, is_own
+from router.web.admin.servers import PATH as SERVERS
+from router.web.admin.servers import ServerRoutes
 from router.web.admin.snapshots import PATH as SNAPSHOTS
 from router.web.admin.snapshots import Snapshots
 from router.web.admin.status import StatusRoutes
@@ -138,6 +140,7 @@ class App:
         telemetry: Telemetry,
         settings: Settings,
         operations: OperatorActions,
+        servers: ServerRoutes,
         throttle: LoopThrottle,
     ) -> None:
         self._keys = keys
@@ -158,6 +161,9 @@ class App:
                 AdminRoute("POST", "/kvferry/plan", self._plan),
                 AdminRoute("POST", "/kvferry/reload", operations.reload),
                 AdminRoute("POST", f"{BACKENDS}{{name}}/{{action}}", operations.backend),
+                AdminRoute("GET", SERVERS, servers.all),
+                AdminRoute("GET", f"{SERVERS}/{{name}}/log", servers.log),
+                AdminRoute("POST", f"{SERVERS}/{{name}}/{{action}}", servers.act),
                 AdminRoute("GET", SNAPSHOTS, snapshots.all),
                 AdminRoute("POST", f"{SNAPSHOTS}/purge", self._purge),
                 AdminRoute("GET", f"{SNAPSHOTS}/{{id}}", snapshots.one),
@@ -331,7 +337,16 @@ class App:
         If the backend fails before it answers, and the request cannot have changed anything, try
         another backend.
         """
-        clients = self._selection.fitting(self._selection.resolve(model))
+        model = self._selection.resolve(model)
+        try:
+            await self._selection.until_usable(model, name)
+            return await self._pass_to(self._selection.fitting(model), request, name, raw)
+        finally:
+            self._selection.no_longer_waits(name)
+
+    async def _pass_to(
+        self, clients: list[LlamaClient], request: web.BaseRequest, name: RequestId, raw: bytes
+    ) -> web.StreamResponse:
         if request.method not in ("GET", "HEAD") and request.path.rstrip("/") not in _READS:
             del clients[1:]
         for client in clients:
@@ -392,13 +407,15 @@ class App:
         servers answers.
         """
         models = self._selection.for_each_model()
-        if len(models) < 2:
+        servers = self._selection.servers
+        if len(models) < 2 and not servers:
             return await self._pass(request, name, b"", None)
         told = await asyncio.gather(*(_models_of(clients) for clients in models))
         answers = [answer for answer in told if answer is not None]
-        if not answers:
+        if not answers and not servers:
             raise BackendError("no backend lists its models")
-        merged = json_response(merge_models(answers), headers=names(request, name))
+        listed = with_status(merge_models(answers), {s.models: s.phase for s in servers})
+        merged = json_response(listed, headers=names(request, name))
         return open_to_browsers(request, merged)
 
 

@@ -28,6 +28,7 @@ from router.config.schema import (
     PolicyName,
     TokenizerMode,
 )
+from router.config.servers import GroupConfig, ModelConfig
 from router.core.model.policy import Policy as Preset
 from router.tools.doctor import check
 from tests.support.paths import ROOT
@@ -82,17 +83,23 @@ def test_the_reference_has_every_key_and_no_other() -> None:
 def test_the_reference_shows_the_defaults() -> None:
     written = schema.load(REFERENCE)
 
-    assert minimal().model_dump(exclude={"backends"}) == written.model_dump(exclude={"backends"})
+    lists: dict[str, bool | set[str]] = {"backends": True, "servers": {"models", "groups"}}
+    assert minimal().model_dump(exclude=lists) == written.model_dump(exclude=lists)
     assert minimal().backends[0] == written.backends[0]
+    given = {"name": "chat", "model": "/models/chat-8b-q4_k_m.gguf"}
+    assert ModelConfig.model_validate(given) == written.servers.models[0]
+    assert GroupConfig.model_validate({"name": "gpu0"}) == written.servers.groups[0]
 
 
 def test_the_reference_explains_every_key() -> None:
     """Keys have a comment right above, or begin a section that has one."""
     lines = REFERENCE.read_text().split("\n")
     first = next(i for i, line in enumerate(lines) if line.startswith("  - url: https"))
-    second_backend = range(first, lines.index("", first))
+    second = [*range(first, lines.index("", first))]
+    first = lines.index("    - name: code")
+    second += range(first, lines.index("", first))
     for i, line in enumerate(lines):
-        if re.match(r"[ -]*[a-z_]+:", line) and i not in second_backend:
+        if re.match(r"[ -]*[a-z_]+:", line) and i not in second:
             assert lines[i - 1].strip().startswith("#"), f"line {i + 1}: {line}"
 
 
@@ -407,7 +414,7 @@ def test_bad_backends(entries: str, path: str, message: str) -> None:
         ("backends:", "backends", 1, "must be a list"),
         ("backends: []", "backends", 1, "is empty"),
         ("backends: {url: 'http://a:1'}", "backends", 1, "must be a list"),
-        ("a: &a [*a]", "backends", 1, "is required"),
+        ("a: &a [*a]", "a", 1, "unknown key"),
         ("[" * 100_000, "", None, "nested too deeply"),
         ("%YAML " + "1" * 5000 + ".1\n---\n", "", None, "not valid YAML"),
     ],

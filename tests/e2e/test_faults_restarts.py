@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.tools.demo.launcher import free_port
+from router.servers.program import free_port
 from tests.conftest import StartServer
 from tests.support.conversations.conversing import kept_busy, saved
 from tests.support.conversations.prompts import ids

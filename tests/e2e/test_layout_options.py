@@ -167,7 +167,7 @@ async def test_with_a_draft_model(llama_server: StartServer, server_argv: list[s
 
     Otherwise the next request would fail and end all others (docs/llama-server.md section 0.10).
     """
-    if "router.tools.demo.prebuilt" in server_argv:
+    if "router.servers.prebuilt" in server_argv:
         pytest.skip("the prebuilt server takes no draft model; KVFERRY_TEST_FLAVOUR=binary")
     plain = await llama_server("llama", slots=1)
     draft = ["-md", str(plain.model), "--spec-type", "draft-simple", "-a", "a"]

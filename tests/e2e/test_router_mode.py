@@ -47,7 +47,7 @@ class Parent(LlamaServer):
 
 @pytest.fixture
 async def parent(server_argv: list[str], tmp_path: Path) -> AsyncIterator[Parent]:
-    if "router.tools.demo.prebuilt" in server_argv:
+    if "router.servers.prebuilt" in server_argv:
         pytest.skip("the prebuilt server always has a model; KVFERRY_TEST_FLAVOUR=binary")
     models = tmp_path / "models"
     models.mkdir()

@@ -14,7 +14,7 @@ from router.base.errors import BackendError, BackendRefusedError, BackendTimeout
 from router.base.tokens import pack
 from router.base.types import BackendId
 from router.llama.client import Connections, LlamaClient, Timeouts
-from router.tools.demo.launcher import free_port
+from router.servers.program import free_port
 from tests.support.servers.fake_llama import FakeLlama
 
 QUICK = Timeouts(connect_s=0.5, control_s=0.2, action_s=0.2, first_byte_s=0.2, health_s=0.2)

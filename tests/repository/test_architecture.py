@@ -30,8 +30,9 @@ ALLOWED = {
     "router.telemetry": "base llama config core.model",  # it keeps plans, and levels of the log
     "router.engine": "base core",
     "router.web": "base config core.fleet core.model engine llama prompts store telemetry",
-    "router.assembly": "base config core engine llama prompts store telemetry web",
-    "router.tools": "base config core engine llama prompts store telemetry web assembly",
+    "router.servers": "base config",
+    "router.assembly": "base config core engine llama prompts servers store telemetry web",
+    "router.tools": "base config core engine llama prompts servers store telemetry web assembly",
 }
 # Within a package: each folder may import those before it.
 ORDERS = (
@@ -62,7 +63,7 @@ CORE_STDLIB = {
 }
 # A soft limit: a longer module says why on its second line, in a comment that names the limit.
 MAX_LINES = 600
-MAX_ENTRIES = 12  # of `router/`
+MAX_ENTRIES = 13  # of `router/`
 MAX_MODULES = 14  # of a folder
 
 

@@ -22,7 +22,7 @@ from compose_spec import PyCompose
 
 from router.config.schema import Config, load
 from router.config.values import duration, url_address
-from router.tools.demo.launcher import free_port
+from router.servers.program import free_port
 from router.tools.doctor.command import examine
 from router.tools.doctor.findings import Level, of_backend
 from tests.support.models.tiny_models import tiny_model

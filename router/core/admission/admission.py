@@ -179,7 +179,7 @@ def _unserved(state: State, now: float) -> list[tuple[Waiting, float]]:
 def _nobodys(state: State, now: float) -> list[Waiting]:
     """Return those of the oldest requests that no backend could serve; the rest come later.
 
-    A request whose model is being loaded, or waits for room, is not among them.
+    A request for a model that is being loaded, or waits for room, is not among them.
     """
     return [
         w

@@ -55,7 +55,7 @@ def wanted(state: State, event: ev.ModelWanted, now: float) -> None:
 
 
 def reject_overdue(state: State, now: float) -> None:
-    """Reject the requests whose model was not loaded in time (`queue.deadline`)."""
+    """Reject the requests for models that were not loaded in time (`queue.deadline`)."""
     unread, limits = state.fleet.servers.unread, state.queue.limits
     for waiting in [one for one in unread.values() if limits.deadline(one.since) <= now]:
         del unread[waiting.request]
@@ -71,7 +71,7 @@ def reject_all(state: State, error: NoBackendError) -> None:
 
 
 def failed(state: State, model: str | None) -> ServerFailedError:
-    """Return the error for requests whose server has failed too often."""
+    """Return the error for requests to a server that has failed too often."""
     (server, *_) = state.fleet.servers.of(model)
     return ServerFailedError(server.spec.model, server.failures)
 
@@ -81,7 +81,7 @@ def came_up(state: State, backend: BackendId, now: float) -> None:
     server = state.fleet.servers.get(backend)
     if server is None:
         return
-    server.is_up(now)
+    server.came_up(now)
     for waiting in state.fleet.servers.unread.values():
         if server in state.fleet.servers.of(waiting.model):
             state.out.append(ModelReady(waiting.request))

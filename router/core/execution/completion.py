@@ -14,6 +14,13 @@ from router.base.types import (
     SlotId,
 )
 from router.core.execution import placement_gate
+from router.core.execution.resident_updates import (
+    after_answer,
+    after_either,
+    after_finish,
+    after_quiet,
+    is_exact,
+)
 from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.effects import Account, StopWork, WatchSlot
@@ -25,13 +32,6 @@ from router.core.model.jobs import (
     SaveJob,
     SaveStep,
     SlotWatch,
-)
-from router.core.model.resident_updates import (
-    after_answer,
-    after_either,
-    after_finish,
-    after_quiet,
-    is_exact,
 )
 from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot

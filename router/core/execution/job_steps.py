@@ -21,6 +21,7 @@ from router.base.types import (
 )
 from router.core.execution import deadline, placement_gate, prefill_queue
 from router.core.execution.completion import end
+from router.core.execution.resident_updates import after_prefill, after_quiet
 from router.core.execution.state import State
 from router.core.model import events as ev
 from router.core.model.effects import (
@@ -44,7 +45,6 @@ from router.core.model.jobs import (
     SaveStep,
 )
 from router.core.model.memory_kinds import goes_back
-from router.core.model.resident_updates import after_prefill, after_quiet
 from router.core.model.server_placement import SlotClaim
 from router.core.model.slots import NOTHING, UNKNOWN, Resident, Slot
 from router.core.model.tenancy import model_of, namespace_of

@@ -8,6 +8,7 @@ take for idle has as much of the prompt, the request waits at the gate.
 from msgspec.structs import replace
 
 from router.base.tokens import Tokens
+from router.core.execution.resident_updates import after_either
 from router.core.execution.state import State
 from router.core.model.jobs import (
     AtGate,
@@ -16,7 +17,6 @@ from router.core.model.jobs import (
     ProbeLoan,
     RequestJob,
 )
-from router.core.model.resident_updates import after_either
 from router.core.model.server_placement import (
     SlotClaim,
     may_hold,

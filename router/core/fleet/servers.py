@@ -1,7 +1,7 @@
-"""The servers on demand: all of them, what may be loaded together, and who waits for one unread.
+"""The servers on demand: all of them, what may be loaded together, and requests not yet read.
 
-A request whose prompt no backend can read yet waits in the web layer; it is noted here, so that a
-server is started for it.
+A request that no backend can read yet waits in the web layer. It is noted here, so that a server is
+started for it.
 """
 
 from collections.abc import Iterator, Sequence

@@ -134,10 +134,10 @@ class Server:
         self._enter(ServerPhase.STARTING, now)
         self.asked_at, self.has_served = None, False
 
-    def is_up(self, now: float) -> None:
+    def came_up(self, now: float) -> None:
         """Note that its backend is attached."""
         if self.phase is ServerPhase.STARTING:
-            self.load_s.observe(now - self.since)
+            self.load_s = _learned(self.load_s, now - self.since)
             self._enter(ServerPhase.UP, now)
 
     def leave(self, now: float) -> None:
@@ -154,7 +154,7 @@ class Server:
     def ended(self, problem: str, now: float) -> None:
         """Note that its process has ended, as ordered or by itself."""
         if self.phase in (ServerPhase.LEAVING, ServerPhase.ENDING):
-            self.stop_s.observe(now - self._leaving_since)
+            self.stop_s = _learned(self.stop_s, now - self._leaving_since)
             self._enter(ServerPhase.STOPPED, now)
             return
         was_well = self.phase is ServerPhase.UP and now - self.since >= TUNING.server_well_s
@@ -171,7 +171,7 @@ class Server:
     def note(self, demand: Demand, now: float) -> None:
         """Note the requests for it, and learn how long it stays without one, loaded or not."""
         if demand and self.idle_since < inf:
-            if self.has_been_used:
+            if self.has_been_used and self.load_s.n and self.stop_s.n:
                 self.soon.observe(float(now - self.idle_since <= self.linger_s))
             self.idle_since = inf
         elif not demand and self.idle_since == inf:
@@ -180,3 +180,11 @@ class Server:
 
     def _enter(self, phase: ServerPhase, now: float) -> None:
         self.phase, self.since = phase, now
+
+
+def _learned(known: Mean, seconds: float) -> Mean:
+    """Return what is known after another observation; the first replaces the guess."""
+    if known.n == 0:
+        return Mean(seconds, 1)
+    known.observe(seconds)
+    return known

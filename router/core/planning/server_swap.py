@@ -32,7 +32,7 @@ def plan_swaps(servers: Servers, demands: Mapping[BackendId, Demand], now: float
     1. The model that has waited longest comes first; an operator's wish comes before requests.
     2. There is room for it: start it.
     3. Room is being made by a server that leaves: wait for that.
-    4. Stop the server whose time is over first (`swap_at`); none that is to be kept.
+    4. Stop the server with the earliest `swap_at`; none that is to be kept.
     """
     made = SwapPlan()
     waiting = [

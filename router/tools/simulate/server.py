@@ -68,7 +68,7 @@ class TransferRun:
 
 
 @dataclass(slots=True)
-class Server:
+class SimulatedServer:
     """One process. `at` is the time up to which progress is computed."""
 
     info: BackendInfo

@@ -11,7 +11,7 @@ from router.core.model.request_queue import Queue, QueueLimits
 from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
 from router.core.scheduler import Scheduler
 from router.tools.simulate.hardware import Hardware
-from router.tools.simulate.server import Server
+from router.tools.simulate.server import SimulatedServer
 from router.tools.simulate.simulator import KV_DIR
 
 
@@ -30,12 +30,12 @@ class Setup:
     queue: QueueLimits = field(default_factory=QueueLimits)
     scale: int = 1
 
-    def servers_of(self) -> list[Server]:
+    def servers_of(self) -> list[SimulatedServer]:
         """Return the servers, with empty slots."""
         hardware = self.hardware.scaled(self.scale)
         width = len(str(self.servers))
         return [
-            Server(
+            SimulatedServer(
                 BackendInfo(
                     id=BackendId(f"server-{number:0{width}}"),
                     n_slots=self.slots,

@@ -32,7 +32,7 @@ from router.core.scheduler import Scheduler
 from router.engine.fleet_view import FleetView
 from router.tools.simulate.accounting import Losses, Meter, Oracle
 from router.tools.simulate.requests import RequestSource, SimulatedRequest
-from router.tools.simulate.server import Run, Server, TransferRun
+from router.tools.simulate.server import Run, SimulatedServer, TransferRun
 
 KV_DIR = KvDir("simulated")
 # Ticks are a little late rather than early, as in `router.engine.engine`.
@@ -61,7 +61,7 @@ class Simulator:
     def __init__(
         self,
         scheduler: Scheduler,
-        servers: list[Server],
+        servers: list[SimulatedServer],
         source: RequestSource,
         *,
         losses: Losses | None = None,
@@ -140,14 +140,14 @@ class Simulator:
             self._tick = None
             self._feed(ev.Tick())
 
-    def _server(self, name: BackendId) -> Server:
+    def _server(self, name: BackendId) -> SimulatedServer:
         """Return a server with progress up to now, and mark it as changed."""
         server = self.servers[name]
         server.move_to(self.now)
         self._changed[name] = None
         return server
 
-    def _due(self, server: Server, version: int) -> None:
+    def _due(self, server: SimulatedServer, version: int) -> None:
         if version != self._versions[server.info.id]:
             return  # outdated: the server changed in between
         ended = self._server(server.info.id).done()
@@ -213,7 +213,7 @@ class Simulator:
 
     # -- finished work of servers --------------------------------------------------------------
 
-    def _ran(self, server: Server, run: Run) -> None:
+    def _ran(self, server: SimulatedServer, run: Run) -> None:
         slot = SlotId(server.info.id, run.index)
         if self._prefills.get(run.request) is run:
             del self._prefills[run.request]
@@ -231,7 +231,7 @@ class Simulator:
         self._feed(ev.Finished(run.request, Outcome.OK, _reported(run, answer=True)))
         self._over(client, answered=True)
 
-    def _begins(self, server: Server) -> None:
+    def _begins(self, server: SimulatedServer) -> None:
         for run in list(server.runs.values()):
             client = self._clients.get(run.request)
             sent = client.dispatch if client is not None else None
@@ -354,7 +354,7 @@ class Simulator:
         self._feed(ev.WasCut(effect.request, made, seconds))
         self._peak()
 
-    def _file(self, namespace: Namespace, tokens: Tokens, server: Server) -> Snapshot:
+    def _file(self, namespace: Namespace, tokens: Tokens, server: SimulatedServer) -> Snapshot:
         self._files += 1
         size_bytes = count(tokens) * server.hardware.bytes_per_token
         return Snapshot(SnapshotId(f"s{self._files}"), namespace, KV_DIR, tokens, size_bytes)

@@ -11,11 +11,13 @@ from prometheus_client.registry import Collector
 
 from router.base.errors import BadRequestError
 from router.base.types import RequestId, Standing, Tenant
+from router.core.model.servers import ServerPhase
 from router.engine.engine import Engine
 from router.llama import json_offload
 from router.llama.wire import parse_body, parse_request, route_of
 from router.telemetry.backend_metrics import BackendMetrics
 from router.web.admin.plan_json import plan_json
+from router.web.admin.servers import server_row
 from router.web.admin.state_json import backend_row, slot_row, snapshot_row, store_row
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.completions import Completions
@@ -67,15 +69,23 @@ class StatusRoutes:
         return web.Response(body=body, headers=OWN_HEADERS | {"Content-Type": CONTENT_TYPE_LATEST})
 
     async def health(self, *, brief: bool) -> web.Response:
-        """Answer 200 if a backend is up, else 503; unless `brief`, with each backend's state."""
+        """Answer 200 if requests can be taken, else 503; unless `brief`, with each backend's state.
+
+        A server on demand takes requests before it is started, unless it has failed too often.
+        """
+        servers, now = self._engine.view.servers(), self._now()
         standing = {name: self._selection.standing(name) for name in self._selection.monitors}
-        usable = Standing.UP in standing.values()
+        usable = Standing.UP in standing.values() or any(
+            server.phase is not ServerPhase.FAILED or server.retry_at <= now for server in servers
+        )
         told: dict[str, object] = {"status": "ok" if usable else "no backend"}
         if not brief:
             told["backends"] = {
                 name: self._selection.monitors[name].problem if what is Standing.DOWN else what
                 for name, what in standing.items()
             }
+            if servers:
+                told["servers"] = {server.name: server.phase for server in servers}
         return json_response(told, status=200 if usable else 503)
 
     async def state(self, _: web.BaseRequest) -> web.Response:
@@ -99,6 +109,7 @@ class StatusRoutes:
                     **store_row(view.store),
                     "items": [snapshot_row(*one) for one in view.snapshots()[:1000]],
                 },
+                "servers": [server_row(server, now) for server in view.servers()],
                 "waiting_for_backend": self._selection.waiting,
                 "queue": [
                     {

@@ -9,8 +9,17 @@ from router.base.errors import (
     NoBackendError,
     QueueFullError,
 )
-from router.base.types import BackendId, MemoryKind, Prompt, Request, Standing, Tenant
+from router.base.types import (
+    BackendId,
+    MemoryKind,
+    Prompt,
+    Request,
+    RequestId,
+    Standing,
+    Tenant,
+)
 from router.engine.engine import Engine
+from router.engine.fleet_view import ServerView
 from router.llama.attach.monitor import Monitor
 from router.llama.client import LlamaClient
 from router.llama.wire import ParsedRequest
@@ -35,6 +44,12 @@ class BackendSelection:
         self._reads_prompts = reads_prompts
         self._stopping = False
         self._news = asyncio.Event()
+        self._loading: set[RequestId] = set()  # requests that wait for a server, or have waited
+
+    @property
+    def servers(self) -> list[ServerView]:
+        """Return the servers on demand."""
+        return self._engine.view.servers()
 
     def resolve(self, model: str | None) -> str | None:
         """Return the model to route by; None for any. Raises ModelNotFoundError.
@@ -43,6 +58,7 @@ class BackendSelection:
         accepted; if their names differ, an unknown name is an error.
         """
         known = [monitor.models for monitor in self.monitors.values() if monitor.models]
+        known += self._engine.view.server_models
         if model is None or not known or any(model in names for names in known):
             return model
         if all(names == known[0] for names in known):
@@ -153,8 +169,10 @@ class BackendSelection:
         model = self.resolve(model)
         return self._who_reads(model, self.without_kv(model)) is None
 
-    async def wait_for_reader(self, model: str | None) -> None:
+    async def wait_for_reader(self, model: str | None, request: RequestId) -> None:
         """Wait until prompts for `model` can be read; return at once if they never can.
+
+        A server on demand is started for that, however long it takes: then call `no_longer_waits`.
 
         A request with an unknown prompt would be served without the snapshots that fit it.
         Raises NoBackendError after `queue.no_backend_wait`, and QueueFullError.
@@ -166,6 +184,9 @@ class BackendSelection:
             raise QueueFullError("too many requests are waiting; try again later")
         self.waiting += 1
         try:
+            if self._engine.view.is_on_demand(resolved := self.resolve(model)):
+                await self._until_loaded(resolved, request)
+                return
             async with asyncio.timeout(limits.no_backend_s):
                 while self.can_wait_for_reader(model):
                     await self._news.wait()
@@ -173,6 +194,25 @@ class BackendSelection:
             raise NoBackendError("no backend for this model is up") from None
         finally:
             self.waiting -= 1
+
+    async def until_usable(self, model: str | None, request: RequestId) -> None:
+        """Wait until a server on demand for `model` is up, if none is and there is one.
+
+        Then call `no_longer_waits`. Raises RouterError.
+        """
+        up = any(info.answers_to(model) for info in self._engine.view.up())
+        if not up and self._engine.view.is_on_demand(model):
+            await self._until_loaded(model, request)
+
+    async def _until_loaded(self, model: str | None, request: RequestId) -> None:
+        self._loading.add(request)
+        await self._engine.until_loaded(request, model)
+
+    def no_longer_waits(self, request: RequestId) -> None:
+        """Note that a request that waited for a server was answered or abandoned."""
+        if request in self._loading:
+            self._loading.remove(request)
+            self._engine.not_waiting(request)
 
     def backend_came(self) -> None:
         """Wake the requests that wait for a reader: a backend is up."""

@@ -115,8 +115,11 @@ class Completions:
         """Serve a completion route. Raises RouterError."""
         arrived = perf_counter()
         parsed = await json_offload.read(raw, parse_completion, http, route, raw)
-        request, reader = await self._read(http, parsed, request_id)
-        return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
+        try:
+            request, reader = await self._read(http, parsed, request_id)
+            return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
+        finally:
+            self._selection.no_longer_waits(request_id)
 
     async def _read(
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
@@ -126,7 +129,7 @@ class Completions:
         while reader is None and not parsed.lora:  # with LoRA adapters the prompt is not read
             if not self._selection.can_wait_for_reader(parsed.model):
                 break
-            await self._selection.wait_for_reader(parsed.model)
+            await self._selection.wait_for_reader(parsed.model, request_id)
             request, reader = await self.describe(http, parsed, request_id)
         return request, reader
 
@@ -244,7 +247,11 @@ class Completions:
     async def _send(self, exchange: _Exchange, grant: Grant) -> web.StreamResponse:
         """Relay one admitted request; the grant is used up on return and on exception."""
         backend = grant.lease.slot.backend
-        monitor = self._selection.monitors[backend]
+        monitor = self._selection.monitors.get(backend)
+        if monitor is None:  # a server on demand that has ended since the grant
+            timing = Timing(None, 0.0)
+            self._engine.finish(exchange.request.id, Outcome.BACKEND_ERROR, Reported(), timing)
+            raise BackendError("the backend went down")
         capture = Capture()
         outcome = Outcome.BACKEND_ERROR
         upstream: RelayedResponse | None = None

@@ -21,7 +21,8 @@ import aiohttp
 
 from router.assembly.router import Router
 from router.base.api_keys import hash_text
-from router.tools.demo.launcher import LlamaServer, free_port
+from router.servers.program import free_port
+from router.tools.demo.launcher import LlamaServer
 from tests.e2e.test_files_damaged import DAMAGES
 from tests.support.conversations.measuring import (
     CHAT,

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import yaml
 
-from router.tools.demo.launcher import HOST, free_port
+from router.servers.program import HOST, free_port
 from tests.support.paths import ROOT
 from tests.support.servers.router_fleet import PATIENCE_S
 

@@ -14,13 +14,11 @@ from types import ModuleType
 import aiohttp
 import pytest
 
-from router.tools.demo import launcher, model, prebuilt
-from router.tools.demo.launcher import (
-    LlamaServer,
-    ServerNotFoundError,
-    ServerStartError,
-    find_server,
-)
+from router.servers import prebuilt
+from router.servers import program as programs
+from router.servers.program import ServerNotFoundError, ServerStartError, find_server
+from router.tools.demo import launcher, model
+from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import tiny_model
 
@@ -95,7 +93,7 @@ def test_order_of_find_server(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     os.unlink(on_path)
     assert find_server() == [built]
     built_package(bare, None)
-    assert find_server() == [sys.executable, "-m", "router.tools.demo.prebuilt"]
+    assert find_server() == [sys.executable, "-m", "router.servers.prebuilt"]
 
 
 def test_nothing_found_says_what_to_do(bare: pytest.MonkeyPatch) -> None:
@@ -252,7 +250,7 @@ async def test_deaf_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ignores SIGTERM gets SIGKILL; ignoring is inherited from its start on."""
     monkeypatch.setattr(launcher, "STOP_TIMEOUT_S", 0.1)
     argv = [sys.executable, "-c", "import signal; signal.pause()"]
-    server = LlamaServer(Path("m.gguf"), argv=argv, port=launcher.free_port())
+    server = LlamaServer(Path("m.gguf"), argv=argv, port=programs.free_port())
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         server._spawn()
@@ -367,12 +365,12 @@ def test_a_free_port_is_none_that_the_system_hands_out(monkeypatch: pytest.Monke
     """Otherwise another program may take the port before a server has started there."""
     with socket.socket() as held, socket.socket() as free:
         for one in (held, free):
-            one.bind((launcher.HOST, 0))
+            one.bind((programs.HOST, 0))
         handed_out = free.getsockname()[1]
         free.close()
-        assert launcher.free_port() < handed_out
+        assert programs.free_port() < handed_out
 
-        monkeypatch.setattr(launcher, "_PORTS", [held.getsockname()[1]])
-        monkeypatch.setattr(launcher, "_TRIES", 1)
+        monkeypatch.setattr(programs, "_PORTS", [held.getsockname()[1]])
+        monkeypatch.setattr(programs, "_TRIES", 1)
         with pytest.raises(ServerStartError, match="was found"):
-            launcher.free_port()
+            programs.free_port()

@@ -5,7 +5,7 @@ import pytest
 from router.base.tokens import Tokens, count, pack
 from router.base.types import BackendId, BackendInfo, MemoryKind, Namespace, RequestId
 from router.tools.simulate.hardware import PRESETS, Hardware
-from router.tools.simulate.server import Run, Server, TransferRun
+from router.tools.simulate.server import Run, SimulatedServer, TransferRun
 
 HARDWARE = Hardware(
     prefill_s=0.01,
@@ -21,20 +21,20 @@ HARDWARE = Hardware(
 )
 
 
-def server(kind: MemoryKind = MemoryKind.FULL, n_ctx: int = 10_000) -> Server:
+def server(kind: MemoryKind = MemoryKind.FULL, n_ctx: int = 10_000) -> SimulatedServer:
     info = BackendInfo(BackendId("a"), 3, n_ctx, Namespace("n"), memory_kind=kind)
-    return Server(info, HARDWARE)
+    return SimulatedServer(info, HARDWARE)
 
 
 def ids(n: int, first: int = 0) -> Tokens:
     return pack(range(first, first + n))
 
 
-def start(of: Server, index: int, prompt: Tokens, n_answer: int = 11) -> Run:
+def start(of: SimulatedServer, index: int, prompt: Tokens, n_answer: int = 11) -> Run:
     return of.start(RequestId(f"r{index}"), index, prompt, ids(n_answer, 9_000))
 
 
-def play(of: Server) -> list[tuple[float, object]]:
+def play(of: SimulatedServer) -> list[tuple[float, object]]:
     """Run until nothing is left to do; return each finished run or transfer with its time."""
     found: list[tuple[float, object]] = []
     while (at := of.next_change()) is not None:

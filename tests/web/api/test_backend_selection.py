@@ -65,7 +65,7 @@ def reading(backends: Mapping[str, tuple[BackendInfo, Reader | None]]) -> Backen
     infos = {info.id: info for info, _ in backends.values()}
     readers = {info.id: cast(PromptReader, one) for info, one in backends.values() if one}
     monitors = {name: monitor_of(name, set(info.models)) for name, info in infos.items()}
-    engine = cast(Engine, SimpleNamespace(infos=infos))
+    engine = cast(Engine, SimpleNamespace(infos=infos, view=SimpleNamespace(server_models=[])))
     return BackendSelection(monitors, readers, engine, reads_prompts=True)
 
 
@@ -101,7 +101,7 @@ async def test_who_names_no_model_does_not_mean_one_without_kv(
         monitors[BackendId("c")] = monitor_of("c", chat)
     up = {BackendId("e"): info_of("e", MemoryKind.UNKNOWN, model="e")}
     readers = {BackendId("e"): cast(PromptReader, Reader())}
-    engine = cast(Engine, SimpleNamespace(infos=up))
+    engine = cast(Engine, SimpleNamespace(infos=up, view=SimpleNamespace(server_models=[])))
     directory = BackendSelection(monitors, readers, engine, reads_prompts=True)
     assert directory.without_kv(model) == avoided
     _, reader = await directory.read(CHAT, model, NO_TENANT, directory.without_kv(model))

@@ -6,7 +6,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.tools.demo.launcher import free_port
+from router.servers.program import free_port
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.fake_wire import generate
 from tests.support.servers.router_fleet import running

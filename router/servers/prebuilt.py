@@ -1,4 +1,4 @@
-"""`python -m router.tools.demo.prebuilt -m MODEL --port N ...`: a llama-server from a wheel.
+"""`python -m router.servers.prebuilt -m MODEL --port N ...`: a llama-server from a wheel.
 
 The package `xllamacpp` contains llama.cpp's server as a Python extension, so that a machine
 without a compiler has one after `pip install`. This module gives it the command line, defaults and

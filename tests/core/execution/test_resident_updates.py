@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from router.base.tokens import EMPTY, pack
 from router.base.types import Prompt, Reported, Request
-from router.core.model.resident_updates import (
+from router.core.execution.resident_updates import (
     after_answer,
     after_either,
     after_finish,

@@ -1,0 +1,93 @@
+"""Servers on demand: their processes become backends when they are ready, and stop being any."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+from router.assembly.backends import Backends, StartError, timeouts_of
+from router.base.errors import BackendError
+from router.base.types import BackendId, KvDir
+from router.config.schema import BackendConfig, Config
+from router.engine.engine import Engine
+from router.llama.client import Connections, LlamaClient
+from router.servers.launch import launches_of, state_dir
+from router.servers.program import ServerNotFoundError
+from router.servers.supervisor import Supervisor
+
+
+def kv_dir_of_servers(config: Config) -> KvDir | None:
+    """Return the KV directory of the servers on demand; None: there are none."""
+    if not config.servers.models:
+        return None
+    return KvDir(str(config.servers.kv_dir or state_dir() / "kv"))
+
+
+class ServersOnDemand:
+    """`ports.ServerRunner`: the scheduler's orders, and the backends that come of them."""
+
+    def __init__(self, config: Config, connections: Connections) -> None:
+        """Set up without a process. Raises StartError if there is no llama-server."""
+        self._connections = connections
+        self._timeouts = timeouts_of(config)
+        kv_dir = kv_dir_of_servers(config)
+        self._kv_dir = None if kv_dir is None else Path(kv_dir)
+        self._names = {
+            server: model.names for model in config.servers.models for server in model.servers
+        }
+        self._engine: Engine
+        self._backends: Backends
+        try:
+            launches = [] if self._kv_dir is None else launches_of(config.servers, self._kv_dir)
+        except ServerNotFoundError as error:
+            raise StartError(str(error)) from error
+        self.supervisor = Supervisor(
+            launches,
+            state_dir() / "logs",
+            config.servers.max_log_bytes,
+            is_ready=self._is_ready,
+            on_ready=self._ready,
+            on_ended=self._ended,
+            before_stop=self._until_quiet,
+        )
+
+    def connect(self, engine: Engine, backends: Backends) -> None:
+        """Set what is told of servers that are ready, or have ended."""
+        self._engine, self._backends = engine, backends
+
+    async def prepare(self) -> None:
+        """Make the KV directory, which llama-server wants to exist. Raises StartError."""
+        if self._kv_dir is None:
+            return
+        try:
+            await asyncio.to_thread(self._kv_dir.mkdir, mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            told = f"servers: kv_dir: {self._kv_dir} cannot be made: {error.strerror}"
+            raise StartError(told) from error
+
+    def start(self, server: BackendId) -> None:
+        """Start a server."""
+        self.supervisor.start(server)
+
+    def stop(self, server: BackendId) -> None:
+        """End a server after its last answer."""
+        self.supervisor.stop(server)
+
+    async def _is_ready(self, url: str) -> bool:
+        with suppress(BackendError):
+            client = LlamaClient(BackendId("starting"), url, self._connections, self._timeouts)
+            await client.health()
+            return True
+        return False
+
+    def _ready(self, server: BackendId, url: str) -> None:
+        given = {"name": server, "url": url, "models": self._names[server]}
+        self._backends.admit(BackendConfig.model_validate(given | {"kv_dir": str(self._kv_dir)}))
+
+    def _ended(self, server: BackendId, problem: str) -> None:
+        self._backends.dismiss(server)
+        self._engine.server_ended(server, problem)
+
+    async def _until_quiet(self, server: BackendId) -> None:
+        monitor = self._backends.monitors.get(server)
+        if monitor is not None:
+            await monitor.client.until_quiet()

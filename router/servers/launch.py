@@ -1,0 +1,73 @@
+"""The command line and environment of a server on demand."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from router.base.types import BackendId
+from router.config.servers import ModelConfig, ServersConfig
+from router.servers.program import HOST, find_server
+
+_PORT, _KV_DIR = "${port}", "${kv_dir}"
+
+
+class Launch(Struct, frozen=True):
+    """A server that can be started. `argv` names the port and the KV directory by `${...}`."""
+
+    name: BackendId
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    kv_dir: Path
+    start_timeout_s: float
+    stop_timeout_s: float
+
+    def command(self, port: int) -> list[str]:
+        """Return the command line for a port."""
+        return [
+            word.replace(_PORT, str(port)).replace(_KV_DIR, str(self.kv_dir)) for word in self.argv
+        ]
+
+
+def launches_of(config: ServersConfig, kv_dir: Path) -> list[Launch]:
+    """Return all servers of a configuration. Raises ServerNotFoundError without a llama-server."""
+    needs_program = any(not model.command for model in config.models)
+    program: Sequence[str] = ()
+    if needs_program:
+        explicit = None if config.llama_server is None else str(config.llama_server)
+        program = find_server(explicit)
+    return [
+        Launch(
+            name=name,
+            argv=model.command or (*program, *_arguments(model)),
+            env={**os.environ, **model.env},
+            kv_dir=kv_dir,
+            start_timeout_s=model.start_timeout_s,
+            stop_timeout_s=model.stop_timeout_s,
+        )
+        for model in config.models
+        for name in model.servers
+    ]
+
+
+def _arguments(model: ModelConfig) -> tuple[str, ...]:
+    """Return llama-server's arguments: those that kvferry needs, then those of the configuration.
+
+    The flags are those recommended in llama-server.md section 0: no RAM cache, explicit slots, a
+    fixed share of the context for each.
+    """
+    what = ("-m", str(model.model)) if model.model is not None else ("-hf", str(model.hf))
+    return (
+        *what,
+        *("-a", model.name, "--host", HOST, "--port", _PORT),
+        *("-np", str(model.slots), "-c", str(model.slots * model.ctx), "--no-kv-unified"),
+        *("--cache-ram", "0", "--slot-save-path", _KV_DIR, "--slots", "--metrics"),
+        *model.args,
+    )
+
+
+def state_dir() -> Path:
+    """Return kvferry's directory under the user's state directory."""
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "kvferry"

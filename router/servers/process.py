@@ -1,0 +1,106 @@
+"""One process of a server on demand, with its guard and its log."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from router.servers import guard
+
+_CHUNK = 64 * 1024
+
+
+class ServerLog:
+    """The log of a server: a file of limited size, and the one before it.
+
+    The server writes to the file by itself, so a log does not depend on the router. `fit` is to be
+    called now and then.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path = path
+        self._old = path.with_suffix(path.suffix + ".1")
+        self._max_bytes = max_bytes
+
+    def fit(self) -> None:
+        """Begin a new file if this one is too large. Blocking.
+
+        The server appends, so emptying the file under it is safe; lines written between the copy
+        and that are lost.
+        """
+        with suppress(FileNotFoundError):
+            if self.path.stat().st_size > self._max_bytes:
+                self._old.write_bytes(self.tail(self._max_bytes))
+                os.truncate(self.path, 0)
+
+    def tail(self, size_bytes: int) -> bytes:
+        """Return the last bytes, of both files if needed. Blocking."""
+        found = b""
+        for path in (self.path, self._old):
+            wanted = size_bytes - len(found)
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(size - wanted, 0))
+                found = file.read(wanted) + found
+            if len(found) >= size_bytes:
+                break
+        return found
+
+
+class ServerProcess:
+    """A server under its guard, which ends the server when the router dies."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def spawn(
+        cls, command: Sequence[str], env: dict[str, str], log: ServerLog, grace_s: float
+    ) -> "ServerProcess":
+        """Start the command. Raises OSError if the log cannot be written.
+
+        A program that cannot be run ends the guard, with the reason in the log.
+        """
+        file = await asyncio.to_thread(_opened, log.path)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", guard.__file__, f"{grace_s:g}", *command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env=env,
+                # Of its own session: Ctrl-C in a terminal reaches the router alone.
+                start_new_session=True,
+            )
+        finally:
+            os.close(file)
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of the guard."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the end of the guard, and so of the server, has been noticed."""
+        return self._process.returncode is not None
+
+    async def wait(self) -> int:
+        """Wait for the end; return the exit code, 128 + the number of a signal."""
+        return await self._process.wait()
+
+    def end(self, grace_s: float | None = None) -> None:
+        """Begin to end the server; `grace_s`: another time until SIGKILL. Never blocks."""
+        pipe = self._process.stdin
+        if pipe is not None and not pipe.is_closing():
+            if grace_s is not None:
+                pipe.write(f"{grace_s:g}\n".encode())
+            pipe.close()
+
+
+def _opened(path: Path) -> int:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

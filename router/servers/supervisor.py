@@ -1,0 +1,194 @@
+"""Starts, watches and ends the processes of the servers on demand.
+
+Carries out the scheduler's orders and reports what became of them. Decides nothing but the port.
+"""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from router.base.tasks import Tasks
+from router.base.types import BackendId
+from router.servers.launch import Launch
+from router.servers.process import ServerLog, ServerProcess
+from router.servers.program import HOST, ServerStartError, free_port
+
+log = structlog.get_logger(__name__)
+
+_READY_INTERVAL_S = 0.05
+_LOG_INTERVAL_S = 5.0
+# Bytes of a log that are looked at for the reason of an end, and lines that are repeated of it.
+_TAIL_BYTES = 4096
+_TAIL_LINES = 5
+# Another process may take a port between the choice and the server's bind.
+_PORT_ATTEMPTS = 3
+_PORT_TAKEN = "couldn't bind"
+
+
+@dataclass(slots=True)
+class _Running:
+    """A server from the order to start until its end has been reported."""
+
+    launch: Launch
+    log: ServerLog
+    process: ServerProcess | None = None
+    url: str | None = None  # once it is ready
+    stopping: bool = False
+
+
+class Supervisor:
+    """The processes of all servers on demand. One event loop; implements `ports.ServerRunner`."""
+
+    def __init__(
+        self,
+        launches: Sequence[Launch],
+        log_dir: Path,
+        max_log_bytes: int,
+        *,
+        is_ready: Callable[[str], Awaitable[bool]],
+        on_ready: Callable[[BackendId, str], None],
+        on_ended: Callable[[BackendId, str], None],
+        before_stop: Callable[[BackendId], Awaitable[None]],
+    ) -> None:
+        """Set up without a process. Call `watch_logs` as a task.
+
+        `is_ready` asks a URL for its health. `on_ready` gets the URL of a server that is ready,
+        `on_ended` the reason of an end that was not ordered, or nothing. `before_stop` waits for
+        the last answers of a server.
+        """
+        self._launches = {launch.name: launch for launch in launches}
+        self._logs = {
+            name: ServerLog(log_dir / f"{name}.log", max_log_bytes) for name in self._launches
+        }
+        self._is_ready = is_ready
+        self._on_ready, self._on_ended = on_ready, on_ended
+        self._before_stop = before_stop
+        self._running: dict[BackendId, _Running] = {}
+        self._tasks = Tasks()
+
+    def start(self, server: BackendId) -> None:
+        """Start a server that does not run. Its end is reported, also if it cannot be started."""
+        running = _Running(self._launches[server], self._logs[server])
+        self._running[server] = running
+        log.info("server_starting", server=server)
+        self._tasks.spawn(self._run(running), name=f"server {server}")
+
+    def stop(self, server: BackendId) -> None:
+        """End a server after its last answer. One that does not run has been reported."""
+        running = self._running.get(server)
+        if running is not None and not running.stopping:
+            running.stopping = True
+            self._tasks.spawn(self._stop(running), name=f"stop {server}")
+
+    def pid(self, server: BackendId) -> int | None:
+        """Return the process id of a server's guard; None: it does not run."""
+        running = self._running.get(server)
+        return None if running is None or running.process is None else running.process.pid
+
+    async def log_tail(self, server: BackendId, size_bytes: int) -> bytes:
+        """Return the end of a server's log. Raises KeyError."""
+        return await asyncio.to_thread(self._logs[server].tail, size_bytes)
+
+    async def watch_logs(self) -> None:
+        """Keep the logs within their size, for ever."""
+        while True:
+            for kept in self._logs.values():
+                await asyncio.to_thread(kept.fit)
+            await asyncio.sleep(_LOG_INTERVAL_S)
+
+    async def aclose(self) -> None:
+        """End all servers and wait for that."""
+        for running in self._running.values():
+            running.stopping = True
+            if running.process is not None:
+                running.process.end()
+        waits = [r.process.wait() for r in self._running.values() if r.process is not None]
+        await asyncio.gather(*waits)
+        await self._tasks.aclose()
+
+    async def _run(self, running: _Running) -> None:
+        problem = "an error inside the router; see its log"
+        try:
+            problem = await self._live(running)
+        except (OSError, ServerStartError) as error:
+            problem = str(error)
+        finally:
+            if running.process is not None:
+                running.process.end(0.0)
+            self._over(running, problem)
+
+    def _over(self, running: _Running, problem: str) -> None:
+        launch = running.launch
+        del self._running[launch.name]
+        told = "" if running.stopping else problem
+        if told:
+            log.warning("server_ended", server=launch.name, reason=told)
+        else:
+            log.info("server_stopped", server=launch.name)
+        self._on_ended(launch.name, told)
+
+    async def _live(self, running: _Running) -> str:
+        """Run a server to its end; return the reason of the end."""
+        launch, kept = running.launch, running.log
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            await asyncio.to_thread(kept.fit)
+            port = free_port()
+            running.process = await ServerProcess.spawn(
+                launch.command(port), launch.env, kept, launch.stop_timeout_s
+            )
+            if running.stopping:  # ordered while it was being started
+                running.process.end()
+            url = f"http://{HOST}:{port}"
+            late = await self._until_ready(url, launch, running.process)
+            if late and not running.stopping:
+                running.process.end(0.0)
+                await running.process.wait()
+                return late
+            if not running.process.has_ended and not running.stopping:
+                running.url = url
+                log.info("server_ready", server=launch.name, url=url)
+                self._on_ready(launch.name, url)
+            code = await running.process.wait()
+            lines = await self._last_lines(kept)
+            taken = running.url is None and _PORT_TAKEN in lines
+            if not taken or attempt == _PORT_ATTEMPTS or running.stopping:
+                return f"{_told(code)}: {lines}" if lines else _told(code)
+        raise AssertionError("unreachable")
+
+    async def _until_ready(self, url: str, launch: Launch, process: ServerProcess) -> str:
+        """Wait until a server answers or has ended; return the reason if neither comes in time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + launch.start_timeout_s
+        while not await self._is_ready(url):
+            if loop.time() > deadline:
+                return f"it was not ready after {launch.start_timeout_s:g} s (start_timeout)"
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_READY_INTERVAL_S):
+                    await process.wait()
+                    break
+        return ""
+
+    async def _stop(self, running: _Running) -> None:
+        if running.url is not None:
+            await self._before_stop(running.launch.name)
+        if running.process is not None:
+            running.process.end()
+
+    async def _last_lines(self, kept: ServerLog) -> str:
+        text = (await asyncio.to_thread(kept.tail, _TAIL_BYTES)).decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return " | ".join(lines[-_TAIL_LINES:])
+
+
+def _told(code: int) -> str:
+    if code > 128:
+        try:
+            return f"it was ended by {signal.Signals(code - 128).name}"
+        except ValueError:
+            pass
+    return f"it ended with code {code}"

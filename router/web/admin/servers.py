@@ -1,0 +1,109 @@
+"""Servers on demand for an operator: list them, start, stop or restart one, read its log."""
+
+from collections.abc import Callable
+from math import inf
+from typing import Protocol
+
+from aiohttp import web
+
+from router.base.errors import BadRequestError, NotFoundError
+from router.base.types import BackendId, RequestId
+from router.core.model.servers import ServerPhase
+from router.engine.engine import Engine
+from router.engine.fleet_view import ServerView
+from router.web.admin.guard import Guard
+from router.web.server.error_responses import OWN_HEADERS, json_response
+
+PATH = "/kvferry/servers"
+_LOG_BYTES = 16 * 1024
+_MOST_LOG_BYTES = 1024 * 1024
+_ACTIONS = {
+    "start": {"start": True},
+    "stop": {"stop": True},
+    "restart": {"start": True, "stop": True},
+}
+
+
+class _Processes(Protocol):
+    """Facts that only the owner of the processes has. Raises KeyError for an unknown server."""
+
+    def pid(self, server: BackendId) -> int | None: ...
+    async def log_tail(self, server: BackendId, size_bytes: int) -> bytes: ...
+
+
+class ServerRoutes:
+    """The handlers of the routes under `/kvferry/servers`."""
+
+    def __init__(
+        self, engine: Engine, guard: Guard, processes: _Processes, now: Callable[[], float]
+    ) -> None:
+        self._engine = engine
+        self._guard = guard
+        self._processes = processes
+        self._now = now
+
+    async def all(self, _: web.BaseRequest, __: RequestId) -> web.Response:
+        """List all servers in the order of the configuration."""
+        now = self._now()
+        rows = [
+            server_row(server, now) | {"pid": self._processes.pid(server.name)}
+            for server in self._engine.view.servers()
+        ]
+        return json_response({"swaps": self._engine.view.server_swaps, "servers": rows})
+
+    async def act(self, request: web.BaseRequest, _: RequestId, path: str) -> web.Response:
+        """Handle `NAME/start`, `NAME/stop` and `NAME/restart`; answer before it is done.
+
+        Raises ForbiddenError, NotFoundError.
+        """
+        self._guard.check(request)
+        name, _slash, action = path.rpartition("/")
+        if action not in _ACTIONS:
+            raise NotFoundError("the action on a server must be start, stop or restart")
+        self._find(name)
+        self._engine.ask_server(BackendId(name), **_ACTIONS[action])
+        return json_response(server_row(self._find(name), self._now()))
+
+    async def log(self, request: web.BaseRequest, _: RequestId, path: str) -> web.Response:
+        """Return the end of a server's log as text; `?bytes=` says how much.
+
+        Its lines may name files and hold text of prompts, so it needs the right to change things.
+        Raises ForbiddenError, NotFoundError, BadRequestError.
+        """
+        self._guard.check(request)
+        name, _slash, what = path.rpartition("/")
+        if what != "log":
+            raise NotFoundError("there is nothing at this path")
+        asked = request.query.get("bytes", str(_LOG_BYTES))
+        if not asked.isdecimal() or not 0 < int(asked) <= _MOST_LOG_BYTES:
+            raise BadRequestError(f"bytes: must be 1 to {_MOST_LOG_BYTES}")
+        body = await self._processes.log_tail(self._find(name).name, int(asked))
+        return web.Response(
+            body=body, headers=OWN_HEADERS | {"Content-Type": "text/plain; charset=utf-8"}
+        )
+
+    def _find(self, name: str) -> ServerView:
+        servers = self._engine.view.servers()
+        for server in servers:
+            if server.name == name:
+                return server
+        known = ", ".join(server.name for server in servers) or "none"
+        raise NotFoundError(f"there is no server {name!r}; there are: {known}")
+
+
+def server_row(server: ServerView, now: float) -> dict[str, object]:
+    """Return a server as JSON. Times are seconds until now, `null` where there is none."""
+    failed, up = server.phase is ServerPhase.FAILED, server.phase is ServerPhase.UP
+    idle = up and server.idle_since < inf
+    return {
+        "name": server.name,
+        "models": list(server.models),
+        "phase": server.phase,
+        "phase_s": round(now - server.since, 3),
+        "idle_s": round(now - max(server.idle_since, server.since), 3) if idle else None,
+        "waiting": server.waiting,
+        "load_s": round(server.load_s, 3),
+        "failures": server.failures,
+        "problem": server.problem or None,
+        "retry_in_s": round(max(server.retry_at - now, 0.0), 3) if failed else None,
+    }

@@ -1,0 +1,303 @@
+"""Servers on demand, with real processes: swaps lose no conversation, and no process is left."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import pytest
+import yaml as pyyaml
+from msgspec.structs import replace
+
+from router.core.model import servers as servers_module
+from router.core.model.tuning import TUNING
+from router.servers.program import free_port
+from tests.support.conversations.prompts import Json, ids
+from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, running
+
+pytestmark = [pytest.mark.real, pytest.mark.thorough]
+
+T = TypeVar("T")
+N = 3000
+SLEEPS = [sys.executable, "-c", "import time; print('${port}'); time.sleep(600)"]
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def _quick_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = replace(TUNING, server_backoff_first_s=0.05, server_failures=3)
+    monkeypatch.setattr(servers_module, "TUNING", quick)
+
+
+def model(name: str, kind: str = "llama", **more: Any) -> Json:
+    """Return a model of the `servers` section, tiny and of a memory kind."""
+    entry = {"name": name, "model": str(tiny_model(kind).path), "slots": 2, "ctx": 8192}
+    return entry | {"args": ["-t", "1"]} | more
+
+
+def config(models: Sequence[Json], **more: Any) -> str:
+    return pyyaml.safe_dump({"servers": {"models": list(models)} | more})
+
+
+async def servers(fleet: Fleet) -> dict[str, Json]:
+    listed = (await fleet.get("/kvferry/servers")).json["servers"]
+    return {one["name"]: one for one in listed}
+
+
+async def until_phase(fleet: Fleet, name: str, *phases: str) -> Json:
+    async def found() -> Json | None:
+        server = (await servers(fleet))[name]
+        return server if server["phase"] in phases else None
+
+    return await until(found)
+
+
+async def until_gone(pids: Sequence[int]) -> None:
+    """Wait until none of these processes is left."""
+
+    async def gone() -> bool:
+        return not any(is_there(pid) for pid in pids)
+
+    await until(gone)
+
+
+async def until(found: Callable[[], Awaitable[T | None]]) -> T:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if what := await found():
+                return what
+            await asyncio.sleep(0.02)
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and its descendants."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(member for child in children for member in family(int(child)))]
+
+
+async def ask(fleet: Fleet, name: str, prompt: Sequence[int], **more: Any) -> Answer:
+    answer = await fleet.complete(prompt, model=name, **more)
+    assert answer.status == 200, answer.body
+    return answer
+
+
+@pytest.mark.parametrize("kinds", [("llama", "lfm2"), ("gemma3", "mamba")])
+async def test_conversations_survive_each_swap(kinds: tuple[str, str]) -> None:
+    """Two models of which one is loaded at a time, a conversation with each, in turn."""
+    models = [model(kind, kind) for kind in kinds]
+    prompts = {kind: ids(1, N) for kind in kinds}
+    async with running([], None, yaml=config(models, loaded=1), wait_for=()) as fleet:
+        for turn in range(3):
+            for kind in kinds:
+                answer = await ask(fleet, kind, prompts[kind], n_predict=4, return_tokens=True)
+                assert answer.headers["x-kvferry-backend"] == kind
+                if turn:
+                    assert answer.cached >= 0.99 * len(prompts[kind]), (kind, turn, answer.timings)
+                prompts[kind] += answer.json["tokens"] + ids(100 + turn, 8)
+        listed = (await fleet.get("/kvferry/servers")).json
+    assert listed["swaps"] == 5
+
+
+async def test_nothing_is_loaded_and_requests_are_taken() -> None:
+    async with running([], None, yaml=config([model("a"), model("b")]), wait_for=()) as fleet:
+        health = await fleet.get("/kvferry/health")
+        assert (health.status, health.json["servers"]) == (200, {"a": "stopped", "b": "stopped"})
+        unknown = await fleet.complete(ids(1, 20), model="c")
+        assert unknown.status == 404
+        assert "available models: a, b" in unknown.json["error"]["message"]
+        models = (await fleet.get("/v1/models")).json["data"]
+        assert [(m["id"], m["status"]["value"]) for m in models] == [
+            ("a", "unloaded"),
+            ("b", "unloaded"),
+        ]
+        assert {one["phase"] for one in (await servers(fleet)).values()} == {"stopped"}
+        await ask(fleet, "b", ids(1, 20))
+        models = (await fleet.get("/v1/models")).json["data"]
+        assert {m["id"]: m["status"]["value"] for m in models} == {"a": "unloaded", "b": "loaded"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 3}),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 3}),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b", "n_predict": 3}),
+        ("/tokenize", {"content": "Hi"}),
+        ("/v1/embeddings", {"input": "Hi"}),
+    ],
+)
+async def test_each_route_starts_the_server(path: str, body: Json) -> None:
+    extra = ["--embeddings", "--pooling", "mean"] if "embeddings" in path else []
+    models = [model("a"), model("b", args=["-t", "1", *extra])]
+    async with running([], None, yaml=config(models, loaded=1), wait_for=()) as fleet:
+        answer = await fleet.post(path, body | {"model": "b"})
+        assert answer.status in ((200, 501) if path == "/infill" else (200,)), answer.body
+        assert {n: s["phase"] for n, s in (await servers(fleet)).items()} == {
+            "a": "stopped",
+            "b": "up",
+        }
+
+
+async def test_with_one_model_any_name_will_do() -> None:
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
+        assert (await fleet.complete(ids(1, 20), model="gpt-4o")).status == 200
+        assert (await fleet.complete(ids(1, 20))).status == 200
+
+
+async def test_an_operator_starts_stops_and_reads_the_log() -> None:
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
+        assert (await fleet.post("/kvferry/servers/a/start", {})).json["phase"] == "starting"
+        found = await until_phase(fleet, "a", "up")
+        pids = family(found["pid"])
+        text = (await fleet.get("/kvferry/servers/a/log")).body.decode()
+        assert text
+        assert (await fleet.post("/kvferry/servers/a/restart", {})).status == 200
+        await until_gone(pids)
+        pids = family((await until_phase(fleet, "a", "up"))["pid"])
+        await fleet.post("/kvferry/servers/a/stop", {})
+        await until_phase(fleet, "a", "stopped")
+        await until_gone(pids)
+        drained = await fleet.operate("a", "drain")
+        assert drained.status == 404
+        for path, told in (("x/start", "no server 'x'"), ("a/jump", "start, stop or restart")):
+            refused = await fleet.post(f"/kvferry/servers/{path}", {})
+            assert refused.status == 404
+            assert told in refused.json["error"]["message"]
+
+
+async def test_idle_for_its_ttl_it_is_stopped_and_loses_nothing() -> None:
+    prompt = ids(1, N)
+    async with running([], None, yaml=config([model("a", ttl="300ms")]), wait_for=()) as fleet:
+        await ask(fleet, "a", prompt)
+        await until_phase(fleet, "a", "stopped")
+        again = await ask(fleet, "a", prompt + ids(2, 5))
+    assert again.cached >= N - 1
+
+
+async def test_another_number_of_slots_restores_the_same_files() -> None:
+    prompt = ids(1, N)
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
+        await ask(fleet, "a", prompt)
+        await fleet.post("/kvferry/servers/a/stop", {})
+        await until_phase(fleet, "a", "stopped")
+    async with running([], None, yaml=config([model("a", slots=3)]), wait_for=()) as fleet:
+        again = await ask(fleet, "a", prompt + ids(2, 5))
+    assert again.cached >= N - 1
+
+
+@pytest.mark.usefixtures("_quick_to_fail")
+async def test_a_server_that_is_killed_while_it_answers() -> None:
+    models = [model("a"), model("b")]
+    async with running([], None, yaml=config(models), wait_for=()) as fleet:
+        await ask(fleet, "a", ids(1, 50))
+        await ask(fleet, "b", ids(1, 50))
+        guard = (await servers(fleet))["a"]["pid"]
+        body = {"prompt": ids(2, 50), "model": "a", "n_predict": -1, "stream": True}
+        body |= {"ignore_eos": True}
+        async with fleet.session.post(fleet.url + "/completion", json=body) as stream:
+            await stream.content.readany()
+            _, server, *_ = family(guard)
+            os.kill(server, signal.SIGKILL)
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await stream.read()
+        await ask(fleet, "b", ids(3, 50))
+        await ask(fleet, "a", ids(4, 50))
+        found = (await servers(fleet))["a"]
+        assert (found["phase"], found["failures"]) == ("up", 1)
+        assert "it was ended by SIGKILL" in found["problem"]
+        await until_gone([guard, server])
+
+
+@pytest.mark.usefixtures("_quick_to_fail")
+async def test_a_server_that_is_killed_while_it_loads(tmp_path: Path) -> None:
+    """The first start is killed; the request waits for the next one."""
+    gate = tmp_path / "gate"
+    wait = f"while not __import__('os').path.exists({str(gate)!r}): __import__('time').sleep(0.02)"
+    python = [sys.executable, "-c", f"{wait}\nimport sys; from router.servers.prebuilt import main"]
+    python[-1] += "; sys.exit(main(sys.argv[1:]))"
+    flags = ["-m", str(tiny_model("llama").path), "--port", "${port}", "-np", "1", "-c", "2048"]
+    entry = {"name": "a", "command": [*python, *flags, "--cache-ram", "0"]}
+    async with running([], None, yaml=config([entry]), wait_for=()) as fleet:
+        async with asyncio.TaskGroup() as group:
+            request = group.create_task(fleet.complete(ids(1, 20), model="a"))
+
+            async def server() -> int | None:
+                found = (await servers(fleet))["a"]["pid"]
+                return next(iter(family(found)[1:]), None) if found else None
+
+            os.kill(await until(server), signal.SIGKILL)
+            gate.touch()
+        assert request.result().status == 200
+        assert (await servers(fleet))["a"]["failures"] == 1
+
+
+@pytest.mark.usefixtures("_quick_to_fail")
+@pytest.mark.parametrize(
+    ("what", "entry", "reason"),
+    [
+        ("no file", {"name": "x", "model": "/no/such.gguf"}, "it ended with code 1"),
+        ("no GGUF", {"name": "x", "model": __file__}, "it ended with code 1"),
+        ("no program", {"name": "x", "command": ["/no/such", "${port}"]}, "it ended with code 1"),
+        (
+            "never ready",
+            {"name": "x", "command": SLEEPS, "start_timeout": "200ms"},
+            "it was not ready after 0.2 s (start_timeout)",
+        ),
+    ],
+)
+async def test_a_server_that_cannot_start(what: str, entry: Json, reason: str) -> None:
+    """Its client gets a clear error, other models go on, and no process is left."""
+    async with running([], None, yaml=config([entry, model("a")]), wait_for=()) as fleet:
+        refused = await fleet.complete(ids(1, 20), model="x")
+        assert refused.status == 503, what
+        assert refused.json["error"]["message"].startswith("the llama-server for the model 'x'")
+        assert float(refused.headers["Retry-After"]) > 1
+        await ask(fleet, "a", ids(1, 20))
+        found = await servers(fleet)
+        assert found["x"]["phase"] == "failed"
+        assert found["x"]["problem"].startswith(reason), found["x"]["problem"]
+        assert found["x"]["pid"] is None
+        assert (await fleet.get("/kvferry/health")).status == 200
+
+
+async def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    async def drop(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    other = await asyncio.start_server(drop, "127.0.0.1", 0)
+    port = other.sockets[0].getsockname()[1]
+
+    def choose() -> int:
+        taken.append(port if not taken else free_port())
+        return taken[-1]
+
+    monkeypatch.setattr("router.servers.supervisor.free_port", choose)
+    async with other, running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
+        await ask(fleet, "a", ids(1, 20))
+        assert (await servers(fleet))["a"]["failures"] == 0
+    assert len(taken) == 2
+
+
+async def test_a_preloaded_server_is_there_before_the_first_request() -> None:
+    models = [model("a"), model("b", preload=True)]
+    async with running([], None, yaml=config(models, loaded=1), wait_for=()) as fleet:
+        await until_phase(fleet, "b", "up")
+        await ask(fleet, "a", ids(1, 20))
+        assert (await servers(fleet))["b"]["phase"] == "stopped"

@@ -1,0 +1,59 @@
+"""Command lines of servers on demand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.config.servers import ServersConfig
+from router.servers.launch import Launch, launches_of, state_dir
+from router.servers.program import ServerNotFoundError
+
+
+def launches(*models: dict[str, Any], **more: Any) -> list[Launch]:
+    config = ServersConfig.model_validate({"models": list(models)} | more)
+    return launches_of(config, Path("/kv"))
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    path = tmp_path / "llama-server"
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("LLAMA_SERVER_BIN", str(path))
+    return str(path)
+
+
+def test_flags_that_kvferry_needs(program: str) -> None:
+    (one,) = launches({"name": "a", "model": "/m.gguf", "slots": 3, "ctx": 1000, "args": ["-fa"]})
+    line = " ".join(one.command(4321))
+    assert line.startswith(f"{program} -m /m.gguf -a a --host 127.0.0.1 --port 4321 -np 3 -c 3000")
+    assert "--no-kv-unified --cache-ram 0 --slot-save-path /kv --slots --metrics -fa" in line
+
+
+def test_a_reference_replicas_and_an_environment(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEPT", "1")
+    found = launches({"name": "a", "hf": "u/r:Q4", "replicas": 2, "env": {"CUDA": "0"}})
+    assert [one.name for one in found] == ["a-1", "a-2"]
+    assert found[0].command(1)[1:3] == ["-hf", "u/r:Q4"]
+    assert (found[0].env["CUDA"], found[0].env["KEPT"]) == ("0", "1")
+
+
+def test_a_command_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a llama-server on this machine, as the container has its own."""
+    monkeypatch.setenv("LLAMA_SERVER_BIN", "/no/such")
+    command = ["podman", "-p", "${port}:80", "-v", "${kv_dir}:/kv"]
+    (one,) = launches({"name": "a", "command": command})
+    assert one.command(7) == ["podman", "-p", "7:80", "-v", "/kv:/kv"]
+    with pytest.raises(ServerNotFoundError):
+        launches({"name": "a", "command": command}, {"name": "b", "model": "/m.gguf"})
+
+
+def test_the_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert state_dir() == Path("/state/kvferry")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/x")
+    assert state_dir() == Path("/home/x/.local/state/kvferry")

@@ -1,0 +1,69 @@
+"""The flags of `kvferry serve` for servers on demand."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.config import schema
+from router.config.loader import ConfigError
+from router.config.schema import Config
+from router.tools.serving.flags import add_server_options, servers_from
+
+
+def parsed(*words: str, backends: tuple[str, ...] = ()) -> Config:
+    parser = argparse.ArgumentParser()
+    add_server_options(parser)
+    return schema.from_flags([*backends], servers=servers_from(parser.parse_args([*words])))
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "key", "value"),
+    [
+        ("/m/chat-8b.gguf", "chat-8b", "model", Path("/m/chat-8b.gguf")),
+        ("chat=/m/x.gguf", "chat", "model", Path("/m/x.gguf")),
+        ("x.gguf", "x", "model", Path.cwd() / "x.gguf"),
+        ("/m/a=b.gguf", "a-b", "model", None),
+        ("hf:user/Repo-GGUF:Q4_K_M", "Repo-GGUF-Q4_K_M", "hf", "user/Repo-GGUF:Q4_K_M"),
+        ("code=hf:user/repo", "code", "hf", "user/repo"),
+    ],
+)
+def test_a_model(given: str, name: str, key: str, value: Any) -> None:
+    if value is None:  # a name that is no name of a backend
+        with pytest.raises(ConfigError, match="--model"):
+            parsed("--model", given)
+        return
+    (found,) = parsed("--model", given).servers.models
+    assert (found.name, getattr(found, key)) == (name, value)
+
+
+def test_all_flags() -> None:
+    config = parsed(
+        *("--model", "a=/a.gguf", "--model", "b=/b.gguf", "--loaded", "1", "--slots", "2"),
+        *("--ctx", "100", "--server-args", "-ngl 99 --chat-template 'a b'"),
+        *("--llama-server", "/bin/llama-server"),
+        backends=("http://127.0.0.1:9",),
+    )
+    servers = config.servers
+    assert [model.name for model in servers.models] == ["a", "b"]
+    assert (servers.loaded, str(servers.llama_server)) == (1, "/bin/llama-server")
+    assert servers.models[1].args == ("-ngl", "99", "--chat-template", "a b")
+    assert (servers.models[0].slots, servers.models[0].ctx) == (2, 100)
+    assert len(config.backends) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--model", "a=/a.gguf", "--loaded", "0"], "--loaded"),
+        (["--model", "a=/a.gguf", "--slots", "0"], "--slots"),
+        (["--model", "a=/a.gguf", "--ctx", "-1"], "--ctx"),
+        (["--model", "a=/a.gguf", "--model", "a=/b.gguf"], "--model"),
+        (["--model", "hf:nonsense"], "--model"),
+    ],
+)
+def test_a_mistake_names_its_flag(words: list[str], flag: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(*words)
+    assert {problem.path for problem in caught.value.problems} == {flag}
