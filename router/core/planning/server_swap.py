@@ -82,9 +82,21 @@ def swap_at(
     )
     if demands.get(victim.name, _NO_DEMAND):
         return max(latest, earliest)
-    if victim.soon.value < TUNING.server_soon:
+    if not _next_comes_soon(victim, demands):
         return earliest
     return max(min(latest, victim.idle_since + victim.linger_s), earliest)
+
+
+def _next_comes_soon(victim: Server, demands: Mapping[BackendId, Demand]) -> bool:
+    """Return whether another request for an idle server is to be expected soon.
+
+    Where several requests are under way, their clients are expected to come here as well, until
+    it is known how often they do.
+    """
+    if victim.soon.n < TUNING.rate_settled:
+        several = sum(demand.waiting + demand.runs for demand in demands.values()) > 1
+        return several or victim.soon.value >= TUNING.server_soon
+    return victim.soon.value >= TUNING.server_soon
 
 
 def _make_room(

@@ -1,0 +1,144 @@
+"""Servers on demand when the router is killed, and when many clients want more than fits."""
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml as pyyaml
+
+from router.servers.program import free_port
+from tests.e2e.test_servers_on_demand import (
+    N,
+    ask,
+    config,
+    family,
+    model,
+    servers,
+    until,
+    until_gone,
+    until_phase,
+)
+from tests.support.conversations.prompts import Json, ids
+from tests.support.servers.router_fleet import Fleet, configuration_text, running
+from tests.support.servers.router_process import Elsewhere, Outside
+
+pytestmark = [pytest.mark.real, pytest.mark.thorough]
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+async def _until_it_listens(fleet: Fleet) -> None:
+    async def answers() -> bool:
+        try:
+            return (await fleet.get("/kvferry/health")).status == 200
+        except aiohttp.ClientConnectorError:
+            return False
+
+    await until(answers)
+
+
+# Server b is started instead of a: one of these phases is seen before the kill.
+WHEN = {"loading": ("b", "starting"), "leaving": ("a", "leaving", "ending", "stopped")}
+
+
+@pytest.mark.parametrize("when", [*WHEN, "streaming"])
+async def test_a_router_that_is_killed_leaves_no_process(tmp_path: Path, when: str) -> None:
+    """The next router, on the same directory, goes on with the conversation."""
+    port = free_port()
+    models = [model("a"), model("b")]
+    text = configuration_text([], None, yaml=config(models, loaded=1))
+    document = pyyaml.safe_load(text) | {"listen": f"127.0.0.1:{port}"}
+    outside = Outside(tmp_path / "kvferry.yaml", tmp_path / "router.log")
+    outside.config.write_text(pyyaml.safe_dump(document))
+    prompt = ids(1, N)
+    async with aiohttp.ClientSession() as session:
+        fleet = Elsewhere(f"http://127.0.0.1:{port}", None, session)  # type: ignore[arg-type]
+        await outside.start()
+        await _until_it_listens(fleet)
+        await ask(fleet, "a", prompt)
+        await fleet.until_quiet()
+        saved = await fleet.until(lambda state: bool(state["snapshots"]["items"]))
+        assert saved
+        if when == "streaming":
+            body: Json = {"prompt": ids(2, 50), "model": "a", "n_predict": -1, "stream": True}
+            stream = await session.post(fleet.url + "/completion", json=body | {"ignore_eos": True})
+            await stream.content.readany()
+        else:
+            await fleet.post("/kvferry/servers/b/start", {})
+            name, *phases = WHEN[when]
+            await until_phase(fleet, name, *phases)
+        pids = [one["pid"] for one in (await servers(fleet)).values() if one["pid"] is not None]
+        found = [pid for guard in pids for pid in family(guard)]
+        await outside.end(signal.SIGKILL)
+        assert found
+        await until_gone(found)
+
+        await outside.start()
+        await _until_it_listens(fleet)
+        again = await ask(fleet, "a", prompt + ids(3, 5))
+        await outside.end(signal.SIGTERM)
+    assert again.cached >= N - 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+async def test_a_disk_that_is_full_at_the_save(tmp_path: Path) -> None:
+    """The swap goes on without the snapshot; the conversation is computed again, and right."""
+    kv_dir = tmp_path / "small"
+    kv_dir.mkdir(mode=0o700)
+    options = ["-t", "tmpfs", "-o", "size=600k,mode=700", "tmpfs", str(kv_dir)]
+    mounting = await asyncio.create_subprocess_exec("mount", *options)
+    if await mounting.wait():
+        pytest.skip("no file system can be mounted here")
+    try:
+        models = [model("a"), model("b")]
+        yaml = config(models, loaded=1, kv_dir=str(kv_dir))
+        prompts = {name: ids(number, N) for number, name in enumerate("ab")}
+        async with running([], None, yaml=yaml, wait_for=()) as fleet:
+            for _ in range(2):
+                for name, prompt in prompts.items():
+                    await ask(fleet, name, prompt)
+            assert (await fleet.metrics())['kvferry_kv_failures_total{action="save"}'] > 0
+            state = await fleet.state()
+        assert state["snapshots"]["items"] == []
+    finally:
+        unmounting = await asyncio.create_subprocess_exec("umount", str(kv_dir))
+        await unmounting.wait()
+
+
+async def test_ten_clients_want_three_models_of_which_two_are_loaded() -> None:
+    """Every request is answered, few swaps are made, and the order is fair."""
+    names, chance = "abc", random.Random(1)
+    order: list[str] = []
+    waited: list[float] = []
+    max_wait_s = 10.0
+    models = [model(name, max_wait=f"{max_wait_s:g}s", slots=4) for name in names]
+    loop = asyncio.get_running_loop()
+
+    async def client(fleet: Fleet, number: int) -> None:
+        for turn in range(20):
+            name = chance.choice(names)
+            order.append(name)
+            begun = loop.time()
+            answer = await ask(fleet, name, ids(100 * number + turn, 60))
+            assert answer.headers["x-kvferry-backend"] == name
+            waited.append(loop.time() - begun)
+
+    async with running([], None, yaml=config(models, loaded=2), wait_for=()) as fleet:
+        async with asyncio.TaskGroup() as group:
+            for number in range(10):
+                group.create_task(client(fleet, number))
+        swaps = (await fleet.get("/kvferry/servers")).json["swaps"]
+    assert len(waited) == 200
+    loaded, in_order = "", 0
+    for name in order:
+        in_order += name not in loaded and len(loaded) == 2
+        loaded = (loaded.replace(name, "") + name)[-2:]
+    assert swaps <= in_order / 3, (swaps, in_order)
+    assert max(waited) <= max_wait_s, waited
