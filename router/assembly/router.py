@@ -156,7 +156,7 @@ async def build(
 
         def detached(backend: BackendId) -> None:
             backends.detached(backend)
-            tokenizers.leave(backend)
+            tokenizers.leave(backend, keep=on_demand.keeps(backend))
 
         on_demand = ServersOnDemand(config, connections)
         engine = Engine(
@@ -179,12 +179,13 @@ async def build(
         processes: dict[Process, BackendId] = {}
 
         def up(attached: Attached) -> None:
+            on_demand.remember(attached)
             engine.backend_up(attached.info, attached.slots)
             selection.backend_came()
 
         def down(backend: BackendId) -> None:
             engine.backend_down(backend)
-            tokenizers.leave(backend)
+            tokenizers.leave(backend, keep=on_demand.keeps(backend))
 
         def monitor(backend: BackendConfig, config: Config) -> Monitor:
             return Monitor(
@@ -201,6 +202,7 @@ async def build(
                 prepare=tokenizers.prepare,
                 poll_for_strangers=engine.poll_for_strangers,
                 processes=processes,
+                recall=partial(on_demand.recall, backend.name),
             )
 
         def stats() -> Stats:

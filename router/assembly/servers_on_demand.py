@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from router.assembly.backends import Backends, StartError, timeouts_of
@@ -9,8 +10,11 @@ from router.base.errors import BackendError
 from router.base.types import BackendId, KvDir
 from router.config.schema import BackendConfig, Config
 from router.engine.engine import Engine
+from router.llama.attach.monitor import Attached
+from router.llama.attach.probe import ProbeResult
 from router.llama.client import Connections, LlamaClient
-from router.servers.launch import launches_of, state_dir
+from router.llama.replies import ModelsInfo, Props
+from router.servers.launch import Identity, launches_of, state_dir
 from router.servers.program import ServerNotFoundError
 from router.servers.supervisor import Supervisor
 
@@ -34,6 +38,8 @@ class ServersOnDemand:
         self._names = {
             server: model.names for model in config.servers.models for server in model.servers
         }
+        self._identities: dict[BackendId, Identity] = {}  # of the latest process
+        self._learned: dict[BackendId, tuple[Identity, Attached]] = {}
         self._engine: Engine
         self._backends: Backends
         try:
@@ -79,7 +85,29 @@ class ServersOnDemand:
             return True
         return False
 
-    def _ready(self, server: BackendId, url: str) -> None:
+    def remember(self, attached: Attached) -> None:
+        """Note what was learned of a server, for the next process that is equal to it."""
+        name = attached.info.id
+        if name in self._identities and not attached.probe.untried:
+            self._learned[name] = self._identities[name], attached
+
+    def recall(self, server: BackendId, props: Props, models: ModelsInfo) -> ProbeResult | None:
+        """Return what the probe of an equal process found; None: there was none.
+
+        A probe takes longer than to load a small model.
+        """
+        identity, before = self._learned.get(server, (None, None))
+        if before is None or identity != self._identities.get(server):
+            return None
+        same_props = replace(props, media_marker="") == replace(before.props, media_marker="")
+        return before.probe if same_props and models == before.models else None
+
+    def keeps(self, server: BackendId) -> bool:
+        """Return whether a backend is a server on demand, which may come back as it was."""
+        return server in self._names
+
+    def _ready(self, server: BackendId, url: str, identity: Identity) -> None:
+        self._identities[server] = identity
         given = {"name": server, "url": url, "models": self._names[server]}
         self._backends.admit(BackendConfig.model_validate(given | {"kv_dir": str(self._kv_dir)}))
 

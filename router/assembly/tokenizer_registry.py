@@ -59,14 +59,18 @@ class TokenizerRegistry:
         self._tasks = tasks
         self._speakers: dict[Namespace, _Speakers] = {}
         self._tokenizers: dict[Namespace, tuple[BackendId, SegmentTokenizer]] = {}
+        self._vocabularies: dict[BackendId, tuple[_Speakers, Vocabulary]] = {}
         self.readers: dict[BackendId, PromptReader] = {}
 
-    def leave(self, backend: BackendId) -> None:
+    def leave(self, backend: BackendId, *, keep: bool = False) -> None:
         """Remove a backend that is not up any more; others of its namespace tokenize instead.
 
         Drop a namespace's tokenizer when its last backend goes; probe again when one comes back.
+        `keep`: it may come back as it was, and will say so.
         """
         self.readers.pop(backend, None)
+        if not keep:
+            self._vocabularies.pop(backend, None)
         for namespace, speakers in tuple(self._speakers.items()):
             speakers.clients.pop(backend, None)
             if not speakers.clients:
@@ -79,12 +83,16 @@ class TokenizerRegistry:
         props: Props,
         namespace: Namespace,
         infill: Sequence[InfillAnswer] = (),
+        recalled: bool = False,
     ) -> None:
         """Learn how a backend tokenizes; `infill` are its answers in the probe.
 
-        Raises BackendError.
+        `recalled`: it tokenizes as before it left. Raises BackendError.
         """
         if self._config.mode is TokenizerMode.OFF:
+            return
+        if recalled and client.id in self._vocabularies:
+            self._come_back(client, props, namespace)
             return
         speakers = self._speakers.setdefault(namespace, _Speakers())
         speakers.clients[client.id] = client
@@ -93,6 +101,15 @@ class TokenizerRegistry:
         except BackendError:
             self.leave(client.id)
             raise
+
+    def _come_back(self, client: LlamaClient, props: Props, namespace: Namespace) -> None:
+        """Use again what was learned of a backend; only its address and its marker are new."""
+        speakers, vocabulary = self._vocabularies[client.id]
+        speakers.clients[client.id] = client
+        self._speakers.setdefault(namespace, speakers)
+        self._tokenizers.setdefault(namespace, (client.id, vocabulary.tokenizer))
+        vocabulary.client, vocabulary.media_marker = client, props.media_marker
+        self.readers[client.id] = PromptReader(vocabulary)
 
     async def _reader(
         self,
@@ -133,7 +150,9 @@ class TokenizerRegistry:
             )
             if rule is None:
                 log.info("infill_not_read", backend=client.id, reason="its answers fit no rule")
-        return PromptReader(Vocabulary(client, tokenizer, props.media_marker, template, rule))
+        vocabulary = Vocabulary(client, tokenizer, props.media_marker, template, rule)
+        self._vocabularies[client.id] = speakers, vocabulary
+        return PromptReader(vocabulary)
 
     async def _local(self, props: Props, specials: dict[str, int]) -> Encoder | None:
         """Load the local tokenizer: the configured one, or the model's own file if it is here.

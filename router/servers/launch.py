@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -13,6 +14,9 @@ from router.servers.program import HOST, find_server
 _PORT, _KV_DIR = "${port}", "${kv_dir}"
 
 
+Identity = tuple[object, ...]
+
+
 class Launch(Struct, frozen=True):
     """A server that can be started. `argv` names the port and the KV directory by `${...}`."""
 
@@ -22,6 +26,18 @@ class Launch(Struct, frozen=True):
     kv_dir: Path
     start_timeout_s: float
     stop_timeout_s: float
+
+    def identity(self) -> Identity:
+        """Return what tells whether a process would be equal to another. Blocking.
+
+        It is the command line, the environment, and each file that the command line names.
+        """
+        files: list[tuple[str, int, int]] = []
+        for word in self.argv:
+            with suppress(OSError):
+                found = os.stat(word)
+                files.append((word, found.st_size, found.st_mtime_ns))
+        return self.argv, tuple(sorted(self.env.items())), tuple(files)
 
     def command(self, port: int) -> list[str]:
         """Return the command line for a port."""

@@ -14,7 +14,7 @@ import structlog
 
 from router.base.tasks import Tasks
 from router.base.types import BackendId
-from router.servers.launch import Launch
+from router.servers.launch import Identity, Launch
 from router.servers.process import ServerLog, ServerProcess
 from router.servers.program import HOST, ServerStartError, free_port
 
@@ -51,15 +51,15 @@ class Supervisor:
         max_log_bytes: int,
         *,
         is_ready: Callable[[str], Awaitable[bool]],
-        on_ready: Callable[[BackendId, str], None],
+        on_ready: Callable[[BackendId, str, Identity], None],
         on_ended: Callable[[BackendId, str], None],
         before_stop: Callable[[BackendId], Awaitable[None]],
     ) -> None:
         """Set up without a process. Call `watch_logs` as a task.
 
-        `is_ready` asks a URL for its health. `on_ready` gets the URL of a server that is ready,
-        `on_ended` the reason of an end that was not ordered, or nothing. `before_stop` waits for
-        the last answers of a server.
+        `is_ready` asks a URL for its health. `on_ready` gets the URL and the identity of a server
+        that is ready. `on_ended` gets the reason of an end that was not ordered, or nothing.
+        `before_stop` waits for the last answers of a server.
         """
         self._launches = {launch.name: launch for launch in launches}
         self._logs = {
@@ -137,6 +137,7 @@ class Supervisor:
         launch, kept = running.launch, running.log
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             await asyncio.to_thread(kept.fit)
+            identity = await asyncio.to_thread(launch.identity)
             port = free_port()
             running.process = await ServerProcess.spawn(
                 launch.command(port), launch.env, kept, launch.stop_timeout_s
@@ -152,7 +153,7 @@ class Supervisor:
             if not running.process.has_ended and not running.stopping:
                 running.url = url
                 log.info("server_ready", server=launch.name, url=url)
-                self._on_ready(launch.name, url)
+                self._on_ready(launch.name, url, identity)
             code = await running.process.wait()
             lines = await self._last_lines(kept)
             taken = running.url is None and _PORT_TAKEN in lines

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +16,8 @@ from msgspec.structs import replace
 
 from router.core.model import servers as servers_module
 from router.core.model.tuning import TUNING
+from router.llama.attach.probe import ProbeResult, probe
+from router.llama.client import LlamaClient
 from router.servers.program import free_port
 from tests.support.conversations.prompts import Json, ids
 from tests.support.models.tiny_models import tiny_model
@@ -301,3 +304,32 @@ async def test_a_preloaded_server_is_there_before_the_first_request() -> None:
         await until_phase(fleet, "b", "up")
         await ask(fleet, "a", ids(1, 20))
         assert (await servers(fleet))["b"]["phase"] == "stopped"
+
+
+async def test_an_equal_process_is_not_probed_again_and_another_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is replaced by one of the same shape with other weights: its KV is not reused."""
+    probed: list[str] = []
+
+    async def counted(client: LlamaClient, *more: Any, **options: Any) -> ProbeResult:
+        probed.append(client.id)
+        return await probe(client, *more, **options)
+
+    monkeypatch.setattr("router.llama.attach.monitor.probe", counted)
+    path, prompt = tmp_path / "model.gguf", ids(1, N)
+    shutil.copy(tiny_model("llama").path, path)
+    yaml = config([model("a") | {"model": str(path)}])
+    async with running([], None, yaml=yaml, wait_for=()) as f:
+        await ask(f, "a", prompt)
+        for seed, cached, probes in ((0, N - 1, 1), (1, 0, 2)):
+            await f.post("/kvferry/servers/a/stop", {})
+            await until_phase(f, "a", "stopped")
+            if seed:
+                shutil.copy(tiny_model("llama", seed=seed).path, path)
+            answer = await ask(f, "a", prompt + ids(2 + seed, 5))
+            assert (answer.cached >= cached, bool(answer.cached), len(probed)) == (
+                True,
+                cached > 0,
+                probes,
+            )

@@ -183,8 +183,11 @@ class Server:
 
 
 def _learned(known: Mean, seconds: float) -> Mean:
-    """Return what is known after another observation; the first replaces the guess."""
-    if known.n == 0:
+    """Return what is known after another observation; the first replaces the guess.
+
+    One of less than half replaces what is known: the first load of a server has its probe in it.
+    """
+    if known.n == 0 or seconds < known.value / 2:
         return Mean(seconds, 1)
     known.observe(seconds)
     return known

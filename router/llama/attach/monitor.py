@@ -46,6 +46,7 @@ class Attached:
     props: Props
     models: ModelsInfo
     probe: ProbeResult
+    recalled: bool = False  # the probe is that of an equal process before
 
 
 EMPTIES_SLOTS = (
@@ -74,8 +75,10 @@ class MonitorSettings:
     tenants: bool = False  # tenants are kept apart
 
 
-# Learns how a backend tokenizes. Raises BackendError.
-Prepare = Callable[[LlamaClient, Props, Namespace, tuple[InfillAnswer, ...]], Awaitable[None]]
+# Learns how a backend tokenizes; the flag: it is as it was before. Raises BackendError.
+Prepare = Callable[[LlamaClient, Props, Namespace, tuple[InfillAnswer, ...], bool], Awaitable[None]]
+# Returns what a probe of an equal process found; None: there was none.
+Recall = Callable[[Props, ModelsInfo], ProbeResult | None]
 
 
 class Monitor:
@@ -97,8 +100,10 @@ class Monitor:
         prepare: Prepare,
         poll_for_strangers: Callable[[BackendId], None],
         processes: dict[Process, BackendId],
+        recall: Recall = lambda *_: None,
     ) -> None:
         """Set up the monitor. `processes` is shared: it maps a server process to its backend."""
+        self._recall = recall
         self.client = client
         self.attached: Attached | None = None
         self.models: frozenset[str] = frozenset()  # as of the last time it was up.
@@ -304,8 +309,10 @@ class Monitor:
             tenants=self.watch.tenants,
             known=self._known_namespaces(),
             only=only,
+            recall=self._recall,
         )
-        await self._prepare(self.client, props, attached.info.namespace, attached.probe.infill)
+        namespace, infill = attached.info.namespace, attached.probe.infill
+        await self._prepare(self.client, props, namespace, infill, attached.recalled)
         return attached
 
 
@@ -346,10 +353,11 @@ async def attach(
     tenants: bool = False,
     known: set[Namespace] | None = None,
     only: Collection[int] | None = None,
+    recall: Recall = lambda *_: None,
 ) -> Attached:
     """Learn all facts about a backend, and probe it. Raises BackendError.
 
-    The probe uses any idle slot, or only the idle ones in `only`.
+    The probe uses any idle slot, or only the idle ones in `only`. No probe if one is recalled.
     """
     models = await client.models()
     lora = await _lora(client)
@@ -361,8 +369,9 @@ async def attach(
         if slot.adapted and not slot.is_processing:
             with contextlib.suppress(BackendRefusedError):  # a model without KV refuses
                 await client.erase(slot.index)  # adapted KV is neither kept nor reused
-    found = ProbeResult()
-    if with_probe:
+    recalled = recall(props, models)
+    found = recalled or ProbeResult()
+    if with_probe and recalled is None:
         found = await probe(client, store, kv_dir, allowed, tenants=tenants)
     layout = found.layout.fingerprint() if found.layout else ""
     info = BackendInfo(
@@ -383,7 +392,8 @@ async def attach(
             found.prefill_s / found.n_tokens if found.prefill_s and found.n_tokens else None
         ),
     )
-    return Attached(info, tuple(await _slots(client, props)), props, models, found)
+    after = tuple(await _slots(client, props))
+    return Attached(info, after, props, models, found, recalled is not None)
 
 
 async def _slots(client: LlamaClient, props: Props) -> list[SlotStatus]:
