@@ -119,14 +119,15 @@ async def _wait_until_up(process: subprocess.Popen[bytes], url: str, log_path: P
     while loop.time() < deadline:
         if process.poll() is not None:
             break
-        if await asyncio.to_thread(_answers, url):
+        if await asyncio.to_thread(answers, url):
             return
         await asyncio.sleep(0.05)
     tail = (await asyncio.to_thread(log_path.read_text, errors="replace"))[-1500:]
     raise RigError(f"{log_path.stem} did not come up at {url}:\n{tail}")
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Return whether a GET is answered with 200."""
     try:
         with urllib.request.urlopen(url, timeout=2.0) as response:
             return bool(response.status == 200)

@@ -171,7 +171,8 @@ class Server:
     def note(self, demand: Demand, now: float) -> None:
         """Note the requests for it, and learn how long it stays without one, loaded or not."""
         if demand and self.idle_since < inf:
-            if self.has_been_used and self.load_s.n and self.stop_s.n:
+            # The first load takes longer than others, and so would the lingering.
+            if self.has_been_used and self.load_s.n > 1 and self.stop_s.n:
                 self.soon.observe(float(now - self.idle_since <= self.linger_s))
             self.idle_since = inf
         elif not demand and self.idle_since == inf:

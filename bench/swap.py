@@ -1,0 +1,205 @@
+"""`python -m bench.swap`: conversations with two models of which one is loaded at a time, in turn.
+
+kvferry starts and stops the llama-servers itself. The peer is llama-server's own router mode with
+`--models-max 1`, which needs a compiled llama-server (`LLAMA_SERVER_BIN`). Each request is for
+the other model than the one before, so every request needs a swap.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+from bench import rig
+from bench.client import Client, Json
+from bench.conversation import Conversation
+from bench.report import Report, arguments_of, median, run_bench
+from router.servers.program import find_server, free_port
+from router.tools.demo.launcher import LlamaServer
+from tests.support.models.tiny_models import tiny_model
+
+COLUMNS = (
+    *("models", "contender", "turns", "prompt tokens", "computed", "reused %", "least reused %"),
+    *("first token p50 s", "max s", "x (load + restore)"),
+)
+CHAT = "/v1/chat/completions"
+_START_S = 60.0
+
+
+@dataclass
+class Found:
+    """The turns of a contender from the second round on."""
+
+    prompt: list[int] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench and return the exit code."""
+    parser = argparse.ArgumentParser(prog="bench.swap", description=__doc__)
+    parser.add_argument("--model", type=Path, help="a .gguf file; default: two tiny models")
+    parser.add_argument("--kinds", default="llama,lfm2", help="of the tiny models")
+    parser.add_argument("--tokens", type=int, default=3000, help="of each conversation")
+    parser.add_argument("--rounds", type=int, default=6, help="turns with each model")
+    parser.add_argument("--threads", type=int, default=1)
+    return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
+
+
+async def measure(options: argparse.Namespace) -> Report:
+    """Measure each contender with servers of its own."""
+    title = "Two models, one loaded at a time"
+    report = Report("swap", title, list(COLUMNS), arguments_of(options))
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as made:
+        home = Path(made)
+        models = _models(options, home / "models")
+        load_s = await _load_s(next(iter(models.values())), options)
+        with _kvferry(models, options, home) as url:
+            found = await asyncio.to_thread(_turns, url, models, options)
+            restore_s = _restore_s(Client(url))
+        _add(report, "kvferry", models, found, load_s + restore_s)
+        program = find_server()
+        if len(program) == 1:
+            with _router_mode(program[0], home / "models", options) as url:
+                found = await asyncio.to_thread(_turns, url, models, options)
+            _add(report, "llama-server, router mode", models, found, load_s + restore_s)
+        else:
+            report.notes.append("router mode left out: set LLAMA_SERVER_BIN to a llama-server")
+    report.notes.append(
+        f"load: {load_s:.2f} s from the start of a llama-server until it is ready, median of 3;"
+        f" restore: {restore_s:.4f} s; a first token also waits for the save and the end of the other"
+        " server, and for its own new tokens; the first round, which is cold, does not count"
+    )
+    return report
+
+
+def _models(options: argparse.Namespace, folder: Path) -> dict[str, Path]:
+    """Return two models by name, as files of one folder, which router mode wants."""
+    folder.mkdir()
+    kinds = options.kinds.split(",")
+    files = [options.model] * 2 if options.model else [tiny_model(kind).path for kind in kinds]
+    models = {f"m{number}": folder / f"m{number}.gguf" for number in range(2)}
+    for path, file in zip(models.values(), files, strict=True):
+        shutil.copy(file, path)
+    return models
+
+
+async def _load_s(model: Path, options: argparse.Namespace) -> float:
+    seconds = []
+    for _ in range(3):
+        server = LlamaServer(model, slots=2, ctx=_ctx(options), threads=options.threads)
+        begun = perf_counter()
+        await server.start()
+        seconds.append(perf_counter() - begun)
+        await server.stop()
+    return median(seconds)
+
+
+def _ctx(options: argparse.Namespace) -> int:
+    per_slot: int = options.tokens + options.rounds * 64 + 1024
+    return 2 * per_slot
+
+
+@contextmanager
+def _process(argv: Sequence[str], url: str, health: str, log: Path) -> Iterator[str]:
+    with log.open("wb") as file:
+        process = subprocess.Popen(argv, stdout=file, stderr=file, start_new_session=True)
+        try:
+            deadline = perf_counter() + _START_S
+            while not rig.answers(url + health):
+                if process.poll() is not None or perf_counter() > deadline:
+                    raise rig.RigError(f"{argv[0]} did not come up:\n{log.read_text()[-1500:]}")
+                threading.Event().wait(0.05)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(30.0)
+
+
+@contextmanager
+def _kvferry(models: dict[str, Path], options: argparse.Namespace, home: Path) -> Iterator[str]:
+    port = free_port()
+    argv = [sys.executable, "-c", "from router.tools.cli import main; main()", "serve"]
+    for name, path in models.items():
+        argv += ["--model", f"{name}={path}"]
+    argv += ["--loaded", "1", "--slots", "2", "--ctx", str(_ctx(options) // 2)]
+    argv += ["--server-args", f"-t {options.threads}", "--kv-dir", str(home / "kv")]
+    argv += ["--listen", f"127.0.0.1:{port}"]
+    os.environ["XDG_STATE_HOME"] = str(home / "state")
+    with _process(argv, f"http://127.0.0.1:{port}", "/kvferry/health", home / "kvferry.log") as url:
+        yield url
+
+
+@contextmanager
+def _router_mode(program: str, folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    port = free_port()
+    argv = [program, "--models-dir", str(folder), "--models-max", "1", "--port", str(port)]
+    argv += ["-np", "2", "-c", str(_ctx(options)), "-t", str(options.threads)]
+    log = folder.parent / "router-mode.log"
+    with _process(argv, f"http://127.0.0.1:{port}", "/health", log) as url:
+        yield url
+
+
+def _turns(url: str, models: dict[str, Path], options: argparse.Namespace) -> Found:
+    """Send the turns; the answer has one token, so its time is that of the first token."""
+    client, found = Client(url), Found()
+    chats = {name: Conversation(number) for number, name in enumerate(models)}
+    for turn in range(options.rounds):
+        for name, chat in chats.items():
+            if not turn:
+                sample = _Counting(client, name)
+                chat.grow_to(sample, options.tokens)  # type: ignore[arg-type]
+            chat.ask()
+            body: Json = {"model": name, "messages": chat.messages, "max_tokens": 1}
+            begun = perf_counter()
+            answer = client.post(CHAT, body | {"temperature": 0}).json()
+            if turn:
+                found.seconds.append(perf_counter() - begun)
+                found.prompt.append(answer["usage"]["prompt_tokens"])
+                found.computed.append(answer["timings"]["prompt_n"])
+            chat.heard(answer["choices"][0]["message"]["content"] or "Yes.")
+    client.close()
+    return found
+
+
+@dataclass
+class _Counting:
+    """A client that names a model in each call: router mode wants one."""
+
+    client: Client
+    model: str
+
+    def post(self, path: str, value: Json) -> object:
+        return self.client.post(path, value | {"model": self.model})
+
+
+def _restore_s(client: Client) -> float:
+    lines = client.get("/metrics").body.decode().splitlines()
+    found = dict(
+        line.rsplit(" ", 1) for line in lines if line.startswith("kvferry_restore_seconds")
+    )
+    n = float(found["kvferry_restore_seconds_count"])
+    return float(found["kvferry_restore_seconds_sum"]) / max(n, 1.0)
+
+
+def _add(report: Report, name: str, models: dict[str, Path], found: Found, least_s: float) -> None:
+    reused = [100 * (1 - n / of) for n, of in zip(found.computed, found.prompt, strict=True)]
+    prompt, computed = sum(found.prompt), sum(found.computed)
+    report.add(
+        *(len(models), name, len(found.seconds), prompt, computed),
+        *(100 * (1 - computed / prompt), min(reused)),
+        *(median(found.seconds), max(found.seconds), median(found.seconds) / least_s),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
