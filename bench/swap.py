@@ -76,7 +76,7 @@ async def measure(options: argparse.Namespace) -> Report:
             report.notes.append("router mode left out: set LLAMA_SERVER_BIN to a llama-server")
     report.notes.append(
         f"load: {load_s:.2f} s from the start of a llama-server until it is ready, median of 3;"
-        f" restore: {restore_s:.4f} s; a first token also waits for the save and the end of the other"
+        f" restore: {restore_s:.4f} s; a first token also waits for the save and end of the other"
         " server, and for its own new tokens; the first round, which is cold, does not count"
     )
     return report

@@ -120,6 +120,11 @@ def _parser() -> argparse.ArgumentParser:
     add_servers_options(command, _where)
     command.set_defaults(run=servers)
 
+    command = commands.add_parser("import", help="translate another program's configuration")
+    command.add_argument("program", choices=["llama-swap"])
+    command.add_argument("file", type=Path, metavar="FILE")
+    command.set_defaults(run=_import)
+
     command = commands.add_parser("simulate", help="simulate a trace or a workload")
     add_options(command)
     command.set_defaults(run=simulate)
@@ -202,6 +207,17 @@ def _bench(options: argparse.Namespace) -> int:
     from router.tools.bench.command import bench
 
     return asyncio.run(bench(_config(options), options))
+
+
+def _import(options: argparse.Namespace) -> int:
+    from router.tools.serving.llama_swap import ImportProblemError, imported
+
+    try:
+        print(imported(options.file.read_text("utf-8")), end="")
+    except ImportProblemError as error:
+        print(f"kvferry: {options.file}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return OK
 
 
 def _key(options: argparse.Namespace) -> int:
