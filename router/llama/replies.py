@@ -5,6 +5,7 @@ only knowledge is lost. The `*_from` functions are for control calls and raise B
 because the router cannot go on without those answers.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -326,6 +327,15 @@ def merge_models(payloads: list[bytes]) -> Json:
             model for answer in answers for model in answer.get(key, []) if isinstance(model, dict)
         ]
     return merged
+
+
+def error_of(payload: bytes, status: int) -> Json:
+    """Return the `error` object of an answer with an error status; made up if there is none."""
+    with contextlib.suppress(orjson.JSONDecodeError):
+        found = as_dict(orjson.loads(payload)).get("error")
+        if isinstance(found, dict):
+            return found
+    return {"code": status, "message": f"HTTP {status}", "type": "server_error"}
 
 
 # The status of a model in llama-server's router mode (llama-server.md section 5.8), by the phase of

@@ -174,6 +174,17 @@ def _config(options: argparse.Namespace) -> Config:
     return load(options.config)
 
 
+def _with_backends(options: argparse.Namespace) -> Config:
+    """Load a configuration for a command that examines running servers. Raises StartError."""
+    config = _config(options)
+    if not config.backends:
+        raise StartError(
+            "this command examines llama-servers that run: give --backend URL; `kvferry servers"
+            " list` names those that a router has started, and /kvferry/state has their URLs"
+        )
+    return config
+
+
 def _serve(options: argparse.Namespace) -> int:
     config = _config(options)
     set_up_logging(config.logging)
@@ -200,13 +211,13 @@ def _check(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from router.tools.doctor.command import doctor
 
-    return asyncio.run(doctor(_config(options)))
+    return asyncio.run(doctor(_with_backends(options)))
 
 
 def _bench(options: argparse.Namespace) -> int:
     from router.tools.bench.command import bench
 
-    return asyncio.run(bench(_config(options), options))
+    return asyncio.run(bench(_with_backends(options), options))
 
 
 def _import(options: argparse.Namespace) -> int:

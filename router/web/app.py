@@ -29,7 +29,7 @@ from router.base.types import Caller, RequestId
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import LlamaClient, RelayedResponse
 from router.llama.multipart import is_form
-from router.llama.replies import knows_no_answer, merge_models, with_status
+from router.llama.replies import error_of, knows_no_answer, merge_models, with_status
 from router.llama.wire import Route, route_of
 from router.telemetry.decision_log import DecisionLog
 from router.web.admin.actions import BACKENDS, OperatorActions
@@ -48,6 +48,7 @@ from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
 from router.web.api.slot_demand import model_asked, slots_asked
+from router.web.server.early_stream import EARLY, EarlyStream
 from router.web.server.error_responses import (
     clients_id,
     error_response,
@@ -214,6 +215,11 @@ class App:
             if not is_own(request.path):
                 self._note(name, error, str(error), caller)
             response = error_response(error, name, clients_id(request))
+            early: EarlyStream | None = request.get(EARLY)
+            if early is not None:
+                assert isinstance(response.body, bytes)
+                await early.fail(error_of(response.body, error.status))
+                return early
             if isinstance(error, FramingError):
                 response.force_close()
             return open_to_browsers(request, response)
@@ -229,7 +235,7 @@ class App:
         told = RouterError("an error inside the router; see its log for this request's id")
         self._telemetry.rejected(name, told.outcome, type(error).__name__, clients_id(request))
         self._note(name, told, type(error).__name__, request.get(CALLER))
-        started: web.StreamResponse | None = request.get(STARTED)
+        started: web.StreamResponse | None = request.get(STARTED) or request.get(EARLY)
         if started is None:
             return open_to_browsers(request, error_response(told, name, clients_id(request)))
         if request.transport is not None:

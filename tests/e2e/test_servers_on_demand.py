@@ -333,3 +333,53 @@ async def test_an_equal_process_is_not_probed_again_and_another_model_is(
                 cached > 0,
                 probes,
             )
+
+
+@pytest.fixture
+def _early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.web.server.early_stream.PING_S", 0.05)
+
+
+@pytest.mark.usefixtures("_early")
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completion", {"prompt": ids(1, 40), "n_predict": 4}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"input": "Hi"}),
+    ],
+)
+async def test_a_stream_is_kept_alive_while_its_model_is_loaded(path: str, body: Json) -> None:
+    """The events are those of a stream that did not wait, behind comments."""
+    more: Json = {"model": "a", "stream": True, "temperature": 0, "max_tokens": 4, "seed": 1}
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
+        waited = await fleet.post(path, body | more)
+        at_once = await fleet.post(path, body | more)
+    assert waited.body.startswith(b": the model is being loaded\n\n")
+    assert b": the model" not in at_once.body
+    assert (waited.status, waited.headers["Content-Type"]) == (200, "text/event-stream")
+    assert waited.headers["x-kvferry-request-id"]
+    assert waited.text == at_once.text
+    assert [sorted(event) for event in waited.events] == [sorted(e) for e in at_once.events]
+
+
+@pytest.mark.usefixtures("_early", "_quick_to_fail")
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_an_error_after_comments_is_an_event(path: str) -> None:
+    """One from the router, and one from the server: a prompt that does not fit."""
+    entry = {"name": "x", "command": SLEEPS, "start_timeout": "200ms"}
+    models = [entry, model("a", slots=1, ctx=512)]
+    async with running([], None, yaml=config(models), wait_for=()) as fleet:
+        body: Json = {"stream": True, "max_tokens": 4}
+        for name, text, told in (
+            ("x", "Hi", "the llama-server for the model 'x' does not start"),
+            ("a", "many words " * 600, "exceeds the available context size"),
+        ):
+            messages = [{"role": "user", "content": text}]
+            answer = await fleet.post(path, body | {"model": name, "messages": messages})
+            assert answer.status == 200
+            (event,) = answer.events
+            assert told in event["error"]["message"], event
+            assert (b"event: error\n" in answer.body) == (path == "/v1/messages")
+        await ask(fleet, "a", ids(1, 20))

@@ -49,17 +49,19 @@ def _warnings(config: Config) -> Iterator[str]:
     # Only warnings: the router often runs in another environment than `kvferry check`.
     for lack in unset_variables(config) + unusable_tokenizer(config):
         yield f"{path_text(lack.path)} {lack.message}"
+    for at, model in enumerate(config.servers.models):
+        if model.model is not None and not model.model.is_file():
+            path = ("servers", "models", at, "model")
+            yield f"{path_text(path)} {model.model} is no file on this machine"
     for door in open_doors(config):
         yield f"{door.what}; {door.remedy}"
 
 
 def summary(config: Config) -> str:
     """Describe in one paragraph what would run, and what would have no effect."""
-    backends = ", ".join(_described(backend) for backend in config.backends)
     store, policy = config.store, config.policy
     said = [
-        f"OK: kvferry would listen on {_listened(config)} and serve"
-        f" {len(config.backends)} backend{'s' * (len(config.backends) != 1)}: {backends}.",
+        f"OK: kvferry would listen on {_listened(config)} and {_served(config)}.",
         f"Policy {policy.name}; tokenizer {config.tokenizer.mode};"
         f" queue of up to {config.queue.max_requests} requests,"
         f" deadline {_or_no_limit(config.queue.deadline_s)}.",
@@ -68,7 +70,7 @@ def summary(config: Config) -> str:
     # The first reason why no snapshot is written; else the limits of what is written.
     if not moves_kv:
         said.append(f"Nothing is saved or restored: policy {policy.name} never moves KV.")
-    elif not any(backend.kv_dir for backend in config.backends):
+    elif not any(backend.kv_dir for backend in config.backends) and not config.servers.models:
         said.append("Nothing is saved or restored: no backend has a kv_dir.")
     elif not store.enabled:
         said.append("Nothing is saved: the store is off (max_bytes or max_tokens is 0).")
@@ -104,6 +106,22 @@ def _listened(config: Config) -> str:
     protocol = "" if config.tls.certificate is None else " (TLS)"
     own = config.admin.listen
     return f"{config.listen}{protocol}" + (f", for operators on {own}{protocol}," if own else "")
+
+
+def _served(config: Config) -> str:
+    """Return the backends, and the models that servers are started for."""
+    said = []
+    if found := config.backends:
+        backends = ", ".join(_described(backend) for backend in found)
+        said.append(f"serve {len(found)} backend{'s' * (len(found) != 1)}: {backends}")
+    if models := config.servers.models:
+        names = ", ".join(model.name for model in models)
+        loaded = config.servers.loaded
+        at_a_time = "" if loaded is None else f", at most {loaded} at a time"
+        said.append(
+            f"start servers for {len(models)} model{'s' * (len(models) != 1)}{at_a_time}: {names}"
+        )
+    return "; and ".join(said)
 
 
 def _described(backend: BackendConfig) -> str:

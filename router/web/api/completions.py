@@ -6,6 +6,7 @@ The engine chooses the slot.
 
 import asyncio
 import contextlib
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -47,6 +48,7 @@ from router.web.api import upstream_request
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.slot_demand import SlotsAsked
+from router.web.server.early_stream import kept_alive
 from router.web.server.error_responses import clients_id, names, sender_of, session_of
 from router.web.server.relay import CALLER, Capture, forward_headers, forward_target, relay
 from router.web.server.settings import Settings
@@ -129,9 +131,19 @@ class Completions:
         while reader is None and not parsed.lora:  # with LoRA adapters the prompt is not read
             if not self._selection.can_wait_for_reader(parsed.model):
                 break
-            await self._selection.wait_for_reader(parsed.model, request_id)
+            async with self._kept_alive(http, parsed, request_id):
+                await self._selection.wait_for_reader(parsed.model, request_id)
             request, reader = await self.describe(http, parsed, request_id)
         return request, reader
+
+    def _kept_alive(
+        self, http: web.BaseRequest, parsed: ParsedRequest | None, name: RequestId
+    ) -> AbstractAsyncContextManager[None]:
+        """Keep the connection of a stream alive where a wait may be for a model to be loaded."""
+        if parsed is None or not parsed.stream or not self._engine.view.server_models:
+            return nullcontext()
+        anthropic = parsed.route is Route.MESSAGES
+        return kept_alive(http, names(http, name), anthropic=anthropic)
 
     async def describe(
         self, http: web.BaseRequest, parsed: ParsedRequest, request_id: RequestId
@@ -222,7 +234,8 @@ class Completions:
             backend: BackendId | None = None
             try:
                 exchange.asked = perf_counter()
-                grant = await self._engine.submit(exchange.request)
+                async with self._kept_alive(exchange.http, exchange.parsed, first.id):
+                    grant = await self._engine.submit(exchange.request)
                 exchange.granted = perf_counter()
                 backend = grant.lease.slot.backend
                 return await self._send(exchange, grant)

@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 
 import aiohttp
 from aiohttp import web
@@ -19,6 +20,8 @@ from router.llama import json_offload
 from router.llama.answer_counts import AnswerCounts
 from router.llama.client import RelayedResponse
 from router.llama.http1 import Header
+from router.llama.replies import error_of
+from router.web.server.early_stream import EARLY, EarlyStream
 from router.web.server.relayed_response import HOP_BY_HOP, RelayedAnswer, named_in_connection
 from router.web.server.settings import Settings
 
@@ -193,6 +196,23 @@ async def relay(
     Raises BackendError if the backend fails before anything was sent, so that another can be
     tried. A later failure aborts the client's connection: a partial answer must not look complete.
     """
+    if (early := request.get(EARLY)) is not None:
+        return await _into(early, request, upstream, settings, capture, on_first_byte, counts)
+    return await _whole(
+        request, upstream, headers, settings, capture, on_first_byte, throttle, counts
+    )
+
+
+async def _whole(
+    request: web.BaseRequest,
+    upstream: RelayedResponse,
+    headers: Mapping[str, str],
+    settings: Settings,
+    capture: Capture,
+    on_first_byte: Callable[[], None],
+    throttle: LoopThrottle,
+    counts: AnswerCounts | None,
+) -> tuple[web.StreamResponse, Outcome]:
     response = RelayedAnswer(upstream, headers)
     outcome = Outcome.OK if upstream.status < 400 else Outcome.REFUSED
     loop = asyncio.get_running_loop()
@@ -249,6 +269,44 @@ async def relay(
         _abort(request)
         return response, Outcome.BACKEND_ERROR
     return response, outcome
+
+
+async def _into(
+    stream: EarlyStream,
+    request: web.BaseRequest,
+    upstream: RelayedResponse,
+    settings: Settings,
+    capture: Capture,
+    on_first_byte: Callable[[], None],
+    counts: AnswerCounts | None,
+) -> tuple[web.StreamResponse, Outcome]:
+    """Copy the events of an answer into a stream that has begun; raises as `relay` does."""
+    loop, begun = asyncio.get_running_loop(), False
+    try:
+        async with _silence(request, settings, capture) as silence:
+            if upstream.status != HTTPStatus.OK:
+                await stream.fail(error_of(await upstream.read(), upstream.status))
+                return stream, Outcome.REFUSED
+            async for chunk in upstream:
+                silence.since = None
+                if not begun:
+                    begun = True
+                    on_first_byte()
+                capture.add(chunk)
+                await stream.write(chunk if counts is None else counts.part(chunk))
+                silence.since = loop.time()
+            silence.since = None
+            await stream.write_eof(b"" if counts is None else counts.rest())
+    except (ConnectionResetError, aiohttp.ClientConnectionResetError):
+        _abort(request)
+        return stream, Outcome.CLIENT_GONE
+    except (TimeoutError, BackendError) as error:
+        if not begun:
+            kind = BackendTimeoutError if isinstance(error, TimeoutError) else BackendError
+            raise kind("the backend failed before it answered") from error
+        _abort(request)
+        return stream, Outcome.BACKEND_ERROR
+    return stream, Outcome.OK
 
 
 def _unsent_bytes(request: web.BaseRequest) -> int:
