@@ -67,6 +67,28 @@ BACKENDS = Dashboard(
                 stacked=True,
             ),
         ],
+        "Servers on demand": [
+            Panel(
+                "Phases",
+                "Servers that kvferry starts. failed: kvferry servers list has the reason.",
+                [("sum by (phase) (kvferry_server_phase)", "{{phase}}")],
+                stacked=True,
+            ),
+            Panel(
+                "Waiting, by server",
+                "Requests for a model that is not loaded, or has no free slot.",
+                [("kvferry_server_waiting", "{{server}}")],
+                stacked=True,
+            ),
+            Panel(
+                "Swaps and loads",
+                "Models stopped for another one, per second, and the learned seconds of a load.",
+                [
+                    (rate("kvferry_server_swaps_total"), "swaps"),
+                    ("kvferry_server_load_seconds", "load {{server}}"),
+                ],
+            ),
+        ],
         "Work": [
             Panel(
                 "Requests, by backend",

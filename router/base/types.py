@@ -362,6 +362,15 @@ class BackendStats(Struct, frozen=True):
     stalled_s: Mapping[Stall, float] = {}  # so far, summed over streams
 
 
+class ServerStats(Struct, frozen=True):
+    """One server on demand at the time of a scrape. `load_s`: what loading usually takes."""
+
+    server: BackendId
+    phase: str
+    waiting: int
+    load_s: float
+
+
 class Stats(Struct, frozen=True):
     """The engine at the time of a scrape: gauges are made of it, so that none can drift."""
 
@@ -373,6 +382,8 @@ class Stats(Struct, frozen=True):
     evicted: int
     snapshot_bytes_limit: float = inf
     snapshot_tokens_limit: float = inf
+    servers: tuple[ServerStats, ...] = ()
+    server_swaps: int = 0
 
 
 class SlotStatus(Struct, frozen=True):

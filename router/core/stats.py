@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from math import inf
 
-from router.base.types import BackendId, BackendStats, Stats
+from router.base.types import BackendId, BackendStats, ServerStats, Stats
 from router.core.execution.state import State
+from router.core.model.servers import Server
 from router.core.model.slots import Phase
 from router.core.model.snapshot_limits import UNLIMITED
 
@@ -22,7 +23,19 @@ def stats_of(state: State, backends: Iterable[BackendId]) -> Stats:
         evicted=catalog.evicted,
         snapshot_bytes_limit=inf if limits.max_bytes == UNLIMITED else limits.max_bytes,
         snapshot_tokens_limit=inf if limits.max_tokens == UNLIMITED else limits.max_tokens,
+        servers=tuple(
+            ServerStats(one.name, one.phase, waiting_for(state, one), one.load_s.value)
+            for one in state.fleet.servers
+        ),
+        server_swaps=state.fleet.servers.swaps,
     )
+
+
+def waiting_for(state: State, server: Server) -> int:
+    """Count the requests for a server's model that wait, read or unread."""
+    servers = state.fleet.servers
+    queued = sum(n for model, n, _ in state.queue.by_model() if server in servers.of(model))
+    return queued + sum(server in servers.of(one.model) for one in servers.unread.values())
 
 
 def _backend(state: State, backend: BackendId) -> BackendStats:

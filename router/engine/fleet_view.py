@@ -39,6 +39,7 @@ from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerPhase
 from router.core.model.slots import Phase, Slot
+from router.core.stats import waiting_for
 
 _DOING: dict[type[Step | InPrefillQueue | AtGate], str] = {
     SaveStep: "save",
@@ -210,10 +211,6 @@ class FleetView:
 
     def servers(self) -> list[ServerView]:
         """Return the servers on demand, in the order of the configuration."""
-        servers = self._state.fleet.servers
-        queued = {model: n for model, n, _ in self._state.queue.by_model()}
-        for unread in servers.unread.values():
-            queued[unread.model] = queued.get(unread.model, 0) + 1
         return [
             ServerView(
                 name=server.name,
@@ -221,13 +218,13 @@ class FleetView:
                 phase=server.phase,
                 since=server.since,
                 idle_since=server.idle_since,
-                waiting=sum(n for model, n in queued.items() if server in servers.of(model)),
+                waiting=waiting_for(self._state, server),
                 problem=server.problem,
                 failures=server.failures,
                 retry_at=server.retry_at,
                 load_s=server.load_s.value,
             )
-            for server in servers
+            for server in self._state.fleet.servers
         ]
 
     @property

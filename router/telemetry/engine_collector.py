@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.base.types import BackendInfo, BackendStats, Stall, Stats
+from router.base.types import BackendInfo, BackendStats, ServerStats, Stall, Stats
 
 
 class EngineCollector(Collector):
@@ -23,6 +23,10 @@ class EngineCollector(Collector):
         yield from _what_backends_do(stats.backends)
         yield from _how_fast_backends_are(stats.backends)
         yield _what_backends_are(self._infos())
+        yield from _what_servers_do(stats.servers)
+        yield CounterMetricFamily(
+            "kvferry_server_swaps", "Models stopped for another model", stats.server_swaps
+        )
         yield GaugeMetricFamily(
             "kvferry_queue_depth", "Requests that wait for a slot", stats.queue_depth
         )
@@ -71,6 +75,23 @@ def _what_backends_do(backends: Iterable[BackendStats]) -> Iterator[Metric]:
         for action in Stall:
             stall.add_metric([backend.backend, action], backend.stalled_s.get(action, 0.0))
     yield from (up, drained, slots, resident, stall)
+
+
+def _what_servers_do(servers: Iterable[ServerStats]) -> Iterator[Metric]:
+    phase = GaugeMetricFamily(
+        "kvferry_server_phase", "1 for the phase of a server on demand", labels=["server", "phase"]
+    )
+    waiting = GaugeMetricFamily(
+        "kvferry_server_waiting", "Requests that wait for a server's model", labels=["server"]
+    )
+    load = GaugeMetricFamily(
+        "kvferry_server_load_seconds", "Learned time to load a model", labels=["server"]
+    )
+    for server in servers:
+        phase.add_metric([server.server, server.phase], 1.0)
+        waiting.add_metric([server.server], server.waiting)
+        load.add_metric([server.server], server.load_s)
+    yield from (phase, waiting, load)
 
 
 def _how_fast_backends_are(backends: Iterable[BackendStats]) -> Iterator[Metric]:

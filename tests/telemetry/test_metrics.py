@@ -22,6 +22,7 @@ from router.base.types import (
     Outcome,
     RequestId,
     RequestRecord,
+    ServerStats,
     SlotId,
     Snapshot,
     SnapshotId,
@@ -65,6 +66,8 @@ def stats() -> Stats:
         snapshot_tokens=6,
         evicted=7,
         snapshot_bytes_limit=14,
+        servers=(ServerStats(BackendId("c"), "starting", 15, 16.5),),
+        server_swaps=17,
     )
 
 
@@ -312,6 +315,10 @@ def test_gauges_are_asked_for(registry: CollectorRegistry) -> None:
     assert value(registry, "kvferry_snapshot_tokens") == 6
     assert value(registry, "kvferry_snapshots_evicted_total") == 7
     assert value(registry, "kvferry_resident_tokens", backend="a") == 8
+    assert value(registry, "kvferry_server_phase", server="c", phase="starting") == 1
+    assert value(registry, "kvferry_server_waiting", server="c") == 15
+    assert value(registry, "kvferry_server_load_seconds", server="c") == 16.5
+    assert value(registry, "kvferry_server_swaps_total") == 17
     assert value(registry, "kvferry_prefill_tokens_per_second", backend="a") == 9
     assert value(registry, "kvferry_output_tokens_per_second", backend="a") == 10
     assert value(registry, "kvferry_save_bytes_per_second", backend="a") == 11
