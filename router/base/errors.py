@@ -217,12 +217,6 @@ class ServerFailedError(RouterError):
     outcome = "server_failed"
     retry_after_s = 60.0
 
-    def __init__(self, model: str, failures: int) -> None:
-        super().__init__(
-            f"the llama-server for the model {model!r} does not start or ends by itself"
-            f" ({failures} times in a row); `kvferry servers log {model}` tells an operator why"
-        )
-
 
 class TooManyViewersError(RouterError):
     """The live page has as many viewers as it may have."""

@@ -87,7 +87,8 @@ class WaitingView:
 class ServerView:
     """A server on demand: its phase since when, in clock seconds, and why it ended by itself.
 
-    `waiting` counts the requests for its model that wait. `load_s`: what loading usually takes.
+    `waiting` counts the requests for its model that wait. `load_s`: what loading usually takes;
+    None: it was not loaded yet.
     """
 
     name: BackendId
@@ -99,7 +100,7 @@ class ServerView:
     problem: str
     failures: int
     retry_at: float
-    load_s: float
+    load_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ class FleetView:
                 problem=server.problem,
                 failures=server.failures,
                 retry_at=server.retry_at,
-                load_s=server.load_s.value,
+                load_s=server.load_s.value if server.load_s.n else None,
             )
             for server in self._state.fleet.servers
         ]

@@ -73,7 +73,11 @@ def reject_all(state: State, error: NoBackendError) -> None:
 def failed(state: State, model: str | None) -> ServerFailedError:
     """Return the error for requests to a server that has failed too often."""
     (server, *_) = state.fleet.servers.of(model)
-    return ServerFailedError(server.spec.model, server.failures)
+    return ServerFailedError(
+        f"the llama-server for the model {server.spec.model!r} does not start or ends by itself"
+        f" ({server.failures} times in a row); `kvferry servers log {server.name}` tells an"
+        " operator why"
+    )
 
 
 def came_up(state: State, backend: BackendId, now: float) -> None:

@@ -23,6 +23,8 @@ Json = dict[str, Any]
 _STYLES = {
     "up": "green",
     "down": "red",
+    "starting": "yellow",
+    "failed": "red",
     "idle": "dim",
     "preparing": "yellow",
     "running": "green",
@@ -95,6 +97,19 @@ def _sums(view: View) -> Table:
     waits = f"{waiting:,} waiting" if waiting else "none waiting"
     made.add_row("queue", waits + (f", for up to {span(longest)}" if longest else ""))
     made.add_row("snapshots", _store(state["snapshots"]))
+    if servers := state.get("servers"):
+        made.add_row("servers", _servers(servers))
+    return made
+
+
+def _servers(servers: Sequence[Json]) -> Text:
+    """Return the phases of the servers on demand, with the requests that wait for each."""
+    made = Text()
+    for one in servers:
+        waits = f" ({one['waiting']:,} waiting)" if one["waiting"] else ""
+        style = _STYLES.get(one["phase"], "dim")
+        made.append("; " if made else "").append(f"{one['name']} ")
+        made.append(one["phase"], style).append(waits)
     return made
 
 

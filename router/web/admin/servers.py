@@ -102,7 +102,7 @@ def server_row(server: ServerView, now: float) -> dict[str, object]:
         "phase_s": round(now - server.since, 3),
         "idle_s": round(now - max(server.idle_since, server.since), 3) if idle else None,
         "waiting": server.waiting,
-        "load_s": round(server.load_s, 3),
+        "load_s": None if server.load_s is None else round(server.load_s, 3),
         "failures": server.failures,
         "problem": server.problem or None,
         "retry_in_s": round(max(server.retry_at - now, 0.0), 3) if failed else None,

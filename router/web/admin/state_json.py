@@ -125,6 +125,12 @@ def picture_of(engine: Engine, selection: BackendSelection, now: float) -> Pictu
             "router": {"policy": view.policy, "stopping": view.is_stopping},
             "queue": _queue_row(view.queue(), selection.waiting, now),
             "store": store_row(view.store),
+            "servers": {
+                "items": [
+                    {"name": one.name, "phase": one.phase, "waiting": one.waiting}
+                    for one in view.servers()
+                ]
+            },
         },
         "backends": {name: backend_row(name, selection, engine) for name in selection.monitors},
         "slots": {str(slot.id): slot_row(slot) for slot in view.slots()},

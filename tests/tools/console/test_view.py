@@ -144,6 +144,14 @@ def test_what_a_router_says_beyond_that_is_shown_as_it_is() -> None:
     assert "b/0 odd 1 of 8,192" in " ".join(text.split())
 
 
+def test_servers_on_demand_are_shown_loaded_or_not() -> None:
+    servers = [
+        {"name": "chat", "phase": "up", "waiting": 0},
+        {"name": "code", "phase": "stopped", "waiting": 2},
+    ]
+    assert "chat up; code stopped (2 waiting)" in drawn(state(servers=servers))
+
+
 def test_many_slots_take_a_line_for_each_backend() -> None:
     """Eight backends with sixteen slots fit a terminal of 34 lines, decisions included."""
     names = [f"gpu{n}" for n in range(8)]

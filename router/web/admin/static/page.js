@@ -80,6 +80,7 @@ function render() {
 function show() {
   const { policy, stopping } = picture.fleet.get("router");
   setText(find("policy"), stopping ? `${policy}, stopping` : policy);
+  showServers(picture.fleet.get("servers").items);
   fleet.show(picture);
   decisions.show();
   const store = picture.fleet.get("store");
@@ -90,6 +91,15 @@ function show() {
   }
   if (Date.now() - chartsShown >= CHARTS_MS) charts();
   announce();
+}
+
+// Servers on demand: a stopped one is no backend, and would not be seen else.
+function showServers(items) {
+  find("servers").hidden = !items.length;
+  const said = items.map(
+    ({ name, phase, waiting }) => `${name} ${phase}${waiting ? ` (${whole(waiting)} waiting)` : ""}`,
+  );
+  setText(find("servers"), `Servers on demand: ${said.join("; ")}`);
 }
 
 function charts() {
