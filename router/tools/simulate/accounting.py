@@ -194,6 +194,7 @@ class Result:
     peak_bytes: int
     losses: dict[str, int]  # tokens by their place; with `--explain`
     displaced: dict[str, int]  # tokens, saved or not; with `--explain`
+    swaps: int  # models stopped for another one
     simulated_s: float
     wall_s: float
 

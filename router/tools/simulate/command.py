@@ -24,6 +24,7 @@ from router.tools.simulate import report
 from router.tools.simulate.accounting import Result
 from router.tools.simulate.experiment import Experiment
 from router.tools.simulate.hardware import PRESETS, Hardware
+from router.tools.simulate.on_demand import OnDemand
 from router.tools.simulate.requests import RequestSource
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.trace import BLOCK_TOKENS, TraceError, TraceWorkload, read_trace
@@ -70,6 +71,17 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="workload: random seed; default 0",
     )
     add("--servers", type=whole, default=4, metavar="N", help="simulated; default 4")
+    add("--models", type=whole, metavar="N", help="servers on demand, one a model; not --servers")
+    add("--loaded", type=whole, metavar="N", help="models: loaded at a time; default 1")
+    add("--load-time", type=_of(duration), default=10.0, metavar="TIME", help="models; default 10s")
+    add("--stop-time", type=_of(duration), default=1.0, metavar="TIME", help="models; default 1s")
+    add(
+        "--model-max-wait",
+        type=_of(duration),
+        default=120.0,
+        metavar="TIME",
+        help="models: as `max_wait` of a model in the configuration file",
+    )
     add("--slots", type=whole, default=4, metavar="N", help="slots of each server; default 4")
     add("--ctx", type=whole, default=32_768, metavar="N", help="tokens of each slot; default 32768")
     kinds = [kind for kind in MemoryKind if kind is not MemoryKind.UNKNOWN]
@@ -184,6 +196,10 @@ def _misfit(options: argparse.Namespace) -> str | None:
     for name in wrong:
         if getattr(options, name) is not None:
             return f"--{name}: not together with --{other}"
+    if options.models is not None and options.workload is None:
+        return "--models: only with --workload: a trace names no models"
+    if options.loaded is not None and options.models is None:
+        return "--loaded: needs --models"
     scale = options.scale or 1
     if scale > BLOCK_TOKENS:
         return f"--scale: at most {BLOCK_TOKENS}, the tokens of a block, not {scale}"
@@ -209,7 +225,7 @@ def _experiment(options: argparse.Namespace) -> Experiment:
     )
     setup = Setup(
         hardware=_hardware(options),
-        servers=options.servers,
+        servers=options.models or options.servers,
         slots=options.slots,
         n_ctx=options.ctx,
         memory_kind=MemoryKind(options.memory),
@@ -219,11 +235,16 @@ def _experiment(options: argparse.Namespace) -> Experiment:
             sys.maxsize if options.max_requests == -1 else options.max_requests, options.deadline
         ),
         scale=scale,
+        on_demand=None
+        if options.models is None
+        else OnDemand(
+            options.loaded or 1, options.load_time, options.stop_time, options.model_max_wait
+        ),
     )
     policies = tuple(dict.fromkeys(_POLICIES[name] for name in options.policy or ()))
     return Experiment(
         setup,
-        _source(options),
+        _source(options, setup),
         policies or _all_policies(),
         tuple(dict.fromkeys(options.budget or (32 * GIB,))),
         explain=options.explain,
@@ -231,7 +252,7 @@ def _experiment(options: argparse.Namespace) -> Experiment:
     )
 
 
-def _source(options: argparse.Namespace) -> Callable[[], RequestSource]:
+def _source(options: argparse.Namespace, setup: Setup) -> Callable[[], RequestSource]:
     if options.trace is not None:
         lines = read_trace(options.trace, options.limit)
         return partial(
@@ -241,9 +262,10 @@ def _source(options: argparse.Namespace) -> Callable[[], RequestSource]:
         Workload,
         WORKLOADS[options.workload],
         options.requests or 2000,
-        options.conversations or 2 * options.servers * options.slots,
+        options.conversations or 2 * setup.servers * options.slots,
         options.ctx,
         options.seed,
+        setup.models,
     )
 
 

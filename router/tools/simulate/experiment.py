@@ -42,7 +42,11 @@ class Experiment:
     def compare_evictions(self) -> list[Evicted]:
         """Play the same requests with other eviction policies; counts are the workload's tokens."""
         sim = Simulator(
-            self.setup.scheduler_of(), self.setup.servers_of(), self.source(), keep_sequence=True
+            self.setup.scheduler_of(),
+            self.setup.servers_of(),
+            self.source(),
+            keep_sequence=True,
+            on_demand=self.setup.on_demand,
         )
         sequence = sim.run().sequence
         scale = self.setup.scale
@@ -63,7 +67,12 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
     start, scale = perf_counter(), setup.scale
     losses = Losses() if explain else None
     simulator = Simulator(
-        setup.scheduler_of(), setup.servers_of(), source, losses=losses, progress=told
+        setup.scheduler_of(),
+        setup.servers_of(),
+        source,
+        losses=losses,
+        on_demand=setup.on_demand,
+        progress=told,
     )
     meter = simulator.run()
     store = simulator.view.store
@@ -102,6 +111,7 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
         peak_bytes=meter.peak_bytes,
         losses=_named(losses.tokens, scale) if losses else {},
         displaced=_named(losses.displaced, scale) if losses else {},
+        swaps=simulator.view.server_swaps,
         simulated_s=simulator.now,
         wall_s=perf_counter() - start,
     )

@@ -35,6 +35,10 @@ def show(console: Console, results: Sequence[Result], evicted: Sequence[Evicted]
     if len({result.budget_bytes for result in results if not _plain(result)}) > 1:
         console.print(Text(bars(results)), soft_wrap=True)
     for result in results:
+        if result.swaps:
+            told = f"{result.swaps:,} swaps of models for {result.requests:,} requests"
+            console.print(Text(f"{result.policy}, {_budget(result)}: {told}"))
+    for result in results:
         if result.rejected:
             why = ", ".join(f"{n:,} x {error}" for error, n in sorted(result.rejected.items()))
             console.print(Text(f"{result.policy}, {_budget(result)}: refused {why}"))

@@ -21,6 +21,7 @@ class SimulatedRequest:
     answer: Tokens  # at least one token
     session: str | None = None
     leaves_after_s: float | None = None
+    model: str | None = None  # None: any
 
 
 class RequestSource(Protocol):

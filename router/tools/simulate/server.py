@@ -117,6 +117,13 @@ class SimulatedServer:
         if len(self.transfers) == 1:
             self.transfer_ends = self.at + transfer.seconds
 
+    def restart(self, now: float) -> None:
+        """Begin anew at a time, with empty slots; nothing may be under way."""
+        assert not self.runs, "a server with requests was stopped"
+        assert not self.transfers, "a server was stopped during a slot action"
+        self.at = now
+        self.slots = [SlotContent() for _ in range(self.info.n_slots)]
+
     def stop(self, run: Run) -> None:
         """Stop an abandoned run; the slot keeps the tokens computed so far."""
         del self.runs[run.index]

@@ -11,6 +11,7 @@ from router.core.model.request_queue import Queue, QueueLimits
 from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
 from router.core.scheduler import Scheduler
 from router.tools.simulate.hardware import Hardware
+from router.tools.simulate.on_demand import OnDemand
 from router.tools.simulate.server import SimulatedServer
 from router.tools.simulate.simulator import KV_DIR
 
@@ -29,18 +30,29 @@ class Setup:
     min_tokens: int = 128
     queue: QueueLimits = field(default_factory=QueueLimits)
     scale: int = 1
+    on_demand: OnDemand | None = None  # None: all servers are up all the time
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Return the names of the models; none if all servers have the same one."""
+        return () if self.on_demand is None else tuple(self._names())
+
+    def _names(self) -> list[BackendId]:
+        width = len(str(self.servers))
+        what = "server" if self.on_demand is None else "model"
+        return [BackendId(f"{what}-{number:0{width}}") for number in range(1, self.servers + 1)]
 
     def servers_of(self) -> list[SimulatedServer]:
         """Return the servers, with empty slots."""
         hardware = self.hardware.scaled(self.scale)
-        width = len(str(self.servers))
         return [
             SimulatedServer(
                 BackendInfo(
-                    id=BackendId(f"server-{number:0{width}}"),
+                    id=name,
+                    models=frozenset({name}) if self.on_demand is not None else frozenset(),
                     n_slots=self.slots,
                     n_ctx=max(self.n_ctx // self.scale, 2),
-                    namespace=Namespace("simulated"),
+                    namespace=Namespace(name if self.on_demand is not None else "simulated"),
                     # As in production: no KV directory without a store and a policy that moves KV.
                     kv_dir=KV_DIR if self.budget_bytes and self.policy.moves_kv else None,
                     memory_kind=self.memory_kind,
@@ -51,7 +63,7 @@ class Setup:
                 ),
                 hardware,
             )
-            for number in range(1, self.servers + 1)
+            for name in self._names()
         ]
 
     def scheduler_of(self) -> Scheduler:

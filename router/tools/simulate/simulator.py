@@ -31,6 +31,7 @@ from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
 from router.engine.fleet_view import FleetView
 from router.tools.simulate.accounting import Losses, Meter, Oracle
+from router.tools.simulate.on_demand import OnDemand
 from router.tools.simulate.requests import RequestSource, SimulatedRequest
 from router.tools.simulate.server import Run, SimulatedServer, TransferRun
 
@@ -66,6 +67,7 @@ class Simulator:
         *,
         losses: Losses | None = None,
         keep_sequence: bool = False,
+        on_demand: OnDemand | None = None,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.scheduler = scheduler
@@ -77,6 +79,7 @@ class Simulator:
         self._oracle = Oracle()
         self._losses = losses
         self._keep_sequence = keep_sequence
+        self._on_demand = on_demand
         self._progress = progress
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._moments = 0
@@ -96,8 +99,11 @@ class Simulator:
 
     def run(self) -> Meter:
         """Run until no request and no work is left. Returns the counters."""
-        for server in self.servers.values():
-            self._feed(ev.BackendUp(server.info))
+        if self._on_demand is not None:
+            self._feed(self._on_demand.configured([*self.servers]))
+        else:
+            for server in self.servers.values():
+                self._feed(ev.BackendUp(server.info))
         self._next_arrival()
         told = perf_counter()
         while self._heap and (self._to_come or self._clients or self._busy()):
@@ -178,7 +184,7 @@ class Simulator:
         self._clients[ask.id] = _Client(ask, self._oracle.ask(prompt, held))
         if ask.leaves_after_s is not None:
             self._at(self.now + ask.leaves_after_s, partial(self._leaves, ask.id))
-        self._feed(ev.Arrived(Request(ask.id, ask.prompt, session=ask.session)))
+        self._feed(ev.Arrived(Request(ask.id, ask.prompt, ask.model, session=ask.session)))
         if by_itself:
             self._next_arrival()
 
@@ -288,10 +294,21 @@ class Simulator:
                     self._quiet(effect.slot)
             case ef.Delete() | ef.Quarantine():
                 pass  # no file exists: Python frees the tokens
-            case ef.Erase() | ef.Detach():  # pragma: no cover - no tenants here, and no drains
+            case ef.StartServer(server=name):
+                assert self._on_demand is not None
+                self._at(self.now + self._on_demand.load_s, partial(self._loaded, name))
+            case ef.StopServer(server=name):
+                assert self._on_demand is not None
+                ended = partial(self._feed, ev.ServerEnded(name))
+                self._at(self.now + self._on_demand.stop_s, ended)
+            case ef.Detach():
+                pass  # the server is idle; `StopServer` follows
+            case ef.Erase() | ef.ModelReady():  # pragma: no cover - no tenants, prompts are read
                 pass
-            case ef.StartServer() | ef.StopServer() | ef.ModelReady():  # pragma: no cover
-                pass
+
+    def _loaded(self, name: BackendId) -> None:
+        self._server(name).restart(self.now)
+        self._feed(ev.BackendUp(self.servers[name].info))
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         assert effect.pin, "simulated clients use routes that keep id_slot"

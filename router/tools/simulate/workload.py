@@ -83,6 +83,7 @@ class _Conversation:
     history: Tokens
     n_system: int
     turns: int
+    model: str | None
     turn: int = 0
     open: int = 0  # requests of this turn without an answer
     heard: Tokens = EMPTY  # question and answer of this turn, once answered
@@ -91,13 +92,17 @@ class _Conversation:
 
 @dataclass(slots=True)
 class Workload:
-    """`requests` in total, from `conversations` at a time, which end before they exceed `n_ctx`."""
+    """`requests` in total, from `conversations` at a time, which end before they exceed `n_ctx`.
+
+    Each conversation is with one of `models`; the n-th is n times rarer than the first.
+    """
 
     habits: Habits
     requests: int
     conversations: int
     n_ctx: int
     seed: int
+    models: tuple[str, ...] = ()
     issued: int = 0
     _begun: int = 0
     _waiting: dict[RequestId, tuple[_Conversation, Tokens | None]] = field(default_factory=dict)
@@ -141,7 +146,13 @@ class Workload:
         shared = random.Random(f"{self.seed} group {group}")
         system = _text(shared, shared.randint(*habits.system))
         turns = own.randint(*habits.turns)
-        return _Conversation(number, own, system, count(system), turns)
+        return _Conversation(number, own, system, count(system), turns, self._model(number))
+
+    def _model(self, number: int) -> str | None:
+        if not self.models:
+            return None
+        weights = [1 / (at + 1) for at in range(len(self.models))]
+        return random.Random(f"{self.seed} model {number}").choices(self.models, weights)[0]
 
     def _turn(self, conversation: _Conversation, at: float) -> list[SimulatedRequest]:
         """Return one request, or several at once; none if all were issued."""
@@ -194,7 +205,8 @@ class Workload:
         name = RequestId(f"r{self.issued}")
         self.issued += 1
         self._waiting[name] = waiting
-        return SimulatedRequest(name, at, prompt, answer, session, leaves_after_s)
+        model = waiting[0].model
+        return SimulatedRequest(name, at, prompt, answer, session, leaves_after_s, model)
 
     def _fits(self, conversation: _Conversation) -> bool:
         """Return whether the next question and its answer fit into a slot."""

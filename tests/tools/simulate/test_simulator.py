@@ -15,6 +15,7 @@ from router.core.model.request_queue import QueueLimits
 from router.core.model.snapshot_limits import UNLIMITED
 from router.tools.simulate.accounting import Losses
 from router.tools.simulate.hardware import PRESETS, Hardware
+from router.tools.simulate.on_demand import OnDemand
 from router.tools.simulate.requests import SimulatedRequest
 from router.tools.simulate.setup import Setup
 from router.tools.simulate.simulator import Simulator
@@ -57,7 +58,7 @@ def ids(n: int, first: int = 0) -> Tokens:
 
 
 def ask(
-    name: str, at: float, prompt: Tokens, n_answer: int = 11, **more: float
+    name: str, at: float, prompt: Tokens, n_answer: int = 11, **more: float | str
 ) -> SimulatedRequest:
     answer = ids(n_answer, 1_000_000 + hash(at) % 1000 * 1000)
     return SimulatedRequest(RequestId(name), at, Prompt(prompt), answer, **more)  # type: ignore[arg-type]
@@ -71,7 +72,9 @@ def setup(policy: PolicyName = PolicyName.LEAST_BUSY, **more: object) -> Setup:
 def play(
     of: Setup, source: Script | TraceWorkload | Workload, losses: Losses | None = None
 ) -> Simulator:
-    made = Simulator(of.scheduler_of(), of.servers_of(), source, losses=losses)
+    made = Simulator(
+        of.scheduler_of(), of.servers_of(), source, losses=losses, on_demand=of.on_demand
+    )
     made.run()
     return made
 
@@ -266,3 +269,45 @@ def test_everybody_gets_one_answer(
     conserved(made, len(asks))
     assert all(len(ends) == 1 for ends in source.answered.values())
     assert source.answered.keys() == {a.id for a in asks}
+
+
+def test_two_models_in_turn_by_hand() -> None:
+    """One is loaded at a time: a load of 10 s and a stop of 1 s before each request.
+
+    The second turn with a model restores what the first has computed: ten more tokens, 0.1 s.
+    """
+    first, second = "model-1", "model-2"
+    history = {first: ids(512), second: ids(512, 5000)}
+    asks = [
+        ask("a", 0.0, history[first], 1, model=first),
+        ask("b", 100.0, history[second], 1, model=second),
+        ask("c", 200.0, ids(522), 1, model=first),
+        ask("d", 300.0, ids(522, 5000), 1, model=second),
+    ]
+    source = Script(asks)
+    on_demand = OnDemand(loaded=1, load_s=10.0, stop_s=1.0, max_wait_s=120.0)
+    sim = play(setup(PolicyName.PREFER_IDLE, servers=2, on_demand=on_demand), source)
+    took = [source.times[one.id] - one.at for one in asks]
+    assert took == pytest.approx([15.12, 16.12, 11.1, 11.1], abs=0.1)
+    assert (sim.view.server_swaps, sim.meter.reused_tokens["snapshot"]) == (3, 2 * 512)
+
+
+@pytest.mark.parametrize("kind", list(MemoryKind)[:2])
+def test_models_that_do_not_fit_lose_no_conversation(kind: MemoryKind) -> None:
+    """As many tokens are reused as with all models loaded, but for a few per cent."""
+    reused = []
+    for loaded in (3, 1):
+        on_demand = OnDemand(loaded=loaded, load_s=5.0, stop_s=1.0, max_wait_s=60.0)
+        of = setup(
+            *(PolicyName.PREFER_IDLE,),
+            servers=3,
+            slots=2,
+            memory_kind=kind,
+            on_demand=on_demand,
+            hardware=PRESETS["gpu-8b"],
+        )
+        source = Workload(WORKLOADS["chat"], 200, 8, of.n_ctx, 1, of.models)
+        meter = play(of, source).meter
+        assert sum(meter.rejected.values()) == 0
+        reused.append(1 - meter.computed_tokens / meter.prompt_tokens)
+    assert reused[1] > reused[0] - 0.05
