@@ -45,9 +45,14 @@ def watch_of(config: Config) -> MonitorSettings:
     )
 
 
-def client_of(backend: BackendConfig, connections: Connections, timeouts: Timeouts) -> LlamaClient:
-    """Return a client for a backend. Raises StartError if its API key is not set."""
-    return LlamaClient(backend.name, backend.url, connections, timeouts, key_of(backend))
+def client_of(
+    backend: BackendConfig, connections: Connections, timeouts: Timeouts, key: str | None = None
+) -> LlamaClient:
+    """Return a client for a backend, with `key` or with the configured key.
+
+    Raises StartError if the configured key is not set.
+    """
+    return LlamaClient(backend.name, backend.url, connections, timeouts, key or key_of(backend))
 
 
 def key_of(backend: BackendConfig) -> str | None:

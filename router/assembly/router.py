@@ -189,7 +189,7 @@ async def build(
 
         def monitor(backend: BackendConfig, config: Config) -> Monitor:
             return Monitor(
-                client_of(backend, connections, timeouts_of(config)),
+                client_of(backend, connections, timeouts_of(config), on_demand.key(backend.name)),
                 kv_dir=kv_dir_of(backend, config),
                 store=store,
                 extra_models=backend.models,

@@ -46,6 +46,7 @@ class ServersOnDemand:
             launches = [] if self._kv_dir is None else launches_of(config.servers, self._kv_dir)
         except ServerNotFoundError as error:
             raise StartError(str(error)) from error
+        self._keys = {launch.name: launch.api_key for launch in launches}
         self.supervisor = Supervisor(
             launches,
             state_dir() / "logs",
@@ -101,6 +102,10 @@ class ServersOnDemand:
             return None
         same_props = replace(props, media_marker="") == replace(before.props, media_marker="")
         return before.probe if same_props and models == before.models else None
+
+    def key(self, server: BackendId) -> str | None:
+        """Return the API key of a server on demand; None: it has none, or is no such server."""
+        return self._keys.get(server)
 
     def keeps(self, server: BackendId) -> bool:
         """Return whether a backend is a server on demand, which may come back as it was."""

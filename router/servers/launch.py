@@ -1,6 +1,7 @@
 """The command line and environment of a server on demand."""
 
 import os
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from router.config.servers import ModelConfig, ServersConfig
 from router.servers.program import HOST, find_server
 
 _PORT, _KV_DIR = "${port}", "${kv_dir}"
+_KEY_VARIABLE = "LLAMA_API_KEY"  # of llama-server's --api-key
 
 
 Identity = tuple[object, ...]
@@ -26,6 +28,7 @@ class Launch(Struct, frozen=True):
     kv_dir: Path
     start_timeout_s: float
     stop_timeout_s: float
+    api_key: str | None = None  # that the server wants; None: a command of one's own
 
     def identity(self) -> Identity:
         """Return what tells whether a process would be equal to another. Blocking.
@@ -53,14 +56,18 @@ def launches_of(config: ServersConfig, kv_dir: Path) -> list[Launch]:
     if needs_program:
         explicit = None if config.llama_server is None else str(config.llama_server)
         program = find_server(explicit)
+    # Other users of the machine reach the ports as well. In the environment, unlike in a command
+    # line, they do not see the key.
+    key = secrets.token_urlsafe(24)
     return [
         Launch(
             name=name,
             argv=model.command or (*program, *_arguments(model)),
-            env={**os.environ, **model.env},
+            env={**os.environ, _KEY_VARIABLE: key, **model.env},
             kv_dir=kv_dir,
             start_timeout_s=model.start_timeout_s,
             stop_timeout_s=model.stop_timeout_s,
+            api_key=None if model.command else model.env.get(_KEY_VARIABLE, key),
         )
         for model in config.models
         for name in model.servers

@@ -30,7 +30,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("-a", "--alias", default="")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8080)
-    add("--api-key", default="")
+    add("--api-key", default=os.environ.get("LLAMA_API_KEY", ""))
     add("-c", "--ctx-size", type=int, default=0, help="tokens in total; 0: as trained")
     add("-np", "--parallel", type=int, default=-1, help="slots; -1: four, with unified KV")
     add("-kvu", "--kv-unified", dest="kv_unified", action="store_true")

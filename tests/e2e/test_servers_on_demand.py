@@ -14,6 +14,7 @@ import pytest
 import yaml as pyyaml
 from msgspec.structs import replace
 
+from router.base.types import BackendId
 from router.core.model import servers as servers_module
 from router.core.model.tuning import TUNING
 from router.llama.attach.probe import ProbeResult, probe
@@ -83,6 +84,10 @@ async def until(found: Callable[[], Awaitable[T | None]]) -> T:
 
 def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def family(pid: int) -> list[int]:
@@ -383,3 +388,17 @@ async def test_an_error_after_comments_is_an_event(path: str) -> None:
             assert told in event["error"]["message"], event
             assert (b"event: error\n" in answer.body) == (path == "/v1/messages")
         await ask(fleet, "a", ids(1, 20))
+
+
+async def test_other_programs_need_the_key_of_a_server() -> None:
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
+        await ask(fleet, "a", ids(1, 20))
+        (backend,) = (await fleet.state())["backends"]
+        url, body = backend["url"] + "/completion", {"prompt": ids(1, 20), "n_predict": 1}
+        async with fleet.session.post(url, json=body) as refused:
+            assert refused.status == 401
+        (guard,) = [one["pid"] for one in (await servers(fleet)).values()]
+        key = fleet.router.selection.monitors[BackendId("a")].client._authorization
+        assert key is not None
+        for pid in family(guard):
+            assert key[1].removeprefix(b"Bearer ") not in command_line(pid)
