@@ -169,6 +169,8 @@ class Backends:
         Raises KeyError, and ConflictError if the configuration no longer has it like this.
         """
         member = self._members[name]
+        if name in self._admitted:
+            raise ConflictError(f"{name} is started by kvferry: use `kvferry servers start {name}`")
         if name in self._leaving:
             raise ConflictError(
                 f"{name} was removed from the configuration or changed in it;"

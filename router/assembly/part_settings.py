@@ -46,6 +46,7 @@ def servers_of(config: Config) -> tuple[list[ServerSpec], list[ServerLimit]]:
             preload=model.preload,
             ttl_s=model.ttl_s,
             max_wait_s=model.max_wait_s,
+            start_timeout_s=model.start_timeout_s,
         )
         for model in servers.models
         for name in model.servers

@@ -43,7 +43,11 @@ class ServersOnDemand:
         self._engine: Engine
         self._backends: Backends
         try:
-            launches = [] if self._kv_dir is None else launches_of(config.servers, self._kv_dir)
+            launches = (
+                []
+                if self._kv_dir is None
+                else launches_of(config.servers, self._kv_dir, _secrets_of(config))
+            )
         except ServerNotFoundError as error:
             raise StartError(str(error)) from error
         self._keys = {launch.name: launch.api_key for launch in launches}
@@ -89,7 +93,11 @@ class ServersOnDemand:
     def remember(self, attached: Attached) -> None:
         """Note what was learned of a server, for the next process that is equal to it."""
         name = attached.info.id
-        if name in self._identities and not attached.probe.untried:
+        if name not in self._identities:
+            return
+        if attached.probe.untried or attached.probe.problem:  # perhaps the disk was full
+            self._learned.pop(name, None)
+        else:
             self._learned[name] = self._identities[name], attached
 
     def recall(self, server: BackendId, props: Props, models: ModelsInfo) -> ProbeResult | None:
@@ -124,3 +132,9 @@ class ServersOnDemand:
         monitor = self._backends.monitors.get(server)
         if monitor is not None:
             await monitor.client.until_quiet()
+
+
+def _secrets_of(config: Config) -> set[str]:
+    """Return the environment variables that hold secrets that servers have no use for."""
+    variables = [config.admin.token_env, *(backend.api_key_env for backend in config.backends)]
+    return {variable for variable in variables if variable is not None}

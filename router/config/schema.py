@@ -355,6 +355,9 @@ class Config(ConfigSection):
         if self.policy.name is PolicyName.PASSTHROUGH and self.auth.keeps_apart:
             message = "passthrough cannot keep tenants apart: set auth.share_cache: all"
             misfits.append((("policy", "name"), message))
+        if self.policy.name is PolicyName.PASSTHROUGH and self.servers.models:
+            message = "passthrough cannot tell when a server may be stopped: choose another policy"
+            misfits.append((("policy", "name"), message))
         if (own := self.admin.listen) is not None:
             misfits += _loops(own, self.backends)
             meets = values.reaches(self.listen, own) or values.reaches(own, self.listen)

@@ -1,5 +1,6 @@
 """The `servers` section: models, and the llama-servers that kvferry starts and stops for them."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -10,6 +11,23 @@ from router.config.loader import ConfigSection, KeyPath, MisfitError
 from router.config.values import shown
 
 PORT = "${port}"  # in a start command: the port that the server is to listen on
+# Flags of llama-server that kvferry sets itself, and the key that says the same; None: none does.
+OWN_FLAGS: dict[str, str | None] = {
+    **dict.fromkeys(("-m", "--model"), "model"),
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "hf"),
+    **dict.fromkeys(("-np", "--parallel"), "slots"),
+    **dict.fromkeys(("-c", "--ctx-size"), "ctx"),
+    **dict.fromkeys(("-a", "--alias"), "name and aliases"),
+    **dict.fromkeys(("--slot-save-path",), "servers.kv_dir"),
+    **dict.fromkeys(
+        (
+            *("--host", "--port", "--api-key", "--api-key-file", "-cram", "--cache-ram"),
+            *("--no-slots", "-kvu", "--kv-unified", "--models-dir", "--models-preset"),
+        )
+    ),
+}
+# Keys that say what llama-server is started with: a command of one's own says that itself.
+_FOR_LLAMA_SERVER = ("model", "hf", "slots", "ctx", "args")
 
 
 class GroupConfig(ConfigSection):
@@ -55,16 +73,27 @@ class ModelConfig(ConfigSection):
     @model_validator(mode="after")
     def _fits(self) -> "ModelConfig":
         misfits: list[tuple[KeyPath, str]] = []
-        given = [key for key in ("model", "hf") if getattr(self, key) is not None]
-        if len(given) == 2:
+        if self.command:
+            misfits += [
+                ((key,), "has no effect with `command`: leave it out, and write it there")
+                for key in _FOR_LLAMA_SERVER
+                if key in self.model_fields_set and getattr(self, key) not in (None, ())
+            ]
+            if not any(PORT in word for word in self.command):
+                misfits.append((("command",), f"must pass the port on: write {PORT}"))
+        elif self.model is not None and self.hf is not None:
             misfits.append((("hf",), "is not together with `model`: the file or the reference"))
-        if not given and not self.command:
-            message = (
-                "is required: a .gguf file; or `hf`, a reference such as user/repository:Q4_K_M"
-            )
+        elif self.model is None and self.hf is None:
+            message = "is required: a .gguf file; or `hf`: user/repository:quant; or `command`"
             misfits.append((("model",), message))
-        if self.command and not any(PORT in word for word in self.command):
-            misfits.append((("command",), f"must pass the port on: write {PORT} where it belongs"))
+        for at, word in enumerate(self.args):
+            flag = word.partition("=")[0]
+            if flag in OWN_FLAGS:
+                key = OWN_FLAGS[flag]
+                told = f"{flag} is set by kvferry" + (f": use `{key}`" if key else "")
+                misfits.append((("args", at), told))
+        if self.keep and self.ttl_s is not None:
+            misfits.append((("ttl",), "has no effect with `keep: true`, which is never stopped"))
         if misfits:
             raise MisfitError(misfits)
         return self
@@ -94,10 +123,11 @@ class ServersConfig(ConfigSection):
                 if (other := taken.setdefault(name, at)) != at:
                     message = f"{shown(name)} is also a name of entry number {other + 1}"
                     misfits.append((("models", at, "name"), message))
-        kept = [model for model in self.models if model.keep]
-        if self.loaded is not None and len(kept) >= self.loaded < len(self.models):
-            message = f"leaves no room: {len(kept)} models are to be kept, and others are not"
-            misfits.append((("loaded",), message))
+        if self.loaded is not None:
+            misfits += self._room(("loaded",), self.loaded, self.models)
+        for at, group in enumerate(self.groups):
+            members = [model for model in self.models if model.group == group.name]
+            misfits += self._room(("groups", at, "loaded"), group.loaded, members)
         misfits += [
             (("groups", at, "name"), f"is also that of entry number {known.index(name) + 1}")
             for at, name in enumerate(known)
@@ -106,3 +136,15 @@ class ServersConfig(ConfigSection):
         if misfits:
             raise MisfitError(misfits)
         return self
+
+    @staticmethod
+    def _room(path: KeyPath, most: int, models: Sequence[ModelConfig]) -> list[tuple[KeyPath, str]]:
+        """Return what is wrong with a limit: models that are never stopped take all its room."""
+        kept = sum(model.keep for model in models)
+        if kept > most or (kept == most and kept < len(models)):
+            told = f"is {most}, and {kept} models have `keep: true`: others never get room"
+            return [(path, told)]
+        preloaded = sum(model.preload or model.keep for model in models)
+        if preloaded > most:
+            return [(path, f"is {most}, and {preloaded} models are kept or preloaded")]
+        return []

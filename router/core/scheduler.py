@@ -85,11 +85,15 @@ class Scheduler:
             case ev.AnswerRead():
                 completion.answer_read(state, event)
             case ev.BackendUp():
-                completion.lose_backend(state, event.info.id, now)
-                backend_attach.backend_up(state, event)
-                server_swaps.came_up(state, event.info.id, now)
+                server = state.fleet.servers.get(event.info.id)
+                if server is None or server.may_attach:  # else it was told to end meanwhile
+                    completion.lose_backend(state, event.info.id, now)
+                    backend_attach.backend_up(state, event)
+                    server_swaps.came_up(state, event.info, now)
             case ev.BackendDown():
                 completion.lose_backend(state, event.backend, now)
+                if (server := state.fleet.servers.get(event.backend)) is not None:
+                    server.went_down(now)
             case ev.Draining():
                 backend_drain.begin(state, event.backend)
             case ev.Undrained():

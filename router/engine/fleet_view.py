@@ -239,6 +239,10 @@ class FleetView:
         """Return how often a model was stopped for another."""
         return self._state.fleet.servers.swaps
 
+    def is_loaded(self, model: str | None) -> bool:
+        """Return whether a server on demand of the model can take requests now."""
+        return self._state.fleet.is_loaded(model)
+
     def is_on_demand(self, model: str | None) -> bool:
         """Return whether a server for the model can be started."""
         return bool(self._state.fleet.servers.of(model))

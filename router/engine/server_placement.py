@@ -57,7 +57,10 @@ class LaunchWatch:
         request has not ended).
         """
         slot, request = effect.lease.slot, effect.request
-        backend = self._backends[slot.backend]
+        backend = self._backends.get(slot.backend)
+        if backend is None:  # a server on demand that has ended since
+            grant()
+            return None, None
 
         def taken() -> set[int]:
             return beside | self._at_work(effect, Phase.RUNNING, Phase.ABANDONED)

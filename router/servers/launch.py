@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,7 +28,7 @@ class Launch(Struct, frozen=True):
     kv_dir: Path
     start_timeout_s: float
     stop_timeout_s: float
-    api_key: str | None = None  # that the server wants; None: a command of one's own
+    api_key: str = ""  # for the server; a container may not get it, and wants none
 
     def identity(self) -> Identity:
         """Return what tells whether a process would be equal to another. Blocking.
@@ -49,8 +49,13 @@ class Launch(Struct, frozen=True):
         ]
 
 
-def launches_of(config: ServersConfig, kv_dir: Path) -> list[Launch]:
-    """Return all servers of a configuration. Raises ServerNotFoundError without a llama-server."""
+def launches_of(
+    config: ServersConfig, kv_dir: Path, secrets_of: Collection[str] = ()
+) -> list[Launch]:
+    """Return all servers of a configuration. Raises ServerNotFoundError without a llama-server.
+
+    `secrets_of`: environment variables that hold kvferry's own secrets, and are not passed on.
+    """
     needs_program = any(not model.command for model in config.models)
     program: Sequence[str] = ()
     if needs_program:
@@ -59,15 +64,16 @@ def launches_of(config: ServersConfig, kv_dir: Path) -> list[Launch]:
     # Other users of the machine reach the ports as well. In the environment, unlike in a command
     # line, they do not see the key.
     key = secrets.token_urlsafe(24)
+    inherited = {name: value for name, value in os.environ.items() if name not in secrets_of}
     return [
         Launch(
             name=name,
             argv=model.command or (*program, *_arguments(model)),
-            env={**os.environ, _KEY_VARIABLE: key, **model.env},
+            env={**inherited, _KEY_VARIABLE: key, **model.env},
             kv_dir=kv_dir,
             start_timeout_s=model.start_timeout_s,
             stop_timeout_s=model.stop_timeout_s,
-            api_key=None if model.command else model.env.get(_KEY_VARIABLE, key),
+            api_key=model.env.get(_KEY_VARIABLE, key),
         )
         for model in config.models
         for name in model.servers

@@ -26,6 +26,7 @@ from router.base.errors import (
 )
 from router.base.ports import Telemetry
 from router.base.types import Caller, RequestId
+from router.core.model.servers import ServerPhase
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.client import LlamaClient, RelayedResponse
 from router.llama.multipart import is_form
@@ -88,6 +89,7 @@ _TAKES_SLOTS = frozenset(
     }
 )
 _MODELS = frozenset({"/models", "/v1/models"})
+_HEALTH = frozenset({"/health", "/v1/health"})
 _CONTROL = "/v1/chat/completions/control"
 # Routes that change nothing, although they are POST.
 _READS = frozenset(
@@ -345,7 +347,11 @@ class App:
         """
         model = self._selection.resolve(model)
         try:
-            await self._selection.until_usable(model, name)
+            # A look must not load a model: programs ask for /health and /props all the time.
+            if request.method not in ("GET", "HEAD"):
+                await self._selection.until_usable(model, name)
+            elif request.path.rstrip("/") in _HEALTH and self._selection.servers:
+                return open_to_browsers(request, json_response({"status": "ok"}))
             return await self._pass_to(self._selection.fitting(model), request, name, raw)
         finally:
             self._selection.no_longer_waits(name)
@@ -420,7 +426,9 @@ class App:
         answers = [answer for answer in told if answer is not None]
         if not answers and not servers:
             raise BackendError("no backend lists its models")
-        listed = with_status(merge_models(answers), {s.models: s.phase for s in servers})
+        # Of the replicas of a model, one that is up says most.
+        ordered = sorted(servers, key=lambda server: server.phase is ServerPhase.UP)
+        listed = with_status(merge_models(answers), {s.models: s.phase for s in ordered})
         merged = json_response(listed, headers=names(request, name))
         return open_to_browsers(request, merged)
 

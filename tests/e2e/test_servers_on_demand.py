@@ -171,6 +171,10 @@ async def test_an_operator_starts_stops_and_reads_the_log() -> None:
     async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
         assert (await fleet.post("/kvferry/servers/a/start", {})).json["phase"] == "starting"
         found = await until_phase(fleet, "a", "up")
+        for action in ("drain", "undrain"):
+            conflict = await fleet.operate("a", action)
+            assert conflict.status == 409
+            assert "kvferry servers" in conflict.json["error"]["message"]
         pids = family(found["pid"])
         text = (await fleet.get("/kvferry/servers/a/log")).body.decode()
         assert text
@@ -180,8 +184,7 @@ async def test_an_operator_starts_stops_and_reads_the_log() -> None:
         await fleet.post("/kvferry/servers/a/stop", {})
         await until_phase(fleet, "a", "stopped")
         await until_gone(pids)
-        drained = await fleet.operate("a", "drain")
-        assert drained.status == 404
+        assert (await fleet.operate("a", "drain")).status == 404
         for path, told in (("x/start", "no server 'x'"), ("a/jump", "start, stop or restart")):
             refused = await fleet.post(f"/kvferry/servers/{path}", {})
             assert refused.status == 404
@@ -402,3 +405,27 @@ async def test_other_programs_need_the_key_of_a_server() -> None:
         assert key is not None
         for pid in family(guard):
             assert key[1].removeprefix(b"Bearer ") not in command_line(pid)
+
+
+async def test_a_look_loads_nothing() -> None:
+    """A load balancer asks for /health all the time."""
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
+        assert (await fleet.get("/health")).json == {"status": "ok"}
+        assert (await fleet.get("/props")).status == 503
+        assert (await servers(fleet))["a"]["phase"] == "stopped"
+
+
+async def test_requests_while_a_server_dies_are_served_by_the_next() -> None:
+    """The backend is down before the end of the process is known; nothing may spin or be lost."""
+    async with running([], None, yaml=config([model("a")]), wait_for=()) as fleet:
+        await ask(fleet, "a", ids(1, 20))
+        guard = (await servers(fleet))["a"]["pid"]
+        os.kill(guard, signal.SIGSTOP)  # it cannot tell the end of its server
+        os.kill(family(guard)[1], signal.SIGKILL)
+        await fleet.until(lambda state: not state["backends"][0]["up"])
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(fleet.complete(ids(2, 20), model="a"))
+            found = await servers(fleet)  # the router answers
+            assert found["a"]["phase"] == "up"
+            os.kill(guard, signal.SIGCONT)
+        assert waiting.result().status == 200

@@ -189,8 +189,8 @@ def _nobodys(state: State, now: float) -> list[Waiting]:
 
 
 def _will_be_loaded(state: State, request: Request, now: float) -> bool:
-    servers = state.fleet.servers
-    return servers.may_serve(request.model, now) and not servers.ready(request.model)
+    fleet = state.fleet
+    return fleet.servers.may_serve(request.model, now) and not fleet.is_loaded(request.model)
 
 
 def stop(state: State, *, save: bool) -> None:

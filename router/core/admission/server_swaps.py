@@ -4,7 +4,7 @@ from collections import defaultdict
 from math import inf
 
 from router.base.errors import DeadlineError, NoBackendError, ServerFailedError
-from router.base.types import BackendId
+from router.base.types import BackendId, BackendInfo
 from router.core.admission import backend_drain
 from router.core.execution.completion import lose_backend
 from router.core.execution.state import State
@@ -21,9 +21,14 @@ def settle(state: State, now: float) -> None:
     servers = state.fleet.servers
     if not servers or state.stopping:
         return
-    demands = _demands(state)
+    demands, hangs_at = _demands(state), inf
     for server in servers:
         server.note(demands.get(server.name, Demand()), now)
+        at, fault = server.hangs_at()
+        if now >= at:
+            _end_hanging(state, server, fault, now)
+        elif server.may_attach:
+            hangs_at = min(hangs_at, at)
     made = plan_swaps(servers, demands, now)
     for server in made.start:
         server.start(now)
@@ -31,7 +36,7 @@ def settle(state: State, now: float) -> None:
     servers.swaps += len({server.spec.model for server in made.stop})
     for server in made.stop + made.expired:
         _leave(state, server, now)
-    state.plan_servers_at = made.again_at
+    state.plan_servers_at = min(made.again_at, hangs_at)
 
 
 def wakeup(state: State) -> float:
@@ -48,7 +53,7 @@ def wanted(state: State, event: ev.ModelWanted, now: float) -> None:
         state.reject(event.request, NoBackendError("the router is stopping"))
     elif servers.may_serve(event.model, now):
         servers.unread[event.request] = Unread(event.request, event.model, now)
-        if servers.ready(event.model):
+        if state.fleet.is_loaded(event.model):
             state.out.append(ModelReady(event.request))
     else:
         state.reject(event.request, failed(state, event.model))
@@ -80,12 +85,12 @@ def failed(state: State, model: str | None) -> ServerFailedError:
     )
 
 
-def came_up(state: State, backend: BackendId, now: float) -> None:
+def came_up(state: State, info: BackendInfo, now: float) -> None:
     """Note that a server's backend is attached, and tell the requests that wait for its model."""
-    server = state.fleet.servers.get(backend)
+    server = state.fleet.servers.get(info.id)
     if server is None:
         return
-    server.came_up(now)
+    server.came_up(now, generates=info.generates)
     for waiting in state.fleet.servers.unread.values():
         if server in state.fleet.servers.of(waiting.model):
             state.out.append(ModelReady(waiting.request))
@@ -129,6 +134,12 @@ def asked(state: State, event: ev.ServerAsked, now: float) -> None:
         elif server.phase is ServerPhase.STARTING:
             server.stop(now)
             state.out.append(StopServer(server.name))
+
+
+def _end_hanging(state: State, server: Server, fault: str, now: float) -> None:
+    lose_backend(state, server.name, now)
+    server.stop(now, fault)
+    state.out.append(StopServer(server.name))
 
 
 def _leave(state: State, server: Server, now: float) -> None:

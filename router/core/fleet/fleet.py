@@ -187,6 +187,11 @@ class Fleet:
         backoff = self.backoffs.get(backend)
         return backoff is None or backoff.until is None
 
+    def is_loaded(self, model: str | None) -> bool:
+        """Return whether a server on demand of the model can take requests now."""
+        names = [server.name for server in self.servers.of(model)]
+        return any(name in self.infos and name not in self.draining for name in names)
+
     def running(self, backend: BackendId) -> int:
         """Count the running streams, which stop while a state file is written or read."""
         return self.slots.phases(backend)[Phase.RUNNING]

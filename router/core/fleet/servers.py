@@ -6,10 +6,9 @@ started for it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 from router.base.types import BackendId, RequestId
-from router.core.model.servers import Server, ServerLimit, ServerPhase, ServerSpec
+from router.core.model.servers import Server, ServerLimit, ServerSpec
 
 
 @dataclass(slots=True)
@@ -54,13 +53,14 @@ class Servers:
     def of(self, model: str | None) -> list[Server]:
         """Return the servers for a model; for None those of the default model.
 
-        The default is a model that is loaded, or else the first of the configuration.
+        The default is a model that is loaded, or else the first of the configuration; one that
+        completes prompts.
         """
         if model is not None:
             return [server for server in self if server.spec.answers_to(model)]
-        loaded = [server for server in self if server.is_loaded]
-        first = next(iter(loaded or self), None)
-        return [] if first is None else self.of(first.spec.model)
+        able = [server for server in self if server.generates] or list(self)
+        loaded = [server for server in able if server.is_loaded]
+        return [] if not able else self.of((loaded or able)[0].spec.model)
 
     def may_serve(self, model: str | None, now: float) -> bool:
         """Return whether a request for a model may wait for one of its servers."""
@@ -74,12 +74,3 @@ class Servers:
         """Return the loaded models that count for a limit."""
         found = dict.fromkeys(s.spec.model for s in self if s.is_loaded)
         return [model for model in found if model in limit.models]
-
-    def ready(self, model: str | None) -> bool:
-        """Return whether a server of the model is up."""
-        return any(server.phase is ServerPhase.UP for server in self.of(model))
-
-    def next_retry(self, now: float) -> float:
-        """Return when the next failed server may be started again, in clock seconds; inf: none."""
-        times = (s.retry_at for s in self if s.phase is ServerPhase.FAILED and s.retry_at > now)
-        return min(times, default=inf)

@@ -20,6 +20,7 @@ class ServerSpec(Struct, frozen=True):
     `models` are the names that requests use, its own first. Replicas have the same `models`.
     `keep`: never stopped for another. `ttl_s`: stopped after so long without a request; None:
     never. `max_wait_s`: how long requests for it may wait for others to be stopped.
+    `start_timeout_s`: until it is ready; to attach it may take `TUNING.server_attach_s` more.
     """
 
     name: BackendId
@@ -28,6 +29,7 @@ class ServerSpec(Struct, frozen=True):
     preload: bool = False
     ttl_s: float | None = None
     max_wait_s: float = 120.0
+    start_timeout_s: float = 600.0
 
     @property
     def model(self) -> str:
@@ -80,6 +82,9 @@ class Server:
     failures: int = 0  # in a row
     retry_at: float = 0.0
     idle_since: float = 0.0  # since when no request waits or runs; inf: one does
+    down_since: float = inf  # UP: its backend does not answer; inf: it does
+    fault: str = ""  # ENDING: why it was told to end, if that counts as a failure
+    generates: bool = True  # whether it completes prompts, as far as is known
     has_been_used: bool = False  # by a request, ever
     has_served: bool = False  # the requests that it was started for
     # Seconds from the order to start until it is up; from the order to stop until it has ended.
@@ -122,7 +127,8 @@ class Server:
 
         `again`: also if it is loaded, once it has ended.
         """
-        if again or not self.is_loaded:
+        is_going = self.phase in (ServerPhase.LEAVING, ServerPhase.ENDING)
+        if again or is_going or not self.is_loaded:
             self.asked_at, self.retry_at = now, now
 
     def unask(self) -> None:
@@ -134,32 +140,53 @@ class Server:
         self._enter(ServerPhase.STARTING, now)
         self.asked_at, self.has_served = None, False
 
-    def came_up(self, now: float) -> None:
+    @property
+    def may_attach(self) -> bool:
+        """Return whether its backend may be attached: it was not told to end."""
+        return self.phase in (ServerPhase.STARTING, ServerPhase.UP)
+
+    def came_up(self, now: float, *, generates: bool) -> None:
         """Note that its backend is attached."""
+        self.generates, self.down_since = generates, inf
         if self.phase is ServerPhase.STARTING:
             self.load_s = _learned(self.load_s, now - self.since)
             self._enter(ServerPhase.UP, now)
+
+    def went_down(self, now: float) -> None:
+        """Note that its backend does not answer, though its process may live."""
+        if self.phase is ServerPhase.UP:
+            self.down_since = now
+
+    def hangs_at(self) -> tuple[float, str]:
+        """Return when it counts as hanging, in clock seconds, and the words for it."""
+        if self.phase is ServerPhase.STARTING:
+            limit_s = self.spec.start_timeout_s + TUNING.server_attach_s
+            return self.since + limit_s, f"it could not be used after {limit_s:g} s"
+        hangs_s = TUNING.server_hangs_s
+        return self.down_since + hangs_s, f"it did not answer for {hangs_s:g} s"
 
     def leave(self, now: float) -> None:
         """Note that it gets nothing new and is to be stopped."""
         self._leaving_since = now
         self._enter(ServerPhase.LEAVING, now)
 
-    def stop(self, now: float) -> None:
-        """Note the order to end its process."""
+    def stop(self, now: float, fault: str = "") -> None:
+        """Note the order to end its process; `fault`: that counts as a failure."""
         if self.phase is not ServerPhase.LEAVING:
             self._leaving_since = now
+        self.fault, self.down_since = fault, inf
         self._enter(ServerPhase.ENDING, now)
 
     def ended(self, problem: str, now: float) -> None:
         """Note that its process has ended, as ordered or by itself."""
-        if self.phase in (ServerPhase.LEAVING, ServerPhase.ENDING):
+        problem = self.fault or problem
+        if self.phase in (ServerPhase.LEAVING, ServerPhase.ENDING) and not self.fault:
             self.stop_s = _learned(self.stop_s, now - self._leaving_since)
             self._enter(ServerPhase.STOPPED, now)
             return
         was_well = self.phase is ServerPhase.UP and now - self.since >= TUNING.server_well_s
         self.failures = 1 if was_well else self.failures + 1
-        self.problem = problem
+        self.problem, self.fault, self.down_since = problem, "", inf
         backoff_s = TUNING.server_backoff_first_s * 2.0 ** min(self.failures - 1, 10)
         self.retry_at = now + min(backoff_s, TUNING.server_backoff_most_s)
         if self.failures >= TUNING.server_failures:

@@ -132,6 +132,10 @@ class Tuning(Struct, frozen=True):
     server_soon: float = 0.5
     # Seconds in which the first request comes, to a server that was started for requests.
     server_stay_s: float = 2.0
+    # Seconds to attach a server that is ready, and seconds without an answer after which a server
+    # is ended. Chosen: a probe on a slow CPU takes ten; a server answers polls between batches.
+    server_attach_s: float = 120.0
+    server_hangs_s: float = 60.0
     # Seconds between starts of a server that ends by itself, doubled each time; up for so many
     # seconds, it counts as well again. After so many failures in a row, requests are refused, and
     # the next start is tried for a request that comes later. Chosen.

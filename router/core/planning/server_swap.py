@@ -4,7 +4,7 @@ A swap takes the seconds to save and stop one server and to load the other. Were
 served in the order of arrival, two clients with two models would cause a swap for every request.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -54,8 +54,7 @@ def plan_swaps(servers: Servers, demands: Mapping[BackendId, Demand], now: float
                 for limit in taken:
                     taken[limit] += server.spec.model in limit.models
             continue
-        for limit in full:
-            _make_room(servers, server, limit, demands, leaving, made, now)
+        _make_room(servers, server, full, demands, leaving, made, now)
     _expire(servers, demands, made, now)
     return made
 
@@ -102,17 +101,37 @@ def _next_comes_soon(victim: Server, demands: Mapping[BackendId, Demand]) -> boo
 def _make_room(
     servers: Servers,
     wanted: Server,
-    limit: ServerLimit,
+    full: Sequence[ServerLimit],
     demands: Mapping[BackendId, Demand],
     leaving: list[Server],
     made: SwapPlan,
     now: float,
 ) -> None:
+    """Find room for a server under each limit that is full; one model may make it for several.
+
+    A model that leaves already is promised to the first that needs its room.
+    """
+    gone: set[str] = set()
+    for limit in full:
+        if gone & limit.models:
+            continue
+        promised = next((s.spec.model for s in leaving if s.spec.model in limit.models), None)
+        victim = promised or _victim(servers, wanted, limit, demands, made, now)
+        if victim is not None:
+            gone.add(victim)
+    leaving[:] = [server for server in leaving if server.spec.model not in gone]
+
+
+def _victim(
+    servers: Servers,
+    wanted: Server,
+    limit: ServerLimit,
+    demands: Mapping[BackendId, Demand],
+    made: SwapPlan,
+    now: float,
+) -> str | None:
+    """Return the model that is stopped now to make room. None: none is, or not yet."""
     inside = [server for server in servers if server.spec.model in limit.models]
-    promised = next((server for server in leaving if server in inside), None)
-    if promised is not None:
-        leaving[:] = [s for s in leaving if s.spec.model != promised.spec.model]
-        return
     models: dict[str, list[Server]] = {}
     for server in inside:
         if server.is_loaded and server not in made.stop:
@@ -127,12 +146,13 @@ def _make_room(
         if all(one.phase is ServerPhase.UP and not one.spec.keep for one in replicas)
     ]
     if not ways:
-        return  # all of them are loading or kept: the next event changes that
+        return None  # all of them are loading or kept: the next event changes that
     at, _, model = min(ways)
-    if at <= now:
-        made.stop += models[model]
-    else:
+    if at > now:
         made.again_at = min(made.again_at, at)
+        return None
+    made.stop += models[model]
+    return model
 
 
 def _expire(

@@ -184,7 +184,8 @@ class BackendSelection:
             raise QueueFullError("too many requests are waiting; try again later")
         self.waiting += 1
         try:
-            if self._engine.view.is_on_demand(resolved := self.resolve(model)):
+            resolved, view = self.resolve(model), self._engine.view
+            if view.is_on_demand(resolved) and not view.is_loaded(resolved):
                 await self._until_loaded(resolved, request)
                 return
             async with asyncio.timeout(limits.no_backend_s):

@@ -236,6 +236,7 @@ class Completions:
                 exchange.asked = perf_counter()
                 async with self._kept_alive(exchange.http, exchange.parsed, first.id):
                     grant = await self._engine.submit(exchange.request)
+                self._selection.no_longer_waits(first.id)
                 exchange.granted = perf_counter()
                 backend = grant.lease.slot.backend
                 return await self._send(exchange, grant)

@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from typing import TypeVar
 
 import orjson
 from aiohttp import web
@@ -14,6 +15,8 @@ from router.base.errors import (
     RouterError,
 )
 from router.base.types import RequestId
+
+Response = TypeVar("Response", bound=web.StreamResponse)
 
 REQUEST_ID = "x-kvferry-request-id"
 # The client's own id of a request: returned to the client, and written to the log.
@@ -80,7 +83,7 @@ def json_response(
     )
 
 
-def open_to_browsers(request: web.BaseRequest, response: web.Response) -> web.Response:
+def open_to_browsers(request: web.BaseRequest, response: Response) -> Response:
     """Let the requesting web page read the response, as llama-server does with all of its own."""
     origin = request.headers.get("Origin")
     if origin is not None and _ORIGIN.fullmatch(origin):

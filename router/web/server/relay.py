@@ -283,6 +283,7 @@ async def _into(
     """Copy the events of an answer into a stream that has begun; raises as `relay` does."""
     loop, begun = asyncio.get_running_loop(), False
     try:
+        await stream.begin()
         async with _silence(request, settings, capture) as silence:
             if upstream.status != HTTPStatus.OK:
                 await stream.fail(error_of(await upstream.read(), upstream.status))

@@ -6,10 +6,12 @@ from random import Random
 import pytest
 
 from router.base.errors import DeadlineError, ServerFailedError
-from router.base.types import BackendId
+from router.base.types import BackendId, RequestId
+from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.model.servers import ServerLimit, ServerPhase, ServerSpec
 from router.core.model.tuning import TUNING
+from tests.support.scheduler.build import backend
 from tests.support.scheduler.servers import ServerWorld, one_at_a_time, server
 
 UP, STOPPED = ServerPhase.UP, ServerPhase.STOPPED
@@ -283,3 +285,83 @@ def test_a_crowd_swaps_a_third_as_often_as_in_the_order_of_arrival(seed: int) ->
     assert w.rejected == {}
     assert w.s.state.fleet.servers.swaps <= _swaps_in_order(order) / 3
     assert max(w.waited_s.values()) <= 60.0 + w.answers_s
+
+
+def test_one_model_makes_room_under_two_limits() -> None:
+    """`chat` is in the way twice, of its group and of all: no other model is stopped for that."""
+    names = ("chat", "code", "small")
+    limits = [one_at_a_time("chat", "code"), one_at_a_time(*names, n=2)]
+    w = ServerWorld([server(name) for name in names], limits)
+    for name in ("small", "chat", "code"):
+        w.ask(name, name)
+        w.run(w.now + 30.0)
+    assert [name for _, name in w.stops] == ["chat"]
+    assert set(w.answered) == set(names)
+
+
+def test_a_process_that_lives_and_does_not_answer_is_ended() -> None:
+    w = ServerWorld([server("a")])
+    w.ask("1", "a")
+    w.run(10.0)
+    w.feed(ev.BackendDown(BackendId("a")))
+    w.ask("2", "a")
+    w.run(10.0 + TUNING.server_hangs_s - 1)
+    assert "2" not in w.answered
+    w.run(10.0 + TUNING.server_hangs_s + 20)
+    assert [name for _, name in w.stops] == ["a"]
+    assert "2" in w.answered
+    found = w.s.state.fleet.servers.get(BackendId("a"))
+    assert found is not None
+    assert (found.failures, found.problem) == (1, "it did not answer for 60 s")
+
+
+def test_a_request_waits_while_a_server_that_is_up_has_no_backend() -> None:
+    """Between the loss of its backend and the end of its process, a server looks up."""
+    w = ServerWorld([server("a")])
+    w.ask("1", "a")
+    w.run(10.0)
+    w.feed(ev.BackendDown(BackendId("a")))
+    effects = w.s.handle(ev.ModelWanted(RequestId("2"), "a"), w.now)
+    assert not any(isinstance(effect, ef.ModelReady) for effect in effects)
+
+
+def test_a_server_that_is_ready_and_cannot_be_attached_fails() -> None:
+    """It answers /health, and nothing else: with a wrong key, for example."""
+    w = two(start_timeout_s=30.0)
+    w.load_s = 1e9
+    w.ask("1", "a")
+    w.ask("2", "b")
+    w.run(30.0 + TUNING.server_attach_s - 1)
+    assert w.stops == []
+    w.load_s = 5.0
+    w.run(30.0 + TUNING.server_attach_s + 60)
+    assert [name for _, name in w.stops][:1] == ["a"]
+    assert set(w.answered) == {"1", "2"}
+
+
+def test_a_backend_that_is_attached_after_the_order_to_end_is_not_used() -> None:
+    w = two()
+    w.ask("1", "a")
+    w.run(2.0)
+    w.feed(ev.ServerAsked(BackendId("a"), stop=True))
+    w.feed(ev.BackendUp(backend("a", models=frozenset("a"))))
+    assert not w.s.state.fleet.infos
+
+
+def test_a_start_that_is_asked_for_while_it_stops_is_not_lost() -> None:
+    w = two()
+    w.feed(ev.ServerAsked(BackendId("a"), start=True))
+    w.run(10.0)
+    w.feed(ev.ServerAsked(BackendId("a"), stop=True))
+    w.feed(ev.ServerAsked(BackendId("a"), start=True))
+    w.run(30.0)
+    assert w.phase("a") is UP
+
+
+def test_a_request_without_a_model_goes_to_one_that_completes_prompts() -> None:
+    w = ServerWorld([server("embed"), server("chat")])
+    w.feed(ev.ServerAsked(BackendId("embed"), start=True))
+    w.run(1.0)
+    w.feed(ev.BackendUp(backend("embed", models=frozenset({"embed"}), generates=False)))
+    w.feed(ev.ModelWanted(RequestId("1"), None))
+    assert [name for _, name in w.starts] == ["embed", "chat"]

@@ -59,7 +59,7 @@ class ServerWorld:
         """Let a request come now."""
         rid = RequestId(name)
         self._models[rid], self._came[rid] = model, self.now
-        if self.unread and not self.s.state.fleet.servers.ready(model):
+        if self.unread and not self.s.state.fleet.is_loaded(model):
             self.feed(ev.ModelWanted(rid, model))
         else:
             self._arrives(rid)
