@@ -225,10 +225,16 @@ def _import(options: argparse.Namespace) -> int:
 
     try:
         print(imported(options.file.read_text("utf-8")), end="")
+    except OSError as error:
+        told = error.strerror
+    except UnicodeDecodeError:
+        told = "it is not UTF-8"
     except ImportProblemError as error:
-        print(f"kvferry: {options.file}: {error}", file=sys.stderr)
-        return BAD_INPUT
-    return OK
+        told = str(error)
+    else:
+        return OK
+    print(f"kvferry: {options.file}: {told}", file=sys.stderr)
+    return BAD_INPUT
 
 
 def _key(options: argparse.Namespace) -> int:
