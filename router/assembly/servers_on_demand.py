@@ -5,6 +5,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
+
 from router.assembly.backends import Backends, StartError, timeouts_of
 from router.base.errors import BackendError
 from router.base.types import BackendId, KvDir
@@ -17,6 +19,8 @@ from router.llama.replies import ModelsInfo, Props
 from router.servers.launch import Identity, launches_of, state_dir
 from router.servers.program import ServerNotFoundError
 from router.servers.supervisor import Supervisor
+
+log = structlog.get_logger(__name__)
 
 
 def kv_dir_of_servers(config: Config) -> KvDir | None:
@@ -35,6 +39,7 @@ class ServersOnDemand:
         self._timeouts = timeouts_of(config)
         kv_dir = kv_dir_of_servers(config)
         self._kv_dir = None if kv_dir is None else Path(kv_dir)
+        self._models = config.servers.models
         self._names = {
             server: model.names for model in config.servers.models for server in model.servers
         }
@@ -74,6 +79,9 @@ class ServersOnDemand:
         except OSError as error:
             told = f"servers: kv_dir: {self._kv_dir} cannot be made: {error.strerror}"
             raise StartError(told) from error
+        for model in self._models:  # a warning: the file may come before its first request
+            if model.model is not None and not await asyncio.to_thread(model.model.is_file):
+                log.warning("model_file_missing", model=model.name, path=str(model.model))
 
     def start(self, server: BackendId) -> None:
         """Start a server."""

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from router.base.types import BackendId
 from router.config.servers import ModelConfig, ServersConfig
-from router.servers.program import HOST, find_server
+from router.servers.program import HOST, PREBUILT, ServerNotFoundError, find_server
 
 _PORT, _KV_DIR = "${port}", "${kv_dir}"
 _KEY_VARIABLE = "LLAMA_API_KEY"  # of llama-server's --api-key
@@ -61,6 +61,12 @@ def launches_of(
     if needs_program:
         explicit = None if config.llama_server is None else str(config.llama_server)
         program = find_server(explicit)
+        fetched = [model.name for model in config.models if model.hf is not None]
+        if fetched and program[-1] == PREBUILT:
+            raise ServerNotFoundError(
+                f"servers.models: {fetched[0]}: hf: the prebuilt llama-server of the wheel fetches"
+                " no models: give the file as `model`, or install llama.cpp's llama-server"
+            )
     # Other users of the machine reach the ports as well. In the environment, unlike in a command
     # line, they do not see the key.
     key = secrets.token_urlsafe(24)

@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 
 HOST = "127.0.0.1"
+PREBUILT = "router.servers.prebuilt"  # the module that serves with the wheel xllamacpp
 # Below the ephemeral ports: systems do not assign these to listeners or connections.
 _PORTS = range(20_000, 32_000)
 _TRIES = 100
@@ -63,7 +64,7 @@ def find_server(explicit: str | None = None) -> list[str]:
             pass
     # (5) find_spec, since an import starts a compute backend in this process.
     if importlib.util.find_spec("xllamacpp") is not None:
-        return [sys.executable, "-m", "router.servers.prebuilt"]
+        return [sys.executable, "-m", PREBUILT]
     raise ServerNotFoundError(NOT_FOUND)
 
 

@@ -23,7 +23,7 @@ from router.tools.console.servers import servers
 from router.tools.console.snapshots import add_options as add_snapshot_options
 from router.tools.console.snapshots import snapshots
 from router.tools.doctor.check import check_text
-from router.tools.serving.flags import add_server_options, servers_from
+from router.tools.serving.flags import add_server_options, given_flags, servers_from
 from router.tools.simulate.command import add_options, simulate
 
 OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
@@ -141,7 +141,9 @@ def _fleet_options(command: argparse.ArgumentParser) -> None:
         "--backend", action="append", default=[], metavar="URL", help="a llama-server; repeatable"
     )
     command.add_argument(
-        "--kv-dir", metavar="DIR", help="the servers' --slot-save-path, as seen from here"
+        "--kv-dir",
+        metavar="DIR",
+        help="the servers' --slot-save-path, as seen from here; with --model: where to keep KV",
     )
     command.add_argument("--listen", metavar="HOST:PORT", help="default 127.0.0.1:8080")
     command.add_argument("--policy", metavar="NAME", help=", ".join(PolicyName))
@@ -149,15 +151,10 @@ def _fleet_options(command: argparse.ArgumentParser) -> None:
 
 def _config(options: argparse.Namespace) -> Config:
     """Load the configuration from the file or the flags. Raises ConfigError or StartError."""
-    models: list[str] = getattr(options, "model", [])
+    starts_servers = "server_args" in options
     if options.config is None:
-        return from_flags(
-            options.backend,
-            options.kv_dir,
-            options.listen,
-            options.policy,
-            servers_from(options) if models else None,
-        )
+        servers = servers_from(options) if starts_servers else None
+        return from_flags(options.backend, options.kv_dir, options.listen, options.policy, servers)
     given = [
         flag
         for flag, value in (
@@ -165,10 +162,11 @@ def _config(options: argparse.Namespace) -> Config:
             ("--kv-dir", options.kv_dir),
             ("--listen", options.listen),
             ("--policy", options.policy),
-            ("--model", models),
         )
         if value
     ]
+    if starts_servers:
+        given += given_flags(options)
     if given:
         raise StartError(f"{', '.join(given)}: not together with --config; set it in the file")
     return load(options.config)

@@ -7,7 +7,7 @@ import pytest
 
 from router.config.servers import ServersConfig
 from router.servers.launch import Launch, launches_of, state_dir
-from router.servers.program import ServerNotFoundError
+from router.servers.program import PREBUILT, ServerNotFoundError
 
 
 def launches(*models: dict[str, Any], **more: Any) -> list[Launch]:
@@ -57,3 +57,24 @@ def test_the_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", "/home/x")
     assert state_dir() == Path("/home/x/.local/state/kvferry")
+
+
+def test_the_wheel_fetches_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    prebuilt = ["python", "-m", PREBUILT]
+    monkeypatch.setattr("router.servers.launch.find_server", lambda explicit: prebuilt)
+    assert launches({"name": "a", "model": "/m.gguf"})[0].argv[:3] == tuple(prebuilt)
+    with pytest.raises(ServerNotFoundError, match="a: hf: the prebuilt llama-server"):
+        launches({"name": "a", "hf": "user/repository"})
+
+
+def test_the_secrets_of_kvferry_are_its_own(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADMIN", "secret")
+    config = ServersConfig.model_validate({"models": [{"name": "a", "model": "/m.gguf"}]})
+    (one,) = launches_of(config, Path("/kv"), {"ADMIN"})
+    assert "ADMIN" not in one.env
+    assert one.env["LLAMA_API_KEY"] == one.api_key
+
+
+def test_a_key_of_ones_own(program: str) -> None:
+    (one,) = launches({"name": "a", "model": "/m.gguf", "env": {"LLAMA_API_KEY": "mine"}})
+    assert one.env["LLAMA_API_KEY"] == one.api_key == "mine"

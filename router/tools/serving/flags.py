@@ -3,7 +3,10 @@
 import argparse
 import re
 import shlex
+import shutil
 from pathlib import Path
+
+from router.assembly.backends import StartError
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _HF = "hf:"
@@ -28,12 +31,37 @@ def add_server_options(command: argparse.ArgumentParser) -> None:
     add("--slots", type=int, metavar="N", help="slots of each server; default 4")
     add("--ctx", type=int, metavar="N", help="tokens of the context of each slot; default 16384")
     add("--server-args", default="", metavar='"..."', help="more arguments for llama-server")
-    add("--llama-server", metavar="PATH", help="the llama-server program; default: searched for")
+    add(
+        "--llama-server",
+        metavar="PROGRAM",
+        help="the llama-server program, a path or a name on PATH; default: searched for",
+    )
 
 
-def servers_from(options: argparse.Namespace) -> dict[str, object]:
-    """Return the `servers` section for the flags."""
-    common: dict[str, object] = {"args": shlex.split(options.server_args)}
+def given_flags(options: argparse.Namespace) -> list[str]:
+    """Return the names of these flags that the command line has."""
+    flags = {
+        "--model": options.model,
+        "--loaded": options.loaded is not None,
+        "--slots": options.slots is not None,
+        "--ctx": options.ctx is not None,
+        "--server-args": options.server_args,
+        "--llama-server": options.llama_server is not None,
+    }
+    return [flag for flag, given in flags.items() if given]
+
+
+def servers_from(options: argparse.Namespace) -> dict[str, object] | None:
+    """Return the `servers` section for the flags; None: without any. Raises StartError."""
+    given = given_flags(options)
+    if not given:
+        return None
+    if not options.model:
+        raise StartError(f"{', '.join(given)}: say which model is meant: add --model FILE")
+    try:
+        common: dict[str, object] = {"args": shlex.split(options.server_args)}
+    except ValueError as error:
+        raise StartError(f"--server-args: {error}") from error
     if options.slots is not None:
         common["slots"] = options.slots
     if options.ctx is not None:
@@ -42,7 +70,8 @@ def servers_from(options: argparse.Namespace) -> dict[str, object]:
     if options.loaded is not None:
         found["loaded"] = options.loaded
     if options.llama_server is not None:
-        found["llama_server"] = str(Path(options.llama_server).absolute())
+        program = shutil.which(options.llama_server) or options.llama_server
+        found["llama_server"] = str(Path(program).absolute())
     return found
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from router.assembly.backends import StartError
 from router.config import schema
 from router.config.loader import ConfigError
 from router.config.schema import Config
+from router.tools.cli import main
 from router.tools.serving.flags import add_server_options, servers_from
 
 
@@ -67,3 +69,31 @@ def test_a_mistake_names_its_flag(words: list[str], flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parsed(*words)
     assert {problem.path for problem in caught.value.problems} == {flag}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--loaded", "1", "--slots", "2"], "--loaded, --slots: say which model is meant"),
+        (["--model", "a.gguf", "--server-args", "'"], "--server-args: No closing quotation"),
+    ],
+)
+def test_flags_that_mean_nothing(words: list[str], told: str) -> None:
+    with pytest.raises(StartError, match=told):
+        parsed(*words)
+
+
+def test_a_program_on_the_path(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path_factory.mktemp("bin") / "my-server"
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    found = parsed("--model", "a.gguf", "--llama-server", "my-server").servers.llama_server
+    assert found == program
+
+
+def test_flags_beside_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--config", "x.yaml", "--model", "a.gguf", "--loaded", "1"]) == 1
+    assert "--model, --loaded: not together with --config" in capsys.readouterr().err
