@@ -20,7 +20,7 @@ from router.servers.program import HOST, ServerStartError, free_port
 
 log = structlog.get_logger(__name__)
 
-_READY_INTERVAL_S = 0.05
+_READY_INTERVAL_S = 0.02
 _LOG_INTERVAL_S = 5.0
 # Bytes of a log that are looked at for the reason of an end, and lines that are repeated of it.
 _TAIL_BYTES = 4096

@@ -45,7 +45,7 @@ class Servers:
         """Take over the servers of a configuration; the preloaded ones are wanted at once."""
         self.limits = tuple(limits)
         for spec in specs:
-            server = self._servers.setdefault(spec.name, Server(spec))
+            server = self._servers.setdefault(spec.name, Server(spec, since=now))
             server.spec = spec
             if spec.preload:
                 server.ask(now)
