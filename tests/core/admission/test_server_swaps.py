@@ -7,6 +7,7 @@ import pytest
 
 from router.base.errors import DeadlineError, ServerFailedError
 from router.base.types import BackendId, RequestId
+from router.core.fleet.servers import Servers
 from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.model.servers import ServerLimit, ServerPhase, ServerSpec
@@ -43,6 +44,12 @@ def test_a_preloaded_server_is_started_at_once() -> None:
     w = ServerWorld([server("a"), server("b", preload=True)])
     w.run(1.0)
     assert w.starts == [(0.0, "b")]
+
+
+def test_a_server_is_stopped_since_it_was_configured() -> None:
+    servers = Servers()
+    servers.configure([server("a")], (), now=5.0)
+    assert [one.since for one in servers] == [5.0]
 
 
 def test_replicas_are_one_model() -> None:
