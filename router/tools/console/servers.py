@@ -65,9 +65,10 @@ async def _list(client: RouterClient, options: argparse.Namespace) -> int:
     if not found["servers"]:
         console.print("this router starts no servers: give it --model, or `servers` in its file")
         return 0
-    rows = table("server", "phase", "waiting", "load", right=["waiting", "load"], last="models")
+    numbers = ["waiting", "load"]
+    rows = table("server", "phase", *numbers, right=numbers, last="other names", wrap=True)
     for one in found["servers"]:
-        names = ", ".join(one["models"])
+        names = ", ".join(name for name in one["models"] if name != one["name"])
         rows.add_row(one["name"], _phase(one), str(one["waiting"]), span(one["load_s"]), names)
     console.print(rows)
     for one in found["servers"]:
