@@ -259,23 +259,36 @@ async def test_a_server_that_is_killed_while_it_loads(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_quick_to_fail")
 @pytest.mark.parametrize(
-    ("what", "entry", "reason"),
+    ("entry", "reason"),
     [
-        ("no file", {"name": "x", "model": "/no/such.gguf"}, "it ended with code 1"),
-        ("no GGUF", {"name": "x", "model": __file__}, "it ended with code 1"),
-        ("no program", {"name": "x", "command": ["/no/such", "${port}"]}, "it ended with code 1"),
+        ({"name": "x", "model": "/no/such.gguf"}, "it ended with code 1"),
+        ({"name": "x", "model": __file__}, "it ended with code 1"),
+        ({"name": "x", "command": ["/no/such", "${port}"]}, "it ended with code 1"),
         (
-            "never ready",
             {"name": "x", "command": SLEEPS, "start_timeout": "200ms"},
             "it was not ready after 0.2 s (start_timeout)",
         ),
     ],
+    ids=["no file", "no GGUF", "no program", "never ready"],
 )
-async def test_a_server_that_cannot_start(what: str, entry: Json, reason: str) -> None:
-    """Its client gets a clear error, other models go on, and no process is left."""
+async def test_a_server_that_cannot_start(entry: Json, reason: str) -> None:
+    await _is_refused(entry, reason)
+
+
+@pytest.mark.usefixtures("_quick_to_fail")
+async def test_a_model_that_does_not_fit_into_memory() -> None:
+    """Its KV takes 40 GB, and the process may have 4."""
+    limited = ["sh", "-c", 'ulimit -v 4000000; exec "$@"', "sh", sys.executable]
+    flags = ["-m", str(tiny_model("llama").path), "-np", "1", "-c", "40000000"]
+    command = [*limited, "-m", "router.servers.prebuilt", "--port", "${port}", *flags]
+    await _is_refused({"name": "x", "command": command}, "it ended with code 1")
+
+
+async def _is_refused(entry: Json, reason: str) -> None:
+    """Ask the model x: a clear error, another model goes on, and no process is left."""
     async with running([], None, yaml=config([entry, model("a")]), wait_for=()) as fleet:
         refused = await fleet.complete(ids(1, 20), model="x")
-        assert refused.status == 503, what
+        assert refused.status == 503
         assert refused.json["error"]["message"].startswith("the llama-server for the model 'x'")
         assert float(refused.headers["Retry-After"]) > 1
         await ask(fleet, "a", ids(1, 20))
