@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +29,7 @@ from tests.support.models.tiny_models import tiny_model
 
 COLUMNS = (
     *("models", "contender", "turns", "prompt tokens", "computed", "reused %", "least reused %"),
-    *("first token p50 s", "max s", "x (load + restore)"),
+    *("first token p50 s", "max s", "of it new tokens s", "x needed"),
 )
 CHAT = "/v1/chat/completions"
 _START_S = 60.0
@@ -42,6 +42,7 @@ class Found:
     prompt: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    prompt_s: list[float] = field(default_factory=list)  # of `seconds`: the server's, for a prompt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,22 +63,23 @@ async def measure(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as made:
         home = Path(made)
         models = _models(options, home / "models")
-        load_s = await _load_s(next(iter(models.values())), options)
+        load_s, end_s = await _load_and_end_s(next(iter(models.values())), options)
         with _kvferry(models, options, home) as url:
             found = await asyncio.to_thread(_turns, url, models, options)
-            restore_s = _restore_s(Client(url))
-        _add(report, "kvferry", models, found, load_s + restore_s)
+            restore_s = _restore_s(url)
+        swap_s = end_s + load_s + restore_s
+        _add(report, "kvferry", models, found, swap_s)
         program = find_server()
         if len(program) == 1:
             with _router_mode(program[0], home / "models", options) as url:
                 found = await asyncio.to_thread(_turns, url, models, options)
-            _add(report, "llama-server, router mode", models, found, load_s + restore_s)
+            _add(report, "llama-server, router mode", models, found, end_s + load_s)
         else:
             report.notes.append("router mode left out: set LLAMA_SERVER_BIN to a llama-server")
     report.notes.append(
-        f"load: {load_s:.2f} s from the start of a llama-server until it is ready, median of 3;"
-        f" restore: {restore_s:.4f} s; a first token also waits for the save and end of the other"
-        " server, and for its own new tokens; the first round, which is cold, does not count"
+        f"needed: the other server's end ({end_s:.3f} s), the load ({load_s:.2f} s; both medians of"
+        f" 3, of a llama-server alone), a restore ({restore_s:.4f} s; kvferry), and the server's"
+        " own time for the prompt; the first round, which is cold, does not count"
     )
     return report
 
@@ -93,15 +95,17 @@ def _models(options: argparse.Namespace, folder: Path) -> dict[str, Path]:
     return models
 
 
-async def _load_s(model: Path, options: argparse.Namespace) -> float:
-    seconds = []
+async def _load_and_end_s(model: Path, options: argparse.Namespace) -> tuple[float, float]:
+    loads, ends = [], []
     for _ in range(3):
         server = LlamaServer(model, slots=2, ctx=_ctx(options), threads=options.threads)
         begun = perf_counter()
         await server.start()
-        seconds.append(perf_counter() - begun)
+        loads.append(perf_counter() - begun)
+        begun = perf_counter()
         await server.stop()
-    return median(seconds)
+        ends.append(perf_counter() - begun)
+    return median(loads), median(ends)
 
 
 def _ctx(options: argparse.Namespace) -> int:
@@ -111,8 +115,9 @@ def _ctx(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _process(argv: Sequence[str], url: str, health: str, log: Path) -> Iterator[str]:
+    env = os.environ | {"XDG_STATE_HOME": str(log.parent / "state")}
     with log.open("wb") as file:
-        process = subprocess.Popen(argv, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(argv, stdout=file, stderr=file, env=env, start_new_session=True)
         try:
             deadline = perf_counter() + _START_S
             while not rig.answers(url + health):
@@ -134,7 +139,6 @@ def _kvferry(models: dict[str, Path], options: argparse.Namespace, home: Path) -
     argv += ["--loaded", "1", "--slots", "2", "--ctx", str(_ctx(options) // 2)]
     argv += ["--server-args", f"-t {options.threads}", "--kv-dir", str(home / "kv")]
     argv += ["--listen", f"127.0.0.1:{port}"]
-    os.environ["XDG_STATE_HOME"] = str(home / "state")
     with _process(argv, f"http://127.0.0.1:{port}", "/kvferry/health", home / "kvferry.log") as url:
         yield url
 
@@ -166,6 +170,7 @@ def _turns(url: str, models: dict[str, Path], options: argparse.Namespace) -> Fo
                 found.seconds.append(perf_counter() - begun)
                 found.prompt.append(answer["usage"]["prompt_tokens"])
                 found.computed.append(answer["timings"]["prompt_n"])
+                found.prompt_s.append(answer["timings"]["prompt_ms"] / 1000)
             chat.heard(answer["choices"][0]["message"]["content"] or "Yes.")
     client.close()
     return found
@@ -182,8 +187,9 @@ class _Counting:
         return self.client.post(path, value | {"model": self.model})
 
 
-def _restore_s(client: Client) -> float:
-    lines = client.get("/metrics").body.decode().splitlines()
+def _restore_s(url: str) -> float:
+    with closing(Client(url)) as client:
+        lines = client.get("/metrics").body.decode().splitlines()
     found = dict(
         line.rsplit(" ", 1) for line in lines if line.startswith("kvferry_restore_seconds")
     )
@@ -191,13 +197,14 @@ def _restore_s(client: Client) -> float:
     return float(found["kvferry_restore_seconds_sum"]) / max(n, 1.0)
 
 
-def _add(report: Report, name: str, models: dict[str, Path], found: Found, least_s: float) -> None:
+def _add(report: Report, name: str, models: dict[str, Path], found: Found, swap_s: float) -> None:
     reused = [100 * (1 - n / of) for n, of in zip(found.computed, found.prompt, strict=True)]
     prompt, computed = sum(found.prompt), sum(found.computed)
+    first_s, prompt_s = median(found.seconds), median(found.prompt_s)
     report.add(
         *(len(models), name, len(found.seconds), prompt, computed),
         *(100 * (1 - computed / prompt), min(reused)),
-        *(median(found.seconds), max(found.seconds), median(found.seconds) / least_s),
+        *(first_s, max(found.seconds), prompt_s, first_s / (swap_s + prompt_s)),
     )
 
 

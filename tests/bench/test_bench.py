@@ -25,6 +25,7 @@ from bench import (
     rewrite,
     rig,
     streaming,
+    swap,
     tenants,
     watched,
 )
@@ -79,6 +80,19 @@ def test_latency_of_all_that_is_installed(tmp_path: Path) -> None:
     expected |= {"nginx"} if rig.find_nginx() else set()
     expected |= {"sglang-router"} if rig.find_sglang() else set()
     assert {row["contender"] for row in rows} == expected
+
+
+@pytest.mark.real
+def test_swap(tmp_path: Path) -> None:
+    rows = run(swap.main, tmp_path, "--tokens", "600", "--rounds", "2")
+
+    (kvferry,) = (row for row in rows if row["contender"] == "kvferry")
+    assert kvferry["turns"] == 2
+    assert isinstance(kvferry["least reused %"], float)
+    assert kvferry["least reused %"] > 80
+    for row in rows:  # a compiled llama-server has a second row
+        assert isinstance(row["x needed"], float)
+        assert row["x needed"] > 0
 
 
 @pytest.mark.real
