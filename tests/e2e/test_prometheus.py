@@ -4,10 +4,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from yaml import safe_dump
 
 from tests.conftest import StartServer
 from tests.repository.test_dashboards import PANELS, alerts, queries, rules
 from tests.support.conversations.prompts import chat, ids, sentences
+from tests.support.models.tiny_models import tiny_model
 from tests.support.servers.prometheus import program, prometheus
 from tests.support.servers.router_fleet import Fleet, running
 
@@ -45,15 +47,22 @@ async def _some_work(fleet: Fleet, seed: int) -> None:
         ]
         await fleet.complete(long, model="a")
         await fleet.complete([*long[:300], *ids(seed, 20)], model="b")
+    assert (await fleet.complete(ids(seed, 20), model="on-demand")).status == 200
+    await fleet.post("/kvferry/servers/on-demand/stop", {})
 
 
-async def test_every_query_finds_something(llama_server: StartServer, tmp_path: Path) -> None:
-    """The two servers differ in `-np`, so that files are restreamed too."""
+async def test_every_query_finds_something(
+    llama_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two servers differ in `-np`, so that files are restreamed too; a third is on demand."""
     program("prometheus")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    entry = {"name": "on-demand", "model": str(tiny_model("llama").path), "slots": 1, "ctx": 2048}
+    yaml = LIMITS + safe_dump({"servers": {"models": [entry]}})
     a = await llama_server("llama", slots=2, ctx=8192, extra_args=["-a", "a", "--metrics"])
     b = await llama_server("llama", slots=1, ctx=4096, extra_args=["-a", "b", "--metrics"])
     async with (
-        running([("a", a.url), ("b", b.url)], a.kv_dir, yaml=LIMITS) as fleet,
+        running([("a", a.url), ("b", b.url)], a.kv_dir, yaml=yaml, wait_for=("a", "b")) as fleet,
         prometheus(urlsplit(fleet.url).netloc, tmp_path) as prom,
     ):
         await prom.until("kvferry_build_info")
