@@ -6,11 +6,13 @@ is another grace. Runs alone: imports nothing of kvferry.
 """
 
 import ctypes
+import math
 import os
 import selectors
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
 _LINE = 64
@@ -23,25 +25,38 @@ def main(argv: list[str]) -> int:
     child = subprocess.Popen(
         argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent
     )
+    deadline = math.inf  # of SIGKILL
+
+    def end(*_: object) -> None:
+        nonlocal deadline
+        if deadline == math.inf:  # a second SIGTERM would cut a llama-server's shutdown short
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+        deadline = min(deadline, time.monotonic() + grace_s)
+
     # A signal to the guard is one to the server: `kill` of either ends both.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _end(child, grace_s))
-    ended, tell = os.pipe()
+        signal.signal(number, end)
+    woken, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
-        selector.register(ended, selectors.EVENT_READ)
-        while child.poll() is None:
-            ready = [key.fd for key, _ in selector.select(timeout=1.0)]
-            if ended in ready:
-                os.read(ended, _LINE)
+        selector.register(woken, selectors.EVENT_READ)
+        # Popen.wait with a limit would sleep for up to 50 ms after the end of the server.
+        while child.poll() is None and time.monotonic() < deadline:
+            wait_s = min(1.0, deadline - time.monotonic())
+            ready = [key.fd for key, _ in selector.select(timeout=wait_s)]
+            if woken in ready:
+                os.read(woken, _LINE)
             if 0 in ready:
                 line = os.read(0, _LINE)
                 if line.strip():
                     grace_s = float(line)
-                _end(child, grace_s)
+                if not line:
+                    selector.unregister(0)
+                end()
     _kill(child)  # children of the server that outlived it
     code = child.returncode
     return code if code >= 0 else 128 - code
@@ -52,14 +67,6 @@ def _die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        child.wait(grace_s)
-    _kill(child)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
