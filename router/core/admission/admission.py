@@ -10,7 +10,6 @@ from router.base.errors import (
     ContextTooLongError,
     NoBackendError,
     QueueFullError,
-    ServerFailedError,
 )
 from router.base.tokens import head
 from router.base.types import BackendId, Request, RequestId, Source
@@ -50,7 +49,7 @@ def arrived(state: State, request: Request, now: float) -> None:
         state.reject(request.id, too_long)
     elif state.stopping:
         state.reject(request.id, NoBackendError("the router is stopping"))
-    elif failed := _server_failed(state, request, now):
+    elif failed := server_swaps.refusal(state, request, now):
         state.reject(request.id, failed)
     else:
         state.queue.add(request, now)
@@ -74,14 +73,6 @@ def _too_long(state: State, request: Request) -> ContextTooLongError | None:
     if longest is None or len(request.prompt) < longest:
         return None
     return ContextTooLongError(len(request.prompt), longest)
-
-
-def _server_failed(state: State, request: Request, now: float) -> ServerFailedError | None:
-    """Return the error for a request that only servers which failed too often could serve."""
-    servers = state.fleet.servers
-    if not servers.of(request.model) or servers.may_serve(request.model, now):
-        return None
-    return None if state.is_served(request) else server_swaps.failed(state, request.model)
 
 
 def cancelled(state: State, request: RequestId, now: float) -> None:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from math import inf
 
 from router.base.errors import DeadlineError, NoBackendError, ServerFailedError
-from router.base.types import BackendId, BackendInfo
+from router.base.types import BackendId, BackendInfo, Request
 from router.core.admission import backend_drain
 from router.core.execution.completion import lose_backend
 from router.core.execution.state import State
@@ -56,7 +56,7 @@ def wanted(state: State, event: ev.ModelWanted, now: float) -> None:
         if state.fleet.is_loaded(event.model):
             state.out.append(ModelReady(event.request))
     else:
-        state.reject(event.request, failed(state, event.model))
+        state.reject(event.request, _failed(state, event.model))
 
 
 def reject_overdue(state: State, now: float) -> None:
@@ -75,8 +75,15 @@ def reject_all(state: State, error: NoBackendError) -> None:
         state.reject(unread.popitem()[0], error)
 
 
-def failed(state: State, model: str | None) -> ServerFailedError:
-    """Return the error for requests to a server that has failed too often."""
+def refusal(state: State, request: Request, now: float) -> ServerFailedError | None:
+    """Return the error for a request that only servers which failed too often could serve."""
+    servers = state.fleet.servers
+    if not servers.of(request.model) or servers.may_serve(request.model, now):
+        return None
+    return None if state.is_served(request) else _failed(state, request.model)
+
+
+def _failed(state: State, model: str | None) -> ServerFailedError:
     (server, *_) = state.fleet.servers.of(model)
     return ServerFailedError(
         f"the llama-server for the model {server.spec.model!r} does not start or ends by itself"
@@ -108,15 +115,13 @@ def ended(state: State, event: ev.ServerEnded, now: float) -> None:
     if not server.is_given_up:
         return
     for waiting in state.queue:
-        request = waiting.request
-        if state.is_served(request) or servers.may_serve(request.model, now):
-            continue
-        state.queue.remove(request.id)
-        state.reject(request.id, failed(state, request.model))
+        if error := refusal(state, waiting.request, now):
+            state.queue.remove(waiting.request.id)
+            state.reject(waiting.request.id, error)
     for unread in list(servers.unread.values()):
         if not servers.may_serve(unread.model, now):
             del servers.unread[unread.request]
-            state.reject(unread.request, failed(state, unread.model))
+            state.reject(unread.request, _failed(state, unread.model))
 
 
 def asked(state: State, event: ev.ServerAsked, now: float) -> None:

@@ -4,6 +4,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from router.base.errors import DeadlineError, ServerFailedError
 from router.base.types import BackendId, RequestId
@@ -330,6 +331,21 @@ def test_a_request_waits_while_a_server_that_is_up_has_no_backend() -> None:
     w.feed(ev.BackendDown(BackendId("a")))
     effects = w.s.handle(ev.ModelWanted(RequestId("2"), "a"), w.now)
     assert not any(isinstance(effect, ef.ModelReady) for effect in effects)
+
+
+def test_a_request_for_another_backend_outlives_a_server_that_is_given_up() -> None:
+    """Its backend is down for a moment, and is none that the router starts."""
+    w = ServerWorld([server("a")], fails=lambda _: True, unread=False)
+    w.feed(ev.BackendUp(backend("plain", models=frozenset({"p"}))))
+    w.feed(ev.BackendDown(BackendId("plain")))
+    w.s.state.queue.limits = replace(w.s.state.queue.limits, no_backend_s=1000.0)
+    w.ask("1", "p")
+    w.ask("2", "a")
+    w.run(100.0)
+    assert isinstance(w.rejected.pop("2"), ServerFailedError)
+    w.feed(ev.BackendUp(backend("plain", models=frozenset({"p"}))))
+    w.run(120.0)
+    assert (w.rejected, w.answered["1"][1]) == ({}, "plain")
 
 
 def test_a_server_that_is_ready_and_cannot_be_attached_fails() -> None:
