@@ -243,6 +243,10 @@ class FleetView:
         """Return whether a server on demand of the model can take requests now."""
         return self._state.fleet.is_loaded(model)
 
+    def takes_requests(self, now: float) -> bool:
+        """Return whether requests for some server on demand may wait for it, or are served."""
+        return any(server.may_serve(now) for server in self._state.fleet.servers)
+
     def is_on_demand(self, model: str | None) -> bool:
         """Return whether a server for the model can be started."""
         return bool(self._state.fleet.servers.of(model))

@@ -275,6 +275,16 @@ async def test_a_server_that_cannot_start(entry: Json, reason: str) -> None:
     await _is_refused(entry, reason)
 
 
+async def test_one_failure_is_none_to_a_health_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is tried again for requests, and these wait for it."""
+    slow = replace(TUNING, server_backoff_first_s=600.0, server_backoff_most_s=600.0)
+    monkeypatch.setattr(servers_module, "TUNING", slow)
+    entry = {"name": "x", "model": "/no/such.gguf", "preload": True}
+    async with running([], None, yaml=config([entry]), wait_for=()) as fleet:
+        await until_phase(fleet, "x", "failed")
+        assert (await fleet.get("/kvferry/health")).status == 200
+
+
 @pytest.mark.usefixtures("_quick_to_fail")
 async def test_a_model_that_does_not_fit_into_memory() -> None:
     """Its KV takes 40 GB, and the process may have 4."""

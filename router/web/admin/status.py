@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 
 from router.base.errors import BadRequestError
 from router.base.types import RequestId, Standing, Tenant
-from router.core.model.servers import ServerPhase
 from router.engine.engine import Engine
 from router.llama import json_offload
 from router.llama.wire import parse_body, parse_request, route_of
@@ -73,18 +72,16 @@ class StatusRoutes:
 
         A server on demand takes requests before it is started, unless it has failed too often.
         """
-        servers, now = self._engine.view.servers(), self._now()
+        view = self._engine.view
         standing = {name: self._selection.standing(name) for name in self._selection.monitors}
-        usable = Standing.UP in standing.values() or any(
-            server.phase is not ServerPhase.FAILED or server.retry_at <= now for server in servers
-        )
+        usable = Standing.UP in standing.values() or view.takes_requests(self._now())
         told: dict[str, object] = {"status": "ok" if usable else "no backend"}
         if not brief:
             told["backends"] = {
                 name: self._selection.monitors[name].problem if what is Standing.DOWN else what
                 for name, what in standing.items()
             }
-            if servers:
+            if servers := view.servers():
                 told["servers"] = {server.name: server.phase for server in servers}
         return json_response(told, status=200 if usable else 503)
 
