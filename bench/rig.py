@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,9 +88,15 @@ async def llama(
 
 
 @asynccontextmanager
-async def _process(
-    name: str, argv: Sequence[str], url: str, health: str, folder: Path
+async def started(
+    name: str,
+    argv: Sequence[str],
+    url: str,
+    health: str,
+    folder: Path,
+    env: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Proxy]:
+    """Run a program that answers at `url` + `health` once it is up; its log is in `folder`."""
     log_path = folder / f"{name}.log"
     with log_path.open("wb") as log:
         process = await asyncio.to_thread(
@@ -100,6 +106,7 @@ async def _process(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=env,
         )
         try:
             await _wait_until_up(process, url + health, log_path)
@@ -119,15 +126,14 @@ async def _wait_until_up(process: subprocess.Popen[bytes], url: str, log_path: P
     while loop.time() < deadline:
         if process.poll() is not None:
             break
-        if await asyncio.to_thread(answers, url):
+        if await asyncio.to_thread(_answers, url):
             return
         await asyncio.sleep(0.05)
     tail = (await asyncio.to_thread(log_path.read_text, errors="replace"))[-1500:]
     raise RigError(f"{log_path.stem} did not come up at {url}:\n{tail}")
 
 
-def answers(url: str) -> bool:
-    """Return whether a GET is answered with 200."""
+def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=2.0) as response:
             return bool(response.status == 200)
@@ -169,7 +175,7 @@ async def kvferry(
     start = ["-m", "bench.metered", str(metered)] if metered is not None else ["-c", code]
     argv = [*under, sys.executable, *start, "serve", "--config", str(config)]
     url = f"http://127.0.0.1:{port}"
-    async with _process(name, argv, url, "/kvferry/health", folder) as proxy:
+    async with started(name, argv, url, "/kvferry/health", folder) as proxy:
         yield proxy
 
 
@@ -235,7 +241,7 @@ http {{
 }}
 """)
     argv = [program, "-e", f"{home}/error.log", "-p", str(home), "-c", f"{home}/nginx.conf"]
-    async with _process("nginx", argv, f"http://127.0.0.1:{port}", "/health", folder) as proxy:
+    async with started("nginx", argv, f"http://127.0.0.1:{port}", "/health", folder) as proxy:
         yield proxy
 
 
@@ -258,7 +264,7 @@ async def sglang(python: str, backends: Sequence[str], folder: Path) -> AsyncIte
     argv += ["--port", str(port), "--prometheus-port", str(free_port())]
     argv += ["--policy", "cache_aware", "--log-level", "warn", "--worker-urls", *backends]
     # `readiness` is 200 once a worker has passed its health check.
-    async with _process("sglang", argv, f"http://127.0.0.1:{port}", "/readiness", folder) as proxy:
+    async with started("sglang", argv, f"http://127.0.0.1:{port}", "/readiness", folder) as proxy:
         yield proxy
 
 
@@ -286,5 +292,5 @@ async def _fakes(
 ) -> AsyncIterator[Proxy]:
     argv = [sys.executable, "-m", "bench.fake", str(slots), *map(str, ports), *more]
     # The last one is up when all are.
-    async with _process("fake", argv, f"http://127.0.0.1:{ports[-1]}", "/health", folder) as proxy:
+    async with started("fake", argv, f"http://127.0.0.1:{ports[-1]}", "/health", folder) as proxy:
         yield proxy

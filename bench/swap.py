@@ -9,12 +9,10 @@ import argparse
 import asyncio
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -32,7 +30,6 @@ COLUMNS = (
     *("first token p50 s", "max s", "of it new tokens s", "x needed"),
 )
 CHAT = "/v1/chat/completions"
-_START_S = 60.0
 
 
 @dataclass
@@ -64,15 +61,15 @@ async def measure(options: argparse.Namespace) -> Report:
         home = Path(made)
         models = _models(options, home / "models")
         load_s, end_s = await _load_and_end_s(next(iter(models.values())), options)
-        with _kvferry(models, options, home) as url:
-            found = await asyncio.to_thread(_turns, url, models, options)
-            restore_s = _restore_s(url)
+        async with _kvferry(models, options, home) as ferry:
+            found = await asyncio.to_thread(_turns, ferry.url, models, options)
+            restore_s = await asyncio.to_thread(_restore_s, ferry.url)
         swap_s = end_s + load_s + restore_s
         _add(report, "kvferry", models, found, swap_s)
         program = find_server()
         if len(program) == 1:
-            with _router_mode(program[0], home / "models", options) as url:
-                found = await asyncio.to_thread(_turns, url, models, options)
+            async with _router_mode(program[0], home / "models", options) as peer:
+                found = await asyncio.to_thread(_turns, peer.url, models, options)
             _add(report, "llama-server, router mode", models, found, end_s + load_s)
         else:
             report.notes.append("router mode left out: set LLAMA_SERVER_BIN to a llama-server")
@@ -113,44 +110,28 @@ def _ctx(options: argparse.Namespace) -> int:
     return 2 * per_slot
 
 
-@contextmanager
-def _process(argv: Sequence[str], url: str, health: str, log: Path) -> Iterator[str]:
-    env = os.environ | {"XDG_STATE_HOME": str(log.parent / "state")}
-    with log.open("wb") as file:
-        process = subprocess.Popen(argv, stdout=file, stderr=file, env=env, start_new_session=True)
-        try:
-            deadline = perf_counter() + _START_S
-            while not rig.answers(url + health):
-                if process.poll() is not None or perf_counter() > deadline:
-                    raise rig.RigError(f"{argv[0]} did not come up:\n{log.read_text()[-1500:]}")
-                threading.Event().wait(0.05)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(30.0)
-
-
-@contextmanager
-def _kvferry(models: dict[str, Path], options: argparse.Namespace, home: Path) -> Iterator[str]:
-    port = free_port()
+def _kvferry(
+    models: dict[str, Path], options: argparse.Namespace, home: Path
+) -> AbstractAsyncContextManager[rig.Proxy]:
+    url = f"http://127.0.0.1:{free_port()}"
     argv = [sys.executable, "-c", "from router.tools.cli import main; main()", "serve"]
     for name, path in models.items():
         argv += ["--model", f"{name}={path}"]
     argv += ["--loaded", "1", "--slots", "2", "--ctx", str(_ctx(options) // 2)]
     argv += ["--server-args", f"-t {options.threads}", "--kv-dir", str(home / "kv")]
-    argv += ["--listen", f"127.0.0.1:{port}"]
-    with _process(argv, f"http://127.0.0.1:{port}", "/kvferry/health", home / "kvferry.log") as url:
-        yield url
+    argv += ["--listen", url.removeprefix("http://")]
+    env = os.environ | {"XDG_STATE_HOME": str(home / "state")}
+    return rig.started("kvferry", argv, url, "/kvferry/health", home, env)
 
 
-@contextmanager
-def _router_mode(program: str, folder: Path, options: argparse.Namespace) -> Iterator[str]:
+def _router_mode(
+    program: str, folder: Path, options: argparse.Namespace
+) -> AbstractAsyncContextManager[rig.Proxy]:
     port = free_port()
     argv = [program, "--models-dir", str(folder), "--models-max", "1", "--port", str(port)]
     argv += ["-np", "2", "-c", str(_ctx(options)), "-t", str(options.threads)]
-    log = folder.parent / "router-mode.log"
-    with _process(argv, f"http://127.0.0.1:{port}", "/health", log) as url:
-        yield url
+    url = f"http://127.0.0.1:{port}"
+    return rig.started("router-mode", argv, url, "/health", folder.parent)
 
 
 def _turns(url: str, models: dict[str, Path], options: argparse.Namespace) -> Found:
