@@ -9,8 +9,6 @@ from pathlib import Path
 
 from router.servers import guard
 
-_CHUNK = 64 * 1024
-
 
 class ServerLog:
     """The log of a server: a file of limited size, and the one before it.

@@ -57,7 +57,7 @@ class Servers:
         completes prompts.
         """
         if model is not None:
-            return [server for server in self if server.spec.answers_to(model)]
+            return [server for server in self if model in server.spec.models]
         able = [server for server in self if server.generates] or list(self)
         loaded = [server for server in able if server.is_loaded]
         return [] if not able else self.of((loaded or able)[0].spec.model)
@@ -65,10 +65,6 @@ class Servers:
     def may_serve(self, model: str | None, now: float) -> bool:
         """Return whether a request for a model may wait for one of its servers."""
         return any(server.may_serve(now) for server in self.of(model))
-
-    def problem(self, model: str | None) -> str:
-        """Return why the servers of a model ended; empty: no server did."""
-        return next((server.problem for server in self.of(model) if server.problem), "")
 
     def loaded(self, limit: ServerLimit) -> list[str]:
         """Return the loaded models that count for a limit."""

@@ -36,10 +36,6 @@ class ServerSpec(Struct, frozen=True):
         """Return the configured name of its model."""
         return self.models[0]
 
-    def answers_to(self, model: str | None) -> bool:
-        """Return whether a request for `model` can be for this server; None: any model."""
-        return model is None or model in self.models
-
 
 class ServerLimit(Struct, frozen=True):
     """At most `most` of these models may be loaded at a time."""
@@ -105,6 +101,11 @@ class Server:
         return self.phase not in (ServerPhase.STOPPED, ServerPhase.FAILED)
 
     @property
+    def is_going(self) -> bool:
+        """Return whether its room becomes free: it makes room, or was told to end."""
+        return self.phase in (ServerPhase.LEAVING, ServerPhase.ENDING)
+
+    @property
     def is_given_up(self) -> bool:
         """Return whether it has failed too often: requests for it are refused until `retry_at`."""
         return self.phase is ServerPhase.FAILED and self.failures >= TUNING.server_failures
@@ -127,8 +128,7 @@ class Server:
 
         `again`: also if it is loaded, once it has ended.
         """
-        is_going = self.phase in (ServerPhase.LEAVING, ServerPhase.ENDING)
-        if again or is_going or not self.is_loaded:
+        if again or self.is_going or not self.is_loaded:
             self.asked_at, self.retry_at = now, now
 
     def unask(self) -> None:
@@ -180,7 +180,7 @@ class Server:
     def ended(self, problem: str, now: float) -> None:
         """Note that its process has ended, as ordered or by itself."""
         problem = self.fault or problem
-        if self.phase in (ServerPhase.LEAVING, ServerPhase.ENDING) and not self.fault:
+        if self.is_going and not self.fault:
             self.stop_s = _learned(self.stop_s, now - self._leaving_since)
             self._enter(ServerPhase.STOPPED, now)
             return

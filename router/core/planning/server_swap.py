@@ -40,7 +40,7 @@ def plan_swaps(servers: Servers, demands: Mapping[BackendId, Demand], now: float
     ]
     waiting.sort(key=lambda s: (s.asked_at is None, _since(s, demands)))
     taken = {limit: len(servers.loaded(limit)) for limit in servers.limits}
-    leaving = [s for s in servers if s.phase in (ServerPhase.LEAVING, ServerPhase.ENDING)]
+    leaving = [server for server in servers if server.is_going]
     starting = {s.spec.model for s in servers if s.is_loaded and s not in leaving}
     for server in waiting:
         if not server.can_start(now):
