@@ -20,6 +20,7 @@ from pathlib import Path
 from router.servers.program import free_port
 from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.process_family import family
 
 START_TIMEOUT_S = 60.0
 SGLANG_PACKAGE = "sglang-router==0.3.2"
@@ -41,23 +42,15 @@ class Proxy:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of the process and its children so far. Linux only."""
-        return sum(_cpu_s(pid) for pid in _family(self.pid))
+        return sum(_cpu_s(pid) for pid in family(self.pid))
 
     def rss_bytes(self) -> int:
         """Return the memory of the process and its children."""
-        return sum(_rss_bytes(pid) for pid in _family(self.pid))
+        return sum(_rss_bytes(pid) for pid in family(self.pid))
 
     def descriptors(self) -> int:
         """Count the open file descriptors of the process and its children."""
-        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in _family(self.pid))
-
-
-def _family(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [pid, *(member for child in children for member in _family(int(child)))]
+        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in family(self.pid))
 
 
 def _cpu_s(pid: int) -> float:

@@ -22,6 +22,7 @@ from router.llama.client import LlamaClient
 from router.servers.program import free_port
 from tests.support.conversations.prompts import Json, ids
 from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.process_family import family
 from tests.support.servers.router_fleet import PATIENCE_S, Answer, Fleet, running
 
 pytestmark = [pytest.mark.real, pytest.mark.thorough]
@@ -88,12 +89,6 @@ def is_there(pid: int) -> bool:
 
 def command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def family(pid: int) -> list[int]:
-    """Return a process and its descendants."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(member for child in children for member in family(int(child)))]
 
 
 async def ask(fleet: Fleet, name: str, prompt: Sequence[int], **more: Any) -> Answer:

@@ -15,7 +15,6 @@ from tests.e2e.test_servers_on_demand import (
     N,
     ask,
     config,
-    family,
     model,
     servers,
     until,
@@ -23,6 +22,7 @@ from tests.e2e.test_servers_on_demand import (
     until_phase,
 )
 from tests.support.conversations.prompts import Json, ids
+from tests.support.servers.process_family import family
 from tests.support.servers.router_fleet import Fleet, configuration_text, running
 from tests.support.servers.router_process import Elsewhere, Outside
 
