@@ -21,6 +21,7 @@ from router.base.errors import (
 from router.base.ports import SnapshotStore
 from router.base.types import BackendId, BackendInfo, KvDir, Namespace, SlotStatus
 from router.llama.attach.diagnosis import Trouble, unusable
+from router.llama.attach.model_file import model_digest
 from router.llama.attach.namespace import digest, namespace
 from router.llama.attach.probe import ProbeResult, probe
 from router.llama.client import LlamaClient
@@ -374,11 +375,13 @@ async def attach(
     if with_probe and recalled is None:
         found = await probe(client, store, kv_dir, allowed, tenants=tenants)
     layout = found.layout.fingerprint() if found.layout else ""
+    facts = digest(props, models, lora, layout)
+    file = await asyncio.to_thread(model_digest, props.model_path, models.size)
     info = BackendInfo(
         id=client.id,
         n_slots=props.total_slots,
         n_ctx=min((s.n_ctx for s in slots), default=props.n_ctx),
-        namespace=namespace(digest(props, models, lora, layout), found.behaviour, known or set()),
+        namespace=namespace(facts, file, found.behaviour, known or set()),
         models=models.names | set(extra_models),
         kv_dir=kv_dir if found.usable and found.keeps_idle_slots else None,
         memory_kind=found.memory_kind,

@@ -1,13 +1,21 @@
-"""Namespaces: backends of one namespace may read each other's KV.
+"""Namespaces: backends of one namespace may read each other's KV, on this host and on others.
 
 llama-server checks neither the model nor RoPE nor adapters when it restores a file
-(llama-server.md section 1.5), and does not report the latter two. A namespace therefore has two
-parts. One is a digest of the reported facts; the other is the model's behaviour, the likeliest
-tokens after a fixed text.
+(llama-server.md section 1.5), and does not report the latter two. A namespace therefore has three
+parts: a digest of the reported facts; a digest of the model's file, where it can be read; and the
+model's behaviour, the likeliest tokens after a fixed text. It is written `FACTS.FILE:BEHAVIOUR`,
+or `FACTS:BEHAVIOUR` without the file.
+
+Two hosts measure the behaviour a little differently, and only one of them may see the file. So no
+two names have to be equal: `is_same` compares them, and what hosts look up has the facts alone.
 """
 
+from collections.abc import Collection
 from hashlib import blake2b
 from pathlib import PurePosixPath, PureWindowsPath
+from typing import NamedTuple
+
+import orjson
 
 from router.base.types import Namespace
 from router.llama.replies import ModelsInfo, Props
@@ -24,7 +32,7 @@ def digest(props: Props, models: ModelsInfo, lora: bytes, layout: str) -> str:
     """Return a digest of the server's reported facts and the layout of its state files.
 
     KV does not depend on the context size, the number of slots or the number of streams of a
-    state file; none of them is in the digest.
+    state file; none of them is in the digest. Nor are directories: hosts may have others.
     """
     facts = (
         _file_name(props.model_path),
@@ -33,25 +41,52 @@ def digest(props: Props, models: ModelsInfo, lora: bytes, layout: str) -> str:
         models.n_params,
         models.size,
         models.ftype,
-        lora,
+        _without_directories(lora),
         layout,
     )
     return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
-def namespace(facts: str, behaviour: Behaviour, known: set[Namespace]) -> Namespace:
-    """Return the known namespace with these facts and this behaviour, else a new one."""
-    for other in sorted(known):
-        theirs, _, rest = other.partition(":")
-        if theirs == facts and alike(behaviour, _parse(rest)):
-            return other
+class _Parts(NamedTuple):
+    facts: str
+    file: str  # empty: not known
+    behaviour: Behaviour
+
+
+def namespace(
+    facts: str, file: str, behaviour: Behaviour, known: Collection[Namespace]
+) -> Namespace:
+    """Return the known namespace that is the same, else a new one.
+
+    One that knows the file as well is preferred. A name of an earlier version, which has no file,
+    goes on as it is, so the snapshots under it stay usable.
+    """
     shown = ",".join(f"{token}={logprob:.3f}" for token, logprob in behaviour)
-    return Namespace(f"{facts}:{shown}")
+    mine = Namespace(f"{facts}.{file}:{shown}" if file else f"{facts}:{shown}")
+    same = [other for other in sorted(known) if is_same(mine, other)]
+    return min(same, key=lambda other: _parts(other).file != file, default=mine)
 
 
-def _parse(text: str) -> Behaviour:
-    pairs = [pair.partition("=") for pair in text.split(",") if pair]
-    return [(int(token), float(logprob)) for token, _, logprob in pairs]
+def facts_of(name: Namespace) -> str:
+    """Return the part of a namespace that is equal on all hosts, however they measured."""
+    return _parts(name).facts
+
+
+def is_same(one: Namespace, other: Namespace) -> bool:
+    """Return whether the KV of two namespaces can be exchanged."""
+    mine, theirs = _parts(one), _parts(other)
+    if mine.facts != theirs.facts:
+        return False
+    if mine.file and theirs.file and mine.file != theirs.file:
+        return False
+    return alike(mine.behaviour, theirs.behaviour)
+
+
+def _parts(name: Namespace) -> _Parts:
+    head, _, rest = name.partition(":")
+    facts, _, file = head.partition(".")
+    pairs = [pair.partition("=") for pair in rest.split(",") if pair]
+    return _Parts(facts, file, [(int(token), float(logprob)) for token, _, logprob in pairs])
 
 
 def alike(a: Behaviour, b: Behaviour) -> bool:
@@ -68,3 +103,19 @@ def alike(a: Behaviour, b: Behaviour) -> bool:
 def _file_name(path: str) -> str:
     pure = PureWindowsPath(path) if "\\" in path else PurePosixPath(path)
     return pure.name
+
+
+def _without_directories(lora: bytes) -> bytes:
+    """Return the answer about adapters with file names instead of paths."""
+    try:
+        adapters = orjson.loads(lora)
+    except orjson.JSONDecodeError:
+        return lora
+    if not isinstance(adapters, list) or not adapters:
+        return lora
+    return orjson.dumps(
+        [
+            one | {"path": _file_name(str(one.get("path", "")))} if isinstance(one, dict) else one
+            for one in adapters
+        ]
+    )
