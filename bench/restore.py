@@ -52,7 +52,8 @@ from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine, Timing
 from router.engine.loop_throttle import LoopThrottle
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 from router.store.store import KvStore
 
 COLUMNS = ("part", "n", "p50 ms", "p99 ms", "x server")

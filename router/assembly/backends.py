@@ -17,7 +17,8 @@ from router.config.schema import BackendConfig, Config
 from router.core.model.policy import Policy
 from router.engine.engine import Engine
 from router.llama.attach.monitor import Monitor, MonitorSettings
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 
 log = structlog.get_logger(__name__)
 

@@ -51,8 +51,9 @@ from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
 from router.llama.attach.monitor import Attached, Monitor
-from router.llama.client import Connections, LlamaClient
+from router.llama.client import LlamaClient
 from router.llama.replies import Process
+from router.llama.server_client import Connections
 from router.store.store import KvStore
 from router.telemetry.backend_metrics import BackendMetrics
 from router.telemetry.decision_log import DecisionLog

@@ -14,8 +14,9 @@ from router.config.schema import BackendConfig, Config
 from router.engine.engine import Engine
 from router.llama.attach.monitor import Attached
 from router.llama.attach.probe import ProbeResult
-from router.llama.client import Connections, LlamaClient
+from router.llama.client import LlamaClient
 from router.llama.replies import ModelsInfo, Props
+from router.llama.server_client import Connections
 from router.servers.launch import Identity, launches_of, state_dir
 from router.servers.program import ServerNotFoundError
 from router.servers.supervisor import Supervisor

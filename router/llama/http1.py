@@ -1,4 +1,4 @@
-"""HTTP/1.1 client for a backend: a pool of briefly kept connections, and streamed responses.
+"""HTTP/1.1 client for a backend or peer: briefly kept connections, and streamed responses.
 
 Lean on purpose (docs/adr/0006): httptools parses, this module has the pool and the flow control.
 The only fact about llama-server in it is how long the server keeps connections.
@@ -91,12 +91,24 @@ class Target:
 class Pool:
     """Connections to one backend, on one event loop."""
 
-    def __init__(self, target: Target, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        target: Target,
+        connect_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+        *,
+        keeps_streams: bool = False,
+    ) -> None:
+        """Set up the pool. `tls`: replaces the default context of a target with TLS.
+
+        `keeps_streams`: the server does not close after a chunked answer.
+        """
         self._target = target
+        self.keeps_streams = keeps_streams
         self.connect_timeout_s = connect_timeout_s  # may be changed
         # Called when the backend closes a connection that it would have kept.
         self.on_hang_up: Callable[[], None] = lambda: None
-        self._tls = ssl.create_default_context() if target.tls else None
+        self._tls = (tls or ssl.create_default_context()) if target.tls else None
         host = f"[{target.host}]" if ":" in target.host else target.host
         self._host = f"{host}:{target.port}".encode()
         self._idle: deque[tuple[float, _Connection]] = deque()
@@ -300,7 +312,7 @@ class _Connection(asyncio.Protocol):
 
     def on_chunk_header(self) -> None:
         # llama-server closes after every chunked answer (llama-server.md, "Connections").
-        self._keep = False
+        self._keep = self._keep and self._pool.keeps_streams
 
     def _status(self) -> int:
         """Return the status. Raises HttpError for an impossible one."""

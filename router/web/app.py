@@ -28,9 +28,10 @@ from router.base.ports import Telemetry
 from router.base.types import Caller, RequestId
 from router.core.model.servers import ServerPhase
 from router.engine.loop_throttle import LoopThrottle
-from router.llama.client import LlamaClient, RelayedResponse
+from router.llama.client import LlamaClient
 from router.llama.multipart import is_form
 from router.llama.replies import error_of, knows_no_answer, merge_models, with_status
+from router.llama.server_client import RelayedResponse
 from router.llama.wire import Route, route_of
 from router.telemetry.decision_log import DecisionLog
 from router.web.admin.actions import BACKENDS, OperatorActions

@@ -10,7 +10,8 @@ from router.assembly.tokenizer_registry import TokenizerRegistry
 from router.base.tasks import Tasks
 from router.base.types import BackendId, Namespace
 from router.config.schema import TokenizerConfig
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 from tests.support.servers.fake_llama import FakeLlama
 
 A, B = BackendId("a"), BackendId("b")

@@ -13,7 +13,8 @@ import pytest
 from router.base.errors import BackendError, BackendRefusedError, BackendTimeoutError
 from router.base.tokens import pack
 from router.base.types import BackendId
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 from router.servers.program import free_port
 from tests.support.servers.fake_llama import FakeLlama
 

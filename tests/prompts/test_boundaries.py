@@ -14,7 +14,8 @@ from router.base.errors import BackendError, BackendRefusedError
 from router.base.tasks import Tasks
 from router.base.tokens import Tokens, common_prefix, count, pack
 from router.base.types import BackendId
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 from router.prompts.boundaries import NEAR, UNSURE, BoundaryFinder, settle
 from router.prompts.special_tokens import candidates
 from router.prompts.tokenizer import SegmentTokenizer

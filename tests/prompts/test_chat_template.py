@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from router.base.errors import BackendRefusedError
 from router.base.types import BackendId
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 from router.prompts.chat_template import LocalTemplate, prove
 from tests.conftest import StartServer
 from tests.support.models.tiny_models import tiny_model

@@ -10,7 +10,8 @@ from router.base.errors import BackendError
 from router.base.tasks import Tasks
 from router.base.tokens import EMPTY, common_prefix, unpack
 from router.base.types import NO_TENANT, BackendId, Prompt, Tenant
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 from router.llama.wire import Route, parse_request
 from router.prompts.chat_template import prove
 from router.prompts.reader import PromptReader, Vocabulary, fingerprint_id, is_left_to_server

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.base.types import BackendId
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics, parse
 
 # Metrics as llama-server writes them.

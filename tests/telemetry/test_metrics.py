@@ -34,7 +34,8 @@ from router.base.types import (
 )
 from router.core.model.effects import SaveReason
 from router.core.model.slots import Phase
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics
 from router.telemetry.engine_collector import EngineCollector
 from router.telemetry.metrics import PrometheusTelemetry

@@ -9,7 +9,7 @@ from rich.text import Text
 from router.assembly.backends import client_of, timeouts_of
 from router.base.errors import BackendError, BackendRefusedError, KvError
 from router.config.schema import BackendConfig, Config
-from router.llama.client import Connections
+from router.llama.server_client import Connections
 from router.tools.bench.measure import Measured, ServerBench
 from router.tools.bench.report import as_json, lines, plot, table
 from router.tools.terminal import Progress, no_log_lines, output

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from router.base.types import Namespace
 from router.config.schema import Config
-from router.llama.client import Connections
+from router.llama.server_client import Connections
 from router.tools.doctor.facts import Facts, gather
 from router.tools.doctor.findings import Finding, Level, of_backend
 from router.tools.doctor.fleet import of_fleet, verdict

@@ -20,8 +20,9 @@ from router.base.types import KvDir, Namespace, SlotStatus, StagedFile
 from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.llama.attach.diagnosis import Trouble, Unusable, unusable
 from router.llama.attach.monitor import Attached, attach
-from router.llama.client import Connections, LlamaClient
+from router.llama.client import LlamaClient
 from router.llama.replies import Props
+from router.llama.server_client import Connections
 from router.prompts.local_tokenizer import Encoder, LocalTokenizerError, load_local
 from router.prompts.special_tokens import discover_specials
 from router.prompts.tokenizer import SegmentTokenizer

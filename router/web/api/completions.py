@@ -32,8 +32,8 @@ from router.engine.engine import Engine, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
 from router.llama import json_offload
 from router.llama.answer_counts import AnswerCounts
-from router.llama.client import RelayedResponse
 from router.llama.replies import IDENTITY, read_reply
+from router.llama.server_client import RelayedResponse
 from router.llama.wire import (
     ChatPrompt,
     ParsedRequest,

@@ -18,9 +18,9 @@ from router.base.types import Caller, Outcome
 from router.engine.loop_throttle import LoopThrottle
 from router.llama import json_offload
 from router.llama.answer_counts import AnswerCounts
-from router.llama.client import RelayedResponse
 from router.llama.http1 import Header
 from router.llama.replies import error_of
+from router.llama.server_client import RelayedResponse
 from router.web.server.early_stream import EARLY, EarlyStream
 from router.web.server.relayed_response import HOP_BY_HOP, RelayedAnswer, named_in_connection
 from router.web.server.settings import Settings

@@ -12,8 +12,8 @@ from aiohttp import HttpVersion, HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 
 from router.base.clock import wall_now
-from router.llama.client import RelayedResponse
 from router.llama.http1 import Header
+from router.llama.server_client import RelayedResponse
 
 # Headers of a hop, not of the message (RFC 9110 section 7.6.1), or set anew for the next hop.
 HOP_BY_HOP = frozenset(

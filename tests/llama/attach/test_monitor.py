@@ -11,8 +11,9 @@ from structlog.testing import capture_logs
 from router.base.errors import BackendTimeoutError
 from router.base.types import BackendId, KvDir, MemoryKind
 from router.llama.attach.monitor import Attached, Monitor, MonitorSettings
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
 from router.llama.replies import Process
+from router.llama.server_client import Connections, Timeouts
 from router.store.store import KvStore
 from tests.support.servers.fake_llama import FakeLlama
 

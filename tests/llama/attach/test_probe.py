@@ -16,7 +16,8 @@ from router.base.types import BackendId, KvDir, MemoryKind, Namespace, Reported,
 from router.llama.attach import probe
 from router.llama.attach.monitor import Attached, attach
 from router.llama.attach.probe import MOVES_CHUNKS, SWA_FULL, Padding
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 from router.store import shapes
 from router.store.format import rewrite
 from router.store.store import KvStore

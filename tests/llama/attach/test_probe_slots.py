@@ -15,7 +15,8 @@ from router.llama.attach.probe_slots import (
     put_aside,
     put_back,
 )
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 from router.store.store import KvStore
 from tests.conftest import StartServer
 from tests.support.servers.fake_llama import FakeLlama

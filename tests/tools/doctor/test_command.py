@@ -10,7 +10,8 @@ from router.assembly.router import build
 from router.base.tokens import pack
 from router.base.types import BackendId
 from router.config.schema import from_flags, parse
-from router.llama.client import Connections, LlamaClient, Timeouts
+from router.llama.client import LlamaClient
+from router.llama.server_client import Connections, Timeouts
 from router.tools.demo.launcher import LlamaServer
 from router.tools.doctor.command import doctor
 from tests.conftest import StartServer

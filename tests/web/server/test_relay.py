@@ -12,7 +12,7 @@ from multidict import CIMultiDict
 from router.base.clock import MonotonicClock
 from router.base.types import Outcome
 from router.engine.loop_throttle import LoopThrottle
-from router.llama.client import RelayedResponse
+from router.llama.server_client import RelayedResponse
 from router.web.server.relay import Capture, forward_headers, relay
 from router.web.server.settings import Settings
 

@@ -7,8 +7,8 @@ import pytest
 from aiohttp import HttpVersion, HttpVersion10, HttpVersion11
 from aiohttp.test_utils import make_mocked_request
 
-from router.llama.client import RelayedResponse
 from router.llama.http1 import Header
+from router.llama.server_client import RelayedResponse
 from router.web.server.relayed_response import RelayedAnswer
 
 LENGTH = (b"Content-Length", b"2")
