@@ -28,6 +28,7 @@ from router.assembly.backends import (
     timeouts_of,
     watch_of,
 )
+from router.assembly.hosts import Hosts, hosts_of
 from router.assembly.part_settings import (
     known_of,
     limits_of,
@@ -44,6 +45,7 @@ from router.base.errors import RouterError
 from router.base.ports import Tracing
 from router.base.tasks import Tasks, spawn
 from router.base.types import BackendId, Outcome, Request, Standing, Stats
+from router.config import values
 from router.config.open_doors import open_doors
 from router.config.schema import Address, BackendConfig, Config, TlsConfig, TokenizerMode
 from router.core.execution.state import State
@@ -74,7 +76,9 @@ from router.web.admin.status import StatusRoutes
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
-from router.web.app import App
+from router.web.api.forwarding import Forwarding
+from router.web.api.peer_routes import PeerRoutes
+from router.web.app import App, Fleet
 from router.web.server import tls
 from router.web.server.settings import Settings
 
@@ -98,6 +102,7 @@ class Router:
     reload: Reload
     store: KvStore
     tls: ssl.SSLContext | None
+    hosts: Hosts | None = None
     admin_url: str | None = None
 
     @property
@@ -264,6 +269,26 @@ async def build(
             decisions=decision_log.recent,
         )
         live = Live(subject, tasks.spawn, wall_now, guard.may_read)
+        hosts = await stack.enter_async_context(
+            hosts_of(config, engine, selection, registry, clock, processes)
+        )
+        fleet = None
+        if hosts is not None:
+            forwarding = Forwarding(
+                hosts.name,
+                hosts.peers,
+                hosts.directory,
+                hosts.held,
+                engine,
+                selection,
+                keys,
+                settings,
+                throttle,
+                decision_log,
+                hosts.metrics,
+            )
+            routes = PeerRoutes(hosts.hello, engine, selection, hosts.held)
+            fleet = Fleet(forwarding, routes, hosts.metrics)
         completions = Completions(
             engine,
             selection,
@@ -273,6 +298,7 @@ async def build(
             keys,
             throttle,
             tracing,
+            None if fleet is None else fleet.forwarding,
         )
         app = App(
             keys=keys,
@@ -287,6 +313,7 @@ async def build(
                 registry,
                 BackendMetrics(clients, registry),
                 clock.now,
+                None if hosts is None else hosts.view,
             ),
             snapshots=Snapshots(engine, guard, clock.now, wall_now),
             requests=Requests(
@@ -299,12 +326,13 @@ async def build(
             telemetry=telemetry,
             settings=settings,
             throttle=throttle,
+            fleet=fleet,
         )
         vitals = Vitals(registry, clock, lambda: store.kv_dirs, __version__)
         tasks.spawn(vitals.watch_loop(), name="event loop lag")
         tasks.spawn(vitals.watch_disks(), name="room on disk")
         stack.callback(throttle.open)
-        yield Router(app, engine, selection, live, reload, store, context)
+        yield Router(app, engine, selection, live, reload, store, context, hosts)
 
 
 def _show_certificate(context: ssl.SSLContext, files: TlsConfig) -> None:
@@ -339,10 +367,16 @@ async def listening(router: Router) -> AsyncIterator[str]:
     own = config.admin.listen
     async with AsyncExitStack() as stack:
         if own is not None:
-            address = _address(router, own, Audience.OPERATORS, "admin: listen")
+            address = _address(router, own, Audience.OPERATORS, "admin: listen", router.tls)
             router.admin_url = await stack.enter_async_context(address)
+        if (for_peers := config.fleet.listen) is not None and router.hosts is not None:
+            context = router.hosts.credentials.server
+            key = "fleet: listen (--peer-listen)"
+            address = _address(router, for_peers, Audience.PEERS, key, context)
+            where = values.url_address(await stack.enter_async_context(address))
+            router.hosts.address.listens(for_peers.host, where.port)
         side = Audience.ALL if own is None else Audience.CLIENTS
-        address = _address(router, config.listen, side, "listen (--listen)")
+        address = _address(router, config.listen, side, "listen (--listen)", router.tls)
         url = await stack.enter_async_context(address)
         # Last in, first out: an open live page must not delay the shutdown.
         stack.callback(router.live.stop)
@@ -351,7 +385,7 @@ async def listening(router: Router) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def _address(
-    router: Router, address: Address, side: Audience, key: str
+    router: Router, address: Address, side: Audience, key: str, context: ssl.SSLContext | None
 ) -> AsyncIterator[str]:
     listener = router.app.listener(side)
     handshake_s = router.config.limits.header_timeout_s
@@ -361,14 +395,14 @@ async def _address(
             address.host,
             address.port,
             backlog=1024,
-            ssl=router.tls,
-            ssl_handshake_timeout=None if router.tls is None else handshake_s,
+            ssl=context,
+            ssl_handshake_timeout=None if context is None else handshake_s,
         )
     except OSError as error:
         raise StartError(f"{key}: {error.strerror or error}; choose another HOST:PORT") from error
     try:
         host, port = server.sockets[0].getsockname()[:2]
-        scheme = "http" if router.tls is None else "https"
+        scheme = "http" if context is None else "https"
         yield f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     finally:
         server.close()

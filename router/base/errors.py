@@ -188,6 +188,12 @@ class ConflictError(RouterError):
     outcome = "bad_request"
 
 
+class StaleQuoteError(ConflictError):
+    """A forwarded request costs far more by now than was quoted; the sender asks another host."""
+
+    outcome = "stale_quote"
+
+
 class QueueFullError(RouterError):
     """`queue.max_requests` requests are already waiting."""
 

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from router.base.api_keys import read_hash
 from router.base.types import BackendId
 from router.config import values
+from router.config.fleet import FleetConfig
 from router.config.loader import ConfigError as ConfigError
 from router.config.loader import (
     ConfigSection,
@@ -314,6 +315,7 @@ class Config(ConfigSection):
     listen: values.ListenAddress = Address("127.0.0.1", 8080)
     backends: tuple[BackendConfig, ...] = Field(default=(), strict=False)
     servers: ServersConfig = ServersConfig()
+    fleet: FleetConfig = FleetConfig()
     store: StoreConfig = StoreConfig()
     policy: PolicyConfig = PolicyConfig()
     queue: QueueConfig = QueueConfig()
@@ -338,9 +340,12 @@ class Config(ConfigSection):
 
     def misfits(self) -> list[tuple[KeyPath, str]]:
         """Return the contradictions between sections, each with its key path."""
-        if not self.backends and not self.servers.models:
+        if not self.backends and not self.servers.models and not self.fleet.has_peers:
             what = "empty" if "backends" in self.model_fields_set else "required"
-            message = f"is {what}: {_REQUIRED['backends']}; or `servers: models` (--model)"
+            message = (
+                f"is {what}: {_REQUIRED['backends']}; or `servers: models` (--model);"
+                " or `fleet: peers` (--peer)"
+            )
             return [(("backends",), message)]
         # A second url has the same default name as well: one message is enough.
         misfits = _repeats(("backends",), "url", [one.url for one in self.backends]) or _repeats(
@@ -358,14 +363,28 @@ class Config(ConfigSection):
         if self.policy.name is PolicyName.PASSTHROUGH and self.servers.models:
             message = "passthrough cannot tell when a server may be stopped: choose another policy"
             misfits.append((("policy", "name"), message))
-        if (own := self.admin.listen) is not None:
+        if self.policy.name is PolicyName.PASSTHROUGH and self.fleet.is_used:
+            message = "passthrough reads no prompt, and hosts cannot be compared without"
+            misfits.append((("policy", "name"), message))
+        for section, own in (("admin", self.admin.listen), ("fleet", self.fleet.listen)):
+            if own is None:
+                continue
             misfits += _loops(own, self.backends)
             meets = values.reaches(self.listen, own) or values.reaches(own, self.listen)
             if meets and own.port:
                 message = f"is where clients connect (listen: {self.listen}): take another port"
-                misfits.append((("admin", "listen"), message))
+                misfits.append(((section, "listen"), message))
         return misfits
 
+
+# The flags of `kvferry serve` for single keys of the section `fleet`.
+FLEET_FLAGS = {
+    "name": "--host-name",
+    "listen": "--peer-listen",
+    "redis": "--redis",
+    "credentials": "--fleet-credentials",
+    "insecure": "--insecure-peers",
+}
 
 _REQUIRED = {
     "backends": "a list with the `url` of each llama-server",
@@ -402,11 +421,12 @@ def from_flags(
     listen: str | None = None,
     policy: str | None = None,
     servers: Mapping[str, object] | None = None,
+    fleet: Mapping[str, object] | None = None,
 ) -> Config:
     """Return the configuration of `kvferry serve` without a file; the rest has its defaults.
 
-    `kv_dir` is for every backend and server. `servers` is that section, without `kv_dir`. Raises
-    ConfigError; its problems name the flag.
+    `kv_dir` is for every backend and server. `servers` is that section, without `kv_dir`, and
+    `fleet` that section. Raises ConfigError; its problems name the flag.
     """
     where = {"kv_dir": kv_dir} if kv_dir is not None else {}
     entries = [{"url": url} | where for url in backends]
@@ -414,6 +434,8 @@ def from_flags(
     given: dict[str, object] = {key: value for key, value in flags.items() if value is not None}
     if servers is not None:
         given["servers"] = {**servers, **where}
+    if fleet is not None:
+        given["fleet"] = fleet
     config, found = _validate(given)
     if config is None:
         problems = [Problem(_flag(path, len(backends)), None, text) for path, text in found]
@@ -443,6 +465,11 @@ def _loops(listen: Address, backends: Sequence[BackendConfig]) -> list[tuple[Key
 
 def _flag(path: KeyPath, n_backends: int) -> str:
     """Return the flag that a problem is reported for."""
+    match path:
+        case ("fleet", "peers", *_):
+            return "--peer"
+        case ("fleet", key, *_) if key in FLEET_FLAGS:
+            return FLEET_FLAGS[str(key)]
     for key in ("kv_dir", "listen", "policy", "loaded", "slots", "ctx", "llama_server"):
         if key in path:
             return f"--{key.replace('_', '-')}"

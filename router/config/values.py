@@ -222,6 +222,23 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback
 
 
+def is_local(host: str) -> bool:
+    """Return True for a loopback address or its name."""
+    return host == "localhost" or is_loopback(host)
+
+
+def redis_url(value: object) -> str:
+    """Return the URL of a Redis or Valkey server. Messages do not repeat it: it has a password."""
+    parts = urlsplit(value) if isinstance(value, str) else None
+    if parts is None or parts.scheme not in ("redis", "rediss") or not parts.hostname:
+        raise ValueError(
+            "must be redis://HOST:PORT, or rediss://HOST:PORT for TLS, with USER:PASSWORD@ before"
+            " HOST if the server asks for them"
+        )
+    assert isinstance(value, str)
+    return value
+
+
 def default_name(url: str) -> str:
     """Return `host-port` of a URL that `base_url` returned, as a valid backend name."""
     where = url_address(url)

@@ -21,6 +21,7 @@ from router.base.types import (
     BackendId,
     BackendInfo,
     Lease,
+    Namespace,
     Outcome,
     OwnPrefill,
     Reported,
@@ -38,16 +39,19 @@ from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.model.plan import Plan
 from router.core.model.policy import Policy
+from router.core.model.quote import Quote
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.model.slots import Slot
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.displacement import keeps_snapshots
 from router.core.planning.planner import plan as make_plan
+from router.core.planning.quote import quote as make_quote
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
 from router.core.stats import stats_of
 from router.engine.fleet_view import FleetView
+from router.engine.held_prefixes import HeldPrefixes
 from router.engine.loop_throttle import LoopThrottle
 from router.engine.server_placement import LaunchWatch
 from router.engine.slot_watch import SlotPollers, find_busy, wait_quiet, wipe
@@ -202,6 +206,18 @@ class Engine:
     def plan(self, request: Request) -> Plan | None:
         """Return what would be done with a request now. None: it would wait. No side effects."""
         return make_plan(request, self._scheduler.state.fleet, self._clock.now())
+
+    def quote(self, request: Request) -> Quote | None:
+        """Return what serving a request would take here. None: nothing here can. No side effects.
+
+        Unlike `plan`, it has an answer while every slot is busy.
+        """
+        state = self._scheduler.state
+        return make_quote(request, state.fleet, state.queue, self._clock.now())
+
+    def held_prefixes(self, secret: bytes, facts_of: Callable[[Namespace], str]) -> HeldPrefixes:
+        """Return a new index of what this host holds; there may be only one at a time."""
+        return HeldPrefixes(self._scheduler.state.fleet, secret, facts_of)
 
     # -- for the monitors and the store --------------------------------------------------------
 

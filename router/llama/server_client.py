@@ -16,6 +16,8 @@ from router.base.types import BackendId
 from router.llama import replies as reply
 from router.llama.http1 import Header, Pool, Response, Target
 
+_JSON = ((b"Content-Type", b"application/json"),)
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -176,23 +178,24 @@ class ServerClient:
         max_bytes: int | None = None,
         *,
         yields: bool = False,
+        headers: Sequence[Header] = _JSON,
     ) -> bytes:
         """Make one control call and return its whole answer. Raises BackendError.
 
-        `yields`: `give_up` ends the call. Not for a call that changes slots or files: the router
-        must know how such a call ended.
+        `headers`: of the body, if there is one. `yields`: `give_up` ends the call. Not for a call
+        that changes slots or files: the router must know how such a call ended.
         """
         if yields and self._given_up:
             raise BackendError("the backend went down")
-        headers = [(b"Content-Type", b"application/json")] if body is not None else []
+        sent = list(headers) if body is not None else []
         if self._authorization:
-            headers.append(self._authorization)
+            sent.append(self._authorization)
         with _OUR_ERRORS:
             async with asyncio.timeout(timeout_s) as limit:
                 if yields:
                     self._asking.add(limit)
                 try:
-                    response = await self._pool.request(method, path, headers, body, timeout_s)
+                    response = await self._pool.request(method, path, sent, body, timeout_s)
                     try:
                         payload = await _read(response, max_bytes)
                     finally:

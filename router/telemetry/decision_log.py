@@ -11,14 +11,60 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from router.base.types import Caller, RequestId, RequestRecord
 from router.core.model.plan import Plan
+from router.core.model.quote import Quote
 
 Json = dict[str, Any]
 
 # Limit on all kept chat bodies together, by their size as received. As Python objects the bodies
 # take two to three times as much.
 _CHATS_BYTES = 16 * 1024 * 1024
+
+
+class HostOffer(Struct, frozen=True):
+    """A peer that was asked, and its quote; None: it gave none in time."""
+
+    host: str
+    quote: Quote | None
+
+
+class HostsAsked(Struct, frozen=True):
+    """How a request found its host: what serving it here would have taken, and what peers quoted.
+
+    `served_by` None: this host. `refused`: peers that did not take it after all.
+    """
+
+    own: Quote | None
+    offers: tuple[HostOffer, ...]
+    refused: tuple[str, ...] = ()
+    served_by: str | None = None
+
+    def refused_by(self, host: str) -> "HostsAsked":
+        """Return the same with one more peer that did not take the request."""
+        return replace(self, refused=(*self.refused, host))
+
+    def taken_by(self, host: str) -> "HostsAsked":
+        """Return the same, served by a peer."""
+        return replace(self, served_by=host)
+
+    def as_json(self) -> Json:
+        """Return all of it; seconds and tokens."""
+        return {
+            "served_by": self.served_by,
+            "own": _quote_json(self.own),
+            "offers": [
+                {
+                    "host": offer.host,
+                    "quote": _quote_json(offer.quote),
+                    "refused": offer.host in self.refused,
+                }
+                for offer in self.offers
+            ],
+        }
 
 
 @dataclass(slots=True)
@@ -37,6 +83,8 @@ class LoggedDecision:
     plan: Plan | None = None
     chat: Json | None = None
     caller: Caller | None = None
+    hosts: HostsAsked | None = None  # None: no peer was asked
+    ttft_s: float | None = None  # of a forwarded request
 
     def as_json(self) -> Json:
         """Return all fields, null where nothing is known. Seconds and tokens; no text."""
@@ -60,9 +108,10 @@ class LoggedDecision:
             "waited_s": _ms(record.waited_s) if record else None,
             "prepared_s": _ms(record.prepared_s) if record else None,
             "prefill_queue_s": _ms(record.prefill_queue_s) if record else None,
-            "ttft_s": _ms(record.ttft_s) if record else None,
+            "ttft_s": _ms(record.ttft_s if record else self.ttft_s),
             "predicted_s": _ms(record.predicted_s) if record else None,
             "total_s": _ms(record.total_s) if record else None,
+            "host": self.hosts.served_by if self.hosts else None,
         }
 
 
@@ -75,12 +124,36 @@ class DecisionLog:
         self._entries: dict[RequestId, LoggedDecision] = {}  # in the order in which requests ended
         self._chats: deque[tuple[LoggedDecision, int]] = deque()
         self._chats_bytes = 0
+        self._hosts: dict[RequestId, HostsAsked] = {}  # of requests that are served here
+
+    def note_hosts(self, request: RequestId, hosts: HostsAsked) -> None:
+        """Note that peers were asked about a request that is served here; its entry follows."""
+        if self.limit:
+            self._hosts[request] = hosts
+            if len(self._hosts) > self.limit:
+                del self._hosts[next(iter(self._hosts))]
+
+    def forwarded(
+        self,
+        request: RequestId,
+        outcome: str,
+        hosts: HostsAsked,
+        ttft_s: float | None,
+        caller: Caller | None = None,
+    ) -> None:
+        """Add a finished request that a peer served."""
+        if self.limit:
+            reason = f"{hosts.served_by} serves it sooner"
+            told = LoggedDecision(request, self._wall_now(), outcome, reason, caller=caller)
+            told.hosts, told.ttft_s = hosts, ttft_s
+            self._add(told)
 
     def over(self, record: RequestRecord, plan: Plan) -> None:
         """Add a finished request that reached a backend."""
         if self.limit:
             told = LoggedDecision(record.request, self._wall_now(), record.outcome, record.reason)
             told.record, told.plan, told.caller = record, plan, record.caller
+            told.hosts = self._hosts.pop(record.request, None)
             self._add(told)
 
     def rejected(
@@ -140,6 +213,17 @@ class DecisionLog:
         entry, size_bytes = self._chats.popleft()
         entry.chat = None
         self._chats_bytes -= size_bytes
+
+
+def _quote_json(quote: Quote | None) -> Json | None:
+    if quote is None:
+        return None
+    return {
+        "price_s": _ms(quote.price_s),
+        "wait_s": _ms(quote.wait_s),
+        "reused_tokens": quote.reused_tokens,
+        "source": quote.source,
+    }
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -24,6 +24,11 @@ from router.tools.console.snapshots import add_options as add_snapshot_options
 from router.tools.console.snapshots import snapshots
 from router.tools.doctor.check import check_text
 from router.tools.serving.flags import add_server_options, given_flags, servers_from
+from router.tools.serving.fleet_flags import (
+    add_fleet_options,
+    fleet_from,
+    given_fleet_flags,
+)
 from router.tools.simulate.command import add_options, simulate
 
 OK, CANNOT_WORK, BAD_INPUT = 0, 1, 2
@@ -59,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("serve", help="run the router")
     _fleet_options(command)
     add_server_options(command)
+    add_fleet_options(command)
     command.set_defaults(run=_serve)
 
     command = commands.add_parser("check", help="check a configuration file")
@@ -154,7 +160,10 @@ def _config(options: argparse.Namespace) -> Config:
     starts_servers = "server_args" in options
     if options.config is None:
         servers = servers_from(options) if starts_servers else None
-        return from_flags(options.backend, options.kv_dir, options.listen, options.policy, servers)
+        fleet = fleet_from(options) if starts_servers else None
+        return from_flags(
+            options.backend, options.kv_dir, options.listen, options.policy, servers, fleet
+        )
     given = [
         flag
         for flag, value in (
@@ -166,7 +175,7 @@ def _config(options: argparse.Namespace) -> Config:
         if value
     ]
     if starts_servers:
-        given += given_flags(options)
+        given += given_flags(options) + given_fleet_flags(options)
     if given:
         raise StartError(f"{', '.join(given)}: not together with --config; set it in the file")
     return load(options.config)

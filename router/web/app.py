@@ -9,6 +9,7 @@ import contextlib
 import posixpath
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -22,6 +23,7 @@ from router.base.errors import (
     ExpectationError,
     ForbiddenError,
     FramingError,
+    NotFoundError,
     RouterError,
 )
 from router.base.ports import Telemetry
@@ -34,6 +36,7 @@ from router.llama.replies import error_of, knows_no_answer, merge_models, with_s
 from router.llama.server_client import RelayedResponse
 from router.llama.wire import Route, route_of
 from router.telemetry.decision_log import DecisionLog
+from router.telemetry.hosts_metrics import HostsMetrics
 from router.web.admin.actions import BACKENDS, OperatorActions
 from router.web.admin.guard import Guard
 from router.web.admin.live import Live
@@ -49,6 +52,8 @@ from router.web.admin.status import StatusRoutes
 from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
+from router.web.api.forwarding import Forwarding
+from router.web.api.peer_routes import PeerRoutes
 from router.web.api.slot_demand import model_asked, slots_asked
 from router.web.server.early_stream import EARLY, EarlyStream
 from router.web.server.error_responses import (
@@ -60,9 +65,11 @@ from router.web.server.error_responses import (
     request_id,
 )
 from router.web.server.framing_checks import check_head
+from router.web.server.hop import HOP_OF, HOST_NAME, hop_of
 from router.web.server.listener import Listener
 from router.web.server.relay import (
     CALLER,
+    KEYED,
     STARTED,
     Capture,
     forward_headers,
@@ -125,6 +132,15 @@ def forbidden(method: str, path: str) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The other hosts, as the routes need them."""
+
+    forwarding: Forwarding
+    routes: PeerRoutes
+    metrics: HostsMetrics
+
+
 class App:
     """The handler of every request of every client; owns no state but its arguments."""
 
@@ -146,7 +162,10 @@ class App:
         operations: OperatorActions,
         servers: ServerRoutes,
         throttle: LoopThrottle,
+        fleet: Fleet | None = None,
     ) -> None:
+        """Set up the handler. `fleet` None: there are no other hosts."""
+        self._fleet = fleet
         self._keys = keys
         self._completions = completions
         self._admin = admin
@@ -201,9 +220,13 @@ class App:
         3. Any other: a bug. The client gets no details; a partial answer must not look complete.
         """
         name = request_id()
+        if self._fleet is not None:
+            request[HOST_NAME] = self._fleet.forwarding.name
         try:
             check_head(request)
             path = request.path
+            if side is Audience.PEERS:
+                return await self._from_peer(request, path, name)
             own = self.own.find(request, path, side)
             if own is None:
                 self._keys.admit(request)
@@ -254,6 +277,24 @@ class App:
         if caller is not None or not self._keys.known.callers:
             self._decision_log.rejected(name, error.outcome, why, caller)
 
+    async def _from_peer(
+        self, request: web.BaseRequest, path: str, name: RequestId
+    ) -> web.StreamResponse:
+        """Answer a peer: one of its own calls, or a request that it forwards."""
+        assert self._fleet is not None
+        if path.startswith("/peer/"):
+            raw = await self._read(request)
+            return await self._fleet.routes.answer(request, path, raw, name)
+        if is_own(path):
+            raise NotFoundError("there is nothing at this path")
+        hop = hop_of(request)
+        request[HOP_OF] = hop
+        if hop.caller is not None:
+            request[KEYED] = True
+            request[CALLER] = hop.caller
+        self._fleet.metrics.received(hop.host)
+        return await self._any(request, path, hop.request)
+
     async def _any(
         self, request: web.BaseRequest, path: str, name: RequestId
     ) -> web.StreamResponse:
@@ -261,7 +302,9 @@ class App:
         may_take_slot = request.method == "POST" and not self._settings.passthrough
         route = route_of(path) if may_take_slot else None
         if route or (may_take_slot and path in _TAKES_SLOTS):
-            with self._keys.room(request.get(CALLER)):  # before the body, which takes memory
+            # A forwarded request was counted where its client is.
+            counted = None if HOP_OF in request else request.get(CALLER)
+            with self._keys.room(counted):  # before the body, which takes memory
                 return await self._takes_slots(request, route, name)
         if reason := forbidden(request.method, path):
             raise ForbiddenError(reason)
@@ -346,6 +389,9 @@ class App:
         If the backend fails before it answers, and the request cannot have changed anything, try
         another backend.
         """
+        there = None if self._fleet is None else self._fleet.forwarding
+        if there is not None and there.must_leave(request, model):
+            return await there.away(request, raw, None, name, model)
         model = self._selection.resolve(model)
         try:
             # A look must not load a model: programs ask for /health and /props all the time.
@@ -421,10 +467,13 @@ class App:
         """
         models = self._selection.for_each_model()
         servers = self._selection.servers
-        if len(models) < 2 and not servers:
+        there: list[bytes] = []
+        if self._fleet is not None and HOP_OF not in request:
+            there = await self._fleet.forwarding.models(_MODELS_WITHIN_S)
+        if len(models) + len(there) < 2 and models and not servers:
             return await self._pass(request, name, b"", None)
         told = await asyncio.gather(*(_models_of(clients) for clients in models))
-        answers = [answer for answer in told if answer is not None]
+        answers = [answer for answer in told if answer is not None] + there
         if not answers and not servers:
             raise BackendError("no backend lists its models")
         # Of the replicas of a model, one that is up says most.

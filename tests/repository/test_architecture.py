@@ -29,10 +29,12 @@ ALLOWED = {
     "router.prompts": "base llama",
     "router.telemetry": "base llama config core.model",  # it keeps plans, and levels of the log
     "router.engine": "base core",
-    "router.web": "base config core.fleet core.model engine llama prompts store telemetry",
+    "router.hosts": "base core.model llama",
+    "router.web": "base config core.fleet core.model engine hosts llama prompts store telemetry",
     "router.servers": "base config",
-    "router.assembly": "base config core engine llama prompts servers store telemetry web",
-    "router.tools": "base config core engine llama prompts servers store telemetry web assembly",
+    "router.assembly": "base config core engine hosts llama prompts servers store telemetry web",
+    "router.tools": "base config core engine hosts llama prompts servers store telemetry web"
+    " assembly",
 }
 # Within a package: each folder may import those before it.
 ORDERS = (
@@ -63,7 +65,7 @@ CORE_STDLIB = {
 }
 # A soft limit: a longer module says why on its second line, in a comment that names the limit.
 MAX_LINES = 600
-MAX_ENTRIES = 13  # of `router/`
+MAX_ENTRIES = 14  # of `router/`
 MAX_MODULES = 14  # of a folder
 
 

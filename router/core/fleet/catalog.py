@@ -17,6 +17,9 @@ from router.core.model.memory_kinds import goes_back, reusable_tokens, subsumes
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.model.tuning import TUNING
 
+# Called with a snapshot that became usable (True), or is usable no more.
+Watch = Callable[[Snapshot, bool], None]
+
 
 class Basis(IntEnum):
     """Origin of the rates that a snapshot was valued by; a better one is a lower number."""
@@ -68,6 +71,7 @@ class Catalog:
     evicted: int = 0
     gone: GhostList = field(default_factory=GhostList)  # evicted or unusable snapshots
     changes: int = 0  # additions and removals; results from before the last may be stale
+    watch: Watch = field(default=lambda snapshot, added: None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -121,6 +125,7 @@ class Catalog:
             self._doubtful[snapshot.id] = None
         index.insert(snapshot.tokens, snapshot.id)
         self.changes += 1
+        self.watch(snapshot, True)
         self.total_bytes += snapshot.size_bytes
         self.total_tokens += len(snapshot)
         self._ranks.use(snapshot.id, entry.density)
@@ -328,6 +333,7 @@ class Catalog:
         self._doubtful.pop(snapshot, None)
         self._ranks.drop(snapshot)
         self.changes += 1
+        self.watch(entry.snapshot, False)
         self.total_bytes -= entry.snapshot.size_bytes
         self.total_tokens -= len(entry.snapshot)
         if entry.references:

@@ -54,6 +54,11 @@ class Tuning(Struct, frozen=True):
     # before. Chosen: a save that costs a twentieth of the prefill is then worth it, as on a CPU.
     branch_chance: float = 0.05
 
+    # -- quotes ------------------------------------------------------------------------------------
+
+    # Seconds after which a slot counts as free in a quote, if nothing is known of its end. Chosen.
+    unknown_end_s: float = 10.0
+
     # -- waiting for a busy slot -----------------------------------------------------------------
 
     # Seconds until an abandoned slot is known to be idle, by how far its request had got: the wait

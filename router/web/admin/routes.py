@@ -29,6 +29,7 @@ class Audience(Enum):
     ALL = auto()  # there is only one address
     CLIENTS = auto()
     OPERATORS = auto()
+    PEERS = auto()  # other hosts of the fleet
 
 
 @dataclass(frozen=True, slots=True)

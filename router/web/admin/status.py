@@ -15,6 +15,7 @@ from router.engine.engine import Engine
 from router.llama import json_offload
 from router.llama.wire import parse_body, parse_request, route_of
 from router.telemetry.backend_metrics import BackendMetrics
+from router.web.admin.hosts import HostsView, hosts_row
 from router.web.admin.plan_json import plan_json
 from router.web.admin.servers import server_row
 from router.web.admin.state_json import backend_row, slot_row, snapshot_row, store_row
@@ -47,7 +48,10 @@ class StatusRoutes:
         registry: CollectorRegistry,
         backend_metrics: BackendMetrics,
         now: Callable[[], float],
+        hosts: HostsView | None = None,
     ) -> None:
+        """Set up the handlers. `hosts` None: there are no other hosts."""
+        self._hosts = hosts
         self._engine = engine
         self._selection = selection
         self._completions = completions
@@ -75,6 +79,8 @@ class StatusRoutes:
         view = self._engine.view
         standing = {name: self._selection.standing(name) for name in self._selection.monitors}
         usable = Standing.UP in standing.values() or view.takes_requests(self._now())
+        peers = [] if self._hosts is None else self._hosts.peers.all()
+        usable = usable or any(peer.is_usable for peer in peers)
         told: dict[str, object] = {"status": "ok" if usable else "no backend"}
         if not brief:
             told["backends"] = {
@@ -83,6 +89,8 @@ class StatusRoutes:
             }
             if servers := view.servers():
                 told["servers"] = {server.name: server.phase for server in servers}
+            if peers:
+                told["peers"] = {peer.name: peer.problem or "up" for peer in peers}
         return json_response(told, status=200 if usable else 503)
 
     async def state(self, _: web.BaseRequest) -> web.Response:
@@ -107,6 +115,7 @@ class StatusRoutes:
                     "items": [snapshot_row(*one) for one in view.snapshots()[:1000]],
                 },
                 "servers": [server_row(server, now) for server in view.servers()],
+                "hosts": None if self._hosts is None else hosts_row(self._hosts),
                 "waiting_for_backend": self._selection.waiting,
                 "queue": [
                     {

@@ -16,6 +16,7 @@ from router.base.api_keys import digest_of
 from router.base.errors import TenantBusyError, UnauthorizedError
 from router.base.ports import Telemetry
 from router.base.types import NO_TENANT, Caller, Tenant
+from router.web.server.error_responses import sender_of
 from router.web.server.relay import CALLER, KEYED
 
 # Open on a llama-server with --api-key (server-http.cpp:237-258): these routes and its page. The
@@ -92,6 +93,12 @@ class Keys:
             yield
         finally:
             self._busy[name] -= 1
+
+
+def fair_to(request: web.BaseRequest) -> str | None:
+    """Return what the queue counts a request for: its tenant, else its sender."""
+    caller = request.get(CALLER)
+    return sender_of(request) if caller is None else f"tenant {caller.tenant}"
 
 
 def _is_open(method: str, path: str) -> bool:

@@ -16,7 +16,13 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from router.base.clock import wall_ns
-from router.base.errors import BackendError, BadRequestError, RouterError
+from router.base.errors import (
+    BackendError,
+    BadRequestError,
+    NoBackendError,
+    RouterError,
+    StaleQuoteError,
+)
 from router.base.ports import Attempt, Spawn, Trace, Tracing
 from router.base.types import (
     BackendId,
@@ -30,6 +36,7 @@ from router.base.types import (
 )
 from router.engine.engine import Engine, Grant, Timing
 from router.engine.loop_throttle import LoopThrottle
+from router.hosts.choice import is_stale
 from router.llama import json_offload
 from router.llama.answer_counts import AnswerCounts
 from router.llama.replies import IDENTITY, read_reply
@@ -46,10 +53,12 @@ from router.prompts.reader import PromptReader, is_left_to_server
 from router.telemetry.decision_log import DecisionLog
 from router.web.api import upstream_request
 from router.web.api.backend_selection import BackendSelection
-from router.web.api.client_keys import Keys
+from router.web.api.client_keys import Keys, fair_to
+from router.web.api.forwarding import Forwarding
 from router.web.api.slot_demand import SlotsAsked
 from router.web.server.early_stream import kept_alive
-from router.web.server.error_responses import clients_id, names, sender_of, session_of
+from router.web.server.error_responses import clients_id, names, session_of
+from router.web.server.hop import HOP_OF
 from router.web.server.relay import CALLER, Capture, forward_headers, forward_target, relay
 from router.web.server.settings import Settings
 
@@ -101,7 +110,10 @@ class Completions:
         keys: Keys,
         throttle: LoopThrottle,
         tracing: Tracing | None = None,
+        forwarding: Forwarding | None = None,
     ) -> None:
+        """Set up the handlers. `forwarding` None: there are no other hosts."""
+        self._forwarding = forwarding
         self._keys = keys
         self._throttle = throttle
         self._engine = engine
@@ -117,8 +129,12 @@ class Completions:
         """Serve a completion route. Raises RouterError."""
         arrived = perf_counter()
         parsed = await json_offload.read(raw, parse_completion, http, route, raw)
+        there = self._forwarding
+        if there is not None and there.must_leave(http, parsed.model):
+            return await there.away(http, raw, parsed, request_id, parsed.model)
         try:
             request, reader = await self._read(http, parsed, request_id)
+            self._check_quote(http, request)
             return await self._serve(_Exchange(http, raw, request, route, parsed, reader, arrived))
         finally:
             self._selection.no_longer_waits(request_id)
@@ -181,6 +197,9 @@ class Completions:
         self, http: web.BaseRequest, raw: bytes, request_id: RequestId, asked: SlotsAsked
     ) -> web.StreamResponse:
         """Serve a server-placed request that is no completion. Raises RouterError."""
+        there = self._forwarding
+        if there is not None and there.must_leave(http, asked.model):
+            return await there.away(http, raw, None, request_id, asked.model)
         stateless = http.path.rstrip("/").endswith(_STATELESS)
         model = self._selection.resolve(asked.model)
         request = Request(
@@ -198,11 +217,21 @@ class Completions:
         arrived = perf_counter()
         return await self._serve(_Exchange(http, raw, request, None, None, None, arrived))
 
+    def _check_quote(self, http: web.BaseRequest, request: Request) -> None:
+        """Raise StaleQuoteError if a peer was quoted a far lower price for a request."""
+        hop = http.get(HOP_OF)
+        if hop is None or hop.quoted_s is None:
+            return
+        quote = self._engine.quote(request)
+        if is_stale(hop.quoted_s, None if quote is None else quote.price_s):
+            now = "cannot be served" if quote is None else f"would take {quote.price_s:.3f} s"
+            raise StaleQuoteError(f"quoted {hop.quoted_s:.3f} s; by now it {now}")
+
     def _from(self, http: web.BaseRequest) -> _From:
-        caller = http.get(CALLER)
+        caller, hop = http.get(CALLER), http.get(HOP_OF)
         return {
-            "tenant": self._keys.tenant(caller),
-            "client": sender_of(http) if caller is None else f"tenant {caller.tenant}",
+            "tenant": self._keys.tenant(caller) if hop is None else hop.tenant,
+            "client": fair_to(http) if hop is None else hop.client,
             "clients_id": clients_id(http),
             "caller": caller,
         }
@@ -224,10 +253,32 @@ class Completions:
             trace.end(perf_counter() - arrived, error)
 
     async def _serve_untraced(self, exchange: _Exchange) -> web.StreamResponse:
+        """Serve a request on the host that is soonest; here, if no other takes it."""
+        answer = await self._elsewhere(exchange)
+        if answer is not None:
+            return answer
+        try:
+            return await self._serve_here(exchange)
+        except (NoBackendError, BackendError):  # nothing was sent; another host may be up
+            answer = await self._elsewhere(exchange)
+            if answer is None:
+                raise
+            return answer
+
+    async def _elsewhere(self, exchange: _Exchange) -> web.StreamResponse | None:
+        """Serve a request on another host if that is sooner. None: it is served here."""
+        if self._forwarding is None:
+            return None
+        return await self._forwarding.instead(
+            exchange.http, exchange.raw, exchange.request, exchange.parsed
+        )
+
+    async def _serve_here(self, exchange: _Exchange) -> web.StreamResponse:
         """Wait for a slot and send; retry if the backend fails before the first byte.
 
         Retry on another backend. If there is none, retry on the same backend if it comes back
-        within `queue.no_backend_wait`, like any request that arrives while it is down.
+        within `queue.no_backend_wait`, like any request that arrives while it is down; or on
+        another host.
         """
         first = exchange.request
         for attempt in range(1, _ATTEMPTS + 1):
@@ -251,12 +302,23 @@ class Completions:
                 anew = replace(anew, avoid=first.avoid | {backend})
             elif backend is not None:
                 await self._selection.check_again(backend)  # instead of three failures in a row
-            if exchange.reader is None and exchange.parsed is not None:  # not read yet
-                read, exchange.reader = await self._read(exchange.http, exchange.parsed, first.id)
-                anew = replace(read, avoid=anew.avoid)
-            # A new id: a late event of the first attempt must not count for the second.
-            exchange.request = replace(anew, id=RequestId(f"{first.id}.{attempt + 1}"))
+                answer = await self._elsewhere(exchange)
+                if answer is not None:
+                    return answer
+            exchange.request = await self._anew(
+                exchange, anew, RequestId(f"{first.id}.{attempt + 1}")
+            )
         raise AssertionError("unreachable")
+
+    async def _anew(self, exchange: _Exchange, request: Request, name: RequestId) -> Request:
+        """Return a request for its next attempt, read if it could not be read before.
+
+        It gets a new id: a late event of the first attempt must not count for the second.
+        """
+        if exchange.reader is None and exchange.parsed is not None:
+            read, exchange.reader = await self._read(exchange.http, exchange.parsed, request.id)
+            request = replace(read, avoid=request.avoid)
+        return replace(request, id=name)
 
     async def _send(self, exchange: _Exchange, grant: Grant) -> web.StreamResponse:
         """Relay one admitted request; the grant is used up on return and on exception."""

@@ -13,8 +13,11 @@ from router.base.errors import (
     MethodError,
     NeedsTokenError,
     RouterError,
+    StaleQuoteError,
 )
 from router.base.types import RequestId
+from router.hosts.messages import HOP_REFUSED, HOST
+from router.web.server.hop import HOST_NAME
 
 Response = TypeVar("Response", bound=web.StreamResponse)
 
@@ -38,9 +41,15 @@ def clients_id(request: web.BaseRequest) -> str | None:
     return found if found is not None and _ID.fullmatch(found) else None
 
 
-def names(request: web.BaseRequest, name: RequestId) -> dict[str, str]:
-    """Return the response headers with the router's and the client's id of a request."""
-    return _names(name, clients_id(request))
+def names(request: web.BaseRequest, name: RequestId, *, here: bool = True) -> dict[str, str]:
+    """Return the response headers with the router's and the client's id of a request.
+
+    In a fleet also the host, if it is served `here`.
+    """
+    found = _names(name, clients_id(request))
+    if here and (host := request.get(HOST_NAME)) is not None:
+        found[HOST] = host
+    return found
 
 
 def _names(ours: RequestId, theirs: str | None) -> dict[str, str]:
@@ -63,6 +72,8 @@ def error_response(
     headers = _names(request, clients_id)
     if error.retry_after_s is not None:
         headers["Retry-After"] = f"{error.retry_after_s:.0f}"
+    if isinstance(error, StaleQuoteError):
+        headers[HOP_REFUSED] = "price"
     if isinstance(error, MethodError):
         headers["Allow"] = ", ".join(error.allowed)
     if isinstance(error, NeedsTokenError):

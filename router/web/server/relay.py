@@ -16,6 +16,7 @@ from aiohttp import web
 from router.base.errors import BackendError, BackendTimeoutError, BadRequestError
 from router.base.types import Caller, Outcome
 from router.engine.loop_throttle import LoopThrottle
+from router.hosts.messages import HOP_HEADERS
 from router.llama import json_offload
 from router.llama.answer_counts import AnswerCounts
 from router.llama.http1 import Header
@@ -26,7 +27,9 @@ from router.web.server.relayed_response import HOP_BY_HOP, RelayedAnswer, named_
 from router.web.server.settings import Settings
 
 # The router's server has already decoded a compressed body.
-_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"content-encoding", b"expect"}
+_NOT_FORWARDED = (
+    HOP_BY_HOP | {b"host", b"content-length", b"content-encoding", b"expect"} | HOP_HEADERS
+)
 # This header makes the server go on after its client disconnected (llama-server.md section 5.6).
 _RESUMABLE = {b"x-conversation-id"}
 

@@ -1,0 +1,68 @@
+"""The `fleet` section: the other hosts, and how they reach this one."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from router.config import values
+from router.config.loader import ConfigSection, KeyPath, MisfitError
+
+
+class FleetConfig(ConfigSection):
+    """The fleet of this host. Without `peers` and `redis` it is the only host."""
+
+    name: values.Name | None = None  # None: the host's own name
+    listen: values.ListenAddress | None = None
+    url: values.BaseUrl | None = None  # None: the address of `listen`
+    peers: tuple[values.BaseUrl, ...] = Field(default=(), strict=False)
+    redis: Annotated[str, BeforeValidator(values.redis_url)] | None = Field(
+        default=None, repr=False
+    )
+    credentials: values.AbsolutePath | None = None
+    insecure: bool = False
+
+    @property
+    def has_peers(self) -> bool:
+        """Return whether other hosts may be found."""
+        return bool(self.peers or self.redis)
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether this host asks others, or answers them."""
+        return self.has_peers or self.listen is not None
+
+    @model_validator(mode="after")
+    def _fits(self) -> "FleetConfig":
+        misfits: list[tuple[KeyPath, str]] = []
+        for at, peer in enumerate(self.peers):
+            if problem := self._peer_problem(peer):
+                misfits.append((("peers", at), problem))
+        listens_openly = self.listen is not None and not values.is_local(self.listen.host)
+        if listens_openly and self.credentials is None and not self.insecure:
+            message = (
+                f"is reached from other machines ({self.listen}), so it needs `credentials`:"
+                " `kvferry fleet certificate` makes them (or `insecure: true`, which means that"
+                " whoever reaches this address reads and writes everything)"
+            )
+            misfits.append((("listen",), message))
+        if self.redis is not None and self.listen is None:
+            message = "is required with `redis`: the address under which others reach this host"
+            misfits.append((("listen",), message))
+        if self.url is not None and self.listen is None:
+            misfits.append((("url",), "has no effect without `listen`"))
+        if misfits:
+            raise MisfitError(misfits)
+        return self
+
+    def _peer_problem(self, peer: str) -> str | None:
+        if peer.startswith("https:"):
+            if self.credentials is None:
+                return "is https, which needs `credentials`: see `kvferry fleet certificate`"
+        elif self.credentials is not None:
+            return "is http, but with `credentials` peers speak https"
+        elif not self.insecure and not values.is_local(values.url_address(peer).host):
+            return (
+                "is http, which anybody on the way can read: use https and `credentials`, or"
+                " allow it with `insecure: true`"
+            )
+        return None

@@ -1,0 +1,82 @@
+"""Quote a request: what serving it would take, also when it would have to wait in the queue.
+
+A question: nothing is reserved. The same prices decide on a host what is done with the request, so
+that quotes of several hosts can be compared.
+"""
+
+from math import inf
+
+from router.base.types import Request, Source
+from router.core.fleet.fleet import Fleet
+from router.core.model.memory_kinds import reusable_tokens
+from router.core.model.quote import Quote
+from router.core.model.request_queue import Queue
+from router.core.model.slots import Phase
+from router.core.model.tenancy import namespace_of
+from router.core.model.tuning import TUNING
+from router.core.planning.planner import plan
+
+
+def quote(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quote | None:
+    """Return what serving the request would take. None: nothing here can serve it."""
+    if not any(fleet.serves(backend, request) for backend in fleet.infos):
+        return _once_loaded(request, fleet, now)
+    made = plan(request, fleet, now, losers=0) if not len(queue) else None
+    if made is None:
+        return _once_free(request, fleet, queue, now)
+    price = made.chosen.price
+    return Quote(price.total_s, price.wait_s, made.chosen.reused_tokens, made.chosen.source)
+
+
+def _once_free(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quote | None:
+    """Return the quote of a request that waits for a slot, behind those that wait already.
+
+    Each slot serves its share of the queue. The content that the slots will have then is not known:
+    what they have or compute now counts.
+    """
+    ends_s: list[float] = []
+    best: Quote | None = None
+    shared = fleet.holdings.shared(fleet.slots, request.prompt.tokens, request.tenant or None)
+    for backend, info in fleet.infos.items():
+        if not fleet.serves(backend, request):
+            continue
+        rates, n_prompt = fleet.rates[backend], len(request.prompt)
+        reused = 0
+        for slot in fleet.slots.of(backend):
+            wait_s = 0.0 if slot.phase is Phase.IDLE else slot.busy_until - now
+            ends_s.append(min(max(wait_s, 0.0), TUNING.unknown_end_s))
+            held = max(len(slot.resident), shared.get(slot.id, 0))
+            common = shared.get(slot.id, 0)
+            reused = max(reused, reusable_tokens(info.memory_kind, n_prompt, common, held))
+        if info.kv_dir is not None:
+            namespace = namespace_of(info, request.tenant)
+            tokens = request.prompt.tokens
+            reused = max(reused, fleet.catalog.reach(info.memory_kind, namespace, tokens))
+        reused = min(reused, max(n_prompt - 1, 0)) if request.reuse else 0
+        prefill_s = rates.prefill_s(n_prompt - reused, reused)
+        if best is None or prefill_s < best.price_s:
+            best = Quote(prefill_s, 0.0, reused, Source.COLD if not reused else Source.RESIDENT)
+    if best is None or not ends_s:
+        return None
+    wait_s = _wait_s(sorted(ends_s), len(queue))
+    return Quote(best.price_s + wait_s, wait_s, best.reused_tokens, best.source)
+
+
+def _wait_s(ends_s: list[float], n_ahead: int) -> float:
+    """Return the seconds until a slot is free after `n_ahead` other requests got theirs.
+
+    `ends_s`: when each slot is free, in order. A later round takes as long as this one on average.
+    """
+    rounds, at = divmod(n_ahead, len(ends_s))
+    return ends_s[at] + rounds * max(sum(ends_s) / len(ends_s), TUNING.equal_s)
+
+
+def _once_loaded(request: Request, fleet: Fleet, now: float) -> Quote | None:
+    """Return the quote of a request whose model has to be loaded first. None: it cannot be."""
+    waits_s = [
+        server.load_s.value for server in fleet.servers.of(request.model) if server.may_serve(now)
+    ]
+    wait_s = min(waits_s, default=inf)
+    if wait_s == inf:
+        return None
+    return Quote(wait_s, wait_s)

@@ -1,0 +1,108 @@
+"""Decide which peers to ask, and which host gets a request. Pure.
+
+Seconds throughout. A host compares its own price with the offers of peers; a forwarded request pays
+for the way on top.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import blake2b
+
+from msgspec import Struct
+
+from router.core.model.quote import Quote
+
+MAX_ASKED = 3
+# A request whose own price is lower than this many times the cost of asking asks nobody: asking
+# could not pay. Chosen: at 2 ms for asking and the way, requests of less than 20 ms stay.
+_WORTH_ASKING = 10.0
+# A peer has to be cheaper by this factor, so that equal hosts keep what clients send them. Chosen.
+_CHEAPER = 0.9
+# A price may be this many times the quote when the request comes: else the peer refuses it.
+_STALE_FACTOR, _STALE_S = 2.0, 0.05
+
+
+class Offer(Struct, frozen=True):
+    """A peer's quote. `price_s` is what it is taken for: the quote as far as it is trusted."""
+
+    peer: str
+    quote: Quote
+    price_s: float
+
+
+def is_worth_asking(own: Quote | None, cost_s: float) -> bool:
+    """Return whether a request should ask peers. `own` None: nothing here can serve it.
+
+    `cost_s`: what asking and forwarding take.
+    """
+    return own is None or own.price_s > _WORTH_ASKING * cost_s
+
+
+def to_ask(
+    usable: Sequence[str],
+    holders: Mapping[str, int],
+    busy: Mapping[str, float],
+    first_hash: bytes,
+    n: int = MAX_ASKED,
+) -> list[str]:
+    """Return the peers to ask, the most promising first.
+
+    Those that hold most of the prompt come first (`holders`: tokens, from the directory). Of those
+    that hold as much, or nothing that is known of, the one whose name and the prompt's first hash
+    give the highest number: all hosts then ask the same peers for the same beginning. The last
+    place goes to the least busy peer, so that a new host gets work.
+    """
+    if len(usable) <= n:
+        return sorted(usable, key=lambda peer: -holders.get(peer, 0))
+    ranked = sorted(usable, key=lambda peer: (-holders.get(peer, 0), _lot(peer, first_hash)))
+    asked = ranked[: n - 1]
+    others = ranked[n - 1 :]
+    asked.append(min(others, key=lambda peer: (busy.get(peer, 0.0), others.index(peer))))
+    return asked
+
+
+def _lot(peer: str, first_hash: bytes) -> bytes:
+    return blake2b(peer.encode() + b"\0" + first_hash, digest_size=8).digest()
+
+
+def in_order(own: Quote | None, offers: Collection[Offer], way_s: float) -> list[Offer]:
+    """Return the offers to take instead of serving the request here, the cheapest first.
+
+    `way_s`: what forwarding takes. Offers that are not clearly cheaper are left out, unless nothing
+    here can serve the request.
+    """
+    good = [
+        offer for offer in offers if own is None or offer.price_s + way_s < own.price_s * _CHEAPER
+    ]
+    return sorted(good, key=lambda offer: (offer.price_s, -offer.quote.reused_tokens, offer.peer))
+
+
+def is_stale(quoted_s: float, now_s: float | None) -> bool:
+    """Return whether a host must refuse a request that it quoted, because of its price by now.
+
+    `now_s` None: it can no longer serve the request.
+    """
+    return now_s is None or now_s > _STALE_FACTOR * quoted_s + _STALE_S
+
+
+class Trust:
+    """How far the quotes of a peer can be believed: the factor by which it was late, learned.
+
+    A peer that always quotes 0 is believed less with each request that took longer, until others
+    are cheaper. What it says of itself does not count, only the time that it took.
+    """
+
+    _WEIGHT = 0.3  # of one observation. Chosen: three lies in a row are enough
+    _SLACK_S = 0.02  # late by this much is no lie: the way, a busy processor
+    _MOST = 1e6
+
+    def __init__(self) -> None:
+        self.late_s = 0.0
+
+    def price_s(self, quoted_s: float) -> float:
+        """Return what a quote is taken for."""
+        return quoted_s + self.late_s
+
+    def note(self, quoted_s: float, took_s: float) -> None:
+        """Learn from a forwarded request: quoted, and taken until the first token."""
+        late_s = max(took_s - quoted_s - self._SLACK_S, 0.0)
+        self.late_s += self._WEIGHT * (min(late_s, self._MOST) - self.late_s)

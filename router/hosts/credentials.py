@@ -1,0 +1,88 @@
+"""The fleet's credentials: a directory with the authority, this host's certificate, and the secret.
+
+`kvferry fleet certificate` writes them. Peers know each other by certificates of the fleet's own
+authority, not by names: the authority signs nothing but hosts of this fleet. TLS 1.3 only.
+"""
+
+import ssl
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+AUTHORITY = "authority.pem"
+CERTIFICATE = "host.pem"
+KEY = "host.key"
+SECRET = "secret"  # noqa: S105 - the name of its file
+
+_MIN_SECRET_BYTES = 16
+_MAX_SECRET_BYTES = 64  # BLAKE2b takes no longer key
+
+
+class CredentialsError(Exception):
+    """Unusable credentials; the message names the file and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Contexts of both sides (None: plain HTTP), and the secret that keys all prefix hashes."""
+
+    server: ssl.SSLContext | None
+    client: ssl.SSLContext | None
+    secret: bytes
+
+    @property
+    def proof(self) -> str:
+        """Return a word that only hosts with this secret know; it tells nothing of the secret."""
+        return blake2b(b"kvferry fleet", key=self.secret, digest_size=8).hexdigest()
+
+
+def load_credentials(directory: Path | None) -> Credentials:
+    """Return the credentials in a directory. Blocking. Raises CredentialsError.
+
+    None: plain HTTP, and a secret that everybody knows: for loopback and for tests.
+    """
+    if directory is None:
+        return Credentials(None, None, b"no secret")
+    secret = _read(directory / SECRET).strip()
+    if not _MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
+        raise CredentialsError(
+            f"{directory / SECRET}: must be 16 to 64 bytes long, not {len(secret)}:"
+            " `kvferry fleet certificate` makes one"
+        )
+    return Credentials(
+        _context(ssl.PROTOCOL_TLS_SERVER, directory),
+        _context(ssl.PROTOCOL_TLS_CLIENT, directory),
+        secret,
+    )
+
+
+def _context(protocol: int, directory: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    for name in (AUTHORITY, CERTIFICATE, KEY):
+        _read(directory / name)
+    try:
+        context.load_verify_locations(directory / AUTHORITY)
+    except ssl.SSLError as error:
+        raise CredentialsError(
+            f"{directory / AUTHORITY}: holds no certificate in PEM form"
+        ) from error
+    try:
+        context.load_cert_chain(directory / CERTIFICATE, directory / KEY)
+    except ssl.SSLError as error:
+        raise CredentialsError(
+            f"{directory / CERTIFICATE}: cannot be used with {KEY} ({error.reason}):"
+            " `kvferry fleet certificate` makes both"
+        ) from error
+    return context
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CredentialsError(
+            f"{path}: cannot be read: {error.strerror}; `kvferry fleet certificate` makes it"
+        ) from error

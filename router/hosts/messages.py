@@ -1,0 +1,94 @@
+"""What hosts tell each other, as data. The paths are on the peers' address only."""
+
+from msgspec import Struct
+
+# Two versions that differ here do not exchange requests.
+PROTOCOL = 1
+
+HELLO = "/peer/hello"
+QUOTE = "/peer/quote"
+READ = "/peer/read"
+# Headers of a forwarded request: the host that forwards it, the request's id there, the caller as
+# that host knows it, and the price that was quoted.
+HOP = "x-kvferry-hop"
+HOP_ID = "x-kvferry-hop-request-id"
+HOP_KEY = "x-kvferry-hop-key"
+HOP_TENANT = "x-kvferry-hop-tenant"  # the tenant that owns the tokens, where tenants are apart
+HOP_CALLER = "x-kvferry-hop-caller"  # the tenant in the configuration, for the log
+HOP_CLIENT = "x-kvferry-hop-client"  # what the queue is fair to
+HOP_QUOTED = "x-kvferry-hop-quoted"
+# In the answer to a forwarded request that did not begin: another host may take it.
+HOP_REFUSED = "x-kvferry-hop-refused"
+HOP_HEADERS = frozenset(
+    name.encode() for name in (HOP, HOP_ID, HOP_KEY, HOP_TENANT, HOP_CALLER, HOP_CLIENT, HOP_QUOTED)
+)
+# In every answer of a fleet: the host that served it.
+HOST = "x-kvferry-host"
+# Of the calls for `READ`: what the body was sent to, and the owner of its tokens.
+READ_PATH, READ_TENANT = "x-kvferry-path", "x-kvferry-tenant"
+
+
+class Served(Struct, frozen=True):
+    """One model of a host. `namespace` is empty for a server on demand that was never up."""
+
+    names: tuple[str, ...]
+    namespace: str = ""
+    generates: bool = True
+
+
+class Hello(Struct, frozen=True):
+    """A host as it describes itself, in an answer or in the directory.
+
+    `incarnation` differs after each start. `secret` proves the fleet secret without telling it.
+    `processes`: the llama-servers that it drives, each with the seconds since it took them.
+    """
+
+    name: str
+    incarnation: str
+    version: str
+    secret: str
+    url: str = ""
+    protocol: int = PROTOCOL
+    models: tuple[Served, ...] = ()
+    slots: int = 0
+    busy: int = 0  # slots that are not idle
+    waiting: int = 0  # requests in the queue
+    stopping: bool = False
+    keeps_apart: bool = False  # tenants
+    processes: dict[str, float] = {}
+
+
+class QuoteAsk(Struct, frozen=True, array_like=True):
+    """A request as far as a quote depends on it. `hashes`: of its prefixes, put together."""
+
+    model: str | None
+    namespace: str
+    tenant: str
+    n_tokens: int
+    hashes: bytes
+    max_new_tokens: int | None = None
+    pinnable: bool = True
+    reuse: bool = True
+    whole_backend: bool = False
+
+
+class QuoteReply(Struct, frozen=True, array_like=True):
+    """An offer: see `Quote`. `price_s` None: the host cannot serve the request."""
+
+    price_s: float | None
+    wait_s: float = 0.0
+    reused_tokens: int = 0
+    source: str = ""
+
+
+class PromptRead(Struct, frozen=True):
+    """A prompt that a peer has read for a host that cannot: its namespace, length and hashes.
+
+    `unknown`: why its tokens are not known; then nothing but the model decides.
+    """
+
+    namespace: str = ""
+    n_tokens: int = 0
+    hashes: bytes = b""
+    max_new_tokens: int | None = None
+    unknown: str | None = None

@@ -1,0 +1,173 @@
+"""One other host: whether it can be used, what it serves, and the calls to it."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from router.base.errors import BackendError, BackendTimeoutError
+from router.base.types import BackendId, Source
+from router.core.model.quote import Quote
+from router.hosts.choice import Trust
+from router.hosts.messages import (
+    HELLO,
+    PROTOCOL,
+    QUOTE,
+    READ,
+    READ_PATH,
+    READ_TENANT,
+    Hello,
+    PromptRead,
+    QuoteAsk,
+    QuoteReply,
+    Served,
+)
+from router.llama.http1 import Header
+from router.llama.server_client import Connections, ServerClient, Timeouts
+
+_MSGPACK = (b"Content-Type", b"application/msgpack")
+_ENCODER = msgspec.msgpack.Encoder()
+_REPLY = msgspec.msgpack.Decoder(QuoteReply)
+_HELLO = msgspec.json.Decoder(Hello)
+_READ = msgspec.json.Decoder(PromptRead)
+_MAX_BYTES = 1024 * 1024
+# Failures in a row after which a peer is not asked, and for how long, doubled up to the last.
+_BREAKS_AFTER = 3
+_FIRST_BREAK_S, _LAST_BREAK_S = 1.0, 30.0
+
+
+class Peer(ServerClient):
+    """A peer at one address. `hello` None: it has never answered."""
+
+    def __init__(
+        self,
+        url: str,
+        connections: Connections,
+        timeouts: Timeouts,
+        now: Callable[[], float],
+    ) -> None:
+        super().__init__(BackendId(url), url, connections, timeouts)
+        self.hello: Hello | None = None
+        self.heard_at = 0.0  # clock seconds of the last answer or directory entry.
+        self.problem = "not contacted yet"
+        self.trust = Trust()
+        self.quote_s = 0.001  # what a quote takes, learned.
+        self.asked = self.taken = self.failed = 0
+        self._now = now
+        self._failures = 0
+        self._broken_until = 0.0
+
+    @property
+    def name(self) -> str:
+        """Return the name of the host; its URL until it is known."""
+        return self.hello.name if self.hello is not None else self.url
+
+    @property
+    def models(self) -> tuple[Served, ...]:
+        """Return the models that the host serves; none while it cannot be used."""
+        return self.hello.models if self.hello is not None and not self.problem else ()
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether requests may go there now."""
+        known = self.hello is not None and not self.problem and not self.hello.stopping
+        return known and self._broken_until <= self._now()
+
+    @property
+    def busy(self) -> float:
+        """Return its requests for each slot, as of its last word."""
+        if self.hello is None or not self.hello.slots:
+            return 1.0
+        return (self.hello.busy + self.hello.waiting) / self.hello.slots
+
+    def has(self, model: str | None) -> bool:
+        """Return whether it serves a model; None: any that completes prompts."""
+        return any(
+            served.generates if model is None else model in served.names for served in self.models
+        )
+
+    def namespace_of(self, model: str | None) -> str:
+        """Return the namespace of a model there; empty if it is not known."""
+        for served in self.models:
+            if served.namespace and (model is None or model in served.names):
+                return served.namespace
+        return ""
+
+    async def ask_hello(self) -> Hello:
+        """Return what the host says of itself. Raises BackendError."""
+        payload = await self._call("GET", HELLO, None, self._timeouts.health_s, _MAX_BYTES)
+        try:
+            return _HELLO.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise BackendError("it does not answer as a kvferry does") from error
+
+    def heard(self, hello: Hello, proof: str) -> None:
+        """Take what the host says of itself; `proof`: of this fleet's secret."""
+        anew = self.hello is None or self.hello.incarnation != hello.incarnation
+        self.hello, self.heard_at = hello, self._now()
+        if anew:
+            self.trust = Trust()
+        if hello.protocol != PROTOCOL:
+            self.problem = (
+                f"it speaks protocol {hello.protocol} (kvferry {hello.version}) and this host"
+                f" {PROTOCOL}: nothing is forwarded until both are of one version"
+            )
+        elif hello.secret != proof:
+            self.problem = "it has another fleet secret: give all hosts the same file `secret`"
+        else:
+            self.problem = ""
+
+    def lost(self, why: str) -> None:
+        """Note that the host does not answer; its unanswered requests are given up."""
+        if not self.problem:
+            self.give_up()
+        self.problem = why
+
+    async def quote(self, ask: QuoteAsk, limit_s: float) -> Quote | None:
+        """Return the offer of the host. None: it has none, or not within `limit_s`."""
+        self.asked += 1
+        begun = self._now()
+        try:
+            payload = await self._post(QUOTE, _ENCODER.encode(ask), limit_s)
+            told = _REPLY.decode(payload)
+        except BackendError as error:
+            self.failure()
+            # Only a slow answer says what answers take; it then counts twice, to be given time.
+            if isinstance(error, BackendTimeoutError):
+                self._learn(2 * limit_s)
+            return None
+        except msgspec.MsgspecError:
+            self.failure()
+            return None
+        self._failures = 0
+        self._learn(self._now() - begun)
+        if told.price_s is None or not told.price_s >= 0:
+            return None
+        source = Source(told.source) if told.source in set(Source) else Source.COLD
+        return Quote(told.price_s, told.wait_s, told.reused_tokens, source)
+
+    async def read(self, path: str, body: bytes, tenant: str, limit_s: float) -> PromptRead:
+        """Return a client's prompt as the host reads it. Raises BackendError."""
+        headers = [(READ_PATH.encode(), path.encode()), (READ_TENANT.encode(), tenant.encode())]
+        payload = await self._post(READ, body, limit_s, headers)
+        try:
+            return _READ.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise BackendError("it does not answer as a kvferry does") from error
+
+    async def _post(
+        self, path: str, body: bytes, limit_s: float, more: list[Header] | None = None
+    ) -> bytes:
+        return await self._call(
+            "POST", path, body, limit_s, _MAX_BYTES, yields=True, headers=[_MSGPACK, *(more or [])]
+        )
+
+    def _learn(self, seconds: float) -> None:
+        self.quote_s += 0.1 * (min(seconds, 0.1) - self.quote_s)
+
+    def failure(self) -> None:
+        """Note a failed call: after some in a row the host is left alone for a while."""
+        self.failed += 1
+        self._failures += 1
+        if self._failures >= _BREAKS_AFTER:
+            doubled = _FIRST_BREAK_S * 2 ** (self._failures - _BREAKS_AFTER)
+            self._broken_until = self._now() + min(doubled, _LAST_BREAK_S)

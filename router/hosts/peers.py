@@ -1,0 +1,188 @@
+"""All peers: found by configured names and in the directory, and watched.
+
+Every address of a configured name is a peer. A host finds itself and leaves itself out; a host that
+is found under several addresses counts once.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import structlog
+
+from router.base.clock import MonotonicClock
+from router.base.errors import BackendError
+from router.hosts.messages import Hello
+from router.hosts.peer import Peer
+from router.llama.server_client import Connections, Timeouts
+
+log = structlog.get_logger(__name__)
+
+INTERVAL_S = 2.0
+# A peer that neither answered nor was in the directory for so long is asked directly.
+_SILENT_S = 1.5 * INTERVAL_S
+# Checks in a row without an answer until a peer is given up.
+_FAILURES = 2
+
+
+class Members(Protocol):
+    """The directory, as far as it knows who is there."""
+
+    async def members(self) -> Sequence[Hello] | None:
+        """Return all hosts that registered; None while the directory does not answer."""
+
+
+class Peers:
+    """The peers of this host. Call `run`, until cancelled."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        connections: Connections,
+        timeouts: Timeouts,
+        *,
+        incarnation: str,
+        proof: str,
+        clock: MonotonicClock,
+        directory: Members | None = None,
+        on_news: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Set up without peers. `incarnation` and `proof` are this host's own.
+
+        `on_news` is called after each round of checks.
+        """
+        self._urls = urls
+        self._connections, self._timeouts = connections, timeouts
+        self._incarnation, self._proof = incarnation, proof
+        self._clock = clock
+        self._directory = directory
+        self._on_news = on_news
+        self._peers: dict[str, Peer] = {}  # by URL
+        self._misses: dict[str, int] = {}  # checks in a row without an answer, by URL
+        self._own_urls: set[str] = set()
+        self._resolved: dict[str, list[str]] = {}
+        self._rounds = 0
+        self._news = asyncio.Event()
+
+    def all(self) -> list[Peer]:
+        """Return all peers that are known, one for each host, by name."""
+        found: dict[str, Peer] = {}
+        for peer in self._peers.values():
+            key = peer.hello.incarnation if peer.hello is not None else peer.url
+            known = found.get(key)
+            if known is None or (known.problem and not peer.problem):
+                found[key] = peer
+        return sorted(found.values(), key=lambda peer: peer.name)
+
+    def usable(self, model: str | None) -> list[Peer]:
+        """Return the peers that a request for a model may go to."""
+        return [peer for peer in self.all() if peer.is_usable and peer.has(model)]
+
+    def models(self) -> list[frozenset[str]]:
+        """Return the names of each model that a usable peer serves."""
+        found = {
+            frozenset(served.names): None
+            for peer in self.all()
+            if peer.is_usable
+            for served in peer.models
+        }
+        return list(found)
+
+    async def run(self) -> None:
+        """Look for peers and check them, for ever."""
+        while True:
+            await self._round()
+            self._rounds += 1
+            self._news.set()
+            self._news = asyncio.Event()
+            self._on_news()
+            await asyncio.sleep(INTERVAL_S)
+
+    async def until_checked(self) -> None:
+        """Wait until a whole round of checks that begins now is over."""
+        wanted = self._rounds + 1
+        while self._rounds < wanted:
+            await self._news.wait()
+
+    async def _round(self) -> None:
+        members = None if self._directory is None else await self._directory.members()
+        for hello in members or ():
+            if hello.incarnation != self._incarnation and hello.url:
+                self._heard(self._peer(hello.url), hello)
+        found = [
+            url for urls in await asyncio.gather(*map(self._resolve, self._urls)) for url in urls
+        ]
+        for url in found:
+            if url not in self._own_urls:
+                self._peer(url)
+        now = self._clock.now()
+        silent = [
+            peer
+            for peer in self._peers.values()
+            if peer.hello is None
+            or peer.problem
+            or now - peer.heard_at >= _SILENT_S
+            or peer.url in found
+        ]
+        await asyncio.gather(*map(self._check, silent))
+        self._drop_lost(found)
+
+    def _peer(self, url: str) -> Peer:
+        if url not in self._peers:
+            self._peers[url] = Peer(url, self._connections, self._timeouts, self._clock.now)
+        return self._peers[url]
+
+    async def _check(self, peer: Peer) -> None:
+        try:
+            hello = await peer.ask_hello()
+        except BackendError as error:
+            misses = self._misses[peer.url] = self._misses.get(peer.url, 0) + 1
+            if misses >= _FAILURES or peer.hello is None:
+                if not peer.problem:
+                    log.warning("peer_down", peer=peer.name, url=peer.url, reason=str(error))
+                peer.lost(f"it does not answer: {error}")
+            return
+        if hello.incarnation == self._incarnation:
+            self._own_urls.add(peer.url)
+            self._peers.pop(peer.url, None)
+            return
+        self._heard(peer, hello)
+
+    def _heard(self, peer: Peer, hello: Hello) -> None:
+        before = peer.problem
+        self._misses.pop(peer.url, None)
+        peer.heard(hello, self._proof)
+        if peer.problem and peer.problem != before:
+            log.warning("peer_unusable", peer=peer.name, url=peer.url, reason=peer.problem)
+        elif before and not peer.problem:
+            log.info("peer_up", peer=peer.name, url=peer.url, version=hello.version)
+
+    def _drop_lost(self, configured: Collection[str]) -> None:
+        """Forget peers that are down, and neither configured nor in the directory any more."""
+        for url, peer in list(self._peers.items()):
+            gone = self._misses.get(url, 0) >= _FAILURES and url not in configured
+            if gone:
+                del self._peers[url], self._misses[url]
+                log.info("peer_gone", peer=peer.name, url=url)
+
+    async def _resolve(self, url: str) -> Iterable[str]:
+        """Return the URL of each address of a configured one; the last known if that fails."""
+        parts = urlsplit(url)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(
+                parts.hostname,
+                parts.port,
+                type=1,  # SOCK_STREAM
+            )
+        except OSError as error:
+            if url not in self._resolved:
+                log.warning("peer_name_unknown", url=url, reason=error.strerror)
+                self._resolved[url] = []
+            return self._resolved[url]
+        hosts = dict.fromkeys(str(address[0]) for *_, address in found)
+        self._resolved[url] = [
+            f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
+            for host in hosts
+        ]
+        return self._resolved[url]

@@ -1,0 +1,114 @@
+"""Metrics of other hosts: who is up, what they are asked, what is forwarded to them."""
+
+from collections.abc import Callable, Iterable
+
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.base.types import Outcome
+
+_QUOTE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+
+
+class PeerStats(Struct, frozen=True):
+    """One peer at the time of a scrape. `late_s`: how much later than quoted it usually is."""
+
+    peer: str
+    up: bool
+    busy: float
+    late_s: float
+
+
+class DirectoryStats(Struct, frozen=True):
+    """The directory at the time of a scrape; counts since the start."""
+
+    up: bool
+    answered: int
+    late: int
+    behind: int
+
+
+class HostsMetrics:
+    """Counters of what is asked of peers and forwarded to them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._quotes = Counter(
+            "kvferry_peer_quotes",
+            "Quotes asked of peers, by result: offer, or none in time",
+            ["peer", "result"],
+            registry=registry,
+        )
+        self._quote_s = Histogram(
+            "kvferry_peer_quote_seconds",
+            "Time until a peer's quote, or until it was given up",
+            buckets=_QUOTE_S,
+            registry=registry,
+        )
+        self._forwarded = Counter(
+            "kvferry_forwarded_requests",
+            "Requests sent to a peer, by outcome",
+            ["peer", "outcome"],
+            registry=registry,
+        )
+        self._received = Counter(
+            "kvferry_received_requests", "Requests that peers sent", ["peer"], registry=registry
+        )
+
+    def quoted(self, peer: str, seconds: float, *, offered: bool) -> None:
+        """Count one question to a peer."""
+        self._quotes.labels(peer, "offer" if offered else "none").inc()
+        self._quote_s.observe(seconds)
+
+    def forwarded(self, peer: str, outcome: Outcome) -> None:
+        """Count one request that was sent to a peer."""
+        self._forwarded.labels(peer, outcome).inc()
+
+    def received(self, peer: str) -> None:
+        """Count one request that a peer sent."""
+        self._received.labels(peer).inc()
+
+
+class HostsCollector(Collector):
+    """Gauges of peers and of the directory, made at each scrape."""
+
+    def __init__(
+        self,
+        peers: Callable[[], Iterable[PeerStats]],
+        directory: Callable[[], DirectoryStats | None],
+    ) -> None:
+        self._peers = peers
+        self._directory = directory
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        up = GaugeMetricFamily("kvferry_peer_up", "1 if requests may go there", labels=["peer"])
+        busy = GaugeMetricFamily(
+            "kvferry_peer_busy_ratio", "Requests for each slot of a peer", labels=["peer"]
+        )
+        late = GaugeMetricFamily(
+            "kvferry_peer_late_seconds", "How much later than quoted a peer is", labels=["peer"]
+        )
+        for peer in self._peers():
+            up.add_metric([peer.peer], float(peer.up))
+            busy.add_metric([peer.peer], peer.busy)
+            late.add_metric([peer.peer], peer.late_s)
+        yield from (up, busy, late)
+        directory = self._directory()
+        if directory is None:
+            return
+        yield GaugeMetricFamily(
+            "kvferry_directory_up", "1 if the directory answers", value=float(directory.up)
+        )
+        yield GaugeMetricFamily(
+            "kvferry_directory_behind",
+            "Hashes that are still to be written to the directory",
+            value=directory.behind,
+        )
+        lookups = CounterMetricFamily(
+            "kvferry_directory_lookups", "Look-ups by result: answered, or late", labels=["result"]
+        )
+        lookups.add_metric(["answered"], directory.answered)
+        lookups.add_metric(["late"], directory.late)
+        yield lookups

@@ -1,0 +1,408 @@
+"""Send a request to the host of the fleet that serves it soonest, once.
+
+Each host prices the request with its own planner; nothing is reserved, so the host that gets it may
+still refuse it before it begins. Whatever goes wrong with peers, the request is served here if it
+can be (docs/hosts.md).
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from time import perf_counter
+
+from aiohttp import web
+
+from router.base.errors import BackendError, ModelNotFoundError, NoBackendError
+from router.base.prefix_hash import SIZE
+from router.base.types import Namespace, Outcome, Prompt, Request, RequestId
+from router.core.model.quote import Quote
+from router.engine.engine import Engine
+from router.engine.held_prefixes import HeldPrefixes
+from router.engine.loop_throttle import LoopThrottle
+from router.hosts.choice import MAX_ASKED, Offer, in_order, is_worth_asking, to_ask
+from router.hosts.directory import Lookup
+from router.hosts.messages import HOP_REFUSED, QuoteAsk
+from router.hosts.peer import Peer
+from router.hosts.peers import Peers
+from router.llama.replies import read_reply
+from router.llama.server_client import RelayedResponse
+from router.llama.wire import ParsedRequest
+from router.telemetry.decision_log import DecisionLog, HostOffer, HostsAsked
+from router.telemetry.hosts_metrics import HostsMetrics
+from router.web.api.backend_selection import BackendSelection
+from router.web.api.client_keys import Keys, fair_to
+from router.web.server.error_responses import names
+from router.web.server.hop import HOP_OF, Hop
+from router.web.server.relay import CALLER, Capture, forward_headers, forward_target, relay
+from router.web.server.settings import Settings
+
+# No answer within this time is no offer. A request that takes seconds here gives peers a
+# `_QUOTE_SHARE` of that instead: a busy peer that holds its prompt may need it.
+_QUOTE_LIMIT_S, _QUOTE_SHARE, _QUOTE_MOST_S = 0.010, 0.05, 0.25
+# Reading a prompt elsewhere includes tokenizing it there.
+_READ_LIMIT_S = 10.0
+# What forwarding takes, besides asking: a connection is kept, so it is two copies of the bytes.
+_WAY_S = 0.001
+# The part of a body that a conversation keeps: the peer that reads it remembers its tokens.
+_BODY_BEGINNING = 1024
+_INLINE_BYTES = 32 * 1024
+
+
+@dataclass(slots=True)
+class _Sought:
+    """A request that looks for a host. `own` None: nothing here can serve it."""
+
+    http: web.BaseRequest
+    raw: bytes
+    request: Request
+    parsed: ParsedRequest | None
+    own: Quote | None
+    namespace: str = ""
+    hashes: Sequence[bytes] = ()
+    n_tokens: int = 0
+
+
+class Forwarding:
+    """Asks and forwards for this host, `name`."""
+
+    def __init__(
+        self,
+        name: str,
+        peers: Peers,
+        lookup: Lookup | None,
+        held: HeldPrefixes,
+        engine: Engine,
+        selection: BackendSelection,
+        keys: Keys,
+        settings: Settings,
+        throttle: LoopThrottle,
+        decision_log: DecisionLog,
+        metrics: HostsMetrics,
+    ) -> None:
+        self.name = name
+        self.peers = peers
+        self._lookup = lookup
+        self._held = held
+        self._engine = engine
+        self._selection = selection
+        self._keys = keys
+        self._settings = settings
+        self._throttle = throttle
+        self._decision_log = decision_log
+        self._metrics = metrics
+
+    # -- which model, and where it is ------------------------------------------------------------
+
+    def serves_here(self, model: str | None) -> bool:
+        """Return whether a backend that is up, or that can be started, has a model."""
+        view = self._engine.view
+        return any(info.answers_to(model) for info in view.up()) or view.is_on_demand(model)
+
+    def must_leave(self, http: web.BaseRequest, model: str | None) -> bool:
+        """Return whether only a peer can serve a request. Raises ModelNotFoundError.
+
+        A host that has other models accepts an unknown name as a lone one does: only if it has one
+        model. A request that a peer has forwarded stays.
+        """
+        if HOP_OF in http or self.serves_here(model):
+            return False
+        if self.peers.usable(model):
+            return True
+        here = self._selection.monitors
+        if here:
+            return False
+        if model is not None:
+            self._check_name(model)
+        return True
+
+    def _check_name(self, model: str) -> None:
+        known = self.peers.models()
+        if len(known) > 1 and not any(model in those for those in known):
+            listed = ", ".join(sorted(set().union(*known)))
+            raise ModelNotFoundError(
+                f"no host serves the model {model!r}; available models: {listed}"
+            )
+
+    def _usable(self, model: str | None) -> list[Peer]:
+        """Return the peers for a model; any name will do where all have one model."""
+        found = self.peers.usable(model)
+        if not found and len(self.peers.models()) == 1 and not self._selection.monitors:
+            found = self.peers.usable(None)
+        return found
+
+    # -- requests with a prompt ------------------------------------------------------------------
+
+    async def instead(
+        self, http: web.BaseRequest, raw: bytes, request: Request, parsed: ParsedRequest | None
+    ) -> web.StreamResponse | None:
+        """Serve a request on a host that is cheaper. None: serve it here.
+
+        Does not await where nothing is to be gained, which is the usual case.
+        """
+        if HOP_OF in http:
+            return None
+        own = self._engine.quote(request)
+        peers = self._usable(request.model)
+        if not peers or not is_worth_asking(own, self._cost_s(peers)):
+            return None
+        sought = _Sought(http, raw, request, parsed, own)
+        if not request.prompt.unknown and (namespace := self._namespace_here(request)):
+            sought.namespace, sought.n_tokens = namespace, len(request.prompt)
+            sought.hashes = self._held.hashes(namespace, request.tenant, request.prompt.tokens)
+        return await self._at_best(sought, peers)
+
+    async def away(
+        self,
+        http: web.BaseRequest,
+        raw: bytes,
+        parsed: ParsedRequest | None,
+        name: RequestId,
+        model: str | None,
+    ) -> web.StreamResponse:
+        """Serve a request that nothing here can serve. Raises RouterError.
+
+        Waits for a peer as long as a request may wait for a backend (`queue.no_backend_wait`).
+        """
+        caller = http.get(CALLER)
+        request = Request(
+            id=name,
+            prompt=_UNREAD,
+            model=model,
+            tenant=self._keys.tenant(caller),
+            max_new_tokens=None if parsed is None else parsed.max_new_tokens,
+            pinnable=parsed is not None and parsed.pinnable,
+            caller=caller,
+        )
+        limit_s = self._engine.view.queue_limits.no_backend_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s) as limit:
+                while True:
+                    if peers := self._usable(model):
+                        limit.reschedule(None)
+                        sought = _Sought(http, raw, request, parsed, None)
+                        if parsed is not None and not parsed.lora:
+                            await self._read_there(sought, peers)
+                        answer = await self._at_best(sought, peers)
+                        if answer is not None:
+                            return answer
+                        limit.reschedule(asyncio.get_running_loop().time() + limit_s)
+                    await self.peers.until_checked()
+        raise NoBackendError("no host of the fleet that serves this model can be reached")
+
+    async def _read_there(self, sought: _Sought, peers: Sequence[Peer]) -> None:
+        """Let a peer read the prompt: the same one for each turn of a conversation."""
+        beginning = sought.raw[:_BODY_BEGINNING]
+        keyed = [peer for peer in peers if peer.namespace_of(sought.request.model)] or list(peers)
+        order = to_ask([peer.url for peer in keyed], {}, {}, beginning, 2)
+        by_url = {peer.url: peer for peer in peers}
+        path = sought.http.path.rstrip("/")
+        for url in order:
+            peer = by_url[url]
+            try:
+                told = await peer.read(path, sought.raw, sought.request.tenant, _READ_LIMIT_S)
+            except BackendError:
+                peer.failure()
+                continue
+            if told.unknown is None:
+                sought.namespace, sought.n_tokens = told.namespace, told.n_tokens
+                sought.hashes = [
+                    told.hashes[at : at + SIZE] for at in range(0, len(told.hashes), SIZE)
+                ]
+            return
+
+    # -- any request -----------------------------------------------------------------------------
+
+    async def elsewhere(
+        self, http: web.BaseRequest, raw: bytes, name: RequestId, model: str | None
+    ) -> web.StreamResponse:
+        """Serve a request without a prompt on a peer, the least busy first. Raises RouterError."""
+        return await self.away(http, raw, None, name, model)
+
+    async def models(self, within_s: float) -> list[bytes]:
+        """Return the lists of models of peers that have one which is not here."""
+        found: list[Peer] = []
+        known = [monitor.models for monitor in self._selection.monitors.values()]
+        known += self._engine.view.server_models
+        for peer in self.peers.all():
+            names_there = [frozenset(served.names) for served in peer.models]
+            if peer.is_usable and any(those not in known for those in names_there):
+                known += names_there
+                found.append(peer)
+        told = await asyncio.gather(*(self._models_of(peer, within_s) for peer in found))
+        return [answer for answer in told if answer is not None]
+
+    async def _models_of(self, peer: Peer, within_s: float) -> bytes | None:
+        hop = Hop(self.name, RequestId("models"))
+        with suppress(BackendError, TimeoutError):
+            async with (
+                asyncio.timeout(within_s),
+                peer.relay("GET", "/v1/models", hop.headers(), None, yields=True) as upstream,
+            ):
+                if upstream.status == HTTPStatus.OK:
+                    return await upstream.read()
+        return None
+
+    # --------------------------------------------------------------------------------------------
+
+    def _cost_s(self, peers: Sequence[Peer]) -> float:
+        return min(peer.quote_s for peer in peers) + _WAY_S
+
+    def _namespace_here(self, request: Request) -> Namespace | None:
+        for info in self._engine.infos.values():
+            if info.answers_to(request.model) and info.generates:
+                return info.namespace
+        return None
+
+    async def _at_best(self, sought: _Sought, peers: Sequence[Peer]) -> web.StreamResponse | None:
+        """Ask, and forward to the cheapest host that takes the request. None: none does."""
+        by_url = {peer.url: peer for peer in peers}
+        asked = await self._to_ask(sought, by_url)
+        offers = await self._offers(sought, [by_url[url] for url in asked])
+        order = in_order(sought.own, offers, _WAY_S)
+        told = HostsAsked(
+            own=sought.own,
+            offers=tuple(HostOffer(by_url[url].name, _offer_of(offers, url)) for url in asked),
+        )
+        if sought.own is None and not order:  # no quote in time: any peer is better than none
+            order = [Offer(url, Quote(0.0), 0.0) for url in asked]
+        for offer in order:
+            peer = by_url[offer.peer]
+            answer = await self._forward(sought, peer, offer, told)
+            if answer is not None:
+                return answer
+            told = told.refused_by(peer.name)
+        self._decision_log.note_hosts(sought.request.id, told)
+        return None
+
+    async def _to_ask(self, sought: _Sought, by_url: dict[str, Peer]) -> list[str]:
+        holders: dict[str, int] = {}
+        if len(by_url) > MAX_ASKED and self._lookup is not None and sought.hashes:
+            found = await self._lookup.holders(sought.hashes)
+            for url, peer in by_url.items():
+                if peer.hello is not None and (held := found.get(peer.hello.incarnation)):
+                    holders[url] = held
+        first = sought.hashes[0] if sought.hashes else sought.raw[:_BODY_BEGINNING]
+        busy = {url: peer.busy for url, peer in by_url.items()}
+        return to_ask(list(by_url), holders, busy, first)
+
+    async def _offers(self, sought: _Sought, peers: Sequence[Peer]) -> list[Offer]:
+        request, own = sought.request, sought.own
+        limit_s = _QUOTE_LIMIT_S
+        if own is None or own.price_s * _QUOTE_SHARE > limit_s:
+            share_s = _QUOTE_MOST_S if own is None else own.price_s * _QUOTE_SHARE
+            limit_s = min(share_s, _QUOTE_MOST_S)
+        ask = QuoteAsk(
+            model=request.model,
+            namespace=sought.namespace,
+            tenant=request.tenant,
+            n_tokens=sought.n_tokens,
+            hashes=b"".join(sought.hashes),
+            max_new_tokens=request.max_new_tokens,
+            pinnable=request.pinnable,
+            reuse=request.reuse,
+            whole_backend=request.whole_backend,
+        )
+
+        async def offer(peer: Peer) -> Offer | None:
+            begun = perf_counter()
+            quote = await peer.quote(ask, limit_s)
+            self._metrics.quoted(peer.name, perf_counter() - begun, offered=quote is not None)
+            if quote is None:
+                return None
+            return Offer(peer.url, quote, peer.trust.price_s(quote.price_s))
+
+        found = await asyncio.gather(*(offer(peer) for peer in peers))
+        return [one for one in found if one is not None]
+
+    async def _forward(
+        self, sought: _Sought, peer: Peer, offer: Offer, told: HostsAsked
+    ) -> web.StreamResponse | None:
+        """Forward a request. None: the peer refused it or failed before the first byte."""
+        http, request = sought.http, sought.request
+        hop = Hop(
+            host=self.name,
+            request=request.id,
+            tenant=request.tenant,
+            caller=request.caller,
+            client=fair_to(http),
+            quoted_s=offer.quote.price_s if offer.quote.price_s else None,
+        )
+        begun = perf_counter()
+        first: list[float] = []
+        capture = Capture()
+        outcome = Outcome.BACKEND_ERROR
+        status = 0
+        try:
+            headers = [*forward_headers(http), *hop.headers()]
+            async with peer.relay(
+                http.method, forward_target(http), headers, sought.raw or None, yields=True
+            ) as upstream:
+                status = upstream.status
+                if _is_refusal(upstream):
+                    outcome = Outcome.REFUSED
+                    return None
+                response, outcome = await relay(
+                    http,
+                    upstream,
+                    names(http, request.id, here=False),
+                    self._settings,
+                    capture,
+                    lambda: first.append(perf_counter()),
+                    self._throttle,
+                )
+        except BackendError:
+            peer.failure()
+            return None
+        except asyncio.CancelledError:
+            outcome = Outcome.CLIENT_GONE
+            raise
+        finally:
+            self._metrics.forwarded(peer.name, outcome)
+            if first or outcome is Outcome.CLIENT_GONE:
+                took_s = self._learn(sought, peer, offer, begun, first, capture, outcome, status)
+                self._decision_log.forwarded(
+                    request.id, outcome, told.taken_by(peer.name), took_s, request.caller
+                )
+        return response
+
+    def _learn(
+        self,
+        sought: _Sought,
+        peer: Peer,
+        offer: Offer,
+        begun: float,
+        first: list[float],
+        capture: Capture,
+        outcome: Outcome,
+        status: int,
+    ) -> float | None:
+        """Compare the time to the first token with the quote; return it. None: not seen."""
+        if not first:
+            return None
+        took_s = first[0] - begun
+        parsed = sought.parsed
+        if outcome is not Outcome.OK or status != HTTPStatus.OK or parsed is None:
+            return took_s
+        if not parsed.stream:  # the answer came at once: its first token was ready before
+            if not capture.complete or capture.size_bytes > _INLINE_BYTES:
+                return took_s
+            reported = read_reply(parsed.route, False, capture.chunks)
+            took_s -= reported.generated_s or 0.0
+        peer.trust.note(offer.quote.price_s, took_s)
+        return took_s
+
+
+_UNREAD = Prompt(unknown="read by no backend here")
+
+
+def _offer_of(offers: Sequence[Offer], url: str) -> Quote | None:
+    return next((offer.quote for offer in offers if offer.peer == url), None)
+
+
+def _is_refusal(upstream: RelayedResponse) -> bool:
+    """Return whether the peer did not begin: its price rose, or it cannot serve the request."""
+    if upstream.header(HOP_REFUSED) is not None:
+        return True
+    return upstream.status in (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)

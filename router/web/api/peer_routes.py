@@ -1,0 +1,167 @@
+"""The calls of other hosts: who this host is, what a request would take, what a prompt is.
+
+Found on the peers' address only, where a certificate of the fleet has admitted the caller.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from router.base.errors import (
+    BadRequestError,
+    MethodError,
+    ModelNotFoundError,
+    NoBackendError,
+    NotFoundError,
+)
+from router.base.prefix_hash import SIZE
+from router.base.tokens import WIDTH, Tokens, count
+from router.base.types import (
+    BackendId,
+    Namespace,
+    Prompt,
+    Request,
+    RequestId,
+    Tenant,
+)
+from router.core.model.quote import Quote
+from router.engine.engine import Engine
+from router.engine.held_prefixes import HeldPrefixes
+from router.hosts.messages import (
+    HELLO,
+    QUOTE,
+    READ,
+    READ_PATH,
+    READ_TENANT,
+    Hello,
+    PromptRead,
+    QuoteAsk,
+    QuoteReply,
+)
+from router.llama.attach.namespace import is_same
+from router.llama.wire import parse_body, parse_request, route_of
+from router.web.api.backend_selection import BackendSelection
+from router.web.server.error_responses import OWN_HEADERS
+
+_ASK = msgspec.msgpack.Decoder(QuoteAsk)
+# A token that is in no prompt: what follows the known beginning of a quoted one.
+_OTHER = b"\0\0\0\x80"
+_MAX_TOKENS = 16 * 1024 * 1024
+
+
+class PeerRoutes:
+    """The handlers. `hello` describes this host."""
+
+    def __init__(
+        self,
+        hello: Callable[[], Hello],
+        engine: Engine,
+        selection: BackendSelection,
+        held: HeldPrefixes,
+    ) -> None:
+        self._hello = hello
+        self._engine = engine
+        self._selection = selection
+        self._held = held
+
+    async def answer(
+        self, request: web.BaseRequest, path: str, raw: bytes, name: RequestId
+    ) -> web.Response:
+        """Answer a call of a peer. Raises RouterError."""
+        wanted = {HELLO: "GET", QUOTE: "POST", READ: "POST"}.get(path)
+        if wanted is None:
+            raise NotFoundError("there is nothing at this path")
+        if request.method != wanted:
+            raise MethodError(f"this path is for {wanted}", [wanted])
+        if path == HELLO:
+            return _packed(msgspec.json.encode(self._hello()))
+        if path == QUOTE:
+            return _packed(msgspec.msgpack.encode(self.quote(raw, name)))
+        return _packed(msgspec.json.encode(await self._read(request, raw)))
+
+    def quote(self, raw: bytes, name: RequestId) -> QuoteReply:
+        """Return the offer for a request of which only hashes are known. Changes nothing."""
+        try:
+            ask = _ASK.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise BadRequestError(f"not a question for a quote: {error}") from error
+        if not 0 <= ask.n_tokens <= _MAX_TOKENS or len(ask.hashes) % SIZE:
+            raise BadRequestError("not a question for a quote: impossible lengths")
+        try:
+            model = self._selection.resolve(ask.model)
+        except ModelNotFoundError:
+            return QuoteReply(None)
+        quote = self._price(ask, model, name)
+        if quote is None or self._engine.view.is_stopping:
+            return QuoteReply(None)
+        return QuoteReply(quote.price_s, quote.wait_s, quote.reused_tokens, quote.source)
+
+    def _price(self, ask: QuoteAsk, model: str | None, name: RequestId) -> Quote | None:
+        request = Request(
+            id=name,
+            prompt=Prompt(unknown="its host has not read it"),
+            model=model,
+            max_new_tokens=ask.max_new_tokens,
+            pinnable=ask.pinnable,
+            reuse=ask.reuse,
+            whole_backend=ask.whole_backend,
+            tenant=Tenant(ask.tenant),
+        )
+        if ask.n_tokens:
+            others = self._of_another_model(ask, model)
+            held = self._beginning(ask)
+            rest = _OTHER * max(ask.n_tokens - count(held), 0)
+            tokens = Tokens(held[: ask.n_tokens * WIDTH] + rest)
+            request = msgspec.structs.replace(request, prompt=Prompt(tokens=tokens), avoid=others)
+            if not any(self._engine.view.serves(one, request) for one in self._engine.infos):
+                request = msgspec.structs.replace(
+                    request, prompt=Prompt(tokens=Tokens(_OTHER * ask.n_tokens)), avoid=frozenset()
+                )
+        return self._engine.quote(request)
+
+    def _of_another_model(self, ask: QuoteAsk, model: str | None) -> frozenset[BackendId]:
+        """Return the backends whose KV cannot be what the asking host means by this model."""
+        return frozenset(
+            info.id
+            for info in self._engine.infos.values()
+            if info.answers_to(model)
+            and ask.namespace
+            and not is_same(Namespace(ask.namespace), info.namespace)
+        )
+
+    def _beginning(self, ask: QuoteAsk) -> Tokens:
+        self._held.refresh()
+        hashes = [ask.hashes[at : at + SIZE] for at in range(0, len(ask.hashes), SIZE)]
+        return self._held.longest(hashes)
+
+    async def _read(self, request: web.BaseRequest, raw: bytes) -> PromptRead:
+        """Return the hashes of a client's prompt, read here for a host that cannot."""
+        route = route_of(request.headers.get(READ_PATH, ""))
+        if route is None:
+            raise NotFoundError("no prompt can be read for this path")
+        parsed = parse_request(route, parse_body(raw))
+        model = self._selection.resolve(parsed.model)
+        tenant = Tenant(request.headers.get(READ_TENANT, ""))
+        if parsed.lora:
+            return PromptRead(unknown="the request selects its own LoRA adapter")
+        avoid = self._selection.without_kv(model)
+        prompt, reader = await self._selection.read(parsed, model, tenant, avoid)
+        if prompt.unknown or reader is None:
+            return PromptRead(unknown=prompt.unknown or "no backend reads prompts")
+        namespace = next(
+            (
+                info.namespace
+                for info in self._engine.infos.values()
+                if info.answers_to(model) and info.generates
+            ),
+            None,
+        )
+        if namespace is None:
+            raise NoBackendError("no backend for this model is up")
+        hashes = self._held.hashes(namespace, tenant, prompt.tokens)
+        return PromptRead(namespace, len(prompt), b"".join(hashes), parsed.max_new_tokens, None)
+
+
+def _packed(body: bytes) -> web.Response:
+    return web.Response(body=body, headers=OWN_HEADERS)

@@ -1,0 +1,76 @@
+"""A request that another host forwarded: what that host says of it.
+
+The host is known by its certificate, and its address is the peers' own: on every other address
+these headers mean nothing and are dropped.
+"""
+
+import re
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from router.base.errors import BadRequestError
+from router.base.types import NO_TENANT, Caller, RequestId, Tenant
+from router.hosts.messages import (
+    HOP,
+    HOP_CALLER,
+    HOP_CLIENT,
+    HOP_ID,
+    HOP_KEY,
+    HOP_QUOTED,
+    HOP_TENANT,
+)
+from router.llama.http1 import Header
+
+_ID = re.compile(r"[!-~]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One forwarded request. `quoted_s` None: it was sent without a quote."""
+
+    host: str
+    request: RequestId
+    tenant: Tenant = NO_TENANT
+    caller: Caller | None = None
+    client: str | None = None
+    quoted_s: float | None = None
+
+    def headers(self) -> list[Header]:
+        """Return the headers that tell the next host."""
+        told = {
+            HOP: self.host,
+            HOP_ID: self.request,
+            HOP_TENANT: self.tenant,
+            HOP_KEY: None if self.caller is None else self.caller.key,
+            HOP_CALLER: None if self.caller is None else self.caller.tenant,
+            HOP_CLIENT: self.client,
+            HOP_QUOTED: None if self.quoted_s is None else f"{self.quoted_s:.6f}",
+        }
+        return [(name.encode(), value.encode()) for name, value in told.items() if value]
+
+
+HOP_OF = web.RequestKey("hop", Hop)
+# The name of this host, in a fleet: part of each answer.
+HOST_NAME = web.RequestKey("host_name", str)
+
+
+def hop_of(request: web.BaseRequest) -> Hop:
+    """Return what the headers of a request on the peers' address say. Raises BadRequestError."""
+    headers = request.headers
+    host, name = headers.get(HOP), headers.get(HOP_ID)
+    if not host or name is None or not _ID.fullmatch(name):
+        raise BadRequestError("this address is for other hosts of the fleet, not for clients")
+    key, tenant = headers.get(HOP_KEY), headers.get(HOP_CALLER)
+    try:
+        quoted_s = float(headers[HOP_QUOTED]) if HOP_QUOTED in headers else None
+    except ValueError as error:
+        raise BadRequestError(f"{HOP_QUOTED} is not a number of seconds") from error
+    return Hop(
+        host,
+        RequestId(name),
+        Tenant(headers.get(HOP_TENANT, "")),
+        None if key is None or tenant is None else Caller(key, tenant),
+        headers.get(HOP_CLIENT),
+        quoted_s,
+    )
