@@ -110,10 +110,10 @@ async def _real(
             raw=True,
         )
         before = await asyncio.to_thread(counts, fleet)
-        driver = Driver(fleet.url, load, real_answers=False)
+        driver = Driver(fleet.urls, load, real_answers=False)
         await driver.open()
         after = await settle(fleet)
-        client = Client(fleet.url)
+        client = Client(fleet.urls[0])
         state: Json = (await asyncio.to_thread(client.get, "/kvferry/state")).json()
         client.close()
     return driver.samples, after.since(before), state

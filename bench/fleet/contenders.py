@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,6 +14,7 @@ from bench.fleet.counters import Fleet, settle
 from bench.rig import Proxy
 from router.config.loader import ConfigError, read_yaml
 from router.config.schema import PolicyConfig, PolicyName
+from router.servers.program import free_port
 from router.tools.demo.launcher import LlamaServer
 
 KVFERRY, NGINX, SGLANG, URL = "kvferry", "nginx", "sglang", "url"
@@ -21,16 +22,22 @@ POLICIES = "policies"
 _POLICY_NAMES = {name.name.lower(): name for name in PolicyName}
 _LOGGING = "logging: {{format: json, level: {}}}"
 # llama-server's default; the launcher's own flag is 0 and comes before.
+_MOST_DOORS = 16
 _RAM_CACHE = ("--cache-ram", "8192", "--kv-unified")  # as llama-server's plain defaults
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """The contender of one row. `more`: kvferry's policy, or the URL of a server."""
+    """The contender of one row. `more`: kvferry's policy, or the URL of a server.
+
+    `doors`: routers that clients send to in turn. Of several kvferrys each is a host of its own,
+    with its share of the servers; several other routers all have all servers.
+    """
 
     kind: str
     more: str = ""
     ram_cache: bool = False
+    doors: int = 1
 
     @property
     def name(self) -> str:
@@ -38,6 +45,8 @@ class Contender:
         if self.kind == URL:
             return self.more
         name = f"{self.kind}:{self.more}" if self.more else self.kind
+        if self.doors > 1:
+            name += f" x {self.doors}"
         return f"{name} + RAM cache" if self.ram_cache else name
 
     @property
@@ -63,10 +72,15 @@ def contender(text: str) -> Contender:
     """Parse `kvferry`, `kvferry:POLICY`, `kvferry:KEY=VALUE,...`, both, `nginx`, `sglang`, a URL.
 
     The keys are those of `policy` in kvferry's configuration. Policies may have their short names
-    from `kvferry simulate`. Raises ArgumentTypeError.
+    from `kvferry simulate`. `2*NAME`: two of that router. Raises ArgumentTypeError.
     """
     if text.startswith(("http://", "https://")):
         return Contender(URL, text.rstrip("/"))
+    number, star, name = text.partition("*")
+    if star:
+        if not number.isdecimal() or not 1 <= int(number) <= _MOST_DOORS:
+            raise argparse.ArgumentTypeError(f"{text!r}: before * comes a number of routers")
+        return replace(contender(name), doors=int(number))
     kind, colon, more = text.partition(":")
     if kind not in (KVFERRY, NGINX, SGLANG):
         raise argparse.ArgumentTypeError(
@@ -117,9 +131,8 @@ async def running(contender: Contender, shape: Shape, home: Path) -> AsyncIterat
     """
     if contender.kind == URL:
         async with LlamaServer(shape.model, ctx=1024, log_path=home / "tokens.log") as beside:
-            yield Fleet(contender.more, (), beside.url)
+            yield Fleet((contender.more,), (), beside.url)
         return
-    kv_dir = home / "kv"
     async with AsyncExitStack() as stack:
         servers = [
             await stack.enter_async_context(
@@ -127,7 +140,7 @@ async def running(contender: Contender, shape: Shape, home: Path) -> AsyncIterat
                     shape.model,
                     slots=shape.slots,
                     ctx=shape.slots * shape.ctx_per_slot,
-                    kv_dir=kv_dir,
+                    kv_dir=_kv_dir(contender, number, home),
                     threads=shape.threads,
                     log_path=home / f"llama-{number}.log",
                     extra_args=_RAM_CACHE if contender.ram_cache else (),
@@ -136,21 +149,51 @@ async def running(contender: Contender, shape: Shape, home: Path) -> AsyncIterat
             for number in range(shape.servers)
         ]
         urls = [server.url for server in servers]
-        proxy = await stack.enter_async_context(_proxy(contender, urls, home, shape.log_level))
-        own = proxy.url if contender.kind == KVFERRY else None
+        peers = [free_port() for _ in range(contender.doors)]
+        doors = [
+            await stack.enter_async_context(_proxy(contender, at, peers, urls, home, shape))
+            for at in range(contender.doors)
+        ]
+        own = [door.url for door in doors] if contender.kind == KVFERRY else []
         processes = [Proxy("llama", each.url, each.pid) for each in servers if each.pid is not None]
-        fleet = Fleet(proxy.url, tuple(urls), urls[0], own, proxy, tuple(processes))
+        fleet = Fleet(
+            tuple(door.url for door in doors),
+            tuple(urls),
+            urls[0],
+            tuple(own),
+            tuple(doors),
+            tuple(processes),
+        )
         await settle(fleet)
         yield fleet
 
 
+def _kv_dir(contender: Contender, server: int, home: Path) -> Path:
+    """Return the KV directory of a server: each kvferry has its own."""
+    if contender.kind != KVFERRY or contender.doors == 1:
+        return home / "kv"
+    return home / f"door-{server % contender.doors}" / "kv"
+
+
 def _proxy(
-    contender: Contender, urls: Sequence[str], home: Path, log_level: str
+    contender: Contender,
+    at: int,
+    peers: Sequence[int],
+    urls: Sequence[str],
+    home: Path,
+    shape: Shape,
 ) -> AbstractAsyncContextManager[Proxy]:
+    """Start router number `at`; `peers` are the ports that kvferrys have for each other."""
+    home = home if len(peers) == 1 else home / f"door-{at}"
+    home.mkdir(exist_ok=True)
     if contender.kind == KVFERRY:
         policy = json.dumps(_policy(contender.more or str(PolicyName.PREFER_IDLE)))
-        more = _LOGGING.format(log_level)
-        return rig.kvferry(KVFERRY, urls, home, kv_dir=home / "kv", policy=policy, more=more)
+        more, kv_dir = _LOGGING.format(shape.log_level), home / "kv"
+        if len(peers) > 1:
+            urls = urls[at :: len(peers)]
+            others = ", ".join(f"'http://127.0.0.1:{port}'" for port in peers)
+            more += f"\nfleet: {{name: h{at}, listen: '127.0.0.1:{peers[at]}', peers: [{others}]}}"
+        return rig.kvferry(KVFERRY, urls, home, kv_dir=kv_dir, policy=policy, more=more)
     if contender.kind == SGLANG:
         python = rig.find_sglang()
         assert python is not None

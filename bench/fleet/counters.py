@@ -37,11 +37,11 @@ class UnsettledError(RuntimeError):
 class Fleet:
     """The addresses that a contender's clients and counters use."""
 
-    url: str
+    urls: tuple[str, ...]  # clients send to each in turn
     servers: tuple[str, ...]  # empty for a URL: no counters
     tokenizer: str  # a server with the servers' template and vocabulary
-    kvferry: str | None = None  # URL of its metrics
-    router: Proxy | None = None
+    kvferry: tuple[str, ...] = ()  # URLs of the metrics of each
+    routers: tuple[Proxy, ...] = ()
     processes: tuple[Proxy, ...] = ()  # of the servers
 
 
@@ -88,15 +88,15 @@ def counts(fleet: Fleet) -> Counts:
         computed,
         generated,
         busy,
-        router_cpu_s=0.0 if fleet.router is None else fleet.router.cpu_s(),
+        router_cpu_s=sum(router.cpu_s() for router in fleet.routers),
         server_cpu_s=sum(process.cpu_s() for process in fleet.processes),
     )
-    if fleet.kvferry is None:
+    if not fleet.kvferry:
         return plain
-    own = _metrics(fleet.kvferry)
+    own = [pair for url in fleet.kvferry for pair in _metrics(url).items()]
 
     def summed(*starts: str) -> float:
-        return sum(value for name, value in own.items() if name.startswith(starts))
+        return sum(value for name, value in own if name.startswith(starts))
 
     return dataclasses.replace(
         plain,
@@ -107,9 +107,7 @@ def counts(fleet: Fleet) -> Counts:
         up=round(summed(_UP)),
         failures=round(summed(_FAILED)),
         stopped_s=sum(
-            value
-            for name, value in own.items()
-            if name.startswith(_STOPPED) and _PREFILL not in name
+            value for name, value in own if name.startswith(_STOPPED) and _PREFILL not in name
         ),
     )
 

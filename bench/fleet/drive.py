@@ -6,7 +6,7 @@ loop sends each step at its time, whatever became of the others.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
@@ -88,13 +88,14 @@ class Events:
 class Driver:
     """All clients of one run."""
 
-    url: str
+    urls: Sequence[str]  # each request goes to the next one
     workload: Workload
     real_answers: bool
     model: str = "any"  # as the requests name it
     samples: list[Sample] = field(default_factory=list)
     _history: dict[int, list[Json]] = field(default_factory=dict)
     _last: dict[int, asyncio.Event] = field(default_factory=dict)  # by conversation
+    _sent: int = 0
     _start: float = 0.0
     _over: bool = False  # all steps are done: start no more streams
 
@@ -219,7 +220,9 @@ class Driver:
         start: float,
     ) -> None:
         last = None
-        async with session.post(self.url + ask.path, data=orjson.dumps(body), headers=_JSON) as got:
+        url = self.urls[self._sent % len(self.urls)] + ask.path
+        self._sent += 1
+        async with session.post(url, data=orjson.dumps(body), headers=_JSON) as got:
             sample.headers = _told(got.headers)
             if got.status != 200:
                 sample.problem = f"{got.status} {(await got.read())[:300]!r}"

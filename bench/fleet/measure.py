@@ -98,7 +98,7 @@ async def run(contender: Contender, number: int, shape: Shape, load: Load, home:
     """Run a contender once on fresh servers, and count everything."""
     async with running(contender, shape, home) as fleet:
         before = await asyncio.to_thread(counts, fleet)
-        driver = Driver(fleet.url, load.workload, load.real_answers, load.model_name)
+        driver = Driver(fleet.urls, load.workload, load.real_answers, load.model_name)
         wall_s = await (driver.open() if load.open_loop else driver.closed(load.clients))
         after = await settle(fleet)
         samples = sorted(driver.samples, key=lambda sample: sample.sent_s)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from bench.fleet.contenders import URL, Contender, contender, named
@@ -86,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         type=named,
         metavar="NAME",
         help="kvferry, kvferry:POLICY, kvferry:KEY=VALUE,... (keys of `policy`), both, policies "
-        "(kvferry with each), nginx, sglang, http://HOST:PORT (any OpenAI-compatible server, as it "
+        "(kvferry with each), 2*NAME (two, that clients send to in turn), nginx, sglang, http://HOST:PORT (any OpenAI-compatible server, as it "
         f"is); repeat it; default: {', '.join(_ALL)}",
     )
     who.add_argument("--model-name", default="any", help="model in each request")
@@ -186,7 +187,7 @@ def resolve(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def contenders(options: argparse.Namespace) -> list[Contender]:
     """Return contenders in the order of the first run, once for each RAM cache setting."""
     found = [
-        Contender(each.kind, each.more, ram_cache and each.kind != URL)
+        replace(each, ram_cache=ram_cache and each.kind != URL)
         for ram_cache in _PARTS[options.ram_cache]
         for each in options.contender
     ]
