@@ -17,12 +17,15 @@ MAX_ASKED = 3
 _WORTH_ASKING = 10.0
 # A peer has to be cheaper by this factor, so that equal hosts keep what clients send them. Chosen.
 _CHEAPER = 0.9
+# Prices within this factor are equal: then the favourite host of the prompt gets it. Chosen: the
+# probes of equal servers differ by more.
+_EQUAL = 1.25
 # A price may be this many times the quote when the request comes: else the peer refuses it.
 _STALE_FACTOR, _STALE_S = 2.0, 0.05
 
 
 class Offer(Struct, frozen=True):
-    """A peer's quote. `price_s` is what it is taken for: the quote as far as it is trusted."""
+    """The quote of a peer, by its incarnation. `price_s`: as far as the quote is trusted."""
 
     peer: str
     quote: Quote
@@ -47,9 +50,9 @@ def to_ask(
     """Return the peers to ask, the most promising first.
 
     Those that hold most of the prompt come first (`holders`: tokens, from the directory). Of those
-    that hold as much, or nothing that is known of, the one whose name and the prompt's first hash
-    give the highest number: all hosts then ask the same peers for the same beginning. The last
-    place goes to the least busy peer, so that a new host gets work.
+    that hold as much, or nothing that is known of, the order is that of `favourite`: all hosts then
+    ask the same peers for the same beginning. The last place goes to the least busy peer, so that a
+    new host gets work.
     """
     if len(usable) <= n:
         return sorted(usable, key=lambda peer: -holders.get(peer, 0))
@@ -60,19 +63,38 @@ def to_ask(
     return asked
 
 
-def _lot(peer: str, first_hash: bytes) -> bytes:
-    return blake2b(peer.encode() + b"\0" + first_hash, digest_size=8).digest()
+def favourite(hosts: Collection[str], first_hash: bytes) -> str:
+    """Return the host that gets a prompt where prices are equal: the same one on every host.
+
+    A prompt that many clients send at once, by all doors, is then computed once and not on every
+    host. Prompts that begin differently are spread over the hosts.
+    """
+    return min(hosts, key=lambda host: _lot(host, first_hash))
 
 
-def in_order(own: Quote | None, offers: Collection[Offer], way_s: float) -> list[Offer]:
+def _lot(host: str, first_hash: bytes) -> bytes:
+    return blake2b(host.encode() + b"\0" + first_hash, digest_size=8).digest()
+
+
+def in_order(
+    own: Quote | None, offers: Collection[Offer], way_s: float, favoured: str | None = None
+) -> list[Offer]:
     """Return the offers to take instead of serving the request here, the cheapest first.
 
     `way_s`: what forwarding takes. Offers that are not clearly cheaper are left out, unless nothing
-    here can serve the request.
+    here can serve the request, or one at the same price is of the `favoured` host.
     """
     good = [
         offer for offer in offers if own is None or offer.price_s + way_s < own.price_s * _CHEAPER
     ]
+    if own is not None and not good:
+        good = [
+            offer
+            for offer in offers
+            if offer.peer == favoured
+            and offer.price_s <= own.price_s * _EQUAL
+            and offer.quote.reused_tokens >= own.reused_tokens
+        ]
     return sorted(good, key=lambda offer: (offer.price_s, -offer.quote.reused_tokens, offer.peer))
 
 

@@ -62,6 +62,11 @@ class Peer(ServerClient):
         return self.hello.name if self.hello is not None else self.url
 
     @property
+    def key(self) -> str:
+        """Return what names the host for all hosts: its incarnation; its URL until it is known."""
+        return self.hello.incarnation if self.hello is not None else self.url
+
+    @property
     def models(self) -> tuple[Served, ...]:
         """Return the models that the host serves; none while it cannot be used."""
         return self.hello.models if self.hello is not None and not self.problem else ()

@@ -54,7 +54,7 @@ class Peers:
         """
         self._urls = urls
         self._connections, self._timeouts = connections, timeouts
-        self._incarnation, self._proof = incarnation, proof
+        self.incarnation, self._proof = incarnation, proof
         self._clock = clock
         self._directory = directory
         self._on_news = on_news
@@ -69,10 +69,9 @@ class Peers:
         """Return all peers that are known, one for each host, by name."""
         found: dict[str, Peer] = {}
         for peer in self._peers.values():
-            key = peer.hello.incarnation if peer.hello is not None else peer.url
-            known = found.get(key)
+            known = found.get(peer.key)
             if known is None or (known.problem and not peer.problem):
-                found[key] = peer
+                found[peer.key] = peer
         return sorted(found.values(), key=lambda peer: peer.name)
 
     def usable(self, model: str | None) -> list[Peer]:
@@ -108,7 +107,7 @@ class Peers:
     async def _round(self) -> None:
         members = None if self._directory is None else await self._directory.members()
         for hello in members or ():
-            if hello.incarnation != self._incarnation and hello.url:
+            if hello.incarnation != self.incarnation and hello.url:
                 self._heard(self._peer(hello.url), hello)
         found = [
             url for urls in await asyncio.gather(*map(self._resolve, self._urls)) for url in urls
@@ -143,7 +142,7 @@ class Peers:
                     log.warning("peer_down", peer=peer.name, url=peer.url, reason=str(error))
                 peer.lost(f"it does not answer: {error}")
             return
-        if hello.incarnation == self._incarnation:
+        if hello.incarnation == self.incarnation:
             self._own_urls.add(peer.url)
             self._peers.pop(peer.url, None)
             return

@@ -24,6 +24,7 @@ from router.tools.console.snapshots import add_options as add_snapshot_options
 from router.tools.console.snapshots import snapshots
 from router.tools.doctor.check import check_text
 from router.tools.serving.flags import add_server_options, given_flags, servers_from
+from router.tools.fleet.command import add_fleet_commands
 from router.tools.serving.fleet_flags import (
     add_fleet_options,
     fleet_from,
@@ -125,6 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("servers", help="list, start and stop servers on demand")
     add_servers_options(command, _where)
     command.set_defaults(run=servers)
+
+    command = commands.add_parser("fleet", help="certificates, status and drain of hosts")
+    add_fleet_commands(command, _where)
 
     command = commands.add_parser("import", help="translate another program's configuration")
     command.add_argument("program", choices=["llama-swap"])

@@ -59,6 +59,10 @@ async def fetch(url: str, request: str) -> Json:
 def show(told: Json, console: Console) -> None:
     """Print one request: its outcome, the computed tokens with reasons, and the candidates."""
     _line(console, f"request {told['id']}  {told['time']}  {told['outcome']}", "bold")
+    if (hosts := told.get("hosts")) is not None:
+        _hosts(hosts, console)
+        if hosts["served_by"] is not None:
+            return
     if told["plan"] is None:
         _line(console, f"  The router answered this request itself: {told['reason']}")
         return
@@ -71,6 +75,35 @@ def show(told: Json, console: Console) -> None:
         _nearest(told["nearest"], console)
     console.print()
     _ways(told["plan"], console)
+
+
+def _hosts(hosts: Json, console: Console) -> None:
+    """Print which hosts were asked, what they quoted, and which one served the request."""
+    served_by = hosts["served_by"]
+    said = "here" if served_by is None else f"by {served_by}, which has the details under this id"
+    _line(console, f"  Served {said}. Hosts and their quotes:")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "host", "seconds", "of it waiting", "reused", ""):
+        table.add_column(heading, justify="left" if heading in ("", "host") else "right")
+    rows = [("this host", hosts["own"], served_by is None, "")]
+    rows += [
+        (offer["host"], offer["quote"], offer["host"] == served_by, _not_taken(offer))
+        for offer in hosts["offers"]
+    ]
+    for name, told, taken, why in rows:
+        numbers = ("-", "-", "-") if told is None else _quoted(told)
+        table.add_row(Text("->" if taken else "  "), Text(name), *map(Text, numbers), Text(why))
+    console.print(table)
+
+
+def _quoted(quote: Json) -> tuple[str, str, str]:
+    return f"{quote['price_s']:.3f}", f"{quote['wait_s']:.3f}", f"{quote['reused_tokens']:,}"
+
+
+def _not_taken(offer: Json) -> str:
+    if offer["refused"]:
+        return "did not take it after all"
+    return "no quote in time" if offer["quote"] is None else ""
 
 
 def _seconds(told: Json) -> str:

@@ -99,6 +99,23 @@ def _sums(view: View) -> Table:
     made.add_row("snapshots", _store(state["snapshots"]))
     if servers := state.get("servers"):
         made.add_row("servers", _servers(servers))
+    if hosts := state.get("hosts"):
+        made.add_row("hosts", _hosts(hosts))
+    return made
+
+
+def _hosts(hosts: Json) -> Text:
+    """Return this host and its peers, with the requests of each for its slots."""
+    made = Text(hosts["name"], "bold")
+    for peer in hosts["peers"]:
+        made.append("; ").append(f"{peer['name']} ")
+        if peer["up"]:
+            made.append(f"{peer['busy'] + peer['waiting']:,}/{peer['slots']:,}", "green")
+        else:
+            made.append("not used", "red")
+    directory = hosts["directory"]
+    if directory is not None and not directory["up"]:
+        made.append("; ").append("no directory", "red")
     return made
 
 

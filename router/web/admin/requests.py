@@ -74,6 +74,7 @@ class Requests:
         shown = entry.as_json() | {
             "plan": plan_json(plan) if plan is not None else None,
             "nearest": None,
+            "hosts": entry.hosts.as_json() if entry.hosts is not None else None,
         }
         if record is not None and record.nearest is not None:
             shown["nearest"] = await self._nearest(record.slot.backend, record.nearest, entry.chat)

@@ -21,7 +21,7 @@ from router.core.model.quote import Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.engine.loop_throttle import LoopThrottle
-from router.hosts.choice import MAX_ASKED, Offer, in_order, is_worth_asking, to_ask
+from router.hosts.choice import MAX_ASKED, Offer, favourite, in_order, is_worth_asking, to_ask
 from router.hosts.directory import Lookup
 from router.hosts.messages import HOP_REFUSED, QuoteAsk
 from router.hosts.peer import Peer
@@ -62,6 +62,11 @@ class _Sought:
     namespace: str = ""
     hashes: Sequence[bytes] = ()
     n_tokens: int = 0
+
+    @property
+    def first(self) -> bytes:
+        """Return what prompts that begin alike have in common."""
+        return self.hashes[0] if self.hashes else self.raw[:_BODY_BEGINNING]
 
 
 class Forwarding:
@@ -195,11 +200,11 @@ class Forwarding:
         """Let a peer read the prompt: the same one for each turn of a conversation."""
         beginning = sought.raw[:_BODY_BEGINNING]
         keyed = [peer for peer in peers if peer.namespace_of(sought.request.model)] or list(peers)
-        order = to_ask([peer.url for peer in keyed], {}, {}, beginning, 2)
-        by_url = {peer.url: peer for peer in peers}
+        order = to_ask([peer.key for peer in keyed], {}, {}, beginning, 2)
+        by_key = {peer.key: peer for peer in peers}
         path = sought.http.path.rstrip("/")
-        for url in order:
-            peer = by_url[url]
+        for key in order:
+            peer = by_key[key]
             try:
                 told = await peer.read(path, sought.raw, sought.request.tenant, _READ_LIMIT_S)
             except BackendError:
@@ -257,18 +262,20 @@ class Forwarding:
 
     async def _at_best(self, sought: _Sought, peers: Sequence[Peer]) -> web.StreamResponse | None:
         """Ask, and forward to the cheapest host that takes the request. None: none does."""
-        by_url = {peer.url: peer for peer in peers}
-        asked = await self._to_ask(sought, by_url)
-        offers = await self._offers(sought, [by_url[url] for url in asked])
-        order = in_order(sought.own, offers, _WAY_S)
+        by_key = {peer.key: peer for peer in peers}
+        asked = await self._to_ask(sought, by_key)
+        offers = await self._offers(sought, [by_key[key] for key in asked])
+        here = self.peers.incarnation
+        favoured = favourite([here, *by_key], sought.first)
+        order = in_order(sought.own, offers, _WAY_S, favoured)
         told = HostsAsked(
             own=sought.own,
-            offers=tuple(HostOffer(by_url[url].name, _offer_of(offers, url)) for url in asked),
+            offers=tuple(HostOffer(by_key[key].name, _offer_of(offers, key)) for key in asked),
         )
         if sought.own is None and not order:  # no quote in time: any peer is better than none
-            order = [Offer(url, Quote(0.0), 0.0) for url in asked]
+            order = [Offer(key, Quote(0.0), 0.0) for key in asked]
         for offer in order:
-            peer = by_url[offer.peer]
+            peer = by_key[offer.peer]
             answer = await self._forward(sought, peer, offer, told)
             if answer is not None:
                 return answer
@@ -276,16 +283,13 @@ class Forwarding:
         self._decision_log.note_hosts(sought.request.id, told)
         return None
 
-    async def _to_ask(self, sought: _Sought, by_url: dict[str, Peer]) -> list[str]:
+    async def _to_ask(self, sought: _Sought, by_key: dict[str, Peer]) -> list[str]:
         holders: dict[str, int] = {}
-        if len(by_url) > MAX_ASKED and self._lookup is not None and sought.hashes:
+        if len(by_key) > MAX_ASKED and self._lookup is not None and sought.hashes:
             found = await self._lookup.holders(sought.hashes)
-            for url, peer in by_url.items():
-                if peer.hello is not None and (held := found.get(peer.hello.incarnation)):
-                    holders[url] = held
-        first = sought.hashes[0] if sought.hashes else sought.raw[:_BODY_BEGINNING]
-        busy = {url: peer.busy for url, peer in by_url.items()}
-        return to_ask(list(by_url), holders, busy, first)
+            holders = {key: held for key, held in found.items() if key in by_key}
+        busy = {key: peer.busy for key, peer in by_key.items()}
+        return to_ask(list(by_key), holders, busy, sought.first)
 
     async def _offers(self, sought: _Sought, peers: Sequence[Peer]) -> list[Offer]:
         request, own = sought.request, sought.own
@@ -311,7 +315,7 @@ class Forwarding:
             self._metrics.quoted(peer.name, perf_counter() - begun, offered=quote is not None)
             if quote is None:
                 return None
-            return Offer(peer.url, quote, peer.trust.price_s(quote.price_s))
+            return Offer(peer.key, quote, peer.trust.price_s(quote.price_s))
 
         found = await asyncio.gather(*(offer(peer) for peer in peers))
         return [one for one in found if one is not None]
@@ -397,8 +401,8 @@ class Forwarding:
 _UNREAD = Prompt(unknown="read by no backend here")
 
 
-def _offer_of(offers: Sequence[Offer], url: str) -> Quote | None:
-    return next((offer.quote for offer in offers if offer.peer == url), None)
+def _offer_of(offers: Sequence[Offer], key: str) -> Quote | None:
+    return next((offer.quote for offer in offers if offer.peer == key), None)
 
 
 def _is_refusal(upstream: RelayedResponse) -> bool:

@@ -34,7 +34,7 @@ async def test_a_host_without_servers_is_a_front_door(
 ) -> None:
     one = await llama_server(slots=2, kv_dir=tmp_path / "a")
     other = await llama_server(slots=2, kv_dir=tmp_path / "b")
-    async with hosts([one], [other], []) as (a, b, front):
+    async with hosts([one], [other], []) as (_, b, front):
         await b.complete(LONG)
         again = await front.complete([*LONG, *ids(3, 20)])
         chat = await front.chat([{"role": "user", "content": "hello"}])

@@ -5,7 +5,8 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from router.servers.program import free_port
 from tests.support.servers.router_fleet import PATIENCE_S, Fleet, running
@@ -18,36 +19,28 @@ class Server(Protocol):
 
     @property
     def url(self) -> str: ...
+    @property
+    def kv_dir(self) -> Path | None: ...
 
 
 @asynccontextmanager
 async def hosts(
     *servers: Sequence[Server],
-    kv: bool = True,
     yaml: str = "",
     redis: str | None = None,
-    no_backend_s: float | None = None,
+    credentials: Path | None = None,
+    **options: Any,
 ) -> AsyncIterator[list[Fleet]]:
     """Run a host for each list of servers, an empty one for a front; yield when all know all.
 
-    The hosts are called `h0`, `h1` and so on, and their servers `h0-0` and so on.
+    The hosts are called `h0`, `h1` and so on, and their servers `h0-0` and so on. `credentials`:
+    a directory with those of each host. `options`: of `running`.
     """
     ports = [free_port() for _ in servers]
     async with AsyncExitStack() as stack:
         found = [
             await stack.enter_async_context(
-                running(
-                    [(f"h{at}-{n}", server.url) for n, server in enumerate(own)],
-                    {
-                        f"h{at}-{n}": server.kv_dir  # type: ignore[attr-defined]
-                        for n, server in enumerate(own)
-                    }
-                    if kv
-                    else None,
-                    yaml=f"{yaml}\n{fleet_yaml(at, ports, redis)}",
-                    wait_for=None if own else (),
-                    no_backend_s=no_backend_s,
-                )
+                host(at, own, fleet_yaml(at, ports, redis, credentials), yaml, **options)
             )
             for at, own in enumerate(servers)
         ]
@@ -56,23 +49,35 @@ async def hosts(
         yield found
 
 
-def fleet_yaml(at: int, ports: Sequence[int], redis: str | None = None) -> str:
+def host(at: int, servers: Sequence[Server], fleet: str, yaml: str = "", **options: Any) -> Any:
+    """Return the context manager of one host; `fleet`: that section of its configuration."""
+    named = {f"h{at}-{n}": server for n, server in enumerate(servers)}
+    return running(
+        [(name, server.url) for name, server in named.items()],
+        {name: server.kv_dir for name, server in named.items() if server.kv_dir is not None},
+        yaml=f"{yaml}\n{fleet}",
+        wait_for=None if servers else (),
+        **options,
+    )
+
+
+def fleet_yaml(
+    at: int, ports: Sequence[int], redis: str | None = None, credentials: Path | None = None
+) -> str:
     """Return the section `fleet` of one of several hosts on loopback."""
-    if redis is not None:
-        who = f"redis: {redis}"
-    else:
-        # Each host is in its own list: it has to find that out.
-        who = f"peers: [{', '.join(f'http://127.0.0.1:{port}' for port in ports)}]"
-    return f"fleet: {{name: h{at}, listen: '127.0.0.1:{ports[at]}', {who}}}"
+    scheme = "http" if credentials is None else "https"
+    # Each host is in its own list: it has to find that out.
+    peers = ", ".join(f"{scheme}://127.0.0.1:{port}" for port in ports)
+    others = f"peers: [{peers}]" if redis is None else f"redis: {redis}"
+    secrets = "" if credentials is None else f", credentials: {credentials}/h{at}"
+    return f"fleet: {{name: h{at}, listen: '127.0.0.1:{ports[at]}', {others}{secrets}}}"
 
 
 async def until_peers(fleet: Fleet, *names: str, patience_s: float = PATIENCE_S) -> None:
     """Wait until a host can use these peers, itself left out, and no others."""
 
-    def all_up(state: dict[str, object]) -> bool:
-        told = state["hosts"]
-        assert isinstance(told, dict)
-        up = {peer["name"] for peer in told["peers"] if peer["up"]}
-        return up == set(names) - {told["name"]}
+    def all_up(state: dict[str, Any]) -> bool:
+        up = {peer["name"] for peer in state["hosts"]["peers"] if peer["up"]}
+        return bool(up == set(names) - {state["hosts"]["name"]})
 
     await fleet.until(all_up, patience_s)

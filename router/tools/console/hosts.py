@@ -1,0 +1,77 @@
+"""`kvferry fleet status | drain | undrain`: the hosts as one of them sees them."""
+
+import sys
+from typing import Any
+
+import orjson
+from rich.table import Table
+from rich.text import Text
+
+from router.tools.console.client import CallError, connected
+from router.tools.console.operations import drain, undrain
+from router.tools.console.view import table
+from router.tools.terminal import output
+
+Json = dict[str, Any]
+
+
+async def status(url: str, *, as_json: bool) -> int:
+    """Print the hosts. Raises CallError."""
+    async with connected(url) as client:
+        state = await client.state()
+    hosts = state.get("hosts")
+    if hosts is None:
+        raise CallError(
+            "this kvferry knows no other hosts: start it with --peer or --redis (docs/hosts.md)"
+        )
+    if as_json:
+        sys.stdout.write(orjson.dumps(hosts, option=orjson.OPT_INDENT_2).decode() + "\n")
+        return 0
+    console = output()
+    console.print(hosts_table(hosts))
+    for peer in hosts["peers"]:
+        if peer["problem"]:
+            console.print(Text(f"{peer['name']}: {peer['problem']}"), soft_wrap=True)
+    console.print(Text(directory_line(hosts["directory"])), soft_wrap=True)
+    return 0
+
+
+def hosts_table(hosts: Json) -> Table:
+    """Return a row for each peer of a host."""
+    numbers = ("busy", "slots", "waiting", "quotes", "failed", "quote ms", "late s")
+    rows = table(f"peers of {hosts['name']}", "", *numbers, right=numbers, last="models", wrap=True)
+    for peer in hosts["peers"]:
+        up = "up" if peer["up"] else "not used"
+        rows.add_row(
+            peer["name"],
+            Text(up, "green" if peer["up"] else "red"),
+            *(str(peer[key]) for key in ("busy", "slots", "waiting", "quotes", "failed")),
+            f"{peer['quote_ms']:.1f}",
+            f"{peer['late_s']:.2f}",
+            ", ".join(peer["models"]),
+        )
+    return rows
+
+
+def directory_line(directory: Json | None) -> str:
+    """Return what is said of the directory."""
+    if directory is None:
+        return "directory: none (--redis); every peer is asked, three at most"
+    if not directory["up"]:
+        return f"directory: not used: {directory['problem']}; requests are served without it"
+    behind = f", {directory['behind']:,} hashes to write" if directory["behind"] else ""
+    return f"directory: up, {directory['lookups']:,} look-ups, {directory['late']:,} late{behind}"
+
+
+async def drain_host(url: str, *, undo: bool) -> int:
+    """Drain every backend of a host, one after the other; `undo`: use them again.
+
+    The host goes on as a front door: its clients are served by other hosts. Raises CallError.
+    """
+    async with connected(url) as client:
+        names = [backend["name"] for backend in (await client.state())["backends"]]
+    if not names:
+        raise CallError("this host has no backends of its own")
+    for name in names:
+        await (undrain(url, name) if undo else drain(url, name))
+    return 0

@@ -1,0 +1,1 @@
+"""`kvferry fleet`: certificates of the hosts, and the fleet as one of them sees it."""

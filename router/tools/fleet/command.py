@@ -1,0 +1,67 @@
+"""The command `kvferry fleet`."""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from router.config import values
+from router.tools.console.hosts import drain_host, status
+
+
+def add_fleet_commands(command: argparse.ArgumentParser, where: Any) -> None:
+    """Add the commands below `kvferry fleet`. `where` adds `--url` to one."""
+    commands = command.add_subparsers(required=True, metavar="COMMAND")
+    one = commands.add_parser("certificate", help="make the credentials of a host")
+    one.add_argument("host", metavar="HOST", help="its name")
+    one.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("fleet"),
+        metavar="DIR",
+        help="with the authority; made by the first call; default %(default)s",
+    )
+    one.add_argument("--renew", action="store_true", help="replace its certificate")
+    one.set_defaults(run=_certificate)
+    one = commands.add_parser("status", help="show the hosts as one of them sees them")
+    one.add_argument("--json", action="store_true", help="print the JSON of the router")
+    where(one)
+    one.set_defaults(run=_status)
+    for name, doing in (
+        ("drain", "send no new requests to this host's servers; its clients go to other hosts"),
+        ("undrain", "use this host's servers again"),
+    ):
+        one = commands.add_parser(name, help=doing)
+        where(one)
+        one.set_defaults(run=_drain if name == "drain" else _undrain)
+
+
+def _certificate(options: argparse.Namespace) -> int:
+    from router.tools.fleet.certificate import make_certificate
+
+    try:
+        values.name(options.host)
+    except ValueError as error:
+        sys.stderr.write(f"kvferry: {options.host!r} {error}\n")
+        return 2
+    made = make_certificate(options.directory, options.host, renew=options.renew)
+    sys.stdout.write(
+        f"The credentials of {options.host} are in {made}.\n"
+        f"Copy this directory to the host, and start kvferry there with\n\n"
+        f"  --peer-listen 0.0.0.0:8089 --fleet-credentials DIR --peer https://OTHER:8089\n\n"
+        f"{options.directory / 'authority.key'} stays here: whoever has it can join the fleet.\n"
+    )
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    return asyncio.run(status(options.url, as_json=options.json))
+
+
+def _drain(options: argparse.Namespace) -> int:
+    return asyncio.run(drain_host(options.url, undo=False))
+
+
+def _undrain(options: argparse.Namespace) -> int:
+    return asyncio.run(drain_host(options.url, undo=True))

@@ -1,0 +1,84 @@
+"""Quotes: what serving a request would take, free or busy, loaded or not."""
+
+from router.base.tokens import pack
+from router.base.types import NO_TENANT, BackendId, SlotId, Source
+from router.core.model.request_queue import Queue
+from router.core.model.servers import ServerSpec
+from router.core.planning.planner import plan
+from router.core.planning.quote import quote
+from tests.support.scheduler.build import backend, fleet, request
+
+SLOT = SlotId(BackendId("a"), 0)
+PROMPT = pack(range(1000))
+
+
+def test_a_free_slot_is_quoted_as_the_planner_prices_it() -> None:
+    made = fleet(holding={SLOT: PROMPT})
+    asked = request(ids=pack(range(1100)))
+    planned = plan(asked, made, 0.0)
+    assert planned is not None
+    found = quote(asked, made, Queue(), 0.0)
+
+    assert found is not None
+    assert found.price_s == planned.chosen.price.total_s
+    assert (found.reused_tokens, found.source) == (1000, Source.RESIDENT)
+
+
+def test_a_busy_backend_is_quoted_with_its_wait_and_what_it_will_hold() -> None:
+    made = fleet(backend("a", n_slots=1))
+    (slot,) = made.slots.of(BackendId("a"))
+    slot.lease(request("other").id)
+    slot.expect(PROMPT, shared=False, until=7.0)
+    found = quote(request(ids=pack(range(1100))), made, Queue(), 2.0)
+
+    assert found is not None
+    assert found.wait_s == 5.0
+    assert found.reused_tokens == 1000
+    assert found.price_s == 5.0 + made.rates[BackendId("a")].prefill_s(100, 1000)
+
+
+def test_each_queued_request_takes_a_slot_first() -> None:
+    made = fleet(backend("a", n_slots=2))
+    for slot, until in zip(made.slots.of(BackendId("a")), (1.0, 3.0), strict=True):
+        slot.lease(request(str(until)).id)
+        slot.expect(pack([1]), shared=False, until=until)
+    queue, waits = Queue(), []
+    for n in range(3):
+        found = quote(request(), made, queue, 0.0)
+        assert found is not None
+        waits.append(found.wait_s)
+        queue.add(request(f"q{n}"), 0.0)
+
+    assert waits == [1.0, 3.0, 1.0 + 2.0]
+
+
+def test_an_end_that_nobody_knows_is_not_waited_for_without_end() -> None:
+    made = fleet(backend("a", n_slots=1))
+    (slot,) = made.slots.of(BackendId("a"))
+    slot.lease(request("other").id)
+    slot.expect_end(float("inf"))
+    found = quote(request(), made, Queue(), 0.0)
+
+    assert found is not None
+    assert found.wait_s == 10.0
+
+
+def test_a_model_that_is_not_loaded_costs_its_load() -> None:
+    made = fleet(backend("a"))
+    made.servers.configure([ServerSpec(name=BackendId("s"), models=("big",))], [], now=0.0)
+    found = quote(request(model="big"), made, Queue(), 0.0)
+
+    assert found is not None
+    assert found.price_s == found.wait_s == 10.0
+
+
+def test_what_nothing_here_can_serve_has_no_quote() -> None:
+    assert quote(request(model="other"), fleet(), Queue(), 0.0) is None
+
+
+def test_asking_changes_nothing() -> None:
+    made = fleet(holding={SLOT: PROMPT})
+    before = [(slot.phase, slot.resident, slot.bench.changes) for slot in made.slots]
+    quote(request(ids=PROMPT, tenant=NO_TENANT), made, Queue(), 0.0)
+
+    assert [(slot.phase, slot.resident, slot.bench.changes) for slot in made.slots] == before

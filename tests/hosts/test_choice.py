@@ -1,0 +1,83 @@
+"""Which peers are asked, and which host gets a request."""
+
+import pytest
+
+from router.core.model.quote import Quote
+from router.hosts.choice import (
+    Offer,
+    Trust,
+    favourite,
+    in_order,
+    is_stale,
+    is_worth_asking,
+    to_ask,
+)
+
+FIRST = b"first"
+
+
+def offer(peer: str, price_s: float, reused: int = 0) -> Offer:
+    return Offer(peer, Quote(price_s, reused_tokens=reused), price_s)
+
+
+def test_a_cheap_request_asks_nobody() -> None:
+    assert not is_worth_asking(Quote(0.01), 0.002)
+    assert is_worth_asking(Quote(0.1), 0.002)
+    assert is_worth_asking(None, 0.002)
+
+
+def test_few_peers_are_all_asked() -> None:
+    assert sorted(to_ask(["a", "b", "c"], {}, {}, FIRST)) == ["a", "b", "c"]
+
+
+def test_holders_are_asked_first_and_the_least_busy_last() -> None:
+    peers = [f"p{n}" for n in range(20)]
+    holders = {"p3": 500, "p7": 900}
+    busy = dict.fromkeys(peers, 1.0) | {"p11": 0.0}
+
+    assert to_ask(peers, holders, busy, FIRST) == ["p7", "p3", "p11"]
+
+
+def test_every_host_asks_the_same_peers_for_a_beginning() -> None:
+    peers = [f"p{n}" for n in range(20)]
+    asked = to_ask(peers, {}, {}, FIRST)
+
+    assert to_ask(peers[::-1], {}, {}, FIRST)[:2] == asked[:2]
+    assert favourite(peers, FIRST) == asked[0]
+    assert {favourite(peers, bytes([n])) for n in range(100)} > {favourite(peers, FIRST)}
+
+
+def test_the_cheapest_peer_gets_the_request_if_it_is_clearly_cheaper() -> None:
+    offers = [offer("a", 0.5), offer("b", 0.2), offer("c", 0.98)]
+
+    assert [one.peer for one in in_order(Quote(1.0), offers, 0.001)] == ["b", "a"]
+    assert in_order(Quote(0.2), offers, 0.001) == []
+
+
+def test_any_peer_is_better_than_none() -> None:
+    assert [one.peer for one in in_order(None, [offer("a", 9.0)], 0.001)] == ["a"]
+
+
+def test_at_equal_prices_the_favourite_gets_it() -> None:
+    offers = [offer("a", 1.0), offer("b", 1.0)]
+
+    assert [one.peer for one in in_order(Quote(1.0), offers, 0.001, "b")] == ["b"]
+    assert in_order(Quote(1.0), offers, 0.001, "here") == []
+    assert in_order(Quote(1.0, reused_tokens=5), offers, 0.001, "b") == []
+
+
+def test_a_quote_is_stale_when_the_price_has_doubled() -> None:
+    assert not is_stale(1.0, 1.9)
+    assert is_stale(1.0, 2.1)
+    assert is_stale(1.0, None)
+
+
+def test_a_peer_that_lies_loses_its_turn() -> None:
+    liar = Trust()
+    for _ in range(3):
+        liar.note(quoted_s=0.0, took_s=2.0)
+
+    assert liar.price_s(0.0) > 1.0
+    for _ in range(20):
+        liar.note(quoted_s=1.0, took_s=1.0)
+    assert liar.price_s(0.0) == pytest.approx(0.0, abs=0.01)

@@ -1,0 +1,175 @@
+"""The directory on a real Redis: who is there, who holds what, and what happens without it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from router.base.clock import MonotonicClock
+from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, in_directory
+from router.base.tasks import Tasks
+from router.base.tokens import pack
+from router.hosts.directory import Directory
+from router.hosts.messages import Hello
+from tests.support.servers.redis_server import RedisServer
+
+HASHES = PrefixHasher(b"secret", "facts", "").hashes(pack(range(10 * BLOCK + 3 * STEP)))
+PATIENCE_S = 30.0
+
+
+@dataclass
+class Held:
+    """What a host holds, as a test says."""
+
+    hashes: dict[bytes, None] = field(default_factory=dict)
+    added: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
+
+    def hold(self, n_hashes: int) -> None:
+        for at in in_directory(n_hashes):
+            self.hashes[HASHES[at]] = None
+            self.added.append(HASHES[at])
+
+    def drop(self) -> None:
+        self.removed += self.hashes
+        self.hashes.clear()
+
+    def all(self) -> list[bytes]:
+        return list(self.hashes)
+
+    def take_news(self) -> tuple[list[bytes], list[bytes]]:
+        news = self.added, self.removed
+        self.added, self.removed = [], []
+        return news
+
+
+@dataclass
+class Host:
+    name: str
+    directory: Directory
+    held: Held
+
+
+@asynccontextmanager
+async def host(redis: RedisServer, name: str) -> AsyncIterator[Host]:
+    held = Held()
+
+    def hello(address: str) -> Hello:
+        return Hello(name, name, "1", "proof", url=f"http://{address}:1")
+
+    directory = Directory(redis.url, name, hello, held, MonotonicClock())
+    tasks = Tasks()
+    tasks.spawn(directory.run(), name=name)
+    try:
+        yield Host(name, directory, held)
+    finally:
+        await tasks.aclose()
+        await directory.aclose()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110 - the directory has no event for it
+            await asyncio.sleep(0.01)
+
+
+async def holders(asking: Host, n_hashes: int = len(HASHES)) -> dict[str, int]:
+    return await asking.directory.holders(HASHES[:n_hashes])
+
+
+async def until_holders(asking: Host, expected: dict[str, int]) -> None:
+    found: dict[str, int] = {}
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while found != expected:
+                found = await holders(asking)
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"{found} instead of {expected}") from None
+
+
+async def test_hosts_find_each_other_with_their_addresses(redis_server: RedisServer) -> None:
+    async with host(redis_server, "a") as a, host(redis_server, "b") as b:
+        await until(lambda: not a.directory.problem and not b.directory.problem)
+        found = await a.directory.members()
+
+        assert found is not None
+        assert {one.name for one in found} == {"a", "b"}
+        assert {one.url for one in found} == {"http://127.0.0.1:1"}
+
+
+async def test_a_prompt_finds_those_that_hold_most_of_it(redis_server: RedisServer) -> None:
+    async with host(redis_server, "a") as a, host(redis_server, "b") as b:
+        a.held.hold(2 * BLOCK // STEP)
+        b.held.hold(len(HASHES))
+
+        await until_holders(a, {"b": 10 * BLOCK + 3 * STEP, "a": 2 * BLOCK})
+        assert await holders(a, 1) == {}
+
+
+async def test_what_is_dropped_is_found_no_more(redis_server: RedisServer) -> None:
+    async with host(redis_server, "a") as a:
+        a.held.hold(len(HASHES))
+        await until_holders(a, {"a": 10 * BLOCK + 3 * STEP})
+        a.held.drop()
+
+        await until_holders(a, {})
+
+
+async def test_a_host_that_is_gone_is_not_found(redis_server: RedisServer) -> None:
+    async with host(redis_server, "a") as a:
+        async with host(redis_server, "b") as b:
+            b.held.hold(len(HASHES))
+            await until_holders(a, {"b": 10 * BLOCK + 3 * STEP})
+
+        assert await holders(a) == {}
+        found = await a.directory.members()
+        assert found is not None
+        assert [one.name for one in found] == ["a"]
+
+
+async def test_emptied_it_is_filled_again(redis_server: RedisServer) -> None:
+    async with host(redis_server, "a") as a:
+        a.held.hold(len(HASHES))
+        await until_holders(a, {"a": 10 * BLOCK + 3 * STEP})
+        await redis_server.empty()
+
+        await until_holders(a, {"a": 10 * BLOCK + 3 * STEP})
+
+
+async def test_killed_and_started_it_is_filled_again(redis_server: RedisServer) -> None:
+    async with host(redis_server, "a") as a:
+        a.held.hold(len(HASHES))
+        await until_holders(a, {"a": 10 * BLOCK + 3 * STEP})
+        await redis_server.kill()
+        await until(lambda: bool(a.directory.problem))
+        assert await holders(a) == {}
+        assert await a.directory.members() is None
+        await redis_server.start()
+
+        await until_holders(a, {"a": 10 * BLOCK + 3 * STEP})
+
+
+async def test_one_that_does_not_answer_is_left_alone(redis_server: RedisServer) -> None:
+    async with host(redis_server, "a") as a:
+        a.held.hold(len(HASHES))
+        await until_holders(a, {"a": 10 * BLOCK + 3 * STEP})
+        redis_server.pause()
+        for _ in range(3):
+            assert await holders(a) == {}
+        late = a.directory.late
+        assert await holders(a) == {}  # not even asked
+        assert a.directory.late == late
+        redis_server.go_on()
+
+        await until_holders(a, {"a": 10 * BLOCK + 3 * STEP})
+
+
+async def test_no_token_and_no_text_is_in_it(redis_server: RedisServer) -> None:
+    async with host(redis_server, "a") as a:
+        a.held.hold(len(HASHES))
+        await until_holders(a, {"a": 10 * BLOCK + 3 * STEP})
+        async with redis_server.client() as client:
+            keys = [key async for key in client.scan_iter()]
+
+        assert {key[:6] for key in keys} == {b"kvf:ho", b"kvf:i:", b"kvf:p:", b"kvf:ep"}
