@@ -39,6 +39,7 @@ from router.assembly.part_settings import (
 )
 from router.assembly.reload import Reload
 from router.assembly.servers_on_demand import ServersOnDemand, kv_dir_of_servers
+from router.assembly.slot_journal import SlotJournal
 from router.assembly.tokenizer_registry import TokenizerRegistry
 from router.base.clock import MonotonicClock, wall_now
 from router.base.errors import RouterError
@@ -49,6 +50,8 @@ from router.config import values
 from router.config.open_doors import open_doors
 from router.config.schema import Address, BackendConfig, Config, TlsConfig, TokenizerMode
 from router.core.execution.state import State
+from router.core.model import events as ev
+from router.core.model.slots import Resident
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
@@ -101,6 +104,7 @@ class Router:
     live: Live
     reload: Reload
     store: KvStore
+    journal: SlotJournal
     tls: ssl.SSLContext | None
     hosts: Hosts | None = None
     admin_url: str | None = None
@@ -118,6 +122,8 @@ class Router:
             async with asyncio.timeout(grace_s):
                 await self.engine.stop(save=self.config.store.save_on_shutdown)
                 await self.selection.until_quiet()
+                for backend in tuple(self.engine.infos):
+                    await self.journal.flush(backend, await self.engine.seen_of(backend))
         except TimeoutError:
             log.warning("stopped_with_requests_running", grace_s=grace_s)
 
@@ -176,6 +182,7 @@ async def build(
             on_over=decision_log.over,
             on_abandoned=partial(_abandoned, telemetry, decision_log),
             servers=on_demand,
+            on_seen=lambda backend, seen: journal.note(backend, seen),  # noqa: PLW0108 - made below
         )
         stack.push_async_callback(engine.aclose)
         tasks = Tasks()
@@ -186,7 +193,13 @@ async def build(
 
         def up(attached: Attached) -> None:
             on_demand.remember(attached)
-            engine.backend_up(attached.info, attached.slots)
+            kept = {
+                index: ev.KeptSlot(
+                    Resident(entry.known, entry.unread, entry.checkpoints), entry.tenant
+                )
+                for index, entry in attached.kept.items()
+            }
+            engine.backend_up(attached.info, attached.slots, kept)
             selection.backend_came()
 
         def down(backend: BackendId) -> None:
@@ -209,6 +222,7 @@ async def build(
                 poll_for_strangers=engine.poll_for_strangers,
                 processes=processes,
                 recall=partial(on_demand.recall, backend.name),
+                recall_slots=partial(journal.recall, backend.name, kv_dir_of(backend, config)),
             )
 
         def stats() -> Stats:
@@ -223,6 +237,7 @@ async def build(
             )
 
         backends = Backends(engine, clients, monitor)
+        journal = SlotJournal(backends.monitors, tasks.spawn)
         on_demand.connect(engine, backends)
         # Closed after the monitors: a server that is being asked ends late.
         stack.push_async_callback(on_demand.supervisor.aclose)
@@ -332,7 +347,7 @@ async def build(
         tasks.spawn(vitals.watch_loop(), name="event loop lag")
         tasks.spawn(vitals.watch_disks(), name="room on disk")
         stack.callback(throttle.open)
-        yield Router(app, engine, selection, live, reload, store, context, hosts)
+        yield Router(app, engine, selection, live, reload, store, journal, context, hosts)
 
 
 def _show_certificate(context: ssl.SSLContext, files: TlsConfig) -> None:

@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
+from types import MappingProxyType
 
 import structlog
 from msgspec import Struct
@@ -29,6 +30,7 @@ from router.base.types import (
     RequestId,
     RequestProgress,
     RequestRecord,
+    SlotId,
     SlotStatus,
     Snapshot,
     SnapshotId,
@@ -54,11 +56,12 @@ from router.engine.fleet_view import FleetView
 from router.engine.held_prefixes import HeldPrefixes
 from router.engine.loop_throttle import LoopThrottle
 from router.engine.server_placement import LaunchWatch
-from router.engine.slot_watch import SlotPollers, find_busy, wait_quiet, wipe
+from router.engine.slot_watch import SeenSlot, SlotPollers, poll_idle, wait_quiet, wipe
 from router.engine.transfers import Transferred, Transfers
 
 log = structlog.get_logger(__name__)
 
+NO_KEPT: Mapping[int, ev.KeptSlot] = MappingProxyType({})
 _PURGED_AT_ONCE = 10
 _FOUND_AT_ONCE = 100  # about 5 ms
 
@@ -95,14 +98,16 @@ class Engine:
         on_over: Callable[[RequestRecord, Plan], None] = lambda *_: None,
         on_abandoned: Callable[[Request], None] = lambda _: None,
         servers: ServerRunner | None = None,
+        on_seen: Callable[[BackendId, Sequence[SeenSlot]], None] = lambda *_: None,
     ) -> None:
         """Connect the scheduler to its surroundings. `backends` may change.
 
         `on_detach` is called for each backend once it is drained. `on_over` is called for each
         request that reached a backend, at its end. `on_abandoned` is called for each request
         abandoned before its grant. `servers` starts and stops the servers on demand, if there are
-        any.
+        any. `on_seen` is called with idle slots whenever a poll has seen them.
         """
+        self._on_seen = on_seen
         self._servers = servers
         self._on_over, self._on_abandoned, self._on_detach = on_over, on_abandoned, on_detach
         self._scheduler = scheduler
@@ -221,10 +226,15 @@ class Engine:
 
     # -- for the monitors and the store --------------------------------------------------------
 
-    def backend_up(self, info: BackendInfo, slots: tuple[SlotStatus, ...]) -> None:
-        """Take a backend into use."""
+    def backend_up(
+        self,
+        info: BackendInfo,
+        slots: tuple[SlotStatus, ...],
+        kept: Mapping[int, ev.KeptSlot] = NO_KEPT,
+    ) -> None:
+        """Take a backend into use. `kept`: slots with a content that is known, by index."""
         self._tasks.spawn(self._transfers.tidy(info.id), name=f"tidy {info.id}")
-        self._feed(ev.BackendUp(info, slots))
+        self._feed(ev.BackendUp(info, slots, kept))
 
     def borrow(self, backend: BackendId) -> set[int]:
         """Borrow idle slots for a probe, until `probed` or `backend_down`; return their indices."""
@@ -502,8 +512,34 @@ class Engine:
 
     async def _poll_for_strangers(self, backend: BackendId) -> None:
         idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
-        if found := await find_busy(self._pollers.at(backend), idle):
+        statuses = await poll_idle(self._pollers.at(backend), idle)
+        busy = {SlotId(backend, status.index) for status in statuses if status.is_processing}
+        if busy:
+            found = {slot: idle[slot] for slot in busy}
             self._throttle.call(partial(self._feed, ev.FoundBusy(found)))
+        self._on_seen(backend, self._known_of(backend, idle, statuses))
+
+    def _known_of(
+        self, backend: BackendId, idle: Mapping[SlotId, int], statuses: Sequence[SlotStatus]
+    ) -> list[SeenSlot]:
+        """Return the idle slots with a content that the router and the server agree on."""
+        seen = []
+        for status in statuses:
+            slot = self._scheduler.state.fleet.slots[SlotId(backend, status.index)]
+            held, same = slot.resident, idle.get(slot.id) == slot.generation
+            if not (same and slot.is_idle and not slot.must_not_save and not held.may_hold_more):
+                continue
+            if status.is_processing or status.id_task is None:
+                continue
+            if status.n_tokens == len(held) > 0:
+                seen.append(SeenSlot(slot.id, status.id_task, held, slot.tenant))
+        return seen
+
+    async def seen_of(self, backend: BackendId) -> list[SeenSlot]:
+        """Poll a backend; return its idle slots with a content that is surely known."""
+        idle = {s.id: s.generation for s in self._slots_of(backend) if s.is_idle}
+        statuses = await poll_idle(self._pollers.at(backend), idle)
+        return self._known_of(backend, idle, statuses)
 
     def _slots_of(self, backend: BackendId) -> tuple[Slot, ...]:
         return tuple(self._scheduler.state.fleet.slots.of(backend))

@@ -7,6 +7,7 @@ therefore few, and tasks that wait for slots of the same backend share them.
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,8 @@ import structlog
 
 from router.base.errors import BackendError, BackendRefusedError
 from router.base.ports import Backend
-from router.base.types import BackendId, RequestProgress, SlotId, SlotStatus
+from router.base.types import BackendId, RequestProgress, SlotId, SlotStatus, Tenant
+from router.core.model.slots import Resident
 
 log = structlog.get_logger(__name__)
 
@@ -82,19 +84,29 @@ class SlotPollers:
         return known
 
 
-async def find_busy(poller: SlotPoller, idle: Mapping[SlotId, int]) -> dict[SlotId, int]:
-    """Return those of `idle`, all of one backend, that are at work.
+@dataclass(frozen=True, slots=True)
+class SeenSlot:
+    """An idle slot as a poll saw it, with what the router knows of its content."""
 
-    None are found while a task waits for an idle slot, as no poll is sent then, nor if the backend
-    does not answer.
+    id: SlotId
+    id_task: int
+    resident: Resident
+    tenant: Tenant
+
+
+async def poll_idle(poller: SlotPoller, idle: Mapping[SlotId, int]) -> list[SlotStatus]:
+    """Return the status of the slots of `idle`, all of one backend.
+
+    None while a task waits for an idle slot, as no poll is sent then, nor if the backend does not
+    answer.
     """
     if not idle or poller.watchers:
-        return {}
+        return []
+    wanted = {slot.index for slot in idle}
     try:
-        busy = {status.index for status in await poller.after(0.0) if status.is_processing}
+        return [status for status in await poller.after(0.0) if status.index in wanted]
     except BackendError:
-        return {}
-    return {slot: generation for slot, generation in idle.items() if slot.index in busy}
+        return []
 
 
 async def wait_quiet(

@@ -23,8 +23,8 @@ from router.tools.console.servers import servers
 from router.tools.console.snapshots import add_options as add_snapshot_options
 from router.tools.console.snapshots import snapshots
 from router.tools.doctor.check import check_text
-from router.tools.serving.flags import add_server_options, given_flags, servers_from
 from router.tools.fleet.command import add_fleet_commands
+from router.tools.serving.flags import add_server_options, given_flags, servers_from
 from router.tools.serving.fleet_flags import (
     add_fleet_options,
     fleet_from,

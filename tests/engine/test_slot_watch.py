@@ -11,8 +11,8 @@ from router.base.types import BackendId, Reported, RequestProgress, SlotId, Slot
 from router.engine.slot_watch import (
     SlotPoller,
     SlotPollers,
-    find_busy,
     find_start,
+    poll_idle,
     wait_quiet,
     wait_started,
     wipe,
@@ -243,10 +243,11 @@ async def test_strangers_are_slots_that_are_busy_and_ours_idle() -> None:
     looks = SlotPoller(Scripted([{1}]))
     one, two = SlotId(BackendId("a"), 0), SlotId(BackendId("a"), 1)
 
-    assert await find_busy(looks, {one: 3, two: 4}) == {two: 4}
-    assert await find_busy(looks, {one: 3}) == {}
-    assert await find_busy(SlotPoller(Scripted([DOWN])), {two: 4}) == {}
-    assert await find_busy(SlotPoller(Scripted([NO_SLOTS])), {two: 4}) == {}
+    seen = await poll_idle(looks, {one: 3, two: 4})
+    assert {status.index for status in seen if status.is_processing} == {1}
+    assert [status.index for status in await poll_idle(looks, {one: 3})] == [0]
+    assert await poll_idle(SlotPoller(Scripted([DOWN])), {two: 4}) == []
+    assert await poll_idle(SlotPoller(Scripted([NO_SLOTS])), {two: 4}) == []
 
 
 async def test_nobody_looks_around_while_others_wait() -> None:
@@ -254,7 +255,7 @@ async def test_nobody_looks_around_while_others_wait() -> None:
     looks = SlotPoller(backend)
     looks.watchers = 1
 
-    assert await find_busy(looks, {SlotId(BackendId("a"), 1): 4}) == {}
+    assert await poll_idle(looks, {SlotId(BackendId("a"), 1): 4}) == []
     assert backend.looked == 0
 
 

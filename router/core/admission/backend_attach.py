@@ -12,7 +12,7 @@ from router.core.planning.snapshot_value import is_known, worth_of
 
 
 def backend_up(state: State, event: ev.BackendUp) -> None:
-    """Attach a backend. The content of its slots is unread until an idle save reads it.
+    """Attach a backend. The content of a slot that is not `kept` is unread until an idle save.
 
     A slot that an unknown client uses is leased to no request until it is idle: pinning a request
     to a busy slot can destroy the other's answer (llama-server.md section 0.1). Nor is a slot with
@@ -31,6 +31,10 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
             continue
         if status.is_processing or status.adapted:
             watch(state, slot, wipe=status.adapted)
+        elif (kept := event.kept.get(slot.id.index)) is not None:
+            slot.hold(kept.resident)
+            slot.own(kept.tenant)
+            state.fleet.has_tenants = state.fleet.has_tenants or bool(kept.tenant)
         else:
             # Of a slot that never ran the server reports nothing, even restored (section 5.1).
             slot.hold(Resident(unread=status.n_tokens or 0, may_hold_more=status.n_tokens is None))

@@ -5,8 +5,8 @@ Reports to the engine when a backend comes up or goes down; the engine decides w
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import structlog
 from msgspec.structs import replace
@@ -22,10 +22,11 @@ from router.base.ports import SnapshotStore
 from router.base.types import BackendId, BackendInfo, KvDir, Namespace, SlotStatus
 from router.llama.attach.diagnosis import Trouble, unusable
 from router.llama.attach.model_file import model_digest
-from router.llama.attach.namespace import digest, namespace
+from router.llama.attach.namespace import digest, is_same, namespace
 from router.llama.attach.probe import ProbeResult, probe
 from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, ModelsInfo, Process, Props
+from router.store.slot_journal import JournalEntry
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +49,7 @@ class Attached:
     models: ModelsInfo
     probe: ProbeResult
     recalled: bool = False  # the probe is that of an equal process before
+    kept: Mapping[int, JournalEntry] = field(default_factory=dict)  # slots as the router knew them
 
 
 EMPTIES_SLOTS = (
@@ -80,6 +82,12 @@ class MonitorSettings:
 Prepare = Callable[[LlamaClient, Props, Namespace, tuple[InfillAnswer, ...], bool], Awaitable[None]]
 # Returns what a probe of an equal process found; None: there was none.
 Recall = Callable[[Props, ModelsInfo], ProbeResult | None]
+# Returns what the slots of this process held when a router last looked.
+RecallSlots = Callable[[Props], Awaitable[Sequence[JournalEntry]]]
+
+
+async def _no_slots(_: Props) -> Sequence[JournalEntry]:
+    return ()
 
 
 class Monitor:
@@ -102,8 +110,10 @@ class Monitor:
         poll_for_strangers: Callable[[BackendId], None],
         processes: dict[Process, BackendId],
         recall: Recall = lambda *_: None,
+        recall_slots: RecallSlots = _no_slots,
     ) -> None:
         """Set up the monitor. `processes` is shared: it maps a server process to its backend."""
+        self._recall_slots = recall_slots
         self._recall = recall
         self.client = client
         self.attached: Attached | None = None
@@ -311,6 +321,7 @@ class Monitor:
             known=self._known_namespaces(),
             only=only,
             recall=self._recall,
+            entries=() if only is not None else await self._recall_slots(props),
         )
         namespace, infill = attached.info.namespace, attached.probe.infill
         await self._prepare(self.client, props, namespace, infill, attached.recalled)
@@ -323,6 +334,7 @@ def _log_attached(event: str, attached: Attached) -> None:
         event,
         backend=info.id,
         slots=info.n_slots,
+        kept=len(attached.kept),
         n_ctx=info.n_ctx,
         memory_kind=info.memory_kind,
         n_stream=info.n_stream,
@@ -355,10 +367,12 @@ async def attach(
     known: set[Namespace] | None = None,
     only: Collection[int] | None = None,
     recall: Recall = lambda *_: None,
+    entries: Sequence[JournalEntry] = (),
 ) -> Attached:
     """Learn all facts about a backend, and probe it. Raises BackendError.
 
     The probe uses any idle slot, or only the idle ones in `only`. No probe if one is recalled.
+    `entries`: what slots of this process held once.
     """
     models = await client.models()
     lora = await _lora(client)
@@ -396,7 +410,33 @@ async def attach(
         ),
     )
     after = tuple(await _slots(client, props))
-    return Attached(info, after, props, models, found, recalled is not None)
+    kept = _kept(entries, slots, after, info.namespace)
+    return Attached(info, after, props, models, found, recalled is not None, kept)
+
+
+def _kept(
+    entries: Sequence[JournalEntry],
+    before: Sequence[SlotStatus],
+    after: Sequence[SlotStatus],
+    namespace: Namespace,
+) -> dict[int, JournalEntry]:
+    """Return the entries that still hold, by slot.
+
+    No task has run in the slot since, and the probe left as much in it. A slot that the probe used
+    got its content back from a file, without checkpoints.
+    """
+    were, are = ({status.index: status for status in found} for found in (before, after))
+    kept = {}
+    for entry in entries:
+        was, now = were.get(entry.index), are.get(entry.index)
+        if was is None or now is None or was.is_processing or was.adapted:
+            continue
+        if (was.id_task, was.n_tokens) != (entry.id_task, entry.n_tokens):
+            continue
+        if now.n_tokens == entry.n_tokens and is_same(entry.namespace, namespace):
+            probed = now.id_task != was.id_task
+            kept[entry.index] = replace(entry, checkpoints=()) if probed else entry
+    return kept
 
 
 async def _slots(client: LlamaClient, props: Props) -> list[SlotStatus]:

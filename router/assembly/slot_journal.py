@@ -1,0 +1,79 @@
+"""Keeps the slot journal: notes what idle slots hold, and recalls it for an attach."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from router.base.ports import Spawn
+from router.base.types import BackendId, KvDir, SlotId
+from router.engine.slot_watch import SeenSlot
+from router.llama.attach.monitor import Monitor
+from router.llama.replies import Props
+from router.store.slot_journal import JournalEntry, read_entries, write_entries
+
+log = structlog.get_logger(__name__)
+
+
+class SlotJournal:
+    """The journal of all backends that have a KV directory."""
+
+    def __init__(self, monitors: Mapping[BackendId, Monitor], spawn: Spawn) -> None:
+        self._monitors = monitors
+        self._spawn = spawn
+        self._written: dict[SlotId, tuple[int, bytes]] = {}
+        self._writing: set[BackendId] = set()
+
+    def note(self, backend: BackendId, seen: Sequence[SeenSlot]) -> None:
+        """Write in the background what changed of some idle slots."""
+        if (due := self._due(backend, seen)) and backend not in self._writing:
+            self._writing.add(backend)
+            self._spawn(self._write(backend, due), name=f"slot journal of {backend}")
+
+    async def flush(self, backend: BackendId, seen: Sequence[SeenSlot]) -> None:
+        """Write what changed; return when it is written."""
+        if due := self._due(backend, seen):
+            await self._write(backend, due)
+
+    def _due(self, backend: BackendId, seen: Sequence[SeenSlot]) -> list[JournalEntry]:
+        monitor = self._monitors.get(backend)
+        attached = monitor.attached if monitor is not None else None
+        if attached is None or attached.info.kv_dir is None or attached.props.told_by_nothing:
+            return []
+        return [
+            JournalEntry(
+                process=attached.props.process,
+                index=slot.id.index,
+                id_task=slot.id_task,
+                namespace=attached.info.namespace,
+                tenant=slot.tenant,
+                tokens=slot.resident.tokens,
+                unread=slot.resident.unread,
+                checkpoints=slot.resident.checkpoints,
+            )
+            for slot in seen
+            if self._written.get(slot.id) != (slot.id_task, slot.resident.tokens)
+        ]
+
+    async def _write(self, backend: BackendId, entries: list[JournalEntry]) -> None:
+        monitor = self._monitors.get(backend)
+        attached = monitor.attached if monitor is not None else None
+        try:
+            if attached is None or attached.info.kv_dir is None:
+                return
+            await asyncio.to_thread(write_entries, attached.info.kv_dir, backend, entries)
+        except OSError as error:  # the disk is full, say: only a restart would miss it
+            log.debug("slot_journal_not_written", backend=backend, reason=error.strerror)
+            return
+        finally:
+            self._writing.discard(backend)
+        for entry in entries:
+            self._written[SlotId(backend, entry.index)] = entry.id_task, entry.tokens
+
+    async def recall(
+        self, backend: BackendId, kv_dir: KvDir | None, props: Props
+    ) -> list[JournalEntry]:
+        """Return what slots of this very process held when a router last looked."""
+        if kv_dir is None or props.told_by_nothing:
+            return []
+        return await asyncio.to_thread(read_entries, kv_dir, backend, props.process)

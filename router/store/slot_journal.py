@@ -1,0 +1,83 @@
+"""Slot journal: what idle slots held, on disk, for a router that starts while its servers run.
+
+A file for each slot, in the KV directory of its backend. An entry is good as long as the same
+server process says that no task has run in the slot since: the ids of tasks only rise
+(llama-server.md section 5.1). All functions block; call them in a thread.
+"""
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from router.base.tokens import Tokens
+from router.base.types import BackendId, KvDir, Namespace, Tenant
+
+_NAME = re.compile(r"kvf-slot-(.+)-\d+\.journal")
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+
+
+class JournalEntry(Struct, frozen=True):
+    """An idle slot: its server process, the last task in it, and what it holds."""
+
+    process: tuple[str, ...]
+    index: int
+    id_task: int
+    namespace: Namespace
+    tenant: Tenant
+    tokens: bytes
+    unread: int = 0
+    checkpoints: tuple[int, ...] = ()
+
+    @property
+    def n_tokens(self) -> int:
+        """Return the tokens that the server reports for the slot."""
+        return len(self.tokens) // 4 + self.unread
+
+    @property
+    def known(self) -> Tokens:
+        """Return the tokens with known ids."""
+        return Tokens(self.tokens)
+
+
+_DECODER = msgspec.msgpack.Decoder(JournalEntry)
+
+
+def write_entries(kv_dir: KvDir, backend: BackendId, entries: list[JournalEntry]) -> None:
+    """Write the entries of some slots of a backend. Raises OSError."""
+    for entry in entries:
+        path = _path(kv_dir, backend, entry.index)
+        new = path.with_suffix(".journal-new")
+        with open(os.open(new, _CREATE, 0o600), "wb") as file:
+            file.write(msgspec.msgpack.encode(entry))
+        new.replace(path)  # not synced: after a crash of the machine the servers are gone as well
+
+
+def read_entries(kv_dir: KvDir, backend: BackendId, process: tuple[str, ...]) -> list[JournalEntry]:
+    """Return the entries of a server process; remove those of others. Never raises."""
+    found = []
+    with suppress(OSError):
+        for path in Path(kv_dir).iterdir():
+            named = _NAME.fullmatch(path.name)
+            if named is None or named.group(1) != backend:
+                continue
+            entry = _read(path)
+            if entry is not None and entry.process == process:
+                found.append(entry)
+            else:
+                path.unlink(missing_ok=True)
+    return found
+
+
+def _read(path: Path) -> JournalEntry | None:
+    try:
+        return _DECODER.decode(path.read_bytes())
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _path(kv_dir: KvDir, backend: BackendId, index: int) -> Path:
+    return Path(kv_dir) / f"kvf-slot-{backend}-{index}.journal"

@@ -1,0 +1,49 @@
+"""The slot journal on disk: entries of one process, of one backend."""
+
+from pathlib import Path
+
+from router.base.tokens import pack
+from router.base.types import BackendId, KvDir, Namespace, Tenant
+from router.store.slot_journal import JournalEntry, read_entries, write_entries
+
+PROCESS = ("marker", "model", "build")
+A = BackendId("a")
+
+
+def entry(index: int = 0, process: tuple[str, ...] = PROCESS) -> JournalEntry:
+    return JournalEntry(
+        process, index, 7, Namespace("n"), Tenant("alice"), pack([1, 2, 3]), 2, (1,)
+    )
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    kv_dir = KvDir(str(tmp_path))
+    write_entries(kv_dir, A, [entry(0), entry(1)])
+    found = read_entries(kv_dir, A, PROCESS)
+
+    assert sorted(found, key=lambda one: one.index) == [entry(0), entry(1)]
+    assert found[0].n_tokens == 5
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
+
+
+def test_entries_of_another_process_are_removed(tmp_path: Path) -> None:
+    kv_dir = KvDir(str(tmp_path))
+    write_entries(kv_dir, A, [entry()])
+
+    assert read_entries(kv_dir, A, ("other", "model", "build")) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_backend_keeps_its_own(tmp_path: Path) -> None:
+    kv_dir = KvDir(str(tmp_path))
+    write_entries(kv_dir, BackendId("a-1"), [entry()])
+
+    assert read_entries(kv_dir, A, PROCESS) == []
+    assert read_entries(kv_dir, BackendId("a-1"), PROCESS) == [entry()]
+
+
+def test_a_broken_file_is_no_entry(tmp_path: Path) -> None:
+    (tmp_path / "kvf-slot-a-0.journal").write_bytes(b"\xc1")
+
+    assert read_entries(KvDir(str(tmp_path)), A, PROCESS) == []
+    assert read_entries(KvDir(str(tmp_path / "none")), A, PROCESS) == []
