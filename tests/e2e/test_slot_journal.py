@@ -13,7 +13,7 @@ from router.servers.program import free_port
 from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
 from tests.support.conversations.measuring import direct
-from tests.support.conversations.prompts import ids
+from tests.support.conversations.prompts import Json, ids
 from tests.support.servers.router_fleet import Fleet, configuration_text, running
 from tests.support.servers.router_process import Elsewhere, Outside
 
@@ -36,6 +36,11 @@ async def until_journaled(fleet: Fleet, kv_dir: Path, n_slots: int = 2) -> None:
     await fleet.until(lambda _: len(list(kv_dir.glob("kvf-slot-*.journal"))) == n_slots)
 
 
+def unread(state: Json) -> list[int]:
+    """Return how many tokens with unknown ids each slot holds."""
+    return [slot["unread_tokens"] for slot in state["slots"]]
+
+
 async def reused(fleet: Fleet, turns: list[list[int]]) -> list[float]:
     """Return the share of each next turn's old tokens that were cached."""
     answers = [await fleet.complete(turn) for turn in turns]
@@ -48,7 +53,9 @@ async def test_conversations_go_on_after_a_restart(llama_server: StartServer, ki
     at = [("a", server.url)]
     async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
         turns = await converse(fleet)
+        await fleet.router.stop()
     async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
+        assert unread(await fleet.state()) == [0, 0]
         shares = await reused(fleet, turns)
 
     assert min(shares) > 0.95
@@ -73,6 +80,7 @@ async def test_after_a_kill_it_knows_what_it_last_saw(
         await router.end(signal.SIGKILL)
         await router.start()
         await fleet.until_up()
+        assert unread(await fleet.state()) == [0, 0]
         shares = await reused(fleet, turns)
         await router.end(signal.SIGTERM)
 
@@ -94,15 +102,12 @@ async def test_a_slot_that_a_stranger_used_meanwhile_is_not_believed(
     at = [("a", server.url)]
     async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
         before = await fleet.complete(PROMPTS[0], return_tokens=True)
+        await fleet.router.stop()
     other = ids(5, len(PROMPTS[0]))
     async with direct(server) as stranger:
         await stranger.post("/completion", {"prompt": other, "n_predict": 8, "temperature": 0})
     async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
-        state = await fleet.state()
-
-        assert [slot["resident_tokens"] for slot in state["slots"]] == [
-            slot["unread_tokens"] for slot in state["slots"]
-        ]
+        assert unread(await fleet.state()) == [len(other) + 7]
         again = await fleet.complete([*PROMPTS[0], *before.json["tokens"], 5])
         assert again.cached == 0
 
@@ -111,10 +116,10 @@ async def test_a_restarted_server_has_nothing(llama_server: StartServer) -> None
     server = await llama_server(slots=1)
     at = [("a", server.url)]
     async with running(at, server.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
-        turns = [await fleet.complete(PROMPTS[0])]
+        await fleet.complete(PROMPTS[0])
+        await fleet.router.stop()
     port = int(server.url.rpartition(":")[2])
     await server.stop()
     fresh = await llama_server(slots=1, port=port)
     async with running(at, fresh.kv_dir, yaml=NO_SNAPSHOTS) as fleet:
         assert [slot["resident_tokens"] for slot in (await fleet.state())["slots"]] == [0]
-    assert turns[0].status == 200
