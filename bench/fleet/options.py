@@ -87,7 +87,8 @@ def parser() -> argparse.ArgumentParser:
         type=named,
         metavar="NAME",
         help="kvferry, kvferry:POLICY, kvferry:KEY=VALUE,... (keys of `policy`), both, policies "
-        "(kvferry with each), 2*NAME (two, that clients send to in turn), nginx, sglang, http://HOST:PORT (any OpenAI-compatible server, as it "
+        "(kvferry with each), 2*NAME (two, that clients send to in turn), "
+        "nginx, sglang, http://HOST:PORT (any OpenAI-compatible server, as it "
         f"is); repeat it; default: {', '.join(_ALL)}",
     )
     who.add_argument("--model-name", default="any", help="model in each request")

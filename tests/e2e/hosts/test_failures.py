@@ -1,0 +1,180 @@
+"""What happens when a part of the fleet fails: the table of docs/hosts.md, a test for each row."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from router.servers.program import free_port
+from tests.conftest import StartServer
+from tests.support.conversations.prompts import Json, ids
+from tests.support.servers.fake_llama import FakeLlama
+from tests.support.servers.hosts import HOST, fleet_yaml, host, hosts, until_peers
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.router_fleet import Fleet
+
+pytestmark = pytest.mark.thorough
+
+LONG = ids(1, 1500)
+TEXT = "a long prompt that several hosts may hold. " * 60
+HELD = {"prompt": TEXT, "n_predict": 4}
+
+
+async def body_held_by(fleet: Fleet, name: str) -> Json:
+    """Return a request that this host has served: where prices are equal, any host may."""
+    for seed in range(100):
+        body = HELD | {"prompt": f"{seed} {TEXT}"}
+        if (await fleet.post("/completion", body)).headers[HOST] == name:
+            return body
+    raise AssertionError(f"{name} gets nothing")
+
+
+@pytest.fixture
+async def redis_server(tmp_path: Path) -> AsyncIterator[RedisServer]:
+    async with RedisServer.started(tmp_path) as server:
+        yield server
+
+
+async def test_a_kvferry_that_is_gone_is_passed_over(tmp_path: Path) -> None:
+    """The front has seen it up a moment ago, and it held the prompt."""
+    async with FakeLlama(kv_dir=tmp_path / "a") as one, FakeLlama(kv_dir=tmp_path / "b") as two:
+        ports = [free_port() for _ in range(3)]
+        sections = [fleet_yaml(at, ports) for at in range(3)]
+        async with AsyncExitStack() as stack:
+            a = await stack.enter_async_context(host(0, [one], sections[0]))
+            front = await stack.enter_async_context(host(2, [], sections[2]))
+            async with host(1, [two], sections[1]) as b:
+                await until_peers(front, "h0", "h1")
+                held = await body_held_by(b, "h1")
+                assert (await front.post("/completion", held)).headers[HOST] == "h1"
+            answers = [await front.post("/completion", held) for _ in range(3)]
+
+            assert [answer.status for answer in answers] == [200] * 3
+            assert {answer.headers[HOST] for answer in answers} == {"h0"}
+            await until_peers(front, "h0")
+            await until_peers(a, "h2")
+
+
+async def test_it_is_used_again_when_it_is_back(tmp_path: Path) -> None:
+    async with FakeLlama(kv_dir=tmp_path) as fake:
+        ports = [free_port(), free_port()]
+        sections = [fleet_yaml(at, ports) for at in range(2)]
+        async with (
+            host(1, [], sections[1], no_backend_s=60.0) as front,
+            asyncio.TaskGroup() as group,
+        ):
+            waiting = group.create_task(front.post("/completion", HELD))
+            async with host(0, [fake], sections[0]):
+                answer = await waiting
+
+    assert answer.status == 200
+    assert answer.headers[HOST] == "h0"
+
+
+async def test_requests_of_a_host_whose_server_died_go_elsewhere(tmp_path: Path) -> None:
+    async with (
+        FakeLlama(kv_dir=tmp_path / "a") as one,
+        FakeLlama(kv_dir=tmp_path / "b") as two,
+        hosts([one], [two]) as (a, b),
+    ):
+        await one.go_down()
+        answers = await asyncio.gather(*(a.post("/completion", HELD) for _ in range(4)))
+
+        assert [answer.status for answer in answers] == [200] * 4
+        assert {answer.headers[HOST] for answer in answers} == {"h1"}
+        assert (await b.post("/completion", HELD)).status == 200
+
+
+async def test_a_client_that_leaves_cancels_across_the_hop(tmp_path: Path) -> None:
+    async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], []) as (a, front):
+        fake.prefill_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            leaving = group.create_task(front.post("/completion", HELD | {"stream": True}))
+            await a.until(lambda state: any(s["request"] for s in state["slots"]))
+            leaving.cancel()
+        await a.until(lambda state: not any(s["phase"] == "running" for s in state["slots"]))
+        fake.prefill_gate.set()
+        await a.until_quiet()
+
+
+async def test_a_host_that_is_stopping_gets_nothing_new(tmp_path: Path) -> None:
+    async with (
+        FakeLlama(kv_dir=tmp_path / "a") as one,
+        FakeLlama(kv_dir=tmp_path / "b") as two,
+        hosts([one], [two], []) as (a, _, front),
+    ):
+        await a.post("/completion", HELD)
+        await a.router.stop()
+        answer = await front.post("/completion", HELD)
+
+        assert answer.status == 200
+        assert answer.headers[HOST] == "h1"
+
+
+async def test_a_drained_host_is_a_front_door(tmp_path: Path) -> None:
+    async with (
+        FakeLlama(kv_dir=tmp_path / "a") as one,
+        FakeLlama(kv_dir=tmp_path / "b") as two,
+        hosts([one], [two]) as (a, _),
+    ):
+        await a.operate("h0-0", "drain")
+        await a.until_is("h0-0", "drained")
+        answer = await a.post("/completion", HELD)
+
+        assert answer.status == 200
+        assert answer.headers[HOST] == "h1"
+
+
+async def test_the_directory_may_stop_while_hosts_serve(
+    llama_server: StartServer, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    one = await llama_server(slots=2, kv_dir=tmp_path / "a")
+    other = await llama_server(slots=2, kv_dir=tmp_path / "b")
+    async with hosts([one], [other], [], redis=redis_server.url) as (a, _, front):
+        holder = (await a.complete(LONG)).headers[HOST]
+        redis_server.pause()
+        paused = await front.complete([*LONG, 5])
+        redis_server.go_on()
+        await redis_server.kill()
+        killed = await front.complete([*LONG, 6])
+        await front.until(lambda state: not state["hosts"]["directory"]["up"])
+        later = await front.complete([*LONG, 7])
+        await redis_server.start()
+        await front.until(lambda state: bool(state["hosts"]["directory"]["up"]))
+        again = await front.complete([*LONG, 8])
+
+        for answer in (paused, killed, later, again):
+            assert answer.status == 200
+            assert answer.headers[HOST] == holder
+            assert answer.cached >= len(LONG) - 1
+
+
+async def test_a_host_without_the_directory_is_found_by_those_that_know_it(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Redis loses everything: members that others know stay members."""
+    async with (
+        FakeLlama(kv_dir=tmp_path) as fake,
+        hosts([fake], [], redis=redis_server.url) as (_, front),
+    ):
+        await redis_server.empty()
+        assert (await front.post("/completion", HELD)).headers[HOST] == "h0"
+
+
+async def test_one_llama_server_is_driven_by_one_host(tmp_path: Path) -> None:
+    """Both are configured with the same server; the host that took it later gives it up."""
+    async with FakeLlama(kv_dir=tmp_path) as fake:
+        ports = [free_port(), free_port()]
+        sections = [fleet_yaml(at, ports) for at in range(2)]
+        fake.marker = "one"
+        async with host(0, [fake], sections[0]) as a:
+            no_kv = type("Other", (), {"url": fake.url, "kv_dir": None})()
+            async with host(1, [no_kv], sections[1]) as b:
+                state = await b.until(lambda s: s["backends"][0]["state"] == "down")
+
+                assert "h0" in state["backends"][0]["problem"]
+                assert (await a.state())["backends"][0]["up"]
+                answer = await b.post("/completion", HELD)
+                assert answer.headers[HOST] == "h0"
