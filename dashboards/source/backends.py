@@ -89,6 +89,60 @@ BACKENDS = Dashboard(
                 ],
             ),
         ],
+        "Other hosts": [
+            Panel(
+                "Peers in use",
+                "Hosts that requests may go to. kvferry fleet status says why one is not used.",
+                [("sum(kvferry_peer_up)", "up"), ("count(kvferry_peer_up)", "known")],
+            ),
+            Panel(
+                "Forwarded, by host",
+                "Requests sent to other hosts, and received from them.",
+                [
+                    (
+                        rate("kvferry_forwarded_requests_total", "peer, outcome"),
+                        "to {{peer}}: {{outcome}}",
+                    ),
+                    (rate("kvferry_received_requests_total", "peer"), "from {{peer}}"),
+                ],
+                "reqps",
+            ),
+            Panel(
+                "Quotes",
+                "Quotes asked of other hosts, by result. none: not in time.",
+                [(rate("kvferry_peer_quotes_total", "peer, result"), "{{peer}}: {{result}}")],
+                "reqps",
+            ),
+            Panel(
+                "Time of a quote",
+                "Until other hosts have answered; 10 ms is the usual limit.",
+                [
+                    (
+                        "histogram_quantile(0.95, sum by (le) "
+                        "(rate(kvferry_peer_quote_seconds_bucket[$__rate_interval])))",
+                        "95 %",
+                    )
+                ],
+                "s",
+            ),
+            Panel(
+                "Load and lateness, by host",
+                "Requests for each slot of a host, and seconds by which it was later than quoted.",
+                [
+                    ("kvferry_peer_busy_ratio", "load {{peer}}"),
+                    ("kvferry_peer_late_seconds", "late {{peer}} (s)"),
+                ],
+            ),
+            Panel(
+                "Directory",
+                "Redis or Valkey: whether it answers, look-ups, and hashes still to be written.",
+                [
+                    ("kvferry_directory_up", "up"),
+                    (rate("kvferry_directory_lookups_total", "result"), "look-ups {{result}}"),
+                    ("kvferry_directory_behind", "behind"),
+                ],
+            ),
+        ],
         "Work": [
             Panel(
                 "Requests, by backend",

@@ -20,10 +20,9 @@ from router.core.model.slots import Phase
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.credentials import Credentials, CredentialsError, load_credentials
-from router.hosts.directory import Directory
 from router.hosts.messages import Hello, Served
 from router.hosts.peer import Peer
-from router.hosts.peers import Peers
+from router.hosts.peers import KnownHosts, Peers
 from router.llama.attach.namespace import facts_of
 from router.llama.replies import Process
 from router.llama.server_client import Connections
@@ -111,7 +110,7 @@ class Hosts:
     incarnation: str
     credentials: Credentials
     peers: Peers
-    directory: Directory | None
+    directory: KnownHosts | None
     held: HeldPrefixes
     metrics: HostsMetrics
     hello: Callable[[], Hello]
@@ -166,6 +165,8 @@ async def hosts_of(
 
     directory = None
     if fleet.redis is not None:
+        from router.hosts.directory import Directory  # 60 ms, for those that have one
+
         directory = Directory(fleet.redis, incarnation, hello, held, clock)
     tasks = Tasks()
     async with Connections(credentials.client, keeps_streams=True) as connections:
@@ -234,7 +235,7 @@ def _served(engine: Engine) -> tuple[Served, ...]:
     return tuple(served)
 
 
-def _directory_stats(directory: Directory) -> DirectoryStats:
+def _directory_stats(directory: KnownHosts) -> DirectoryStats:
     return DirectoryStats(
         not directory.problem, directory.answered, directory.late, directory.behind
     )

@@ -81,7 +81,7 @@ from router.web.api.client_keys import Keys
 from router.web.api.completions import Completions
 from router.web.api.forwarding import Forwarding
 from router.web.api.peer_routes import PeerRoutes
-from router.web.app import App, Fleet
+from router.web.app import App, OtherHosts
 from router.web.server import tls
 from router.web.server.settings import Settings
 
@@ -287,7 +287,7 @@ async def build(
         hosts = await stack.enter_async_context(
             hosts_of(config, engine, selection, registry, clock, processes)
         )
-        fleet = None
+        others = None
         if hosts is not None:
             forwarding = Forwarding(
                 hosts.name,
@@ -303,7 +303,7 @@ async def build(
                 hosts.metrics,
             )
             routes = PeerRoutes(hosts.hello, engine, selection, hosts.held)
-            fleet = Fleet(forwarding, routes, hosts.metrics)
+            others = OtherHosts(forwarding, routes, hosts.metrics)
         completions = Completions(
             engine,
             selection,
@@ -313,7 +313,7 @@ async def build(
             keys,
             throttle,
             tracing,
-            None if fleet is None else fleet.forwarding,
+            None if others is None else others.forwarding,
         )
         app = App(
             keys=keys,
@@ -341,7 +341,7 @@ async def build(
             telemetry=telemetry,
             settings=settings,
             throttle=throttle,
-            fleet=fleet,
+            hosts=others,
         )
         vitals = Vitals(registry, clock, lambda: store.kv_dirs, __version__)
         tasks.spawn(vitals.watch_loop(), name="event loop lag")

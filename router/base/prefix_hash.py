@@ -1,4 +1,4 @@
-"""Prefix hashes: names for the beginnings of a prompt that tell nobody its tokens.
+"""Prefix hashes: names for the beginnings of a prompt that do not tell its tokens.
 
 Each hash is keyed with the fleet's secret and chained to the one before it, so that equal hashes
 mean equal prefixes. Hosts send each other these instead of tokens (docs/hosts.md).

@@ -42,7 +42,7 @@ class FleetConfig(ConfigSection):
             message = (
                 f"is reached from other machines ({self.listen}), so it needs `credentials`:"
                 " `kvferry fleet certificate` makes them (or `insecure: true`, which means that"
-                " whoever reaches this address reads and writes everything)"
+                " every program that reaches this address may then do what a host may)"
             )
             misfits.append((("listen",), message))
         if self.redis is not None and self.listen is None:
@@ -62,7 +62,7 @@ class FleetConfig(ConfigSection):
             return "is http, but with `credentials` peers speak https"
         elif not self.insecure and not values.is_local(values.url_address(peer).host):
             return (
-                "is http, which anybody on the way can read: use https and `credentials`, or"
+                "is http, which can be read on the way: use https and `credentials`, or"
                 " allow it with `insecure: true`"
             )
         return None

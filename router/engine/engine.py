@@ -39,9 +39,8 @@ from router.base.types import (
 from router.core.admission.backend_attach import probe_name
 from router.core.model import effects as ef
 from router.core.model import events as ev
-from router.core.model.plan import Plan
+from router.core.model.plan import Plan, Quote
 from router.core.model.policy import Policy
-from router.core.model.quote import Quote
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerLimit, ServerSpec
 from router.core.model.slots import Slot

@@ -1,4 +1,4 @@
-"""What this host holds, by prefix hash: for other hosts, which know prompts by their hashes alone.
+"""Index of what this host holds, by prefix hash: other hosts know prompts by their hashes alone.
 
 Follows the slots and the snapshots a little at a time: hashing what was found on disk may take
 seconds in all. Until then a quote is of what was hashed so far.

@@ -9,10 +9,10 @@ from hashlib import blake2b
 
 from msgspec import Struct
 
-from router.core.model.quote import Quote
+from router.core.model.plan import Quote
 
 MAX_ASKED = 3
-# A request whose own price is lower than this many times the cost of asking asks nobody: asking
+# A request asks no peer if its own price is lower than this many times the cost of asking: asking
 # could not pay. Chosen: at 2 ms for asking and the way, requests of less than 20 ms stay.
 _WORTH_ASKING = 10.0
 # A peer has to be cheaper by this factor, so that equal hosts keep what clients send them. Chosen.
@@ -107,7 +107,7 @@ def is_stale(quoted_s: float, now_s: float | None) -> bool:
 
 
 class Trust:
-    """How far the quotes of a peer can be believed: the factor by which it was late, learned.
+    """Trust in the quotes of a peer: the seconds by which it was late, learned.
 
     A peer that always quotes 0 is believed less with each request that took longer, until others
     are cheaper. What it says of itself does not count, only the time that it took.

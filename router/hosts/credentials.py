@@ -39,7 +39,7 @@ class Credentials:
 def load_credentials(directory: Path | None) -> Credentials:
     """Return the credentials in a directory. Blocking. Raises CredentialsError.
 
-    None: plain HTTP, and a secret that everybody knows: for loopback and for tests.
+    None: plain HTTP, and a secret that is none: for loopback and for tests.
     """
     if directory is None:
         return Credentials(None, None, b"no secret")

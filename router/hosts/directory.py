@@ -1,4 +1,4 @@
-"""The directory: who is there and who holds what, in Redis or Valkey.
+"""The directory: which hosts are there and what each holds, in Redis or Valkey.
 
 Everything in it is a hint, and it may be slow, empty or gone: no call here raises, and a request
 waits for it 20 ms at most. It holds prefix hashes and what hosts say of themselves; no tokens and
@@ -105,15 +105,8 @@ return found
 """
 
 
-class Lookup(Protocol):
-    """The directory, as far as it knows who holds what."""
-
-    async def holders(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return how many tokens of a prompt hosts hold, by incarnation. Never raises."""
-
-
 class Held(Protocol):
-    """What this host holds, as the directory is told."""
+    """The prefix hashes of this host, as the directory is told."""
 
     def all(self) -> list[bytes]: ...
     def take_news(self) -> tuple[list[bytes], list[bytes]]: ...

@@ -1,4 +1,4 @@
-"""What hosts tell each other, as data. The paths are on the peers' address only."""
+"""Messages between hosts, as data. The paths are on the peers' address only."""
 
 from msgspec import Struct
 

@@ -6,7 +6,7 @@ import msgspec
 
 from router.base.errors import BackendError, BackendTimeoutError
 from router.base.types import BackendId, Source
-from router.core.model.quote import Quote
+from router.core.model.plan import Quote
 from router.hosts.choice import Trust
 from router.hosts.messages import (
     HELLO,

@@ -26,11 +26,19 @@ _SILENT_S = 1.5 * INTERVAL_S
 _FAILURES = 2
 
 
-class Members(Protocol):
-    """The directory, as far as it knows who is there."""
+class KnownHosts(Protocol):
+    """The directory, as far as hosts need it. It is never sure, and no call raises."""
+
+    problem: str  # why it does not answer; empty if it does
+    answered: int  # look-ups
+    late: int
+    behind: int  # hashes that are still to be written
 
     async def members(self) -> Sequence[Hello] | None:
         """Return all hosts that registered; None while the directory does not answer."""
+
+    async def holders(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        """Return how many tokens of a prompt hosts hold, by incarnation."""
 
 
 class Peers:
@@ -45,7 +53,7 @@ class Peers:
         incarnation: str,
         proof: str,
         clock: MonotonicClock,
-        directory: Members | None = None,
+        directory: KnownHosts | None = None,
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
         """Set up without peers. `incarnation` and `proof` are this host's own.

@@ -15,8 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from router.base.types import Caller, RequestId, RequestRecord
-from router.core.model.plan import Plan
-from router.core.model.quote import Quote
+from router.core.model.plan import Plan, Quote
 
 Json = dict[str, Any]
 
@@ -33,7 +32,7 @@ class HostOffer(Struct, frozen=True):
 
 
 class HostsAsked(Struct, frozen=True):
-    """How a request found its host: what serving it here would have taken, and what peers quoted.
+    """A request's search for a host: the price of serving it here, and the quotes of peers.
 
     `served_by` None: this host. `refused`: peers that did not take it after all.
     """

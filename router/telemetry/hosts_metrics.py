@@ -1,4 +1,4 @@
-"""Metrics of other hosts: who is up, what they are asked, what is forwarded to them."""
+"""Metrics of other hosts: which are up, what they are asked, what is forwarded to them."""
 
 from collections.abc import Callable, Iterable
 

@@ -133,7 +133,7 @@ def forbidden(method: str, path: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class OtherHosts:
     """The other hosts, as the routes need them."""
 
     forwarding: Forwarding
@@ -162,10 +162,10 @@ class App:
         operations: OperatorActions,
         servers: ServerRoutes,
         throttle: LoopThrottle,
-        fleet: Fleet | None = None,
+        hosts: OtherHosts | None = None,
     ) -> None:
-        """Set up the handler. `fleet` None: there are no other hosts."""
-        self._fleet = fleet
+        """Set up the handler. `hosts` None: there are no other hosts."""
+        self._hosts = hosts
         self._keys = keys
         self._completions = completions
         self._admin = admin
@@ -220,8 +220,8 @@ class App:
         3. Any other: a bug. The client gets no details; a partial answer must not look complete.
         """
         name = request_id()
-        if self._fleet is not None:
-            request[HOST_NAME] = self._fleet.forwarding.name
+        if self._hosts is not None:
+            request[HOST_NAME] = self._hosts.forwarding.name
         try:
             check_head(request)
             path = request.path
@@ -281,10 +281,10 @@ class App:
         self, request: web.BaseRequest, path: str, name: RequestId
     ) -> web.StreamResponse:
         """Answer a peer: one of its own calls, or a request that it forwards."""
-        assert self._fleet is not None
+        assert self._hosts is not None
         if path.startswith("/peer/"):
             raw = await self._read(request)
-            return await self._fleet.routes.answer(request, path, raw, name)
+            return await self._hosts.routes.answer(request, path, raw, name)
         if is_own(path):
             raise NotFoundError("there is nothing at this path")
         hop = hop_of(request)
@@ -292,7 +292,7 @@ class App:
         if hop.caller is not None:
             request[KEYED] = True
             request[CALLER] = hop.caller
-        self._fleet.metrics.received(hop.host)
+        self._hosts.metrics.received(hop.host)
         return await self._any(request, path, hop.request)
 
     async def _any(
@@ -389,7 +389,7 @@ class App:
         If the backend fails before it answers, and the request cannot have changed anything, try
         another backend.
         """
-        there = None if self._fleet is None else self._fleet.forwarding
+        there = None if self._hosts is None else self._hosts.forwarding
         if there is not None and there.must_leave(request, model):
             return await there.away(request, raw, None, name, model)
         model = self._selection.resolve(model)
@@ -468,9 +468,9 @@ class App:
         models = self._selection.for_each_model()
         servers = self._selection.servers
         there: list[bytes] = []
-        if self._fleet is not None and HOP_OF not in request:
-            there = await self._fleet.forwarding.models(_MODELS_WITHIN_S)
-        if len(models) + len(there) < 2 and models and not servers:
+        if self._hosts is not None and HOP_OF not in request:
+            there = await self._hosts.forwarding.models(_MODELS_WITHIN_S)
+        if len(models) < 2 and not there and not servers:
             return await self._pass(request, name, b"", None)
         told = await asyncio.gather(*(_models_of(clients) for clients in models))
         answers = [answer for answer in told if answer is not None] + there

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.core.model.quote import Quote
+from router.core.model.plan import Quote
 from router.hosts.choice import (
     Offer,
     Trust,

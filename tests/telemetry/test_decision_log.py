@@ -97,6 +97,7 @@ def test_an_entry_says_all_of_it() -> None:
         "ttft_s": 0.1235,
         "predicted_s": 0.5,
         "total_s": 0.4,
+        "host": None,
     }
 
 

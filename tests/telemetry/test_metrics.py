@@ -38,6 +38,12 @@ from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.telemetry.backend_metrics import BackendMetrics
 from router.telemetry.engine_collector import EngineCollector
+from router.telemetry.hosts_metrics import (
+    DirectoryStats,
+    HostsCollector,
+    HostsMetrics,
+    PeerStats,
+)
 from router.telemetry.metrics import PrometheusTelemetry
 from router.telemetry.process_metrics import Vitals
 from tests.support.paths import DOCS
@@ -143,11 +149,22 @@ def exercise(telemetry: PrometheusTelemetry) -> None:
     telemetry.restored(SLOT, Transfer(1, 2, 0.1), "")
 
 
+def exercise_hosts(registry: CollectorRegistry) -> None:
+    """Report everything of other hosts once."""
+    hosts = HostsMetrics(registry)
+    hosts.quoted("b", 0.001, offered=True)
+    hosts.forwarded("b", Outcome.OK)
+    hosts.received("b")
+    peers = [PeerStats("b", True, 0.5, 0.1)]
+    registry.register(HostsCollector(lambda: peers, lambda: DirectoryStats(True, 1, 2, 3)))
+
+
 async def test_every_metric_is_described(
     registry: CollectorRegistry, telemetry: PrometheusTelemetry, tmp_path: Path
 ) -> None:
     """docs/metrics.md has a row for each: name, type, labels, meaning, what to do when it moves."""
     exercise(telemetry)
+    exercise_hosts(registry)
     await Vitals(registry, MonotonicClock(), lambda: [str(tmp_path)], "1").measure_disks()
     async with Connections() as connections:
         nobody = LlamaClient(BackendId("a"), "http://127.0.0.1:9", connections, Timeouts())

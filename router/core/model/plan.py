@@ -105,3 +105,16 @@ class Plan(Struct, frozen=True):
     def ttft_s(self) -> float:
         """Return the predicted seconds from admission to the first token."""
         return self.chosen.price.ttft_s + self.boundary_saves_s
+
+
+class Quote(Struct, frozen=True):
+    """The price of a request on this host, for a host that compares hosts.
+
+    `price_s`: seconds until the first token, with all that other requests lose by it. `wait_s` is
+    the part of it before a slot or server is free.
+    """
+
+    price_s: float
+    wait_s: float = 0.0
+    reused_tokens: int = 0
+    source: Source = Source.COLD

@@ -9,7 +9,7 @@ from math import inf
 from router.base.types import Request, Source
 from router.core.fleet.fleet import Fleet
 from router.core.model.memory_kinds import reusable_tokens
-from router.core.model.quote import Quote
+from router.core.model.plan import Quote
 from router.core.model.request_queue import Queue
 from router.core.model.slots import Phase
 from router.core.model.tenancy import namespace_of
@@ -72,7 +72,7 @@ def _wait_s(ends_s: list[float], n_ahead: int) -> float:
 
 
 def _once_loaded(request: Request, fleet: Fleet, now: float) -> Quote | None:
-    """Return the quote of a request whose model has to be loaded first. None: it cannot be."""
+    """Return the quote of a request for a model that has to be loaded first. None: it cannot be."""
     waits_s = [
         server.load_s.value for server in fleet.servers.of(request.model) if server.may_serve(now)
     ]

@@ -50,7 +50,7 @@ def _certificate(options: argparse.Namespace) -> int:
         f"The credentials of {options.host} are in {made}.\n"
         f"Copy this directory to the host, and start kvferry there with\n\n"
         f"  --peer-listen 0.0.0.0:8089 --fleet-credentials DIR --peer https://OTHER:8089\n\n"
-        f"{options.directory / 'authority.key'} stays here: whoever has it can join the fleet.\n"
+        f"{options.directory / 'authority.key'} stays here: a host that has it can admit others.\n"
     )
     return 0
 

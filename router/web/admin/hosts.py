@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from router.hosts.directory import Directory
 from router.hosts.peer import Peer
-from router.hosts.peers import Peers
+from router.hosts.peers import KnownHosts, Peers
 
 Row = dict[str, object]
 
@@ -15,7 +14,7 @@ class HostsView:
 
     name: str
     peers: Peers
-    directory: Directory | None
+    directory: KnownHosts | None
 
 
 def hosts_row(view: HostsView) -> Row:

@@ -305,20 +305,20 @@ class Completions:
                 answer = await self._elsewhere(exchange)
                 if answer is not None:
                     return answer
-            exchange.request = await self._anew(
-                exchange, anew, RequestId(f"{first.id}.{attempt + 1}")
-            )
+            exchange.request = await self._anew(exchange, anew, first.id, attempt + 1)
         raise AssertionError("unreachable")
 
-    async def _anew(self, exchange: _Exchange, request: Request, name: RequestId) -> Request:
+    async def _anew(
+        self, exchange: _Exchange, request: Request, first: RequestId, attempt: int
+    ) -> Request:
         """Return a request for its next attempt, read if it could not be read before.
 
-        It gets a new id: a late event of the first attempt must not count for the second.
+        The request gets a new id: a late event of one attempt must not count for the next.
         """
         if exchange.reader is None and exchange.parsed is not None:
-            read, exchange.reader = await self._read(exchange.http, exchange.parsed, request.id)
+            read, exchange.reader = await self._read(exchange.http, exchange.parsed, first)
             request = replace(read, avoid=request.avoid)
-        return replace(request, id=name)
+        return replace(request, id=RequestId(f"{first}.{attempt}"))
 
     async def _send(self, exchange: _Exchange, grant: Grant) -> web.StreamResponse:
         """Relay one admitted request; the grant is used up on return and on exception."""

@@ -17,15 +17,14 @@ from aiohttp import web
 from router.base.errors import BackendError, ModelNotFoundError, NoBackendError
 from router.base.prefix_hash import SIZE
 from router.base.types import Namespace, Outcome, Prompt, Request, RequestId
-from router.core.model.quote import Quote
+from router.core.model.plan import Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.engine.loop_throttle import LoopThrottle
 from router.hosts.choice import MAX_ASKED, Offer, favourite, in_order, is_worth_asking, to_ask
-from router.hosts.directory import Lookup
 from router.hosts.messages import HOP_REFUSED, QuoteAsk
 from router.hosts.peer import Peer
-from router.hosts.peers import Peers
+from router.hosts.peers import KnownHosts, Peers
 from router.llama.replies import read_reply
 from router.llama.server_client import RelayedResponse
 from router.llama.wire import ParsedRequest
@@ -76,7 +75,7 @@ class Forwarding:
         self,
         name: str,
         peers: Peers,
-        lookup: Lookup | None,
+        directory: KnownHosts | None,
         held: HeldPrefixes,
         engine: Engine,
         selection: BackendSelection,
@@ -88,7 +87,7 @@ class Forwarding:
     ) -> None:
         self.name = name
         self.peers = peers
-        self._lookup = lookup
+        self._directory = directory
         self._held = held
         self._engine = engine
         self._selection = selection
@@ -285,8 +284,8 @@ class Forwarding:
 
     async def _to_ask(self, sought: _Sought, by_key: dict[str, Peer]) -> list[str]:
         holders: dict[str, int] = {}
-        if len(by_key) > MAX_ASKED and self._lookup is not None and sought.hashes:
-            found = await self._lookup.holders(sought.hashes)
+        if len(by_key) > MAX_ASKED and self._directory is not None and sought.hashes:
+            found = await self._directory.holders(sought.hashes)
             holders = {key: held for key, held in found.items() if key in by_key}
         busy = {key: peer.busy for key, peer in by_key.items()}
         return to_ask(list(by_key), holders, busy, sought.first)

@@ -1,4 +1,4 @@
-"""The calls of other hosts: who this host is, what a request would take, what a prompt is.
+"""The calls of other hosts: what this host is, what a request would take, what a prompt is.
 
 Found on the peers' address only, where a certificate of the fleet has admitted the caller.
 """
@@ -25,7 +25,7 @@ from router.base.types import (
     RequestId,
     Tenant,
 )
-from router.core.model.quote import Quote
+from router.core.model.plan import Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.messages import (
@@ -121,7 +121,7 @@ class PeerRoutes:
         return self._engine.quote(request)
 
     def _of_another_model(self, ask: QuoteAsk, model: str | None) -> frozenset[BackendId]:
-        """Return the backends whose KV cannot be what the asking host means by this model."""
+        """Return the backends with KV that cannot be of the asking host's model."""
         return frozenset(
             info.id
             for info in self._engine.infos.values()

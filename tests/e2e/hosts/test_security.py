@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from router.base.api_keys import hash_text
-from router.core.model.quote import Quote
+from router.core.model.plan import Quote
 from router.hosts.messages import HELLO, HOP, HOP_ID, HOP_TENANT, QUOTE
 from router.hosts.peer import Peer
 from router.servers.program import free_port
