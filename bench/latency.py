@@ -18,9 +18,13 @@ from bench import rig
 from bench.client import Client, Json, WrongAnswerError
 from bench.conversation import Conversation, words
 from bench.report import Report, arguments_of, median, percentile, run_bench
+from router.servers.program import free_port
+from router.tools.fleet.certificate import make_certificate
 
 DIRECT = "direct"
-WAYS = (DIRECT, "direct again", "kvferry", "kvferry passthrough", "nginx")
+# Two hosts: the client's host has the server, or the other one has it.
+AT_HOME, FORWARDED = "kvferry of two hosts", "kvferry, forwarded"
+WAYS = (DIRECT, "direct again", "kvferry", AT_HOME, FORWARDED, "kvferry passthrough", "nginx")
 SGLANG = "sglang-router"
 COLUMNS = (
     *("case", "contender", "n", "p50 ms", "p99 ms", "x direct"),
@@ -136,6 +140,8 @@ async def start(
         if name == "kvferry":
             way = rig.kvferry(name, [url], folder, kv_dir=kv_dir, more=quiet, profile=profile)
             url = (await stack.enter_async_context(way)).url
+        elif name in (AT_HOME, FORWARDED):
+            url = await _two_hosts(stack, folder, server.url, kv_dir, at_home=name == AT_HOME)
         elif name == "kvferry passthrough":
             way = rig.kvferry(name, [url], folder, policy="passthrough")
             url = (await stack.enter_async_context(way)).url
@@ -147,6 +153,29 @@ async def start(
         stack.callback(client.close)
         contenders.append(Contender(name, client))
     return contenders
+
+
+async def _two_hosts(
+    stack: AsyncExitStack, folder: Path, server: str, kv_dir: Path, *, at_home: bool
+) -> str:
+    """Start two hosts with mutual TLS, one with the server; return the URL of the clients' host."""
+    ports = [free_port(), free_port()]
+    urls = []
+    for at, name in enumerate(("with", "without")):
+        credentials = await asyncio.to_thread(make_certificate, folder / "fleet", name)
+        more = "\n".join(
+            [
+                "store: {idle_save_after: off}",
+                f"fleet: {{name: {name}, listen: '127.0.0.1:{ports[at]}',"
+                f" peers: ['https://127.0.0.1:{ports[1 - at]}'], credentials: '{credentials}'}}",
+            ]
+        )
+        home = folder / name
+        home.mkdir()
+        own = [server] if at == 0 else []
+        way = rig.kvferry(name, own, home, kv_dir=kv_dir if own else None, more=more)
+        urls.append((await stack.enter_async_context(way)).url)
+    return urls[0] if at_home else urls[1]
 
 
 def _measure_all(contenders: list[Contender], options: argparse.Namespace, report: Report) -> None:

@@ -156,7 +156,7 @@ async def kvferry(
     """
     port = free_port()
     kv = f", kv_dir: '{kv_dir}'" if kv_dir is not None else ""
-    lines = [f"listen: 127.0.0.1:{port}", "backends:"]
+    lines = [f"listen: 127.0.0.1:{port}", *(["backends:"] if backends else [])]
     lines += [f"  - {{url: '{url}'{kv}}}" for url in backends]
     lines += [f"policy: {policy}", more]
     config = folder / f"{name}.yaml"

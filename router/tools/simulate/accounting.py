@@ -118,6 +118,7 @@ class Meter:
     """Raw counters of one run, in seconds, tokens and bytes."""
 
     arrived: int = 0
+    forwarded: int = 0  # to another host
     answered: int = 0
     abandoned: int = 0  # abandoned requests
     rejected: Counter[str] = field(default_factory=Counter)  # by error
@@ -194,6 +195,7 @@ class Result:
     peak_bytes: int
     losses: dict[str, int]  # tokens by their place; with `--explain`
     displaced: dict[str, int]  # tokens, saved or not; with `--explain`
+    forwarded: int
     swaps: int  # models stopped for another one
     simulated_s: float
     wall_s: float

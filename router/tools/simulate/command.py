@@ -71,6 +71,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="workload: random seed; default 0",
     )
     add("--servers", type=whole, default=4, metavar="N", help="simulated; default 4")
+    add("--hosts", type=whole, default=1, metavar="N", help="each with --servers; default 1")
     add("--models", type=whole, metavar="N", help="servers on demand, one a model; not --servers")
     add("--loaded", type=whole, metavar="N", help="models: loaded at a time; default 1")
     add("--load-time", type=_of(duration), default=10.0, metavar="TIME", help="models; default 10s")
@@ -198,6 +199,8 @@ def _misfit(options: argparse.Namespace) -> str | None:
             return f"--{name}: not together with --{other}"
     if options.models is not None and options.workload is None:
         return "--models: only with --workload: a trace names no models"
+    if options.models is not None and options.hosts > 1:
+        return "--models: not together with --hosts"
     if options.loaded is not None and options.models is None:
         return "--loaded: needs --models"
     scale = options.scale or 1
@@ -235,6 +238,7 @@ def _experiment(options: argparse.Namespace) -> Experiment:
             sys.maxsize if options.max_requests == -1 else options.max_requests, options.deadline
         ),
         scale=scale,
+        hosts=options.hosts,
         on_demand=None
         if options.models is None
         else OnDemand(
@@ -262,7 +266,7 @@ def _source(options: argparse.Namespace, setup: Setup) -> Callable[[], RequestSo
         Workload,
         WORKLOADS[options.workload],
         options.requests or 2000,
-        options.conversations or 2 * setup.servers * options.slots,
+        options.conversations or 2 * setup.hosts * setup.servers * options.slots,
         options.ctx,
         options.seed,
         setup.models,

@@ -42,8 +42,7 @@ class Experiment:
     def compare_evictions(self) -> list[Evicted]:
         """Play the same requests with other eviction policies; counts are the workload's tokens."""
         sim = Simulator(
-            self.setup.scheduler_of(),
-            self.setup.servers_of(),
+            self.setup.hosts_of(),
             self.source(),
             keep_sequence=True,
             on_demand=self.setup.on_demand,
@@ -67,15 +66,14 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
     start, scale = perf_counter(), setup.scale
     losses = Losses() if explain else None
     simulator = Simulator(
-        setup.scheduler_of(),
-        setup.servers_of(),
+        setup.hosts_of(),
         source,
         losses=losses,
         on_demand=setup.on_demand,
         progress=told,
     )
     meter = simulator.run()
-    store = simulator.view.store
+    stores = [host.view.store for host in simulator.hosts]
     servers = simulator.servers.values()
     reused = meter.reused_tokens
     on_servers = sum(server.computed_tokens for server in servers)
@@ -105,13 +103,14 @@ def _run(setup: Setup, source: RequestSource, *, explain: bool, told: Told) -> R
         saved_bytes=meter.saved_bytes,
         restored_bytes=meter.restored_bytes,
         cut_bytes=meter.cut_bytes,
-        evictions=store.evicted,
-        snapshots=store.n_snapshots,
-        snapshot_bytes=store.total_bytes,
+        evictions=sum(store.evicted for store in stores),
+        snapshots=sum(store.n_snapshots for store in stores),
+        snapshot_bytes=sum(store.total_bytes for store in stores),
         peak_bytes=meter.peak_bytes,
         losses=_named(losses.tokens, scale) if losses else {},
         displaced=_named(losses.displaced, scale) if losses else {},
-        swaps=simulator.view.server_swaps,
+        forwarded=meter.forwarded,
+        swaps=sum(host.view.server_swaps for host in simulator.hosts),
         simulated_s=simulator.now,
         wall_s=perf_counter() - start,
     )

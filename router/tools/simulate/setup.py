@@ -11,6 +11,7 @@ from router.core.model.request_queue import Queue, QueueLimits
 from router.core.model.snapshot_limits import UNLIMITED, SnapshotLimits
 from router.core.scheduler import Scheduler
 from router.tools.simulate.hardware import Hardware
+from router.tools.simulate.hosts import SimulatedHost
 from router.tools.simulate.on_demand import OnDemand
 from router.tools.simulate.server import SimulatedServer
 from router.tools.simulate.simulator import KV_DIR
@@ -31,6 +32,7 @@ class Setup:
     queue: QueueLimits = field(default_factory=QueueLimits)
     scale: int = 1
     on_demand: OnDemand | None = None  # None: all servers are up all the time
+    hosts: int = 1  # each with so many servers, and with the whole budget
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -42,13 +44,26 @@ class Setup:
         what = "server" if self.on_demand is None else "model"
         return [BackendId(f"{what}-{number:0{width}}") for number in range(1, self.servers + 1)]
 
-    def servers_of(self) -> list[SimulatedServer]:
-        """Return the servers, with empty slots."""
+    def hosts_of(self) -> list[SimulatedHost]:
+        """Return the hosts, each with servers with empty slots and no backend yet."""
+        width = len(str(self.hosts))
+        names = [f"host-{number:0{width}}" for number in range(1, self.hosts + 1)]
+        return [
+            SimulatedHost(
+                name,
+                self.scheduler_of(),
+                self.servers_of("" if self.hosts == 1 else f"{name}/"),
+            )
+            for name in names
+        ]
+
+    def servers_of(self, host: str = "") -> list[SimulatedServer]:
+        """Return the servers, with empty slots; their names begin with `host`."""
         hardware = self.hardware.scaled(self.scale)
         return [
             SimulatedServer(
                 BackendInfo(
-                    id=name,
+                    id=BackendId(f"{host}{name}"),
                     models=frozenset({name}) if self.on_demand is not None else frozenset(),
                     n_slots=self.slots,
                     n_ctx=max(self.n_ctx // self.scale, 2),

@@ -1,10 +1,11 @@
 """The production scheduler over simulated servers and a workload, in simulated time.
 
 `Simulator` replaces `router.engine.engine`: it carries out each effect, and feeds the resulting
-event to the scheduler at its simulated time. All pending actions are in one heap.
+event to the scheduler at its simulated time. All pending actions are in one heap. There may be
+several hosts, each with a scheduler and servers of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
@@ -28,9 +29,8 @@ from router.base.types import (
 from router.core.model import effects as ef
 from router.core.model import events as ev
 from router.core.reporting.request_records import record_of
-from router.core.scheduler import Scheduler
-from router.engine.fleet_view import FleetView
 from router.tools.simulate.accounting import Losses, Meter, Oracle
+from router.tools.simulate.hosts import Doors, SimulatedHost
 from router.tools.simulate.on_demand import OnDemand
 from router.tools.simulate.requests import RequestSource, SimulatedRequest
 from router.tools.simulate.server import Run, SimulatedServer, TransferRun
@@ -52,6 +52,8 @@ class _Client:
 
     ask: SimulatedRequest
     oracle: int  # prompt tokens that an unlimited cache would reuse
+    host: SimulatedHost | None = None  # that serves it
+    sent: bool = False  # it has reached that host
     dispatch: ef.Dispatch | None = None
     ttft_s: float | None = None
 
@@ -61,8 +63,7 @@ class Simulator:
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        servers: list[SimulatedServer],
+        hosts: Sequence[SimulatedHost],
         source: RequestSource,
         *,
         losses: Losses | None = None,
@@ -70,9 +71,10 @@ class Simulator:
         on_demand: OnDemand | None = None,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self.scheduler = scheduler
-        self.view = FleetView(scheduler.state)
-        self.servers = {server.info.id: server for server in servers}
+        self.hosts = list(hosts)
+        self.servers = {one.info.id: one for host in hosts for one in host.servers}
+        self._host_of = {one.info.id: host for host in hosts for one in host.servers}
+        self._doors = Doors(self.hosts)
         self.source = source
         self.meter = Meter()
         self.now = 0.0
@@ -89,8 +91,7 @@ class Simulator:
         self._prefills: dict[RequestId, Run] = {}
         self._given_up: set[RequestId] = set()  # cancelled prefills of `_prefills`
         self._watching: dict[SlotId, RequestId] = {}
-        self._tick: float | None = None
-        self._told = False  # the scheduler got an event at this moment
+        self._told: dict[str, SimulatedHost] = {}  # hosts that got an event at this moment
         self._arrivals = source.arrivals()
         self._to_come = 0  # scheduled requests that have not arrived
         self._files = 0
@@ -99,11 +100,12 @@ class Simulator:
 
     def run(self) -> Meter:
         """Run until no request and no work is left. Returns the counters."""
-        if self._on_demand is not None:
-            self._feed(self._on_demand.configured([*self.servers]))
-        else:
-            for server in self.servers.values():
-                self._feed(ev.BackendUp(server.info))
+        for host in self.hosts:
+            if self._on_demand is not None:
+                self._feed(host, self._on_demand.configured([one.info.id for one in host.servers]))
+            else:
+                for server in host.servers:
+                    self._feed(host, ev.BackendUp(server.info))
         self._next_arrival()
         told = perf_counter()
         while self._heap and (self._to_come or self._clients or self._busy()):
@@ -117,7 +119,7 @@ class Simulator:
         return self.meter
 
     def _busy(self) -> bool:
-        return self.view.has_jobs
+        return any(host.view.has_jobs for host in self.hosts)
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
         self._moments += 1  # FIFO at equal times
@@ -132,19 +134,18 @@ class Simulator:
             if at is not None:
                 self._at(at, partial(self._due, server, self._versions[name]))
         self._changed.clear()
-        if not self._told:
-            return
-        self._told = False
-        wakeup = self.scheduler.next_wakeup(self.now)
-        # After an earlier tick, `next_wakeup` is called again anyway.
-        if wakeup is not None and (self._tick is None or wakeup + _TICK_S < self._tick):
-            self._tick = wakeup + _TICK_S
-            self._at(self._tick, partial(self._ticks, self._tick))
+        for host in self._told.values():
+            wakeup = host.scheduler.next_wakeup(self.now)
+            # After an earlier tick, `next_wakeup` is called again anyway.
+            if wakeup is not None and (host.tick is None or wakeup + _TICK_S < host.tick):
+                host.tick = wakeup + _TICK_S
+                self._at(host.tick, partial(self._ticks, host, host.tick))
+        self._told.clear()
 
-    def _ticks(self, at: float) -> None:
-        if self._tick == at:
-            self._tick = None
-            self._feed(ev.Tick())
+    def _ticks(self, host: SimulatedHost, at: float) -> None:
+        if host.tick == at:
+            host.tick = None
+            self._feed(host, ev.Tick())
 
     def _server(self, name: BackendId) -> SimulatedServer:
         """Return a server with progress up to now, and mark it as changed."""
@@ -184,23 +185,40 @@ class Simulator:
         self._clients[ask.id] = _Client(ask, self._oracle.ask(prompt, held))
         if ask.leaves_after_s is not None:
             self._at(self.now + ask.leaves_after_s, partial(self._leaves, ask.id))
-        self._feed(ev.Arrived(Request(ask.id, ask.prompt, ask.model, session=ask.session)))
+        request = Request(ask.id, ask.prompt, ask.model, session=ask.session)
+        host, way_s = self._doors.choose(request, self.now)
+        client = self._clients[ask.id]
+        client.host, client.sent = host, not way_s
+        if way_s:
+            self.meter.forwarded += 1
+            self._at(self.now + way_s, partial(self._reaches, host, request))
+        else:
+            self._feed(host, ev.Arrived(request))
         if by_itself:
             self._next_arrival()
+
+    def _reaches(self, host: SimulatedHost, request: Request) -> None:
+        """Let a forwarded request arrive at its host, unless its client has left."""
+        if request.id in self._clients:
+            self._clients[request.id].sent = True
+            self._feed(host, ev.Arrived(request))
 
     def _leaves(self, name: RequestId) -> None:
         client = self._clients.get(name)
         if client is None:
             return  # already answered or refused
         self.meter.abandoned += 1
+        host = client.host
+        assert host is not None
         if client.dispatch is None:
             self._over(client, answered=False)
-            self._feed(ev.Cancelled(name))
+            if client.sent:
+                self._feed(host, ev.Cancelled(name))
             return
         slot = client.dispatch.lease.slot
         run = self.servers[slot.backend].runs[slot.index]
         self._at(self.now + _NOTICE_S, partial(self._notices, slot, run))
-        self._feed(ev.Finished(name, Outcome.CLIENT_GONE, Reported()))
+        self._feed(host, ev.Finished(name, Outcome.CLIENT_GONE, Reported()))
         self._over(client, answered=False)
 
     def _notices(self, slot: SlotId, run: Run) -> None:
@@ -220,13 +238,13 @@ class Simulator:
     # -- finished work of servers --------------------------------------------------------------
 
     def _ran(self, server: SimulatedServer, run: Run) -> None:
-        slot = SlotId(server.info.id, run.index)
+        slot, host = SlotId(server.info.id, run.index), self._host_of[server.info.id]
         if self._prefills.get(run.request) is run:
             del self._prefills[run.request]
             if run.request in self._given_up:
-                self._at(self.now + _QUIET_S, partial(self._prefill_failed, run.request))
+                self._at(self.now + _QUIET_S, partial(self._prefill_failed, host, run.request))
             else:
-                self._feed(ev.Prefilled(run.request, _reported(run, answer=False)))
+                self._feed(host, ev.Prefilled(run.request, _reported(run, answer=False)))
             return
         client = self._clients.get(run.request)
         if client is None:  # abandoned, and the server had not noticed
@@ -234,7 +252,7 @@ class Simulator:
             return
         assert run.first_at is not None
         client.ttft_s = run.first_at - client.ask.at
-        self._feed(ev.Finished(run.request, Outcome.OK, _reported(run, answer=True)))
+        self._feed(host, ev.Finished(run.request, Outcome.OK, _reported(run, answer=True)))
         self._over(client, answered=True)
 
     def _begins(self, server: SimulatedServer) -> None:
@@ -242,7 +260,7 @@ class Simulator:
             client = self._clients.get(run.request)
             sent = client.dispatch if client is not None else None
             if run.first_at == self.now and sent is not None and sent.plan.prefill_first:
-                self._feed(ev.Begun(run.request))
+                self._feed(self._host_of[server.info.id], ev.Begun(run.request))
 
     def _quiet(self, slot: SlotId) -> None:
         """Report a slot idle after an abandoned request, if the scheduler watches the slot."""
@@ -252,18 +270,20 @@ class Simulator:
 
     def _tells_quiet(self, slot: SlotId, request: RequestId) -> None:
         n_tokens = count(self.servers[slot.backend].slots[slot.index].tokens)
-        self._feed(ev.Quiet(request, n_tokens))
+        self._feed(self._host_of[slot.backend], ev.Quiet(request, n_tokens))
 
     # -- effects of the scheduler --------------------------------------------------------------
 
-    def _feed(self, event: ev.Event) -> None:
-        self._told = True
-        for effect in self.scheduler.handle(event, self.now):
-            self._carry_out(effect)
+    def _feed(self, host: SimulatedHost, event: ev.Event) -> None:
+        self._told[host.name] = host
+        for effect in host.scheduler.handle(event, self.now):
+            self._carry_out(host, effect)
 
-    def _carry_out(self, effect: ef.Effect) -> None:  # noqa: C901 - an arm for each effect
+    def _carry_out(  # noqa: C901 - an arm for each effect
+        self, host: SimulatedHost, effect: ef.Effect
+    ) -> None:
         if self._losses is not None:
-            self._losses.saw(effect, self.scheduler.state)
+            self._losses.saw(effect, host.scheduler.state)
         match effect:
             case ef.Dispatch():
                 self._dispatch(effect)
@@ -274,11 +294,11 @@ class Simulator:
             case ef.Account():
                 self._account(effect)
             case ef.Save():
-                self._save(effect)
+                self._save(host, effect)
             case ef.Cut():
-                self._cut(effect)
+                self._cut(host, effect)
             case ef.Restore():
-                self._restore(effect)
+                self._restore(host, effect)
             case ef.Prefill():
                 # The server samples one token even if none is wanted (llama-server.md section 2.3).
                 self._prefills[effect.request] = self._server(effect.slot.backend).start(
@@ -287,7 +307,7 @@ class Simulator:
             case ef.StopWork():
                 if effect.request in self._prefills:
                     self._given_up.add(effect.request)
-                    self._at(self.now + _NOTICE_S, partial(self._gives_up, effect.request))
+                    self._at(self.now + _NOTICE_S, partial(self._gives_up, host, effect.request))
             case ef.WatchSlot():
                 self._watching[effect.slot] = effect.request
                 if effect.slot.index not in self.servers[effect.slot.backend].runs:
@@ -299,7 +319,7 @@ class Simulator:
                 self._at(self.now + self._on_demand.load_s, partial(self._loaded, name))
             case ef.StopServer(server=name):
                 assert self._on_demand is not None
-                ended = partial(self._feed, ev.ServerEnded(name))
+                ended = partial(self._feed, host, ev.ServerEnded(name))
                 self._at(self.now + self._on_demand.stop_s, ended)
             case ef.Detach():
                 pass  # the server is idle; `StopServer` follows
@@ -308,7 +328,7 @@ class Simulator:
 
     def _loaded(self, name: BackendId) -> None:
         self._server(name).restart(self.now)
-        self._feed(ev.BackendUp(self.servers[name].info))
+        self._feed(self._host_of[name], ev.BackendUp(self.servers[name].info))
 
     def _dispatch(self, effect: ef.Dispatch) -> None:
         assert effect.pin, "simulated clients use routes that keep id_slot"
@@ -329,46 +349,47 @@ class Simulator:
 
     # -- state files ---------------------------------------------------------------------------
 
-    def _save(self, effect: ef.Save) -> None:
+    def _save(self, host: SimulatedHost, effect: ef.Save) -> None:
         server = self._server(effect.slot.backend)
         n = count(server.slots[effect.slot.index].tokens)
         seconds = server.hardware.save_of(n * server.hardware.bytes_per_token)
         self.meter.saves[effect.reason] += 1
-        told = partial(self._saved, effect, seconds)
+        told = partial(self._saved, host, effect, seconds)
         server.transfer(TransferRun(effect.slot.index, seconds, None, told))
 
-    def _saved(self, effect: ef.Save, seconds: float) -> None:
+    def _saved(self, host: SimulatedHost, effect: ef.Save, seconds: float) -> None:
         server = self.servers[effect.slot.backend]
         held = server.slots[effect.slot.index].tokens
         if not held:
-            self._feed(ev.SaveFailed(effect.request, effect.slot, "the slot is empty"))
+            self._feed(host, ev.SaveFailed(effect.request, effect.slot, "the slot is empty"))
             return
         made = self._file(effect.namespace, held, server)
         self.meter.saved_bytes += made.size_bytes
-        self._feed(ev.Saved(effect.request, effect.slot, made, seconds))
+        self._feed(host, ev.Saved(effect.request, effect.slot, made, seconds))
         self._peak()
 
-    def _restore(self, effect: ef.Restore) -> None:
+    def _restore(self, host: SimulatedHost, effect: ef.Restore) -> None:
         server, snapshot = self._server(effect.slot.backend), effect.snapshot
         seconds = server.hardware.restore_of(snapshot.size_bytes)
         self.meter.restores += 1
         self.meter.restored_bytes += snapshot.size_bytes
-        told = partial(self._feed, ev.Restored(effect.request, snapshot.id, len(snapshot), seconds))
+        restored = ev.Restored(effect.request, snapshot.id, len(snapshot), seconds)
+        told = partial(self._feed, host, restored)
         assert len(snapshot) <= server.info.n_ctx, "a snapshot that the slot cannot hold"
         server.transfer(TransferRun(effect.slot.index, seconds, snapshot.tokens, told))
 
-    def _cut(self, effect: ef.Cut) -> None:
+    def _cut(self, host: SimulatedHost, effect: ef.Cut) -> None:
         """Cut a prefix out of a snapshot: takes time, but stops no server."""
-        server = next(iter(self.servers.values()))
+        server = host.servers[0]
         part = head(effect.snapshot.tokens, effect.n_tokens)
         made = self._file(effect.snapshot.namespace, part, server)
         seconds = server.hardware.rewrite_of(made.size_bytes)
         self.meter.cuts += 1
         self.meter.cut_bytes += made.size_bytes
-        self._at(self.now + seconds, partial(self._was_cut, effect, made, seconds))
+        self._at(self.now + seconds, partial(self._was_cut, host, effect, made, seconds))
 
-    def _was_cut(self, effect: ef.Cut, made: Snapshot, seconds: float) -> None:
-        self._feed(ev.WasCut(effect.request, made, seconds))
+    def _was_cut(self, host: SimulatedHost, effect: ef.Cut, made: Snapshot, seconds: float) -> None:
+        self._feed(host, ev.WasCut(effect.request, made, seconds))
         self._peak()
 
     def _file(self, namespace: Namespace, tokens: Tokens, server: SimulatedServer) -> Snapshot:
@@ -377,21 +398,21 @@ class Simulator:
         return Snapshot(SnapshotId(f"s{self._files}"), namespace, KV_DIR, tokens, size_bytes)
 
     def _peak(self) -> None:
-        total_bytes = self.view.store.total_bytes
+        total_bytes = sum(host.view.store.total_bytes for host in self.hosts)
         self.meter.peak_bytes = max(self.meter.peak_bytes, total_bytes)
 
-    def _gives_up(self, request: RequestId) -> None:
+    def _gives_up(self, host: SimulatedHost, request: RequestId) -> None:
         """Stop a cancelled prefill: the server notices the closed connection."""
         run = self._prefills.get(request)
         if run is None:
             return  # the prefill ended before
-        self._server(self.view.slot_of(request).backend).stop(run)
+        self._server(host.view.slot_of(request).backend).stop(run)
         del self._prefills[request]
-        self._at(self.now + _QUIET_S, partial(self._prefill_failed, request))
+        self._at(self.now + _QUIET_S, partial(self._prefill_failed, host, request))
 
-    def _prefill_failed(self, request: RequestId) -> None:
+    def _prefill_failed(self, host: SimulatedHost, request: RequestId) -> None:
         self._given_up.discard(request)
-        self._feed(ev.PrefillFailed(request, "the client disconnected"))
+        self._feed(host, ev.PrefillFailed(request, "the client disconnected"))
 
 
 def _reported(run: Run, *, answer: bool) -> Reported:

@@ -72,9 +72,7 @@ def setup(policy: PolicyName = PolicyName.LEAST_BUSY, **more: object) -> Setup:
 def play(
     of: Setup, source: Script | TraceWorkload | Workload, losses: Losses | None = None
 ) -> Simulator:
-    made = Simulator(
-        of.scheduler_of(), of.servers_of(), source, losses=losses, on_demand=of.on_demand
-    )
+    made = Simulator(of.hosts_of(), source, losses=losses, on_demand=of.on_demand)
     made.run()
     return made
 
@@ -221,12 +219,14 @@ def conserved(made: Simulator, requests: int) -> None:
     assert meter.plans.total() == meter.answered == len(meter.ttft_s) == len(meter.waited_s)
     on_servers = sum(server.computed_tokens for server in made.servers.values())
     assert on_servers >= meter.computed_tokens
-    assert made.scheduler.state.fleet.jobs == {}
-    assert len(made.scheduler.state.queue) == 0
     assert all(not server.runs and not server.transfers for server in made.servers.values())
-    catalog = made.scheduler.state.fleet.catalog
-    if catalog.limits.max_bytes != UNLIMITED:
-        assert catalog.total_bytes <= catalog.limits.max_bytes
+    for host in made.hosts:
+        state = host.scheduler.state
+        assert state.fleet.jobs == {}
+        assert len(state.queue) == 0
+        catalog = state.fleet.catalog
+        if catalog.limits.max_bytes != UNLIMITED:
+            assert catalog.total_bytes <= catalog.limits.max_bytes
 
 
 prompts = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=5)
@@ -289,7 +289,7 @@ def test_two_models_in_turn_by_hand() -> None:
     sim = play(setup(PolicyName.PREFER_IDLE, servers=2, on_demand=on_demand), source)
     took = [source.times[one.id] - one.at for one in asks]
     assert took == pytest.approx([15.12, 16.12, 11.1, 11.1], abs=0.1)
-    assert (sim.view.server_swaps, sim.meter.reused_tokens["snapshot"]) == (3, 2 * 512)
+    assert (sim.hosts[0].view.server_swaps, sim.meter.reused_tokens["snapshot"]) == (3, 2 * 512)
 
 
 @pytest.mark.parametrize("kind", list(MemoryKind)[:2])
