@@ -16,7 +16,7 @@ REAL_MODELS := tests/e2e/test_real_models.py
 # Flaky tests of all targets of a `make test-all`: failed beside other tests, passed alone.
 export FLAKES ?= $(CURDIR)/.cache/flakes
 
-.PHONY: demo test test-all test-thorough test-binary test-slow test-clients soak check bench clean
+.PHONY: demo test test-all test-thorough test-binary test-slow test-hosts test-clients soak check bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvferry demo
@@ -32,6 +32,7 @@ test-all:
 	$(MAKE) test-thorough
 	$(MAKE) test-binary
 	$(MAKE) test-slow
+	$(MAKE) test-hosts
 	$(MAKE) test-clients
 	@printf '=== %s flaky tests in all: failed beside other tests, passed alone ===\n' \
 		"$$(grep -c . $(FLAKES))"; cat $(FLAKES)
@@ -47,8 +48,14 @@ test-binary: $(VENV)/.test $(BINARY_VENV)/.ready
 
 # Tests of minutes, not seconds: a real instruct model, every vocabulary family of llama.cpp.
 test-slow: $(VENV)/.test $(VOCABS)/.ready
-	KVFERRY_TEST_VOCABS="$(CURDIR)/$(VOCABS)" $(RUN) -m slow --timeout 600 --ignore $(REAL_MODELS)
+	KVFERRY_TEST_VOCABS="$(CURDIR)/$(VOCABS)" $(RUN) -m "slow and not hosts" --timeout 600 --ignore $(REAL_MODELS)
 	$(BIN)/python -m pytest -q -m slow --timeout 900 $(REAL_MODELS)
+
+# Hosts as network namespaces with links of their own, a real Redis, and random kills and cuts for
+# HOSTS_CHAOS_S seconds. Needs root, ip, tc and redis-server; without them the tests are skipped.
+HOSTS_CHAOS_S ?= 60
+test-hosts: $(VENV)/.test
+	KVFERRY_CHAOS_S=$(HOSTS_CHAOS_S) $(BIN)/python -m pytest -q -m hosts
 
 # Random faults on real servers for SOAK_S seconds, then the scheduler's state machine with as many
 # examples as take about as long on one core.

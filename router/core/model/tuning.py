@@ -58,6 +58,9 @@ class Tuning(Struct, frozen=True):
 
     # Seconds after which a slot counts as free in a quote, if nothing is known of its end. Chosen.
     unknown_end_s: float = 10.0
+    # Share of a usual answer that is still to come where it should have ended. Chosen: with 0 a
+    # host with late answers quotes no wait, and gets requests that wait for seconds.
+    late_share: float = 0.5
 
     # -- waiting for a busy slot -----------------------------------------------------------------
 

@@ -43,8 +43,12 @@ def _once_free(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quot
         rates, n_prompt = fleet.rates[backend], len(request.prompt)
         reused = 0
         for slot in fleet.slots.of(backend):
-            wait_s = 0.0 if slot.phase is Phase.IDLE else slot.busy_until - now
-            ends_s.append(min(max(wait_s, 0.0), TUNING.unknown_end_s))
+            wait_s = 0.0
+            if slot.phase is not Phase.IDLE:
+                # An answer that is longer than predicted says nothing of its end.
+                late_s = TUNING.late_share * rates.generation_s(None)
+                wait_s = min(max(slot.busy_until - now, late_s), TUNING.unknown_end_s)
+            ends_s.append(wait_s)
             held = max(len(slot.resident), shared.get(slot.id, 0))
             common = shared.get(slot.id, 0)
             reused = max(reused, reusable_tokens(info.memory_kind, n_prompt, common, held))

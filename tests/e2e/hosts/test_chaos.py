@@ -1,0 +1,192 @@
+"""Random kills and cuts under load, for KVFERRY_CHAOS_S seconds (`make test-hosts`).
+
+kvferry, llama-server, Redis and whole hosts are killed as kill -9 does, and started again; links
+are cut and healed. Every answer has to be right, and no request may fail that had not begun to
+answer on what was killed. KVFERRY_CHAOS_SEED=7 repeats the choices of seed 7, though not the times.
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from router.base.clock import MonotonicClock
+from router.tools.demo.launcher import LlamaServer
+from tests.conftest import StartServer
+from tests.e2e.hosts.test_namespaces import clients, until_ready
+from tests.support.conversations.conversing import differs_in_earnest
+from tests.support.conversations.measuring import Direct, direct
+from tests.support.conversations.prompts import Json, ids
+from tests.support.faults.chaos import ROUNDING
+from tests.support.models.tiny_models import tiny_model
+from tests.support.servers.hosts import HOST
+from tests.support.servers.namespaces import NetHost, net_hosts, start_all
+from tests.support.servers.router_fleet import Answer, read_answer
+
+pytestmark = [pytest.mark.slow, pytest.mark.hosts]
+
+BUDGET_S = float(os.environ.get("KVFERRY_CHAOS_S", "60"))
+SEED = int(os.environ.get("KVFERRY_CHAOS_SEED", random.SystemRandom().randrange(10**6)))
+N_HOSTS, N_CLIENTS, LONGEST = 3, 4, 2500
+ASKED: Json = {"n_predict": 4, "temperature": 0, "n_probs": 5, "return_tokens": True}
+BUGS = ("Traceback", "task_failed", "request_failed")
+# A client gives up a host whose link was cut.
+_CLIENT_S = 60.0
+
+
+@dataclass
+class Load:
+    """Clients that go on with their conversations at any door, whatever happens."""
+
+    hosts: list[NetHost]
+    session: aiohttp.ClientSession
+    reference: Direct
+    chance: random.Random
+    over: bool = False
+    said: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    async def client(self, number: int) -> None:
+        """Take turns until the test is over; begin anew when the conversation is long."""
+        seed = 1000 * number
+        prompt = ids(seed, 400)
+        while not self.over:
+            answer = await self._ask(prompt)
+            if answer is None:
+                continue
+            self.said[answer.headers[HOST]] += 1
+            expected = await self.reference.post("/completion", ASKED | {"prompt": prompt})
+            if told := differs_in_earnest(answer, expected, ROUNDING):
+                self.wrong.append(f"{answer.headers[HOST]}: {told}")
+            seed += 1
+            prompt = [*prompt, *answer.json["tokens"], *ids(seed, 60)]
+            if len(prompt) > LONGEST:
+                prompt = ids(seed, 400)
+
+    async def _ask(self, prompt: Sequence[int]) -> Answer | None:
+        """Send a turn to some door. None: that door was killed or cut meanwhile."""
+        door = self.chance.choice(self.hosts)
+        killed = door.killed
+        try:
+            async with self.session.post(
+                door.url + "/completion",
+                json=ASKED | {"prompt": list(prompt)},
+                timeout=aiohttp.ClientTimeout(total=_CLIENT_S, sock_connect=2.0),
+            ) as response:
+                answer = await read_answer(response)
+        except aiohttp.ClientConnectorError:  # it is being started; another door takes the request
+            await asyncio.sleep(0.1)  # a client that tries again does not spin
+            self.said["door was closed"] += 1
+            return None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if door.killed == killed and not door.is_cut:
+                self.failures.append(f"{door.name}: {type(error).__name__} {error}")
+            self.said["door was gone"] += 1
+            return None
+        if answer.status != 200:
+            self.failures.append(f"{door.name}: {answer.status} {answer.body[:300]!r}")
+            return None
+        return answer
+
+
+async def disturb(hosts: list[NetHost], redis: NetHost, chance: random.Random) -> str:
+    """Do one thing to one host, undo it after a while, and return what it was.
+
+    Two of three hosts are always there: more than one at a time is no fleet any more.
+    """
+    host = chance.choice(hosts)
+    what = chance.choice(["router", "router", "server", "host", "link", "redis", "redis stops"])
+    pause_s = chance.uniform(0.2, 4.0)
+    match what:
+        case "router" | "server":
+            await host.kill(what)
+            await asyncio.sleep(pause_s)
+            await start_all(host)
+        case "host":
+            await host.kill_all()
+            await asyncio.sleep(pause_s)
+            await start_all(host)
+        case "link":
+            host.cut()
+            await asyncio.sleep(2 * pause_s)
+            host.heal()
+        case "redis":
+            await redis.kill("redis")
+            await asyncio.sleep(pause_s)
+            await redis.start("redis")
+        case _:
+            redis.pause("redis")
+            await asyncio.sleep(pause_s)
+            redis.go_on("redis")
+    await asyncio.sleep(chance.uniform(1.0, 5.0))
+    return what
+
+
+@pytest.fixture
+async def reference(llama_server: StartServer) -> AsyncIterator[Direct]:
+    """Yield a server that no fault reaches."""
+    server: LlamaServer = await llama_server("llama", slots=4, ctx=16384)
+    async with direct(server) as made:
+        yield made
+
+
+@pytest.mark.timeout(BUDGET_S + 300)
+async def test_chaos_of_hosts(
+    server_argv: list[str],
+    reference: Direct,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chance, clock = random.Random(SEED), MonotonicClock()
+    done: Counter[str] = Counter()
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        net_hosts(tmp_path, server_argv, tiny_model("llama").path, N_HOSTS) as found,
+    ):
+        hosts, redis = found[:N_HOSTS], found[-1]
+        names = [host.name for host in hosts]
+        fleets = clients(hosts, session)
+        await until_ready(fleets, *names)
+        load = Load(hosts, session, reference, random.Random(SEED + 1))
+        end = clock.now() + BUDGET_S
+        async with asyncio.TaskGroup() as group:
+            for number in range(N_CLIENTS):
+                group.create_task(load.client(number))
+            while clock.now() < end and not load.failures and not load.wrong:
+                done[await disturb(hosts, redis, chance)] += 1
+            load.over = True
+        told = f"seed {SEED}: {dict(done)}; answers {dict(load.said)}"
+        record_property("chaos", told)
+        with capsys.disabled():
+            sys.stderr.write(f"\n{told}\n")
+        assert load.wrong == []
+        assert load.failures == []
+        # Everything is right again: all are there, each drives its own server, no slot is held.
+        await until_ready(fleets, *names)
+        for host, fleet in zip(hosts, fleets, strict=True):
+            state = await fleet.until_quiet()
+            assert [backend["state"] for backend in state["backends"]] == ["up"], host.name
+            assert state["hosts"]["directory"]["up"], host.name
+        for host in hosts:
+            bugs = [line for line in host.log.read_text().splitlines() if _is_bug(line)]
+            assert bugs == [], host.name
+
+
+def _is_bug(line: str) -> bool:
+    if not any(word in line for word in BUGS):
+        return False
+    try:
+        return bool(json.loads(line))
+    except json.JSONDecodeError:
+        return True

@@ -1,0 +1,199 @@
+"""Peers: found by names, without itself and without doubles; used only where that is right."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from msgspec.structs import replace
+
+from router.base.clock import MonotonicClock
+from router.base.errors import BackendError
+from router.base.tasks import Tasks
+from router.hosts.messages import HELLO, PROTOCOL, Hello, Served
+from router.hosts.peer import Peer
+from router.hosts.peers import Peers
+from router.llama.server_client import Connections, Timeouts
+from router.servers.program import free_port
+
+OWN, PROOF = "own", "proof"
+MODEL = Served(("m",), "facts:")
+
+
+def hello(name: str, **more: Any) -> Hello:
+    given = {"models": (MODEL,)} | more
+    return Hello(name, f"{name}-1", "1.0", PROOF, **given)
+
+
+@dataclass
+class Host:
+    """What answers `GET /peer/hello` at one port."""
+
+    says: Hello
+    port: int = field(default_factory=free_port)
+    asked: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@asynccontextmanager
+async def listening(host: Host) -> AsyncIterator[Host]:
+    async def answer(_: web.Request) -> web.Response:
+        host.asked += 1
+        return web.Response(body=msgspec.json.encode(host.says))
+
+    app = web.Application()
+    app.router.add_get(HELLO, answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", host.port).start()
+    try:
+        yield host
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def watching(*urls: str) -> AsyncIterator[Peers]:
+    tasks = Tasks()
+    async with Connections(keeps_streams=True) as connections:
+        peers = Peers(
+            urls,
+            connections,
+            Timeouts(health_s=1.0, connect_s=1.0),
+            incarnation=OWN,
+            proof=PROOF,
+            clock=MonotonicClock(),
+        )
+        tasks.spawn(peers.run(), name="peers")
+        try:
+            await until(lambda: all(peer.problem != "not contacted yet" for peer in peers.all()))
+            yield peers
+        finally:
+            await tasks.aclose()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            await asyncio.sleep(0.01)
+            if is_so():
+                return
+
+
+async def test_a_peer_is_used_for_its_models() -> None:
+    async with listening(Host(hello("a"))) as host, watching(host.url) as peers:
+        await until(lambda: bool(peers.usable("m")))
+
+        assert [peer.name for peer in peers.usable("m")] == ["a"]
+        assert [peer.name for peer in peers.usable(None)] == ["a"]
+        assert peers.usable("other") == []
+        assert peers.models() == [frozenset({"m"})]
+
+
+async def test_a_host_leaves_itself_out() -> None:
+    me = Host(replace(hello("me"), incarnation=OWN))
+    other = Host(hello("a"))
+    async with listening(me), listening(other), watching(me.url, other.url) as peers:
+        await until(lambda: bool(peers.usable("m")))
+        await peers.until_checked()
+
+        assert [peer.name for peer in peers.all()] == ["a"]
+
+
+async def test_a_host_under_two_addresses_is_one_peer() -> None:
+    one, other = Host(hello("a")), Host(hello("a"))
+    async with listening(one), listening(other), watching(one.url, other.url) as peers:
+        await until(lambda: one.asked > 0 and other.asked > 0)
+        await peers.until_checked()
+
+        assert len(peers.all()) == 1
+
+
+async def test_a_name_with_several_addresses_is_several_peers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with listening(Host(hello("a"))) as host:
+        loop = asyncio.get_running_loop()
+
+        async def resolve(name: str, port: int, **_: object) -> list[object]:
+            assert name == "hosts"
+            family = socket.AF_INET, socket.SOCK_STREAM, 6, ""
+            return [(*family, ("127.0.0.1", port)), (*family, ("127.0.0.2", port))]
+
+        monkeypatch.setattr(loop, "getaddrinfo", resolve)
+        tasks = Tasks()
+        async with Connections() as connections:
+            peers = Peers(
+                [f"http://hosts:{host.port}"],
+                connections,
+                Timeouts(health_s=1.0, connect_s=1.0),
+                incarnation=OWN,
+                proof=PROOF,
+                clock=MonotonicClock(),
+            )
+            monkeypatch.setattr(Peer, "ask_hello", _no_answer)
+            tasks.spawn(peers.run(), name="peers")
+            await peers.until_checked()
+            urls = {peer.url for peer in peers.all()}
+            await tasks.aclose()
+
+        assert urls == {f"http://127.0.0.1:{host.port}", f"http://127.0.0.2:{host.port}"}
+
+
+async def _no_answer(_: Peer) -> Hello:
+    raise BackendError("not now")
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ({"protocol": PROTOCOL + 1}, "protocol"),
+        ({"secret": "another"}, "another fleet secret"),
+        ({"stopping": True}, ""),
+    ],
+    ids=["protocol", "secret", "stopping"],
+)
+async def test_another_protocol_is_not_used(says: dict[str, Any], told: str) -> None:
+    host = Host(replace(hello("a"), **says))
+    async with listening(host), watching(host.url) as peers:
+        (peer,) = peers.all()
+
+        assert peers.usable("m") == []
+        assert told in peer.problem
+        host.says = hello("a")
+        await until(lambda: bool(peers.usable("m")))
+
+
+async def test_a_peer_that_goes_is_noticed_and_one_that_comes_back() -> None:
+    host = Host(hello("a"))
+    async with watching(host.url) as peers:
+        assert peers.usable("m") == []
+        async with listening(host):
+            await until(lambda: bool(peers.usable("m")))
+        await until(lambda: not peers.usable("m"))
+        async with listening(host):
+            await until(lambda: bool(peers.usable("m")))
+
+
+async def test_failures_in_a_row_leave_a_peer_alone_for_a_while() -> None:
+    now = [0.0]
+    async with Connections() as connections:
+        peer = Peer("http://127.0.0.1:1", connections, Timeouts(), lambda: now[0])
+        peer.heard(hello("a"), PROOF)
+        usable = []
+        for seconds in (0.0, 0.0, 0.0, 1.1):
+            now[0] += seconds
+            usable.append(peer.is_usable)
+            peer.failure()
+        now[0] += 1.1
+
+        assert usable == [True, True, True, True]
+        assert not peer.is_usable  # the second break is twice as long
