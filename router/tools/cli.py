@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("doctor", help="probe every backend and say what to change")
     _fleet_options(command)
+    add_fleet_options(command)
     command.set_defaults(run=_doctor)
 
     command = commands.add_parser("bench", help="measure your own servers, in about a minute")
@@ -164,7 +165,7 @@ def _config(options: argparse.Namespace) -> Config:
     starts_servers = "server_args" in options
     if options.config is None:
         servers = servers_from(options) if starts_servers else None
-        fleet = fleet_from(options) if starts_servers else None
+        fleet = fleet_from(options) if "peer" in options else None
         return from_flags(
             options.backend, options.kv_dir, options.listen, options.policy, servers, fleet
         )
@@ -179,7 +180,9 @@ def _config(options: argparse.Namespace) -> Config:
         if value
     ]
     if starts_servers:
-        given += given_flags(options) + given_fleet_flags(options)
+        given += given_flags(options)
+    if "peer" in options:
+        given += given_fleet_flags(options)
     if given:
         raise StartError(f"{', '.join(given)}: not together with --config; set it in the file")
     return load(options.config)

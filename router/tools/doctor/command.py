@@ -16,6 +16,7 @@ from router.llama.server_client import Connections
 from router.tools.doctor.facts import Facts, gather
 from router.tools.doctor.findings import Finding, Level, of_backend
 from router.tools.doctor.fleet import of_fleet, verdict
+from router.tools.doctor.hosts import of_hosts
 from router.tools.terminal import Progress, no_log_lines, output
 
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "red"}
@@ -31,6 +32,8 @@ async def doctor(config: Config) -> int:
         _print(console, f"{facts.name}  {facts.backend.url}", of_backend(facts))
     if together := of_fleet(fleet, config):
         _print(console, "together", together)
+    if others := await of_hosts(config, fleet):
+        _print(console, "other hosts", others)
     code, text = verdict(fleet, config)
     console.print(Text(text, style="bold green" if code == 0 else "bold red"))
     return code

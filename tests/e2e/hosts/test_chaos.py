@@ -75,7 +75,7 @@ class Load:
     async def _ask(self, prompt: Sequence[int]) -> Answer | None:
         """Send a turn to some door. None: that door was killed or cut meanwhile."""
         door = self.chance.choice(self.hosts)
-        killed = door.killed
+        killed, disturbed = door.killed, door.is_disturbed
         try:
             async with self.session.post(
                 door.url + "/completion",
@@ -83,12 +83,13 @@ class Load:
                 timeout=aiohttp.ClientTimeout(total=_CLIENT_S, sock_connect=2.0),
             ) as response:
                 answer = await read_answer(response)
-        except aiohttp.ClientConnectorError:  # it is being started; another door takes the request
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+            # It is being started, or its link was just healed; another door takes the request.
             await asyncio.sleep(0.1)  # a client that tries again does not spin
             self.said["door was closed"] += 1
             return None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if door.killed == killed and not door.is_cut:
+            if door.killed == killed and not disturbed and not door.is_disturbed:
                 self.failures.append(f"{door.name}: {type(error).__name__} {error}")
             self.said["door was gone"] += 1
             return None

@@ -79,6 +79,11 @@ class NetHost:
         """Return the log of its kvferry, of all its runs."""
         return self.folder / f"{self.name}-kvferry.log"
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Return whether its kvferry is not meant to run now, or not to be reached."""
+        return self.is_cut or "router" not in self._running
+
     def connect(self) -> None:
         """Make the namespace, and its link to the bridge with 1 Gbit/s each way."""
         outside, inside = f"v43{self.name}", "eth0"
