@@ -278,7 +278,9 @@ async def build(
         reload = Reload(path, config, take, tasks.spawn)
         registry.register(EngineCollector(stats, lambda: tuple(engine.infos.values())))
         subject = Subject(
-            picture=lambda: picture_of(engine, selection, clock.now()),
+            picture=lambda: picture_of(
+                engine, selection, clock.now(), None if hosts is None else hosts.view
+            ),
             n_snapshots=lambda: engine.view.store.n_snapshots,
             survey=lambda: survey(engine.view.snapshots()),
             decisions=decision_log.recent,

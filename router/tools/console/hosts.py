@@ -38,17 +38,18 @@ async def status(url: str, *, as_json: bool) -> int:
 
 def hosts_table(hosts: Json) -> Table:
     """Return a row for each peer of a host."""
-    numbers = ("busy", "slots", "waiting", "quotes", "failed", "quote ms", "late s")
-    rows = table(f"peers of {hosts['name']}", "", *numbers, right=numbers, last="models", wrap=True)
+    numbers = ("slots busy", "waiting", "quotes", "failed", "ms", "late s")
+    rows = table(f"peer of {hosts['name']}", "", *numbers, right=numbers, last="models", wrap=True)
     for peer in hosts["peers"]:
         up = "up" if peer["up"] else "not used"
         rows.add_row(
             peer["name"],
             Text(up, "green" if peer["up"] else "red"),
-            *(str(peer[key]) for key in ("busy", "slots", "waiting", "quotes", "failed")),
+            f"{peer['busy']} of {peer['slots']}",
+            *(str(peer[key]) for key in ("waiting", "quotes", "failed")),
             f"{peer['quote_ms']:.1f}",
             f"{peer['late_s']:.2f}",
-            ", ".join(peer["models"]),
+            ", ".join(model.rpartition("/")[2] for model in peer["models"]),
         )
     return rows
 

@@ -76,8 +76,8 @@ async def _examined(
     if hello.keeps_apart != config.auth.keeps_apart:
         told = f"{hello.name}: tenants are kept apart on one of the two hosts only"
         return Finding(Level.WARNING, told, "give all hosts the same `auth`"), hello
-    models = ", ".join(sorted({names[0] for s in hello.models if (names := s.names)})) or "none"
-    told = f"{hello.name} ({peer.url}): kvferry {hello.version}, {hello.slots} slots, {models}"
+    models = ", ".join(sorted({s.names[0].rpartition("/")[2] for s in hello.models if s.names}))
+    told = f"{hello.name} ({peer.url}): kvferry {hello.version}, {hello.slots} slots, {models or 'no model'}"
     return Finding(Level.OK, told), hello
 
 

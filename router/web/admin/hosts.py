@@ -35,6 +35,15 @@ def hosts_row(view: HostsView) -> Row:
     }
 
 
+def hosts_brief(view: HostsView) -> list[Row]:
+    """Return this host and its peers, as little as the live page shows."""
+    own: Row = {"name": view.name, "up": True, "here": True, "load": None}
+    return [own] + [
+        {"name": peer.name, "up": peer.is_usable, "here": False, "load": round(peer.busy, 1)}
+        for peer in view.peers.all()
+    ]
+
+
 def peer_row(peer: Peer) -> Row:
     """Return the row of a peer; with its problem if requests do not go there."""
     hello = peer.hello

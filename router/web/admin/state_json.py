@@ -12,6 +12,7 @@ from router.core.model.tenancy import tenant_of
 from router.engine.engine import Engine
 from router.engine.fleet_view import SlotView, StoreView, WaitingView
 from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE
+from router.web.admin.hosts import HostsView, hosts_brief
 from router.web.api.backend_selection import BackendSelection
 
 Row = dict[str, object]
@@ -117,7 +118,9 @@ def snapshot_row(snapshot: Snapshot, uses: int, references: int) -> Row:
     }
 
 
-def picture_of(engine: Engine, selection: BackendSelection, now: float) -> Picture:
+def picture_of(
+    engine: Engine, selection: BackendSelection, now: float, hosts: HostsView | None = None
+) -> Picture:
     """Return all but the snapshots, which `survey` sums up. `now` is the engine's clock."""
     view = engine.view
     return {
@@ -131,6 +134,7 @@ def picture_of(engine: Engine, selection: BackendSelection, now: float) -> Pictu
                     for one in view.servers()
                 ]
             },
+            "hosts": {"items": [] if hosts is None else hosts_brief(hosts)},
         },
         "backends": {name: backend_row(name, selection, engine) for name in selection.monitors},
         "slots": {str(slot.id): slot_row(slot) for slot in view.slots()},

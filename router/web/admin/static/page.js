@@ -81,6 +81,7 @@ function show() {
   const { policy, stopping } = picture.fleet.get("router");
   setText(find("policy"), stopping ? `${policy}, stopping` : policy);
   showServers(picture.fleet.get("servers").items);
+  showHosts(picture.fleet.get("hosts").items);
   fleet.show(picture);
   decisions.show();
   const store = picture.fleet.get("store");
@@ -100,6 +101,15 @@ function showServers(items) {
     ({ name, phase, waiting }) => `${name} ${phase}${waiting ? ` (${whole(waiting)} waiting)` : ""}`,
   );
   setText(find("servers"), `Servers on demand: ${said.join("; ")}`);
+}
+
+// This host and its peers, with the requests for each slot of a peer.
+function showHosts(items) {
+  find("hosts").hidden = !items.length;
+  const said = items.map(({ name, up, here, load }) =>
+    here ? `${name} (this one)` : `${name} ${up ? `load ${load}` : "not used"}`,
+  );
+  setText(find("hosts"), `Hosts: ${said.join("; ")}`);
 }
 
 function charts() {
