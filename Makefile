@@ -54,8 +54,10 @@ test-slow: $(VENV)/.test $(VOCABS)/.ready
 # Hosts as network namespaces with links of their own, a real Redis, and random kills and cuts for
 # HOSTS_CHAOS_S seconds. Needs root, ip, tc and redis-server; without them the tests are skipped.
 HOSTS_CHAOS_S ?= 60
-test-hosts: $(VENV)/.test
+# Then every client of docs/clients.md through a host without servers.
+test-hosts: $(VENV)/.test $(CLIENTS_VENV)/.ready
 	KVFERRY_CHAOS_S=$(HOSTS_CHAOS_S) $(BIN)/python -m pytest -q -m hosts
+	KVFERRY_TEST_HOP=1 $(CLIENTS_VENV)/bin/python -m pytest -q -m client tests/clients
 
 # Random faults on real servers for SOAK_S seconds, then the scheduler's state machine with as many
 # examples as take about as long on one core.

@@ -77,7 +77,8 @@ async def _examined(
         told = f"{hello.name}: tenants are kept apart on one of the two hosts only"
         return Finding(Level.WARNING, told, "give all hosts the same `auth`"), hello
     models = ", ".join(sorted({s.names[0].rpartition("/")[2] for s in hello.models if s.names}))
-    told = f"{hello.name} ({peer.url}): kvferry {hello.version}, {hello.slots} slots, {models or 'no model'}"
+    models = models or "no model"
+    told = f"{hello.name} ({peer.url}): kvferry {hello.version}, {hello.slots} slots, {models}"
     return Finding(Level.OK, told), hello
 
 

@@ -11,7 +11,7 @@ from router.servers.program import free_port
 from tests.conftest import StartServer
 from tests.support.conversations.prompts import Json, ids
 from tests.support.servers.fake_llama import FakeLlama
-from tests.support.servers.hosts import HOST, fleet_yaml, host, hosts, until_peers
+from tests.support.servers.hosts import HOST, Addressed, fleet_yaml, host, hosts, until_peers
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_fleet import Fleet
 
@@ -169,12 +169,13 @@ async def test_one_llama_server_is_driven_by_one_host(tmp_path: Path) -> None:
         ports = [free_port(), free_port()]
         sections = [fleet_yaml(at, ports) for at in range(2)]
         fake.marker = "one"
-        async with host(0, [fake], sections[0]) as a:
-            no_kv = type("Other", (), {"url": fake.url, "kv_dir": None})()
-            async with host(1, [no_kv], sections[1]) as b:
-                state = await b.until(lambda s: s["backends"][0]["state"] == "down")
+        async with (
+            host(0, [fake], sections[0]) as a,
+            host(1, [Addressed(fake.url)], sections[1]) as b,
+        ):
+            state = await b.until(lambda s: s["backends"][0]["state"] == "down")
 
-                assert "h0" in state["backends"][0]["problem"]
-                assert (await a.state())["backends"][0]["up"]
-                answer = await b.post("/completion", HELD)
-                assert answer.headers[HOST] == "h0"
+            assert "h0" in state["backends"][0]["problem"]
+            assert (await a.state())["backends"][0]["up"]
+            answer = await b.post("/completion", HELD)
+            assert answer.headers[HOST] == "h0"

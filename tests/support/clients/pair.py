@@ -6,18 +6,22 @@ thread of its own, so that a client may block.
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from router.servers.program import free_port
 from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import CHAT_TEMPLATE, tiny_model
+from tests.support.servers.hosts import fleet_yaml, host, until_peers
 from tests.support.servers.router_fleet import Json, running
 
 # Names of the servers, in these tests and in docs/clients.md. LOCKED requires a key.
@@ -177,7 +181,15 @@ async def _serve(argv: Sequence[str], home: Path, ready: "Future[_Up]") -> None:
             | ({"api_key_env": KEY_VARIABLE} if name == LOCKED else {})
             for name, url in urls.items()
         ]
-        async with running([], None, yaml=json.dumps({"backends": backends})) as fleet:
+        async with AsyncExitStack() as stack:
+            # KVFERRY_TEST_HOP: clients connect to a host without servers, which forwards.
+            ports = [free_port(), free_port()] if os.environ.get("KVFERRY_TEST_HOP") else []
+            own = yaml.safe_load(fleet_yaml(0, ports)) if ports else {}
+            home_of_servers = running([], None, yaml=json.dumps({"backends": backends} | own))
+            fleet = await stack.enter_async_context(home_of_servers)
+            if ports:
+                fleet = await stack.enter_async_context(host(1, [], fleet_yaml(1, ports)))
+                await until_peers(fleet, "h0", "h1")
             ready.set_result(_Up(Pair(fleet.url, urls), asyncio.get_running_loop(), stop))
             await stop.wait()
     finally:

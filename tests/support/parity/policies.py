@@ -1,4 +1,4 @@
-"""One real server, asked directly and through a router of each policy."""
+"""One real server, asked directly, through a router of each policy, and through two hosts."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -7,10 +7,12 @@ from pathlib import Path
 from router.tools.demo.launcher import LlamaServer
 from tests.support.models.tiny_models import tiny_model
 from tests.support.parity.pair import Pair, client
+from tests.support.servers.hosts import Addressed, hosts
 from tests.support.servers.router_fleet import running
 
 DEFAULT = "prefer_idle_slot_with_global_restore"
-POLICIES = (DEFAULT, "passthrough")
+HOP = "through a hop"  # the client's host has no server of its own
+POLICIES = (DEFAULT, "passthrough", HOP)
 CTX = 256  # tokens of a slot; an answer without a limit ends there
 
 
@@ -24,10 +26,13 @@ async def paired(server_argv: list[str], kv_dir: Path) -> AsyncIterator[dict[str
         )
         session = await stack.enter_async_context(client())
         made = {}
-        for policy in POLICIES:
+        for policy in (DEFAULT, "passthrough"):
             # No snapshots: an idle save would not know of the direct requests.
             router = running([("a", server.url)], None, yaml=f"policy: {policy}")
             fleet = await stack.enter_async_context(router)
             made[policy] = Pair(server.url, fleet.url, session)
+        without_kv = Addressed(server.url)
+        _, front = await stack.enter_async_context(hosts([without_kv], []))
+        made[HOP] = Pair(server.url, front.url, session)
         yield made
         assert server.pid is not None, "the server did not survive"

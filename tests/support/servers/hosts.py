@@ -5,6 +5,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,14 @@ class Server(Protocol):
     def url(self) -> str: ...
     @property
     def kv_dir(self) -> Path | None: ...
+
+
+@dataclass(frozen=True)
+class Addressed:
+    """A server at an address, without snapshots."""
+
+    url: str
+    kv_dir: Path | None = None
 
 
 @asynccontextmanager
