@@ -145,7 +145,11 @@ async def hosts_of(
     held = engine.held_prefixes(credentials.secret, facts_of)
     twins = Twins(processes, clock)
 
+    seen_from_outside = ""
+
     def hello(from_outside: str = "") -> Hello:
+        nonlocal seen_from_outside
+        seen_from_outside = from_outside or seen_from_outside
         view = engine.view
         slots = view.slots()
         return Hello(
@@ -178,6 +182,7 @@ async def hosts_of(
             proof=credentials.proof,
             clock=clock,
             directory=directory,
+            own_url=lambda: address.as_seen(seen_from_outside),
             on_news=lambda: twins.compare(name, peers.all()),
         )
         registry.register(

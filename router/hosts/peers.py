@@ -54,12 +54,14 @@ class Peers:
         proof: str,
         clock: MonotonicClock,
         directory: KnownHosts | None = None,
+        own_url: Callable[[], str] = lambda: "",
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set up without peers. `incarnation` and `proof` are this host's own.
+        """Set up without peers. `incarnation`, `proof` and `own_url` are this host's own.
 
         `on_news` is called after each round of checks.
         """
+        self._own_url = own_url
         self._urls = urls
         self._connections, self._timeouts = connections, timeouts
         self.incarnation, self._proof = incarnation, proof
@@ -114,8 +116,10 @@ class Peers:
 
     async def _round(self) -> None:
         members = None if self._directory is None else await self._directory.members()
+        # Another incarnation at this host's own address is its last run, which is over.
+        own = {self._own_url(), *self._own_urls, ""}
         for hello in members or ():
-            if hello.incarnation != self.incarnation and hello.url:
+            if hello.incarnation != self.incarnation and hello.url not in own:
                 self._heard(self._peer(hello.url), hello)
         found = [
             url for urls in await asyncio.gather(*map(self._resolve, self._urls)) for url in urls

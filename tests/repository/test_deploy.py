@@ -23,6 +23,7 @@ from compose_spec import PyCompose
 from router.config.schema import Config, load
 from router.config.values import duration, url_address
 from router.servers.program import free_port
+from router.tools.cli import _config, _parser
 from router.tools.doctor.command import examine
 from router.tools.doctor.findings import Level, of_backend
 from tests.support.models.tiny_models import tiny_model
@@ -55,7 +56,8 @@ def filled(value: Any) -> Any:
 COMPOSE: Json = filled(yaml.safe_load(read("docker-compose.yml")))
 SERVICES: dict[str, Json] = COMPOSE["services"]
 ROUTER = SERVICES["kvferry"]
-LLAMAS = {name: one for name, one in SERVICES.items() if one.get("profiles")}
+LLAMAS = {name: one for name, one in SERVICES.items() if name.startswith(("cuda-", "cpu-"))}
+HOSTS = {name: SERVICES[name] for name in ("host-a", "host-b")}
 UNIT = "config/systemd/kvferry.service"
 LLAMA_UNIT = "config/systemd/llama-server@.service"
 DOCKERFILE = read("Dockerfile").replace("\\\n", " ")
@@ -164,7 +166,7 @@ def test_the_router_reads_the_model_that_the_servers_run() -> None:
 def test_nothing_is_open_to_other_machines() -> None:
     published = {name: one["ports"] for name, one in SERVICES.items() if "ports" in one}
 
-    assert set(published) == {"kvferry", "prometheus", "grafana"}
+    assert set(published) == {"kvferry", "host-a", "host-b", "prometheus", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     assert f"127.0.0.1:8080:{docker().listen.port}" in published["kvferry"]
 
@@ -344,3 +346,53 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
     )
 
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- the profile `hosts` -------------------------------------------------------------------------
+
+
+def host_config(name: str) -> Config:
+    """Return the configuration that the flags of a host mean."""
+    return _config(_parser().parse_args(HOSTS[name]["command"]))
+
+
+@pytest.mark.parametrize("name", list(HOSTS))
+def test_a_host_has_its_own_server_and_files(name: str) -> None:
+    config, llama = host_config(name), SERVICES[name.replace("host", "llama")]
+    (backend,) = config.backends
+    where = url_address(backend.url)
+    given = flags(llama["command"])
+
+    assert llama["network_mode"] == f"service:{name}"
+    assert (where.host, str(where.port)) == (given["--host"], given["--port"])
+    assert str(backend.kv_dir) == given["--slot-save-path"] == KV_DIR
+    assert mounts(llama)[KV_DIR] == mounts(HOSTS[name])[KV_DIR]
+    assert str(config.fleet.credentials) == f"{mounts_target(name, 'fleet')}/{name}"
+
+
+def mounts_target(name: str, source: str) -> str:
+    """Return where a host has a volume."""
+    (found,) = [target for target, volume in mounts(HOSTS[name]).items() if volume == source]
+    return found
+
+
+def test_hosts_know_each_other_and_the_directory() -> None:
+    for name in HOSTS:
+        fleet = host_config(name).fleet
+        assert fleet.listen is not None
+        assert [url_address(peer).host for peer in fleet.peers] == list(HOSTS)
+        assert {url_address(peer).port for peer in fleet.peers} == {fleet.listen.port}
+        assert fleet.redis == "redis://valkey:6379"
+        assert HOSTS[name]["hostname"] == name
+
+
+def test_credentials_are_made_before_the_hosts_start() -> None:
+    made = SERVICES["host-files"]
+    (script,) = made["command"]
+
+    assert "kvferry fleet certificate" in script
+    for name in HOSTS:
+        assert name in script
+        assert HOSTS[name]["depends_on"]["host-files"]["condition"] == (
+            "service_completed_successfully"
+        )

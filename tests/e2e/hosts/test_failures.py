@@ -5,7 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from router.servers.program import free_port
 from tests.conftest import StartServer
@@ -179,3 +181,33 @@ async def test_one_llama_server_is_driven_by_one_host(tmp_path: Path) -> None:
             assert (await a.state())["backends"][0]["up"]
             answer = await b.post("/completion", HELD)
             assert answer.headers[HOST] == "h0"
+
+
+async def test_a_host_that_starts_again_does_not_yield_to_its_own_past(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    """Its last run is in the directory for six seconds, and had the server for longer."""
+    async with FakeLlama(kv_dir=tmp_path) as fake:
+        fake.marker = "one"
+        ports = [free_port(), free_port()]
+        sections = [fleet_yaml(at, ports, redis_server.url) for at in range(2)]
+        async with host(0, [fake], sections[0]) as first:
+            await first.until(lambda s: bool(s["hosts"]["directory"]["up"]))
+            hosts_of_first = first.router.hosts
+            assert hosts_of_first is not None
+            told = msgspec.json.encode(
+                replace(hosts_of_first.hello("127.0.0.1"), processes={"one": 1e6})
+            )
+        async with redis_server.client() as client:  # as after kill -9
+            await client.set("kvf:i:past", told.replace(b'"incarnation":"', b'"incarnation":"past'))
+            await client.sadd("kvf:hosts", "past")
+        async with host(0, [fake], sections[0]) as again:
+            hosts_of_again = again.router.hosts
+            assert hosts_of_again is not None
+            await again.until(lambda s: bool(s["hosts"]["directory"]["up"]))
+            await hosts_of_again.peers.until_checked()
+            await hosts_of_again.peers.until_checked()
+            state = await again.state()
+
+            assert state["backends"][0]["up"]
+            assert state["hosts"]["peers"] == []
