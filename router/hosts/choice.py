@@ -5,7 +5,10 @@ for the way on top.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
+from heapq import nsmallest
+from zlib import crc32
 
 from msgspec import Struct
 
@@ -56,10 +59,11 @@ def to_ask(
     """
     if len(usable) <= n:
         return sorted(usable, key=lambda peer: -holders.get(peer, 0))
-    ranked = sorted(usable, key=lambda peer: (-holders.get(peer, 0), _lot(peer, first_hash)))
-    asked = ranked[: n - 1]
-    others = ranked[n - 1 :]
-    asked.append(min(others, key=lambda peer: (busy.get(peer, 0.0), others.index(peer))))
+    asked = nsmallest(
+        n - 1, usable, key=lambda peer: (-holders.get(peer, 0), _lot(peer, first_hash))
+    )
+    others = (peer for peer in usable if peer not in asked)
+    asked.append(min(others, key=lambda peer: (busy.get(peer, 0.0), _lot(peer, first_hash))))
     return asked
 
 
@@ -72,8 +76,14 @@ def favourite(hosts: Collection[str], first_hash: bytes) -> str:
     return min(hosts, key=lambda host: _lot(host, first_hash))
 
 
-def _lot(host: str, first_hash: bytes) -> bytes:
-    return blake2b(host.encode() + b"\0" + first_hash, digest_size=8).digest()
+def _lot(host: str, first_hash: bytes) -> int:
+    """Return the rank of a host for a prompt. 0.3 µs: there may be a hundred hosts."""
+    return crc32(first_hash, _seed(host))
+
+
+@lru_cache(maxsize=1024)
+def _seed(host: str) -> int:
+    return int.from_bytes(blake2b(host.encode(), digest_size=4).digest(), "little")
 
 
 def in_order(

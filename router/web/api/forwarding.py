@@ -24,7 +24,7 @@ from router.engine.loop_throttle import LoopThrottle
 from router.hosts.choice import MAX_ASKED, Offer, favourite, in_order, is_worth_asking, to_ask
 from router.hosts.messages import HOP_REFUSED, QuoteAsk
 from router.hosts.peer import Peer
-from router.hosts.peers import KnownHosts, Peers
+from router.hosts.peers import KnownHosts, Peers, Usable
 from router.llama.replies import read_reply
 from router.llama.server_client import RelayedResponse
 from router.llama.wire import ParsedRequest
@@ -129,7 +129,7 @@ class Forwarding:
                 f"no host serves the model {model!r}; available models: {listed}"
             )
 
-    def _usable(self, model: str | None) -> list[Peer]:
+    def _usable(self, model: str | None) -> Usable:
         """Return the peers for a model; any name will do where all have one model."""
         found = self.peers.usable(model)
         if not found and len(self.peers.models()) == 1 and not self._selection.monitors:
@@ -195,15 +195,12 @@ class Forwarding:
                     await self.peers.until_checked()
         raise NoBackendError("no host of the fleet that serves this model can be reached")
 
-    async def _read_there(self, sought: _Sought, peers: Sequence[Peer]) -> None:
+    async def _read_there(self, sought: _Sought, usable: Usable) -> None:
         """Let a peer read the prompt: the same one for each turn of a conversation."""
         beginning = sought.raw[:_BODY_BEGINNING]
-        keyed = [peer for peer in peers if peer.namespace_of(sought.request.model)] or list(peers)
-        order = to_ask([peer.key for peer in keyed], {}, {}, beginning, 2)
-        by_key = {peer.key: peer for peer in peers}
         path = sought.http.path.rstrip("/")
-        for key in order:
-            peer = by_key[key]
+        for key in to_ask(list(usable.peers), {}, {}, beginning, 2):
+            peer = usable.peers[key]
             try:
                 told = await peer.read(path, sought.raw, sought.request.tenant, _READ_LIMIT_S)
             except BackendError:
@@ -250,8 +247,8 @@ class Forwarding:
 
     # --------------------------------------------------------------------------------------------
 
-    def _cost_s(self, peers: Sequence[Peer]) -> float:
-        return min(peer.quote_s for peer in peers) + _WAY_S
+    def _cost_s(self, usable: Usable) -> float:
+        return min(peer.quote_s for peer in usable.peers.values()) + _WAY_S
 
     def _namespace_here(self, request: Request) -> Namespace | None:
         for info in self._engine.infos.values():
@@ -259,13 +256,14 @@ class Forwarding:
                 return info.namespace
         return None
 
-    async def _at_best(self, sought: _Sought, peers: Sequence[Peer]) -> web.StreamResponse | None:
+    async def _at_best(self, sought: _Sought, usable: Usable) -> web.StreamResponse | None:
         """Ask, and forward to the cheapest host that takes the request. None: none does."""
-        by_key = {peer.key: peer for peer in peers}
-        asked = await self._to_ask(sought, by_key)
+        by_key = usable.peers
+        asked = await self._to_ask(sought, usable)
         offers = await self._offers(sought, [by_key[key] for key in asked])
-        here = self.peers.incarnation
-        favoured = favourite([here, *by_key], sought.first)
+        favoured = None
+        if sought.own is not None:
+            favoured = favourite([self.peers.incarnation, *by_key], sought.first)
         order = in_order(sought.own, offers, _WAY_S, favoured)
         told = HostsAsked(
             own=sought.own,
@@ -282,13 +280,12 @@ class Forwarding:
         self._decision_log.note_hosts(sought.request.id, told)
         return None
 
-    async def _to_ask(self, sought: _Sought, by_key: dict[str, Peer]) -> list[str]:
+    async def _to_ask(self, sought: _Sought, usable: Usable) -> list[str]:
         holders: dict[str, int] = {}
-        if len(by_key) > MAX_ASKED and self._directory is not None and sought.hashes:
+        if len(usable.peers) > MAX_ASKED and self._directory is not None and sought.hashes:
             found = await self._directory.holders(sought.hashes)
-            holders = {key: held for key, held in found.items() if key in by_key}
-        busy = {key: peer.busy for key, peer in by_key.items()}
-        return to_ask(list(by_key), holders, busy, sought.first)
+            holders = {key: held for key, held in found.items() if key in usable.peers}
+        return to_ask(list(usable.peers), holders, usable.busy, sought.first)
 
     async def _offers(self, sought: _Sought, peers: Sequence[Peer]) -> list[Offer]:
         request, own = sought.request, sought.own
