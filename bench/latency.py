@@ -23,7 +23,7 @@ from router.tools.fleet.certificate import make_certificate
 
 DIRECT = "direct"
 # Two hosts: the client's host has the server, or the other one has it.
-AT_HOME, FORWARDED = "kvferry of two hosts", "kvferry, forwarded"
+AT_HOME, FORWARDED = "kvferry of two hosts", "kvferry forwarded"
 WAYS = (DIRECT, "direct again", "kvferry", AT_HOME, FORWARDED, "kvferry passthrough", "nginx")
 SGLANG = "sglang-router"
 COLUMNS = (

@@ -47,6 +47,7 @@ from router.core.model.slots import Slot
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.displacement import keeps_snapshots
 from router.core.planning.planner import plan as make_plan
+from router.core.planning.quote import is_surely_cheap
 from router.core.planning.quote import quote as make_quote
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
@@ -218,6 +219,11 @@ class Engine:
         """
         state = self._scheduler.state
         return make_quote(request, state.fleet, state.queue, self._clock.now())
+
+    def is_surely_cheap(self, request: Request, limit_s: float) -> bool:
+        """Return whether a request costs less than `limit_s` here, whatever is held."""
+        state = self._scheduler.state
+        return is_surely_cheap(request, state.fleet, state.queue, limit_s)
 
     def held_prefixes(self, secret: bytes, facts_of: Callable[[Namespace], str]) -> HeldPrefixes:
         """Return a new index of what this host holds; there may be only one at a time."""

@@ -18,6 +18,8 @@ MAX_ASKED = 3
 # A request asks no peer if its own price is lower than this many times the cost of asking: asking
 # could not pay. Chosen: at 2 ms for asking and the way, requests of less than 20 ms stay.
 _WORTH_ASKING = 10.0
+# Share of a prompt that is as good as all: the next turn of a long conversation. Chosen.
+_NEARLY_ALL = 0.95
 # A peer has to be cheaper by this factor, so that equal hosts keep what clients send them. Chosen.
 _CHEAPER = 0.9
 # Prices within this factor are equal: then the favourite host of the prompt gets it. Chosen: the
@@ -35,12 +37,21 @@ class Offer(Struct, frozen=True):
     price_s: float
 
 
-def is_worth_asking(own: Quote | None, cost_s: float) -> bool:
+def dear_above_s(cost_s: float) -> float:
+    """Return the price from which a request may ask peers; `cost_s`: of asking and forwarding."""
+    return _WORTH_ASKING * cost_s
+
+
+def is_worth_asking(own: Quote | None, n_prompt: int, cost_s: float) -> bool:
     """Return whether a request should ask peers. `own` None: nothing here can serve it.
 
-    `cost_s`: what asking and forwarding take.
+    No peer can save much of a prompt that is nearly all held here, in a slot that is free.
     """
-    return own is None or own.price_s > _WORTH_ASKING * cost_s
+    if own is None:
+        return True
+    if own.reused_tokens >= _NEARLY_ALL * n_prompt > 0 and own.wait_s <= cost_s:
+        return False
+    return own.price_s > dear_above_s(cost_s)
 
 
 def to_ask(

@@ -21,9 +21,15 @@ def offer(peer: str, price_s: float, reused: int = 0) -> Offer:
 
 
 def test_a_cheap_request_asks_nobody() -> None:
-    assert not is_worth_asking(Quote(0.01), 0.002)
-    assert is_worth_asking(Quote(0.1), 0.002)
-    assert is_worth_asking(None, 0.002)
+    assert not is_worth_asking(Quote(0.01), 1000, 0.002)
+    assert is_worth_asking(Quote(0.1), 1000, 0.002)
+    assert is_worth_asking(None, 1000, 0.002)
+
+
+def test_a_prompt_that_is_nearly_all_here_asks_only_if_it_has_to_wait() -> None:
+    assert not is_worth_asking(Quote(0.1, reused_tokens=960), 1000, 0.002)
+    assert is_worth_asking(Quote(0.1, reused_tokens=900), 1000, 0.002)
+    assert is_worth_asking(Quote(0.1, wait_s=0.05, reused_tokens=960), 1000, 0.002)
 
 
 def test_few_peers_are_all_asked() -> None:

@@ -28,6 +28,20 @@ def quote(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quote | N
     return Quote(price.total_s, price.wait_s, made.chosen.reused_tokens, made.chosen.source)
 
 
+def is_surely_cheap(request: Request, fleet: Fleet, queue: Queue, limit_s: float) -> bool:
+    """Return whether a request costs less than `limit_s` even if nothing of it is held.
+
+    A fraction of the work of a quote: most requests of a chat are short.
+    """
+    if len(queue) or request.prompt.unknown:
+        return False
+    n_prompt = len(request.prompt)
+    return any(
+        fleet.rates[backend].prefill_s(n_prompt) * (1 + fleet.held_up(backend)) < limit_s
+        for backend in fleet.room(request)
+    )
+
+
 def _once_free(request: Request, fleet: Fleet, queue: Queue, now: float) -> Quote | None:
     """Return the quote of a request that waits for a slot, behind those that wait already.
 

@@ -66,7 +66,7 @@ class Doors:
             return here, 0.0
         state = here.scheduler.state
         own = quote(request, state.fleet, state.queue, now)
-        if not is_worth_asking(own, _ASK_S + _WAY_S):
+        if not is_worth_asking(own, len(request.prompt), _ASK_S + _WAY_S):
             return here, 0.0
         others = [name for name in self._hosts if name != here.name]
         holders = {name: n for name in others if (n := self._hosts[name].holds(request)) >= STEP}

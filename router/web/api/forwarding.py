@@ -21,7 +21,15 @@ from router.core.model.plan import Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.engine.loop_throttle import LoopThrottle
-from router.hosts.choice import MAX_ASKED, Offer, favourite, in_order, is_worth_asking, to_ask
+from router.hosts.choice import (
+    MAX_ASKED,
+    Offer,
+    dear_above_s,
+    favourite,
+    in_order,
+    is_worth_asking,
+    to_ask,
+)
 from router.hosts.messages import HOP_REFUSED, QuoteAsk
 from router.hosts.peer import Peer
 from router.hosts.peers import KnownHosts, Peers, Usable
@@ -147,9 +155,14 @@ class Forwarding:
         """
         if HOP_OF in http:
             return None
-        own = self._engine.quote(request)
         peers = self._usable(request.model)
-        if not peers or not is_worth_asking(own, self._cost_s(peers)):
+        if not peers:
+            return None
+        cost_s = self._cost_s(peers)
+        if self._engine.is_surely_cheap(request, dear_above_s(cost_s)):
+            return None
+        own = self._engine.quote(request)
+        if not is_worth_asking(own, len(request.prompt), cost_s):
             return None
         sought = _Sought(http, raw, request, parsed, own)
         if not request.prompt.unknown and (namespace := self._namespace_here(request)):

@@ -5,7 +5,7 @@ from router.base.types import NO_TENANT, BackendId, SlotId, Source
 from router.core.model.request_queue import Queue
 from router.core.model.servers import ServerSpec
 from router.core.planning.planner import plan
-from router.core.planning.quote import quote
+from router.core.planning.quote import is_surely_cheap, quote
 from tests.support.scheduler.build import backend, fleet, request
 
 SLOT = SlotId(BackendId("a"), 0)
@@ -39,7 +39,8 @@ def test_a_busy_backend_is_quoted_with_its_wait_and_what_it_will_hold() -> None:
 
 def test_each_queued_request_takes_a_slot_first() -> None:
     made = fleet(backend("a", n_slots=2))
-    for slot, until in zip(made.slots.of(BackendId("a")), (1.0, 3.0), strict=True):
+    assert made.rates[BackendId("a")].generation_s(None) < 10.0
+    for slot, until in zip(made.slots.of(BackendId("a")), (6.0, 8.0), strict=True):
         slot.lease(request(str(until)).id)
         slot.expect(pack([1]), shared=False, until=until)
     queue, waits = Queue(), []
@@ -49,7 +50,18 @@ def test_each_queued_request_takes_a_slot_first() -> None:
         waits.append(found.wait_s)
         queue.add(request(f"q{n}"), 0.0)
 
-    assert waits == [1.0, 3.0, 1.0 + 2.0]
+    assert waits == [6.0, 8.0, 6.0 + 7.0]
+
+
+def test_an_answer_that_is_late_is_not_taken_to_be_over() -> None:
+    made = fleet(backend("a", n_slots=1))
+    (slot,) = made.slots.of(BackendId("a"))
+    slot.lease(request("other").id)
+    slot.expect(pack([1]), shared=False, until=1.0)
+    found = quote(request(), made, Queue(), 20.0)
+
+    assert found is not None
+    assert found.wait_s == made.rates[BackendId("a")].generation_s(None) / 2
 
 
 def test_an_end_that_nobody_knows_is_not_waited_for_without_end() -> None:
@@ -74,6 +86,15 @@ def test_a_model_that_is_not_loaded_costs_its_load() -> None:
 
 def test_what_nothing_here_can_serve_has_no_quote() -> None:
     assert quote(request(model="other"), fleet(), Queue(), 0.0) is None
+
+
+def test_a_short_prompt_is_surely_cheap_where_a_slot_is_free() -> None:
+    made = fleet(backend("a", n_slots=1))
+    assert is_surely_cheap(request(ids=range(10)), made, Queue(), 1.0)
+    assert not is_surely_cheap(request(ids=range(200)), made, Queue(), 1.0)
+    (slot,) = made.slots.of(BackendId("a"))
+    slot.lease(request("other").id)
+    assert not is_surely_cheap(request(ids=range(10)), made, Queue(), 1.0)
 
 
 def test_asking_changes_nothing() -> None:
