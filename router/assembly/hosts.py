@@ -4,8 +4,9 @@ import asyncio
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from router import __version__
 from router.assembly.backends import StartError, timeouts_of
 from router.base.clock import MonotonicClock
+from router.base.errors import BackendError
 from router.base.tasks import Tasks
 from router.base.types import BackendId
 from router.config.schema import Config
@@ -29,10 +31,12 @@ from router.llama.server_client import Connections
 from router.telemetry.hosts_metrics import DirectoryStats, HostsCollector, HostsMetrics, PeerStats
 from router.web.admin.hosts import HostsView
 from router.web.api.backend_selection import BackendSelection
+from router.web.api.client_keys import Keys
 
 log = structlog.get_logger(__name__)
 
 _REFRESH_S = 0.1
+_EQUAL_AGES_S = 0.3  # ages are known to a tenth of a second
 
 
 class Twins:
@@ -49,33 +53,50 @@ class Twins:
         self._foreign: dict[Process, BackendId] = {}
 
     def held_s(self) -> Mapping[str, float]:
-        """Return the seconds since this host took each of its servers, by the server's marker."""
+        """Return the seconds since this host took each of its servers, by a digest of its names."""
         now = self._clock.now()
         ours = [p for p in self._processes if p not in self._foreign]
         for process in ours:
             self._since.setdefault(process, now)
         self._since = {p: at for p, at in self._since.items() if p in self._processes}
-        return {process[0]: now - self._since[process] for process in ours}
+        return {_named(process): now - self._since[process] for process in ours}
 
-    def compare(self, name: str, peers: list[Peer]) -> None:
-        """Give up servers that a peer took earlier; take back those that no peer has any more."""
-        ours = self.held_s()
-        theirs: dict[str, tuple[float, str]] = {}
+    async def compare(self, incarnation: str, peers: list[Peer]) -> None:
+        """Give up servers that a peer took earlier; take back those that no peer has any more.
+
+        `incarnation`: this host's own. A peer that has one of these servers is asked again: only
+        fresh ages can be compared. Of equal ages the lower incarnation decides, on both hosts.
+        """
+        theirs: dict[str, tuple[float, Peer]] = {}
+        mine = {_named(process) for process in self._processes}
         for peer in peers:
-            if peer.hello is not None and not peer.problem:
-                for marker, held_s in peer.hello.processes.items():
-                    theirs[marker] = max(theirs.get(marker, (-1.0, "")), (held_s, peer.name))
+            if peer.hello is None or peer.problem or not mine & set(peer.hello.processes):
+                continue
+            with suppress(BackendError):
+                hello = await peer.ask_hello()
+                for name, held_s in hello.processes.items():
+                    if name not in theirs or theirs[name][0] < held_s:
+                        theirs[name] = held_s, peer
         for process in list(self._foreign):
-            if process[0] not in theirs:
+            if _named(process) not in theirs:
                 del self._foreign[process]
                 self._processes.pop(process, None)
+        ours = self.held_s()
         for process in list(self._processes):
-            found = theirs.get(process[0])
+            found = theirs.get(_named(process))
             if process in self._foreign or found is None:
                 continue
-            if (ours.get(process[0], 0.0), name) < found:
-                self._foreign[process] = BackendId(f"one that the host {found[1]} drives")
+            earlier_s = found[0] - ours.get(_named(process), 0.0)
+            if earlier_s > _EQUAL_AGES_S or (
+                earlier_s > -_EQUAL_AGES_S and found[1].key < incarnation
+            ):
+                self._foreign[process] = BackendId(f"one that the host {found[1].name} drives")
                 self._processes[process] = self._foreign[process]
+
+
+def _named(process: Process) -> str:
+    """Return what names a server process to other hosts."""
+    return blake2b(repr(process).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(slots=True)
@@ -127,6 +148,7 @@ async def hosts_of(
     config: Config,
     engine: Engine,
     selection: BackendSelection,
+    keys: Keys,
     registry: CollectorRegistry,
     clock: MonotonicClock,
     processes: dict[Process, BackendId],
@@ -163,7 +185,7 @@ async def hosts_of(
             busy=sum(slot.phase is not Phase.IDLE for slot in slots),
             waiting=len(view.queue()) + selection.waiting,
             stopping=view.is_stopping,
-            keeps_apart=config.auth.keeps_apart,
+            keeps_apart=keys.known.keeps_apart,
             processes=dict(twins.held_s()),
         )
 
@@ -183,7 +205,9 @@ async def hosts_of(
             clock=clock,
             directory=directory,
             own_url=lambda: address.as_seen(seen_from_outside),
-            on_news=lambda: twins.compare(name, peers.all()),
+            on_news=lambda: twins.compare(incarnation, peers.all()),
+            scheme=address.scheme,
+            keeps_apart=lambda: keys.known.keeps_apart,
         )
         registry.register(
             HostsCollector(
@@ -195,7 +219,7 @@ async def hosts_of(
             )
         )
         tasks.spawn(peers.run(), name="peers")
-        tasks.spawn(_refresh(held), name="held prefixes")
+        tasks.spawn(_refresh(held, twins), name="held prefixes")
         if directory is not None:
             tasks.spawn(directory.run(), name="directory")
         try:
@@ -216,9 +240,10 @@ async def hosts_of(
                 await directory.aclose()
 
 
-async def _refresh(held: HeldPrefixes) -> None:
-    """Follow what this host holds, a little at a time."""
+async def _refresh(held: HeldPrefixes, twins: Twins) -> None:
+    """Follow what this host holds, a little at a time, and since when it has its servers."""
     while True:
+        twins.held_s()
         more = held.refresh()
         await asyncio.sleep(0 if more else _REFRESH_S)
 

@@ -122,6 +122,8 @@ class Router:
             async with asyncio.timeout(grace_s):
                 await self.engine.stop(save=self.config.store.save_on_shutdown)
                 await self.selection.until_quiet()
+                if self.hosts is not None:
+                    await self.hosts.peers.until_quiet()
                 for backend in tuple(self.engine.infos):
                     await self.journal.flush(backend, await self.engine.seen_of(backend))
         except TimeoutError:
@@ -287,7 +289,7 @@ async def build(
         )
         live = Live(subject, tasks.spawn, wall_now, guard.may_read)
         hosts = await stack.enter_async_context(
-            hosts_of(config, engine, selection, registry, clock, processes)
+            hosts_of(config, engine, selection, keys, registry, clock, processes)
         )
         others = None
         if hosts is not None:

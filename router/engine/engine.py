@@ -218,12 +218,14 @@ class Engine:
         Unlike `plan`, it has an answer while every slot is busy.
         """
         state = self._scheduler.state
+        if state.stopping:
+            return None
         return make_quote(request, state.fleet, state.queue, self._clock.now())
 
     def is_surely_cheap(self, request: Request, limit_s: float) -> bool:
         """Return whether a request costs less than `limit_s` here, whatever is held."""
         state = self._scheduler.state
-        return is_surely_cheap(request, state.fleet, state.queue, limit_s)
+        return not state.stopping and is_surely_cheap(request, state.fleet, state.queue, limit_s)
 
     def held_prefixes(self, secret: bytes, facts_of: Callable[[Namespace], str]) -> HeldPrefixes:
         """Return a new index of what this host holds; there may be only one at a time."""

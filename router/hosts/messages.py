@@ -5,6 +5,7 @@ from msgspec import Struct
 # Two versions that differ here do not exchange requests.
 PROTOCOL = 1
 
+PREFIX = "/peer/"
 HELLO = "/peer/hello"
 QUOTE = "/peer/quote"
 READ = "/peer/read"
@@ -19,13 +20,25 @@ HOP_CLIENT = "x-kvferry-hop-client"  # what the queue is fair to
 HOP_QUOTED = "x-kvferry-hop-quoted"
 # In the answer to a forwarded request that did not begin: another host may take it.
 HOP_REFUSED = "x-kvferry-hop-refused"
+# Of the calls for `READ`: what the body was sent to, and the owner of its tokens.
+READ_PATH, READ_TENANT = "x-kvferry-path", "x-kvferry-tenant"
+# No client's header of these names goes on to any server or host.
 HOP_HEADERS = frozenset(
-    name.encode() for name in (HOP, HOP_ID, HOP_KEY, HOP_TENANT, HOP_CALLER, HOP_CLIENT, HOP_QUOTED)
+    name.encode()
+    for name in (
+        HOP,
+        HOP_ID,
+        HOP_KEY,
+        HOP_TENANT,
+        HOP_CALLER,
+        HOP_CLIENT,
+        HOP_QUOTED,
+        READ_PATH,
+        READ_TENANT,
+    )
 )
 # In every answer of a fleet: the host that served it.
 HOST = "x-kvferry-host"
-# Of the calls for `READ`: what the body was sent to, and the owner of its tokens.
-READ_PATH, READ_TENANT = "x-kvferry-path", "x-kvferry-tenant"
 
 
 class Served(Struct, frozen=True):

@@ -105,8 +105,11 @@ class Peer(ServerClient):
         except msgspec.MsgspecError as error:
             raise BackendError("it does not answer as a kvferry does") from error
 
-    def heard(self, hello: Hello, proof: str) -> None:
-        """Take what the host says of itself; `proof`: of this fleet's secret."""
+    def heard(self, hello: Hello, proof: str, *, keeps_apart: bool = False) -> None:
+        """Take what the host says of itself; `proof`: of this fleet's secret.
+
+        `keeps_apart`: whether this host keeps tenants apart.
+        """
         anew = self.hello is None or self.hello.incarnation != hello.incarnation
         self.hello, self.heard_at = hello, self._now()
         if anew:
@@ -118,6 +121,8 @@ class Peer(ServerClient):
             )
         elif hello.secret != proof:
             self.problem = "it has another fleet secret: give all hosts the same file `secret`"
+        elif hello.keeps_apart != keeps_apart:
+            self.problem = "tenants are kept apart on one of the two hosts: give both the same auth"
         else:
             self.problem = ""
 

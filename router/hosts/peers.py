@@ -5,7 +5,7 @@ is found under several addresses counts once.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -44,6 +44,9 @@ class KnownHosts(Protocol):
         """Return how many tokens of a prompt hosts hold, by incarnation."""
 
 
+async def _nothing() -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Usable:
     """The peers that a request may go to, by `Peer.key`, with their load; good `until` then."""
@@ -70,13 +73,18 @@ class Peers:
         clock: MonotonicClock,
         directory: KnownHosts | None = None,
         own_url: Callable[[], str] = lambda: "",
-        on_news: Callable[[], None] = lambda: None,
+        scheme: str = "http",
+        keeps_apart: Callable[[], bool] = lambda: False,
+        on_news: Callable[[], Awaitable[None]] = _nothing,
     ) -> None:
         """Set up without peers. `incarnation`, `proof` and `own_url` are this host's own.
 
+        `scheme`: of all hosts. `keeps_apart`: whether this host keeps tenants apart.
         `on_news` is called after each round of checks.
         """
         self._own_url = own_url
+        self._scheme = scheme
+        self._keeps_apart = keeps_apart
         self._urls = urls
         self._connections, self._timeouts = connections, timeouts
         self.incarnation, self._proof = incarnation, proof
@@ -142,10 +150,15 @@ class Peers:
         while True:
             await self._round()
             self._rounds += 1
+            await self._on_news()
             self._news.set()
             self._news = asyncio.Event()
-            self._on_news()
             await asyncio.sleep(INTERVAL_S)
+
+    async def until_quiet(self) -> None:
+        """Wait until no forwarded request is under way."""
+        for peer in tuple(self._peers.values()):
+            await peer.until_quiet()
 
     async def until_checked(self) -> None:
         """Wait until a whole round of checks that begins now is over."""
@@ -157,9 +170,18 @@ class Peers:
         members = None if self._directory is None else await self._directory.members()
         # Another incarnation at this host's own address is its last run, which is over.
         own = {self._own_url(), *self._own_urls, ""}
+        unproved: list[str] = []
         for hello in members or ():
-            if hello.incarnation != self.incarnation and hello.url not in own:
-                self._heard(self._peer(hello.url), hello)
+            if hello.incarnation == self.incarnation or hello.url in own:
+                continue
+            if not self._is_url(hello.url):
+                continue
+            peer = self._peer(hello.url)
+            # Only the host itself, by its certificate, can say that it is one of the fleet.
+            if peer.hello is not None and peer.hello.incarnation == hello.incarnation:
+                self._heard(peer, hello)
+            else:
+                unproved.append(hello.url)
         found = [
             url for urls in await asyncio.gather(*map(self._resolve, self._urls)) for url in urls
         ]
@@ -174,9 +196,19 @@ class Peers:
             or peer.problem
             or now - peer.heard_at >= _SILENT_S
             or peer.url in found
+            or peer.url in unproved
         ]
         await asyncio.gather(*map(self._check, silent))
         self._drop_lost(found)
+
+    def _is_url(self, url: str) -> bool:
+        """Return whether the directory may send requests there: as this host would be reached."""
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme == self._scheme and bool(parts.hostname) and bool(parts.port)
+        except ValueError:
+            return False
+        return usable and url.startswith(f"{parts.scheme}://") and parts.path == ""
 
     def _peer(self, url: str) -> Peer:
         if url not in self._peers:
@@ -205,7 +237,7 @@ class Peers:
     def _heard(self, peer: Peer, hello: Hello) -> None:
         before, self._all = peer.problem, None
         self._misses.pop(peer.url, None)
-        peer.heard(hello, self._proof)
+        peer.heard(hello, self._proof, keeps_apart=self._keeps_apart())
         if peer.problem and peer.problem != before:
             log.warning("peer_unusable", peer=peer.name, url=peer.url, reason=peer.problem)
         elif before and not peer.problem:
@@ -215,6 +247,7 @@ class Peers:
         """Forget peers that are down, and neither configured nor in the directory any more."""
         for url, peer in list(self._peers.items()):
             gone = self._misses.get(url, 0) >= _FAILURES and url not in configured
+            gone = gone and not peer.relaying  # `until_quiet` still waits for its answers
             if gone:
                 self._all = None
                 del self._peers[url], self._misses[url]

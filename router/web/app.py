@@ -23,6 +23,8 @@ from router.base.errors import (
     ExpectationError,
     ForbiddenError,
     FramingError,
+    ModelNotFoundError,
+    NoBackendError,
     NotFoundError,
     RouterError,
 )
@@ -30,6 +32,8 @@ from router.base.ports import Telemetry
 from router.base.types import Caller, RequestId
 from router.core.model.servers import ServerPhase
 from router.engine.loop_throttle import LoopThrottle
+from router.hosts.messages import HOP
+from router.hosts.messages import PREFIX as PEERS
 from router.llama.client import LlamaClient
 from router.llama.multipart import is_form
 from router.llama.replies import error_of, knows_no_answer, merge_models, with_status
@@ -227,6 +231,8 @@ class App:
             path = request.path
             if side is Audience.PEERS:
                 return await self._from_peer(request, path, name)
+            if self._hosts is not None and _is_for_peers(path):
+                raise NotFoundError("there is nothing at this path")
             own = self.own.find(request, path, side)
             if own is None:
                 self._keys.admit(request)
@@ -280,12 +286,15 @@ class App:
     async def _from_peer(
         self, request: web.BaseRequest, path: str, name: RequestId
     ) -> web.StreamResponse:
-        """Answer a peer: one of its own calls, or a request that it forwards."""
+        """Answer a peer: one of its own calls, or a request that it forwards.
+
+        A request with the header of a hop is a client's, whatever its path.
+        """
         assert self._hosts is not None
-        if path.startswith("/peer/"):
+        if path.startswith(PEERS) and HOP not in request.headers:
             raw = await self._read(request)
             return await self._hosts.routes.answer(request, path, raw, name)
-        if is_own(path):
+        if is_own(path) or _is_for_peers(path):
             raise NotFoundError("there is nothing at this path")
         hop = hop_of(request)
         request[HOP_OF] = hop
@@ -391,7 +400,9 @@ class App:
         """
         there = None if self._hosts is None else self._hosts.forwarding
         if there is not None and there.must_leave(request, model):
-            return await there.away(request, raw, None, name, model)
+            answer = await there.away(request, raw, None, name, model)
+            if answer is not None:
+                return answer
         model = self._selection.resolve(model)
         try:
             # A look must not load a model: programs ask for /health and /props all the time.
@@ -425,12 +436,23 @@ class App:
 
         Try one backend after the other, until one is writing that answer.
         """
-        *others, last = self._selection.all_up(self._selection.resolve(model))
-        for client in others:
+        there = None if self._hosts is None else self._hosts.forwarding
+        try:
+            *others, last = self._selection.all_up(self._selection.resolve(model))
+        except (NoBackendError, ModelNotFoundError):
+            answer = None if there is None else await there.control(request, raw, name, model)
+            if answer is None:
+                raise
+            return answer
+        for client in others if there is None else [*others, last]:
             with contextlib.suppress(BackendError):
                 async with self._sent(request, raw, client) as upstream:
                     if not knows_no_answer(await upstream.read()):
                         return await self._relayed(request, name, client, upstream)
+        if there is not None:
+            answer = await there.control(request, raw, name, model)
+            if answer is not None:
+                return answer
         async with self._sent(request, raw, last) as upstream:
             return await self._relayed(request, name, last, upstream)
 
@@ -481,6 +503,11 @@ class App:
         listed = with_status(merge_models(answers), {s.models: s.phase for s in ordered})
         merged = json_response(listed, headers=names(request, name))
         return open_to_browsers(request, merged)
+
+
+def _is_for_peers(path: str) -> bool:
+    """Return whether a decoded path is one of the calls between hosts, however it is spelled."""
+    return (posixpath.normpath("/" + path.lstrip("/")) + "/").startswith(PEERS)
 
 
 async def _models_of(clients: Sequence[LlamaClient]) -> bytes | None:

@@ -158,8 +158,9 @@ async def _no_answer(_: Peer) -> Hello:
         ({"protocol": PROTOCOL + 1}, "protocol"),
         ({"secret": "another"}, "another fleet secret"),
         ({"stopping": True}, ""),
+        ({"keeps_apart": True}, "tenants"),
     ],
-    ids=["protocol", "secret", "stopping"],
+    ids=["protocol", "secret", "stopping", "tenants"],
 )
 async def test_another_protocol_is_not_used(says: dict[str, Any], told: str) -> None:
     host = Host(replace(hello("a"), **says))
@@ -197,3 +198,52 @@ async def test_failures_in_a_row_leave_a_peer_alone_for_a_while() -> None:
 
         assert usable == [True, True, True, True]
         assert not peer.is_usable  # the second break is twice as long
+
+
+@dataclass
+class Told:
+    """A directory that says what a test says."""
+
+    hosts: list[Hello]
+    problem: str = ""
+    answered: int = 0
+    late: int = 0
+    behind: int = 0
+
+    async def members(self) -> list[Hello]:
+        return self.hosts
+
+    async def holders(self, hashes: object) -> dict[str, int]:
+        return {}
+
+
+async def test_what_the_directory_says_is_not_believed_without_the_host() -> None:
+    """A writer of Redis can copy a proof, but has no certificate and no address of a host."""
+    true = Host(hello("a"))
+    gone = free_port()
+    directory = Told(
+        [
+            hello("a", url=true.url),
+            hello("liar", url=f"http://127.0.0.1:{gone}"),
+            hello("other", url=true.url.replace("http:", "https:")),
+            hello("odd", url="http://h:x"),
+            hello("path", url=f"{true.url}/path"),
+        ]
+    )
+    tasks = Tasks()
+    async with listening(true), Connections() as connections:
+        peers = Peers(
+            [],
+            connections,
+            Timeouts(health_s=1.0, connect_s=1.0),
+            incarnation=OWN,
+            proof=PROOF,
+            clock=MonotonicClock(),
+            directory=directory,
+        )
+        tasks.spawn(peers.run(), name="peers")
+        await peers.until_checked()
+        usable = [peer.name for peer in peers.usable("m").peers.values()]
+        await tasks.aclose()
+
+    assert usable == ["a"]

@@ -425,6 +425,9 @@ def _kept(
     No task has run in the slot since, and the probe left as much in it. A slot that the probe used
     got its content back from a file, without checkpoints.
     """
+    newest = max((entry.id_task for entry in entries), default=0)
+    if max((status.id_task or 0 for status in before), default=0) < newest:
+        return {}  # ids have begun anew: another process, with a marker that is set from outside
     were, are = ({status.index: status for status in found} for found in (before, after))
     kept = {}
     for entry in entries:

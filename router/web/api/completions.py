@@ -131,7 +131,9 @@ class Completions:
         parsed = await json_offload.read(raw, parse_completion, http, route, raw)
         there = self._forwarding
         if there is not None and there.must_leave(http, parsed.model):
-            return await there.away(http, raw, parsed, request_id, parsed.model)
+            answer = await there.away(http, raw, parsed, request_id, parsed.model)
+            if answer is not None:
+                return answer
         try:
             request, reader = await self._read(http, parsed, request_id)
             self._check_quote(http, request)
@@ -199,7 +201,9 @@ class Completions:
         """Serve a server-placed request that is no completion. Raises RouterError."""
         there = self._forwarding
         if there is not None and there.must_leave(http, asked.model):
-            return await there.away(http, raw, None, request_id, asked.model)
+            answer = await there.away(http, raw, None, request_id, asked.model)
+            if answer is not None:
+                return answer
         stateless = http.path.rstrip("/").endswith(_STATELESS)
         model = self._selection.resolve(asked.model)
         request = Request(

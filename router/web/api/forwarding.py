@@ -33,7 +33,7 @@ from router.hosts.choice import (
 from router.hosts.messages import HOP_REFUSED, QuoteAsk
 from router.hosts.peer import Peer
 from router.hosts.peers import KnownHosts, Peers, Usable
-from router.llama.replies import read_reply
+from router.llama.replies import knows_no_answer, read_reply
 from router.llama.server_client import RelayedResponse
 from router.llama.wire import ParsedRequest
 from router.telemetry.decision_log import DecisionLog, HostOffer, HostsAsked
@@ -55,6 +55,7 @@ _WAY_S = 0.001
 # The part of a body that a conversation keeps: the peer that reads it remembers its tokens.
 _BODY_BEGINNING = 1024
 _INLINE_BYTES = 32 * 1024
+_MOST_REFUSALS = 3
 
 
 @dataclass(slots=True)
@@ -104,12 +105,15 @@ class Forwarding:
         self._throttle = throttle
         self._decision_log = decision_log
         self._metrics = metrics
+        self._sent = 0
 
     # -- which model, and where it is ------------------------------------------------------------
 
     def serves_here(self, model: str | None) -> bool:
         """Return whether a backend that is up, or that can be started, has a model."""
         view = self._engine.view
+        if view.is_stopping:
+            return False
         return any(info.answers_to(model) for info in view.up()) or view.is_on_demand(model)
 
     def must_leave(self, http: web.BaseRequest, model: str | None) -> bool:
@@ -177,10 +181,12 @@ class Forwarding:
         parsed: ParsedRequest | None,
         name: RequestId,
         model: str | None,
-    ) -> web.StreamResponse:
-        """Serve a request that nothing here can serve. Raises RouterError.
+    ) -> web.StreamResponse | None:
+        """Serve a request that nothing here can serve. None: something here can by now.
 
-        Waits for a peer as long as a request may wait for a backend (`queue.no_backend_wait`).
+        Waits for a peer as long as a request may wait for a backend (`queue.no_backend_wait`). A
+        request that all peers have refused three times is refused: it may be what breaks them.
+        Raises RouterError.
         """
         caller = http.get(CALLER)
         request = Request(
@@ -192,21 +198,27 @@ class Forwarding:
             pinnable=parsed is not None and parsed.pinnable,
             caller=caller,
         )
-        limit_s = self._engine.view.queue_limits.no_backend_s
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s) as limit:
-                while True:
-                    if peers := self._usable(model):
-                        limit.reschedule(None)
-                        sought = _Sought(http, raw, request, parsed, None)
-                        if parsed is not None and not parsed.lora:
-                            await self._read_there(sought, peers)
-                        answer = await self._at_best(sought, peers)
-                        if answer is not None:
-                            return answer
-                        limit.reschedule(asyncio.get_running_loop().time() + limit_s)
+        loop, refusals = asyncio.get_running_loop(), 0
+        deadline = loop.time() + self._engine.view.queue_limits.no_backend_s
+        while refusals < _MOST_REFUSALS:
+            if usable := self._usable(model):
+                sought = _Sought(http, raw, request, parsed, None)
+                if parsed is not None and not parsed.lora:
+                    await self._read_there(sought, usable)
+                answer = await self._at_best(sought, usable)
+                if answer is not None:
+                    return answer
+                refusals += 1
+            if self._engine.view.is_stopping:
+                raise NoBackendError("the router is stopping")
+            try:
+                async with asyncio.timeout_at(deadline):
                     await self.peers.until_checked()
-        raise NoBackendError("no host of the fleet that serves this model can be reached")
+            except TimeoutError:
+                break
+            if self.serves_here(model):
+                return None
+        raise NoBackendError("no host of the fleet that serves this model can take the request")
 
     async def _read_there(self, sought: _Sought, usable: Usable) -> None:
         """Let a peer read the prompt: the same one for each turn of a conversation."""
@@ -227,12 +239,6 @@ class Forwarding:
             return
 
     # -- any request -----------------------------------------------------------------------------
-
-    async def elsewhere(
-        self, http: web.BaseRequest, raw: bytes, name: RequestId, model: str | None
-    ) -> web.StreamResponse:
-        """Serve a request without a prompt on a peer, the least busy first. Raises RouterError."""
-        return await self.away(http, raw, None, name, model)
 
     async def models(self, within_s: float) -> list[bytes]:
         """Return the lists of models of peers that have one which is not here."""
@@ -256,6 +262,33 @@ class Forwarding:
             ):
                 if upstream.status == HTTPStatus.OK:
                     return await upstream.read()
+        return None
+
+    async def control(
+        self, http: web.BaseRequest, raw: bytes, name: RequestId, model: str | None
+    ) -> web.StreamResponse | None:
+        """Forward a request about an answer in progress to the host that writes it. None: none."""
+        if HOP_OF in http:
+            return None
+        for peer in self._usable(model).peers.values():
+            hop = Hop(self.name, RequestId(f"{name}.c"), client=fair_to(http))
+            headers = [*forward_headers(http), *hop.headers()]
+            with suppress(BackendError):
+                async with peer.relay(
+                    http.method, forward_target(http), headers, raw or None, yields=True
+                ) as upstream:
+                    if _is_refusal(upstream) or knows_no_answer(await upstream.read()):
+                        continue
+                    response, _ = await relay(
+                        http,
+                        upstream,
+                        names(http, name, here=False),
+                        self._settings,
+                        Capture(),
+                        lambda: None,
+                        self._throttle,
+                    )
+                    return response
         return None
 
     # --------------------------------------------------------------------------------------------
@@ -334,9 +367,11 @@ class Forwarding:
     ) -> web.StreamResponse | None:
         """Forward a request. None: the peer refused it or failed before the first byte."""
         http, request = sought.http, sought.request
+        self._sent += 1
         hop = Hop(
             host=self.name,
-            request=request.id,
+            # Another one each time: the peer may still be at work for an earlier attempt.
+            request=RequestId(f"{request.id}.h{self._sent}"),
             tenant=request.tenant,
             caller=request.caller,
             client=fair_to(http),

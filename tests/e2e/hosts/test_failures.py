@@ -11,26 +11,16 @@ from msgspec.structs import replace
 
 from router.servers.program import free_port
 from tests.conftest import StartServer
-from tests.support.conversations.prompts import Json, ids
+from tests.support.conversations.prompts import ids
 from tests.support.servers.fake_llama import FakeLlama
 from tests.support.servers.hosts import HOST, Addressed, fleet_yaml, host, hosts, until_peers
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_fleet import Fleet
 
 pytestmark = pytest.mark.thorough
 
 LONG = ids(1, 1500)
 TEXT = "a long prompt that several hosts may hold. " * 60
 HELD = {"prompt": TEXT, "n_predict": 4}
-
-
-async def body_held_by(fleet: Fleet, name: str) -> Json:
-    """Return a request that this host has served: where prices are equal, any host may."""
-    for seed in range(100):
-        body = HELD | {"prompt": f"{seed} {TEXT}"}
-        if (await fleet.post("/completion", body)).headers[HOST] == name:
-            return body
-    raise AssertionError(f"{name} gets nothing")
 
 
 @pytest.fixture
@@ -44,14 +34,14 @@ async def test_a_kvferry_that_is_gone_is_passed_over(tmp_path: Path) -> None:
     async with FakeLlama(kv_dir=tmp_path / "a") as one, FakeLlama(kv_dir=tmp_path / "b") as two:
         ports = [free_port() for _ in range(3)]
         sections = [fleet_yaml(at, ports) for at in range(3)]
-        async with AsyncExitStack() as stack:
-            a = await stack.enter_async_context(host(0, [one], sections[0]))
-            front = await stack.enter_async_context(host(2, [], sections[2]))
+        async with AsyncExitStack() as others:
             async with host(1, [two], sections[1]) as b:
+                await b.post("/completion", HELD)  # while it is alone
+                a = await others.enter_async_context(host(0, [one], sections[0]))
+                front = await others.enter_async_context(host(2, [], sections[2]))
                 await until_peers(front, "h0", "h1")
-                held = await body_held_by(b, "h1")
-                assert (await front.post("/completion", held)).headers[HOST] == "h1"
-            answers = [await front.post("/completion", held) for _ in range(3)]
+                assert (await front.post("/completion", HELD)).headers[HOST] == "h1"
+            answers = [await front.post("/completion", HELD) for _ in range(3)]
 
             assert [answer.status for answer in answers] == [200] * 3
             assert {answer.headers[HOST] for answer in answers} == {"h0"}
@@ -99,6 +89,62 @@ async def test_a_client_that_leaves_cancels_across_the_hop(tmp_path: Path) -> No
         await a.until(lambda state: not any(s["phase"] == "running" for s in state["slots"]))
         fake.prefill_gate.set()
         await a.until_quiet()
+
+
+async def test_a_prompt_that_breaks_every_host_is_refused(tmp_path: Path) -> None:
+    """It is not sent again and again: each time it may be what ends a server."""
+    async with (
+        FakeLlama(kv_dir=tmp_path / "a") as one,
+        FakeLlama(kv_dir=tmp_path / "b") as two,
+        hosts([one], [two], []) as (_, _b, front),
+    ):
+        one.faults.die_at_once = two.faults.die_at_once = True
+        answer = await front.post("/completion", HELD)
+
+        assert answer.status == 503
+        assert "no host of the fleet" in answer.json["error"]["message"]
+        one.faults.die_at_once = two.faults.die_at_once = False
+        assert (await front.post("/completion", HELD)).status == 200
+
+
+async def test_the_clients_of_a_host_that_stops_are_served_by_others(tmp_path: Path) -> None:
+    async with (
+        FakeLlama(kv_dir=tmp_path / "a") as one,
+        FakeLlama(kv_dir=tmp_path / "b") as two,
+        hosts([one], [two]) as (a, _),
+    ):
+        one.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(a.complete("short"))
+            await a.until(lambda state: any(s["phase"] == "running" for s in state["slots"]))
+            stopping = group.create_task(a.router.stop())
+            answer = await a.complete("another")
+            one.decode_gate.set()
+        await stopping
+
+        assert running.result().headers[HOST] == "h0"
+        assert answer.status == 200
+        assert answer.headers[HOST] == "h1"
+
+
+async def test_a_stop_waits_for_forwarded_answers(tmp_path: Path) -> None:
+    async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], []) as (a, front):
+        fake.decode_gate.clear()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(front.complete("x", stream=True))
+            await a.until(lambda state: any(s["request"] for s in state["slots"]))
+            stopping = group.create_task(front.router.stop())
+            await front.until(lambda state: not stopping.done() and bool(state))
+            fake.decode_gate.set()
+        assert running.result().status == 200
+        assert running.result().events[-1]["stop"]
+
+
+async def test_an_answer_is_controlled_from_any_door(tmp_path: Path) -> None:
+    """The server answers that it knows no such answer: it was asked, through two doors."""
+    async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], []) as (_, front):
+        await front.post("/v1/chat/completions/control", {"id": "x", "action": "stop"})
+        assert ("POST", "/v1/chat/completions/control") in fake.seen
 
 
 async def test_a_host_that_is_stopping_gets_nothing_new(tmp_path: Path) -> None:
@@ -195,9 +241,10 @@ async def test_a_host_that_starts_again_does_not_yield_to_its_own_past(
             await first.until(lambda s: bool(s["hosts"]["directory"]["up"]))
             hosts_of_first = first.router.hosts
             assert hosts_of_first is not None
-            told = msgspec.json.encode(
-                replace(hosts_of_first.hello("127.0.0.1"), processes={"one": 1e6})
-            )
+            said = hosts_of_first.hello("127.0.0.1")
+            longer = dict.fromkeys(said.processes, 1e6)
+            assert longer
+            told = msgspec.json.encode(replace(said, processes=longer))
         async with redis_server.client() as client:  # as after kill -9
             await client.set("kvf:i:past", told.replace(b'"incarnation":"', b'"incarnation":"past'))
             await client.sadd("kvf:hosts", "past")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from router.base.api_keys import hash_text
 from router.core.model.plan import Quote
-from router.hosts.messages import HELLO, HOP, HOP_ID, HOP_TENANT, QUOTE
+from router.hosts.messages import HELLO, HOP, HOP_ID, HOP_TENANT, QUOTE, READ, READ_PATH
 from router.hosts.peer import Peer
 from router.servers.program import free_port
 from router.tools.fleet.certificate import make_certificate
@@ -122,11 +123,27 @@ async def test_a_forged_hop_header_means_nothing(tmp_path: Path) -> None:
         assert {slot["tenant"] for slot in state["slots"]} <= {"bob", "", None}
 
 
-@pytest.mark.parametrize("path", [HELLO, QUOTE, "/peer/blocks"])
+@pytest.mark.parametrize("path", [HELLO, QUOTE, READ, "//peer/hello", "/x/../peer/read", "/peer"])
 async def test_clients_do_not_reach_what_is_for_peers(path: str, tmp_path: Path) -> None:
+    """Neither on a host nor through one: a front forwards all that it cannot serve."""
+    async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], []) as (a, front):
+        before = len(fake.seen)
+        for fleet in (a, front):
+            url = URL(fleet.url + path, encoded=True)
+            for method in ("GET", "POST"):
+                async with fleet.session.request(
+                    method, url, json={"model": "fake"}, headers={READ_PATH: "/completion"}
+                ) as response:
+                    assert response.status == 404
+                    assert "nothing at this path" in await response.text()
+        assert not [path for _, path in fake.seen[before:] if "peer" in path]
+
+
+async def test_a_forwarded_request_is_no_call_of_a_peer(tmp_path: Path) -> None:
     async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake]) as (a,):
-        assert (await a.get(path)).status == 404
-        assert (await a.post(path, {})).status == 404
+        hop = {HOP: "h1", HOP_ID: "x"}
+        async with a.session.get(peers_url(a) + HELLO, headers=hop) as response:
+            assert response.status == 404
 
 
 @pytest.mark.parametrize("path", ["/kvferry/state", "/metrics", "/kvferry/backends/h0-0/drain"])
