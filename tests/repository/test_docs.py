@@ -156,3 +156,14 @@ def test_every_word_of_the_glossary_is_used() -> None:
     ]
     assert len(words) > 40
     assert [word for word in words if word.lower() not in " ".join(used.split())] == []
+
+
+def test_each_failure_of_a_fleet_has_its_test() -> None:
+    """The table of docs/hosts.md names tests that exist."""
+    page = (ROOT / "docs" / "hosts.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    files = [*(ROOT / "tests").rglob("test_*.py")]
+    found = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
+
+    assert len(named) > 20
+    assert named - found == set()
