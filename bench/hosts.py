@@ -13,10 +13,17 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from time import perf_counter
+
+from redis.asyncio import Redis
 
 from bench import rig
 from bench.client import Client
 from bench.report import Report, arguments_of, median, percentile, run_bench
+from router.base.clock import MonotonicClock
+from router.base.tasks import Tasks
+from router.hosts.directory import Directory
+from router.hosts.messages import Hello
 from router.servers.program import free_port
 
 COLUMNS = ("hosts", "entries", "n", "p50 ms", "p99 ms", "x fewest p50", "x fewest p99")
@@ -29,11 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", default="3,100", help="comma-separated")
     parser.add_argument("--entries", default="1000,1000000", help="for each number of hosts")
     parser.add_argument("--rounds", type=int, default=3000)
+    parser.add_argument(
+        "--refill", type=int, metavar="N", help="instead: empty Redis, and wait for N hashes again"
+    )
     return run_bench(parser, lambda options: asyncio.run(measure(options)), argv)
 
 
 async def measure(options: argparse.Namespace) -> Report:
     """Measure all sizes alternately."""
+    if options.refill:
+        return await _refill(options)
     report = Report("hosts", "Decisions, by hosts", list(COLUMNS), arguments_of(options))
     sizes = list(zip(options.hosts.split(","), options.entries.split(","), strict=True))
     async with AsyncExitStack() as stack:
@@ -51,6 +63,53 @@ async def measure(options: argparse.Namespace) -> Report:
             median(found) / median(least),
             percentile(found, 99) / percentile(least, 99),
         )
+    return report
+
+
+class _Held:
+    """Prefix hashes of a host that changes no more."""
+
+    def __init__(self, n: int) -> None:
+        self._hashes = [number.to_bytes(8, "big") for number in range(n)]
+
+    def all(self) -> list[bytes]:
+        return self._hashes
+
+    def take_news(self) -> tuple[list[bytes], list[bytes]]:
+        return [], []
+
+
+async def _refill(options: argparse.Namespace) -> Report:
+    """Measure the time from an emptied Redis until all hashes of a host are there again."""
+    report = Report("refill", "Redis emptied", ["hashes", "s"], arguments_of(options))
+    port, program = free_port(), shutil.which("redis-server")
+    if program is None:
+        raise rig.RigError("no redis-server: apt-get install -y redis-server")
+    url = f"redis://127.0.0.1:{port}"
+    redis = await asyncio.create_subprocess_exec(
+        *(program, "--port", str(port), "--save", ""), stdout=asyncio.subprocess.DEVNULL
+    )
+    tasks = Tasks()
+    try:
+        await asyncio.sleep(0.5)
+        hello = Hello("bench", "bench", "", "")
+        directory = Directory(
+            url, "bench", lambda _: hello, _Held(options.refill), MonotonicClock()
+        )
+        tasks.spawn(directory.run(), name="directory")
+        async with Redis.from_url(url) as client:
+            for number in range(4):
+                began = perf_counter()
+                while await client.dbsize() < options.refill:  # noqa: ASYNC110 - Redis has no event
+                    await asyncio.sleep(0.01)
+                if number:
+                    report.add(options.refill, perf_counter() - began)
+                await client.flushall()
+        await tasks.aclose()
+        await directory.aclose()
+    finally:
+        redis.kill()
+        await redis.wait()
     return report
 
 
