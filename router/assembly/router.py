@@ -239,7 +239,7 @@ async def build(
             )
 
         backends = Backends(engine, clients, monitor)
-        journal = SlotJournal(backends.monitors, tasks.spawn)
+        journal = SlotJournal(backends.monitors, store, tasks.spawn)
         on_demand.connect(engine, backends)
         # Closed after the monitors: a server that is being asked ends late.
         stack.push_async_callback(on_demand.supervisor.aclose)

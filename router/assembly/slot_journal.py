@@ -1,16 +1,18 @@
 """Keeps the slot journal: notes what idle slots hold, and recalls it for an attach."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import structlog
 
+from router.base.errors import KvError
 from router.base.ports import Spawn
 from router.base.types import BackendId, KvDir, SlotId
 from router.engine.slot_watch import SeenSlot
 from router.llama.attach.monitor import Monitor
 from router.llama.replies import Props
 from router.store.slot_journal import JournalEntry, read_entries, write_entries
+from router.store.store import KvStore
 
 log = structlog.get_logger(__name__)
 
@@ -18,8 +20,9 @@ log = structlog.get_logger(__name__)
 class SlotJournal:
     """The journal of all backends that have a KV directory."""
 
-    def __init__(self, monitors: Mapping[BackendId, Monitor], spawn: Spawn) -> None:
+    def __init__(self, monitors: Mapping[BackendId, Monitor], store: KvStore, spawn: Spawn) -> None:
         self._monitors = monitors
+        self._store = store
         self._spawn = spawn
         self._written: dict[SlotId, tuple[int, bytes]] = {}
         self._writing: set[BackendId] = set()
@@ -61,9 +64,10 @@ class SlotJournal:
         try:
             if attached is None or attached.info.kv_dir is None:
                 return
-            await asyncio.to_thread(write_entries, attached.info.kv_dir, backend, entries)
-        except OSError as error:  # the disk is full, say: only a restart would miss it
-            log.debug("slot_journal_not_written", backend=backend, reason=error.strerror)
+            kv_dir = attached.info.kv_dir
+            await self._store.journal(kv_dir, partial(write_entries, kv_dir, backend, entries))
+        except KvError as error:  # the disk is full, say: only a restart would miss it
+            log.debug("slot_journal_not_written", backend=backend, reason=str(error))
             return
         finally:
             self._writing.discard(backend)
@@ -76,4 +80,8 @@ class SlotJournal:
         """Return what slots of this very process held when a router last looked."""
         if kv_dir is None or props.told_by_nothing:
             return []
-        return await asyncio.to_thread(read_entries, kv_dir, backend, props.process)
+        try:
+            work = partial(read_entries, kv_dir, backend, props.process)
+            return await self._store.journal(kv_dir, work)
+        except KvError:  # the directory hangs, say: the slots are unread then
+            return []

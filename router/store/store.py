@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -24,6 +25,8 @@ from router.store import files, io_pool, records, shapes
 from router.store.files import Identity
 from router.store.io_pool import Threads
 from router.store.records import KvDirectory, StoredSnapshot
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -167,6 +170,10 @@ class KvStore:
     def staging_name(self) -> str:
         """Return a fresh name for a backend to write to."""
         return files.staging_name()
+
+    async def journal(self, kv_dir: KvDir, work: Callable[[], T]) -> T:
+        """Do work of the slot journal in a directory, in its threads. Raises KvError."""
+        return await self._directory(kv_dir).threads.quick(work)
 
     async def verify(self, kv_dir: KvDir, name: str, size_bytes: int) -> StagedFile:
         """Check a file that a backend wrote: its size as reported, and every section of it.
