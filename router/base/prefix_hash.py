@@ -40,6 +40,11 @@ class PrefixHasher:
         return found
 
 
+def split(joined: bytes) -> list[bytes]:
+    """Return the hashes that were joined for a message."""
+    return [joined[at : at + SIZE] for at in range(0, len(joined), SIZE)]
+
+
 def in_directory(n_hashes: int) -> list[int]:
     """Return the indices of the hashes that name a content of so many hashes.
 

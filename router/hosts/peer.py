@@ -51,7 +51,7 @@ class Peer(ServerClient):
         self.problem = "not contacted yet"
         self.trust = Trust()
         self.quote_s = 0.001  # what a quote takes, learned.
-        self.asked = self.taken = self.failed = 0
+        self.asked = self.failed = 0
         self._now = now
         self._failures = 0
         self._broken_until = 0.0
@@ -89,13 +89,6 @@ class Peer(ServerClient):
         return any(
             served.generates if model is None else model in served.names for served in self.models
         )
-
-    def namespace_of(self, model: str | None) -> str:
-        """Return the namespace of a model there; empty if it is not known."""
-        for served in self.models:
-            if served.namespace and (model is None or model in served.names):
-                return served.namespace
-        return ""
 
     async def ask_hello(self) -> Hello:
         """Return what the host says of itself. Raises BackendError."""

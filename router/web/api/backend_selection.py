@@ -12,6 +12,7 @@ from router.base.errors import (
 from router.base.types import (
     BackendId,
     MemoryKind,
+    Namespace,
     Prompt,
     Request,
     RequestId,
@@ -67,6 +68,13 @@ class BackendSelection:
         raise ModelNotFoundError(
             f"no backend serves the model {model!r}; available models: {names}"
         )
+
+    def namespace_of(self, model: str | None) -> Namespace | None:
+        """Return the namespace of a model on the backends here; None: no backend generates it."""
+        for info in self._engine.infos.values():
+            if info.answers_to(model) and info.generates:
+                return info.namespace
+        return None
 
     def fitting(self, model: str | None) -> list[LlamaClient]:
         """Return the backends for a request that takes no slot, best first.

@@ -15,8 +15,8 @@ from time import perf_counter
 from aiohttp import web
 
 from router.base.errors import BackendError, ModelNotFoundError, NoBackendError
-from router.base.prefix_hash import SIZE
-from router.base.types import Namespace, Outcome, Prompt, Request, RequestId
+from router.base.prefix_hash import split
+from router.base.types import Outcome, Prompt, Request, RequestId
 from router.core.model.plan import Quote
 from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
@@ -169,7 +169,9 @@ class Forwarding:
         if not is_worth_asking(own, len(request.prompt), cost_s):
             return None
         sought = _Sought(http, raw, request, parsed, own)
-        if not request.prompt.unknown and (namespace := self._namespace_here(request)):
+        if not request.prompt.unknown and (
+            namespace := self._selection.namespace_of(request.model)
+        ):
             sought.namespace, sought.n_tokens = namespace, len(request.prompt)
             sought.hashes = self._held.hashes(namespace, request.tenant, request.prompt.tokens)
         return await self._at_best(sought, peers)
@@ -233,9 +235,7 @@ class Forwarding:
                 continue
             if told.unknown is None:
                 sought.namespace, sought.n_tokens = told.namespace, told.n_tokens
-                sought.hashes = [
-                    told.hashes[at : at + SIZE] for at in range(0, len(told.hashes), SIZE)
-                ]
+                sought.hashes = split(told.hashes)
             return
 
     # -- any request -----------------------------------------------------------------------------
@@ -295,12 +295,6 @@ class Forwarding:
 
     def _cost_s(self, usable: Usable) -> float:
         return min(peer.quote_s for peer in usable.peers.values()) + _WAY_S
-
-    def _namespace_here(self, request: Request) -> Namespace | None:
-        for info in self._engine.infos.values():
-            if info.answers_to(request.model) and info.generates:
-                return info.namespace
-        return None
 
     async def _at_best(self, sought: _Sought, usable: Usable) -> web.StreamResponse | None:
         """Ask, and forward to the cheapest host that takes the request. None: none does."""

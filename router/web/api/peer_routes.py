@@ -15,7 +15,7 @@ from router.base.errors import (
     NoBackendError,
     NotFoundError,
 )
-from router.base.prefix_hash import SIZE
+from router.base.prefix_hash import SIZE, split
 from router.base.tokens import WIDTH, Tokens, count
 from router.base.types import (
     BackendId,
@@ -132,8 +132,7 @@ class PeerRoutes:
 
     def _beginning(self, ask: QuoteAsk) -> Tokens:
         self._held.refresh()
-        hashes = [ask.hashes[at : at + SIZE] for at in range(0, len(ask.hashes), SIZE)]
-        return self._held.longest(hashes)
+        return self._held.longest(split(ask.hashes))
 
     async def _read(self, request: web.BaseRequest, raw: bytes) -> PromptRead:
         """Return the hashes of a client's prompt, read here for a host that cannot."""
@@ -149,14 +148,7 @@ class PeerRoutes:
         prompt, reader = await self._selection.read(parsed, model, tenant, avoid)
         if prompt.unknown or reader is None:
             return PromptRead(unknown=prompt.unknown or "no backend reads prompts")
-        namespace = next(
-            (
-                info.namespace
-                for info in self._engine.infos.values()
-                if info.answers_to(model) and info.generates
-            ),
-            None,
-        )
+        namespace = self._selection.namespace_of(model)
         if namespace is None:
             raise NoBackendError("no backend for this model is up")
         hashes = self._held.hashes(namespace, tenant, prompt.tokens)
