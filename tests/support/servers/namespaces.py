@@ -21,8 +21,10 @@ import pytest
 from router.tools.fleet.certificate import make_certificate
 from tests.support.servers.process_family import family
 
-_NET = "10.77.43"
-_BRIDGE = "kvfbr43"
+# Each worker of pytest-xdist has a network of its own: 43, 44, ...
+_ID = 43 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_NET = f"10.77.{_ID}"
+_BRIDGE = f"kvfbr{_ID}"
 _KVFERRY = "import sys; from router.tools.cli import main; sys.exit(main())"
 CLIENTS, PEERS, SERVER = 8080, 8089, 8081
 _PATIENCE_S = 60.0
@@ -38,10 +40,10 @@ def needs_namespaces() -> None:
     """Skip the test where no namespace can be made."""
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         pytest.skip("needs root, ip and tc")
-    made = subprocess.run(["ip", "netns", "add", "kvf43try"], capture_output=True)
+    made = subprocess.run(["ip", "netns", "add", f"kvf{_ID}try"], capture_output=True)
     if made.returncode:
         pytest.skip("network namespaces cannot be made here")
-    run("ip", "netns", "del", "kvf43try")
+    run("ip", "netns", "del", f"kvf{_ID}try")
 
 
 @dataclass
@@ -63,7 +65,12 @@ class NetHost:
 
     @property
     def namespace(self) -> str:
-        return f"kvf43{self.name}"
+        return f"kvf{_ID}{self.name}"
+
+    @property
+    def link(self) -> str:
+        """Return the end of its link that is at the bridge."""
+        return f"v{_ID}{self.name}"
 
     @property
     def address(self) -> str:
@@ -86,7 +93,7 @@ class NetHost:
 
     def connect(self) -> None:
         """Make the namespace, and its link to the bridge with 1 Gbit/s each way."""
-        outside, inside = f"v43{self.name}", "eth0"
+        outside, inside = self.link, "eth0"
         run("ip", "netns", "add", self.namespace)
         run(
             "ip",
@@ -112,13 +119,13 @@ class NetHost:
 
     def cut(self) -> None:
         """Cut the link: packets are lost both ways, connections hang."""
-        run("ip", "link", "set", f"v43{self.name}", "down")
+        run("ip", "link", "set", self.link, "down")
         self.is_cut = True
         self.killed += 1
 
     def heal(self) -> None:
         """Connect the link again."""
-        run("ip", "link", "set", f"v43{self.name}", "up")
+        run("ip", "link", "set", self.link, "up")
         self.is_cut = False
 
     async def start(self, what: str) -> None:
@@ -266,5 +273,5 @@ async def start_all(host: NetHost) -> None:
 def _remove(hosts: Sequence[NetHost]) -> None:
     for host in hosts:
         subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
-        subprocess.run(["ip", "link", "del", f"v43{host.name}"], capture_output=True)
+        subprocess.run(["ip", "link", "del", host.link], capture_output=True)
     subprocess.run(["ip", "link", "del", _BRIDGE], capture_output=True)
