@@ -77,6 +77,7 @@ def test_latency_of_all_that_is_installed(tmp_path: Path) -> None:
     )
 
     expected = {"direct", "direct again", "kvferry", "kvferry passthrough"}
+    expected |= {"kvferry of two hosts", "kvferry forwarded"}
     expected |= {"nginx"} if rig.find_nginx() else set()
     expected |= {"sglang-router"} if rig.find_sglang() else set()
     assert {row["contender"] for row in rows} == expected
