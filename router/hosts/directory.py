@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 
 from router.base.clock import MonotonicClock
 from router.base.prefix_hash import BLOCK, SIZE, STEP
+from router.hosts.breaker import Breaker
 from router.hosts.messages import Hello
 
 log = structlog.get_logger(__name__)
@@ -34,8 +35,7 @@ _WRITTEN_AT_ONCE = 512
 _LOOKUP_LIMIT_S = 0.020
 _CALL_LIMIT_S = 2.0
 _ENOUGH_HOLDERS = 6
-_BREAKS_AFTER = 3
-_FIRST_BREAK_S, _LAST_BREAK_S = 1.0, 10.0
+_LONGEST_BREAK_S = 10.0
 
 # Binary search for the deepest whole block that a host holds, then single steps beyond it; then
 # back, block by block, until there are enough hosts. A host that is gone is taken out where it is
@@ -132,8 +132,7 @@ class Directory:
         self._redis = _client(url)
         self._looking = _client(url)  # a look-up never waits behind a write
         self._epoch: tuple[bytes, str] | None = None
-        self._failures = 0
-        self._broken_until = 0.0
+        self._breaker = Breaker(_LONGEST_BREAK_S, clock.now)  # of look-ups
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
 
@@ -182,7 +181,7 @@ class Directory:
         Empty while the directory is slow or gone: after three look-ups of more than 20 ms it is
         left alone for a second, and longer each time.
         """
-        if self.problem or self._clock.now() < self._broken_until or not hashes:
+        if self.problem or self._breaker.is_open or not hashes:
             return {}
         try:
             async with asyncio.timeout(_LOOKUP_LIMIT_S):
@@ -191,12 +190,9 @@ class Directory:
                 )
         except (RedisError, OSError, TimeoutError):
             self.late += 1
-            self._failures += 1
-            if self._failures >= _BREAKS_AFTER:
-                doubled = _FIRST_BREAK_S * 2 ** (self._failures - _BREAKS_AFTER)
-                self._broken_until = self._clock.now() + min(doubled, _LAST_BREAK_S)
+            self._breaker.failure()
             return {}
-        self._failures = 0
+        self._breaker.success()
         self.answered += 1
         pairs = zip(found[::2], found[1::2], strict=True)
         return {host.decode(): int(n) * STEP for host, n in pairs}

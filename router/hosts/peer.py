@@ -7,6 +7,7 @@ import msgspec
 from router.base.errors import BackendError, BackendTimeoutError
 from router.base.types import BackendId, Source
 from router.core.model.plan import Quote
+from router.hosts.breaker import Breaker
 from router.hosts.choice import Trust
 from router.hosts.messages import (
     HELLO,
@@ -30,9 +31,7 @@ _REPLY = msgspec.msgpack.Decoder(QuoteReply)
 _HELLO = msgspec.json.Decoder(Hello)
 _READ = msgspec.json.Decoder(PromptRead)
 _MAX_BYTES = 1024 * 1024
-# Failures in a row after which a peer is not asked, and for how long, doubled up to the last.
-_BREAKS_AFTER = 3
-_FIRST_BREAK_S, _LAST_BREAK_S = 1.0, 30.0
+_LONGEST_BREAK_S = 30.0
 
 
 class Peer(ServerClient):
@@ -53,8 +52,7 @@ class Peer(ServerClient):
         self.quote_s = 0.001  # what a quote takes, learned.
         self.asked = self.failed = 0
         self._now = now
-        self._failures = 0
-        self._broken_until = 0.0
+        self._breaker = Breaker(_LONGEST_BREAK_S, now)
 
     @property
     def name(self) -> str:
@@ -75,7 +73,7 @@ class Peer(ServerClient):
     def is_usable(self) -> bool:
         """Return whether requests may go there now."""
         known = self.hello is not None and not self.problem and not self.hello.stopping
-        return known and self._broken_until <= self._now()
+        return known and not self._breaker.is_open
 
     @property
     def busy(self) -> float:
@@ -141,7 +139,7 @@ class Peer(ServerClient):
         except msgspec.MsgspecError:
             self.failure()
             return None
-        self._failures = 0
+        self._breaker.success()
         self._learn(self._now() - begun)
         if told.price_s is None or not told.price_s >= 0:
             return None
@@ -170,7 +168,4 @@ class Peer(ServerClient):
     def failure(self) -> None:
         """Note a failed call: after some in a row the host is left alone for a while."""
         self.failed += 1
-        self._failures += 1
-        if self._failures >= _BREAKS_AFTER:
-            doubled = _FIRST_BREAK_S * 2 ** (self._failures - _BREAKS_AFTER)
-            self._broken_until = self._now() + min(doubled, _LAST_BREAK_S)
+        self._breaker.failure()
