@@ -17,6 +17,7 @@ from router.base.clock import MonotonicClock
 from router.base.errors import BackendError
 from router.base.tasks import Tasks
 from router.base.types import BackendId
+from router.base.urls import authority
 from router.config.schema import Config
 from router.core.model.slots import Phase
 from router.engine.engine import Engine
@@ -120,7 +121,7 @@ class OwnAddress:
         host = from_outside if everywhere else self.host
         if not host:
             return ""
-        return f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"{self.scheme}://{authority(host, self.port)}"
 
 
 @dataclass(slots=True)

@@ -46,6 +46,7 @@ from router.base.errors import RouterError
 from router.base.ports import Tracing
 from router.base.tasks import Tasks, spawn
 from router.base.types import BackendId, Outcome, Request, Standing, Stats
+from router.base.urls import authority
 from router.config import values
 from router.config.open_doors import open_doors
 from router.config.schema import Address, BackendConfig, Config, TlsConfig, TokenizerMode
@@ -422,7 +423,7 @@ async def _address(
     try:
         host, port = server.sockets[0].getsockname()[:2]
         scheme = "http" if context is None else "https"
-        yield f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        yield f"{scheme}://{authority(host, port)}"
     finally:
         server.close()
         try:

@@ -26,6 +26,8 @@ from pydantic import (
     ValidationError,
 )
 
+from router.base.urls import authority
+
 _SIZE_UNITS = {"B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("kMGT", 1)
@@ -148,7 +150,7 @@ class Address:
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return authority(self.host, self.port)
 
 
 def _http_url(value: object, want: str) -> HttpUrl:

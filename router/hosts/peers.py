@@ -5,6 +5,7 @@ is found under several addresses counts once.
 """
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ import structlog
 
 from router.base.clock import MonotonicClock
 from router.base.errors import BackendError
+from router.base.urls import authority
 from router.hosts.messages import Hello
 from router.hosts.peer import Peer
 from router.llama.server_client import Connections, Timeouts
@@ -255,21 +257,20 @@ class Peers:
 
     async def _resolve(self, url: str) -> Iterable[str]:
         """Return the URL of each address of a configured one; the last known if that fails."""
-        parts = urlsplit(url)
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(
-                parts.hostname,
-                parts.port,
-                type=1,  # SOCK_STREAM
-            )
+            self._resolved[url] = await addresses_of(url)
         except OSError as error:
             if url not in self._resolved:
                 log.warning("peer_name_unknown", url=url, reason=error.strerror)
                 self._resolved[url] = []
-            return self._resolved[url]
-        hosts = dict.fromkeys(str(address[0]) for *_, address in found)
-        self._resolved[url] = [
-            f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
-            for host in hosts
-        ]
         return self._resolved[url]
+
+
+async def addresses_of(url: str) -> list[str]:
+    """Return the URL of each address that the name in a URL has. Raises OSError."""
+    parts = urlsplit(url)
+    found = await asyncio.get_running_loop().getaddrinfo(
+        parts.hostname, parts.port, type=socket.SOCK_STREAM
+    )
+    hosts = dict.fromkeys(str(address[0]) for *_, address in found)
+    return [f"{parts.scheme}://{authority(host, parts.port)}" for host in hosts]

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from router.base.tasks import Tasks
+from router.base.urls import authority
 
 # llama-server closes idle connections after about 5 s without saying so
 # (llama-server.md, "Connections").
@@ -109,8 +110,7 @@ class Pool:
         # Called when the backend closes a connection that it would have kept.
         self.on_hang_up: Callable[[], None] = lambda: None
         self._tls = (tls or ssl.create_default_context()) if target.tls else None
-        host = f"[{target.host}]" if ":" in target.host else target.host
-        self._host = f"{host}:{target.port}".encode()
+        self._host = authority(target.host, target.port).encode()
         self._idle: deque[tuple[float, _Connection]] = deque()
         self._open: set[_Connection] = set()
         self._tasks = Tasks()

@@ -11,6 +11,7 @@ from router.config.schema import Config
 from router.hosts.credentials import Credentials, CredentialsError, load_credentials
 from router.hosts.messages import Hello
 from router.hosts.peer import Peer
+from router.hosts.peers import addresses_of
 from router.llama.attach.namespace import is_same
 from router.llama.server_client import Connections, Timeouts
 from router.tools.doctor.facts import Facts
@@ -42,19 +43,15 @@ async def _peer(
     url: str, credentials: Credentials, config: Config
 ) -> list[tuple[Finding, Hello | None]]:
     """Return a finding, and what the host says of itself, for each address of a peer."""
-    parts = urlsplit(url)
     try:
-        loop = asyncio.get_running_loop()
-        addresses = await loop.getaddrinfo(parts.hostname, parts.port, type=1)
+        addresses = await addresses_of(url)
     except OSError as error:
         told = f"{url}: {error.strerror}"
         return [(Finding(Level.ERROR, told, "give peers as https://HOST:PORT"), None)]
     found = []
     async with Connections(credentials.client) as connections:
-        for host in dict.fromkeys(str(address[0]) for *_, address in addresses):
-            shown = f"[{host}]" if ":" in host else host
-            one = f"{parts.scheme}://{shown}:{parts.port}"
-            peer = Peer(one, connections, Timeouts(health_s=_WITHIN_S), MonotonicClock().now)
+        for address in addresses:
+            peer = Peer(address, connections, Timeouts(health_s=_WITHIN_S), MonotonicClock().now)
             found.append(await _examined(peer, credentials, config))
     return found
 

@@ -1,0 +1,6 @@
+"""Parts of URLs."""
+
+
+def authority(host: str, port: int | None) -> str:
+    """Return HOST:PORT as URLs have it: an IPv6 address is in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
