@@ -60,7 +60,7 @@ class Connections:
 class _OurErrors:
     """Context manager that turns timeouts and OS errors into BackendError.
 
-    A class, not a generator, for the same reason as `_Relaying`.
+    A class, not a generator, for the same reason as `Relaying`.
     """
 
     def __enter__(self) -> None: ...
@@ -149,7 +149,7 @@ class ServerClient:
         self.url = url
         self.relaying = 0  # client requests that are at the server now.
         self.doubted = False  # a call failed or was slow, and no check has passed since.
-        self._unanswered: set[_Relaying] = set()  # requests that `give_up` ends.
+        self._unanswered: set[Relaying] = set()  # requests that `give_up` ends.
         self._asking: set[asyncio.Timeout] = set()  # control calls that `give_up` ends.
         self._given_up = False  # and no control call has been answered since.
         self._quiet: asyncio.Event | None = None  # set when `relaying` falls to 0
@@ -216,7 +216,7 @@ class ServerClient:
         body: bytes | None,
         *,
         yields: bool = False,
-    ) -> "_Relaying":
+    ) -> "Relaying":
         """Send a client's request. `async with` gives the response with headers and first bytes.
 
         `path` is raw, query included. Entering raises BackendError. On exit the connection is
@@ -226,7 +226,7 @@ class ServerClient:
             kept = [header for header in headers if header[0].lower() != b"authorization"]
             headers = [*kept, self._authorization]
         asked = self._pool.request(method, path, headers, body, self._timeouts.first_byte_s)
-        return _Relaying(self, asked, self._unanswered if yields else set())
+        return Relaying(self, asked, self._unanswered if yields else set())
 
     def give_up(self) -> None:
         """End all unanswered calls that `yields`, because the server does not answer.
@@ -257,7 +257,7 @@ class ServerClient:
             await self._quiet.wait()
 
 
-class _Relaying:
+class Relaying:
     """Context manager of one relayed request.
 
     A class, not a generator: every client request goes through it.
@@ -267,7 +267,7 @@ class _Relaying:
         self,
         client: ServerClient,
         asked: Coroutine[Any, Any, Response],
-        unanswered: "set[_Relaying]",
+        unanswered: "set[Relaying]",
     ) -> None:
         self._client = client
         self._asked = asked

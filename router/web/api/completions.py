@@ -59,15 +59,18 @@ from router.web.api.slot_demand import SlotsAsked
 from router.web.server.early_stream import kept_alive
 from router.web.server.error_responses import clients_id, names, session_of
 from router.web.server.hop import HOP_OF
-from router.web.server.relay import CALLER, Capture, forward_headers, forward_target, relay
+from router.web.server.relay import (
+    CALLER,
+    INLINE_BYTES,
+    Capture,
+    forward_headers,
+    forward_target,
+    relay,
+)
 from router.web.server.settings import Settings
 
 # Times a request is sent at most; again only if its backend failed before the first byte.
 _ATTEMPTS = 3
-# A stream up to this size is parsed in place, at about 1 µs for 100 bytes. Of a longer stream the
-# two ends are parsed in place, the rest in a thread. A plain answer is one JSON object, of which
-# an end says nothing: it is parsed whole, in 4 ms at most.
-_INLINE_BYTES = 32 * 1024
 _STATELESS = ("/embedding", "/embeddings", "/rerank", "/reranking")
 
 
@@ -412,11 +415,11 @@ class Completions:
         reported, whole = Reported(), True
         if readable is not None and exchange.route is not None and exchange.parsed is not None:
             one_object = capture.complete and not exchange.parsed.stream
-            whole = one_object or capture.size_bytes <= _INLINE_BYTES
+            whole = one_object or capture.size_bytes <= INLINE_BYTES
             reported = read_reply(
                 exchange.route,
                 exchange.parsed.stream,
-                capture.chunks if whole else capture.ends(_INLINE_BYTES // 2),
+                capture.chunks if whole else capture.ends(INLINE_BYTES // 2),
                 readable.header("content-encoding"),
                 complete=whole,
             )

@@ -6,7 +6,7 @@ can be (docs/hosts.md).
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -34,7 +34,7 @@ from router.hosts.messages import HOP_REFUSED, QuoteAsk
 from router.hosts.peer import Peer
 from router.hosts.peers import KnownHosts, Peers, Usable
 from router.llama.replies import knows_no_answer, read_reply
-from router.llama.server_client import RelayedResponse
+from router.llama.server_client import RelayedResponse, Relaying
 from router.llama.wire import ParsedRequest
 from router.telemetry.decision_log import DecisionLog, HostOffer, HostsAsked
 from router.telemetry.hosts_metrics import HostsMetrics
@@ -42,7 +42,14 @@ from router.web.api.backend_selection import BackendSelection
 from router.web.api.client_keys import Keys, fair_to
 from router.web.server.error_responses import names
 from router.web.server.hop import HOP_OF, Hop
-from router.web.server.relay import CALLER, Capture, forward_headers, forward_target, relay
+from router.web.server.relay import (
+    CALLER,
+    INLINE_BYTES,
+    Capture,
+    forward_headers,
+    forward_target,
+    relay,
+)
 from router.web.server.settings import Settings
 
 # No answer within this time is no offer. A request that takes seconds here gives peers a
@@ -54,7 +61,6 @@ _READ_LIMIT_S = 10.0
 _WAY_S = 0.001
 # The part of a body that a conversation keeps: the peer that reads it remembers its tokens.
 _BODY_BEGINNING = 1024
-_INLINE_BYTES = 32 * 1024
 _MOST_REFUSALS = 3
 
 
@@ -272,24 +278,34 @@ class Forwarding:
             return None
         for peer in self._usable(model).peers.values():
             hop = Hop(self.name, RequestId(f"{name}.c"), client=fair_to(http))
-            headers = [*forward_headers(http), *hop.headers()]
             with suppress(BackendError):
-                async with peer.relay(
-                    http.method, forward_target(http), headers, raw or None, yields=True
-                ) as upstream:
+                async with _sent_on(http, raw, peer, hop) as upstream:
                     if _is_refusal(upstream) or knows_no_answer(await upstream.read()):
                         continue
-                    response, _ = await relay(
-                        http,
-                        upstream,
-                        names(http, name, here=False),
-                        self._settings,
-                        Capture(),
-                        lambda: None,
-                        self._throttle,
+                    response, _ = await self._relay(
+                        http, upstream, name, Capture(), on_first_byte=lambda: None
                     )
                     return response
         return None
+
+    async def _relay(
+        self,
+        http: web.BaseRequest,
+        upstream: RelayedResponse,
+        name: RequestId,
+        capture: Capture,
+        on_first_byte: Callable[[], None],
+    ) -> tuple[web.StreamResponse, Outcome]:
+        """Pass the answer of a peer to the client. Raises BackendError before the first byte."""
+        return await relay(
+            http,
+            upstream,
+            names(http, name, here=False),
+            self._settings,
+            capture,
+            on_first_byte,
+            self._throttle,
+        )
 
     # --------------------------------------------------------------------------------------------
 
@@ -377,22 +393,13 @@ class Forwarding:
         outcome = Outcome.BACKEND_ERROR
         status = 0
         try:
-            headers = [*forward_headers(http), *hop.headers()]
-            async with peer.relay(
-                http.method, forward_target(http), headers, sought.raw or None, yields=True
-            ) as upstream:
+            async with _sent_on(http, sought.raw, peer, hop) as upstream:
                 status = upstream.status
                 if _is_refusal(upstream):
                     outcome = Outcome.REFUSED
                     return None
-                response, outcome = await relay(
-                    http,
-                    upstream,
-                    names(http, request.id, here=False),
-                    self._settings,
-                    capture,
-                    lambda: first.append(perf_counter()),
-                    self._throttle,
+                response, outcome = await self._relay(
+                    http, upstream, request.id, capture, lambda: first.append(perf_counter())
                 )
         except BackendError:
             peer.failure()
@@ -428,7 +435,7 @@ class Forwarding:
         if outcome is not Outcome.OK or status != HTTPStatus.OK or parsed is None:
             return took_s
         if not parsed.stream:  # the answer came at once: its first token was ready before
-            if not capture.complete or capture.size_bytes > _INLINE_BYTES:
+            if not capture.complete or capture.size_bytes > INLINE_BYTES:
                 return took_s
             reported = read_reply(parsed.route, False, capture.chunks)
             took_s -= reported.generated_s or 0.0
@@ -437,6 +444,12 @@ class Forwarding:
 
 
 _UNREAD = Prompt(unknown="read by no backend here")
+
+
+def _sent_on(http: web.BaseRequest, raw: bytes, peer: Peer, hop: Hop) -> Relaying:
+    """Send a client's request to a peer, as `ServerClient.relay` does."""
+    headers = [*forward_headers(http), *hop.headers()]
+    return peer.relay(http.method, forward_target(http), headers, raw or None, yields=True)
 
 
 def _offer_of(offers: Sequence[Offer], key: str) -> Quote | None:

@@ -93,7 +93,7 @@ class PeerRoutes:
         except ModelNotFoundError:
             return QuoteReply(None)
         quote = self._price(ask, model, name)
-        if quote is None or self._engine.view.is_stopping:
+        if quote is None:  # nothing here can serve it, or this host is stopping
             return QuoteReply(None)
         return QuoteReply(quote.price_s, quote.wait_s, quote.reused_tokens, quote.source)
 

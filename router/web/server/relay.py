@@ -43,6 +43,10 @@ CALLER = web.RequestKey("caller", Caller)
 # Bytes of a complete answer, and of answers before it that are not yet sent: up to this number the
 # router does not wait for the client.
 _SENT_AT_ONCE = 64 * 1024
+# A stream up to this size is parsed in place, at about 1 µs for 100 bytes. Of a longer stream the
+# two ends are parsed in place, the rest in a thread. A plain answer is one JSON object, of which
+# an end says nothing: it is parsed whole, in 4 ms at most.
+INLINE_BYTES = 32 * 1024
 _HEAD_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
 _WHOLE_BYTES = 1024 * 1024
