@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 
@@ -17,6 +18,13 @@ from router.store.store import KvStore
 log = structlog.get_logger(__name__)
 
 
+class _Due(NamedTuple):
+    """Entries to write to the journal in a KV directory."""
+
+    kv_dir: KvDir = KvDir("")
+    entries: Sequence[JournalEntry] = ()
+
+
 class SlotJournal:
     """The journal of all backends that have a KV directory."""
 
@@ -29,21 +37,23 @@ class SlotJournal:
 
     def note(self, backend: BackendId, seen: Sequence[SeenSlot]) -> None:
         """Write in the background what changed of some idle slots."""
-        if (due := self._due(backend, seen)) and backend not in self._writing:
+        due = self._due(backend, seen)
+        if due.entries and backend not in self._writing:
             self._writing.add(backend)
             self._spawn(self._write(backend, due), name=f"slot journal of {backend}")
 
     async def flush(self, backend: BackendId, seen: Sequence[SeenSlot]) -> None:
         """Write what changed; return when it is written."""
-        if due := self._due(backend, seen):
+        due = self._due(backend, seen)
+        if due.entries:
             await self._write(backend, due)
 
-    def _due(self, backend: BackendId, seen: Sequence[SeenSlot]) -> list[JournalEntry]:
+    def _due(self, backend: BackendId, seen: Sequence[SeenSlot]) -> _Due:
         monitor = self._monitors.get(backend)
         attached = monitor.attached if monitor is not None else None
         if attached is None or attached.info.kv_dir is None or attached.props.told_by_nothing:
-            return []
-        return [
+            return _Due()
+        entries = [
             JournalEntry(
                 process=attached.props.process,
                 index=slot.id.index,
@@ -57,21 +67,18 @@ class SlotJournal:
             for slot in seen
             if self._written.get(slot.id) != (slot.id_task, slot.resident.tokens)
         ]
+        return _Due(attached.info.kv_dir, entries)
 
-    async def _write(self, backend: BackendId, entries: list[JournalEntry]) -> None:
-        monitor = self._monitors.get(backend)
-        attached = monitor.attached if monitor is not None else None
+    async def _write(self, backend: BackendId, due: _Due) -> None:
+        work = partial(write_entries, due.kv_dir, backend, due.entries)
         try:
-            if attached is None or attached.info.kv_dir is None:
-                return
-            kv_dir = attached.info.kv_dir
-            await self._store.journal(kv_dir, partial(write_entries, kv_dir, backend, entries))
+            await self._store.journal(due.kv_dir, work)
         except KvError as error:  # the disk is full, say: only a restart would miss it
             log.debug("slot_journal_not_written", backend=backend, reason=str(error))
             return
         finally:
             self._writing.discard(backend)
-        for entry in entries:
+        for entry in due.entries:
             self._written[SlotId(backend, entry.index)] = entry.id_task, entry.tokens
 
     async def recall(

@@ -7,13 +7,14 @@ server process says that no task has run in the slot since: the ids of tasks onl
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from router.base.tokens import Tokens
+from router.base.tokens import Tokens, count
 from router.base.types import BackendId, KvDir, Namespace, Tenant
 
 _NAME = re.compile(r"kvf-slot-(.+)-\d+\.journal")
@@ -35,7 +36,7 @@ class JournalEntry(Struct, frozen=True):
     @property
     def n_tokens(self) -> int:
         """Return the tokens that the server reports for the slot."""
-        return len(self.tokens) // 4 + self.unread
+        return count(self.known) + self.unread
 
     @property
     def known(self) -> Tokens:
@@ -46,7 +47,7 @@ class JournalEntry(Struct, frozen=True):
 _DECODER = msgspec.msgpack.Decoder(JournalEntry)
 
 
-def write_entries(kv_dir: KvDir, backend: BackendId, entries: list[JournalEntry]) -> None:
+def write_entries(kv_dir: KvDir, backend: BackendId, entries: Sequence[JournalEntry]) -> None:
     """Write the entries of some slots of a backend. Raises OSError."""
     for entry in entries:
         path = _path(kv_dir, backend, entry.index)
