@@ -1,4 +1,4 @@
-"""The directory on a real Redis: who is there, who holds what, and what happens without it."""
+"""The directory on a real Redis: its members, its holders, and what happens without it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
