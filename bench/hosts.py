@@ -2,7 +2,8 @@
 
 A front without servers forwards to scripted peers that answer at once, with a real Redis: once with
 three hosts, once with a hundred and a million entries. The time of a request is that of its
-decision: reading at a peer, the look-up, three quotes, and the way. Requests alternate.
+decision: reading at a peer, the look-up, three quotes, and the way. Requests alternate. With
+`--stopped`, each size has a second front, of which Redis is stopped as SIGSTOP does.
 """
 
 import argparse
@@ -15,8 +16,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from time import perf_counter
 
-from redis.asyncio import Redis
-
 from bench import rig
 from bench.client import Client
 from bench.report import Report, arguments_of, median, percentile, run_bench
@@ -25,9 +24,12 @@ from router.base.tasks import Tasks
 from router.hosts.directory import Directory
 from router.hosts.messages import Hello
 from router.servers.program import free_port
+from tests.support.servers.redis_server import RedisServer
 
-COLUMNS = ("hosts", "entries", "n", "p50 ms", "p99 ms", "x fewest p50", "x fewest p99")
+COLUMNS = ("hosts", "entries", "redis", "n", "p50 ms", "p99 ms", "x first p50", "x first p99")
 _IN_A_ROW = 10
+_WARM_UP = 100
+_PATIENCE_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", default="3,100", help="comma-separated")
     parser.add_argument("--entries", default="1000,1000000", help="for each number of hosts")
     parser.add_argument("--rounds", type=int, default=3000)
+    parser.add_argument(
+        "--stopped", action="store_true", help="each size a second time, with Redis stopped"
+    )
     parser.add_argument(
         "--refill", type=int, metavar="N", help="instead: empty Redis, and wait for N hashes again"
     )
@@ -48,20 +53,24 @@ async def measure(options: argparse.Namespace) -> Report:
         return await _refill(options)
     report = Report("hosts", "Decisions, by hosts", list(COLUMNS), arguments_of(options))
     sizes = list(zip(options.hosts.split(","), options.entries.split(","), strict=True))
+    rows = [(*size, stops) for size in sizes for stops in ([False, True][: 1 + options.stopped])]
     async with AsyncExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
         clients = []
-        for hosts, entries in sizes:
-            url = await stack.enter_async_context(_front(home / hosts, hosts, entries))
+        for number, (hosts, entries, stops) in enumerate(rows):
+            folder = home / str(number)
+            url, redis = await stack.enter_async_context(_front(folder, hosts, entries))
             clients.append(Client(url))
             stack.callback(clients[-1].close)
+            if stops:
+                redis.pause()
         times = await asyncio.to_thread(_rounds, clients, options.rounds)
     least = times[0]
-    for (hosts, entries), found in zip(sizes, times, strict=True):
+    for (hosts, entries, stops), found in zip(rows, times, strict=True):
         report.add(
-            *(int(hosts), int(entries), len(found), median(found), percentile(found, 99)),
-            median(found) / median(least),
-            percentile(found, 99) / percentile(least, 99),
+            *(int(hosts), int(entries), "stopped" if stops else "answers", len(found)),
+            *(median(found), percentile(found, 99)),
+            *(median(found) / median(least), percentile(found, 99) / percentile(least, 99)),
         )
     return report
 
@@ -82,41 +91,32 @@ class _Held:
 async def _refill(options: argparse.Namespace) -> Report:
     """Measure the time from an emptied Redis until all hashes of a host are there again."""
     report = Report("refill", "Redis emptied", ["hashes", "s"], arguments_of(options))
-    port, program = free_port(), shutil.which("redis-server")
-    if program is None:
-        raise rig.RigError("no redis-server: apt-get install -y redis-server")
-    url = f"redis://127.0.0.1:{port}"
-    redis = await asyncio.create_subprocess_exec(
-        *(program, "--port", str(port), "--save", ""), stdout=asyncio.subprocess.DEVNULL
-    )
     tasks = Tasks()
-    try:
-        await asyncio.sleep(0.5)
+    async with AsyncExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
+        redis = await stack.enter_async_context(_redis(home))
         hello = Hello("bench", "bench", "", "")
         directory = Directory(
-            url, "bench", lambda _: hello, _Held(options.refill), MonotonicClock()
+            redis.url, "bench", lambda _: hello, _Held(options.refill), MonotonicClock()
         )
+        stack.push_async_callback(directory.aclose)
+        stack.push_async_callback(tasks.aclose)
         tasks.spawn(directory.run(), name="directory")
-        async with Redis.from_url(url) as client:
-            for number in range(4):
-                began = perf_counter()
-                while await client.dbsize() < options.refill:  # noqa: ASYNC110 - Redis has no event
-                    await asyncio.sleep(0.01)
-                if number:
-                    report.add(options.refill, perf_counter() - began)
-                await client.flushall()
-        await tasks.aclose()
-        await directory.aclose()
-    finally:
-        redis.kill()
-        await redis.wait()
+        client = await stack.enter_async_context(redis.client())
+        for number in range(4):
+            began = perf_counter()
+            while await client.dbsize() < options.refill:  # noqa: ASYNC110 - Redis has no event
+                await asyncio.sleep(0.01)
+            if number:
+                report.add(options.refill, perf_counter() - began)
+            await client.flushall()
     return report
 
 
 def _rounds(clients: list[Client], rounds: int) -> list[list[float]]:
     """Return the milliseconds of each client's requests; the first hundred do not count."""
     times: list[list[float]] = [[] for _ in clients]
-    for start in range(-100, rounds, _IN_A_ROW):
+    for start in range(-_WARM_UP, rounds, _IN_A_ROW):
         for client, found in zip(clients, times, strict=True):
             for _ in range(_IN_A_ROW):
                 reply = client.post("/completion", {"prompt": "x", "model": "any"})
@@ -126,38 +126,46 @@ def _rounds(clients: list[Client], rounds: int) -> list[list[float]]:
 
 
 @asynccontextmanager
-async def _front(home: Path, hosts: str, entries: str) -> AsyncIterator[str]:
-    """Run a Redis, scripted peers and a front; yield the URL of the front."""
-    await asyncio.to_thread(home.mkdir)
-    program = shutil.which("redis-server")
-    if program is None:
+async def _redis(home: Path) -> AsyncIterator[RedisServer]:
+    """Run a Redis. Raises RigError where there is none."""
+    if shutil.which("redis-server") is None:
         raise rig.RigError("no redis-server: apt-get install -y redis-server")
-    port, peer_port = free_port(), free_port()
-    url = f"redis://127.0.0.1:{port}"
-    redis = await asyncio.create_subprocess_exec(
-        *(program, "--port", str(port), "--save", "", "--dir", str(home)),
-        stdout=asyncio.subprocess.DEVNULL,
-    )
-    peers = None
-    try:
-        await asyncio.sleep(0.5)
+    async with RedisServer.started(home) as server:
+        yield server
+
+
+@asynccontextmanager
+async def _front(home: Path, hosts: str, entries: str) -> AsyncIterator[tuple[str, RedisServer]]:
+    """Run a Redis, scripted peers and a front; yield the front's URL when it knows all peers."""
+    await asyncio.to_thread(home.mkdir)
+    async with _redis(home) as redis:
         peers = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.scripted_peers", url, hosts, entries),
+            *(sys.executable, "-m", "bench.scripted_peers", redis.url, hosts, entries),
             stdout=asyncio.subprocess.PIPE,
         )
-        assert peers.stdout is not None
-        if await peers.stdout.readline() != b"ready\n":
-            raise rig.RigError("the scripted peers did not start")
-        await asyncio.sleep(2.5)  # they register
-        more = f"fleet: {{name: front, listen: '127.0.0.1:{peer_port}', redis: '{url}'}}"
-        async with rig.kvferry("front", [], home, more=more) as front:
-            await asyncio.sleep(5.0)  # two rounds of checks
-            yield front.url
-    finally:
-        for process in (peers, redis):
-            if process is not None:
-                process.kill()
-                await process.wait()
+        try:
+            assert peers.stdout is not None
+            if await peers.stdout.readline() != b"ready\n":
+                raise rig.RigError("the scripted peers did not start")
+            own = f"{{name: front, listen: '127.0.0.1:{free_port()}', redis: '{redis.url}'}}"
+            async with rig.kvferry("front", [], home, more=f"fleet: {own}") as front:
+                await _wait_for_peers(front.url, int(hosts))
+                yield front.url, redis
+        finally:
+            peers.kill()
+            await peers.wait()
+
+
+async def _wait_for_peers(url: str, n: int) -> None:
+    """Return when a front can use all its peers. Raises TimeoutError after a minute."""
+    client = Client(url)
+    async with asyncio.timeout(_PATIENCE_S):
+        while True:
+            reply = await asyncio.to_thread(client.send, "GET", "/kvferry/state", None)
+            if sum(peer["up"] for peer in reply.json()["hosts"]["peers"]) == n:
+                break
+            await asyncio.sleep(0.05)
+    client.close()
 
 
 if __name__ == "__main__":

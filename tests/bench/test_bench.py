@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from bench import (
     agent,
+    hosts,
     instructions,
     latency,
     load,
@@ -81,6 +83,21 @@ def test_latency_of_all_that_is_installed(tmp_path: Path) -> None:
     expected |= {"nginx"} if rig.find_nginx() else set()
     expected |= {"sglang-router"} if rig.find_sglang() else set()
     assert {row["contender"] for row in rows} == expected
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server")
+def test_hosts(tmp_path: Path) -> None:
+    sizes = ("--hosts", "4", "--entries", "100", "--rounds", "20", "--stopped")
+    rows = run(hosts.main, tmp_path, *sizes)
+
+    assert [(row["redis"], row["n"]) for row in rows] == [("answers", 20), ("stopped", 20)]
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server")
+def test_an_emptied_directory(tmp_path: Path) -> None:
+    rows = run(hosts.main, tmp_path, "--refill", "2000")
+
+    assert [row["hashes"] for row in rows] == [2000] * 3
 
 
 @pytest.mark.real
