@@ -5,7 +5,7 @@ seconds in all. Until then a quote is of what was hashed so far.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, in_directory
@@ -48,7 +48,8 @@ class HeldPrefixes:
         self._secret = secret
         self._facts_of = facts_of
         self._entries: dict[bytes, _Entry] = {}
-        self._held: dict[Hashable, _Held] = {}
+        self._held: dict[SlotId | SnapshotId, _Held] = {}
+        self._slots: set[SlotId] = set()  # of `_held`
         self._hashers: dict[tuple[str, Tenant], PrefixHasher] = {}
         self._due: deque[Snapshot] = deque()
         self.added: dict[bytes, None] = {}
@@ -116,7 +117,7 @@ class HeldPrefixes:
     def _take_slots(self) -> int:
         """Take in the slots that changed; return the number of tokens hashed."""
         done = 0
-        fleet, here = self._fleet, set[Hashable]()
+        fleet, here = self._fleet, set[SlotId]()
         for backend, info in fleet.infos.items():
             if not info.is_managed:
                 continue
@@ -129,8 +130,9 @@ class HeldPrefixes:
                 before = self._held.get(slot.id)
                 if before is None or before.tokens is not tokens or before.namespace != key:
                     done += self._hold(slot.id, key, tokens)
-        for content in [one for one in self._held if isinstance(one, SlotId) and one not in here]:
-            self._drop(content)
+        for slot_id in self._slots - here:
+            self._drop(slot_id)
+        self._slots = here
         return done
 
     def _hold(self, content: SlotId | SnapshotId, key: tuple[str, Tenant], tokens: Tokens) -> int:
@@ -159,7 +161,7 @@ class HeldPrefixes:
         if count(tokens) - n_tokens < STEP:  # ends here: see `longest`
             entry.tokens = tokens
 
-    def _drop(self, content: Hashable) -> None:
+    def _drop(self, content: SlotId | SnapshotId) -> None:
         if (before := self._held.pop(content, None)) is not None:
             self._leave(before)
 
