@@ -3,10 +3,9 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -14,9 +13,7 @@ from prometheus_client import CollectorRegistry
 from router import __version__
 from router.assembly.backends import StartError, timeouts_of
 from router.base.clock import MonotonicClock
-from router.base.errors import BackendError
 from router.base.tasks import Tasks
-from router.base.types import BackendId
 from router.base.urls import authority
 from router.config.schema import Config
 from router.core.model.slots import Phase
@@ -24,10 +21,10 @@ from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.credentials import Credentials, CredentialsError, load_credentials
 from router.hosts.messages import Hello, Served
-from router.hosts.peer import Peer
 from router.hosts.peers import KnownHosts, Peers
+from router.hosts.twins import compare, processes_of
+from router.llama.attach.claims import Claims
 from router.llama.attach.namespace import facts_of
-from router.llama.replies import Process
 from router.llama.server_client import Connections
 from router.telemetry.hosts_metrics import DirectoryStats, HostsCollector, HostsMetrics, PeerStats
 from router.web.admin.hosts import HostsView
@@ -36,68 +33,9 @@ from router.web.api.client_keys import Keys
 
 log = structlog.get_logger(__name__)
 
-_REFRESH_S = 0.1
-_EQUAL_AGES_S = 0.3  # ages are known to a tenth of a second
-
-
-class Twins:
-    """The llama-servers of this host, and which of them another host drives as well.
-
-    Two hosts on one server would write to each other's slots. The host that took the server later
-    gives it up, by a claim in the name of the other in `processes`, where monitors look.
-    """
-
-    def __init__(self, processes: dict[Process, BackendId], clock: MonotonicClock) -> None:
-        self._processes = processes
-        self._clock = clock
-        self._since: dict[Process, float] = {}
-        self._foreign: dict[Process, BackendId] = {}
-
-    def held_s(self) -> Mapping[str, float]:
-        """Return the seconds since this host took each of its servers, by a digest of its names."""
-        now = self._clock.now()
-        ours = [p for p in self._processes if p not in self._foreign]
-        for process in ours:
-            self._since.setdefault(process, now)
-        self._since = {p: at for p, at in self._since.items() if p in self._processes}
-        return {_named(process): now - self._since[process] for process in ours}
-
-    async def compare(self, incarnation: str, peers: list[Peer]) -> None:
-        """Give up servers that a peer took earlier; take back those that no peer has any more.
-
-        `incarnation`: this host's own. A peer that has one of these servers is asked again: only
-        fresh ages can be compared. Of equal ages the lower incarnation decides, on both hosts.
-        """
-        theirs: dict[str, tuple[float, Peer]] = {}
-        mine = {_named(process) for process in self._processes}
-        for peer in peers:
-            if peer.hello is None or peer.problem or not mine & set(peer.hello.processes):
-                continue
-            with suppress(BackendError):
-                hello = await peer.ask_hello()
-                for name, held_s in hello.processes.items():
-                    if name not in theirs or theirs[name][0] < held_s:
-                        theirs[name] = held_s, peer
-        for process in list(self._foreign):
-            if _named(process) not in theirs:
-                del self._foreign[process]
-                self._processes.pop(process, None)
-        ours = self.held_s()
-        for process in list(self._processes):
-            found = theirs.get(_named(process))
-            if process in self._foreign or found is None:
-                continue
-            earlier_s = found[0] - ours.get(_named(process), 0.0)
-            if earlier_s > _EQUAL_AGES_S or (
-                earlier_s > -_EQUAL_AGES_S and found[1].key < incarnation
-            ):
-                self._foreign[process] = BackendId(f"one that the host {found[1].name} drives")
-                self._processes[process] = self._foreign[process]
-
-
-def _named(process: Process) -> str:
-    """Return what names a server process to other hosts."""
-    return blake2b(repr(process).encode(), digest_size=8).hexdigest()
+# What is held is hashed in the background, for the first quote after a start; a quote takes in the
+# rest by itself, and the directory is told ten times a second.
+_REFRESH_S, _REFRESH_FOR_DIRECTORY_S = 1.0, 0.1
 
 
 @dataclass(slots=True)
@@ -152,7 +90,7 @@ async def hosts_of(
     keys: Keys,
     registry: CollectorRegistry,
     clock: MonotonicClock,
-    processes: dict[Process, BackendId],
+    claims: Claims,
 ) -> AsyncIterator[Hosts | None]:
     """Yield the connection to the fleet; None without one. Raises StartError."""
     fleet = config.fleet
@@ -166,7 +104,6 @@ async def hosts_of(
     name, incarnation = fleet.name or _own_name(), secrets.token_hex(8)
     address = OwnAddress(fleet.url, "http" if credentials.server is None else "https")
     held = engine.held_prefixes(credentials.secret, facts_of)
-    twins = Twins(processes, clock)
 
     seen_from_outside = ""
 
@@ -187,7 +124,7 @@ async def hosts_of(
             waiting=len(view.queue()) + selection.waiting,
             stopping=view.is_stopping,
             keeps_apart=keys.known.keeps_apart,
-            processes=dict(twins.held_s()),
+            processes=processes_of(claims),
         )
 
     directory = None
@@ -206,7 +143,7 @@ async def hosts_of(
             clock=clock,
             directory=directory,
             own_url=lambda: address.as_seen(seen_from_outside),
-            on_news=lambda: twins.compare(incarnation, peers.all()),
+            on_news=lambda: compare(claims, incarnation, peers.all()),
             scheme=address.scheme,
             keeps_apart=lambda: keys.known.keeps_apart,
         )
@@ -220,7 +157,8 @@ async def hosts_of(
             )
         )
         tasks.spawn(peers.run(), name="peers")
-        tasks.spawn(_refresh(held, twins), name="held prefixes")
+        period_s = _REFRESH_S if directory is None else _REFRESH_FOR_DIRECTORY_S
+        tasks.spawn(_refresh(held, period_s), name="held prefixes")
         if directory is not None:
             tasks.spawn(directory.run(), name="directory")
         try:
@@ -241,12 +179,11 @@ async def hosts_of(
                 await directory.aclose()
 
 
-async def _refresh(held: HeldPrefixes, twins: Twins) -> None:
-    """Follow what this host holds, a little at a time, and since when it has its servers."""
+async def _refresh(held: HeldPrefixes, period_s: float) -> None:
+    """Follow what this host holds, a little at a time."""
     while True:
-        twins.held_s()
         more = held.refresh()
-        await asyncio.sleep(0 if more else _REFRESH_S)
+        await asyncio.sleep(0 if more else period_s)
 
 
 def _served(engine: Engine) -> tuple[Served, ...]:

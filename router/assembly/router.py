@@ -56,9 +56,9 @@ from router.core.model.slots import Resident
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
+from router.llama.attach.claims import Claims
 from router.llama.attach.monitor import Attached, Monitor
 from router.llama.client import LlamaClient
-from router.llama.replies import Process
 from router.llama.server_client import Connections
 from router.store.store import KvStore
 from router.telemetry.backend_metrics import BackendMetrics
@@ -192,7 +192,7 @@ async def build(
         stack.push_async_callback(tasks.aclose)
         tokenizers = TokenizerRegistry(config.tokenizer, tasks)
 
-        processes: dict[Process, BackendId] = {}
+        claims = Claims(clock.now)
 
         def up(attached: Attached) -> None:
             on_demand.remember(attached)
@@ -223,7 +223,7 @@ async def build(
                 on_probed=lambda attached: engine.probed(attached.info),
                 prepare=tokenizers.prepare,
                 poll_for_strangers=engine.poll_for_strangers,
-                processes=processes,
+                claims=claims,
                 recall=partial(on_demand.recall, backend.name),
                 recall_slots=partial(journal.recall, backend.name, kv_dir_of(backend, config)),
             )
@@ -290,7 +290,7 @@ async def build(
         )
         live = Live(subject, tasks.spawn, wall_now, guard.may_read)
         hosts = await stack.enter_async_context(
-            hosts_of(config, engine, selection, keys, registry, clock, processes)
+            hosts_of(config, engine, selection, keys, registry, clock, claims)
         )
         others = None
         if hosts is not None:

@@ -20,12 +20,13 @@ from router.base.errors import (
 )
 from router.base.ports import SnapshotStore
 from router.base.types import BackendId, BackendInfo, KvDir, Namespace, SlotStatus
+from router.llama.attach.claims import Claims
 from router.llama.attach.diagnosis import Trouble, unusable
 from router.llama.attach.model_file import model_digest
 from router.llama.attach.namespace import digest, is_same, namespace
 from router.llama.attach.probe import ProbeResult, probe
 from router.llama.client import LlamaClient
-from router.llama.replies import InfillAnswer, ModelsInfo, Process, Props
+from router.llama.replies import InfillAnswer, ModelsInfo, Props
 from router.store.slot_journal import JournalEntry
 
 log = structlog.get_logger(__name__)
@@ -108,11 +109,11 @@ class Monitor:
         on_probed: Callable[[Attached], None],
         prepare: Prepare,
         poll_for_strangers: Callable[[BackendId], None],
-        processes: dict[Process, BackendId],
+        claims: Claims,
         recall: Recall = lambda *_: None,
         recall_slots: RecallSlots = _no_slots,
     ) -> None:
-        """Set up the monitor. `processes` is shared: it maps a server process to its backend."""
+        """Set up the monitor. `claims` is shared by all monitors."""
         self._recall_slots = recall_slots
         self._recall = recall
         self.client = client
@@ -135,7 +136,7 @@ class Monitor:
         self._checks_since_probe = 0
         self._prepare = prepare
         self._poll_for_strangers = poll_for_strangers
-        self._processes = processes
+        self._claims = claims
         self._polls_for_strangers = 0
         self._doubt = asyncio.Event()
         self._sure = False  # a request has failed.
@@ -181,7 +182,7 @@ class Monitor:
 
     def detach(self) -> None:
         """Give up a drained backend; its `run` is cancelled."""
-        self._disclaim()
+        self._claims.release(self.client.id)
         self.attached, self.detached, self.problem = None, True, "drained"
         self._tell()
 
@@ -242,19 +243,13 @@ class Monitor:
     def _claim(self, props: Props) -> None:
         """Claim the server process for this backend. Raises TwinError if another backend has it.
 
-        Two backends on one server would send requests to each other's slots, which destroys
-        answers (llama-server.md section 0.1). A restarted server belongs to the first monitor
+        A restarted server belongs to the first monitor
         that sees it; its previous monitor learns of the restart at its own next check.
         """
         if not props.told_by_nothing:
-            holder = self._processes.setdefault(props.process, self.client.id)
+            holder = self._claims.take(props.process, self.client.id)
             if holder != self.client.id:
                 raise TwinError(holder)
-
-    def _disclaim(self) -> None:
-        for process, holder in list(self._processes.items()):
-            if holder == self.client.id:
-                del self._processes[process]
 
     def _maybe_poll_for_strangers(self) -> None:
         self._polls_for_strangers += 1
@@ -267,7 +262,7 @@ class Monitor:
         found = unusable(error, answered=self._answered)
         self.problem = f"{found.reason}; {found.do}"
         if self.attached is None:
-            self._disclaim()
+            self._claims.release(self.client.id)
         elif sure:
             self._lose()
         if self.attached is None and found.trouble is not self._told:
@@ -276,7 +271,7 @@ class Monitor:
 
     def _lose(self) -> None:
         self.attached = None
-        self._disclaim()
+        self._claims.release(self.client.id)
         self._on_down(self.client.id)
         self.client.give_up()
 

@@ -1,0 +1,51 @@
+"""Claims of backends on server processes: each process has one driver, on this host or another.
+
+Two drivers of one server would send requests to each other's slots, which destroys answers
+(llama-server.md section 0.1).
+"""
+
+from collections.abc import Callable
+
+from router.base.types import BackendId
+from router.llama.replies import Process
+
+
+class Claims:
+    """The server processes that backends here have claimed, and those left to other hosts."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """Start without claims. `now`: clock seconds."""
+        self._now = now
+        self._holders: dict[Process, tuple[BackendId, float]] = {}
+        self._elsewhere: dict[Process, BackendId] = {}
+
+    def take(self, process: Process, backend: BackendId) -> BackendId:
+        """Claim a process for a backend, unless it is claimed; return its driver."""
+        if process in self._elsewhere:
+            return self._elsewhere[process]
+        return self._holders.setdefault(process, (backend, self._now()))[0]
+
+    def release(self, backend: BackendId) -> None:
+        """End the claims of a backend."""
+        for process, (holder, _) in list(self._holders.items()):
+            if holder == backend:
+                del self._holders[process]
+
+    def held_s(self) -> dict[Process, float]:
+        """Return the seconds since each process was claimed here."""
+        now = self._now()
+        return {process: now - since for process, (_, since) in self._holders.items()}
+
+    @property
+    def elsewhere(self) -> list[Process]:
+        """Return the processes that are left to other hosts."""
+        return list(self._elsewhere)
+
+    def leave(self, process: Process, driver: BackendId) -> None:
+        """Leave a process to a driver on another host: its monitor here is told so."""
+        self._holders.pop(process, None)
+        self._elsewhere[process] = driver
+
+    def take_back(self, process: Process) -> None:
+        """End `leave`: the next monitor that sees the process may claim it."""
+        self._elsewhere.pop(process, None)

@@ -1,0 +1,94 @@
+"""Two hosts with one llama-server: exactly one of them gives it up."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+
+from router.base.errors import BackendError
+from router.base.types import BackendId
+from router.hosts.messages import Hello
+from router.hosts.peer import Peer
+from router.hosts.twins import compare, must_leave, processes_of
+from router.llama.attach.claims import Claims
+
+A = BackendId("a")
+PROCESS = ("marker", "model.gguf", "b1")
+
+
+@pytest.mark.parametrize(
+    ("mine_s", "theirs_s"), [*itertools.product([0.0, 0.2, 0.5, 10.0], [0.0, 0.29, 0.31, 10.2])]
+)
+@pytest.mark.parametrize(("mine", "theirs"), [("aa", "bb"), ("bb", "aa")])
+def test_exactly_one_of_two_leaves(mine_s: float, theirs_s: float, mine: str, theirs: str) -> None:
+    here = must_leave(mine_s, mine, theirs_s, theirs)
+    there = must_leave(theirs_s, theirs, mine_s, mine)
+    assert here != there
+
+
+def test_the_later_host_leaves_and_equal_ages_go_by_incarnation() -> None:
+    assert must_leave(1.0, "aa", 2.0, "bb")
+    assert not must_leave(2.0, "bb", 1.0, "aa")
+    assert must_leave(1.0, "bb", 1.1, "aa")
+    assert must_leave(1.1, "bb", 1.0, "aa")
+
+
+@dataclass
+class _Peer:
+    """A peer that says of itself what the test sets; `fresh` None: it does not answer."""
+
+    hello: Hello
+    fresh: Hello | None
+    problem: str = ""
+    name: str = "other"
+    key: str = "other"
+    asked: int = field(default=0)
+
+    async def ask_hello(self) -> Hello:
+        self.asked += 1
+        if self.fresh is None:
+            raise BackendError("gone")
+        return self.fresh
+
+
+def _hello(claims: Claims | None, held_s: float = 0.0) -> Hello:
+    processes = {} if claims is None else dict.fromkeys(processes_of(claims), held_s)
+    return Hello("other", "other", "1", "", processes=processes)
+
+
+async def _compared(claims: Claims, peer: _Peer) -> None:
+    peers: list[Peer] = [peer]  # type: ignore[list-item]
+    await compare(claims, "own", peers)
+
+
+async def test_a_server_is_left_while_a_peer_has_it_and_then_taken_back() -> None:
+    claims = Claims(lambda: 100.0)
+    claims.take(PROCESS, A)
+    theirs = _hello(claims, 50.0)
+    await _compared(claims, _Peer(theirs, theirs))
+    assert claims.take(PROCESS, A) == "one that the host other drives"
+
+    await _compared(claims, _Peer(theirs, theirs))
+    assert claims.elsewhere == [PROCESS]
+    await _compared(claims, _Peer(theirs, None))  # one call failed: it may still drive the server
+    assert claims.elsewhere == [PROCESS]
+
+    await _compared(claims, _Peer(theirs, None, problem="it does not answer"))
+    assert claims.take(PROCESS, A) == A
+
+
+async def test_only_fresh_ages_count() -> None:
+    """The known hello is old: the peer took the server after this host, as it says when asked."""
+    claims = Claims(lambda: 0.0)
+    claims.take(PROCESS, A)
+    old, fresh = _hello(claims, 50.0), _hello(claims, -50.0)
+    await _compared(claims, _Peer(old, fresh))
+    assert claims.elsewhere == []
+
+
+async def test_a_peer_without_a_common_server_is_not_asked() -> None:
+    claims = Claims(lambda: 0.0)
+    claims.take(PROCESS, A)
+    peer = _Peer(_hello(None), None)
+    await _compared(claims, peer)
+    assert peer.asked == 0
