@@ -116,10 +116,11 @@ async def settle(fleet: Fleet) -> Counts:
     """Wait until no count changes any more, and return the counts. Raises UnsettledError.
 
     Probes, idle saves and prompts of disconnected clients are over then, and all of kvferry's
-    backends are up.
+    backends are up. Processor time is that of the begin: this waiting costs some as well.
     """
     deadline = monotonic() + _PATIENCE_S
-    last, since = await asyncio.to_thread(counts, fleet), monotonic()
+    first = last = await asyncio.to_thread(counts, fleet)
+    since = monotonic()
     while monotonic() < deadline:
         await asyncio.sleep(_PERIOD_S)
         now = await asyncio.to_thread(counts, fleet)
@@ -127,7 +128,9 @@ async def settle(fleet: Fleet) -> Counts:
         if now != last or not ready:
             last, since = now, monotonic()
         elif monotonic() - since >= _QUIET_S:
-            return now
+            return dataclasses.replace(
+                now, router_cpu_s=first.router_cpu_s, server_cpu_s=first.server_cpu_s
+            )
     raise UnsettledError(f"still not quiet after {_PATIENCE_S:.0f} s: {last}")
 
 
