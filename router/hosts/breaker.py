@@ -17,6 +17,11 @@ class Breaker:
         self._open_until = 0.0
 
     @property
+    def open_until(self) -> float:
+        """Return the clock seconds at which the last break ends or ended."""
+        return self._open_until
+
+    @property
     def is_open(self) -> bool:
         """Return whether a break is under way."""
         return self._now() < self._open_until

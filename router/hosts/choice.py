@@ -7,7 +7,7 @@ for the way on top.
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from heapq import nsmallest
+from itertools import chain, islice
 from zlib import crc32
 
 from msgspec import Struct
@@ -63,19 +63,22 @@ def to_ask(
 ) -> list[str]:
     """Return the peers to ask, the most promising first.
 
-    Those that hold most of the prompt come first (`holders`: tokens, from the directory). Of those
+    Those that hold most of the prompt come first (`holders`: usable ones, with tokens). Of those
     that hold as much, or nothing that is known of, the order is that of `favourite`: all hosts then
     ask the same peers for the same beginning. The last place goes to the least busy peer, so that a
     new host gets work.
     """
     if len(usable) <= n:
         return sorted(usable, key=lambda peer: -holders.get(peer, 0))
-    asked = nsmallest(
-        n - 1, usable, key=lambda peer: (-holders.get(peer, 0), _lot(peer, first_hash))
+    ranked = sorted(
+        (crc32(first_hash, seed), peer)
+        for seed, peer in zip(map(_seed, usable), usable, strict=True)
     )
-    others = (peer for peer in usable if peer not in asked)
-    asked.append(min(others, key=lambda peer: (busy.get(peer, 0.0), _lot(peer, first_hash))))
-    return asked
+    holding = sorted(holders, key=lambda peer: (-holders[peer], _lot(peer, first_hash)))
+    others = (peer for _, peer in ranked if peer not in holders)
+    asked = [*islice(chain(holding, others), n - 1)]
+    _, _, idle = min((busy.get(peer, 0.0), lot, peer) for lot, peer in ranked if peer not in asked)
+    return [*asked, idle]
 
 
 def favourite(hosts: Collection[str], first_hash: bytes) -> str:

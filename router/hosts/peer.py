@@ -43,7 +43,9 @@ class Peer(ServerClient):
         connections: Connections,
         timeouts: Timeouts,
         now: Callable[[], float],
+        on_break: Callable[[], None] = lambda: None,
     ) -> None:
+        """Set up a peer that was never asked. `on_break`: called when it is left alone."""
         super().__init__(BackendId(url), url, connections, timeouts)
         self.hello: Hello | None = None
         self.heard_at = 0.0  # clock seconds of the last answer or directory entry.
@@ -52,6 +54,7 @@ class Peer(ServerClient):
         self.quote_s = 0.001  # what a quote takes, learned.
         self.asked = self.failed = 0
         self._now = now
+        self._on_break = on_break
         self._breaker = Breaker(_LONGEST_BREAK_S, now)
 
     @property
@@ -74,6 +77,11 @@ class Peer(ServerClient):
         """Return whether requests may go there now."""
         known = self.hello is not None and not self.problem and not self.hello.stopping
         return known and not self._breaker.is_open
+
+    @property
+    def broken_until(self) -> float:
+        """Return the clock seconds until which it is left alone after failures."""
+        return self._breaker.open_until
 
     @property
     def busy(self) -> float:
@@ -169,3 +177,5 @@ class Peer(ServerClient):
         """Note a failed call: after some in a row the host is left alone for a while."""
         self.failed += 1
         self._breaker.failure()
+        if self._breaker.is_open:
+            self._on_break()

@@ -200,6 +200,34 @@ async def test_failures_in_a_row_leave_a_peer_alone_for_a_while() -> None:
         assert not peer.is_usable  # the second break is twice as long
 
 
+async def test_a_break_ends_by_itself_and_a_list_does_not_outlive_it() -> None:
+    """The list of usable peers is kept: a break has to change it at its begin and at its end."""
+    now = 10.0
+    clock = MonotonicClock()
+    clock.now = lambda: now  # type: ignore[method-assign]
+    async with Connections() as connections, listening(Host(hello("a"))) as host:
+        peers = Peers(
+            [],
+            connections,
+            Timeouts(health_s=1.0),
+            incarnation=OWN,
+            proof=PROOF,
+            clock=clock,
+            directory=Told([msgspec.structs.replace(host.says, url=host.url)]),
+        )
+        tasks = Tasks()
+        tasks.spawn(peers.run(), name="peers")
+        await peers.until_checked()
+        (peer,) = peers.usable("m").peers.values()
+        for _ in range(3):
+            assert peers.usable("m")
+            peer.failure()
+        assert not peers.usable("m")
+        now += 1.0
+        assert peers.usable("m")
+        await tasks.aclose()
+
+
 @dataclass
 class Told:
     """A directory that says what a test says."""

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from http import HTTPStatus
 from time import perf_counter
 
@@ -80,7 +81,7 @@ class _Sought:
     @property
     def first(self) -> bytes:
         """Return what prompts that begin alike have in common."""
-        return self.hashes[0] if self.hashes else self.raw[:_BODY_BEGINNING]
+        return self.hashes[0] if self.hashes else _beginning(self.raw)
 
 
 class Forwarding:
@@ -230,9 +231,8 @@ class Forwarding:
 
     async def _read_there(self, sought: _Sought, usable: Usable) -> None:
         """Let a peer read the prompt: the same one for each turn of a conversation."""
-        beginning = sought.raw[:_BODY_BEGINNING]
         path = sought.http.path.rstrip("/")
-        for key in to_ask(list(usable.peers), {}, {}, beginning, 2):
+        for key in to_ask(list(usable.peers), {}, {}, _beginning(sought.raw), 2):
             peer = usable.peers[key]
             try:
                 told = await peer.read(path, sought.raw, sought.request.tenant, _READ_LIMIT_S)
@@ -441,6 +441,11 @@ class Forwarding:
             took_s -= reported.generated_s or 0.0
         peer.trust.note(offer.quote.price_s, took_s)
         return took_s
+
+
+def _beginning(raw: bytes) -> bytes:
+    """Return a digest of what the bodies of a conversation have in common."""
+    return blake2b(raw[:_BODY_BEGINNING], digest_size=8).digest()
 
 
 _UNREAD = Prompt(unknown="read by no backend here")
