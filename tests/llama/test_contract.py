@@ -63,19 +63,27 @@ class Server:
 
 
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.real)])
-async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
+def argv(request: pytest.FixtureRequest) -> list[str] | None:
+    """Return the command of a real server; None: the fake one.
+
+    Looked for only here, so that the fake half runs without a llama-server; not on the event loop,
+    where blocking calls fail.
+    """
+    return request.getfixturevalue("server_argv") if request.param == "real" else None
+
+
+@pytest.fixture
+async def server(argv: list[str] | None, tmp_path: Path) -> AsyncIterator[Server]:
     kv_dir = tmp_path / "kv"
     kv_dir.mkdir(mode=0o700)
     # No connection is reused: llama-server closes it after a stream without announcing it.
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
-        if request.param == "fake":
+        if argv is None:
             async with FakeLlama(kv_dir=kv_dir, n_slots=2, n_ctx=2048) as fake:
                 yield Server(fake.url, kv_dir, session)
                 assert fake.violations == []
         else:
-            # Requested only here, so that the fake half runs without a llama-server.
-            argv: list[str] = request.getfixturevalue("server_argv")
             path = tiny_model("llama").path
             async with LlamaServer(path, slots=2, ctx=4096, kv_dir=kv_dir, argv=argv) as real:
                 yield Server(real.url, kv_dir, session)

@@ -188,6 +188,7 @@ async def test_all_fail(two: Two, fault: str) -> None:
         await fleet.until_quiet()
         for fake in (two.a, two.b):
             setattr(fake.faults, fault, False)
+        await fleet.until(lambda state: any(b["up"] for b in state["backends"]))
         assert (await fleet.complete(PROMPT)).status == 200
 
 
