@@ -16,14 +16,16 @@ import time
 from contextlib import suppress
 
 _LINE = 64
+_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 def main(argv: list[str]) -> int:
     """Run the command until it ends by itself or stdin is closed. Returns its exit code."""
     grace_s = float(argv[0])
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until there is a server to pass them to
     # The group is the server's and that of its children: a wrapper may start others.
     child = subprocess.Popen(
-        argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent
+        argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_prepare
     )
     deadline = math.inf  # of SIGKILL
 
@@ -35,8 +37,9 @@ def main(argv: list[str]) -> int:
         deadline = min(deadline, time.monotonic() + grace_s)
 
     # A signal to the guard is one to the server: `kill` of either ends both.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         signal.signal(number, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     woken, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -62,8 +65,9 @@ def main(argv: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _die_with_parent() -> None:
-    """Let the kernel kill the server if the guard is killed. Linux only."""
+def _prepare() -> None:
+    """Unblock signals in the server, and let the kernel kill it if the guard is killed (Linux)."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

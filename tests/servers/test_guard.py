@@ -102,3 +102,10 @@ def test_the_server_dies_with_a_guard_that_is_killed() -> None:
         ended(process)
         while is_there(server):  # the kernel does it at once; the test's own limit ends this
             os.sched_yield()
+
+
+def test_a_signal_that_comes_while_the_server_starts_is_not_lost() -> None:
+    """The shell sends it at once, before the guard has seen the start."""
+    for _ in range(20):
+        with start(600.0, "/bin/sh", "-c", "kill -TERM $PPID; exec sleep 600") as process:
+            assert ended(process) == 128 + signal.SIGTERM
