@@ -111,6 +111,7 @@ class Peers:
     def _changed(self) -> None:
         """Make the lists of peers anew when they are asked for next."""
         self._all = None
+        self._usable.clear()
 
     def _sorted(self) -> list[Peer]:
         found: dict[str, Peer] = {}
@@ -128,9 +129,7 @@ class Peers:
         """
         now = self._clock.now()
         known = self._usable.get(model)
-        if known is None or known.until <= now or self._all is None:
-            if self._all is None:
-                self._usable.clear()
+        if known is None or known.until <= now:
             if len(self._usable) > _MODELS:
                 self._usable.clear()
             found = [peer for peer in self.all() if peer.is_usable and peer.has(model)]
@@ -243,9 +242,10 @@ class Peers:
         self._heard(peer, hello)
 
     def _heard(self, peer: Peer, hello: Hello) -> None:
-        before, self._all = peer.problem, None
+        before = peer.problem
         self._misses.pop(peer.url, None)
         peer.heard(hello, self._proof, keeps_apart=self._keeps_apart())
+        self._changed()
         if peer.problem and peer.problem != before:
             log.warning("peer_unusable", peer=peer.name, url=peer.url, reason=peer.problem)
         elif before and not peer.problem:

@@ -228,6 +228,25 @@ async def test_a_break_ends_by_itself_and_a_list_does_not_outlive_it() -> None:
         await tasks.aclose()
 
 
+async def test_the_lists_of_peers_follow_while_other_code_reads_them() -> None:
+    """The state page reads all peers, and requests ask for the usable ones."""
+    host = Host(hello("a"))
+    async with watching(host.url) as peers:
+        looked = []
+
+        def seen(names: list[str]) -> bool:
+            looked.append(peers.all())  # as the state page does, after each change
+            return sorted(peers.usable("m").peers) == names
+
+        assert seen([])
+        async with listening(host):
+            await until(lambda: seen(["a-1"]))
+            host.says = replace(hello("a"), incarnation="a-2")
+            await until(lambda: seen(["a-2"]))
+        await until(lambda: seen([]))
+        assert looked
+
+
 @dataclass
 class Told:
     """A directory that says what a test says."""

@@ -6,7 +6,7 @@ can be (docs/hosts.md).
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -316,7 +316,7 @@ class Forwarding:
         """Ask, and forward to the cheapest host that takes the request. None: none does."""
         by_key = usable.peers
         asked = await self._to_ask(sought, usable)
-        offers = await self._offers(sought, [by_key[key] for key in asked])
+        offers = await self._offers(sought, {key: by_key[key] for key in asked})
         favoured = None
         if sought.own is not None:
             favoured = favourite([self.peers.incarnation, *by_key], sought.first)
@@ -343,7 +343,8 @@ class Forwarding:
             holders = {key: held for key, held in found.items() if key in usable.peers}
         return to_ask(list(usable.peers), holders, usable.busy, sought.first)
 
-    async def _offers(self, sought: _Sought, peers: Sequence[Peer]) -> list[Offer]:
+    async def _offers(self, sought: _Sought, peers: Mapping[str, Peer]) -> list[Offer]:
+        """Return the offers of peers. Their keys are the given ones: a peer may start again."""
         request, own = sought.request, sought.own
         limit_s = _QUOTE_LIMIT_S
         if own is None or own.price_s * _QUOTE_SHARE > limit_s:
@@ -361,15 +362,15 @@ class Forwarding:
             whole_backend=request.whole_backend,
         )
 
-        async def offer(peer: Peer) -> Offer | None:
+        async def offer(key: str, peer: Peer) -> Offer | None:
             begun = perf_counter()
             quote = await peer.quote(ask, limit_s)
             self._metrics.quoted(peer.name, perf_counter() - begun, offered=quote is not None)
             if quote is None:
                 return None
-            return Offer(peer.key, quote, peer.trust.price_s(quote.price_s))
+            return Offer(key, quote, peer.trust.price_s(quote.price_s))
 
-        found = await asyncio.gather(*(offer(peer) for peer in peers))
+        found = await asyncio.gather(*(offer(key, peer) for key, peer in peers.items()))
         return [one for one in found if one is not None]
 
     async def _forward(
