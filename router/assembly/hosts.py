@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -42,24 +43,37 @@ _REFRESH_S, _REFRESH_FOR_DIRECTORY_S = 1.0, 0.1
 class OwnAddress:
     """The URL of this host's address for peers, as far as it is known."""
 
-    url: str | None  # as configured
+    configured: str | None
     scheme: str
     host: str = ""
     port: int = 0
+    outside: str = ""  # this machine's address, as the directory sees it
 
     def listens(self, host: str, port: int) -> None:
         """Note the address that was opened."""
         self.host, self.port = host, port
 
-    def as_seen(self, from_outside: str = "") -> str:
-        """Return the URL; empty while it is not known. `from_outside`: this machine's address."""
-        if self.url is not None or not self.port:
-            return self.url or ""
-        everywhere = self.host in ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
-        host = from_outside if everywhere else self.host
-        if not host:
-            return ""
-        return f"{self.scheme}://{authority(host, self.port)}"
+    def seen(self, outside: str) -> None:
+        """Note the address of this machine from which the directory is reached."""
+        if outside != self.outside and self._is_everywhere and ip_address(outside).is_loopback:
+            log.warning(
+                "peers_get_a_loopback_address",
+                address=outside,
+                do="set fleet.url, or give Redis by an address that other machines can reach",
+            )
+        self.outside = outside
+
+    @property
+    def _is_everywhere(self) -> bool:
+        return self.configured is None and self.host in ("0.0.0.0", "::")  # noqa: S104 - not bound
+
+    @property
+    def url(self) -> str:
+        """Return the URL; empty while it is not known."""
+        if self.configured is not None or not self.port:
+            return self.configured or ""
+        host = self.outside if self._is_everywhere else self.host
+        return f"{self.scheme}://{authority(host, self.port)}" if host else ""
 
 
 @dataclass(slots=True)
@@ -105,11 +119,7 @@ async def hosts_of(
     address = OwnAddress(fleet.url, "http" if credentials.server is None else "https")
     held = engine.held_prefixes(credentials.secret, facts_of)
 
-    seen_from_outside = ""
-
-    def hello(from_outside: str = "") -> Hello:
-        nonlocal seen_from_outside
-        seen_from_outside = from_outside or seen_from_outside
+    def hello() -> Hello:
         view = engine.view
         slots = view.slots()
         return Hello(
@@ -117,7 +127,7 @@ async def hosts_of(
             incarnation=incarnation,
             version=__version__,
             secret=credentials.proof,
-            url=address.as_seen(from_outside),
+            url=address.url,
             models=_served(engine),
             slots=len(slots),
             busy=sum(slot.phase is not Phase.IDLE for slot in slots),
@@ -131,7 +141,7 @@ async def hosts_of(
     if fleet.redis is not None:
         from router.hosts.directory import Directory  # 60 ms, for those that have one
 
-        directory = Directory(fleet.redis, incarnation, hello, held, clock)
+        directory = Directory(fleet.redis, incarnation, hello, held, clock, address.seen)
     tasks = Tasks()
     async with Connections(credentials.client, keeps_streams=True) as connections:
         peers = Peers(
@@ -142,7 +152,7 @@ async def hosts_of(
             proof=credentials.proof,
             clock=clock,
             directory=directory,
-            own_url=lambda: address.as_seen(seen_from_outside),
+            own_url=lambda: address.url,
             on_news=lambda: compare(claims, incarnation, peers.all()),
             scheme=address.scheme,
             keeps_apart=lambda: keys.known.keeps_apart,

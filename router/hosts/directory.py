@@ -11,6 +11,7 @@ incarnations that hold a prefix, for a week; `kvf:epoch`, which tells that all w
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -32,10 +33,14 @@ _BEAT_S = 2.0
 _KEPT_S = 7 * 86400
 _WRITE_EVERY_S = 0.1
 _WRITTEN_AT_ONCE = 512
+# Hashes that went while the directory was down, and that it is still told; those beyond expire.
+_MOST_REMOVED = 100_000
 _LOOKUP_LIMIT_S = 0.020
 _CALL_LIMIT_S = 2.0
 _ENOUGH_HOLDERS = 6
 _LONGEST_BREAK_S = 10.0
+# redis-py passes on the RuntimeError of uvloop, for a connection that closed in that moment.
+_FAILED = (RedisError, OSError, TimeoutError, RuntimeError)
 
 # Binary search for the deepest whole block that a host holds, then single steps beyond it; then
 # back, block by block, until there are enough hosts. A host that is gone is taken out where it is
@@ -119,19 +124,25 @@ class Directory:
         self,
         url: str,
         incarnation: str,
-        hello: Callable[[str], Hello],
+        hello: Callable[[], Hello],
         held: Held,
         clock: MonotonicClock,
+        on_seen: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Set up without a connection. `hello` describes this host, given its own address."""
+        """Set up without a connection. `hello` describes this host.
+
+        `on_seen` is told the address of this machine from which the directory is reached.
+        """
         self.problem = "not contacted yet"
         self.late = self.answered = 0  # look-ups
         self.behind = 0  # hashes that are still to be written
         self._incarnation = incarnation
         self._hello, self._held, self._clock = hello, held, clock
+        self._on_seen = on_seen
         self._redis = _client(url)
         self._looking = _client(url)  # a look-up never waits behind a write
         self._epoch: tuple[bytes, str] | None = None
+        self._tell_all_at = 0.0  # else what is held for longer than a week would expire
         self._breaker = Breaker(_LONGEST_BREAK_S, clock.now)  # of look-ups
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
@@ -141,7 +152,7 @@ class Directory:
         try:
             async with asyncio.timeout(_LOOKUP_LIMIT_S * 10):
                 await self._redis.delete(f"kvf:i:{self._incarnation}")
-        except (RedisError, OSError, TimeoutError):
+        except _FAILED:
             pass  # it expires by itself
         for client in (self._redis, self._looking):
             await client.aclose()
@@ -154,7 +165,7 @@ class Directory:
                 beat_at = self._clock.now() + _BEAT_S
                 await self._guarded(self._beat())
             self._take_news()
-            if not self.problem and self.behind:
+            while self.behind and not self.problem and self._clock.now() < beat_at:
                 await self._guarded(self._write())
             await asyncio.sleep(_WRITE_EVERY_S)
 
@@ -165,7 +176,7 @@ class Directory:
         try:
             async with asyncio.timeout(_CALL_LIMIT_S):
                 found = await self._redis.eval(_MEMBERS, 0)
-        except (RedisError, OSError, TimeoutError):
+        except _FAILED:
             return None
         hosts = []
         for told in found:
@@ -188,7 +199,7 @@ class Directory:
                 found = await self._looking.eval(
                     _LOOK_UP, 0, b"".join(hashes), BLOCK // STEP, _ENOUGH_HOLDERS
                 )
-        except (RedisError, OSError, TimeoutError):
+        except _FAILED:
             self.late += 1
             self._breaker.failure()
             return {}
@@ -202,7 +213,7 @@ class Directory:
         try:
             async with asyncio.timeout(_CALL_LIMIT_S):
                 await work
-        except (RedisError, OSError, TimeoutError) as error:
+        except _FAILED as error:
             reason = str(error) or type(error).__name__
             if not self.problem:
                 log.warning("directory_down", reason=reason)
@@ -214,16 +225,17 @@ class Directory:
 
     async def _beat(self) -> None:
         info = await self._redis.info("server")
-        hello = self._hello(await self._own_address())
-        told = msgspec.json.encode(hello)
+        self._on_seen(await self._own_address())
+        told = msgspec.json.encode(self._hello())
         epoch, known = await self._redis.eval(
             _BEAT, 0, self._incarnation, told, _TTL_MS, secrets.token_hex(8)
         )
         seen = epoch, str(info.get("run_id"))
         # Another server, or one that lost its data, or others may have taken this host out.
-        if seen != self._epoch or not known:
+        now = self._clock.now()
+        if seen != self._epoch or not known or now >= self._tell_all_at:
             self._added = dict.fromkeys(self._held.all())
-            self._epoch = seen
+            self._epoch, self._tell_all_at = seen, now + _KEPT_S / 2
 
     async def _own_address(self) -> str:
         """Return the address under which the directory sees this host."""
@@ -243,21 +255,22 @@ class Directory:
         for name in removed:
             self._removed[name] = None
             self._added.pop(name, None)
+        for name in [*islice(self._removed, max(len(self._removed) - _MOST_REMOVED, 0))]:
+            del self._removed[name]
         self.behind = len(self._added) + len(self._removed)
 
     async def _write(self) -> None:
-        while self._added or self._removed:
-            added = list(self._added)[:_WRITTEN_AT_ONCE]
-            removed = list(self._removed)[:_WRITTEN_AT_ONCE]
-            await self._redis.eval(
-                _WRITE, 0, self._incarnation, _KEPT_S, b"".join(added), b"".join(removed)
-            )
-            for name in added:
-                self._added.pop(name, None)
-            for name in removed:
-                self._removed.pop(name, None)
-            self.behind = len(self._added) + len(self._removed)
-            await asyncio.sleep(0)
+        """Write some of what changed."""
+        added = [*islice(self._added, _WRITTEN_AT_ONCE)]
+        removed = [*islice(self._removed, _WRITTEN_AT_ONCE)]
+        await self._redis.eval(
+            _WRITE, 0, self._incarnation, _KEPT_S, b"".join(added), b"".join(removed)
+        )
+        for name in added:
+            self._added.pop(name, None)
+        for name in removed:
+            self._removed.pop(name, None)
+        self.behind = len(self._added) + len(self._removed)
 
 
 def _client(url: str) -> redis.asyncio.Redis:

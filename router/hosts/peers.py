@@ -5,6 +5,7 @@ is found under several addresses counts once.
 """
 
 import asyncio
+import errno
 import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -275,8 +276,11 @@ class Peers:
 async def addresses_of(url: str) -> list[str]:
     """Return the URL of each address that the name in a URL has. Raises OSError."""
     parts = urlsplit(url)
-    found = await asyncio.get_running_loop().getaddrinfo(
-        parts.hostname, parts.port, type=socket.SOCK_STREAM
-    )
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            parts.hostname, parts.port, type=socket.SOCK_STREAM
+        )
+    except UnicodeError as error:  # of IDNA
+        raise OSError(errno.EINVAL, f"{parts.hostname!r} is not a host name") from error
     hosts = dict.fromkeys(str(address[0]) for *_, address in found)
     return [f"{parts.scheme}://{authority(host, parts.port)}" for host in hosts]

@@ -195,10 +195,14 @@ class Pool:
         return None
 
     async def _connect(self) -> "_Connection":
-        async with asyncio.timeout(self.connect_timeout_s):
-            _, connection = await asyncio.get_running_loop().create_connection(
-                lambda: _Connection(self), self._target.host, self._target.port, ssl=self._tls
-            )
+        loop, target = asyncio.get_running_loop(), self._target
+        try:
+            async with asyncio.timeout(self.connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self), target.host, target.port, ssl=self._tls
+                )
+        except UnicodeError as error:  # of IDNA: an empty label, or one of over 63 characters
+            raise HttpError(f"{target.host!r} is not a host name") from error
         self._open.add(connection)
         return connection
 

@@ -5,6 +5,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import pytest
+import redis.asyncio
+
 from router.base.clock import MonotonicClock
 from router.base.prefix_hash import BLOCK, STEP, PrefixHasher, in_directory
 from router.base.tasks import Tasks
@@ -51,13 +54,17 @@ class Host:
 
 
 @asynccontextmanager
-async def host(redis: RedisServer, name: str) -> AsyncIterator[Host]:
+async def host(
+    redis: RedisServer, name: str, clock: MonotonicClock | None = None
+) -> AsyncIterator[Host]:
     held = Held()
 
-    def hello(address: str) -> Hello:
-        return Hello(name, name, "1", "proof", url=f"http://{address}:1")
+    seen = [""]
 
-    directory = Directory(redis.url, name, hello, held, MonotonicClock())
+    def hello() -> Hello:
+        return Hello(name, name, "1", "proof", url=f"http://{seen[-1]}:1")
+
+    directory = Directory(redis.url, name, hello, held, clock or MonotonicClock(), seen.append)
     tasks = Tasks()
     tasks.spawn(directory.run(), name=name)
     try:
@@ -173,3 +180,58 @@ async def test_no_token_and_no_text_is_in_it(redis_server: RedisServer) -> None:
             keys = [key async for key in client.scan_iter()]
 
         assert {key[:6] for key in keys} == {b"kvf:ho", b"kvf:i:", b"kvf:p:", b"kvf:ep"}
+
+
+async def test_a_connection_that_closes_in_that_moment_is_a_failed_call(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvloop raises RuntimeError then, and redis-py passes it on."""
+    failed = 0
+
+    async def closed(*_: object, **__: object) -> None:
+        nonlocal failed
+        failed += 1
+        raise RuntimeError("unable to perform operation; the handler is closed")
+
+    async with host(redis_server, "a") as a:
+        a.held.hold(8)
+        await until_holders(a, {"a": BLOCK})
+        with monkeypatch.context() as patched:
+            patched.setattr(redis.asyncio.Connection, "send_packed_command", closed)
+            assert await holders(a) == {}
+            assert await a.directory.members() is None
+            await until(lambda: bool(a.directory.problem))
+        await until(lambda: not a.directory.problem)
+        await until_holders(a, {"a": BLOCK})
+    assert failed >= 3
+
+
+async def test_what_is_held_for_days_is_told_again(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries expire after a week, and a system prompt may be held for longer."""
+    clock, days = MonotonicClock(), 0.0
+    real = clock.now
+    monkeypatch.setattr(MonotonicClock, "now", lambda _: real() + days * 86400)
+    async with host(redis_server, "a", clock) as a, redis_server.client() as client:
+        a.held.hold(8)
+        await until_holders(a, {"a": BLOCK})
+        await client.delete(*await client.keys("kvf:p:*"))  # as if they had expired
+        assert await holders(a) == {}
+        days = 4.0
+        await until_holders(a, {"a": BLOCK})
+
+
+async def test_what_went_while_it_was_down_is_told_up_to_a_limit(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.hosts.directory._MOST_REMOVED", 100)
+    async with host(redis_server, "a") as a:
+        await until(lambda: not a.directory.problem)
+        redis_server.pause()
+        await until(lambda: bool(a.directory.problem))
+        a.held.removed += [number.to_bytes(8, "big") for number in range(1000)]
+        await until(lambda: a.directory.behind > 0)
+        assert a.directory.behind == 100
+        redis_server.go_on()
+        await until(lambda: not a.directory.behind)

@@ -244,7 +244,7 @@ async def test_a_host_that_starts_again_does_not_yield_to_its_own_past(
             await first.until(lambda s: bool(s["hosts"]["directory"]["up"]))
             hosts_of_first = first.router.hosts
             assert hosts_of_first is not None
-            said = hosts_of_first.hello("127.0.0.1")
+            said = hosts_of_first.hello()
             longer = dict.fromkeys(said.processes, 1e6)
             assert longer
             told = msgspec.json.encode(replace(said, processes=longer))

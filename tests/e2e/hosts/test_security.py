@@ -47,7 +47,7 @@ def context_of(credentials: Path, name: str) -> ssl.SSLContext:
 def peers_url(fleet: Fleet) -> str:
     hosts = fleet.router.hosts
     assert hosts is not None
-    return hosts.address.as_seen()
+    return hosts.address.url
 
 
 async def test_hosts_of_one_authority_serve_each_others_requests(
