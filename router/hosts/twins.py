@@ -1,6 +1,7 @@
 """Twins: a llama-server that two hosts have as a backend, and which of them gives it up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 
 from router.base.errors import BackendError
@@ -11,6 +12,8 @@ from router.llama.replies import Process
 
 # A hello is this old at most when its ages are compared; see `must_leave`.
 _EQUAL_AGES_S = 0.3
+# A host that was not heard to drive a server for so long does not. Chosen: longer than a restart.
+_GONE_AFTER_S = 30.0
 
 
 def processes_of(claims: Claims) -> dict[str, float]:
@@ -19,38 +22,35 @@ def processes_of(claims: Claims) -> dict[str, float]:
 
 
 async def compare(claims: Claims, incarnation: str, peers: Sequence[Peer]) -> None:
-    """Leave servers that a peer took earlier; take back those that no peer has any more.
+    """Leave servers that a peer took earlier; take back those that no peer has had for 30 s.
 
     `incarnation`: this host's own. A peer that has one of these servers is asked again: only fresh
-    ages can be compared.
+    ages can be compared. It may drive a server although nothing can be forwarded to it, because of
+    another secret or another protocol, say.
     """
-    known = {_named(process) for process in [*claims.held_s(), *claims.elsewhere]}
+    known = {_named(process) for process in [*claims.held_s(), *claims.left_s()]}
     theirs: dict[str, tuple[float, Peer]] = {}
-    silent: set[str] = set()  # servers of peers that do not answer, and are not given up yet
     for peer in peers:
-        if peer.hello is None or peer.problem or known.isdisjoint(peer.hello.processes):
+        if peer.hello is None or known.isdisjoint(peer.hello.processes):
             continue
-        try:
-            fresh = await peer.ask_hello()
-        except BackendError:
-            silent |= peer.hello.processes.keys()
-            continue
-        for name, held_s in fresh.processes.items():
-            if name not in theirs or theirs[name][0] < held_s:
-                theirs[name] = held_s, peer
-    for process in claims.elsewhere:
-        if _named(process) not in theirs and _named(process) not in silent:
+        with suppress(BackendError):
+            for name, held_s in (await peer.ask_hello()).processes.items():
+                if name not in theirs or theirs[name][0] < held_s:
+                    theirs[name] = held_s, peer
+    for process, left_s in claims.left_s().items():
+        if found := theirs.get(_named(process)):
+            claims.leave(process, _driver(found[1]))
+        elif left_s >= _GONE_AFTER_S:
             claims.take_back(process)
-    _leave(claims, incarnation, theirs)
-
-
-def _leave(claims: Claims, incarnation: str, theirs: Mapping[str, tuple[float, Peer]]) -> None:
     for process, held_s in claims.held_s().items():
-        if (found := theirs.get(_named(process))) is None:
-            continue
-        their_s, peer = found
-        if must_leave(held_s, incarnation, their_s, peer.key):
-            claims.leave(process, BackendId(f"one that the host {peer.name} drives"))
+        if found := theirs.get(_named(process)):
+            their_s, peer = found
+            if must_leave(held_s, incarnation, their_s, peer.key):
+                claims.leave(process, _driver(peer))
+
+
+def _driver(peer: Peer) -> BackendId:
+    return BackendId(f"one that the host {peer.name} drives")
 
 
 def must_leave(held_s: float, incarnation: str, their_s: float, theirs: str) -> bool:

@@ -275,6 +275,7 @@ async def test_what_the_directory_says_is_not_believed_without_the_host() -> Non
             hello("other", url=true.url.replace("http:", "https:")),
             hello("odd", url="http://h:x"),
             hello("path", url=f"{true.url}/path"),
+            hello("no name", url="http://a..b:80"),
         ]
     )
     tasks = Tasks()
@@ -289,6 +290,7 @@ async def test_what_the_directory_says_is_not_believed_without_the_host() -> Non
             directory=directory,
         )
         tasks.spawn(peers.run(), name="peers")
+        await peers.until_checked()
         await peers.until_checked()
         usable = [peer.name for peer in peers.usable("m").peers.values()]
         await tasks.aclose()

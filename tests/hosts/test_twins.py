@@ -62,19 +62,30 @@ async def _compared(claims: Claims, peer: _Peer) -> None:
 
 
 async def test_a_server_is_left_while_a_peer_has_it_and_then_taken_back() -> None:
-    claims = Claims(lambda: 100.0)
+    now = 100.0
+    claims = Claims(lambda: now)
     claims.take(PROCESS, A)
     theirs = _hello(claims, 50.0)
     await _compared(claims, _Peer(theirs, theirs))
     assert claims.take(PROCESS, A) == "one that the host other drives"
 
-    await _compared(claims, _Peer(theirs, theirs))
-    assert claims.elsewhere == [PROCESS]
-    await _compared(claims, _Peer(theirs, None))  # one call failed: it may still drive the server
-    assert claims.elsewhere == [PROCESS]
+    now += 29.0
+    await _compared(claims, _Peer(theirs, theirs))  # it is heard again: 30 s begin anew
+    now += 29.0
+    await _compared(claims, _Peer(theirs, None))  # it may still drive the server
+    assert list(claims.left_s()) == [PROCESS]
 
-    await _compared(claims, _Peer(theirs, None, problem="it does not answer"))
+    now += 1.0
+    await _compared(claims, _Peer(theirs, None))
     assert claims.take(PROCESS, A) == A
+
+
+async def test_a_peer_to_which_nothing_is_forwarded_may_drive_a_server() -> None:
+    claims = Claims(lambda: 100.0)
+    claims.take(PROCESS, A)
+    theirs = _hello(claims, 50.0)
+    await _compared(claims, _Peer(theirs, theirs, problem="it has another fleet secret"))
+    assert list(claims.left_s()) == [PROCESS]
 
 
 async def test_only_fresh_ages_count() -> None:
@@ -83,7 +94,7 @@ async def test_only_fresh_ages_count() -> None:
     claims.take(PROCESS, A)
     old, fresh = _hello(claims, 50.0), _hello(claims, -50.0)
     await _compared(claims, _Peer(old, fresh))
-    assert claims.elsewhere == []
+    assert claims.left_s() == {}
 
 
 async def test_a_peer_without_a_common_server_is_not_asked() -> None:

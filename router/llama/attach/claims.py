@@ -17,12 +17,12 @@ class Claims:
         """Start without claims. `now`: clock seconds."""
         self._now = now
         self._holders: dict[Process, tuple[BackendId, float]] = {}
-        self._elsewhere: dict[Process, BackendId] = {}
+        self._elsewhere: dict[Process, tuple[BackendId, float]] = {}
 
     def take(self, process: Process, backend: BackendId) -> BackendId:
         """Claim a process for a backend, unless it is claimed; return its driver."""
         if process in self._elsewhere:
-            return self._elsewhere[process]
+            return self._elsewhere[process][0]
         return self._holders.setdefault(process, (backend, self._now()))[0]
 
     def release(self, backend: BackendId) -> None:
@@ -36,15 +36,15 @@ class Claims:
         now = self._now()
         return {process: now - since for process, (_, since) in self._holders.items()}
 
-    @property
-    def elsewhere(self) -> list[Process]:
-        """Return the processes that are left to other hosts."""
-        return list(self._elsewhere)
+    def left_s(self) -> dict[Process, float]:
+        """Return the seconds since the last `leave` of each process that another host drives."""
+        now = self._now()
+        return {process: now - since for process, (_, since) in self._elsewhere.items()}
 
     def leave(self, process: Process, driver: BackendId) -> None:
         """Leave a process to a driver on another host: its monitor here is told so."""
         self._holders.pop(process, None)
-        self._elsewhere[process] = driver
+        self._elsewhere[process] = driver, self._now()
 
     def take_back(self, process: Process) -> None:
         """End `leave`: the next monitor that sees the process may claim it."""

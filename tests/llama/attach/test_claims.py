@@ -27,10 +27,14 @@ def test_a_claim_ages_from_its_first_sight() -> None:
 
 
 def test_a_process_left_to_another_host_can_be_taken_back() -> None:
-    claims = Claims(lambda: 0.0)
+    now = 0.0
+    claims = Claims(lambda: now)
     claims.take(ONE, A)
     claims.leave(ONE, THERE)
-    assert (claims.held_s(), claims.elsewhere) == ({}, [ONE])
+    now = 3.0
+    assert (claims.held_s(), claims.left_s()) == ({}, {ONE: 3.0})
+    claims.leave(ONE, THERE)
+    assert claims.left_s() == {ONE: 0.0}
     assert claims.take(ONE, A) == THERE
     claims.release(A)  # its monitor gives up: the process stays with the other host
     assert claims.take(ONE, A) == THERE
