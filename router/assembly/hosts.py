@@ -117,7 +117,7 @@ async def hosts_of(
         raise StartError(f"fleet.credentials (--fleet-credentials): {error}") from error
     name, incarnation = fleet.name or _own_name(), secrets.token_hex(8)
     address = OwnAddress(fleet.url, "http" if credentials.server is None else "https")
-    held = engine.held_prefixes(credentials.secret, facts_of)
+    held = engine.held_prefixes(credentials.secret, facts_of, keeps_news=fleet.redis is not None)
 
     def hello() -> Hello:
         view = engine.view

@@ -227,9 +227,12 @@ class Engine:
         state = self._scheduler.state
         return not state.stopping and is_surely_cheap(request, state.fleet, state.queue, limit_s)
 
-    def held_prefixes(self, secret: bytes, facts_of: Callable[[Namespace], str]) -> HeldPrefixes:
+    def held_prefixes(
+        self, secret: bytes, facts_of: Callable[[Namespace], str], *, keeps_news: bool
+    ) -> HeldPrefixes:
         """Return a new index of what this host holds; there may be only one at a time."""
-        return HeldPrefixes(self._scheduler.state.fleet, secret, facts_of)
+        fleet = self._scheduler.state.fleet
+        return HeldPrefixes(fleet, secret, facts_of, keeps_news=keeps_news)
 
     # -- for the monitors and the store --------------------------------------------------------
 

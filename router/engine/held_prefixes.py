@@ -19,20 +19,23 @@ _AT_ONCE = 64 * 1024  # tokens hashed in one go, in about 2 ms
 _PER_BLOCK = BLOCK // STEP
 
 
+Content = SlotId | SnapshotId
+
+
 @dataclass(slots=True)
 class _Entry:
-    """A held prefix: how many contents begin with it, and the tokens of one of them."""
+    """A held prefix: the contents that begin with it, and one of them that ends there."""
 
-    contents: int
-    tokens: Tokens
-
-
-_NOTHING = _Entry(0, EMPTY)
+    contents: set[Content]
+    ending: Content | None = None
 
 
 @dataclass(slots=True)
 class _Held:
-    """A content that is in the index: the key of its tokens, its tokens, all its hashes."""
+    """A content that is in the index: the key of its tokens, its tokens, its hashes.
+
+    Of a snapshot only the hashes that are in the directory: `_names`.
+    """
 
     namespace: tuple[str, Tenant]
     tokens: Tokens
@@ -42,13 +45,24 @@ class _Held:
 class HeldPrefixes:
     """The index of this host. `added` and `removed` are hashes since they were last taken."""
 
-    def __init__(self, fleet: Fleet, secret: bytes, facts_of: Callable[[Namespace], str]) -> None:
-        """Start empty. `facts_of`: the part of a namespace that is equal on all hosts."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        secret: bytes,
+        facts_of: Callable[[Namespace], str],
+        *,
+        keeps_news: bool = True,
+    ) -> None:
+        """Start empty. `facts_of`: the part of a namespace that is equal on all hosts.
+
+        `keeps_news`: whether `take_news` is called.
+        """
+        self._keeps_news = keeps_news
         self._fleet = fleet
         self._secret = secret
         self._facts_of = facts_of
         self._entries: dict[bytes, _Entry] = {}
-        self._held: dict[SlotId | SnapshotId, _Held] = {}
+        self._held: dict[Content, _Held] = {}
         self._slots: set[SlotId] = set()  # of `_held`
         self._hashers: dict[tuple[str, Tenant], PrefixHasher] = {}
         self._due: deque[Snapshot] = deque()
@@ -74,7 +88,7 @@ class HeldPrefixes:
 
         Of a content that ends before the next hash would come, all is taken to be in the prompt.
         """
-        found, at = _NOTHING, -1
+        found, at = None, -1
         for index in range(_PER_BLOCK - 1, len(hashes), _PER_BLOCK):
             entry = self._entries.get(hashes[index])
             if entry is None:
@@ -85,10 +99,11 @@ class HeldPrefixes:
             if entry is None:
                 break
             found, at = entry, index
-        n_tokens = (at + 1) * STEP
-        if count(found.tokens) - n_tokens < STEP:
-            return found.tokens
-        return head(found.tokens, n_tokens)
+        if found is None:
+            return EMPTY
+        if found.ending is not None:
+            return self._held[found.ending].tokens
+        return head(self._held[next(iter(found.contents))].tokens, (at + 1) * STEP)
 
     def refresh(self) -> bool:
         """Take in some of the changes; return whether there are more."""
@@ -135,47 +150,56 @@ class HeldPrefixes:
         self._slots = here
         return done
 
-    def _hold(self, content: SlotId | SnapshotId, key: tuple[str, Tenant], tokens: Tokens) -> int:
+    def _hold(self, content: Content, key: tuple[str, Tenant], tokens: Tokens) -> int:
         """Put a content into the index in place of what it was; return the tokens hashed."""
         before = self._held.get(content)
-        known: list[bytes] = []
-        if before is not None and before.namespace == key and isinstance(content, SlotId):
+        is_slot, known = isinstance(content, SlotId), list[bytes]()
+        if before is not None and before.namespace == key and is_slot:
             known = before.hashes[: common_prefix(before.tokens, tokens) // STEP]
         hashes = self._hasher(key).hashes(tokens, known)
-        for at in in_directory(len(hashes)):
-            self._enter(hashes[at], tokens, (at + 1) * STEP)
-        if before is not None:  # after the new ones: what both have is not news
-            self._leave(before)
-        kept = hashes if isinstance(content, SlotId) else _only_directory(hashes)
-        self._held[content] = _Held(key, tokens, kept)
+        names = _in_directory(hashes)
+        for name in names:
+            self._enter(name, content)
+        if before is not None:
+            for name in set(_names(before)).difference(names):
+                self._leave(name, content)
+        self._end(before, content, None)
+        self._held[content] = _Held(key, tokens, hashes if is_slot else names)
+        self._end(self._held[content], None, content)
         return count(tokens) - len(known) * STEP
 
-    def _enter(self, name: bytes, tokens: Tokens, n_tokens: int) -> None:
-        entry = self._entries.get(name)
-        if entry is None:
-            self._entries[name] = _Entry(1, tokens)
+    def _enter(self, name: bytes, content: Content) -> None:
+        if (entry := self._entries.get(name)) is not None:
+            entry.contents.add(content)
+            return
+        self._entries[name] = _Entry({content})
+        if self._keeps_news:
             self.added[name] = None
             self.removed.pop(name, None)
+
+    def _leave(self, name: bytes, content: Content) -> None:
+        entry = self._entries[name]
+        entry.contents.discard(content)
+        if entry.contents:
             return
-        entry.contents += 1
-        if count(tokens) - n_tokens < STEP:  # ends here: see `longest`
-            entry.tokens = tokens
+        del self._entries[name]
+        if self._keeps_news:
+            self.added.pop(name, None)
+            self.removed[name] = None
 
-    def _drop(self, content: SlotId | SnapshotId) -> None:
+    def _end(self, held: _Held | None, was: Content | None, is_now: Content | None) -> None:
+        """Note at the last hash of a content that it ends there, or no longer."""
+        if held is None or not held.hashes:
+            return
+        entry = self._entries.get(held.hashes[-1])
+        if entry is not None and (was is None or entry.ending == was):
+            entry.ending = is_now
+
+    def _drop(self, content: Content) -> None:
         if (before := self._held.pop(content, None)) is not None:
-            self._leave(before)
-
-    def _leave(self, held: _Held) -> None:
-        n_hashes = count(held.tokens) // STEP
-        whole = len(held.hashes) == n_hashes
-        for at, index in enumerate(in_directory(n_hashes)):
-            name = held.hashes[index if whole else at]
-            entry = self._entries[name]
-            entry.contents -= 1
-            if not entry.contents:
-                del self._entries[name]
-                self.added.pop(name, None)
-                self.removed[name] = None
+            self._end(before, content, None)
+            for name in _names(before):
+                self._leave(name, content)
 
     def _hasher(self, key: tuple[str, Tenant]) -> PrefixHasher:
         if key not in self._hashers:
@@ -183,5 +207,11 @@ class HeldPrefixes:
         return self._hashers[key]
 
 
-def _only_directory(hashes: list[bytes]) -> list[bytes]:
+def _names(held: _Held) -> list[bytes]:
+    """Return the hashes of a content that are in the index."""
+    whole = len(held.hashes) == count(held.tokens) // STEP
+    return _in_directory(held.hashes) if whole else held.hashes
+
+
+def _in_directory(hashes: list[bytes]) -> list[bytes]:
     return [hashes[at] for at in in_directory(len(hashes))]

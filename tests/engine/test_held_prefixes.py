@@ -1,8 +1,11 @@
 """The index of what a host holds, by prefix hash."""
 
+import random
+import tracemalloc
+
 from router.base.prefix_hash import BLOCK, STEP
-from router.base.tokens import Tokens, head, join, pack
-from router.base.types import NO_TENANT, BackendId, MemoryKind, Namespace, Tenant
+from router.base.tokens import Tokens, count, head, join, pack
+from router.base.types import NO_TENANT, BackendId, MemoryKind, Namespace, Snapshot, Tenant
 from router.core.fleet.fleet import Fleet
 from router.core.model.slots import Resident
 from router.engine.held_prefixes import HeldPrefixes
@@ -14,6 +17,14 @@ NAMESPACE = Namespace(NS)
 
 def held_by(fleet: Fleet) -> HeldPrefixes:
     return HeldPrefixes(fleet, b"secret", lambda namespace: namespace)
+
+
+def made_anew(fleet: Fleet) -> HeldPrefixes:
+    """Return another index of the same fleet, which the fleet does not tell of changes."""
+    watch = fleet.catalog.watch
+    index = held_by(fleet)
+    fleet.catalog.watch = watch
+    return drained(index)
 
 
 def with_slot(tokens: Tokens) -> Fleet:
@@ -100,3 +111,65 @@ def test_a_backend_that_is_gone_holds_nothing() -> None:
     del fleet.infos[BackendId("a")]
 
     assert longest(drained(index), PROMPT) == b""
+
+
+def test_a_long_conversation_is_kept_in_memory_once() -> None:
+    """Each turn is a new object of all tokens: 50 of them would be 10 MB."""
+    turns = [pack(range(n)) for n in range(2_000, 102_000, 2_000)]
+    fleet = with_slot(pack([]))
+    fleet.catalog.add(snapshot("s", turns[10], ns=NS), MemoryKind.FULL, 1.0)
+    index = drained(held_by(fleet))
+    tracemalloc.start()
+    while turns:
+        fleet.slots.of(BackendId("a"))[0].hold(Resident(pack(list(range(len(turns.pop(0)) // 4)))))
+        drained(index)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert kept < 2_000_000
+    assert count(longest(index, pack(range(100_000)))) == 100_000
+
+
+def test_without_a_directory_there_is_no_news() -> None:
+    fleet = with_slot(PROMPT)
+    index = HeldPrefixes(fleet, b"secret", lambda namespace: namespace, keeps_news=False)
+    drained(index)
+    fleet.slots.of(BackendId("a"))[0].hold(Resident(head(PROMPT, BLOCK)))
+    drained(index)
+
+    assert index.take_news() == ([], [])
+
+
+def test_a_content_that_goes_on_does_not_end_where_it_did() -> None:
+    """Of what ends before the next hash, all is returned; of what goes on, whole hashes."""
+    fleet = with_slot(head(PROMPT, 2 * BLOCK + 10))
+    index = drained(held_by(fleet))
+    other = join([head(PROMPT, 2 * BLOCK + 10), pack([-1] * BLOCK)])
+    assert longest(index, other) == head(PROMPT, 2 * BLOCK + 10)
+
+    fleet.slots.of(BackendId("a"))[0].hold(Resident(PROMPT))
+    drained(index)
+    assert longest(index, other) == head(PROMPT, 2 * BLOCK)
+
+
+def test_the_index_agrees_with_one_made_anew() -> None:
+    """Slots and snapshots come, go on and go, in random order."""
+    chance, fleet = random.Random(5), with_slot(pack([]))
+    index, kept = held_by(fleet), list[Snapshot]()
+    for number in range(200):
+        tokens = head(PROMPT, chance.randrange(0, 2700, 16))
+        if chance.random() < 0.5:
+            tokens = join([tokens, pack([-number] * chance.randrange(300))])
+        if kept and chance.random() < 0.3:
+            fleet.catalog.remove(kept.pop(chance.randrange(len(kept))).id)
+        elif chance.random() < 0.5:
+            kept.append(snapshot(f"s{number}", tokens, ns=NS))
+            fleet.catalog.add(kept[-1], MemoryKind.FULL, 1.0)
+        else:
+            chance.choice(fleet.slots.of(BackendId("a"))).hold(Resident(tokens))
+        drained(index)
+        anew = made_anew(fleet)
+        assert set(index.all()) == set(anew.all())
+        found, expected = longest(index, PROMPT), longest(anew, PROMPT)
+        assert abs(count(found) - count(expected)) < STEP
+        assert PROMPT.startswith(head(found, count(found) // STEP * STEP))
