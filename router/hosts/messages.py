@@ -18,6 +18,7 @@ HOP_TENANT = "x-kvferry-hop-tenant"  # the tenant that owns the tokens, where te
 HOP_CALLER = "x-kvferry-hop-caller"  # the tenant in the configuration, for the log
 HOP_CLIENT = "x-kvferry-hop-client"  # what the queue is fair to
 HOP_QUOTED = "x-kvferry-hop-quoted"
+HOP_MODEL = "x-kvferry-hop-model"  # the model as hosts know it: a client may call it anything
 # In the answer to a forwarded request that did not begin: another host may take it.
 HOP_REFUSED = "x-kvferry-hop-refused"
 # Of the calls for `READ`: what the body was sent to, and the owner of its tokens.
@@ -33,6 +34,7 @@ HOP_HEADERS = frozenset(
         HOP_CALLER,
         HOP_CLIENT,
         HOP_QUOTED,
+        HOP_MODEL,
         READ_PATH,
         READ_TENANT,
     )

@@ -11,6 +11,7 @@ from router.hosts.breaker import Breaker
 from router.hosts.choice import Trust
 from router.hosts.messages import (
     HELLO,
+    HOP_MODEL,
     PROTOCOL,
     QUOTE,
     READ,
@@ -154,9 +155,13 @@ class Peer(ServerClient):
         source = Source(told.source) if told.source in set(Source) else Source.COLD
         return Quote(told.price_s, told.wait_s, told.reused_tokens, source)
 
-    async def read(self, path: str, body: bytes, tenant: str, limit_s: float) -> PromptRead:
+    async def read(
+        self, path: str, body: bytes, tenant: str, model: str | None, limit_s: float
+    ) -> PromptRead:
         """Return a client's prompt as the host reads it. Raises BackendError."""
         headers = [(READ_PATH.encode(), path.encode()), (READ_TENANT.encode(), tenant.encode())]
+        if model is not None:
+            headers.append((HOP_MODEL.encode(), model.encode()))
         payload = await self._post(READ, body, limit_s, headers)
         try:
             return _READ.decode(payload)

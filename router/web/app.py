@@ -69,7 +69,7 @@ from router.web.server.error_responses import (
     request_id,
 )
 from router.web.server.framing_checks import check_head
-from router.web.server.hop import HOP_OF, HOST_NAME, hop_of
+from router.web.server.hop import HOP_OF, HOST_NAME, hop_of, model_of
 from router.web.server.listener import Listener
 from router.web.server.relay import (
     CALLER,
@@ -320,7 +320,7 @@ class App:
         if path in _MODELS and request.method == "GET":
             return await self._models(request, name)
         raw = await self._read(request)
-        model = await model_asked(request, raw) if may_take_slot else None
+        model = model_of(request, await model_asked(request, raw) if may_take_slot else None)
         if path == _CONTROL and request.method == "POST":
             return await self._control(request, name, raw, model)
         return await self._pass(request, name, raw, model)

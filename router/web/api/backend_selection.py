@@ -52,14 +52,18 @@ class BackendSelection:
         """Return the servers on demand."""
         return self._engine.view.servers()
 
+    def names(self) -> list[frozenset[str]]:
+        """Return the names of each model here, as far as they are known."""
+        known = [monitor.models for monitor in self.monitors.values() if monitor.models]
+        return known + self._engine.view.server_models
+
     def resolve(self, model: str | None) -> str | None:
         """Return the model to route by; None for any. Raises ModelNotFoundError.
 
         llama-server ignores the field. If all backends answer to the same names, any name is
         accepted; if their names differ, an unknown name is an error.
         """
-        known = [monitor.models for monitor in self.monitors.values() if monitor.models]
-        known += self._engine.view.server_models
+        known = self.names()
         if model is None or not known or any(model in names for names in known):
             return model
         if all(names == known[0] for names in known):

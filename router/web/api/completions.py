@@ -12,6 +12,7 @@ from functools import partial
 from time import perf_counter
 from typing import TypedDict
 
+import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
@@ -58,7 +59,7 @@ from router.web.api.forwarding import Forwarding
 from router.web.api.slot_demand import SlotsAsked
 from router.web.server.early_stream import kept_alive
 from router.web.server.error_responses import clients_id, names, session_of
-from router.web.server.hop import HOP_OF
+from router.web.server.hop import HOP_OF, model_of
 from router.web.server.relay import (
     CALLER,
     INLINE_BYTES,
@@ -132,6 +133,8 @@ class Completions:
         """Serve a completion route. Raises RouterError."""
         arrived = perf_counter()
         parsed = await json_offload.read(raw, parse_completion, http, route, raw)
+        if HOP_OF in http:
+            parsed = msgspec.structs.replace(parsed, model=model_of(http, parsed.model))
         there = self._forwarding
         if there is not None and there.must_leave(http, parsed.model):
             answer = await there.away(http, raw, parsed, request_id, parsed.model)
@@ -202,13 +205,13 @@ class Completions:
         self, http: web.BaseRequest, raw: bytes, request_id: RequestId, asked: SlotsAsked
     ) -> web.StreamResponse:
         """Serve a server-placed request that is no completion. Raises RouterError."""
-        there = self._forwarding
-        if there is not None and there.must_leave(http, asked.model):
-            answer = await there.away(http, raw, None, request_id, asked.model)
+        there, named = self._forwarding, model_of(http, asked.model)
+        if there is not None and there.must_leave(http, named):
+            answer = await there.away(http, raw, None, request_id, named)
             if answer is not None:
                 return answer
         stateless = http.path.rstrip("/").endswith(_STATELESS)
-        model = self._selection.resolve(asked.model)
+        model = self._selection.resolve(named)
         request = Request(
             id=request_id,
             prompt=Prompt(unknown="not a completion"),

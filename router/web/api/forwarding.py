@@ -72,6 +72,7 @@ class _Sought:
     http: web.BaseRequest
     raw: bytes
     request: Request
+    model: str | None  # as hosts know it
     parsed: ParsedRequest | None
     own: Quote | None
     namespace: str = ""
@@ -129,9 +130,10 @@ class Forwarding:
         A host that has other models accepts an unknown name as a lone one does: only if it has one
         model. A request that a peer has forwarded stays.
         """
-        if HOP_OF in http or self.serves_here(model):
+        name = self._name(model)
+        if HOP_OF in http or self.serves_here(name):
             return False
-        if self.peers.usable(model):
+        if self.peers.usable(name):
             return True
         here = self._selection.monitors
         if here:
@@ -139,6 +141,17 @@ class Forwarding:
         if model is not None:
             self._check_name(model)
         return True
+
+    def _name(self, model: str | None) -> str | None:
+        """Return the name by which hosts know the model that a client names.
+
+        A host with one model takes any name for it, and no name: to other hosts it has to be its
+        own.
+        """
+        own = self._selection.names()
+        if not own or any(names != own[0] for names in own) or model in own[0]:
+            return model
+        return model if model is not None and self.peers.usable(model) else min(own[0])
 
     def _check_name(self, model: str) -> None:
         known = self.peers.models()
@@ -166,7 +179,8 @@ class Forwarding:
         """
         if HOP_OF in http:
             return None
-        peers = self._usable(request.model)
+        name = self._name(request.model)
+        peers = self._usable(name)
         if not peers:
             return None
         cost_s = self._cost_s(peers)
@@ -175,7 +189,7 @@ class Forwarding:
         own = self._engine.quote(request)
         if not is_worth_asking(own, len(request.prompt), cost_s):
             return None
-        sought = _Sought(http, raw, request, parsed, own)
+        sought = _Sought(http, raw, request, name, parsed, own)
         if not request.prompt.unknown and (
             namespace := self._selection.namespace_of(request.model)
         ):
@@ -188,8 +202,8 @@ class Forwarding:
         http: web.BaseRequest,
         raw: bytes,
         parsed: ParsedRequest | None,
-        name: RequestId,
-        model: str | None,
+        request_id: RequestId,
+        named: str | None,
     ) -> web.StreamResponse | None:
         """Serve a request that nothing here can serve. None: something here can by now.
 
@@ -197,9 +211,9 @@ class Forwarding:
         request that all peers have refused three times is refused: it may be what breaks them.
         Raises RouterError.
         """
-        caller = http.get(CALLER)
+        caller, model = http.get(CALLER), self._name(named)
         request = Request(
-            id=name,
+            id=request_id,
             prompt=_UNREAD,
             model=model,
             tenant=self._keys.tenant(caller),
@@ -211,7 +225,7 @@ class Forwarding:
         deadline = loop.time() + self._engine.view.queue_limits.no_backend_s
         while refusals < _MOST_REFUSALS:
             if usable := self._usable(model):
-                sought = _Sought(http, raw, request, parsed, None)
+                sought = _Sought(http, raw, request, model, parsed, None)
                 if parsed is not None and not parsed.lora:
                     await self._read_there(sought, usable)
                 answer = await self._at_best(sought, usable)
@@ -235,7 +249,9 @@ class Forwarding:
         for key in to_ask(list(usable.peers), {}, {}, _beginning(sought.raw), 2):
             peer = usable.peers[key]
             try:
-                told = await peer.read(path, sought.raw, sought.request.tenant, _READ_LIMIT_S)
+                told = await peer.read(
+                    path, sought.raw, sought.request.tenant, sought.model, _READ_LIMIT_S
+                )
             except BackendError:
                 peer.failure()
                 continue
@@ -249,8 +265,7 @@ class Forwarding:
     async def models(self, within_s: float) -> list[bytes]:
         """Return the lists of models of peers that have one which is not here."""
         found: list[Peer] = []
-        known = [monitor.models for monitor in self._selection.monitors.values()]
-        known += self._engine.view.server_models
+        known = self._selection.names()
         for peer in self.peers.all():
             names_there = [frozenset(served.names) for served in peer.models]
             if peer.is_usable and any(those not in known for those in names_there):
@@ -276,8 +291,9 @@ class Forwarding:
         """Forward a request about an answer in progress to the host that writes it. None: none."""
         if HOP_OF in http:
             return None
+        model = self._name(model)
         for peer in self._usable(model).peers.values():
-            hop = Hop(self.name, RequestId(f"{name}.c"), client=fair_to(http))
+            hop = Hop(self.name, RequestId(f"{name}.c"), client=fair_to(http), model=model)
             with suppress(BackendError):
                 async with _sent_on(http, raw, peer, hop) as upstream:
                     if _is_refusal(upstream) or knows_no_answer(await upstream.read()):
@@ -351,7 +367,7 @@ class Forwarding:
             share_s = _QUOTE_MOST_S if own is None else own.price_s * _QUOTE_SHARE
             limit_s = min(share_s, _QUOTE_MOST_S)
         ask = QuoteAsk(
-            model=request.model,
+            model=sought.model,
             namespace=sought.namespace,
             tenant=request.tenant,
             n_tokens=sought.n_tokens,
@@ -387,6 +403,7 @@ class Forwarding:
             caller=request.caller,
             client=fair_to(http),
             quoted_s=offer.quote.price_s if offer.quote.price_s else None,
+            model=sought.model,
         )
         begun = perf_counter()
         first: list[float] = []

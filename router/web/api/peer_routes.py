@@ -30,6 +30,7 @@ from router.engine.engine import Engine
 from router.engine.held_prefixes import HeldPrefixes
 from router.hosts.messages import (
     HELLO,
+    HOP_MODEL,
     QUOTE,
     READ,
     READ_PATH,
@@ -140,7 +141,7 @@ class PeerRoutes:
         if route is None:
             raise NotFoundError("no prompt can be read for this path")
         parsed = parse_request(route, parse_body(raw))
-        model = self._selection.resolve(parsed.model)
+        model = self._selection.resolve(request.headers.get(HOP_MODEL, parsed.model))
         tenant = Tenant(request.headers.get(READ_TENANT, ""))
         if parsed.lora:
             return PromptRead(unknown="the request selects its own LoRA adapter")

@@ -17,6 +17,7 @@ from router.hosts.messages import (
     HOP_CLIENT,
     HOP_ID,
     HOP_KEY,
+    HOP_MODEL,
     HOP_QUOTED,
     HOP_TENANT,
 )
@@ -27,7 +28,10 @@ _ID = re.compile(r"[!-~]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One forwarded request. `quoted_s` None: it was sent without a quote."""
+    """One forwarded request.
+
+    `quoted_s` None: it was sent without a quote. `model` None: the one that its body names, if any.
+    """
 
     host: str
     request: RequestId
@@ -35,6 +39,7 @@ class Hop:
     caller: Caller | None = None
     client: str | None = None
     quoted_s: float | None = None
+    model: str | None = None
 
     def headers(self) -> list[Header]:
         """Return the headers that tell the next host."""
@@ -46,6 +51,7 @@ class Hop:
             HOP_CALLER: None if self.caller is None else self.caller.tenant,
             HOP_CLIENT: self.client,
             HOP_QUOTED: None if self.quoted_s is None else f"{self.quoted_s:.6f}",
+            HOP_MODEL: self.model,
         }
         return [(name.encode(), value.encode()) for name, value in told.items() if value]
 
@@ -73,4 +79,11 @@ def hop_of(request: web.BaseRequest) -> Hop:
         None if key is None or tenant is None else Caller(key, tenant),
         headers.get(HOP_CLIENT),
         quoted_s,
+        headers.get(HOP_MODEL),
     )
+
+
+def model_of(request: web.BaseRequest, named: str | None) -> str | None:
+    """Return the model of a request that names one: of a forwarded one, as hosts know it."""
+    hop = request.get(HOP_OF)
+    return named if hop is None or hop.model is None else hop.model

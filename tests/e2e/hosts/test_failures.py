@@ -65,14 +65,19 @@ async def test_it_is_used_again_when_it_is_back(tmp_path: Path) -> None:
     assert answer.headers[HOST] == "h0"
 
 
-async def test_requests_of_a_host_whose_server_died_go_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [{}, {"model": "what-a-client-calls-it"}])
+async def test_requests_of_a_host_whose_server_died_go_elsewhere(
+    tmp_path: Path, named: Json
+) -> None:
+    """A host with one model takes any name for it, as llama-server does."""
     async with (
         FakeLlama(kv_dir=tmp_path / "a") as one,
         FakeLlama(kv_dir=tmp_path / "b") as two,
         hosts([one], [two]) as (a, b),
     ):
         await one.go_down()
-        answers = await asyncio.gather(*(a.post("/completion", HELD) for _ in range(4)))
+        asked = HELD | named
+        answers = await asyncio.gather(*(a.post("/completion", asked) for _ in range(4)))
 
         assert [answer.status for answer in answers] == [200] * 4
         assert {answer.headers[HOST] for answer in answers} == {"h1"}

@@ -1,11 +1,13 @@
 """Several hosts with real servers: a request goes where its KV is, whichever door it came by."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from router.tools.demo.launcher import LlamaServer
 from tests.conftest import StartServer
-from tests.support.conversations.prompts import ids
+from tests.support.conversations.prompts import Json, ids
 from tests.support.servers.hosts import HOST, hosts
 
 pytestmark = pytest.mark.thorough
@@ -48,3 +50,26 @@ async def test_a_host_without_servers_is_a_front_door(
         assert len(models.json["data"]) == 1
         assert props.status == tokens.status == 200
         assert tokens.json["tokens"]
+
+
+@pytest.mark.parametrize("named", [{}, {"model": "what-a-client-calls-it"}])
+async def test_a_request_stays_with_its_model(
+    llama_server: StartServer, tmp_path: Path, named: Json
+) -> None:
+    """A host with one model takes any name for it; a peer with another model would do so as well.
+
+    The third host has both models, and does not know the client's name.
+    """
+    folders = iter("abcd")
+
+    async def server(seed: int) -> LlamaServer:
+        return await llama_server(seed=seed, slots=1, kv_dir=tmp_path / next(folders))
+
+    one, other = await server(0), await server(1)
+    both = [await server(1), await server(0)]
+    async with hosts([one], [other], both) as (a, _, _c):
+        asked = [{"prompt": ids(seed, 1500), "n_predict": 4} | named for seed in range(5)]
+        answers = await asyncio.gather(*(a.post("/completion", body) for body in asked))
+
+        assert [answer.status for answer in answers] == [200] * 5
+        assert {answer.headers["x-kvferry-backend"] for answer in answers} == {"h0-0", "h2-1"}
