@@ -298,6 +298,10 @@ class Reported(Struct, frozen=True):
             return None
         return self.prompt_tokens - self.cached_tokens
 
+    def first_token_s(self, answered_s: float) -> float:
+        """Return when the first token was ready, of an answer that came at once at `answered_s`."""
+        return max(answered_s - (self.generated_s or 0.0), 0.0)
+
     def with_prefill(self, own: OwnPrefill | None) -> "Reported":
         """Return the report on the request and the router's own prefill together."""
         if own is None or self.cached_tokens is None:

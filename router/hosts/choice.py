@@ -4,10 +4,11 @@ Seconds throughout. A host compares its own price with the offers of peers; a fo
 for the way on top.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, islice
+from math import exp2
 from zlib import crc32
 
 from msgspec import Struct
@@ -134,15 +135,25 @@ class Trust:
     """Trust in the quotes of a peer: the seconds by which it was late, learned.
 
     A peer that always quotes 0 is believed less with each request that took longer, until others
-    are cheaper. What it says of itself does not count, only the time that it took.
+    are cheaper. What it says of itself does not count, only the time that it took. Half of it is
+    forgotten in a minute: a peer that gets nothing could not show that it is in time again.
     """
 
     _WEIGHT = 0.3  # of one observation. Chosen: three lies in a row are enough
     _SLACK_S = 0.02  # late by this much is no lie: the way, a busy processor
     _MOST = 1e6
+    _HALF_LIFE_S = 60.0  # Chosen
 
-    def __init__(self) -> None:
-        self.late_s = 0.0
+    def __init__(self, now: Callable[[], float]) -> None:
+        """Set up for a peer that was never late. `now`: clock seconds."""
+        self._now = now
+        self._noted_s = 0.0
+        self._noted_at = now()
+
+    @property
+    def late_s(self) -> float:
+        """Return the seconds by which the peer is expected to be late."""
+        return self._noted_s * exp2((self._noted_at - self._now()) / self._HALF_LIFE_S)
 
     def price_s(self, quoted_s: float) -> float:
         """Return what a quote is taken for."""
@@ -150,5 +161,6 @@ class Trust:
 
     def note(self, quoted_s: float, took_s: float) -> None:
         """Learn from a forwarded request: quoted, and taken until the first token."""
-        late_s = max(took_s - quoted_s - self._SLACK_S, 0.0)
-        self.late_s += self._WEIGHT * (min(late_s, self._MOST) - self.late_s)
+        late_s = min(max(took_s - quoted_s - self._SLACK_S, 0.0), self._MOST)
+        before_s = self.late_s
+        self._noted_s, self._noted_at = before_s + self._WEIGHT * (late_s - before_s), self._now()

@@ -51,7 +51,7 @@ class Peer(ServerClient):
         self.hello: Hello | None = None
         self.heard_at = 0.0  # clock seconds of the last answer or directory entry.
         self.problem = "not contacted yet"
-        self.trust = Trust()
+        self.trust = Trust(now)
         self.quote_s = 0.001  # what a quote takes, learned.
         self.asked = self.failed = 0
         self._now = now
@@ -113,7 +113,7 @@ class Peer(ServerClient):
         anew = self.hello is None or self.hello.incarnation != hello.incarnation
         self.hello, self.heard_at = hello, self._now()
         if anew:
-            self.trust = Trust()
+            self.trust = Trust(self._now)
         if hello.protocol != PROTOCOL:
             self.problem = (
                 f"it speaks protocol {hello.protocol} (kvferry {hello.version}) and this host"

@@ -79,7 +79,7 @@ def test_a_quote_is_stale_when_the_price_has_doubled() -> None:
 
 
 def test_a_peer_that_lies_loses_its_turn() -> None:
-    liar = Trust()
+    liar = Trust(lambda: 0.0)
     for _ in range(3):
         liar.note(quoted_s=0.0, took_s=2.0)
 
@@ -87,3 +87,16 @@ def test_a_peer_that_lies_loses_its_turn() -> None:
     for _ in range(20):
         liar.note(quoted_s=1.0, took_s=1.0)
     assert liar.price_s(0.0) == pytest.approx(0.0, abs=0.01)
+
+
+def test_lateness_is_forgotten_by_half_in_a_minute() -> None:
+    """A peer that gets nothing could not show that it is in time again."""
+    now = 100.0
+    peer = Trust(lambda: now)
+    peer.note(quoted_s=0.0, took_s=60.02)
+    late_s = peer.late_s
+    assert late_s == pytest.approx(18.0)
+    now += 60.0
+    assert peer.late_s == pytest.approx(late_s / 2)
+    peer.note(quoted_s=1.0, took_s=1.0)
+    assert peer.late_s == pytest.approx(0.7 * late_s / 2)

@@ -431,8 +431,7 @@ class Completions:
         if exchange.first_byte is not None:
             ttft_s = exchange.first_byte - exchange.arrived
             if exchange.parsed is not None and not exchange.parsed.stream:
-                # The answer came at once; its first token was ready when generation began.
-                ttft_s = max(ttft_s - (reported.generated_s or 0.0), 0.0)
+                ttft_s = reported.first_token_s(ttft_s)
         if exchange.trace is not None:
             exchange.trace.attempt(_attempt(exchange, grant, outcome, reported, ended))
         timing = Timing(ttft_s, total_s)

@@ -341,11 +341,12 @@ class Forwarding:
             own=sought.own,
             offers=tuple(HostOffer(by_key[key].name, _offer_of(offers, key)) for key in asked),
         )
+        quoted: dict[str, float | None] = {offer.peer: offer.quote.price_s for offer in order}
         if sought.own is None and not order:  # no quote in time: any peer is better than none
-            order = [Offer(key, Quote(0.0), 0.0) for key in asked]
-        for offer in order:
-            peer = by_key[offer.peer]
-            answer = await self._forward(sought, peer, offer, told)
+            quoted = dict.fromkeys(asked)
+        for key, quoted_s in quoted.items():
+            peer = by_key[key]
+            answer = await self._forward(sought, peer, quoted_s, told)
             if answer is not None:
                 return answer
             told = told.refused_by(peer.name)
@@ -390,7 +391,7 @@ class Forwarding:
         return [one for one in found if one is not None]
 
     async def _forward(
-        self, sought: _Sought, peer: Peer, offer: Offer, told: HostsAsked
+        self, sought: _Sought, peer: Peer, quoted_s: float | None, told: HostsAsked
     ) -> web.StreamResponse | None:
         """Forward a request. None: the peer refused it or failed before the first byte."""
         http, request = sought.http, sought.request
@@ -402,17 +403,17 @@ class Forwarding:
             tenant=request.tenant,
             caller=request.caller,
             client=fair_to(http),
-            quoted_s=offer.quote.price_s if offer.quote.price_s else None,
+            quoted_s=quoted_s or None,
             model=sought.model,
         )
         begun = perf_counter()
         first: list[float] = []
         capture = Capture()
         outcome = Outcome.BACKEND_ERROR
-        status = 0
+        status, encoding = 0, None
         try:
             async with _sent_on(http, sought.raw, peer, hop) as upstream:
-                status = upstream.status
+                status, encoding = upstream.status, upstream.header("content-encoding")
                 if _is_refusal(upstream):
                     outcome = Outcome.REFUSED
                     return None
@@ -428,37 +429,29 @@ class Forwarding:
         finally:
             self._metrics.forwarded(peer.name, outcome)
             if first or outcome is Outcome.CLIENT_GONE:
-                took_s = self._learn(sought, peer, offer, begun, first, capture, outcome, status)
+                took_s = first[0] - begun if first else None
+                parsed = sought.parsed
+                is_good = outcome is Outcome.OK and status == HTTPStatus.OK
+                if took_s is not None and parsed is not None and is_good:
+                    took_s = _first_token_s(parsed, took_s, capture, encoding)
+                    if took_s is not None and quoted_s is not None:
+                        peer.trust.note(quoted_s, took_s)
                 self._decision_log.forwarded(
                     request.id, outcome, told.taken_by(peer.name), took_s, request.caller
                 )
         return response
 
-    def _learn(
-        self,
-        sought: _Sought,
-        peer: Peer,
-        offer: Offer,
-        begun: float,
-        first: list[float],
-        capture: Capture,
-        outcome: Outcome,
-        status: int,
-    ) -> float | None:
-        """Compare the time to the first token with the quote; return it. None: not seen."""
-        if not first:
-            return None
-        took_s = first[0] - begun
-        parsed = sought.parsed
-        if outcome is not Outcome.OK or status != HTTPStatus.OK or parsed is None:
-            return took_s
-        if not parsed.stream:  # the answer came at once: its first token was ready before
-            if not capture.complete or capture.size_bytes > INLINE_BYTES:
-                return took_s
-            reported = read_reply(parsed.route, False, capture.chunks)
-            took_s -= reported.generated_s or 0.0
-        peer.trust.note(offer.quote.price_s, took_s)
+
+def _first_token_s(
+    parsed: ParsedRequest, took_s: float, capture: Capture, encoding: str | None
+) -> float | None:
+    """Return when the first token was ready, if the first byte came at `took_s`. None: not told."""
+    if parsed.stream:
         return took_s
+    if not capture.complete or capture.size_bytes > INLINE_BYTES:
+        return None
+    reported = read_reply(parsed.route, False, capture.chunks, encoding)
+    return None if reported.generated_s is None else reported.first_token_s(took_s)
 
 
 def _beginning(raw: bytes) -> bytes:
