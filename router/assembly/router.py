@@ -116,17 +116,22 @@ class Router:
         return self.reload.config
 
     async def stop(self) -> None:
-        """Let running requests end and save slots where that pays, within `shutdown_grace`."""
+        """Let running requests end and save slots where that pays, within `shutdown_grace`.
+
+        Until the requests here are over, other hosts serve new ones; then new ones are refused, and
+        the forwarded ones end.
+        """
         grace_s = self.config.shutdown_grace_s
         self.selection.stop()
         try:
             async with asyncio.timeout(grace_s):
                 await self.engine.stop(save=self.config.store.save_on_shutdown)
-                await self.selection.until_quiet()
-                if self.hosts is not None:
-                    await self.hosts.peers.until_quiet()
                 for backend in tuple(self.engine.infos):
                     await self.journal.flush(backend, await self.engine.seen_of(backend))
+                await self.selection.until_quiet()
+                if self.hosts is not None:
+                    self.hosts.peers.close()
+                    await self.hosts.peers.until_quiet()
         except TimeoutError:
             log.warning("stopped_with_requests_running", grace_s=grace_s)
 

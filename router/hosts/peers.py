@@ -102,6 +102,7 @@ class Peers:
         self._all: list[Peer] | None = None  # None: to be made anew
         self._usable: dict[str | None, Usable] = {}  # by model
         self._news = asyncio.Event()
+        self._closed = False
 
     def all(self) -> list[Peer]:
         """Return all peers that are known, one for each host, by name. Do not modify it."""
@@ -134,6 +135,8 @@ class Peers:
             if len(self._usable) > _MODELS:
                 self._usable.clear()
             found = [peer for peer in self.all() if peer.is_usable and peer.has(model)]
+            if self._closed:
+                found = []
             known = self._usable[model] = Usable(
                 {peer.key: peer for peer in found},
                 {peer.key: peer.busy for peer in found},
@@ -160,6 +163,11 @@ class Peers:
             self._news.set()
             self._news = asyncio.Event()
             await asyncio.sleep(INTERVAL_S)
+
+    def close(self) -> None:
+        """Offer no peer for further requests."""
+        self._closed = True
+        self._changed()
 
     async def until_quiet(self) -> None:
         """Wait until no forwarded request is under way."""

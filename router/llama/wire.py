@@ -146,6 +146,17 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "a number")
 
 
+def parse_completion(route: Route, raw: bytes) -> ParsedRequest:
+    """Parse a body, and free what the router does not need. Raises BadRequestError.
+
+    For a long body, call it by `json_offload.read`.
+    """
+    parsed = parse_request(route, parse_body(raw))
+    if isinstance(parsed.prompt_source, TokenPrompt):
+        json_offload.forget_ids(parsed.body)
+    return parsed
+
+
 def parse_request(route: Route, body: dict[str, Any]) -> ParsedRequest:
     """Parse the fields that the router needs. Never raises, never changes `body`."""
     batch = False

@@ -211,7 +211,13 @@ class App:
         A request is cancelled when its client disconnects.
         """
         handle = partial(self._handle, side)
-        return Listener(handle, self._settings, self._refused, self._throttle)
+        return Listener(
+            handle,
+            self._settings,
+            self._refused,
+            self._throttle,
+            for_peers=side is Audience.PEERS,
+        )
 
     def _refused(self, name: RequestId, error: RouterError) -> None:
         self._telemetry.rejected(name, error.outcome, str(error))

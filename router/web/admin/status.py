@@ -74,6 +74,8 @@ class StatusRoutes:
     async def health(self, *, brief: bool) -> web.Response:
         """Answer 200 if requests can be taken, else 503; unless `brief`, with each backend's state.
 
+        A router that is stopping says so at once, while other hosts may still serve its clients.
+
         A server on demand takes requests before it is started, unless it has failed too often.
         """
         view = self._engine.view
@@ -81,7 +83,11 @@ class StatusRoutes:
         usable = Standing.UP in standing.values() or view.takes_requests(self._now())
         peers = [] if self._hosts is None else self._hosts.peers.all()
         usable = usable or any(peer.is_usable for peer in peers)
-        told: dict[str, object] = {"status": "ok" if usable else "no backend"}
+        if view.is_stopping:
+            usable, status = False, "stopping"
+        else:
+            status = "ok" if usable else "no backend"
+        told: dict[str, object] = {"status": status}
         if not brief:
             told["backends"] = {
                 name: self._selection.monitors[name].problem if what is Standing.DOWN else what

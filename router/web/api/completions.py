@@ -46,9 +46,7 @@ from router.llama.wire import (
     ChatPrompt,
     ParsedRequest,
     Route,
-    TokenPrompt,
-    parse_body,
-    parse_request,
+    parse_completion,
 )
 from router.prompts.reader import PromptReader, is_left_to_server
 from router.telemetry.decision_log import DecisionLog
@@ -132,7 +130,7 @@ class Completions:
     ) -> web.StreamResponse:
         """Serve a completion route. Raises RouterError."""
         arrived = perf_counter()
-        parsed = await json_offload.read(raw, parse_completion, http, route, raw)
+        parsed = await json_offload.read(raw, _parsed, http, route, raw)
         if HOP_OF in http:
             parsed = msgspec.structs.replace(parsed, model=model_of(http, parsed.model))
         there = self._forwarding
@@ -496,19 +494,16 @@ def _attempt(
     )
 
 
-def parse_completion(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedRequest:
+def _parsed(http: web.BaseRequest, route: Route, raw: bytes) -> ParsedRequest:
     """Parse a body. Raises BadRequestError, which names a content type that explains the error.
 
     Any content type is accepted for JSON: llama-server does not check it either.
     """
     try:
-        parsed = parse_request(route, parse_body(raw))
+        return parse_completion(route, raw)
     except BadRequestError as error:
         if http.content_type in ("application/json", "application/octet-stream", "text/plain"):
             raise
         raise BadRequestError(
             f"{error}; the content type is {http.content_type}, send application/json"
         ) from error
-    if isinstance(parsed.prompt_source, TokenPrompt):
-        json_offload.forget_ids(parsed.body)
-    return parsed

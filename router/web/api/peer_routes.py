@@ -40,8 +40,9 @@ from router.hosts.messages import (
     QuoteAsk,
     QuoteReply,
 )
+from router.llama import json_offload
 from router.llama.attach.namespace import is_same
-from router.llama.wire import parse_body, parse_request, route_of
+from router.llama.wire import parse_completion, route_of
 from router.web.api.backend_selection import BackendSelection
 from router.web.server.error_responses import OWN_HEADERS
 
@@ -140,7 +141,7 @@ class PeerRoutes:
         route = route_of(request.headers.get(READ_PATH, ""))
         if route is None:
             raise NotFoundError("no prompt can be read for this path")
-        parsed = parse_request(route, parse_body(raw))
+        parsed = await json_offload.read(raw, parse_completion, route, raw)
         model = self._selection.resolve(request.headers.get(HOP_MODEL, parsed.model))
         tenant = Tenant(request.headers.get(READ_TENANT, ""))
         if parsed.lora:

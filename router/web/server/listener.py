@@ -52,8 +52,14 @@ class Listener(web.Server):
         settings: Settings,
         on_refused: OnRefused,
         throttle: LoopThrottle,
+        *,
+        for_peers: bool = False,
     ) -> None:
-        """Set up the factory; `on_refused` gets errors of input that never reached `handler`."""
+        """Set up the factory; `on_refused` gets errors of input that never reached `handler`.
+
+        `for_peers`: a host has the connections of many clients, so it is not limited as one.
+        """
+        self._for_peers = for_peers
         # Without cancellation a request abandoned during a long prefill keeps its slot.
         super().__init__(handler, handler_cancellation=True)
         self.settings = settings
@@ -79,7 +85,7 @@ class Listener(web.Server):
         whole, each = self.settings.connections, self.settings.connections_per_client
         if whole != NO_LIMIT and self._n_open >= whole:
             raise TooManyConnectionsError(f"{whole} connections are open (limits.connections)")
-        if each != NO_LIMIT and self._open[client] >= each:
+        if each != NO_LIMIT and not self._for_peers and self._open[client] >= each:
             raise TooManyConnectionsError(
                 f"{each} connections of this address are open (limits.connections_per_client)"
             )

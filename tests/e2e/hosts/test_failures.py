@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -96,6 +97,22 @@ async def test_a_client_that_leaves_cancels_across_the_hop(tmp_path: Path) -> No
         await a.until_quiet()
 
 
+async def test_a_host_is_not_limited_as_one_client(tmp_path: Path) -> None:
+    """It has the connections of all its clients."""
+    yaml = "limits: {connections_per_client: 2}"
+    async with (
+        FakeLlama(kv_dir=tmp_path) as fake,
+        hosts([fake], [], yaml=yaml) as (a, _),
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        AsyncExitStack() as held,
+    ):
+        there = a.router.hosts
+        assert there is not None
+        url = f"{there.address.url}/peer/hello"
+        found = [await held.enter_async_context(session.get(url)) for _ in range(20)]
+        assert [response.status for response in found] == [200] * 20
+
+
 async def test_a_prompt_that_breaks_every_host_is_refused(tmp_path: Path) -> None:
     """It is not sent again and again: each time it may be what ends a server."""
     async with (
@@ -143,6 +160,26 @@ async def test_a_stop_waits_for_forwarded_answers(tmp_path: Path) -> None:
             fake.decode_gate.set()
         assert running.result().status == 200
         assert running.result().events[-1]["stop"]
+
+
+async def test_a_stop_ends_although_clients_go_on_asking(tmp_path: Path) -> None:
+    """It writes the slot journal first, says that it stops, and forwards nothing new at its end."""
+    async with (
+        FakeLlama(kv_dir=tmp_path / "a") as one,
+        FakeLlama(kv_dir=tmp_path / "b") as two,
+        hosts([one], [two]) as (a, _),
+    ):
+        await a.post("/completion", HELD)
+
+        async def asking() -> None:
+            while (await a.post("/completion", HELD)).status == 200:
+                pass
+
+        async with asyncio.TaskGroup() as group:
+            clients = [group.create_task(asking()) for _ in range(3)]
+            await a.router.stop()
+        assert all(client.done() for client in clients)
+        assert (await a.get("/kvferry/health")).json["status"] == "stopping"
 
 
 async def test_an_answer_is_controlled_from_any_door(tmp_path: Path) -> None:

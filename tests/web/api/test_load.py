@@ -16,7 +16,7 @@ import pytest
 from bench.crowd import Client, connects, send
 from router.engine.loop_throttle import MOST
 from router.llama.json_offload import LONG_BYTES
-from router.llama.wire import parse_body
+from router.llama.wire import parse_completion
 from router.web.api import completions, slot_demand
 from router.web.server import listener
 from tests.support.servers.fake_llama import FakeLlama
@@ -182,7 +182,7 @@ async def test_long_bodies_are_read_off_the_loop(
 
         return call
 
-    monkeypatch.setattr(completions, "parse_body", noted(parse_body))
+    monkeypatch.setattr(completions, "parse_completion", noted(parse_completion))
     monkeypatch.setattr(slot_demand, "_model_of", noted(slot_demand._model_of))
     async with running([("a", fake.url)], None) as fleet:
         for size in (10, LONG_BYTES + 1):
