@@ -126,7 +126,7 @@ async def hosts_of(
             name=name,
             incarnation=incarnation,
             version=__version__,
-            secret=credentials.proof,
+            proof=credentials.proof,
             url=address.url,
             models=_served(engine),
             slots=len(slots),

@@ -1,5 +1,6 @@
 """Keeps the slot journal: notes what idle slots hold, and recalls it for an attach."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -32,21 +33,25 @@ class SlotJournal:
         self._monitors = monitors
         self._store = store
         self._spawn = spawn
-        self._written: dict[SlotId, tuple[int, bytes]] = {}
-        self._writing: set[BackendId] = set()
+        self._written: dict[SlotId, tuple[tuple[str, ...], int, bytes]] = {}
+        self._writing: dict[BackendId, asyncio.Lock] = {}
 
     def note(self, backend: BackendId, seen: Sequence[SeenSlot]) -> None:
         """Write in the background what changed of some idle slots."""
         due = self._due(backend, seen)
-        if due.entries and backend not in self._writing:
-            self._writing.add(backend)
+        if due.entries and not self._lock(backend).locked():
             self._spawn(self._write(backend, due), name=f"slot journal of {backend}")
 
     async def flush(self, backend: BackendId, seen: Sequence[SeenSlot]) -> None:
         """Write what changed; return when it is written."""
+        async with self._lock(backend):  # after a write in the background, which knew less
+            pass
         due = self._due(backend, seen)
         if due.entries:
             await self._write(backend, due)
+
+    def _lock(self, backend: BackendId) -> asyncio.Lock:
+        return self._writing.setdefault(backend, asyncio.Lock())
 
     def _due(self, backend: BackendId, seen: Sequence[SeenSlot]) -> _Due:
         monitor = self._monitors.get(backend)
@@ -65,21 +70,25 @@ class SlotJournal:
                 checkpoints=slot.resident.checkpoints,
             )
             for slot in seen
-            if self._written.get(slot.id) != (slot.id_task, slot.resident.tokens)
+            if self._written.get(slot.id)
+            != (attached.props.process, slot.id_task, slot.resident.tokens)
         ]
         return _Due(attached.info.kv_dir, entries)
 
     async def _write(self, backend: BackendId, due: _Due) -> None:
         work = partial(write_entries, due.kv_dir, backend, due.entries)
         try:
-            await self._store.journal(due.kv_dir, work)
+            async with self._lock(backend):
+                await self._store.journal(due.kv_dir, work)
         except KvError as error:  # the disk is full, say: only a restart would miss it
             log.debug("slot_journal_not_written", backend=backend, reason=str(error))
             return
-        finally:
-            self._writing.discard(backend)
         for entry in due.entries:
-            self._written[SlotId(backend, entry.index)] = entry.id_task, entry.tokens
+            self._written[SlotId(backend, entry.index)] = (
+                entry.process,
+                entry.id_task,
+                entry.tokens,
+            )
 
     async def recall(
         self, backend: BackendId, kv_dir: KvDir | None, props: Props
@@ -88,7 +97,7 @@ class SlotJournal:
         if kv_dir is None or props.told_by_nothing:
             return []
         try:
-            work = partial(read_entries, kv_dir, backend, props.process)
+            work = partial(read_entries, kv_dir, backend, props.process, set(self._monitors))
             return await self._store.journal(kv_dir, work)
         except KvError:  # the directory hangs, say: the slots are unread then
             return []

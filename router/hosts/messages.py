@@ -39,7 +39,7 @@ HOP_HEADERS = frozenset(
         READ_TENANT,
     )
 )
-# In every answer of a fleet: the host that served it.
+# In every answer of a host: its name.
 HOST = "x-kvferry-host"
 
 
@@ -54,14 +54,14 @@ class Served(Struct, frozen=True):
 class Hello(Struct, frozen=True):
     """A host as it describes itself, in an answer or in the directory.
 
-    `incarnation` differs after each start. `secret` proves the fleet secret without telling it.
+    `incarnation` differs after each start. `proof` proves the fleet secret without telling it.
     `processes`: the llama-servers that it drives, each with the seconds since it took them.
     """
 
     name: str
     incarnation: str
     version: str
-    secret: str
+    proof: str
     url: str = ""
     protocol: int = PROTOCOL
     models: tuple[Served, ...] = ()

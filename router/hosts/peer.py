@@ -119,7 +119,7 @@ class Peer(ServerClient):
                 f"it speaks protocol {hello.protocol} (kvferry {hello.version}) and this host"
                 f" {PROTOCOL}: nothing is forwarded until both are of one version"
             )
-        elif hello.secret != proof:
+        elif hello.proof != proof:
             self.problem = "it has another fleet secret: give all hosts the same file `secret`"
         elif hello.keeps_apart != keeps_apart:
             self.problem = "tenants are kept apart on one of the two hosts: give both the same auth"

@@ -213,7 +213,7 @@ class Peers:
             or peer.url in unproved
         ]
         await asyncio.gather(*map(self._check, silent))
-        self._drop_lost(found)
+        await self._drop_lost(found)
 
     def _is_url(self, url: str) -> bool:
         """Return whether the directory may send requests there: as this host would be reached."""
@@ -260,7 +260,7 @@ class Peers:
         elif before and not peer.problem:
             log.info("peer_up", peer=peer.name, url=peer.url, version=hello.version)
 
-    def _drop_lost(self, configured: Collection[str]) -> None:
+    async def _drop_lost(self, configured: Collection[str]) -> None:
         """Forget peers that are down, and neither configured nor in the directory any more."""
         for url, peer in list(self._peers.items()):
             gone = self._misses.get(url, 0) >= _FAILURES and url not in configured
@@ -269,6 +269,7 @@ class Peers:
                 self._changed()
                 del self._peers[url], self._misses[url]
                 log.info("peer_gone", peer=peer.name, url=url)
+                await self._connections.drop(url)
 
     async def _resolve(self, url: str) -> Iterable[str]:
         """Return the URL of each address of a configured one; the last known if that fails."""

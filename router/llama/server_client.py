@@ -56,6 +56,11 @@ class Connections:
             )
         return self._pools[target]
 
+    async def drop(self, url: str) -> None:
+        """Close the pool for the host and port of `url`: it will not be used again."""
+        if (pool := self._pools.pop(Target.of(url), None)) is not None:
+            await pool.aclose()
+
 
 class _OurErrors:
     """Context manager that turns timeouts and OS errors into BackendError.

@@ -7,7 +7,7 @@ server process says that no task has run in the slot since: the ids of tasks onl
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class JournalEntry(Struct, frozen=True):
 
     @property
     def n_tokens(self) -> int:
-        """Return the tokens that the server reports for the slot."""
+        """Return the number of tokens that the server reports for the slot."""
         return count(self.known) + self.unread
 
     @property
@@ -57,15 +57,20 @@ def write_entries(kv_dir: KvDir, backend: BackendId, entries: Sequence[JournalEn
         new.replace(path)  # not synced: after a crash of the machine the servers are gone as well
 
 
-def read_entries(kv_dir: KvDir, backend: BackendId, process: tuple[str, ...]) -> list[JournalEntry]:
-    """Return the entries of a server process; remove those of others. Never raises."""
+def read_entries(
+    kv_dir: KvDir, backend: BackendId, process: tuple[str, ...], known: Collection[str]
+) -> list[JournalEntry]:
+    """Return the entries of a server process. Never raises.
+
+    Remove those of other processes of the backend, and those of backends that are not `known`.
+    """
     found = []
     with suppress(OSError):
         for path in Path(kv_dir).iterdir():
             named = _NAME.fullmatch(path.name)
-            if named is None or named.group(1) != backend:
+            if named is None or (named.group(1) != backend and named.group(1) in known):
                 continue
-            entry = _read(path)
+            entry = _read(path) if named.group(1) == backend else None
             if entry is not None and entry.process == process:
                 found.append(entry)
             else:

@@ -156,7 +156,7 @@ async def _no_answer(_: Peer) -> Hello:
     ("says", "told"),
     [
         ({"protocol": PROTOCOL + 1}, "protocol"),
-        ({"secret": "another"}, "another fleet secret"),
+        ({"proof": "another"}, "another fleet secret"),
         ({"stopping": True}, ""),
         ({"keeps_apart": True}, "tenants"),
     ],

@@ -8,6 +8,7 @@ from router.store.slot_journal import JournalEntry, read_entries, write_entries
 
 PROCESS = ("marker", "model", "build")
 A = BackendId("a")
+KNOWN = {"a", "a-1"}
 
 
 def entry(index: int = 0, process: tuple[str, ...] = PROCESS) -> JournalEntry:
@@ -19,7 +20,7 @@ def entry(index: int = 0, process: tuple[str, ...] = PROCESS) -> JournalEntry:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     kv_dir = KvDir(str(tmp_path))
     write_entries(kv_dir, A, [entry(0), entry(1)])
-    found = read_entries(kv_dir, A, PROCESS)
+    found = read_entries(kv_dir, A, PROCESS, KNOWN)
 
     assert sorted(found, key=lambda one: one.index) == [entry(0), entry(1)]
     assert found[0].n_tokens == 5
@@ -30,7 +31,7 @@ def test_entries_of_another_process_are_removed(tmp_path: Path) -> None:
     kv_dir = KvDir(str(tmp_path))
     write_entries(kv_dir, A, [entry()])
 
-    assert read_entries(kv_dir, A, ("other", "model", "build")) == []
+    assert read_entries(kv_dir, A, ("other", "model", "build"), KNOWN) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -38,12 +39,22 @@ def test_another_backend_keeps_its_own(tmp_path: Path) -> None:
     kv_dir = KvDir(str(tmp_path))
     write_entries(kv_dir, BackendId("a-1"), [entry()])
 
-    assert read_entries(kv_dir, A, PROCESS) == []
-    assert read_entries(kv_dir, BackendId("a-1"), PROCESS) == [entry()]
+    assert read_entries(kv_dir, A, PROCESS, KNOWN) == []
+    assert read_entries(kv_dir, BackendId("a-1"), PROCESS, KNOWN) == [entry()]
 
 
 def test_a_broken_file_is_no_entry(tmp_path: Path) -> None:
     (tmp_path / "kvf-slot-a-0.journal").write_bytes(b"\xc1")
 
-    assert read_entries(KvDir(str(tmp_path)), A, PROCESS) == []
-    assert read_entries(KvDir(str(tmp_path / "none")), A, PROCESS) == []
+    assert read_entries(KvDir(str(tmp_path)), A, PROCESS, KNOWN) == []
+    assert read_entries(KvDir(str(tmp_path / "none")), A, PROCESS, KNOWN) == []
+
+
+def test_entries_of_a_backend_that_is_not_known_are_removed(tmp_path: Path) -> None:
+    """It was taken out of the configuration: its prompts do not stay on disk."""
+    kv_dir = KvDir(str(tmp_path))
+    write_entries(kv_dir, A, [entry()])
+    write_entries(kv_dir, BackendId("gone"), [entry()])
+
+    assert read_entries(kv_dir, A, PROCESS, KNOWN) == [entry()]
+    assert [path.name for path in tmp_path.iterdir()] == ["kvf-slot-a-0.journal"]

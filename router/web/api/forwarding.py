@@ -63,6 +63,7 @@ _WAY_S = 0.001
 # The part of a body that a conversation keeps: the peer that reads it remembers its tokens.
 _BODY_BEGINNING = 1024
 _MOST_REFUSALS = 3
+_CONTROL_LIMIT_S = 10.0  # one peer after the other is asked
 
 
 @dataclass(slots=True)
@@ -294,8 +295,11 @@ class Forwarding:
         model = self._name(model)
         for peer in self._usable(model).peers.values():
             hop = Hop(self.name, RequestId(f"{name}.c"), client=fair_to(http), model=model)
-            with suppress(BackendError):
-                async with _sent_on(http, raw, peer, hop) as upstream:
+            with suppress(BackendError, TimeoutError):
+                async with (
+                    asyncio.timeout(_CONTROL_LIMIT_S),
+                    _sent_on(http, raw, peer, hop) as upstream,
+                ):
                     if _is_refusal(upstream) or knows_no_answer(await upstream.read()):
                         continue
                     response, _ = await self._relay(

@@ -83,7 +83,7 @@ class PeerRoutes:
         return _packed(msgspec.json.encode(await self._read(request, raw)))
 
     def quote(self, raw: bytes, name: RequestId) -> QuoteReply:
-        """Return the offer for a request of which only hashes are known. Changes nothing."""
+        """Return the offer for a request of which only hashes are known. Reserves nothing."""
         try:
             ask = _ASK.decode(raw)
         except msgspec.MsgspecError as error:
