@@ -4,7 +4,8 @@ Seconds throughout. A host compares its own price with the offers of peers; a fo
 for the way on top.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, islice
@@ -129,6 +130,31 @@ def is_stale(quoted_s: float, now_s: float | None) -> bool:
     `now_s` None: it can no longer serve the request.
     """
     return now_s is None or now_s > _STALE_FACTOR * quoted_s + _STALE_S
+
+
+class Undecided:
+    """Prices of the requests that ask peers at this moment.
+
+    Most of them will stay, and be in the queue before the next one. Without them, requests that
+    come at once would all see a host without a queue, and all stay. Those that begin alike do not
+    count for each other: what they share is computed once.
+    """
+
+    def __init__(self) -> None:
+        self._asking: dict[str, tuple[bytes, float]] = {}
+
+    @contextmanager
+    def counted(self, request: str, first_hash: bytes, price_s: float) -> Iterator[None]:
+        """Count a request, by its id, while it asks."""
+        self._asking[request] = first_hash, price_s
+        try:
+            yield
+        finally:
+            del self._asking[request]
+
+    def before_s(self, first_hash: bytes) -> float:
+        """Return the seconds that a request would wait for those that ask now, on one server."""
+        return sum(price_s for first, price_s in self._asking.values() if first != first_hash)
 
 
 class Trust:

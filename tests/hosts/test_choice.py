@@ -6,6 +6,7 @@ from router.core.model.plan import Quote
 from router.hosts.choice import (
     Offer,
     Trust,
+    Undecided,
     favourite,
     in_order,
     is_stale,
@@ -100,3 +101,12 @@ def test_lateness_is_forgotten_by_half_in_a_minute() -> None:
     assert peer.late_s == pytest.approx(late_s / 2)
     peer.note(quoted_s=1.0, took_s=1.0)
     assert peer.late_s == pytest.approx(0.7 * late_s / 2)
+
+
+def test_requests_that_come_at_once_see_each_other() -> None:
+    """Those that begin alike do not: what they share is computed once."""
+    undecided = Undecided()
+    with undecided.counted("1", b"a", 0.5), undecided.counted("2", b"b", 0.2):
+        assert undecided.before_s(b"c") == pytest.approx(0.7)
+        assert undecided.before_s(b"a") == pytest.approx(0.2)
+    assert undecided.before_s(b"c") == 0.0

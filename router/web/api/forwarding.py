@@ -14,6 +14,7 @@ from http import HTTPStatus
 from time import perf_counter
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from router.base.errors import BackendError, ModelNotFoundError, NoBackendError
 from router.base.prefix_hash import split
@@ -25,6 +26,7 @@ from router.engine.loop_throttle import LoopThrottle
 from router.hosts.choice import (
     MAX_ASKED,
     Offer,
+    Undecided,
     dear_above_s,
     favourite,
     in_order,
@@ -86,6 +88,17 @@ class _Sought:
         return self.hashes[0] if self.hashes else _beginning(self.raw)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Offers of peers, and the peers to send the request to: the best first, with their quotes.
+
+    A quote of None: none came in time.
+    """
+
+    told: HostsAsked
+    quoted: Mapping[str, float | None]
+
+
 class Forwarding:
     """Asks and forwards for this host, `name`."""
 
@@ -115,6 +128,7 @@ class Forwarding:
         self._decision_log = decision_log
         self._metrics = metrics
         self._sent = 0
+        self._undecided = Undecided()
 
     # -- which model, and where it is ------------------------------------------------------------
 
@@ -196,7 +210,17 @@ class Forwarding:
         ):
             sought.namespace, sought.n_tokens = namespace, len(request.prompt)
             sought.hashes = self._held.hashes(namespace, request.tenant, request.prompt.tokens)
-        return await self._at_best(sought, peers)
+        price_s = 0.0
+        if own is not None:
+            price_s = own.price_s
+            waits_s = self._undecided.before_s(sought.first) / self._n_servers(request.model)
+            sought.own = replace(own, price_s=price_s + waits_s, wait_s=own.wait_s + waits_s)
+        with self._undecided.counted(request.id, sought.first, price_s):
+            ways = await self._ways(sought, peers)
+        return await self._at_best(sought, peers, ways)
+
+    def _n_servers(self, model: str | None) -> int:
+        return max(sum(info.answers_to(model) for info in self._engine.view.up()), 1)
 
     async def away(
         self,
@@ -229,7 +253,8 @@ class Forwarding:
                 sought = _Sought(http, raw, request, model, parsed, None)
                 if parsed is not None and not parsed.lora:
                     await self._read_there(sought, usable)
-                answer = await self._at_best(sought, usable)
+                ways = await self._ways(sought, usable)
+                answer = await self._at_best(sought, usable, ways)
                 if answer is not None:
                     return answer
                 refusals += 1
@@ -332,8 +357,8 @@ class Forwarding:
     def _cost_s(self, usable: Usable) -> float:
         return min(peer.quote_s for peer in usable.peers.values()) + _WAY_S
 
-    async def _at_best(self, sought: _Sought, usable: Usable) -> web.StreamResponse | None:
-        """Ask, and forward to the cheapest host that takes the request. None: none does."""
+    async def _ways(self, sought: _Sought, usable: Usable) -> _Ways:
+        """Ask peers, and return what to do."""
         by_key = usable.peers
         asked = await self._to_ask(sought, usable)
         offers = await self._offers(sought, {key: by_key[key] for key in asked})
@@ -348,8 +373,15 @@ class Forwarding:
         quoted: dict[str, float | None] = {offer.peer: offer.quote.price_s for offer in order}
         if sought.own is None and not order:  # no quote in time: any peer is better than none
             quoted = dict.fromkeys(asked)
-        for key, quoted_s in quoted.items():
-            peer = by_key[key]
+        return _Ways(told, quoted)
+
+    async def _at_best(
+        self, sought: _Sought, usable: Usable, ways: _Ways
+    ) -> web.StreamResponse | None:
+        """Forward to the cheapest host that takes the request. None: none does."""
+        told = ways.told
+        for key, quoted_s in ways.quoted.items():
+            peer = usable.peers[key]
             answer = await self._forward(sought, peer, quoted_s, told)
             if answer is not None:
                 return answer

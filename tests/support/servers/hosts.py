@@ -53,8 +53,18 @@ async def hosts(
             )
             for at, own in enumerate(servers)
         ]
+        n_models = {
+            f"h{at}": len(set(fleet.router.selection.names())) for at, fleet in enumerate(found)
+        }
+
+        def all_tell_models(state: dict[str, Any]) -> bool:
+            """A host is up before its servers are, and tells of them two seconds later."""
+            peers = state["hosts"]["peers"]
+            return all(len(peer["models"]) == n_models.get(peer["name"]) for peer in peers)
+
         for fleet in found:
             await until_peers(fleet, *(f"h{at}" for at in range(len(servers))))
+            await fleet.until(all_tell_models)
         yield found
 
 
