@@ -55,6 +55,8 @@ class OwnAddress:
 
     def seen(self, outside: str) -> None:
         """Note the address of this machine from which the directory is reached."""
+        if not self.port:  # not open yet: it is told again
+            return
         if outside != self.outside and self._is_everywhere and ip_address(outside).is_loopback:
             log.warning(
                 "peers_get_a_loopback_address",
@@ -78,10 +80,9 @@ class OwnAddress:
 
 @dataclass(slots=True)
 class Hosts:
-    """This host and the others. `url` is set once the peers' address is open."""
+    """This host and the others. `address` is known once the peers' address is open."""
 
     name: str
-    incarnation: str
     credentials: Credentials
     peers: Peers
     directory: KnownHosts | None
@@ -174,7 +175,6 @@ async def hosts_of(
         try:
             yield Hosts(
                 name,
-                incarnation,
                 credentials,
                 peers,
                 directory,

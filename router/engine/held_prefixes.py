@@ -163,9 +163,10 @@ class HeldPrefixes:
         if before is not None:
             for name in set(_names(before)).difference(names):
                 self._leave(name, content)
-        self._end(before, content, None)
+            self._ends_no_more(before, content)
         self._held[content] = _Held(key, tokens, hashes if is_slot else names)
-        self._end(self._held[content], None, content)
+        if names:
+            self._entries[names[-1]].ending = content
         return count(tokens) - len(known) * STEP
 
     def _enter(self, name: bytes, content: Content) -> None:
@@ -187,17 +188,18 @@ class HeldPrefixes:
             self.added.pop(name, None)
             self.removed[name] = None
 
-    def _end(self, held: _Held | None, was: Content | None, is_now: Content | None) -> None:
-        """Note at the last hash of a content that it ends there, or no longer."""
-        if held is None or not held.hashes:
+    def _ends_no_more(self, held: _Held, content: Content) -> None:
+        """Note that a content is no longer what it was: another one may end at the same hash."""
+        last = held.hashes[-1] if held.hashes else b""
+        entry = self._entries.get(last)
+        if entry is None or entry.ending != content:
             return
-        entry = self._entries.get(held.hashes[-1])
-        if entry is not None and (was is None or entry.ending == was):
-            entry.ending = is_now
+        others = (one for one in entry.contents if one != content)
+        entry.ending = next((one for one in others if self._held[one].hashes[-1] == last), None)
 
     def _drop(self, content: Content) -> None:
         if (before := self._held.pop(content, None)) is not None:
-            self._end(before, content, None)
+            self._ends_no_more(before, content)
             for name in _names(before):
                 self._leave(name, content)
 

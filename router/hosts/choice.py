@@ -133,7 +133,7 @@ def is_stale(quoted_s: float, now_s: float | None) -> bool:
 
 
 class Undecided:
-    """Prices of the requests that ask peers at this moment.
+    """Requests that ask peers at this moment, with the seconds that they take in a free slot.
 
     Most of them will stay, and be in the queue before the next one. Without them, requests that
     come at once would all see a host without a queue, and all stay. Those that begin alike do not
@@ -141,20 +141,26 @@ class Undecided:
     """
 
     def __init__(self) -> None:
-        self._asking: dict[str, tuple[bytes, float]] = {}
+        self._asking: dict[str, tuple[str | None, bytes, float]] = {}
 
     @contextmanager
-    def counted(self, request: str, first_hash: bytes, price_s: float) -> Iterator[None]:
+    def counted(
+        self, request: str, model: str | None, first_hash: bytes, takes_s: float
+    ) -> Iterator[None]:
         """Count a request, by its id, while it asks."""
-        self._asking[request] = first_hash, price_s
+        self._asking[request] = model, first_hash, takes_s
         try:
             yield
         finally:
             del self._asking[request]
 
-    def before_s(self, first_hash: bytes) -> float:
-        """Return the seconds that a request would wait for those that ask now, on one server."""
-        return sum(price_s for first, price_s in self._asking.values() if first != first_hash)
+    def before_s(self, model: str | None, first_hash: bytes) -> float:
+        """Return the seconds that requests of a model take on one server, if all stay."""
+        return sum(
+            takes_s
+            for named, first, takes_s in self._asking.values()
+            if named == model and first != first_hash
+        )
 
 
 class Trust:

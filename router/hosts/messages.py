@@ -39,7 +39,7 @@ HOP_HEADERS = frozenset(
         READ_TENANT,
     )
 )
-# In every answer of a host: its name.
+# In every answer that a host serves: its name.
 HOST = "x-kvferry-host"
 
 

@@ -144,6 +144,15 @@ class Peers:
             )
         return known
 
+    def knows(self, model: str) -> bool:
+        """Return whether a peer has a model, also one that cannot be used now."""
+        return any(
+            model in served.names
+            for peer in self.all()
+            if peer.hello is not None
+            for served in peer.hello.models
+        )
+
     def models(self) -> list[frozenset[str]]:
         """Return the names of each model that a usable peer serves."""
         found = {
@@ -175,7 +184,7 @@ class Peers:
             await peer.until_quiet()
 
     async def until_checked(self) -> None:
-        """Wait until a whole round of checks that begins now is over."""
+        """Wait until a round of checks is over."""
         wanted = self._rounds + 1
         while self._rounds < wanted:
             await self._news.wait()

@@ -10,7 +10,7 @@ from router.hosts.peer import Peer
 from router.llama.attach.claims import Claims
 from router.llama.replies import Process
 
-# A hello is this old at most when its ages are compared; see `must_leave`.
+# What the way of a hello may take, and more; see `must_leave`.
 _EQUAL_AGES_S = 0.3
 # A host that was not heard to drive a server for so long does not. Chosen: longer than a restart.
 _GONE_AFTER_S = 30.0
@@ -29,23 +29,26 @@ async def compare(claims: Claims, incarnation: str, peers: Sequence[Peer]) -> No
     another secret or another protocol, say.
     """
     known = {_named(process) for process in [*claims.held_s(), *claims.left_s()]}
-    theirs: dict[str, tuple[float, Peer]] = {}
+    theirs: dict[str, tuple[float, Peer]] = {}  # by how much they took a server earlier
     for peer in peers:
         if peer.hello is None or known.isdisjoint(peer.hello.processes):
             continue
         with suppress(BackendError):
-            for name, held_s in (await peer.ask_hello()).processes.items():
-                if name not in theirs or theirs[name][0] < held_s:
-                    theirs[name] = held_s, peer
+            fresh = await peer.ask_hello()
+            own = processes_of(claims)  # at the time of the answer
+            for name, held_s in fresh.processes.items():
+                earlier_s = held_s - own.get(name, 0.0)
+                if name not in theirs or theirs[name][0] < earlier_s:
+                    theirs[name] = earlier_s, peer
     for process, left_s in claims.left_s().items():
         if found := theirs.get(_named(process)):
             claims.leave(process, _driver(found[1]))
         elif left_s >= _GONE_AFTER_S:
             claims.take_back(process)
-    for process, held_s in claims.held_s().items():
+    for process in claims.held_s():
         if found := theirs.get(_named(process)):
-            their_s, peer = found
-            if must_leave(held_s, incarnation, their_s, peer.key):
+            earlier_s, peer = found
+            if must_leave(earlier_s, incarnation, peer.key):
                 claims.leave(process, _driver(peer))
 
 
@@ -53,13 +56,12 @@ def _driver(peer: Peer) -> BackendId:
     return BackendId(f"one that the host {peer.name} drives")
 
 
-def must_leave(held_s: float, incarnation: str, their_s: float, theirs: str) -> bool:
+def must_leave(earlier_s: float, incarnation: str, theirs: str) -> bool:
     """Return whether this host gives up a server that another host has as well.
 
-    `held_s`, `their_s`: seconds since each host took it. Of ages that differ by less than 0.3 s the
-    lower incarnation decides: both hosts then come to the same end.
+    `earlier_s`: by how much the other host took it earlier. Below 0.3 s the lower incarnation
+    decides: both hosts then come to the same end.
     """
-    earlier_s = their_s - held_s
     if abs(earlier_s) <= _EQUAL_AGES_S:
         return theirs < incarnation
     return earlier_s > 0

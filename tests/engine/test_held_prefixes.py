@@ -173,3 +173,15 @@ def test_the_index_agrees_with_one_made_anew() -> None:
         found, expected = longest(index, PROMPT), longest(anew, PROMPT)
         assert abs(count(found) - count(expected)) < STEP
         assert PROMPT.startswith(head(found, count(found) // STEP * STEP))
+
+
+def test_another_content_that_ends_there_takes_over() -> None:
+    """A slot and its snapshot end alike; the snapshot goes, and the slot has not changed."""
+    tokens = head(PROMPT, 2 * BLOCK + 10)
+    fleet = with_slot(tokens)
+    kept = snapshot("s", tokens, ns=NS)
+    fleet.catalog.add(kept, MemoryKind.FULL, 1.0)
+    index = drained(held_by(fleet))
+    fleet.catalog.remove(kept.id)
+
+    assert longest(drained(index), PROMPT) == tokens

@@ -106,7 +106,8 @@ def test_lateness_is_forgotten_by_half_in_a_minute() -> None:
 def test_requests_that_come_at_once_see_each_other() -> None:
     """Those that begin alike do not: what they share is computed once."""
     undecided = Undecided()
-    with undecided.counted("1", b"a", 0.5), undecided.counted("2", b"b", 0.2):
-        assert undecided.before_s(b"c") == pytest.approx(0.7)
-        assert undecided.before_s(b"a") == pytest.approx(0.2)
-    assert undecided.before_s(b"c") == 0.0
+    with undecided.counted("1", "m", b"a", 0.5), undecided.counted("2", "m", b"b", 0.2):
+        assert undecided.before_s("m", b"c") == pytest.approx(0.7)
+        assert undecided.before_s("m", b"a") == pytest.approx(0.2)
+        assert undecided.before_s("other", b"c") == 0.0
+    assert undecided.before_s("m", b"c") == 0.0

@@ -21,16 +21,16 @@ PROCESS = ("marker", "model.gguf", "b1")
 )
 @pytest.mark.parametrize(("mine", "theirs"), [("aa", "bb"), ("bb", "aa")])
 def test_exactly_one_of_two_leaves(mine_s: float, theirs_s: float, mine: str, theirs: str) -> None:
-    here = must_leave(mine_s, mine, theirs_s, theirs)
-    there = must_leave(theirs_s, theirs, mine_s, mine)
+    here = must_leave(theirs_s - mine_s, mine, theirs)
+    there = must_leave(mine_s - theirs_s, theirs, mine)
     assert here != there
 
 
 def test_the_later_host_leaves_and_equal_ages_go_by_incarnation() -> None:
-    assert must_leave(1.0, "aa", 2.0, "bb")
-    assert not must_leave(2.0, "bb", 1.0, "aa")
-    assert must_leave(1.0, "bb", 1.1, "aa")
-    assert must_leave(1.1, "bb", 1.0, "aa")
+    assert must_leave(1.0, "aa", "bb")
+    assert not must_leave(-1.0, "bb", "aa")
+    assert must_leave(0.1, "bb", "aa")
+    assert must_leave(-0.1, "bb", "aa")
 
 
 @dataclass

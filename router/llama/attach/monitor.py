@@ -209,6 +209,8 @@ class Monitor:
                 # No second check is needed for a refused connection after a failed request or
                 # a closed connection, nor if a request failed during the check.
                 refused = in_doubt and not isinstance(error, BackendTimeoutError)
+                # Each further request would go to slots that another backend drives.
+                refused = refused or isinstance(error, TwinError)
                 sure = sure or self._sure or refused or failures >= self.watch.failures
                 self._failed(error, sure=sure)
                 if in_doubt and not sure:

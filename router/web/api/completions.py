@@ -12,7 +12,6 @@ from functools import partial
 from time import perf_counter
 from typing import TypedDict
 
-import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
@@ -132,7 +131,7 @@ class Completions:
         arrived = perf_counter()
         parsed = await json_offload.read(raw, _parsed, http, route, raw)
         if HOP_OF in http:
-            parsed = msgspec.structs.replace(parsed, model=model_of(http, parsed.model))
+            parsed = replace(parsed, model=model_of(http, parsed.model))
         there = self._forwarding
         if there is not None and there.must_leave(http, parsed.model):
             answer = await there.away(http, raw, parsed, request_id, parsed.model)

@@ -16,7 +16,7 @@ from time import perf_counter
 from aiohttp import web
 from msgspec.structs import replace
 
-from router.base.errors import BackendError, ModelNotFoundError, NoBackendError
+from router.base.errors import BackendError, BackendRefusedError, ModelNotFoundError, NoBackendError
 from router.base.prefix_hash import split
 from router.base.types import Outcome, Prompt, Request, RequestId
 from router.core.model.plan import Quote
@@ -142,46 +142,42 @@ class Forwarding:
     def must_leave(self, http: web.BaseRequest, model: str | None) -> bool:
         """Return whether only a peer can serve a request. Raises ModelNotFoundError.
 
-        A host that has other models accepts an unknown name as a lone one does: only if it has one
-        model. A request that a peer has forwarded stays.
+        A request that a peer has forwarded stays, and one for a model that is here: it waits here.
         """
-        name = self._name(model)
+        name, own = self._name(model), self._selection.names()
         if HOP_OF in http or self.serves_here(name):
             return False
         if self.peers.usable(name):
             return True
-        here = self._selection.monitors
-        if here:
+        if name is not None and self.peers.knows(name):
+            return not any(name in names for names in own)
+        if own or self._selection.monitors:
             return False
-        if model is not None:
-            self._check_name(model)
+        self._check_name(name)
         return True
 
     def _name(self, model: str | None) -> str | None:
         """Return the name by which hosts know the model that a client names.
 
-        A host with one model takes any name for it, and no name: to other hosts it has to be its
-        own.
+        As llama-server does, a host with one model takes any name for it, and no name; so does a
+        front where all peers have one. To other hosts it has to be one of the model's own names.
         """
         own = self._selection.names()
-        if not own or any(names != own[0] for names in own) or model in own[0]:
+        if model is not None and (any(model in names for names in own) or self.peers.knows(model)):
             return model
-        return model if model is not None and self.peers.usable(model) else min(own[0])
+        models = own or self.peers.models()
+        if not models or any(names != models[0] for names in models):
+            return model
+        names = sorted(models[0])
+        return next((name for name in names if self.peers.usable(name)), names[0])
 
-    def _check_name(self, model: str) -> None:
+    def _check_name(self, name: str | None) -> None:
         known = self.peers.models()
-        if len(known) > 1 and not any(model in those for those in known):
+        if name is not None and len(known) > 1 and not self.peers.knows(name):
             listed = ", ".join(sorted(set().union(*known)))
             raise ModelNotFoundError(
-                f"no host serves the model {model!r}; available models: {listed}"
+                f"no host serves the model {name!r}; available models: {listed}"
             )
-
-    def _usable(self, model: str | None) -> Usable:
-        """Return the peers for a model; any name will do where all have one model."""
-        found = self.peers.usable(model)
-        if not found and len(self.peers.models()) == 1 and not self._selection.monitors:
-            found = self.peers.usable(None)
-        return found
 
     # -- requests with a prompt ------------------------------------------------------------------
 
@@ -195,7 +191,7 @@ class Forwarding:
         if HOP_OF in http:
             return None
         name = self._name(request.model)
-        peers = self._usable(name)
+        peers = self.peers.usable(name)
         if not peers:
             return None
         cost_s = self._cost_s(peers)
@@ -210,12 +206,12 @@ class Forwarding:
         ):
             sought.namespace, sought.n_tokens = namespace, len(request.prompt)
             sought.hashes = self._held.hashes(namespace, request.tenant, request.prompt.tokens)
-        price_s = 0.0
+        takes_s = 0.0
         if own is not None:
-            price_s = own.price_s
-            waits_s = self._undecided.before_s(sought.first) / self._n_servers(request.model)
-            sought.own = replace(own, price_s=price_s + waits_s, wait_s=own.wait_s + waits_s)
-        with self._undecided.counted(request.id, sought.first, price_s):
+            takes_s = own.price_s - own.wait_s
+            waits_s = self._undecided.before_s(name, sought.first) / self._n_servers(request.model)
+            sought.own = replace(own, price_s=own.price_s + waits_s, wait_s=own.wait_s + waits_s)
+        with self._undecided.counted(request.id, name, sought.first, takes_s):
             ways = await self._ways(sought, peers)
         return await self._at_best(sought, peers, ways)
 
@@ -236,11 +232,10 @@ class Forwarding:
         request that all peers have refused three times is refused: it may be what breaks them.
         Raises RouterError.
         """
-        caller, model = http.get(CALLER), self._name(named)
+        caller = http.get(CALLER)
         request = Request(
             id=request_id,
             prompt=_UNREAD,
-            model=model,
             tenant=self._keys.tenant(caller),
             max_new_tokens=None if parsed is None else parsed.max_new_tokens,
             pinnable=parsed is not None and parsed.pinnable,
@@ -249,7 +244,8 @@ class Forwarding:
         loop, refusals = asyncio.get_running_loop(), 0
         deadline = loop.time() + self._engine.view.queue_limits.no_backend_s
         while refusals < _MOST_REFUSALS:
-            if usable := self._usable(model):
+            model = self._name(named)  # a host may come up, and know another name
+            if usable := self.peers.usable(model):
                 sought = _Sought(http, raw, request, model, parsed, None)
                 if parsed is not None and not parsed.lora:
                     await self._read_there(sought, usable)
@@ -278,6 +274,8 @@ class Forwarding:
                 told = await peer.read(
                     path, sought.raw, sought.request.tenant, sought.model, _READ_LIMIT_S
                 )
+            except BackendRefusedError:
+                return  # the body is wrong, or too long: that is no failure of the peer
             except BackendError:
                 peer.failure()
                 continue
@@ -317,8 +315,9 @@ class Forwarding:
         """Forward a request about an answer in progress to the host that writes it. None: none."""
         if HOP_OF in http:
             return None
-        model = self._name(model)
-        for peer in self._usable(model).peers.values():
+        if model is not None:  # a client that controls an answer names its id alone
+            model = self._name(model)
+        for peer in self.peers.usable(model).peers.values():
             hop = Hop(self.name, RequestId(f"{name}.c"), client=fair_to(http), model=model)
             with suppress(BackendError, TimeoutError):
                 async with (

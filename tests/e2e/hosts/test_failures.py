@@ -113,6 +113,37 @@ async def test_a_host_is_not_limited_as_one_client(tmp_path: Path) -> None:
         assert [response.status for response in found] == [200] * 20
 
 
+async def test_a_front_takes_any_name_where_all_have_one_model(tmp_path: Path) -> None:
+    """The client's name goes into no header: it may hold a line break."""
+    async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], []) as (_, front):
+        asked = [HELD | {"model": name} for name in ("a\nb", "x" * 20_000, "ü", "m")]
+        answers = await asyncio.gather(*(front.post("/completion", body) for body in asked))
+
+        assert [answer.status for answer in answers] == [200] * 4
+        assert (await front.state())["hosts"]["peers"][0]["failed"] == 0
+
+
+async def test_a_model_of_a_host_that_is_gone_is_not_replaced_by_another(tmp_path: Path) -> None:
+    """Its requests wait; the host with the client has one other model, and takes any other name."""
+    ports = [free_port(), free_port()]
+    sections = [fleet_yaml(at, ports) for at in range(2)]
+    async with (
+        FakeLlama(kv_dir=tmp_path / "a", model="one") as one,
+        FakeLlama(kv_dir=tmp_path / "b", model="two") as two,
+        host(0, [one], sections[0], no_backend_s=0.5) as a,
+    ):
+        async with host(1, [two], sections[1]):
+            await until_peers(a, "h1")
+            await a.until(lambda state: bool(state["hosts"]["peers"][0]["models"]))
+            there = await a.post("/completion", HELD | {"model": "two"})
+        gone = await a.post("/completion", HELD | {"model": "two"})
+        here = await a.post("/completion", HELD | {"model": "what-a-client-calls-it"})
+
+    assert (there.status, there.headers[HOST]) == (200, "h1")
+    assert gone.status == 503
+    assert (here.status, here.headers[HOST]) == (200, "h0")
+
+
 async def test_a_prompt_that_breaks_every_host_is_refused(tmp_path: Path) -> None:
     """It is not sent again and again: each time it may be what ends a server."""
     async with (
@@ -187,6 +218,17 @@ async def test_an_answer_is_controlled_from_any_door(tmp_path: Path) -> None:
     async with FakeLlama(kv_dir=tmp_path) as fake, hosts([fake], []) as (_, front):
         await front.post("/v1/chat/completions/control", {"id": "x", "action": "stop"})
         assert ("POST", "/v1/chat/completions/control") in fake.seen
+
+
+async def test_an_answer_of_another_model_is_controlled_as_well(tmp_path: Path) -> None:
+    """Its id alone is named, not its model."""
+    async with (
+        FakeLlama(kv_dir=tmp_path / "a", model="one") as one,
+        FakeLlama(kv_dir=tmp_path / "b", model="two") as two,
+        hosts([one], [two]) as (a, _),
+    ):
+        await a.post("/v1/chat/completions/control", {"id": "x", "action": "stop"})
+        assert ("POST", "/v1/chat/completions/control") in two.seen
 
 
 async def test_a_host_that_is_stopping_gets_nothing_new(tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ class FakeLlama:
                 web.post("/completion", self._completion),
                 web.post("/v1/completions", self._completion),
                 web.post("/v1/chat/completions", self._completion),
+                web.post("/v1/chat/completions/control", self._control),
                 web.post("/v1/messages", self._completion),
                 web.post("/v1/embeddings", self._embeddings),
             ]
@@ -191,6 +192,10 @@ class FakeLlama:
     async def _metrics(self, _: web.Request) -> web.Response:
         busy = sum(slot.busy for slot in self.slots)
         return web.Response(text=f"llamacpp:requests_processing {busy}\n")
+
+    async def _control(self, _: web.Request) -> web.Response:
+        told = "no active completion for this id"
+        return web.json_response({"success": False, "message": told})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await self._body(request)
