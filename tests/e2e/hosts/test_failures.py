@@ -136,6 +136,7 @@ async def test_a_model_of_a_host_that_is_gone_is_not_replaced_by_another(tmp_pat
             await until_peers(a, "h1")
             await a.until(lambda state: bool(state["hosts"]["peers"][0]["models"]))
             there = await a.post("/completion", HELD | {"model": "two"})
+        await until_peers(a)
         gone = await a.post("/completion", HELD | {"model": "two"})
         here = await a.post("/completion", HELD | {"model": "what-a-client-calls-it"})
 
