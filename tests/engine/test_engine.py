@@ -145,7 +145,8 @@ async def test_restore_is_refused(fake: FakeLlama, fleet: Fleet, tmp_path: Path)
     await fleet.until_quiet()
     assert await failures(fleet, "restore") >= 2
     assert snapshot["id"] not in [s["id"] for s in (await fleet.state())["snapshots"]["items"]]
-    assert f"kvf-{snapshot['id']}.kv.quarantined" in files(tmp_path, ".quarantined")
+    name = f"kvf-{snapshot['id']}.kv.quarantined"
+    await fleet.until(lambda _: name in files(tmp_path, ".quarantined"))
 
 
 async def test_one_refusal_is_forgotten_after_a_success(fake: FakeLlama, fleet: Fleet) -> None:
