@@ -24,7 +24,7 @@ from router.hosts.credentials import Credentials, CredentialsError, load_credent
 from router.hosts.messages import Hello, Served
 from router.hosts.peers import KnownHosts, Peers
 from router.hosts.twins import compare, processes_of
-from router.llama.attach.claims import Claims
+from router.llama.attach.drivers import Drivers
 from router.llama.attach.namespace import facts_of
 from router.llama.server_client import Connections
 from router.telemetry.hosts_metrics import DirectoryStats, HostsCollector, HostsMetrics, PeerStats
@@ -105,7 +105,7 @@ async def hosts_of(
     keys: Keys,
     registry: CollectorRegistry,
     clock: MonotonicClock,
-    claims: Claims,
+    drivers: Drivers,
 ) -> AsyncIterator[Hosts | None]:
     """Yield the connection to the fleet; None without one. Raises StartError."""
     fleet = config.fleet
@@ -135,7 +135,7 @@ async def hosts_of(
             waiting=len(view.queue()) + selection.waiting,
             stopping=view.is_stopping,
             keeps_apart=keys.known.keeps_apart,
-            processes=processes_of(claims),
+            processes=processes_of(drivers),
         )
 
     directory = None
@@ -154,7 +154,7 @@ async def hosts_of(
             clock=clock,
             directory=directory,
             own_url=lambda: address.url,
-            on_news=lambda: compare(claims, incarnation, peers.all()),
+            on_news=lambda: compare(drivers, incarnation, peers.all()),
             scheme=address.scheme,
             keeps_apart=lambda: keys.known.keeps_apart,
         )

@@ -56,7 +56,7 @@ from router.core.model.slots import Resident
 from router.core.scheduler import Scheduler
 from router.engine.engine import Engine
 from router.engine.loop_throttle import LoopThrottle
-from router.llama.attach.claims import Claims
+from router.llama.attach.drivers import Drivers
 from router.llama.attach.monitor import Attached, Monitor
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections
@@ -197,7 +197,7 @@ async def build(
         stack.push_async_callback(tasks.aclose)
         tokenizers = TokenizerRegistry(config.tokenizer, tasks)
 
-        claims = Claims(clock.now)
+        drivers = Drivers(clock.now)
 
         def up(attached: Attached) -> None:
             on_demand.remember(attached)
@@ -228,7 +228,7 @@ async def build(
                 on_probed=lambda attached: engine.probed(attached.info),
                 prepare=tokenizers.prepare,
                 poll_for_strangers=engine.poll_for_strangers,
-                claims=claims,
+                drivers=drivers,
                 recall=partial(on_demand.recall, backend.name),
                 recall_slots=partial(journal.recall, backend.name, kv_dir_of(backend, config)),
             )
@@ -295,7 +295,7 @@ async def build(
         )
         live = Live(subject, tasks.spawn, wall_now, guard.may_read)
         hosts = await stack.enter_async_context(
-            hosts_of(config, engine, selection, keys, registry, clock, claims)
+            hosts_of(config, engine, selection, keys, registry, clock, drivers)
         )
         others = None
         if hosts is not None:

@@ -10,7 +10,7 @@ from router.base.types import BackendId
 from router.hosts.messages import Hello
 from router.hosts.peer import Peer
 from router.hosts.twins import compare, must_leave, processes_of
-from router.llama.attach.claims import Claims
+from router.llama.attach.drivers import Drivers
 
 A = BackendId("a")
 PROCESS = ("marker", "model.gguf", "b1")
@@ -51,55 +51,55 @@ class _Peer:
         return self.fresh
 
 
-def _hello(claims: Claims | None, held_s: float = 0.0) -> Hello:
-    processes = {} if claims is None else dict.fromkeys(processes_of(claims), held_s)
+def _hello(drivers: Drivers | None, held_s: float = 0.0) -> Hello:
+    processes = {} if drivers is None else dict.fromkeys(processes_of(drivers), held_s)
     return Hello("other", "other", "1", "", processes=processes)
 
 
-async def _compared(claims: Claims, peer: _Peer) -> None:
+async def _compared(drivers: Drivers, peer: _Peer) -> None:
     peers: list[Peer] = [peer]  # type: ignore[list-item]
-    await compare(claims, "own", peers)
+    await compare(drivers, "own", peers)
 
 
 async def test_a_server_is_left_while_a_peer_has_it_and_then_taken_back() -> None:
     now = 100.0
-    claims = Claims(lambda: now)
-    claims.take(PROCESS, A)
-    theirs = _hello(claims, 50.0)
-    await _compared(claims, _Peer(theirs, theirs))
-    assert claims.take(PROCESS, A) == "one that the host other drives"
+    drivers = Drivers(lambda: now)
+    drivers.take(PROCESS, A)
+    theirs = _hello(drivers, 50.0)
+    await _compared(drivers, _Peer(theirs, theirs))
+    assert drivers.take(PROCESS, A) == "one that the host other drives"
 
     now += 29.0
-    await _compared(claims, _Peer(theirs, theirs))  # it is heard again: 30 s begin anew
+    await _compared(drivers, _Peer(theirs, theirs))  # it is heard again: 30 s begin anew
     now += 29.0
-    await _compared(claims, _Peer(theirs, None))  # it may still drive the server
-    assert list(claims.left_s()) == [PROCESS]
+    await _compared(drivers, _Peer(theirs, None))  # it may still drive the server
+    assert list(drivers.left_s()) == [PROCESS]
 
     now += 1.0
-    await _compared(claims, _Peer(theirs, None))
-    assert claims.take(PROCESS, A) == A
+    await _compared(drivers, _Peer(theirs, None))
+    assert drivers.take(PROCESS, A) == A
 
 
 async def test_a_peer_to_which_nothing_is_forwarded_may_drive_a_server() -> None:
-    claims = Claims(lambda: 100.0)
-    claims.take(PROCESS, A)
-    theirs = _hello(claims, 50.0)
-    await _compared(claims, _Peer(theirs, theirs, problem="it has another fleet secret"))
-    assert list(claims.left_s()) == [PROCESS]
+    drivers = Drivers(lambda: 100.0)
+    drivers.take(PROCESS, A)
+    theirs = _hello(drivers, 50.0)
+    await _compared(drivers, _Peer(theirs, theirs, problem="it has another fleet secret"))
+    assert list(drivers.left_s()) == [PROCESS]
 
 
 async def test_only_fresh_ages_count() -> None:
     """The known hello is old: the peer took the server after this host, as it says when asked."""
-    claims = Claims(lambda: 0.0)
-    claims.take(PROCESS, A)
-    old, fresh = _hello(claims, 50.0), _hello(claims, -50.0)
-    await _compared(claims, _Peer(old, fresh))
-    assert claims.left_s() == {}
+    drivers = Drivers(lambda: 0.0)
+    drivers.take(PROCESS, A)
+    old, fresh = _hello(drivers, 50.0), _hello(drivers, -50.0)
+    await _compared(drivers, _Peer(old, fresh))
+    assert drivers.left_s() == {}
 
 
 async def test_a_peer_without_a_common_server_is_not_asked() -> None:
-    claims = Claims(lambda: 0.0)
-    claims.take(PROCESS, A)
+    drivers = Drivers(lambda: 0.0)
+    drivers.take(PROCESS, A)
     peer = _Peer(_hello(None), None)
-    await _compared(claims, peer)
+    await _compared(drivers, peer)
     assert peer.asked == 0

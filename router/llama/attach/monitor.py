@@ -20,8 +20,8 @@ from router.base.errors import (
 )
 from router.base.ports import SnapshotStore
 from router.base.types import BackendId, BackendInfo, KvDir, Namespace, SlotStatus
-from router.llama.attach.claims import Claims
 from router.llama.attach.diagnosis import Trouble, unusable
+from router.llama.attach.drivers import Drivers
 from router.llama.attach.model_file import model_digest
 from router.llama.attach.namespace import digest, is_same, namespace
 from router.llama.attach.probe import ProbeResult, probe
@@ -109,11 +109,11 @@ class Monitor:
         on_probed: Callable[[Attached], None],
         prepare: Prepare,
         poll_for_strangers: Callable[[BackendId], None],
-        claims: Claims,
+        drivers: Drivers,
         recall: Recall = lambda *_: None,
         recall_slots: RecallSlots = _no_slots,
     ) -> None:
-        """Set up the monitor. `claims` is shared by all monitors."""
+        """Set up the monitor. `drivers` is shared by all monitors."""
         self._recall_slots = recall_slots
         self._recall = recall
         self.client = client
@@ -136,7 +136,7 @@ class Monitor:
         self._checks_since_probe = 0
         self._prepare = prepare
         self._poll_for_strangers = poll_for_strangers
-        self._claims = claims
+        self._drivers = drivers
         self._polls_for_strangers = 0
         self._doubt = asyncio.Event()
         self._sure = False  # a request has failed.
@@ -182,7 +182,7 @@ class Monitor:
 
     def detach(self) -> None:
         """Give up a drained backend; its `run` is cancelled."""
-        self._claims.release(self.client.id)
+        self._drivers.release(self.client.id)
         self.attached, self.detached, self.problem = None, True, "drained"
         self._tell()
 
@@ -231,7 +231,7 @@ class Monitor:
         if self.attached is not None and props.process != self.attached.props.process:
             log.warning("backend_down", backend=self.client.id, reason="it restarted")
             self._lose()
-        self._claim(props)
+        self._take(props)
         if self.attached is None:
             await self._attach(props)
         elif self.attached.probe.untried:
@@ -242,14 +242,14 @@ class Monitor:
         if not props.is_sleeping:  # a poll of the slots would wake it (llama-server.md section 5.7)
             self._maybe_poll_for_strangers()
 
-    def _claim(self, props: Props) -> None:
-        """Claim the server process for this backend. Raises TwinError if another backend has it.
+    def _take(self, props: Props) -> None:
+        """Take the server process for this backend. Raises TwinError if another backend has it.
 
         A restarted server belongs to the first monitor
         that sees it; its previous monitor learns of the restart at its own next check.
         """
         if not props.told_by_nothing:
-            holder = self._claims.take(props.process, self.client.id)
+            holder = self._drivers.take(props.process, self.client.id)
             if holder != self.client.id:
                 raise TwinError(holder)
 
@@ -264,7 +264,7 @@ class Monitor:
         found = unusable(error, answered=self._answered)
         self.problem = f"{found.reason}; {found.do}"
         if self.attached is None:
-            self._claims.release(self.client.id)
+            self._drivers.release(self.client.id)
         elif sure:
             self._lose()
         if self.attached is None and found.trouble is not self._told:
@@ -273,7 +273,7 @@ class Monitor:
 
     def _lose(self) -> None:
         self.attached = None
-        self._claims.release(self.client.id)
+        self._drivers.release(self.client.id)
         self._on_down(self.client.id)
         self.client.give_up()
 

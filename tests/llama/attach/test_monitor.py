@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from router.base.errors import BackendTimeoutError
 from router.base.types import BackendId, KvDir, MemoryKind
-from router.llama.attach.claims import Claims
+from router.llama.attach.drivers import Drivers
 from router.llama.attach.monitor import Attached, Monitor, MonitorSettings
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
@@ -37,7 +37,7 @@ class Watched:
         connections: Connections,
         folder: Path | None,
         name: str = "a",
-        claims: Claims | None = None,
+        drivers: Drivers | None = None,
     ) -> None:
         kv_dir = None if folder is None else KvDir(str(folder))
         self.store = None
@@ -47,7 +47,7 @@ class Watched:
         self.up: list[Attached] = []
         self.lent: set[int] = set()
         self.changed = asyncio.Event()
-        self.claims = Claims(lambda: 0.0) if claims is None else claims
+        self.drivers = Drivers(lambda: 0.0) if drivers is None else drivers
         client = LlamaClient(
             BackendId(name), fake.url, connections, Timeouts(connect_s=1.0, health_s=0.3)
         )
@@ -64,7 +64,7 @@ class Watched:
             on_probed=self._probed,
             prepare=self._prepare,
             poll_for_strangers=lambda _: None,
-            claims=self.claims,
+            drivers=self.drivers,
         )
 
     def _up(self, attached: Attached) -> None:
@@ -400,7 +400,7 @@ async def test_a_server_under_two_names_is_used_under_one(
     """Two backends on one server would send requests to each other's idle slots."""
     await watched.until("prepare", "up")
     async with Connections() as connections, asyncio.TaskGroup() as group:
-        twin = Watched(fake, connections, None, "b", watched.claims)
+        twin = Watched(fake, connections, None, "b", watched.drivers)
         task = group.create_task(twin.monitor.run())
         with capture_logs() as logs:
             await twin.monitor.check_again()
@@ -418,17 +418,17 @@ async def test_a_server_under_two_names_is_used_under_one(
 
 
 async def test_after_a_restart_each_has_its_own(fake: FakeLlama, watched: Watched) -> None:
-    """The first monitor to see the new process claims it; the other drops its old claim."""
+    """The first monitor to see the new process takes it; the other one releases the old."""
     await watched.until("prepare", "up")
     fake.marker = "<__media_another__>"
-    ((_, path, build),) = watched.claims.held_s()
+    ((_, path, build),) = watched.drivers.held_s()
     another = (fake.marker, path, build)
-    watched.claims.take(another, BackendId("b"))
+    watched.drivers.take(another, BackendId("b"))
     await watched.monitor.check_again()
     assert watched.said == ["prepare", "up", "down"]
-    assert list(watched.claims.held_s()) == [another]
+    assert list(watched.drivers.held_s()) == [another]
 
-    watched.claims.release(BackendId("b"))
+    watched.drivers.release(BackendId("b"))
     await watched.monitor.check_again()
     assert watched.said == ["prepare", "up", "down", "prepare", "up"]
 
@@ -437,8 +437,8 @@ async def test_servers_that_do_not_tell_which_they_are(fake: FakeLlama, watched:
     """Older servers all report the same marker, and are different servers all the same."""
     await watched.until("prepare", "up")
     fake.marker = "<__media__>"
-    ((_, path, build),) = watched.claims.held_s()
-    watched.claims.take((fake.marker, path, build), BackendId("b"))
+    ((_, path, build),) = watched.drivers.held_s()
+    watched.drivers.take((fake.marker, path, build), BackendId("b"))
     await watched.monitor.check_again()
     assert watched.said == ["prepare", "up", "down", "prepare", "up"]
 
@@ -448,8 +448,8 @@ async def test_servers_of_two_models_with_one_marker_are_two(
 ) -> None:
     """An operator may set one LLAMA_MEDIA_MARKER for all servers."""
     await watched.until("prepare", "up")
-    ((_, _, build),) = watched.claims.held_s()
+    ((_, _, build),) = watched.drivers.held_s()
     fake.marker = "<__theirs__>"
-    watched.claims.take((fake.marker, "another.gguf", build), BackendId("b"))
+    watched.drivers.take((fake.marker, "another.gguf", build), BackendId("b"))
     await watched.monitor.check_again()
     assert watched.said == ["prepare", "up", "down", "prepare", "up"]

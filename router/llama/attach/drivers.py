@@ -1,4 +1,4 @@
-"""Claims of backends on server processes: each process has one driver, on this host or another.
+"""Drivers of backends on server processes: each process has one driver, on this host or another.
 
 Two drivers of one server would send requests to each other's slots, which destroys answers
 (llama-server.md section 0.1).
@@ -10,29 +10,29 @@ from router.base.types import BackendId
 from router.llama.replies import Process
 
 
-class Claims:
-    """The server processes that backends here have claimed, and those left to other hosts."""
+class Drivers:
+    """The server processes that backends here drive, and those that are left to other hosts."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        """Start without claims. `now`: clock seconds."""
+        """Start without drivers. `now`: clock seconds."""
         self._now = now
         self._holders: dict[Process, tuple[BackendId, float]] = {}
         self._elsewhere: dict[Process, tuple[BackendId, float]] = {}
 
     def take(self, process: Process, backend: BackendId) -> BackendId:
-        """Claim a process for a backend, unless it is claimed; return its driver."""
+        """Make a backend the driver of a process that has none; return the driver."""
         if process in self._elsewhere:
             return self._elsewhere[process][0]
         return self._holders.setdefault(process, (backend, self._now()))[0]
 
     def release(self, backend: BackendId) -> None:
-        """End the claims of a backend."""
+        """End the drivers of a backend."""
         for process, (holder, _) in list(self._holders.items()):
             if holder == backend:
                 del self._holders[process]
 
     def held_s(self) -> dict[Process, float]:
-        """Return the seconds since each process was claimed here."""
+        """Return the seconds for which each process has a driver here."""
         now = self._now()
         return {process: now - since for process, (_, since) in self._holders.items()}
 
@@ -47,5 +47,5 @@ class Claims:
         self._elsewhere[process] = driver, self._now()
 
     def take_back(self, process: Process) -> None:
-        """End `leave`: the next monitor that sees the process may claim it."""
+        """End `leave`: the next monitor that sees the process may take it."""
         self._elsewhere.pop(process, None)
