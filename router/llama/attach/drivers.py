@@ -1,4 +1,4 @@
-"""Drivers of backends on server processes: each process has one driver, on this host or another.
+"""Drivers of server processes: each process has one, on this host or on another.
 
 Two drivers of one server would send requests to each other's slots, which destroys answers
 (llama-server.md section 0.1).
@@ -26,7 +26,7 @@ class Drivers:
         return self._holders.setdefault(process, (backend, self._now()))[0]
 
     def release(self, backend: BackendId) -> None:
-        """End the drivers of a backend."""
+        """Release the processes that a backend drives."""
         for process, (holder, _) in list(self._holders.items()):
             if holder == backend:
                 del self._holders[process]
