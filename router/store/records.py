@@ -197,11 +197,9 @@ def check_again(held: StoredSnapshot) -> None:
 def rename(staged: Path, held: StoredSnapshot, mode: int) -> None:
     """Give a staged file its mode and its final name, if it is still the one that was verified.
 
-    Raises KvFileError if another directory has replaced the opened one (a file system was
-    unmounted, say): the router's lock is not in it.
+    Raises KvFileError if it is not, or if another directory has replaced the opened one.
     """
-    if not held.directory.lock.is_there():
-        raise KvFileError(f"{held.directory.kv_dir} is not the directory that was opened")
+    held.directory.lock.check()
     if files.identity(staged) != held.identity:
         raise KvFileError(f"{staged.name} changed after it was verified")
     files.set_mode(staged, mode)

@@ -86,14 +86,16 @@ class DirectoryLock:
             raise KvError(f"{self._directory}: cannot lock: {exc.strerror}") from exc
         self._fd = fd
 
-    def is_there(self) -> bool:
-        """Return whether the lock that is held is the file in the directory. Raises OSError.
+    def check(self) -> None:
+        """Raise KvFileError if the lock that is held is not the file in the directory.
 
-        If not, another directory has taken the place of the opened one.
+        Another directory has then taken the place of the opened one: a file system was unmounted,
+        say. Raises OSError.
         """
         with suppress(FileNotFoundError):
-            return os.path.samestat(os.stat(self._directory / LOCK), os.fstat(self._fd))
-        return False
+            if os.path.samestat(os.stat(self._directory / LOCK), os.fstat(self._fd)):
+                return
+        raise KvFileError(f"{self._directory} is not the directory that was opened")
 
     def release(self) -> None:
         """Release the lock, if it is held."""

@@ -172,8 +172,17 @@ class KvStore:
         return files.staging_name()
 
     async def journal(self, kv_dir: KvDir, work: Callable[[], T]) -> T:
-        """Do work of the slot journal in a directory, in its threads. Raises KvError."""
-        return await self._directory(kv_dir).threads.quick(work)
+        """Do work of the slot journal in a directory, in its threads. Raises KvError.
+
+        Prompts are not written to a directory that has replaced the opened one.
+        """
+        directory = self._directory(kv_dir)
+
+        def checked() -> T:
+            directory.lock.check()
+            return work()
+
+        return await directory.threads.quick(checked)
 
     async def verify(self, kv_dir: KvDir, name: str, size_bytes: int) -> StagedFile:
         """Check a file that a backend wrote: its size as reported, and every section of it.

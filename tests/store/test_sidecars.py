@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
-from router.base.errors import KvError
+from router.base.errors import KvError, KvFileError
 from router.base.types import Namespace, SnapshotId
 from router.store import sidecars as module
 from router.store.files import new_sidecar_name, sidecar_name
@@ -239,11 +239,13 @@ def test_one_lock_per_directory(tmp_path: Path) -> None:
 def test_another_directory_in_its_place(tmp_path: Path) -> None:
     lock = DirectoryLock(tmp_path)
     lock.acquire()
-    assert lock.is_there()
+    lock.check()
     (tmp_path / LOCK).unlink()
-    assert not lock.is_there()
+    with pytest.raises(KvFileError, match="not the directory that was opened"):
+        lock.check()
     (tmp_path / LOCK).write_bytes(b"")
-    assert not lock.is_there()
+    with pytest.raises(KvFileError, match="not the directory that was opened"):
+        lock.check()
     lock.release()
 
 

@@ -345,3 +345,13 @@ async def test_many_records_are_checked_many_at_a_time(
     again = stores.make()
     assert {snapshot.id for snapshot in await again.load()} == {one.id for one in made}
     assert len(calls) == 3 + 2  # plus opening and sweeping the directory
+
+
+async def test_no_journal_is_written_to_another_directory(pair: KvStore) -> None:
+    """A file system was unmounted: prompts would be written to the disk below."""
+    kv_dir, written = pair._kv_dirs[0], list[str]()
+    await pair.journal(kv_dir, lambda: written.append("before"))
+    (Path(kv_dir) / LOCK).unlink()
+    with pytest.raises(KvFileError, match="not the directory that was opened"):
+        await pair.journal(kv_dir, lambda: written.append("after"))
+    assert written == ["before"]
