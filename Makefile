@@ -55,10 +55,10 @@ test-slow: $(VENV)/.test $(VOCABS)/.ready
 # HOSTS_CHAOS_S seconds. Needs root, ip, tc and redis-server; without them the tests are skipped.
 # No second try of a failed test: it would hide a bug that only one seed of the chaos finds.
 HOSTS_CHAOS_S ?= 60
-# Then every client of docs/clients.md through a host without servers.
+# Then every client of docs/clients.md through a host without servers; clients leave connections open.
 test-hosts: $(VENV)/.test $(CLIENTS_VENV)/.ready
 	KVFERRY_CHAOS_S=$(HOSTS_CHAOS_S) $(BIN)/python -m pytest -q -m hosts
-	KVFERRY_TEST_HOP=1 $(CLIENTS_VENV)/bin/python -m pytest -q -m client tests/clients
+	KVFERRY_TEST_HOP=1 $(CLIENTS_VENV)/bin/python -m pytest -q -W default -m client tests/clients
 
 # Random faults on real servers for SOAK_S seconds, then the scheduler's state machine with as many
 # examples as take about as long on one core.
