@@ -72,10 +72,7 @@ def to_ask(
     """
     if len(usable) <= n:
         return sorted(usable, key=lambda peer: -holders.get(peer, 0))
-    ranked = sorted(
-        (crc32(first_hash, seed), peer)
-        for seed, peer in zip(map(_seed, usable), usable, strict=True)
-    )
+    ranked = sorted((_lot(peer, first_hash), peer) for peer in usable)
     holding = sorted(holders, key=lambda peer: (-holders[peer], _lot(peer, first_hash)))
     others = (peer for _, peer in ranked if peer not in holders)
     asked = [*islice(chain(holding, others), n - 1)]

@@ -100,6 +100,7 @@ class Peers:
         self._resolved: dict[str, list[str]] = {}
         self._rounds = 0
         self._all: list[Peer] | None = None  # None: to be made anew
+        self._names: set[str] | None = None  # of all models; None: to be made anew
         self._usable: dict[str | None, Usable] = {}  # by model
         self._news = asyncio.Event()
         self._closed = False
@@ -112,7 +113,7 @@ class Peers:
 
     def _changed(self) -> None:
         """Make the lists of peers anew when they are asked for next."""
-        self._all = None
+        self._all = self._names = None
         self._usable.clear()
 
     def _sorted(self) -> list[Peer]:
@@ -146,12 +147,10 @@ class Peers:
 
     def knows(self, model: str) -> bool:
         """Return whether a peer has a model, also one that cannot be used now."""
-        return any(
-            model in served.names
-            for peer in self.all()
-            if peer.hello is not None
-            for served in peer.hello.models
-        )
+        if self._names is None:
+            hellos = [peer.hello for peer in self.all() if peer.hello is not None]
+            self._names = {name for h in hellos for served in h.models for name in served.names}
+        return model in self._names
 
     def models(self) -> list[frozenset[str]]:
         """Return the names of each model that a usable peer serves."""

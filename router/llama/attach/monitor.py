@@ -245,8 +245,8 @@ class Monitor:
     def _take(self, props: Props) -> None:
         """Take the server process for this backend. Raises TwinError if another backend has it.
 
-        A restarted server belongs to the first monitor
-        that sees it; its previous monitor learns of the restart at its own next check.
+        A restarted server belongs to the first monitor that sees it; its previous monitor learns of
+        the restart at its own next check.
         """
         if not props.told_by_nothing:
             holder = self._drivers.take(props.process, self.client.id)

@@ -144,8 +144,10 @@ class Forwarding:
 
         A request that a peer has forwarded stays, and one for a model that is here: it waits here.
         """
+        if HOP_OF in http:
+            return False
         name, own = self._name(model), self._selection.names()
-        if HOP_OF in http or self.serves_here(name):
+        if self.serves_here(name):
             return False
         if self.peers.usable(name):
             return True
