@@ -65,6 +65,7 @@ class ServersOnDemand:
             on_ready=self._ready,
             on_ended=self._ended,
             before_stop=self._until_quiet,
+            before_start=self._make_kv_dir,
         )
 
     def connect(self, engine: Engine, backends: Backends) -> None:
@@ -73,16 +74,24 @@ class ServersOnDemand:
 
     async def prepare(self) -> None:
         """Make the KV directory, which llama-server wants to exist. Raises StartError."""
+        try:
+            await self._make_kv_dir()
+        except OSError as error:
+            raise StartError(f"servers: kv_dir: {error}") from error
+        if self._kv_dir is None:
+            return
+        for model in self._models:  # a warning: the file may come before its first request
+            if model.model is not None and not await asyncio.to_thread(model.model.is_file):
+                log.warning("model_file_missing", model=model.name, path=str(model.model))
+
+    async def _make_kv_dir(self) -> None:
+        """Make the KV directory, again if it was removed. Raises OSError."""
         if self._kv_dir is None:
             return
         try:
             await asyncio.to_thread(self._kv_dir.mkdir, mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            told = f"servers: kv_dir: {self._kv_dir} cannot be made: {error.strerror}"
-            raise StartError(told) from error
-        for model in self._models:  # a warning: the file may come before its first request
-            if model.model is not None and not await asyncio.to_thread(model.model.is_file):
-                log.warning("model_file_missing", model=model.name, path=str(model.model))
+            raise OSError(f"{self._kv_dir} cannot be made: {error.strerror}") from error
 
     def start(self, server: BackendId) -> None:
         """Start a server."""

@@ -319,13 +319,16 @@ def infill_from(payload: object) -> InfillAnswer:
 
 
 def merge_models(payloads: list[bytes]) -> Json:
-    """Merge answers to GET /v1/models: concatenate their lists."""
+    """Merge answers to GET /v1/models: each model once, as the first answer lists it."""
     answers = [as_dict(_loads(payload)) for payload in payloads]
     merged: Json = {"object": "list"}
-    for key in ("models", "data"):
-        merged[key] = [
-            model for answer in answers for model in answer.get(key, []) if isinstance(model, dict)
-        ]
+    for key, name in (("models", "name"), ("data", "id")):
+        found: dict[object, Json] = {}
+        for answer in answers:
+            for model in answer.get(key, []):
+                if isinstance(model, dict):
+                    found.setdefault(model.get(name, len(found)), model)
+        merged[key] = list(found.values())
     return merged
 
 

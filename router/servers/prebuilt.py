@@ -39,6 +39,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--cache-idle-slots", dest="cache_idle_slots", action="store_true", default=True)
     add("--no-cache-idle-slots", dest="cache_idle_slots", action="store_false")
     add("--cache-reuse", type=int, default=0)
+    add("--cache-prompt", dest="cache_prompt", action="store_true", default=True)
+    add("--no-cache-prompt", dest="cache_prompt", action="store_false")
     add("--context-shift", action="store_true")
     add("-ctxcp", "--ctx-checkpoints", type=int, default=32)
     add("--slot-save-path", type=_directory, default="")
@@ -49,6 +51,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--swa-full", action="store_true")
     add("--rope-freq-base", type=float, default=0.0)
     add("--lora", action="append", default=[], help="repeatable")
+    add("--lora-scaled", action="append", default=[], type=_scaled, help="FILE:SCALE; repeatable")
     add("--sleep-idle-seconds", type=int, default=-1)
     add("-t", "--threads", type=int, default=-1)
     add("-tb", "--threads-batch", type=int, default=-1)
@@ -81,6 +84,11 @@ def _directory(value: str) -> str:
     return value if value.endswith(os.sep) else value + os.sep
 
 
+def _scaled(value: str) -> tuple[str, float]:
+    path, _, scale = value.rpartition(":")
+    return path, float(scale)
+
+
 def _gpu_layers(value: str) -> int:
     return {"auto": -1, "all": -2}[value] if value in ("auto", "all") else int(value)
 
@@ -104,6 +112,7 @@ def build_params(args: argparse.Namespace) -> Any:
     params.cache_ram_mib = args.cache_ram
     params.cache_idle_slots = args.cache_idle_slots
     params.n_cache_reuse = args.cache_reuse
+    params.cache_prompt = args.cache_prompt
     params.ctx_shift = args.context_shift
     params.n_ctx_checkpoints = args.ctx_checkpoints
     params.slot_save_path = args.slot_save_path
@@ -118,7 +127,8 @@ def build_params(args: argparse.Namespace) -> Any:
     params.cache_type_v = xllamacpp.ggml_type[f"GGML_TYPE_{args.cache_type_v.upper()}"]
     params.swa_full = args.swa_full
     params.rope_freq_base = args.rope_freq_base
-    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(path) for path in args.lora]
+    adapters = [(path, 1.0) for path in args.lora] + args.lora_scaled
+    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(*each) for each in adapters]
     params.sleep_idle_seconds = args.sleep_idle_seconds
     threads = args.threads if args.threads > 0 else os.cpu_count() or 1
     params.cpuparams.n_threads = threads

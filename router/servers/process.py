@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import structlog
+
 from router.servers import guard
+
+log = structlog.get_logger(__name__)
 
 
 class ServerLog:
@@ -28,7 +32,7 @@ class ServerLog:
         The server appends, so emptying the file under it is safe; lines written between the copy
         and that are lost.
         """
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             if self.path.stat().st_size > self._max_bytes:
                 self._old.write_bytes(self.tail(self._max_bytes))
                 os.truncate(self.path, 0)
@@ -38,7 +42,7 @@ class ServerLog:
         found = b""
         for path in (self.path, self._old):
             wanted = size_bytes - len(found)
-            with suppress(FileNotFoundError), path.open("rb") as file:
+            with suppress(OSError), path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(max(size - wanted, 0))
                 found = file.read(wanted) + found
@@ -55,13 +59,14 @@ class ServerProcess:
 
     @classmethod
     async def spawn(
-        cls, command: Sequence[str], env: dict[str, str], log: ServerLog, grace_s: float
+        cls, command: Sequence[str], env: dict[str, str], kept: ServerLog, grace_s: float
     ) -> "ServerProcess":
-        """Start the command. Raises OSError if the log cannot be written.
+        """Start the command. Raises OSError if no process can be started.
 
-        A program that cannot be run ends the guard, with the reason in the log.
+        A program that cannot be run ends the guard, with the reason in the log. A log that cannot
+        be written does not keep a server from starting.
         """
-        file = await asyncio.to_thread(_opened, log.path)
+        file = await asyncio.to_thread(_opened, kept.path)
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", guard.__file__, f"{grace_s:g}", *command),
@@ -100,5 +105,10 @@ class ServerProcess:
 
 
 def _opened(path: Path) -> int:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Open the log, or where it cannot be (a home that is read-only), nothing."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        log.warning("server_log_lost", path=str(path), reason=error.strerror)
+        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

@@ -54,12 +54,14 @@ class Supervisor:
         on_ready: Callable[[BackendId, str, Identity], None],
         on_ended: Callable[[BackendId, str], None],
         before_stop: Callable[[BackendId], Awaitable[None]],
+        before_start: Callable[[], Awaitable[None]],
     ) -> None:
         """Set up without a process. Call `watch_logs` as a task.
 
-        `is_ready` asks a URL for its health. `on_ready` gets the URL and the identity of a server
-        that is ready. `on_ended` gets the reason of an end that was not ordered, or nothing.
-        `before_stop` waits for the last answers of a server.
+        `before_start` makes what a server needs to start; it may raise OSError. `is_ready` asks a
+        URL for its health. `on_ready` gets the URL and the identity of a server that is ready.
+        `on_ended` gets the reason of an end that was not ordered, or nothing. `before_stop` waits
+        for the last answers of a server.
         """
         self._launches = {launch.name: launch for launch in launches}
         self._logs = {
@@ -67,7 +69,7 @@ class Supervisor:
         }
         self._is_ready = is_ready
         self._on_ready, self._on_ended = on_ready, on_ended
-        self._before_stop = before_stop
+        self._before_stop, self._before_start = before_stop, before_start
         self._running: dict[BackendId, _Running] = {}
         self._tasks = Tasks()
 
@@ -138,6 +140,7 @@ class Supervisor:
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             await asyncio.to_thread(kept.fit)
             identity = await asyncio.to_thread(launch.identity)
+            await self._before_start()
             port = free_port()
             running.process = await ServerProcess.spawn(
                 launch.command(port), launch.env, kept, launch.stop_timeout_s

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.e2e.test_servers_on_demand import (
     until_phase,
 )
 from tests.support.conversations.prompts import Json, ids
+from tests.support.models.lora import tiny_lora
 from tests.support.servers.process_family import family
 from tests.support.servers.router_fleet import Fleet, configuration_text, running
 from tests.support.servers.router_process import Elsewhere, Outside
@@ -179,3 +181,49 @@ async def test_ten_clients_want_three_models_of_which_two_are_loaded() -> None:
     # beside other tests, where fewer requests wait at the end of a swap.
     assert swaps <= in_order / 2, (swaps, in_order)
     assert max(waited) <= max_wait_s, waited
+
+
+async def test_a_kv_directory_that_is_gone_is_made_again(tmp_path: Path) -> None:
+    """llama-server does not start without it; what was saved is lost, no request is."""
+    folder = tmp_path / "kv"
+    both = config([model("a"), model("b")], loaded=1, kv_dir=str(folder))
+    async with running([], None, yaml=both, wait_for=()) as fleet:
+        for name in "ab":
+            await ask(fleet, name, ids(1, 400))
+        shutil.rmtree(folder)
+        for name in "aba":
+            await ask(fleet, name, ids(1, 400))
+
+
+async def test_a_home_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers run without a log."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    one = config([model("a")], kv_dir=str(tmp_path / "kv"))
+    async with running([], None, yaml=one, wait_for=()) as fleet:
+        await ask(fleet, "a", ids(1, 400))
+
+
+@pytest.mark.parametrize("flag", ["--lora-scaled", "--lora"])
+async def test_an_adapter_that_is_replaced_while_its_server_is_stopped(
+    tmp_path: Path, flag: str
+) -> None:
+    """Whatever the command line says: the model's behaviour is measured at each start."""
+    adapter = tmp_path / "adapter.gguf"
+    shutil.copy(tiny_lora(1), adapter)
+    named = f"{adapter}:1.0" if flag == "--lora-scaled" else str(adapter)
+    entry = model("a", args=["-t", "1", flag, named])
+    yaml = config([entry, model("b")], loaded=1)
+    async with running([], None, yaml=yaml, wait_for=()) as fleet:
+        before = await ask(fleet, "a", ids(1, N))
+        await ask(fleet, "b", ids(1, 100))
+        shutil.copy(tiny_lora(2), adapter)
+        after = await ask(fleet, "a", ids(1, N))
+        await ask(fleet, "b", ids(1, 100))
+        again = await ask(fleet, "a", ids(1, N))
+
+    assert before.text != after.text == again.text
+    assert after.cached == 0
+    assert again.cached >= 0.99 * N

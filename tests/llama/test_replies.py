@@ -18,6 +18,7 @@ from router.base.types import Reported, SlotStatus, Transfer
 from router.llama.replies import (
     error_message_from,
     ids_from,
+    merge_models,
     models_from,
     prompt_from,
     props_from,
@@ -417,3 +418,14 @@ def test_a_long_answer_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     raw = orjson.dumps({"tokens": [12345] * 200_000})
     ids_from(raw)
     assert max(sizes) < 140_000 < len(raw) < sum(sizes)
+
+
+def test_each_model_is_listed_once() -> None:
+    """As the first server that has it lists it."""
+    first = {"data": [{"id": "m", "n": 1}], "models": [{"name": "m"}]}
+    second = {"data": [{"id": "m", "n": 2}, {"id": "n"}, {}], "models": [{"name": "n"}]}
+
+    merged = merge_models([orjson.dumps(first), orjson.dumps(second)])
+
+    assert merged["data"] == [{"id": "m", "n": 1}, {"id": "n"}, {}]
+    assert merged["models"] == [{"name": "m"}, {"name": "n"}]

@@ -83,6 +83,7 @@ class Server:
     generates: bool = True  # whether it completes prompts, as far as is known
     has_been_used: bool = False  # by a request, ever
     has_served: bool = False  # the requests that it was started for
+    has_answered: bool = False  # a request, since it was started
     # Seconds from the order to start until it is up; from the order to stop until it has ended.
     load_s: Mean = field(default_factory=lambda: Mean(TUNING.server_load_s))
     stop_s: Mean = field(default_factory=lambda: Mean(TUNING.server_stop_s))
@@ -138,7 +139,11 @@ class Server:
     def start(self, now: float) -> None:
         """Note the order to start it."""
         self._enter(ServerPhase.STARTING, now)
-        self.asked_at, self.has_served = None, False
+        self.asked_at, self.has_served, self.has_answered = None, False, False
+
+    def answered(self) -> None:
+        """Note a complete answer: the server works, however soon it ends."""
+        self.has_answered = True
 
     @property
     def may_attach(self) -> bool:
@@ -184,7 +189,8 @@ class Server:
             self.stop_s = _learned(self.stop_s, now - self._leaving_since)
             self._enter(ServerPhase.STOPPED, now)
             return
-        was_well = self.phase is ServerPhase.UP and now - self.since >= TUNING.server_well_s
+        lasted = self.has_answered or now - self.since >= TUNING.server_well_s
+        was_well = self.phase is ServerPhase.UP and lasted
         self.failures = 1 if was_well else self.failures + 1
         self.problem, self.fault, self.down_since = problem, "", inf
         backoff_s = TUNING.server_backoff_first_s * 2.0 ** min(self.failures - 1, 10)

@@ -198,6 +198,17 @@ def test_after_some_failures_it_is_given_up_with_a_reason() -> None:
     assert w.answered["4"][1] == "a"
 
 
+def test_a_server_that_answers_between_its_ends_is_not_given_up() -> None:
+    w = ServerWorld([server("a")])
+    for turn in range(6):
+        w.ask(str(turn), "a")
+        w.run(w.now + 15.0)
+        assert w.answered[str(turn)][1] == "a"
+        w.feed(ev.ServerEnded(BackendId("a"), "signal 11"))
+    (found,) = w.s.state.fleet.servers
+    assert found.failures == 1
+
+
 def test_a_request_in_the_queue_is_refused_as_well() -> None:
     w = ServerWorld([server("a")], unread=False)
     w.fails = lambda _: True
