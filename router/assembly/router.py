@@ -136,6 +136,11 @@ class Router:
             log.warning("stopped_with_requests_running", grace_s=grace_s)
 
 
+def _probed(engine: Engine, on_demand: ServersOnDemand, attached: Attached) -> None:
+    on_demand.remember(attached)
+    engine.probed(attached.info)
+
+
 @asynccontextmanager
 async def build(
     config: Config,
@@ -225,11 +230,12 @@ async def build(
                 on_up=up,
                 on_down=down,
                 borrow=engine.borrow,
-                on_probed=lambda attached: engine.probed(attached.info),
+                on_probed=partial(_probed, engine, on_demand),
                 prepare=tokenizers.prepare,
                 poll_for_strangers=engine.poll_for_strangers,
                 drivers=drivers,
                 recall=partial(on_demand.recall, backend.name),
+                is_waited_for=lambda name: selection.is_waited_for(name),  # noqa: PLW0108 - made below
                 recall_slots=partial(journal.recall, backend.name, kv_dir_of(backend, config)),
             )
 

@@ -274,6 +274,10 @@ class RouterModeError(BackendError):
     """A llama-server that has no model of its own and starts others."""
 
 
+class ProbePutOffError(Exception):
+    """A probe made way for a request, and is to be tried again."""
+
+
 class TwinError(BackendError):
     """Another backend is the same llama-server under another name."""
 

@@ -9,6 +9,7 @@ from router.base.types import (
     BackendId,
     Caller,
     KvDir,
+    MemoryKind,
     Namespace,
     Outcome,
     Reported,
@@ -59,7 +60,9 @@ class SnapshotStore(Protocol):
     def staging_name(self) -> str:
         """Return a fresh name for a backend to write to."""
 
-    async def verify(self, kv_dir: KvDir, name: str, size_bytes: int) -> StagedFile:
+    async def verify(
+        self, kv_dir: KvDir, name: str, size_bytes: int, kind: MemoryKind | None = None
+    ) -> StagedFile:
         """Check a file that a backend wrote: size as reported, every section readable.
 
         A sliding-window state is padded so that it can be extended after a restore: `size_bytes`

@@ -22,6 +22,9 @@ KvDir = NewType("KvDir", str)
 
 NO_TENANT = Tenant("")
 
+MAX_CHECKPOINTS = 32
+"""Checkpoints of a slot by default (`--ctx-checkpoints`, llama-server.md section 3)."""
+
 
 class SlotId(Struct, frozen=True, order=True):
     """One slot of one backend; `index` is llama-server's `id_slot`."""
@@ -40,7 +43,8 @@ class MemoryKind(StrEnum):
     SLIDING_WINDOW = "sliding_window"
     HYBRID = "hybrid"
     RECURRENT = "recurrent"
-    UNKNOWN = "unknown"
+    OPAQUE = "opaque"  # its state files cannot be read: saved and restored whole
+    UNKNOWN = "unknown"  # not tried, or seen not to work
 
 
 class Source(StrEnum):
@@ -194,10 +198,19 @@ class BackendInfo(Struct, frozen=True):
     keeps_idle_slots: bool = True  # False: unified KV + RAM cache (llama-server.md section 0.6)
     generates: bool = True  # False: an embedding model; its slots hold nothing (section 2.1)
     n_stream: int = 1  # KV streams of its state files; 0: no attention
+    unified: bool = False  # its slots share `n_ctx` cells of KV
     window: int = 0  # tokens of the sliding window, as far as seen
     cuts: bool = False  # a prefix cut out of a state file was seen to work
+    extends: bool = True  # False: a prompt that goes on from a slot's content is computed anew
+    caches_by_default: bool = True  # False: reuse only with `cache_prompt: true` in the request
+    # The most that a live slot keeps: `--ctx-checkpoints` is not shown, so this is its default
+    # until fewer were seen.
+    checkpoints: int = MAX_CHECKPOINTS
     bytes_per_token: float = 0.0
     prefill_s_per_token: float | None = None  # measured by the probe; only a prior
+    output_s_per_token: float | None = None  # likewise, of one token by itself
+    save_s: float | None = None  # likewise, of a small state
+    restore_s: float | None = None  # likewise
 
     @property
     def is_managed(self) -> bool:

@@ -47,7 +47,7 @@ from router.core.model.slots import Slot
 from router.core.model.snapshot_limits import SnapshotLimits
 from router.core.planning.displacement import keeps_snapshots
 from router.core.planning.planner import plan as make_plan
-from router.core.planning.quote import is_surely_cheap
+from router.core.planning.quote import is_surely_cheap, must_make_room
 from router.core.planning.quote import quote as make_quote
 from router.core.reporting.request_records import record_of
 from router.core.scheduler import Scheduler
@@ -221,6 +221,10 @@ class Engine:
         if state.stopping:
             return None
         return make_quote(request, state.fleet, state.queue, self._clock.now())
+
+    def must_make_room(self, model: str | None) -> bool:
+        """Return whether a model can only be loaded after another one was stopped."""
+        return must_make_room(self._scheduler.state.fleet, model, self._clock.now())
 
     def is_surely_cheap(self, request: Request, limit_s: float) -> bool:
         """Return whether a request costs less than `limit_s` here, whatever is held."""
@@ -417,6 +421,8 @@ class Engine:
             case ef.StopServer():
                 assert self._servers is not None
                 self._servers.stop(effect.server)
+            case ef.Limited():
+                log.warning("backend_limited", backend=effect.backend, reason=effect.reason)
             case ef.ModelReady():
                 if (waiting := self._loads.get(effect.request)) and not waiting.done():
                     waiting.set_result(None)

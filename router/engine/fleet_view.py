@@ -5,6 +5,7 @@ Gives copies of facts and never an object of the scheduler that can be changed.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from router.base.tokens import count
 from router.base.types import (
@@ -39,6 +40,7 @@ from router.core.model.policy import PolicyName
 from router.core.model.request_queue import QueueLimits
 from router.core.model.servers import ServerPhase
 from router.core.model.slots import Phase, Slot
+from router.core.model.tuning import TUNING
 from router.core.stats import waiting_for
 
 _DOING: dict[type[Step | InPrefillQueue | AtGate], str] = {
@@ -269,6 +271,22 @@ class FleetView:
             restore_1000_tokens_s=rates.restore_s(round(1000 * rates.bytes_per_token.value)),
             bytes_per_token=rates.bytes_per_token.value,
         )
+
+    def is_waited_for(self, backend: BackendId) -> bool:
+        """Return whether a queued request could be served by a slot more of the backend."""
+        fleet, queue = self._state.fleet, self._state.queue
+        if backend not in fleet.infos:
+            return bool(queue)
+        oldest = islice(queue, TUNING.checked_for_backend)
+        return any(fleet.serves(backend, waiting.request) for waiting in oldest)
+
+    def limit(self, backend: BackendId) -> str | None:
+        """Return why a backend does less than its probe showed; None: it does not."""
+        fleet = self._state.fleet
+        backoff = fleet.backoffs.get(backend)
+        if backoff is not None and backoff.until is not None:
+            return f"no state is written for a while, after failures: {backoff.reason}"
+        return fleet.limited.get(backend)
 
     def serves(self, backend: BackendId, request: Request) -> bool:
         """Return whether a backend fits the request and is not draining."""

@@ -62,7 +62,9 @@ class Transfers:
         name, start = self.store.staging_name(), self.clock.now()
         try:
             transfer = await self.backends[slot.backend].save(slot.index, name)
-            staged = await self.store.verify(info.kv_dir, name, transfer.size_bytes)
+            staged = await self.store.verify(
+                info.kv_dir, name, transfer.size_bytes, info.memory_kind
+            )
             snapshot = await self.store.commit(staged, effect.namespace)
             await self.tidy(slot.backend)
         except (BackendError, KvError) as error:

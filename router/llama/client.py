@@ -139,13 +139,16 @@ class LlamaClient(ServerClient):
         body, timeout_s = wire.overwrite_body(slot), self._timeouts.action_s
         await self._call("POST", "/completion", body, timeout_s)
 
-    async def prefill(self, slot: int, tokens: Tokens, *, exact: bool = True) -> Reported:
+    async def prefill(
+        self, slot: int, tokens: Tokens, *, exact: bool = True, cache: bool | None = True
+    ) -> Reported:
         """Compute `tokens` in an idle slot, which holds exactly these tokens afterwards.
 
         Streamed with progress events, so that the server notices a cancelled call at once. Not
-        `exact`: the server may shift KV, if it is configured to.
+        `exact`: the server may shift KV, if it is configured to. `cache`: reuse what the slot
+        holds; None: as the server is configured.
         """
-        body = wire.prefill_body(tokens, slot, exact=exact)
+        body = wire.prefill_body(tokens, slot, exact=exact, cache=cache)
         payload = await self._call("POST", "/completion", body, self._timeouts.first_byte_s)
         return reply.read_reply(wire.Route.COMPLETION, True, payload)
 

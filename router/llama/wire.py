@@ -412,14 +412,17 @@ def detokenize_body(ids: list[int]) -> bytes:
     return orjson.dumps({"tokens": ids})
 
 
-def prefill_body(tokens: Tokens, slot: int, *, exact: bool = True) -> bytes:
+def prefill_body(
+    tokens: Tokens, slot: int, *, exact: bool = True, cache: bool | None = True
+) -> bytes:
     """Return the POST /completion body that computes `tokens` in a slot and keeps no answer.
 
     `n_predict: 0` samples one token that the slot does not keep (llama-server.md section 2.3).
     With progress events the server notices a closed connection after the next batch (5.6). Not
-    `exact`: the server may shift KV, if it is configured to.
+    `exact`: the server may shift KV, if it is configured to. `cache`: None takes its default, as
+    for a field that is not there (`field::eval`, server-schema.cpp).
     """
-    more = {"n_predict": 0, "stream": True, "return_progress": True}
+    more = {"n_predict": 0, "stream": True, "return_progress": True, "cache_prompt": cache}
     return _compute(tokens, slot, more if exact else more | {"n_cache_reuse": None})
 
 

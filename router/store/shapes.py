@@ -17,7 +17,7 @@ from router.store.files import Identity
 from router.store.format import rewrite
 from router.store.format.blocks import TensorSection
 from router.store.format.head import Head, read_head
-from router.store.format.layout import Layout, check_agreement, read_layout
+from router.store.format.layout import OPAQUE, Layout, check_agreement, read_layout
 
 log = structlog.get_logger(__name__)
 
@@ -37,11 +37,15 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A state file that was checked to its last byte."""
+    """A state file that was checked: to its last byte, unless its layout is opaque.
+
+    `kind`: the memory kind of its backend, or what the blocks look like.
+    """
 
     identity: Identity
     head: Head
     layout: Layout
+    kind: MemoryKind
     padded: bool = False
 
     @property
@@ -59,12 +63,15 @@ class Inspected:
 
     @property
     def has_window(self) -> bool:
-        """Return True if the blocks of the file show a sliding window."""
-        return self.layout.memory_kind is MemoryKind.SLIDING_WINDOW
+        """Return True if the file is of a memory with a sliding window."""
+        return self.kind is MemoryKind.SLIDING_WINDOW
 
 
-def inspect(path: Path, size_bytes: int) -> Inspected:
+def inspect(path: Path, size_bytes: int, kind: MemoryKind | None = None) -> Inspected:
     """Check a file to its last byte; the backend reported `size_bytes` written.
+
+    `kind`: the memory kind of the backend, as probed. None: as the blocks look. Of an opaque state
+    only the head is read.
 
     The size is checked first: a backend reports success on a full disk, and aborts when it reads
     a short file (docs/llama-server.md sections 0.3 and 0.4).
@@ -76,9 +83,16 @@ def inspect(path: Path, size_bytes: int) -> Inspected:
                 f"{path.name} has {found.size_bytes} bytes, the backend reported {size_bytes}"
             )
         head = read_head(file)
+        if kind is MemoryKind.OPAQUE:
+            return Inspected(found, head, OPAQUE, kind)
         layout = read_layout(file, head, found.size_bytes)
         check_agreement(head, layout)
-    return Inspected(found, head, layout)
+    if kind is MemoryKind.FULL and layout.window is not None:
+        raise KvFileError(
+            f"it has {layout.window.cell_count} of {head.n_tokens} tokens in a sliding window: the"
+            " server was started with --swa-full"
+        )
+    return Inspected(found, head, layout, kind or layout.memory_kind)
 
 
 def pad(path: Path, found: Inspected) -> Inspected:
@@ -98,10 +112,10 @@ def pad(path: Path, found: Inspected) -> Inspected:
     if plan is None:
         return found
     written = files.rewrite_tail(path, plan)
-    again = inspect(path, plan.size_bytes)
+    again = inspect(path, plan.size_bytes, found.kind)
     if again.identity != written or again.head != found.head:
         raise KvFileError(f"{path.name} changed while it was padded")
-    return Inspected(again.identity, again.head, again.layout, padded=True)
+    return Inspected(again.identity, again.head, again.layout, again.kind, padded=True)
 
 
 def cut(source: Path, target: Path, expected: Identity, n_tokens: int) -> Inspected:
@@ -115,7 +129,7 @@ def cut(source: Path, target: Path, expected: Identity, n_tokens: int) -> Inspec
         plan = rewrite.cut(head, layout, n_tokens, file)
     files.write_rewritten(source, target, expected, plan)
     try:
-        made = inspect(target, plan.size_bytes)
+        made = inspect(target, plan.size_bytes, MemoryKind.FULL)
         if made.head.n_tokens != n_tokens:
             raise KvFileError(f"cut to {n_tokens} tokens, got {made.head.n_tokens}")
     except (KvFileError, OSError):

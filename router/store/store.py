@@ -20,7 +20,7 @@ import structlog
 
 from router.base.errors import KvError, KvFileError
 from router.base.tasks import Tasks
-from router.base.types import KvDir, Namespace, Snapshot, SnapshotId, StagedFile
+from router.base.types import KvDir, MemoryKind, Namespace, Snapshot, SnapshotId, StagedFile
 from router.store import files, io_pool, records, shapes
 from router.store.files import Identity
 from router.store.io_pool import Threads
@@ -184,16 +184,19 @@ class KvStore:
 
         return await directory.threads.quick(checked)
 
-    async def verify(self, kv_dir: KvDir, name: str, size_bytes: int) -> StagedFile:
+    async def verify(
+        self, kv_dir: KvDir, name: str, size_bytes: int, kind: MemoryKind | None = None
+    ) -> StagedFile:
         """Check a file that a backend wrote: its size as reported, and every section of it.
 
-        A sliding window is padded where possible; `size_bytes` of the result is then larger.
-        Raises KvFileError and removes the file then.
+        `kind`: the backend's memory kind; None: as the file looks. Of an opaque state only size and
+        head are checked. A sliding window is padded where possible; `size_bytes` of the result is
+        then larger. Raises KvFileError and removes the file then.
         """
         path = self._staging_path(kv_dir, name)
         try:
             directory = self._directory(kv_dir)
-            found = await directory.threads.quick(partial(shapes.inspect, path, size_bytes))
+            found = await directory.threads.quick(partial(shapes.inspect, path, size_bytes, kind))
             if found.has_window:
                 found = await directory.threads.bulk(partial(shapes.pad, path, found))
         except KvError as error:

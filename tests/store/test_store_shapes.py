@@ -11,7 +11,7 @@ import pytest
 
 from router.base import tokens as tok
 from router.base.errors import KvError, KvFileError
-from router.base.types import KvDir, StateShape
+from router.base.types import KvDir, MemoryKind, StateShape
 from router.store import shapes
 from router.store.store import KvStore
 from router.tools.demo.launcher import LlamaServer
@@ -54,6 +54,58 @@ async def store(stores: Stores) -> KvStore:
 def ours(kv_dir: KvDir) -> set[str]:
     names = os.listdir(kv_dir)
     return {name for name in names if name.startswith("kvf-") and ".json" not in name}
+
+
+# --- states of a known kind -----------------------------------------------------------------------
+
+UNREADABLE = head(TOKENS) + b"of another layout"
+SPARSE = BASE + attention(stream(range(10), has_v=False))  # an indexer: all positions
+
+
+async def test_a_state_that_cannot_be_read_is_kept_whole_if_its_kind_says_so(
+    store: KvStore, stores: Stores
+) -> None:
+    (kv_dir, *_) = stores.kv_dirs
+    with pytest.raises(KvFileError, match="cannot be read"):
+        await store.verify(kv_dir, write(store, UNREADABLE), len(UNREADABLE))
+
+    name = write(store, UNREADABLE)
+    staged = await store.verify(kv_dir, name, len(UNREADABLE), MemoryKind.OPAQUE)
+    kept = await store.commit(staged, NAMESPACE)
+    await store.flush()
+
+    assert (kept.tokens, kept.shape) == (tok.pack(TOKENS), StateShape(n_stream=0))
+    assert not kept.shape.needs_restream(2)
+    again = stores.make(kv_dir)
+    await store.aclose()
+    assert await again.load() == [kept]
+
+
+async def test_an_opaque_state_of_another_size_is_refused(store: KvStore, stores: Stores) -> None:
+    """llama-server aborts on a file that is too short."""
+    name = write(store, UNREADABLE)
+
+    with pytest.raises(KvFileError, match="the backend reported"):
+        await store.verify(stores.kv_dirs[0], name, len(UNREADABLE) + 1, MemoryKind.OPAQUE)
+
+
+async def test_further_blocks_with_all_positions_are_no_window(
+    store: KvStore, stores: Stores
+) -> None:
+    name = write(store, SPARSE)
+
+    staged = await store.verify(stores.kv_dirs[0], name, len(SPARSE), MemoryKind.FULL)
+
+    assert staged.shape == StateShape(n_stream=1)
+    assert staged.size_bytes == len(SPARSE)
+
+
+async def test_a_window_where_none_should_be_is_refused(store: KvStore, stores: Stores) -> None:
+    """A server with --swa-full that looked like one of full attention until the window filled."""
+    name = write(store, WINDOWED)
+
+    with pytest.raises(KvFileError, match="swa-full"):
+        await store.verify(stores.kv_dirs[0], name, len(WINDOWED), MemoryKind.FULL)
 
 
 # --- padding --------------------------------------------------------------------------------------

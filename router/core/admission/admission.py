@@ -1,7 +1,7 @@
 """Admission: which requests are queued, rejected, or given a slot."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import inf
 
 from msgspec.structs import replace
@@ -34,6 +34,7 @@ from router.core.model.plan import Plan
 from router.core.model.policy import PolicyName
 from router.core.model.request_queue import Waiting
 from router.core.model.server_placement import SlotClaim
+from router.core.model.slots import Slot
 from router.core.model.tuning import TUNING
 from router.core.planning.baseline_policies import sticky_key
 from router.core.planning.deferral import decide
@@ -344,6 +345,11 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
     if claim in (SlotClaim.STEERED, SlotClaim.SERVER_PLACED):
         others = fleet.attracting(backend, request)
         job.hold_also([other.lease(request.id) for other in others])
+    crowding: list[Slot] = []
+    if fleet.infos[backend].unified and fleet.manages(backend):
+        held = len(fleet.catalog[chosen.snapshot]) if chosen.snapshot is not None else 0
+        crowding = fleet.in_the_way(slot, request, held)
+        job.hold_also([other.lease(request.id) for other in crowding])
     for lease in (job.lease, *job.others):
         fleet.slots[lease.slot].lend(request.tenant)
         if not fleet.manages(backend):  # the router keeps no tokens there
@@ -359,15 +365,17 @@ def _grant(state: State, waiting: Waiting, decision: Plan, now: float, *, pinnab
         fleet.sticky.setdefault(sticky_key(request), chosen.slot)
         if len(fleet.sticky) > TUNING.sticky_keys:
             del fleet.sticky[next(iter(fleet.sticky))]
-    job.set_steps(_steps_of(state, job, request, decision))
+    job.set_steps(_steps_of(state, job, request, decision, crowding))
     next_step(state, job, now)
 
 
-def _steps_of(state: State, job: RequestJob, request: Request, decision: Plan) -> deque[Step]:
-    """Return the plan as steps."""
+def _steps_of(
+    state: State, job: RequestJob, request: Request, decision: Plan, crowding: Sequence[Slot]
+) -> deque[Step]:
+    """Return the plan as steps. The `crowding` slots are emptied for room."""
     chosen = decision.chosen
     held = [state.fleet.slots[lease.slot] for lease in (job.lease, *job.others)]
-    foreign = [slot for slot in held if slot.tenant != request.tenant]
+    foreign = [slot for slot in held if slot.tenant != request.tenant or slot in crowding]
     whole = job.claim is SlotClaim.WHOLE_BACKEND
     displaced = held if whole else [s for s in foreign if s.id != chosen.slot]
     steps: deque[Step] = deque()

@@ -21,6 +21,8 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     """
     info = event.info
     state.fleet.infos[info.id] = info
+    state.fleet.limited.pop(info.id, None)
+    state.fleet.unused_restores.pop(info.id, None)
     state.fleet.rates.setdefault(info.id, _rates_for(info))
     state.fleet.slots.add(info.id, info.n_slots)
     statuses = {status.index: status for status in event.slots}
@@ -79,11 +81,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     if job is None:
         return  # it went down meanwhile
     state.fleet.infos[info.id] = info
-    rates = state.fleet.rates[info.id]
-    if info.bytes_per_token:
-        rates.bytes_per_token = Mean(info.bytes_per_token)
-    if info.prefill_s_per_token and not is_known(rates):
-        rates.prefill = LinearFit(info.prefill_s_per_token, rates.prefill.b)
+    _expect(state.fleet.rates[info.id], info)
     _value_anew(state, info)
     for slot in state.fleet.slots.of(info.id):
         slot.mark_saved(saved=False)  # nothing could be saved so far
@@ -114,8 +112,22 @@ def _value_anew(state: State, info: BackendInfo) -> None:
 def _rates_for(info: BackendInfo) -> Rates:
     """Return priors for a new backend, from its probe if there was one."""
     rates = Rates()
-    if info.prefill_s_per_token:
-        rates.prefill = LinearFit(info.prefill_s_per_token, rates.prefill.b)
-    if info.bytes_per_token:
-        rates.bytes_per_token = Mean(info.bytes_per_token)
+    _expect(rates, info)
     return rates
+
+
+def _expect(rates: Rates, info: BackendInfo) -> None:
+    """Take what the probe measured as priors, where nothing was learned from traffic.
+
+    The probe's state is small: its transfers take as long as they do for any state at least.
+    """
+    if info.prefill_s_per_token and not is_known(rates):
+        rates.prefill = LinearFit(info.prefill_s_per_token, rates.prefill.b)
+    if info.bytes_per_token and not rates.save.n:
+        rates.bytes_per_token = Mean(info.bytes_per_token)
+    if info.output_s_per_token and not rates.output_s_per_token.n:
+        rates.output_s_per_token = Mean(info.output_s_per_token)
+    if info.save_s and not rates.save.n:
+        rates.save = LinearFit(info.save_s, rates.save.b)
+    if info.restore_s and not rates.restore.n:
+        rates.restore = LinearFit(info.restore_s, rates.restore.b)

@@ -7,6 +7,7 @@ from router.base.types import (
     NO_TENANT,
     BackendId,
     BackendInfo,
+    MemoryKind,
     Outcome,
     Request,
     RequestId,
@@ -14,6 +15,7 @@ from router.base.types import (
     SlotId,
 )
 from router.core.execution import placement_gate
+from router.core.execution.ability_checks import compare
 from router.core.execution.resident_updates import (
     after_answer,
     after_either,
@@ -167,9 +169,15 @@ def finished(state: State, event: ev.Finished, now: float) -> None:
         )
     )
     _learn(state, job, event)
+    server = state.fleet.servers.get(job.slot.backend)
+    if server is not None and event.outcome is Outcome.OK:
+        server.answered()
+    if event.outcome is Outcome.OK and job.request.prompt.is_exact:
+        tokens = job.request.prompt.tokens
+        compare(state, job, job.resident_at_dispatch, tokens, event.reported)
     if not state.fleet.slots.holds(job.lease):
         end(state, job, now)  # the backend went down meanwhile
-    elif event.outcome is Outcome.OK and not _is_to_be_wiped(state, job, event):
+    elif event.outcome is Outcome.OK and not _is_to_be_wiped(state, job, event, now):
         end(state, job, now, _content_after(state, job, event))
     else:
         _abandon(state, job, now, event)
@@ -189,7 +197,8 @@ def _content_after(state: State, job: RequestJob, event: ev.Finished) -> Residen
         return UNKNOWN
     if job.knows_slot:
         state.fleet.slots[job.slot].allow_save()  # what it held before is gone
-        return after_finish(job.request.prompt, event.reported, job.resident_at_dispatch)
+        limit = state.fleet.infos[job.slot.backend].checkpoints
+        return after_finish(job.request.prompt, event.reported, job.resident_at_dispatch, limit)
     _doubt_watched(state, job)
     placement_gate.mix(state, job)
     for slot in state.fleet.slots.of(job.slot.backend):
@@ -221,7 +230,7 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
         return
     refused = event.outcome is Outcome.REFUSED
     flush = _shares_state(state, job) and not refused
-    wipe = job.request.adapted or (_is_to_be_wiped(state, job, event) and not refused)
+    wipe = job.request.adapted or (_is_to_be_wiped(state, job, event, now) and not refused)
     unseen = not job.knows_slot
     answered = event.outcome in _OVER
     progress = (
@@ -260,12 +269,31 @@ def _abandon(state: State, job: RequestJob, now: float, event: ev.Finished) -> N
                 watch(state, slot, progress=other, wipe=wipe, flush=flush, likely_unchanged=refused)
 
 
-def _is_to_be_wiped(state: State, job: RequestJob, event: ev.Finished) -> bool:
+def _is_to_be_wiped(state: State, job: RequestJob, event: ev.Finished, now: float) -> bool:
     """Return True if what the request left is not exactly what its tokens say."""
+    if event.outcome not in _OVER and _may_have_outgrown(state, job, event, now):
+        return True
     n_ctx = state.fleet.infos[job.slot.backend].n_ctx
     pinned = job.claim is SlotClaim.PINNED
     exact = is_exact(job.request, job.resident_at_dispatch, event.reported, n_ctx, pinned=pinned)
     return job.request.adapted or not exact or _shares_state(state, job)
+
+
+def _may_have_outgrown(state: State, job: RequestJob, event: ev.Finished, now: float) -> bool:
+    """Return True if an answer that was not read to its end may have outgrown its slot.
+
+    With `--context-shift` the server then dropped tokens in the middle and moved the others
+    (llama-server.md section 2.3). Of an abandoned answer only its time is known.
+    """
+    request, backend = job.request, job.slot.backend
+    room = state.fleet.infos[backend].n_ctx - len(request.prompt)
+    if request.max_new_tokens is not None and request.max_new_tokens <= room:
+        return False
+    if request.streams and not event.begun:
+        return False
+    token_s = state.fleet.rates[backend].output_s_per_token.value / TUNING.output_fastest
+    prompt_s = 0.0 if job.prefilled is not None else job.plan.chosen.price.prefill_s
+    return now - job.since - job.prepared_s - prompt_s > room * token_s
 
 
 def _shares_state(state: State, job: RequestJob) -> bool:
@@ -274,8 +302,9 @@ def _shares_state(state: State, job: RequestJob) -> bool:
     The server copies that state from slot to slot with the next batch that it computes, and not
     before: into whatever is restored there meanwhile (llama-server.md section 2.1).
     """
-    whole = job.claim is SlotClaim.WHOLE_BACKEND
-    return whole and state.fleet.infos[job.slot.backend].n_stream > 1
+    whole, info = job.claim is SlotClaim.WHOLE_BACKEND, state.fleet.infos[job.slot.backend]
+    # How many streams an opaque state has is not known.
+    return whole and (info.n_stream > 1 or info.memory_kind is MemoryKind.OPAQUE)
 
 
 def _doubt_watched(state: State, job: RequestJob) -> None:

@@ -20,6 +20,7 @@ from router.base.types import (
     Stall,
 )
 from router.core.execution import deadline, placement_gate, prefill_queue
+from router.core.execution.ability_checks import compare
 from router.core.execution.completion import end
 from router.core.execution.resident_updates import after_prefill, after_quiet
 from router.core.execution.state import State
@@ -214,7 +215,7 @@ def saved(state: State, event: ev.Saved, now: float) -> None:
 
 def save_failed(state: State, event: ev.SaveFailed, now: float) -> None:
     """Go on without a snapshot; the slot is as it was."""
-    state.write_failed(event.slot.backend, now)
+    state.write_failed(event.slot.backend, now, event.reason)
     _save_over(state, event, None, now)
 
 
@@ -241,7 +242,7 @@ def was_cut(state: State, event: ev.WasCut, now: float) -> None:
 def cut_failed(state: State, event: ev.CutFailed, now: float) -> None:
     """Restore the whole snapshot instead, if the slot can hold it."""
     if job := state.request_job(event.request):
-        state.write_failed(job.slot.backend, now)
+        state.write_failed(job.slot.backend, now, event.reason)
         if job.steps:
             _restore_the_whole(state, job, f"cutting failed: {event.reason}")
         next_step(state, job, now)
@@ -332,7 +333,7 @@ def restore_failed(state: State, event: ev.RestoreFailed, now: float) -> None:
     job = state.request_job(event.request)
     if event.blame is Blame.DISK:
         if job is not None:
-            state.write_failed(job.slot.backend, now)
+            state.write_failed(job.slot.backend, now, event.reason)
     else:
         failures = state.fleet.catalog.note_restore(event.snapshot, failed=True)
         unusable = event.blame is Blame.FILE or failures >= TUNING.restore_strikes
@@ -407,9 +408,11 @@ def prefilled(state: State, event: ev.Prefilled | ev.PrefillFailed, now: float) 
         if job.cancelled:
             job.drop_steps()
     else:
-        job.note_prefill(event.reported)
         state.stalled(job.slot.backend, Stall.PREFILL, event.reported.prompt_s or 0.0)
-        slot.hold(after_prefill(slot.resident, job.doing.now, event.reported), surely=True)
+        compare(state, job, slot.resident, job.doing.now, event.reported)
+        limit = state.fleet.infos[job.slot.backend].checkpoints
+        slot.hold(after_prefill(slot.resident, job.doing.now, event.reported, limit), surely=True)
+        job.note_prefill(event.reported)
         state.fleet.rates[job.slot.backend].observe_prompt(event.reported)
         saved_anyway = bool(job.steps) and isinstance(job.steps[0], SaveStep)
         if job.doing.upto is not None:

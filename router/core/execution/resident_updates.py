@@ -1,29 +1,45 @@
 """Resident tokens of a slot after each event. Only what is certain is claimed."""
 
 from router.base.tokens import Tokens, common_prefix, count, head, iterate, join
-from router.base.types import Prompt, Reported, Request
-from router.core.model.memory_kinds import CHECKPOINT_BEFORE_END, MAX_CHECKPOINTS
+from router.base.types import MAX_CHECKPOINTS, Prompt, Reported, Request
+from router.core.model.memory_kinds import CHECKPOINT_BEFORE_END
 from router.core.model.slots import NOTHING, UNKNOWN, Resident
 
 
-def after_prefill(before: Resident, tokens: Tokens, reported: Reported) -> Resident:
-    """Return the content after the router's own prefill: its tokens and its checkpoints."""
-    return Resident(tokens, 0, _checkpoints(before, reported, count(tokens)))
+def after_prefill(
+    before: Resident, tokens: Tokens, reported: Reported, limit: int = MAX_CHECKPOINTS
+) -> Resident:
+    """Return the content after the router's own prefill: its tokens and its checkpoints.
+
+    `limit`: the most checkpoints of a slot.
+    """
+    return Resident(tokens, 0, _checkpoints(before, reported, count(tokens), limit))
 
 
-def _checkpoints(before: Resident, reported: Reported, n_prompt: int) -> tuple[int, ...]:
+def _checkpoints(
+    before: Resident, reported: Reported, n_prompt: int, limit: int
+) -> tuple[int, ...]:
     """Return the checkpoints within the reused tokens, and the one before the prompt's end.
 
     The server drops the other checkpoints, and the first ones where there are too many. It makes
     more at starts of user messages; these are not claimed.
     """
+    if not limit:
+        return ()
     kept = {c for c in before.checkpoints if c <= (reported.cached_tokens or 0)}
     kept.add(max(n_prompt - CHECKPOINT_BEFORE_END, 0))
-    return tuple(sorted(kept)[-MAX_CHECKPOINTS:])
+    return tuple(sorted(kept)[-limit:])
 
 
-def after_finish(prompt: Prompt, reported: Reported, before: Resident = NOTHING) -> Resident:
+def after_finish(
+    prompt: Prompt,
+    reported: Reported,
+    before: Resident = NOTHING,
+    limit: int = MAX_CHECKPOINTS,
+) -> Resident:
     """Return the content after a complete answer: the prompt and all but the answer's last token.
+
+    `limit`: the most checkpoints of a slot.
 
     The last sampled token is never in the KV (llama-server.md section 1.3).
 
@@ -38,7 +54,7 @@ def after_finish(prompt: Prompt, reported: Reported, before: Resident = NOTHING)
         return _with_media(prompt, reported)
     if reported.prompt_tokens is not None and reported.prompt_tokens != len(prompt):
         return UNKNOWN
-    checkpoints = _checkpoints(before, reported, len(prompt))
+    checkpoints = _checkpoints(before, reported, len(prompt), limit)
     if reported.generated is not None:
         held = head(reported.generated, max(count(reported.generated) - 1, 0))
         return Resident(join([prompt.tokens, held]), 0, checkpoints)

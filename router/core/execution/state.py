@@ -51,10 +51,10 @@ class State:
         """Reject the request: its client gets `error`."""
         self.out.append(Reject(request, error))
 
-    def write_failed(self, backend: BackendId, now: float) -> None:
+    def write_failed(self, backend: BackendId, now: float, reason: str) -> None:
         """Count a failed save or rewrite of state files for a backend."""
         if backend in self.fleet.infos:  # else it failed because the backend went down
-            self.fleet.backoffs.setdefault(backend, WriteBackoff()).fail(now)
+            self.fleet.backoffs.setdefault(backend, WriteBackoff()).fail(now, reason)
 
     def delete(self, snapshots: list[Snapshot]) -> None:
         """Delete snapshots that the catalog dropped."""

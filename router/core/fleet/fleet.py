@@ -12,13 +12,14 @@ from router.core.fleet.ghost_list import GhostList
 from router.core.fleet.servers import Servers
 from router.core.fleet.slot_index import Holdings
 from router.core.fleet.write_backoff import WriteBackoff
-from router.core.model.jobs import Job, RequestJob
+from router.core.model.jobs import Job, RequestJob, SlotWatch
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.policy import Policy
 from router.core.model.rates import Rates
 from router.core.model.server_placement import Expected, SlotClaim, holds_up, slot_claim
 from router.core.model.slots import Phase, Slot, SlotTable
 from router.core.model.tenancy import attracts, may_attract, model_of, namespace_of
+from router.core.model.tuning import TUNING
 
 
 @dataclass(slots=True)
@@ -50,6 +51,9 @@ class Fleet:
     displaced: GhostList = field(default_factory=GhostList, repr=False, compare=False)
     # Prompts sent to backends that are not managed: they may be in such a backend's own cache.
     sent: dict[BackendId, GhostList] = field(default_factory=dict, repr=False, compare=False)
+    # Restores in a row that were not used, and why a backend does less than its probe showed.
+    unused_restores: dict[BackendId, int] = field(default_factory=dict)
+    limited: dict[BackendId, str] = field(default_factory=dict)
     servers: Servers = field(default_factory=Servers)  # that the router starts and stops
 
     def serves(self, backend: BackendId, request: Request) -> bool:
@@ -91,9 +95,12 @@ class Fleet:
         return {backend for backend, gate in self.gates.items() if gate.is_closed}
 
     def room(self, request: Request) -> list[BackendId]:
-        """Return the backends that could take the request now."""
+        """Return the backends that could take the request now.
+
+        If one of them has room for the whole answer, those that do not are left out.
+        """
         n_prompt, hinted = len(request.prompt), request.slot_hint is not None
-        return [
+        found = [
             backend
             for backend, info in self.infos.items()
             if self.slots.phases(backend)[Phase.IDLE]
@@ -101,7 +108,57 @@ class Fleet:
             and _suits(info, request, n_prompt)
             and self.is_open(backend, request)
             and not (hinted and not self.free(backend, request))
+            and (not info.unified or self.has_cells(backend, request))
         ]
+        whole = n_prompt + (request.max_new_tokens or 0)
+        return [name for name in found if self.infos[name].n_ctx >= whole] or found
+
+    def has_cells(self, backend: BackendId, request: Request) -> bool:
+        """Return whether unified KV has cells for a request beside those that run.
+
+        If they run out, the server ends all requests (llama-server.md section 3). One that runs
+        alone is given all cells.
+        """
+        busy = [slot for slot in self.slots.of(backend) if slot.phase is not Phase.IDLE]
+        taken = sum(self._cells_of(slot) for slot in busy)
+        needed = len(request.prompt) + self._answer_cells(backend, request)
+        return not busy or taken + needed <= self.infos[backend].n_ctx
+
+    def in_the_way(self, own: Slot, request: Request, held: int) -> list[Slot]:
+        """Return idle slots of unified KV, to be emptied for a request in the slot `own`.
+
+        `held`: tokens of the state that it begins with. The server would empty slots by itself, in
+        their order; before a restore it does not, and the restore fails.
+        """
+        backend = own.id.backend
+        others = [slot for slot in self.slots.of(backend) if slot.id != own.id]
+        needed = max(len(request.prompt), held) + self._answer_cells(backend, request)
+        needed += sum(self._cells_of(slot) for slot in others if not slot.is_idle)
+        idle = sorted((s for s in others if s.is_idle), key=lambda s: (s.last_used, s.id))
+        left = sum(len(slot.resident) for slot in idle)
+        found: list[Slot] = []
+        for slot in idle:
+            if needed + left <= self.infos[backend].n_ctx:
+                break
+            if len(slot.resident):
+                found.append(slot)
+                left -= len(slot.resident)
+        return found
+
+    def _cells_of(self, slot: Slot) -> int:
+        job = self.job_in(slot)
+        request = job.request if isinstance(job, RequestJob | SlotWatch) else None
+        answer = self._answer_cells(slot.id.backend, request)
+        return max(count(slot.pending), len(slot.resident)) + answer
+
+    def _answer_cells(self, backend: BackendId, request: Request | None) -> int:
+        """Return the cells that are kept for an answer: not the limit that few answers reach."""
+        if request is None:
+            return 0
+        usual = self.rates[backend].output_tokens.value
+        most = max(TUNING.answer_cells * usual, TUNING.answer_cells_least)
+        limit = request.max_new_tokens
+        return round(most if limit is None else min(limit, most))
 
     def has_idle(self, model: str | None) -> bool:
         """Return whether a backend with the model has an idle slot and is not draining."""
@@ -140,6 +197,15 @@ class Fleet:
     def manages(self, backend: BackendId) -> bool:
         """Return whether the router decides what the backend's slots hold."""
         return self.infos[backend].is_managed
+
+    def reuses(self, backend: BackendId, request: Request) -> bool:
+        """Return whether the request can go on from what a slot of the backend holds.
+
+        Not where slots do not extend, nor where the server caches by request only, and the request
+        cannot say so (/v1/messages drops the field).
+        """
+        info = self.infos[backend]
+        return info.extends and (info.caches_by_default or request.pinnable)
 
     def claim(self, backend: BackendId, request: Request) -> SlotClaim:
         """Return how a request takes slots of the backend."""
@@ -262,6 +328,8 @@ class Fleet:
         self.gates.pop(backend, None)
         self.rates.pop(backend, None)
         self.backoffs.pop(backend, None)
+        self.limited.pop(backend, None)
+        self.unused_restores.pop(backend, None)
         self.sticky = {key: home for key, home in self.sticky.items() if home.backend != backend}
 
     def give_up(self, slot: Slot, kept: int = 0) -> None:

@@ -15,13 +15,15 @@ class WriteBackoff:
 
     failures: int = 0
     until: float | None = None
+    reason: str = ""  # of the last failure
 
-    def fail(self, now: float) -> None:
+    def fail(self, now: float, reason: str) -> None:
         """Count a failed save or rewrite: the second in a row starts a backoff.
 
         Each further failure doubles the backoff.
         """
         self.failures += 1
+        self.reason = reason
         doubled = self.failures - TUNING.write_failures_forgiven - 1
         if doubled >= 0:
             backoff_s = TUNING.write_backoff_first_s * 2.0**doubled

@@ -94,6 +94,13 @@ class Dispatch(Struct, frozen=True):
     prefilled: OwnPrefill | None = None
 
 
+class Limited(Struct, frozen=True):
+    """Tell the operator that a backend was seen to do less than its probe showed."""
+
+    backend: BackendId
+    reason: str
+
+
 class Reject(Struct, frozen=True):
     """Refuse the request with `error`."""
 
@@ -191,4 +198,5 @@ Effect = (
     | StopServer
     | ModelReady
     | Account
+    | Limited
 )

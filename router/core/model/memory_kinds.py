@@ -5,7 +5,6 @@ from router.base.types import MemoryKind
 # llama-server takes a checkpoint this many tokens before the end of every prompt
 # (llama-server.md section 4.1). An identical prompt on a live slot resumes there.
 CHECKPOINT_BEFORE_END = 4
-MAX_CHECKPOINTS = 32  # of a slot; default of `--ctx-checkpoints` (llama-server.md section 3)
 
 
 def reusable_tokens(

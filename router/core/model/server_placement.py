@@ -48,12 +48,14 @@ def slot_claim(request: Request, info: BackendInfo, *, computes_first: bool) -> 
 def can_be_steered(request: Request, info: BackendInfo) -> bool:
     """Return whether the server places the request and a prefill decides on which slot.
 
-    Not where tenants are kept apart: another tenant's slot could have as much of the prompt.
+    Not where tenants are kept apart: another tenant's slot could have as much of the prompt. Nor
+    where the server would compute it again.
     """
     prompt = request.prompt
     known = len(prompt) > 1 and prompt.is_exact and not request.adapted
     picked = not (request.pinnable or request.whole_backend)
-    return picked and known and request.reuse and info.is_managed and not request.tenant
+    reused = request.reuse and info.extends and info.caches_by_default
+    return picked and known and reused and info.is_managed and not request.tenant
 
 
 def may_hold(held: Resident, prompt: Prompt) -> bool:

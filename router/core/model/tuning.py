@@ -54,6 +54,23 @@ class Tuning(Struct, frozen=True):
     # before. Chosen: a save that costs a twentieth of the prefill is then worth it, as on a CPU.
     branch_chance: float = 0.05
 
+    # An answer is generated at most so many times faster than its backend's usual speed. Chosen:
+    # the usual speed is that beside other answers.
+    output_fastest: float = 4.0
+
+    # Cells of unified KV kept for an answer: so many usual lengths, at least so many. Chosen: if
+    # the cells run out, all requests of the server fail.
+    answer_cells: float = 4.0
+    answer_cells_least: int = 256
+    # An answer of more than so many usual lengths is not thought of. Chosen: one in 3,000.
+    answer_longest: float = 8.0
+
+    # -- what a backend can do -------------------------------------------------------------------
+
+    # Fewest tokens of a slot by which a report on a prompt is compared with what was expected.
+    # Chosen: a template's first tokens prove nothing.
+    compared_tokens: int = 64
+
     # -- quotes ------------------------------------------------------------------------------------
 
     # Seconds after which a slot counts as free in a quote, if nothing is known of its end. Chosen.

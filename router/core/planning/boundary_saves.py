@@ -19,8 +19,8 @@ def boundary_saves(
 ) -> tuple[tuple[int, ...], float]:
     """Return the lengths to stop at, ascending, and the seconds of their saves.
 
-    A length is worth it if the save costs less than a snapshot there is expected to save. The
-    chance that later requests context for it counts. Candidates:
+    A length is worth it if the save costs less than a snapshot there is expected to save, weighted
+    by the chance that a later prompt asks for it. Candidates:
 
     1. the boundaries of the messages, or without any the last token but one;
     2. where the prompt diverges from what a snapshot or a slot holds: another prompt has diverged
@@ -29,6 +29,8 @@ def boundary_saves(
     info, prompt = fleet.infos[chosen.slot.backend], request.prompt
     kind = info.memory_kind
     if goes_back(kind) or not can_restore(kind) or prompt.n_media or request.whole_backend:
+        return (), 0.0
+    if not fleet.reuses(info.id, request):
         return (), 0.0
     rates, catalog = fleet.rates[info.id], fleet.catalog
     chance, running = fleet.policy.reuse_probability, fleet.running(info.id)

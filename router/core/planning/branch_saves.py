@@ -23,8 +23,6 @@ def branch_save_pays(fleet: Fleet, job: RequestJob) -> bool:
     """
     info, slot = fleet.infos[job.slot.backend], fleet.slots[job.slot]
     prompt, rates = job.request.prompt, fleet.rates[info.id]
-    if rates.output_s_per_token.n < TUNING.rate_settled:
-        return False  # the length of answers is a guess so far
     held = slot.resident.tokens
     cost_s = rates.save_s(count(held)) * (1 + fleet.running(info.id)) + 2 * rates.handling_s.value
     generation_s = rates.generation_s(job.request.max_new_tokens)

@@ -20,6 +20,7 @@ def can_save(fleet: Fleet, info: BackendInfo, tokens: int) -> bool:
         and info.kv_dir is not None
         and fleet.may_write(info.id)
         and can_restore(info.memory_kind)
+        and info.extends
         and tokens > info.window
         and fleet.catalog.limits.admits(tokens, size_bytes)
     )

@@ -4,7 +4,9 @@ Pure: the same fleet, request and time always give the same plan. `POST /kvferry
 same function as production.
 """
 
-from router.base.types import Request, Source
+from math import inf
+
+from router.base.types import BackendId, Request, Source
 from router.core.fleet.fleet import Fleet
 from router.core.model.plan import Candidate, Plan
 from router.core.model.policy import PolicyName
@@ -33,7 +35,10 @@ def plan(
         return baseline(context, room)
     if not room:
         return None
-    later = starting_later(context, 1 + losers, patient=waited_s < fleet.policy.max_wait_s)
+    patient = waited_s < fleet.policy.max_wait_s
+    if patient and request.max_new_tokens and _waits_for_room(context, room):
+        return None
+    later = starting_later(context, 1 + losers, patient=patient)
     # Owners of a prefix compete by other rules than their price alone.
     shared = [way for way in later if way.source is Source.SNAPSHOT]
     candidates = starting_now(context, room, 1 + losers, shared) + later
@@ -52,6 +57,24 @@ def plan(
         boundary_saves_s=stops_s,
         shared=context.shared if starts else None,
     )
+
+
+def _waits_for_room(context: PricingContext, room: list[BackendId]) -> bool:
+    """Return True if the answer may be cut off in all idle slots, and waiting costs less.
+
+    The wait is for a slot that can hold the longest answer that the client allows.
+    """
+    loss_s = min(context.cut_off_s(backend) for backend in room)
+    if not loss_s:
+        return False
+    fleet, whole = context.fleet, context.n_prompt + (context.request.max_new_tokens or 0)
+    waits_s = (
+        slot.busy_until - context.now if slot.busy_until > context.now else TUNING.unknown_end_s
+        for backend, info in fleet.infos.items()
+        if backend not in room and info.n_ctx >= whole and fleet.serves(backend, context.request)
+        for slot in fleet.slots.of(backend)
+    )
+    return loss_s > min(waits_s, default=inf)
 
 
 def _owner_first(candidates: list[Candidate]) -> Candidate:
@@ -80,7 +103,7 @@ def _prefill_first(request: Request, chosen: Candidate, fleet: Fleet) -> bool:
     claim = fleet.claim(chosen.slot.backend, request)
     if claim in (SlotClaim.UNMANAGED, SlotClaim.WHOLE_BACKEND):
         return False
-    if not prompt.is_exact or not request.reuse:
+    if not prompt.is_exact or not request.reuse or not fleet.reuses(chosen.slot.backend, request):
         return False
     if len(prompt) - chosen.reused_tokens < 2:
         return False  # only the last token is left, and the client's request computes that

@@ -3,6 +3,7 @@
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import exp
 from typing import NamedTuple
 
 from router.base.types import (
@@ -93,6 +94,21 @@ class PricingContext:
             known = self._ahead[backend] = ahead(self.fleet, backend, self.now)
         return before_s(known, prefill_s)
 
+    def cut_off_s(self, backend: BackendId) -> float:
+        """Return the expected loss, in seconds, if the slot ends before the answer does.
+
+        The client asks again then. Lengths of answers are taken for exponential.
+        """
+        rates = self.fleet.rates[backend]
+        room = self.fleet.infos[backend].n_ctx - self.n_prompt
+        wanted = self.request.max_new_tokens
+        usual = max(rates.output_tokens.value, 1.0)
+        if room > TUNING.answer_longest * usual or (wanted is not None and wanted <= room):
+            return 0.0
+        chance = exp(-room / usual)
+        again_s = rates.prefill_s(self.n_prompt) + room * rates.output_s_per_token.value
+        return chance * again_s
+
     def least_s(self, backend: BackendId, reused: int) -> float:
         """Return a lower bound, in seconds, for a start there that reuses `reused` tokens."""
         seconds = self.fleet.rates[backend].prefill_s(self.n_prompt - reused, reused)
@@ -138,6 +154,7 @@ class PricingContext:
         if reused < self.computing:
             twice_s = rates.prefill_s(self.computing - reused, reused)
             loss_s += self.fleet.policy.reuse_probability * twice_s
+        loss_s += self.cut_off_s(slot.backend)
         stopped_s = displaced_s + restore_s + prefill_s
         return Candidate(
             slot=slot,

@@ -6,11 +6,12 @@ that quotes of several hosts can be compared.
 
 from math import inf
 
-from router.base.types import Request, Source
+from router.base.types import BackendId, Request, Source
 from router.core.fleet.fleet import Fleet
 from router.core.model.memory_kinds import reusable_tokens
 from router.core.model.plan import Quote
 from router.core.model.request_queue import Queue
+from router.core.model.servers import Server
 from router.core.model.slots import Phase
 from router.core.model.tenancy import namespace_of
 from router.core.model.tuning import TUNING
@@ -92,9 +93,39 @@ def _wait_s(ends_s: list[float], n_ahead: int) -> float:
 def _once_loaded(request: Request, fleet: Fleet, now: float) -> Quote | None:
     """Return the quote of a request for a model that has to be loaded first. None: it cannot be."""
     waits_s = [
-        server.load_s.value for server in fleet.servers.of(request.model) if server.may_serve(now)
+        server.load_s.value + _until_room_s(fleet, server, now)
+        for server in fleet.servers.of(request.model)
+        if server.may_serve(now)
     ]
     wait_s = min(waits_s, default=inf)
     if wait_s == inf:
         return None
     return Quote(wait_s, wait_s)
+
+
+def must_make_room(fleet: Fleet, model: str | None, now: float) -> bool:
+    """Return whether each server of a model waits for another one to be stopped."""
+    return all(_until_room_s(fleet, server, now) > 0 for server in fleet.servers.of(model))
+
+
+def _until_room_s(fleet: Fleet, server: Server, now: float) -> float:
+    """Return the seconds until other models have made room for a server; inf: they need not."""
+    waits_s = [0.0]
+    for limit in fleet.servers.limits:
+        loaded = fleet.servers.loaded(limit)
+        if server.spec.model in loaded or len(loaded) < limit.most:
+            continue
+        if server.spec.model not in limit.models:
+            continue
+        others = [s for s in fleet.servers if s.spec.model in loaded and not s.spec.keep]
+        ends_s = (_until_idle_s(fleet, other.name, now) + other.stop_s.value for other in others)
+        waits_s.append(min(ends_s, default=inf))
+    return max(waits_s)
+
+
+def _until_idle_s(fleet: Fleet, backend: BackendId, now: float) -> float:
+    busy = [slot for slot in fleet.slots.of(backend) if slot.phase not in (Phase.IDLE, Phase.LOST)]
+    if not busy:
+        return 0.0
+    late_s = TUNING.late_share * fleet.rates[backend].generation_s(None)
+    return max(min(max(s.busy_until - now, late_s), TUNING.unknown_end_s) for s in busy)

@@ -67,6 +67,8 @@ def _residents(context: PricingContext, room: list[BackendId], found: Cheapest) 
             continue
         if hinted and not fleet.wants(slot, context.request):
             continue
+        if not fleet.reuses(name.backend, context.request):
+            continue
         if reused := fleet.reusable(slot, context.n_prompt, common):
             leads.append((context.least_s(name.backend, reused), name, common, reused))
             if not slot.must_not_save:
@@ -143,6 +145,8 @@ def _elsewhere(
         return
     info = fleet.infos[backend]
     found.add(context.candidate(target.id, Source.COLD, displaced))
+    if not fleet.reuses(backend, context.request):
+        return
     for file in _files(context, info, owner).files:
         # A longer file "does not fit in the slot context" (llama-server.md section 1.1).
         if file.length <= info.n_ctx and (fleet.may_write(backend) or _is_there(info, file)):

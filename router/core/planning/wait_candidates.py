@@ -117,7 +117,8 @@ def _busy(context: PricingContext) -> Iterator[Slot]:
         phases = bench.phases
         if not any(phases[phase] for phase in wanted):
             continue
-        if fleet.fits(backend, context.request) and fleet.manages(backend):
+        fits = fleet.fits(backend, context.request) and fleet.manages(backend)
+        if fits and fleet.reuses(backend, context.request):
             for slot in fleet.slots.of(backend):
                 if slot.phase in wanted:
                     yield slot

@@ -16,6 +16,7 @@ from router.base.errors import (
     BackendRefusedError,
     BackendTimeoutError,
     KvError,
+    ProbePutOffError,
     TwinError,
 )
 from router.base.ports import SnapshotStore
@@ -24,9 +25,10 @@ from router.llama.attach.diagnosis import Trouble, unusable
 from router.llama.attach.drivers import Drivers
 from router.llama.attach.model_file import model_digest
 from router.llama.attach.namespace import digest, is_same, namespace
-from router.llama.attach.probe import ProbeResult, probe
+from router.llama.attach.probe import ProbeResult, is_still_so, probe
 from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer, ModelsInfo, Props
+from router.store.format.head import VERSION
 from router.store.slot_journal import JournalEntry
 
 log = structlog.get_logger(__name__)
@@ -35,6 +37,10 @@ log = structlog.get_logger(__name__)
 # default: often enough over a day, and so seldom that clients do not notice. (The probe takes one
 # or two slots away for a second.)
 _PROBE_AGAIN_CHECKS = 10
+# A probe makes way for a request that waits, once it has taken so many seconds; but only so often,
+# or a busy server with one slot would never be probed. A probe of a small model takes 0.3 s.
+GRACE_S = 1.0
+_PUT_OFF_MOST = 3
 # With more than one poll of the slots a second, a server does not notice abandoned requests
 # (llama-server.md section 5.6).
 _STRANGERS_INTERVAL_S = 1.5
@@ -50,6 +56,7 @@ class Attached:
     models: ModelsInfo
     probe: ProbeResult
     recalled: bool = False  # the probe is that of an equal process before
+    lora: bytes = b""  # the answer about its adapters
     kept: Mapping[int, JournalEntry] = field(default_factory=dict)  # slots as the router knew them
 
 
@@ -57,6 +64,7 @@ EMPTIES_SLOTS = (
     "it moves idle slots into its RAM cache at every start (its defaults: unified KV,"
     " --cache-ram): kvferry keeps conversations on their server and moves no KV"
 )
+OTHER_ADAPTERS = "its LoRA adapters were changed: what its slots hold is of no use any more"
 NO_RAM_CACHE = "restart it with --cache-ram 0"
 PLACES_BY_AGE = (
     "it places requests by age and not by prefix (-sps 0): a prompt that kvferry cannot pin is"
@@ -112,8 +120,14 @@ class Monitor:
         drivers: Drivers,
         recall: Recall = lambda *_: None,
         recall_slots: RecallSlots = _no_slots,
+        is_waited_for: Callable[[BackendId], bool] = lambda _: False,
     ) -> None:
-        """Set up the monitor. `drivers` is shared by all monitors."""
+        """Set up the monitor. `drivers` is shared by all monitors.
+
+        `is_waited_for`: whether a request waits that the backend could serve with a slot more.
+        """
+        self._is_waited_for = is_waited_for
+        self._put_off = 0  # probes, since it came up
         self._recall_slots = recall_slots
         self._recall = recall
         self.client = client
@@ -150,6 +164,11 @@ class Monitor:
     def saves(self) -> bool:
         """Return whether the content of its slots may be saved to state files."""
         return self.attached is not None and self.attached.info.kv_dir is not None
+
+    @property
+    def caches(self) -> bool:
+        """Return whether it reuses KV for a request that does not say `cache_prompt`."""
+        return self.attached is None or self.attached.info.caches_by_default
 
     def doubt(self) -> None:
         """Check now rather than at the next interval: a request did not reach the backend."""
@@ -232,11 +251,15 @@ class Monitor:
             log.warning("backend_down", backend=self.client.id, reason="it restarted")
             self._lose()
         self._take(props)
+        if self.attached is not None and await _lora(self.client) != self.attached.lora:
+            log.warning("backend_down", backend=self.client.id, reason=OTHER_ADAPTERS)
+            self._lose()
+            self._take(props)
         if self.attached is None:
             await self._attach(props)
         elif self.attached.probe.untried:
             self._checks_since_probe += 1
-            if self._checks_since_probe >= _PROBE_AGAIN_CHECKS:
+            if self._put_off or self._checks_since_probe >= _PROBE_AGAIN_CHECKS:
                 self._checks_since_probe = 0
                 await self._probe_again(props)
         if not props.is_sleeping:  # a poll of the slots would wake it (llama-server.md section 5.7)
@@ -278,7 +301,14 @@ class Monitor:
         self.client.give_up()
 
     async def _attach(self, props: Props) -> None:
-        attached = await self._learn(props, None)
+        """Attach the backend, probed; or unprobed, if a request would wait for the probe."""
+        self._put_off = 0
+        try:
+            attached = await self._learn(props, None)
+        except ProbePutOffError:
+            self._put_off += 1
+            attached = await self._learn(props, None, with_probe=False)
+            attached.probe.put_off()
         self.attached = attached
         self.models, self.generates = attached.info.models, attached.info.generates
         self.problem, self._told = "", None
@@ -298,6 +328,11 @@ class Monitor:
             return
         try:
             attached = await self._learn(props, borrowed)
+        except ProbePutOffError:
+            self._put_off += 1
+            assert self.attached is not None
+            self._on_probed(self.attached)  # gives the slots back
+            return
         except (BackendError, KvError):
             # Probe requests may still run in the slots: only attaching anew is safe.
             self._lose()
@@ -306,14 +341,23 @@ class Monitor:
         _log_attached("backend_probed", attached)
         self._on_probed(attached)
 
-    async def _learn(self, props: Props, only: Collection[int] | None) -> Attached:
+    async def _learn(
+        self, props: Props, only: Collection[int] | None, *, with_probe: bool = True
+    ) -> Attached:
+        began, loop = asyncio.get_running_loop().time(), asyncio.get_running_loop()
+
+        def makes_way() -> bool:
+            late = loop.time() > began + GRACE_S and self._put_off < _PUT_OFF_MOST
+            return late and self._is_waited_for(self.client.id)
+
         attached = await attach(
             self.client,
             props,
             kv_dir=self._kv_dir,
             store=self._store,
             extra_models=self._extra_models,
-            with_probe=self.watch.probe,
+            with_probe=with_probe and self.watch.probe,
+            makes_way=makes_way,
             tenants=self.watch.tenants,
             known=self._known_namespaces(),
             only=only,
@@ -348,8 +392,8 @@ def _log_attached(event: str, attached: Attached) -> None:
         log.warning("backend_limited", backend=info.id, reason=f"{PLACES_BY_AGE}; {NO_SPS}")
     if attached.probe.ram_cache:
         log.warning("backend_mixes_tenants", backend=info.id, reason=MIXES_TENANTS)
-    if attached.probe.note:
-        log.info("backend_note", backend=info.id, note=attached.probe.note)
+    for remark in attached.probe.remarks:
+        log.info("backend_note", backend=info.id, note=remark)
 
 
 async def attach(
@@ -365,11 +409,12 @@ async def attach(
     only: Collection[int] | None = None,
     recall: Recall = lambda *_: None,
     entries: Sequence[JournalEntry] = (),
+    makes_way: Callable[[], bool] = lambda: False,
 ) -> Attached:
     """Learn all facts about a backend, and probe it. Raises BackendError.
 
     The probe uses any idle slot, or only the idle ones in `only`. No probe if one is recalled.
-    `entries`: what slots of this process held once.
+    `entries`: what slots of this process held once. `makes_way`: see `probe`.
     """
     models = await client.models()
     lora = await _lora(client)
@@ -382,11 +427,12 @@ async def attach(
             with contextlib.suppress(BackendRefusedError):  # a model without KV refuses
                 await client.erase(slot.index)  # adapted KV is neither kept nor reused
     recalled = recall(props, models)
+    if recalled is not None and not await is_still_so(client, store, kv_dir, allowed, recalled):
+        recalled = None
     found = recalled or ProbeResult()
     if with_probe and recalled is None:
-        found = await probe(client, store, kv_dir, allowed, tenants=tenants)
-    layout = found.layout.fingerprint() if found.layout else ""
-    facts = digest(props, models, lora, layout)
+        found = await probe(client, store, kv_dir, allowed, tenants=tenants, makes_way=makes_way)
+    facts = digest(props, models, lora, _layout_name(found, props))
     file = await asyncio.to_thread(model_digest, props.model_path, models.size)
     info = BackendInfo(
         id=client.id,
@@ -399,16 +445,62 @@ async def attach(
         keeps_idle_slots=found.keeps_idle_slots,
         generates=found.generates,
         n_stream=found.n_stream,
+        unified=props.total_slots > 1 and found.unified,
         window=found.window,
         cuts=found.cuts,
-        bytes_per_token=found.layout.bytes_per_token if found.layout else 0.0,
+        extends=found.extends,
+        caches_by_default=found.caches_by_default,
+        checkpoints=found.checkpoints,
+        bytes_per_token=found.bytes_per_token,
         prefill_s_per_token=(
             found.prefill_s / found.n_tokens if found.prefill_s and found.n_tokens else None
         ),
+        output_s_per_token=found.output_s,
+        save_s=found.save_s,
+        restore_s=found.restore_s,
     )
     after = tuple(await _slots(client, props))
     kept = _kept(entries, slots, after, info.namespace)
-    return Attached(info, after, props, models, found, recalled is not None, kept)
+    if _has_adapters(lora):
+        after = tuple(await _without_unknown(client, props, after, kept))
+    return Attached(info, after, props, models, found, recalled is not None, lora, kept)
+
+
+async def _without_unknown(
+    client: LlamaClient, props: Props, slots: Sequence[SlotStatus], kept: Collection[int]
+) -> list[SlotStatus]:
+    """Empty the slots of a server with adapters that are not `kept`; return all anew.
+
+    Adapters may be changed while the server runs. The KV in a slot may be that of others than now,
+    and would be saved under the name of those of now.
+    """
+    for slot in slots:
+        if slot.index not in kept and not slot.is_processing:
+            with contextlib.suppress(BackendRefusedError):
+                await client.erase(slot.index)
+    unknown = [s.index for s in slots if s.is_processing]
+    return [
+        replace(s, adapted=True) if s.index in unknown else s for s in await _slots(client, props)
+    ]
+
+
+def _has_adapters(lora: bytes) -> bool:
+    """Return whether an answer to `GET /lora-adapters` names any."""
+    return lora.strip() not in (b"", b"[]")
+
+
+def _layout_name(found: ProbeResult, props: Props) -> str:
+    """Return a name for the layout of state files; servers with one name take each other's files.
+
+    Of an opaque layout only the size of the probe's file is known, which differs with types, layers
+    and streams. It is the same only in the same build.
+    """
+    if found.layout is None:
+        return ""
+    if not found.layout.is_opaque:
+        name, version = found.layout.fingerprint(), found.state_version
+        return name if version in (0, VERSION) else f"{name} v{version}"
+    return f"{props.build_info} v{found.state_version} {found.n_tokens} {found.size_bytes}"
 
 
 def _kept(

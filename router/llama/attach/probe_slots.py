@@ -8,7 +8,7 @@ import structlog
 from router.base.errors import BackendError, BackendRefusedError, KvError
 from router.base.ports import SnapshotStore
 from router.base.tokens import Tokens, common_prefix, count, head, join, pack, unpack
-from router.base.types import KvDir, SlotStatus
+from router.base.types import KvDir, MemoryKind, SlotStatus
 from router.llama.client import LlamaClient
 from router.llama.replies import InfillAnswer
 from router.llama.wire import INFILL_PROBES
@@ -28,14 +28,19 @@ async def put_aside(
     """
     if store is None or kv_dir is None or not slot.n_tokens:
         return None
-    name = store.staging_name()
-    try:
-        saved = await client.save(slot.index, name)
-        await store.verify(kv_dir, name, saved.size_bytes)
-    except (BackendError, KvError) as error:
-        log.info("probe_cannot_keep_slot", backend=client.id, slot=slot.index, reason=str(error))
-        return None
-    return name
+    reason = ""
+    # As the file looks, or if it cannot be read, as it is.
+    for kind in (None, MemoryKind.OPAQUE):
+        name = store.staging_name()
+        try:
+            saved = await client.save(slot.index, name)
+            await store.verify(kv_dir, name, saved.size_bytes, kind)
+        except (BackendError, KvError) as error:
+            reason = str(error)
+        else:
+            return name
+    log.info("probe_cannot_keep_slot", backend=client.id, slot=slot.index, reason=reason)
+    return None
 
 
 async def put_back(

@@ -18,7 +18,9 @@ from router.base.errors import KvFileError
 from router.base.tokens import Tokens
 
 MAGIC = 0x67677371  # LLAMA_STATE_SEQ_MAGIC, "ggsq"
-VERSION = 4  # LLAMA_STATE_SEQ_VERSION
+# LLAMA_STATE_SEQ_VERSION. The head is the same in all of them, but for the form of the tokens.
+OLDEST_VERSION = 2  # b8929 to b10566
+VERSION = 4  # b11434, b11549; 3: b10809 to b11063
 MEDIA_TOKEN = -1  # LLAMA_TOKEN_NULL: a position that media fills; as word 0 it marks "packed"
 PAYLOAD_VERSION = 1  # SERVER_TOKENS_STATE_VERSION
 
@@ -43,6 +45,7 @@ class Head:
     media_starts: tuple[int, ...]
     legacy: bool  # a plain list of ids, as llama.cpp wrote it before media could be saved
     end: int
+    version: int = VERSION
 
     @property
     def n_tokens(self) -> int:
@@ -51,32 +54,35 @@ class Head:
 
 
 def read_head(file: BinaryIO) -> Head:
-    """Read the head of `file`, which must be seekable. Raises KvFileError that names the fault."""
+    """Read the head of `file`, which must be seekable. Raises KvFileError that names the fault.
+
+    A later version is read in the same way: the probe compares the tokens with those it sent.
+    """
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     magic, version, n_words = _PREFIX.unpack(_exactly(file, _PREFIX.size, "prefix"))
     if magic != MAGIC:
         raise KvFileError(f"magic is {magic:#010x}, not {MAGIC:#010x}")
-    if version != VERSION:
-        raise KvFileError(f"state version is {version}, not {VERSION}")
+    if version < OLDEST_VERSION:
+        raise KvFileError(f"state version is {version}, and {OLDEST_VERSION} is the oldest known")
     end = _PREFIX.size + _WORD * n_words
     if end > size:
         raise KvFileError(f"token payload ends at byte {end}, the file at {size}")
     if n_words == 0:
-        return Head(tok.EMPTY, (), legacy=True, end=end)
+        return Head(tok.EMPTY, (), legacy=True, end=end, version=version)
     (word0,) = struct.unpack("<i", _exactly(file, _WORD, "token payload"))
     if word0 != MEDIA_TOKEN:
         file.seek(_PREFIX.size)
         ids = _read_tokens(file, n_words, end)
         _check_media(ids, ())
-        return Head(ids, (), legacy=True, end=end)
+        return Head(ids, (), legacy=True, end=end, version=version)
     payload_version = _read_u32(file, end, "payload version")
     if payload_version != PAYLOAD_VERSION:
         raise KvFileError(f"token payload version is {payload_version}, not {PAYLOAD_VERSION}")
     ids = _read_tokens(file, _read_u32(file, end, "token count"), end)
     starts = _read_media(file, tok.count(ids), end)
     _check_media(ids, starts)
-    return Head(ids, starts, legacy=False, end=end)
+    return Head(ids, starts, legacy=False, end=end, version=version)
 
 
 def collapse_media(head: Head, fingerprints: Sequence[int]) -> Tokens | None:

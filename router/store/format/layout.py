@@ -35,7 +35,7 @@ from router.store.format.head import MAX_TOKENS, Head
 MAX_STREAMS = 256  # LLAMA_MAX_SEQ
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_ROW = 1 << 32  # bytes of one layer in one cell; only keeps the sums below absurd values
-MAX_ATTENTION_BLOCKS = 2  # base and SWA (or MLA and indexer); no class writes more in b11434
+MAX_ATTENTION_BLOCKS = 3  # base, indexer, SWA (`llama_kv_cache_dsa_iswa`); no class writes more
 
 APPENDIX_MAGIC = 0x504B4353  # "SCKP"
 APPENDIX_VERSION = 1
@@ -56,6 +56,7 @@ TYPES: dict[int, tuple[int, int]] = {
     30: (1, 2),  # bf16
 }
 
+_ROT_SINCE = 4  # the state version with the rotation of K and V in the header
 _RECURRENT_CELL_BYTES = 8  # pos, n_seq_id
 _APPENDIX = struct.Struct("<III")  # magic, version, count
 _CHECKPOINT = struct.Struct("<qii")  # n_tokens, pos_min, pos_max
@@ -63,6 +64,7 @@ _STATE = struct.Struct("<II")  # magic, kept on the device
 _CELLS_AT_ONCE = 1 << 14
 _U32 = struct.Struct("<I")
 _DATA = struct.Struct("<IIII")  # v_trans, n_layer, n_rot_k, n_rot_v
+_DATA_BEFORE_4 = struct.Struct("<II")  # v_trans, n_layer: state versions 2 and 3
 _RECURRENT = struct.Struct("<II")  # s_trans, n_layer
 _U64 = struct.Struct("<Q")
 _ROW = struct.Struct("<iQ")  # type, row bytes
@@ -71,7 +73,10 @@ _ROW_TRANSPOSED = struct.Struct("<iII")  # type, element bytes, elements in a ro
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The blocks after the head of a state file, and the checkpoints after the blocks."""
+    """The blocks after the head of a state file, and the checkpoints after the blocks.
+
+    Without blocks it is opaque: a memory state that is not understood.
+    """
 
     blocks: tuple[Block, ...]
     checkpoints: tuple[Checkpoint, ...] = ()
@@ -82,8 +87,23 @@ class Layout:
 
     @property
     def recurrent(self) -> RecurrentBlock | None:
-        last = self.blocks[-1]
+        last = self.blocks[-1] if self.blocks else None
         return last if isinstance(last, RecurrentBlock) else None
+
+    @property
+    def is_opaque(self) -> bool:
+        """Return whether nothing is known of the memory state."""
+        return not self.blocks
+
+    @property
+    def window(self) -> AttentionBlock | None:
+        """Return the block that has lost its first cells. None: there is none, or no more so far.
+
+        With `--swa-full` a server keeps those cells and does not write them either.
+        """
+        base, *others = self.attention or (None,)
+        lost = (block for block in others if base and block.cell_count < base.cell_count)
+        return next(lost, None)
 
     @property
     def n_stream(self) -> int:
@@ -94,16 +114,24 @@ class Layout:
     def memory_kind(self) -> MemoryKind:
         """Return the memory kind, as far as shapes tell.
 
-        Two attention blocks may also be a sparse-attention indexer.
+        Further attention blocks may also be those of a sparse attention: `llama/attach/probe.py`
+        tries which.
         """
+        if self.is_opaque:
+            return MemoryKind.OPAQUE
         if self.recurrent is not None:
             return MemoryKind.HYBRID if self.attention else MemoryKind.RECURRENT
         return MemoryKind.SLIDING_WINDOW if len(self.attention) > 1 else MemoryKind.FULL
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes of one more token in a long state: id, and a cell of the first block."""
-        return 4.0 + (self.attention[0].bytes_per_cell if self.attention else 0)
+        """Return the bytes of one more token in a long state: id, and a cell of each whole block.
+
+        0 for an opaque state.
+        """
+        if self.is_opaque:
+            return 0.0
+        return 4.0 + sum(b.bytes_per_cell for b in self.attention if b is not self.window)
 
     @property
     def is_empty(self) -> bool:
@@ -122,6 +150,9 @@ class Layout:
         return xxhash.xxh3_64_hexdigest(text.encode())
 
 
+OPAQUE = Layout(())
+
+
 def read_layout(file: BinaryIO, head: Head, size: int) -> Layout:
     """Read the memory state of `file`, which has `size` bytes.
 
@@ -129,7 +160,7 @@ def read_layout(file: BinaryIO, head: Head, size: int) -> Layout:
     """
     found, reasons = list[Layout](), list[str]()
     for ext in (False, True):
-        walk = _Walk(file, size, ext)
+        walk = _Walk(file, size, ext, head.version)
         for blocks in walk.blocks(head.end, ()):
             layout = Layout(blocks, walk.appendix(blocks[-1].end) or ())
             # Without cells, both readings (with and without extension) are the same.
@@ -137,7 +168,7 @@ def read_layout(file: BinaryIO, head: Head, size: int) -> Layout:
                 found.append(layout)
         reasons += walk.reasons
     if len(found) == 1:
-        return _with_states(found[0], file)
+        return _with_states(found[0], file, head.version)
     if found:
         raise KvFileError("the memory state can be read in more than one way")
     raise KvFileError(f"the memory state cannot be read: {'; '.join(dict.fromkeys(reasons))}")
@@ -172,7 +203,7 @@ def _check_end(blocks: Iterable[Block | Checkpoint], n: int, exact: bool) -> Non
                 raise KvFileError(f"{block.cell_count} cells for {room} positions")
 
 
-def _with_states(layout: Layout, file: BinaryIO) -> Layout:
+def _with_states(layout: Layout, file: BinaryIO, version: int) -> Layout:
     """Read the states of the checkpoints. Raises KvFileError if their shapes are others."""
     last = layout.recurrent
     # Checkpoints hold recurrent states, and of attention only a window
@@ -181,17 +212,18 @@ def _with_states(layout: Layout, file: BinaryIO) -> Layout:
         (*layout.attention[1:], last) if last is not None else layout.attention[-1:]
     )
     ext = any(block.ext for block in layout.attention)
-    states = [_Walk(file, c.end, ext).state(c, parts) for c in layout.checkpoints]
+    states = [_Walk(file, c.end, ext, version).state(c, parts) for c in layout.checkpoints]
     return replace(layout, checkpoints=tuple(states))
 
 
 class _Walk:
     """One attempt to read a memory state, with the cell extension or without."""
 
-    def __init__(self, file: BinaryIO, size: int, ext: bool) -> None:
+    def __init__(self, file: BinaryIO, size: int, ext: bool, version: int) -> None:
         self._file = file
         self._size = size
         self._ext = ext
+        self._has_rot = version >= _ROT_SINCE
         self.reasons: list[str] = []
 
     def blocks(self, at: int, before: tuple[Block, ...]) -> Iterator[tuple[Block, ...]]:
@@ -295,10 +327,12 @@ class _Walk:
         words = (CELL_BYTES + (EXT_BYTES if self._ext else 0)) // 4
         low, high = self._cells(at, n_cells, words, n_seq_id=1)
         at += n_cells * words * 4
-        v_trans, n_layer, n_rot_k, n_rot_v = self._unpack(_DATA, at, "data header")
-        if v_trans > 1 or not 1 <= n_layer <= MAX_LAYERS:
+        data = _DATA if self._has_rot else _DATA_BEFORE_4
+        v_trans, n_layer, *rot = self._unpack(data, at, "data header")
+        if v_trans > 1 or n_layer > MAX_LAYERS:
             raise KvFileError(f"no data header at byte {at}: v_trans {v_trans}, layers {n_layer}")
-        at += _DATA.size
+        n_rot_k, n_rot_v = rot or (0, 0)
+        at += data.size
         k, at = self._rows(at, n_layer, n_cells)
         v: tuple[TensorSection, ...] = ()
         if has_v:

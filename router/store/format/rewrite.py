@@ -17,7 +17,7 @@ from router.base import tokens as tok
 from router.base.errors import KvFileError
 from router.base.types import MemoryKind
 from router.store.format.blocks import CELL_BYTES, AttentionBlock, Stream, TensorSection
-from router.store.format.head import MAGIC, MEDIA_TOKEN, PAYLOAD_VERSION, VERSION, Head
+from router.store.format.head import MAGIC, MEDIA_TOKEN, PAYLOAD_VERSION, Head
 from router.store.format.layout import MAX_STREAMS, Layout
 
 # Each piece costs about 150 bytes of memory and 1 µs when it is written. 80 layers of 1,024
@@ -163,20 +163,20 @@ def pad(layout: Layout, file: BinaryIO | None, size_bytes: int) -> Rewrite | Non
     its tokens again (docs/llama-server.md sections 4.3 and 4.4). The cell is outside the window of
     every later token, so its content has no effect.
 
-    None for a file that needs no padding or cannot be padded. Only the second block changes: it
-    has one more cell and a lower `pos_min`. Without `file` the new cell's seq_id is 0;
+    None for a file that needs no padding or cannot be padded. Only the window changes: it has one
+    more cell and a lower `pos_min`. Without `file` the new cell's seq_id is 0;
     llama-server reads no seq_id.
     """
-    if layout.memory_kind is not MemoryKind.SLIDING_WINDOW:
+    window = layout.window
+    if window is None or layout.recurrent is not None:
         return None
-    base, window = layout.attention
     _, stream = _filled(window)
     if stream is None or stream.pos_min <= 0 or window.ext:
         return None
     # A window has no holes. One with holes is not understood: a missing cell may be visible.
     whole = stream.cell_count == stream.pos_max - stream.pos_min + 1
     sections = (*stream.k, *stream.v)
-    if window.cell_count >= base.cell_count or not whole or _too_many_rows(sections):
+    if not whole or _too_many_rows(sections):
         return None
     seq_id = 0
     if file is not None:
@@ -341,8 +341,8 @@ def _token_payload(head: Head, n: int) -> bytes:
     """Return the bytes from magic to the end of the token list, in the source's form."""
     tokens = tok.head(head.tokens, n)
     if head.legacy:
-        return struct.pack("<III", MAGIC, VERSION, n) + tokens
-    start = struct.pack("<IIIiII", MAGIC, VERSION, n + 4, MEDIA_TOKEN, PAYLOAD_VERSION, n)
+        return struct.pack("<III", MAGIC, head.version, n) + tokens
+    start = struct.pack("<IIIiII", MAGIC, head.version, n + 4, MEDIA_TOKEN, PAYLOAD_VERSION, n)
     return start + tokens + _U32.pack(0)
 
 

@@ -16,7 +16,7 @@ from router.assembly.backends import StartError, client_of, timeouts_of
 from router.base.errors import BackendError, BackendRefusedError, KvError
 from router.base.ports import SnapshotStore
 from router.base.tasks import Tasks
-from router.base.types import KvDir, Namespace, SlotStatus, StagedFile
+from router.base.types import KvDir, MemoryKind, Namespace, SlotStatus, StagedFile
 from router.config.schema import BackendConfig, Config, TokenizerMode
 from router.llama.attach.diagnosis import Trouble, Unusable, unusable
 from router.llama.attach.monitor import Attached, attach
@@ -96,10 +96,12 @@ class DirectoryProbeStore:
         """Return a name that a later router removes at its start if this process dies."""
         return files.staging_name()
 
-    async def verify(self, kv_dir: KvDir, name: str, size_bytes: int) -> StagedFile:
+    async def verify(
+        self, kv_dir: KvDir, name: str, size_bytes: int, kind: MemoryKind | None = None
+    ) -> StagedFile:
         """Check and pad a file that a backend wrote, as the real store does. Raises KvError."""
         with os_errors(name):
-            found = await asyncio.to_thread(_verify, Path(kv_dir) / name, size_bytes)
+            found = await asyncio.to_thread(_verify, Path(kv_dir) / name, size_bytes, kind)
         return StagedFile(kv_dir, name, found.head.tokens, found.identity.size_bytes, found.shape)
 
     async def discard(self, kv_dir: KvDir, name: str) -> None:
@@ -117,8 +119,8 @@ class DirectoryProbeStore:
         path.unlink(missing_ok=True)
 
 
-def _verify(path: Path, size_bytes: int) -> shapes.Inspected:
-    return shapes.pad(path, shapes.inspect(path, size_bytes))
+def _verify(path: Path, size_bytes: int, kind: MemoryKind | None) -> shapes.Inspected:
+    return shapes.pad(path, shapes.inspect(path, size_bytes, kind))
 
 
 async def gather(

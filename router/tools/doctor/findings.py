@@ -12,8 +12,15 @@ from enum import StrEnum
 from router.base.types import MemoryKind
 from router.core.model.memory_kinds import can_restore
 from router.llama.attach.monitor import EMPTIES_SLOTS, NO_RAM_CACHE, NO_SPS, PLACES_BY_AGE, Attached
-from router.llama.attach.probe import NO_CACHE_REUSE, NO_SWA_FULL, Padding, ProbeResult
+from router.llama.attach.probe import (
+    NO_CACHE_REUSE,
+    NO_SWA_FULL,
+    OPAQUE_STATES,
+    Padding,
+    ProbeResult,
+)
 from router.store.files import openness
+from router.store.format.head import VERSION
 from router.tools.doctor.facts import Facts, Folder
 
 
@@ -188,6 +195,7 @@ def _moving(facts: Facts, attached: Attached) -> Iterator[Finding]:
     else:
         yield from _moved(attached)  # (7)
         yield _files(found)
+        yield from _older(found)
         yield _speeds(found)
 
 
@@ -223,7 +231,7 @@ def _moved(attached: Attached) -> Iterator[Finding]:
         yield Finding(Level.ERROR, what, do)
     elif kind is MemoryKind.SLIDING_WINDOW:  # (2)
         yield _windowed(found, seen)
-    elif kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT):
+    elif kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT, MemoryKind.OPAQUE):
         yield Finding(
             Level.NOTE,
             f"{kind} model ({seen}): a saved state can be reused by prompts that continue it, not "
@@ -247,9 +255,23 @@ def _windowed(found: ProbeResult, seen: str) -> Finding:
     )
 
 
+def _older(found: ProbeResult) -> Iterator[Finding]:
+    """Yield what a newer build would add to state files of an older version."""
+    if 0 < found.state_version < VERSION:
+        yield Finding(
+            Level.NOTE,
+            f"its state files are of version {found.state_version}, the newest is {VERSION}: older"
+            " builds save no checkpoints, and the oldest no prompts with media",
+            "a newer llama-server lets conversations of sliding-window, hybrid and recurrent models"
+            " go back after a restore; states saved by the old build are not used by the new one",
+        )
+
+
 def _files(found: ProbeResult) -> Finding:
     """Describe the layout of its state files, which is equal on servers that exchange them."""
     assert found.layout is not None
+    if found.layout.is_opaque:
+        return Finding(Level.NOTE, f"{OPAQUE_STATES}: {found.unread}")
     k, v = found.cache_types
     size = f"{found.layout.bytes_per_token:,.0f} bytes a token"
     if not found.n_stream:

@@ -151,6 +151,10 @@ def _models(a: Attached, b: Attached) -> str:
 
 
 def _layouts(a: Layout, b: Layout) -> Iterator[tuple[str, str]]:
+    if a.is_opaque or b.is_opaque:
+        if a.is_opaque != b.is_opaque:
+            yield "their state files have different layouts", "start both with the same flags"
+        return
     ours, theirs = _first(a), _first(b)
     if ours is None or theirs is None:
         if a.fingerprint() != b.fingerprint():

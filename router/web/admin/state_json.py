@@ -60,8 +60,8 @@ def backend_row(name: BackendId, selection: BackendSelection, engine: Engine) ->
         "snapshots": engine.keeps_snapshots(info.id),
         "keeps_idle_slots": info.keeps_idle_slots,
         "ram_cache": found.ram_cache,
-        "problem": found.problem or empties,
-        "note": found.note,
+        "problem": found.problem or empties or engine.view.limit(info.id),
+        "note": "; ".join(found.remarks) or None,
         "build": attached.props.build_info,
         "rates": {
             "prefill_tokens_per_s": round(rates.prefill_tokens_per_s, 1),

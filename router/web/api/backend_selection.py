@@ -208,6 +208,10 @@ class BackendSelection:
         finally:
             self.waiting -= 1
 
+    def is_waited_for(self, backend: BackendId) -> bool:
+        """Return whether a request waits that the backend could serve with a slot more."""
+        return self.waiting > 0 or self._engine.view.is_waited_for(backend)
+
     async def until_usable(self, model: str | None, request: RequestId) -> None:
         """Wait until a server on demand for `model` is up, if none is and there is one.
 

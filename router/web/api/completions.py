@@ -137,6 +137,10 @@ class Completions:
             answer = await there.away(http, raw, parsed, request_id, parsed.model)
             if answer is not None:
                 return answer
+        if there is not None:
+            answer = await there.rather_than_load(http, raw, parsed, request_id, parsed.model)
+            if answer is not None:
+                return answer
         try:
             request, reader = await self._read(http, parsed, request_id)
             self._check_quote(http, request)
@@ -349,7 +353,9 @@ class Completions:
             headers, target = forward_headers(exchange.http), forward_target(exchange.http)
             if exchange.trace is not None:
                 headers = exchange.trace.inject(headers)
-            body = upstream_request.body(grant, exchange.raw, exchange.parsed, saved=monitor.saves)
+            body = upstream_request.body(
+                grant, exchange.raw, exchange.parsed, saved=monitor.saves, caches=monitor.caches
+            )
             async with monitor.client.relay(
                 exchange.http.method, target, headers, body, yields=True
             ) as upstream:

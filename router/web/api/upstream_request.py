@@ -4,14 +4,24 @@ from router.engine.engine import Grant
 from router.llama.wire import ParsedRequest, kept_in_place, pin_slot, strip_slot
 
 
-def body(grant: Grant, raw: bytes, parsed: ParsedRequest | None, *, saved: bool = False) -> bytes:
+def body(
+    grant: Grant,
+    raw: bytes,
+    parsed: ParsedRequest | None,
+    *,
+    saved: bool = False,
+    caches: bool = True,
+) -> bytes:
     """Return the client's body, pinned to the leased slot if the grant says so.
 
     Without `parsed` the body is unchanged. `saved`: the slot may become a state file afterwards.
+    Not `caches`: the server reuses nothing unless the request says so (--no-cache-prompt).
     """
     if parsed is None:
         return raw
     more = kept_in_place(parsed.body) if saved else {}
+    if not caches and "cache_prompt" not in parsed.body and not parsed.lora:
+        more["cache_prompt"] = True
     slot = grant.lease.slot.index
     if parsed.lora:
         # No KV in the slot was computed with these adapters, though the server may assume so.

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from router.base.tokens import join
-from router.base.types import Outcome, RequestProgress
+from router.base.types import Outcome, Reported, RequestProgress
 from router.core.model import events as ev
 from router.core.model.effects import WatchSlot
+from router.core.model.rates import Mean
 from router.core.model.slots import UNKNOWN
 from tests.support.scheduler.build import A0, A1, A, R, backend, run_of, scheduler, tokens
 from tests.support.scheduler.drive import (
@@ -89,6 +90,29 @@ def test_an_answer_that_went_over_the_end_is_wiped() -> None:
 
     effects = finish(s, prompt_tokens=3, cached_tokens=0, generated_tokens=98)
     assert effects[1:] == [WIPED]
+
+
+@pytest.mark.parametrize(
+    ("after_s", "more", "wipe"),
+    [
+        (2.0, {}, True),  # 97 tokens of room, at 80 tokens a second
+        (1.0, {}, False),
+        (2.0, {"max_new_tokens": 90}, False),
+        (2.0, {"max_new_tokens": 98}, True),
+    ],
+)
+def test_an_abandoned_answer_that_may_have_gone_over_the_end_is_wiped(
+    after_s: float, more: dict[str, Any], wipe: bool
+) -> None:
+    """Nothing tells how long it was, but its time."""
+    s = scheduler(backend("a", 1, n_ctx=100), reuse_probability=0.0, **SENT_AS_IT_IS)
+    s.state.fleet.rates[A].output_s_per_token = Mean(0.05)
+    arrive(s, **more)
+
+    gone = ev.Finished(R, Outcome.CLIENT_GONE, Reported(), None, begun=True)
+    effects = s.handle(gone, NOW + after_s)
+
+    assert effects[1:] == [WatchSlot(R, A0, RequestProgress.BEGUN, wipe=wipe)]
 
 
 @pytest.mark.parametrize("pinnable", [True, False])

@@ -9,6 +9,7 @@ from router.core.model.memory_kinds import can_restore, reusable_tokens, subsume
 
 FULL, SWA, HYBRID = MemoryKind.FULL, MemoryKind.SLIDING_WINDOW, MemoryKind.HYBRID
 RECURRENT, UNKNOWN = MemoryKind.RECURRENT, MemoryKind.UNKNOWN
+OPAQUE = MemoryKind.OPAQUE
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,7 @@ RECURRENT, UNKNOWN = MemoryKind.RECURRENT, MemoryKind.UNKNOWN
         (SWA, 200, 0, 0),
         (HYBRID, 200, 0, 0),
         (RECURRENT, 200, 0, 0),
+        (OPAQUE, 200, 0, 0),
         (UNKNOWN, 200, 0, 0),
     ],
 )
@@ -60,7 +62,10 @@ def test_never_more_than_is_shared(
 
 
 def test_what_can_be_restored_at_all() -> None:
-    assert [kind for kind in MemoryKind if can_restore(kind)] == [FULL, SWA, HYBRID, RECURRENT]
+    assert [kind for kind in MemoryKind if can_restore(kind)] == [
+        *(FULL, SWA, HYBRID),
+        *(RECURRENT, OPAQUE),
+    ]
     assert [kind for kind in MemoryKind if subsumes(kind)] == [FULL]
 
 

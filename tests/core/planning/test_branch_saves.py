@@ -74,11 +74,12 @@ def test_requests_that_are_not_saved_first(why: str, more: dict[str, Any]) -> No
     assert SaveReason.BRANCH not in saves(arrive(s, R, QUESTION, **more)), why
 
 
-def test_without_answers_so_far_nothing_is_saved() -> None:
+def test_the_first_answer_is_priced_by_the_probe() -> None:
+    """The scene that kvferry exists for is as likely right after a start as later."""
     s = world()
-    s.state.fleet.rates[A0.backend].output_s_per_token = Mean(0.1, n=2)
+    s.state.fleet.rates[A0.backend].output_s_per_token = Mean(0.1, n=0)
 
-    assert names(arrive(s, R, QUESTION)) == ["Dispatch"]
+    assert names(arrive(s, R, QUESTION)) == ["Save"]
 
 
 def test_what_a_snapshot_holds_is_not_saved_again() -> None:

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from router.base.errors import BackendTimeoutError
 from router.base.types import BackendId, KvDir, MemoryKind
+from router.llama.attach import monitor as monitor_module
 from router.llama.attach.drivers import Drivers
 from router.llama.attach.monitor import Attached, Monitor, MonitorSettings
 from router.llama.client import LlamaClient
@@ -46,6 +47,7 @@ class Watched:
         self.said: list[str] = []
         self.up: list[Attached] = []
         self.lent: set[int] = set()
+        self.waited_for = False
         self.changed = asyncio.Event()
         self.drivers = Drivers(lambda: 0.0) if drivers is None else drivers
         client = LlamaClient(
@@ -65,6 +67,7 @@ class Watched:
             prepare=self._prepare,
             poll_for_strangers=lambda _: None,
             drivers=self.drivers,
+            is_waited_for=lambda _: self.waited_for,
         )
 
     def _up(self, attached: Attached) -> None:
@@ -453,3 +456,53 @@ async def test_servers_of_two_models_with_one_marker_are_two(
     watched.drivers.take((fake.marker, "another.gguf", build), BackendId("b"))
     await watched.monitor.check_again()
     assert watched.said == ["prepare", "up", "down", "prepare", "up"]
+
+
+@pytest.fixture
+async def late(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeLlama, tmp_path: Path
+) -> AsyncIterator[Watched]:
+    """Yield a monitor with a probe that is late at once."""
+    monkeypatch.setattr(monitor_module, "GRACE_S", -1.0)
+    async with Connections() as connections, asyncio.TaskGroup() as group:
+        made = Watched(fake, connections, tmp_path)
+        assert made.store is not None
+        await made.store.load()
+        made.waited_for = True
+        task = group.create_task(made.monitor.run())
+        yield made
+        task.cancel()
+        await made.store.aclose()
+
+
+async def test_a_probe_makes_way_for_a_request_that_waits(late: Watched) -> None:
+    """The backend serves unprobed; the probe follows in lent slots."""
+    await late.until("prepare", "up")
+    (attached,) = late.up
+    assert attached.probe.untried
+    assert attached.info.kv_dir is None
+    assert attached.info.is_managed
+
+    late.waited_for, late.lent = False, {0, 1}
+    late.monitor.doubt()
+    await late.until("prepare", "up", "borrow", "prepare", "probed")
+
+    assert late.up[-1].info.memory_kind is MemoryKind.FULL
+    assert late.up[-1].info.kv_dir is not None
+
+
+async def test_a_probe_that_is_put_off_gives_its_slots_back(late: Watched) -> None:
+    """It is tried again at each check, and no longer put off after three times."""
+    await late.until("prepare", "up")
+    late.lent = {0, 1}
+    said = ["prepare", "up"]
+    for _ in range(2):
+        late.monitor.doubt()
+        said += ["borrow", "probed"]
+        await late.until(*said)
+        assert late.up[-1].probe.untried
+
+    late.monitor.doubt()
+    await late.until(*said, "borrow", "prepare", "probed")
+
+    assert not late.up[-1].probe.untried

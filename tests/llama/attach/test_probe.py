@@ -15,7 +15,7 @@ from router.base.tokens import Tokens
 from router.base.types import BackendId, KvDir, MemoryKind, Namespace, Reported, Transfer
 from router.llama.attach import probe
 from router.llama.attach.monitor import Attached, attach
-from router.llama.attach.probe import MOVES_CHUNKS, SWA_FULL, Padding
+from router.llama.attach.probe import MOVES_CHUNKS, SWA_FULL, WRONG_ENDING, Padding
 from router.llama.client import LlamaClient
 from router.llama.server_client import Connections, Timeouts
 from router.store import shapes
@@ -187,7 +187,7 @@ async def test_padding_that_does_not_work(
         raise KvFileError("no")
 
     def useless(_: Path, found: shapes.Inspected) -> shapes.Inspected:
-        return shapes.Inspected(found.identity, found.head, found.layout, padded=True)
+        return shapes.Inspected(found.identity, found.head, found.layout, found.kind, padded=True)
 
     def spoil(path: Path, found: shapes.Inspected) -> shapes.Inspected:
         """Replace V in each layer of the base block by V of other tokens."""
@@ -266,6 +266,7 @@ class Oddities:
     """
 
     other_answers: int = 0
+    other_endings: int = 0  # of how many prompts that diverge after the second restore
     nothing_cached: int = 0
     refused: int = 0
     restores: int = field(default=0, init=False)
@@ -284,14 +285,19 @@ class OddClient(LlamaClient):
             raise BackendRefusedError("no", backend_status=400)
         return await super().restore(slot, name)
 
-    async def prefill(self, slot: int, tokens: Tokens, *, exact: bool = True) -> Reported:
-        reported = await super().prefill(slot, tokens, exact=exact)
+    async def prefill(
+        self, slot: int, tokens: Tokens, *, exact: bool = True, cache: bool | None = True
+    ) -> Reported:
+        reported = await super().prefill(slot, tokens, exact=exact, cache=cache)
         odd = self._odd.restores == self._odd.nothing_cached != 0
         return Reported(prompt_s=0.1, cached_tokens=0 if odd else reported.cached_tokens)
 
     async def fingerprint(self, slot: int, tokens: Tokens) -> list[tuple[int, float]]:
         await super().fingerprint(slot, tokens)
         odd = self._odd.restores == self._odd.other_answers != 0
+        if self._odd.restores == 2 and self._odd.other_endings:
+            self._odd.other_endings -= 1
+            odd = True
         return [(5, -1.5 if odd else -0.5), (6, -2.5)]
 
 
@@ -329,10 +335,20 @@ async def test_odd_restore(tmp_path: Path, oddities: dict[str, int], problem: st
 
 
 async def test_not_what_the_file_looks_like(tmp_path: Path) -> None:
-    """A server that reuses nothing when a prompt diverges has no full attention."""
+    """A server that reuses nothing when a prompt diverges is given whole states only."""
     attached = await odd_one(tmp_path, nothing_cached=2)
 
-    assert "a diverging prompt shares" in (attached.probe.problem or "")
+    assert attached.probe.problem is None
+    assert attached.info.memory_kind is MemoryKind.OPAQUE
+    assert attached.info.kv_dir is not None
+    assert not attached.info.cuts
+
+
+async def test_a_diverging_prompt_that_is_answered_otherwise(tmp_path: Path) -> None:
+    """Going back in a restored state must give what a slot gives that computed all of it."""
+    attached = await odd_one(tmp_path, other_endings=1)
+
+    assert attached.probe.problem == WRONG_ENDING
     assert attached.info.memory_kind is MemoryKind.UNKNOWN
     assert attached.info.kv_dir is None
 

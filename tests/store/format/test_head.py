@@ -41,6 +41,17 @@ FILES = {
     "full": full(TOKENS),
     "legacy": head(TOKENS, legacy=True) + attention(stream(POSITIONS)),
     "transposed": full(TOKENS, v_trans=True),
+    "version 3": head(TOKENS, version=3) + attention(stream(POSITIONS, has_rot=False)),
+    "version 2": head(TOKENS, legacy=True, version=2)
+    + attention(stream(POSITIONS, has_rot=False))
+    + recurrent(3),
+    "dsa iswa": head(TOKENS)
+    + attention(stream(POSITIONS, has_v=False))
+    + attention(stream(POSITIONS, has_v=False))
+    + attention(stream([2, 3], has_v=False)),
+    "no base layers": head(TOKENS)
+    + attention(stream(POSITIONS, layers=0))
+    + attention(stream([3])),
     "mla": full(TOKENS, has_v=False),
     "ext": full(TOKENS, ext=True),
     "two streams": head(TOKENS) + attention(stream([]), stream(POSITIONS)),
@@ -90,7 +101,7 @@ def test_every_shape_is_read(name: str) -> None:
 
     expected = {"media": [1, -1, -1, -1, 2], "empty": []}.get(name, TOKENS)
     assert expected == tok.unpack(found.tokens)
-    assert found.legacy == (name == "legacy")
+    assert found.legacy == (name in ("legacy", "version 2"))
     if layout.checkpoints:
         assert layout.checkpoints[-1].end == len(FILES[name])
     else:
@@ -130,7 +141,7 @@ def test_fingerprint_ignores_streams_and_cells() -> None:
 
 
 def test_fingerprint_tells_shapes_apart() -> None:
-    same = ("legacy", "two streams", "media", "empty")  # like another file, or without any
+    same = ("legacy", "two streams", "media", "empty", "version 2", "version 3")  # like others
     names = [name for name in FILES if name not in same and "checkpoints" not in name]
     assert len(names) == len({parse(FILES[name])[1].fingerprint() for name in names})
 
@@ -283,7 +294,7 @@ def test_sparse_file_of_terabytes_costs_nothing(tmp_path: Path, start: bytes) ->
     ("raw", "what"),
     [
         (b"x" * 40, "magic"),
-        (u32(0x67677371, 5, 0), "version is 5"),
+        (u32(0x67677371, 1, 0), "version is 1"),
         (u32(0x67677371, 4, 9), "ends at byte 48"),
         (u32(0x67677371, 4, 2) + i32(-1, 2), "payload version is 2"),
         (head([1, -2]), "token id is -2"),

@@ -101,7 +101,7 @@ class Direct:
     server: LlamaServer
     session: aiohttp.ClientSession = field(repr=False)
 
-    async def post(self, path: str, body: Json) -> Answer:
+    async def post(self, path: str, body: object) -> Answer:
         """POST JSON, each time over a new connection: the server closes it after a stream."""
         async with self.session.post(self.server.url + path, json=body) as response:
             answer = await read_answer(response)

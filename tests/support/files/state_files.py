@@ -18,7 +18,11 @@ def i32(*values: int) -> bytes:
 
 
 def head(
-    tokens: Sequence[int], media: Sequence[tuple[int, bytes]] = (), *, legacy: bool = False
+    tokens: Sequence[int],
+    media: Sequence[tuple[int, bytes]] = (),
+    *,
+    legacy: bool = False,
+    version: int = 4,
 ) -> bytes:
     """Return magic, version and token payload; `media` is (start index, descriptor)."""
     payload = i32(*tokens)
@@ -27,7 +31,7 @@ def head(
         payload += u32(len(media), *(start for start, _ in media))
         payload += b"".join(u32(len(raw)) + raw for _, raw in media)
         payload += b"\0" * (-len(payload) % 4)
-    return u32(0x67677371, 4, len(payload) // 4) + payload
+    return u32(0x67677371, version, len(payload) // 4) + payload
 
 
 def stream(
@@ -38,13 +42,15 @@ def stream(
     ext: bool = False,
     v_trans: bool = False,
     has_v: bool = True,
+    has_rot: bool = True,
     seq_id: int = 0,
     cell: Callable[[int, int], bytes] | None = None,
 ) -> bytes:
     """Return one stream of f16 attention, with its cell count.
 
     `cell(section, position)` gives the `row` bytes of a cell, K of all layers first. Without it all
-    cells of a section are equal.
+    cells of a section are equal. State versions before 4 have no rotation in the header
+    (not `has_rot`).
     """
     n = len(positions)
     if n == 0:
@@ -52,7 +58,7 @@ def stream(
     out = u32(n)
     for position in positions:
         out += i32(position, 1) + (i32(7, 8, 9) if ext else b"") + i32(seq_id)
-    out += u32(int(v_trans), layers, 0, 0)
+    out += u32(int(v_trans), layers, *((0, 0) if has_rot else ()))
     for section in range(2 * layers if has_v else layers):
         transposed = v_trans and section >= layers
         out += i32(1) + (u32(2, row // 2) if transposed else struct.pack("<Q", row))

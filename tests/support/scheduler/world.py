@@ -347,7 +347,7 @@ class World:
                 assert not (left and self.servers[effect.backend].alive), "not over"
                 self.dies(effect.backend)
                 self.released.add(effect.backend)
-            case ef.StartServer() | ef.StopServer() | ef.ModelReady():
+            case ef.StartServer() | ef.StopServer() | ef.ModelReady() | ef.Limited():
                 raise AssertionError("no servers on demand here")
             case ef.Quarantine():
                 assert effect.snapshot.id not in self.gone, "quarantined twice"

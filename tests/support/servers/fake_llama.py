@@ -388,7 +388,7 @@ class FakeLlama:
         response: web.StreamResponse | None,
     ) -> None:
         prompt = answer.prompt or []
-        reused = common(slot.tokens, prompt) if answer.body.get("cache_prompt", True) else 0
+        reused = common(slot.tokens, prompt) if answer.body.get("cache_prompt") is not False else 0
         answer.cache_n = min(reused, len(prompt) - 1)  # one token is always evaluated
         answer.id_slot = slot.index
         slot.tokens = prompt[: answer.cache_n]

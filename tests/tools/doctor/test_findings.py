@@ -64,6 +64,7 @@ class _Full(Layout):
 
     memory_kind = MemoryKind.FULL
     n_stream = 2
+    is_opaque = False
 
     def __init__(self) -> None:
         super().__init__(blocks=())

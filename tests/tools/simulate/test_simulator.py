@@ -120,27 +120,29 @@ def test_what_is_displaced_comes_back_as_a_snapshot() -> None:
 
 
 def test_a_restore_stalls_the_stream_beside_it() -> None:
-    """600 tokens are 600,000 bytes: at 2 MB/s the long answer stops for 0.3 s.
+    """599 tokens are 599,000 bytes: at 2 MB/s the long answer stops for 0.3 s.
 
-    The request that they are restored for has its five other tokens computed in 0.05 s.
+    The first prompt was saved before its answer, less a token. The request that it is restored for
+    has its six other tokens computed in 0.06 s.
     """
     known = ids(600, 5_000)
     asks = [
         ask("warm", 0.0, known, 1),
         ask("another", 50.0, ids(900, 20_000), 1),
         ask("third", 80.0, ids(900, 40_000), 1),
-        ask("stream", 100.0, ids(600), 400),
-        ask("back", 115.0, Tokens(known + ids(5, 9_000)), 1),
+        ask("fourth", 80.0, ids(900, 60_000), 1),  # both slots have other content now
+        ask("stream", 110.0, ids(600), 400),
+        ask("back", 125.0, Tokens(known + ids(5, 9_000)), 1),
     ]
     source = Script(asks)
     made = play(setup(PolicyName.PREFER_IDLE, slots=2, hardware=SLOW), source)
 
     (server,) = made.servers.values()
-    assert made.meter.restored_bytes == 600_000
-    assert server.stall_transfer_s == pytest.approx(0.3)
-    assert source.times["back"] == pytest.approx(115.35)
+    assert made.meter.restored_bytes == 599_000
+    assert server.stall_transfer_s == pytest.approx(0.2995)
+    assert source.times["back"] == pytest.approx(125.3595)
     # 6 s of prompt, 399 steps, the restore, and a batch of one that is no longer than a step.
-    assert source.times["stream"] == pytest.approx(100 + 6 + 39.9 + 0.3, abs=0.06)
+    assert source.times["stream"] == pytest.approx(110 + 6 + 39.9 + 0.3, abs=0.06)
 
 
 def test_a_client_that_leaves_while_it_waits() -> None:

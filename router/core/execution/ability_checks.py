@@ -1,0 +1,79 @@
+"""Take back what a backend was believed to do when its own counts show otherwise.
+
+The probe tries abilities with one small text. Flags, builds and models differ, so every report on
+a prompt is compared with what was expected. A wrong expectation costs computed tokens, never a
+wrong answer; it should cost them once.
+"""
+
+from bisect import bisect_right
+
+from msgspec.structs import replace
+
+from router.base.tokens import Tokens, common_prefix, count
+from router.base.types import BackendInfo, Reported, Source
+from router.core.execution.state import State
+from router.core.model.effects import Limited
+from router.core.model.jobs import RequestJob
+from router.core.model.memory_kinds import goes_back
+from router.core.model.server_placement import SlotClaim
+from router.core.model.slots import Resident
+from router.core.model.tuning import TUNING
+
+NO_EXTENSION = (
+    "it computed again what kvferry had computed ahead for a request; nothing is computed ahead or"
+    " saved there until it reuses what a slot holds"
+)
+NO_USE_OF_STATES = (
+    "it computed again what was restored: nothing is saved or restored there any more"
+)
+
+
+def compare(
+    state: State, job: RequestJob, before: Resident, tokens: Tokens, reported: Reported
+) -> None:
+    """Compare a report on `tokens` with what was expected of the slot, which held `before`.
+
+    1. The router's own prefill was lost: the slot does not extend.
+    2. The slot extends nevertheless.
+    3. A restored state was not used, the second time in a row: no state is of use there.
+    4. A checkpoint that was claimed is not there: the server keeps fewer.
+
+    Only for a pinned request: of another, the slot may be another one.
+    """
+    info, cached = state.fleet.infos.get(job.slot.backend), reported.cached_tokens
+    if info is None or cached is None or job.claim is not SlotClaim.PINNED:
+        return
+    held, common = count(before.tokens), common_prefix(before.tokens, tokens)
+    if held < TUNING.compared_tokens or before.may_hold_more or not job.request.reuse:
+        return
+    extends = common == len(before) < count(tokens)
+    if job.prefilled is not None:  # (1)
+        if extends and info.extends and cached < held // 2:
+            _limit(state, replace(info, extends=False), NO_EXTENSION)
+    elif job.plan.chosen.source in (Source.SNAPSHOT, Source.COPY):  # (3)
+        _count_restore(state, info, used=cached >= job.plan.chosen.reused_tokens // 2)
+    elif extends:  # (2)
+        if not info.extends and cached > held // 2:
+            state.fleet.infos[info.id] = replace(info, extends=True)
+            state.fleet.limited.pop(info.id, None)
+    elif not goes_back(info.memory_kind):  # (4)
+        usable = min(common, count(tokens) - 1)
+        n_usable = bisect_right(before.checkpoints, usable)
+        if n_usable and cached < before.checkpoints[n_usable - 1] // 2:
+            kept = len(before.checkpoints) - n_usable
+            fewer = replace(info, checkpoints=min(info.checkpoints, kept))
+            state.fleet.infos[info.id] = fewer
+
+
+def _count_restore(state: State, info: BackendInfo, *, used: bool) -> None:
+    """Count restored states that were not used: one may be another client's doing."""
+    unused = state.fleet.unused_restores
+    unused[info.id] = 0 if used else unused.get(info.id, 0) + 1
+    if unused[info.id] >= TUNING.restore_strikes:
+        _limit(state, replace(info, kv_dir=None), NO_USE_OF_STATES)
+
+
+def _limit(state: State, info: BackendInfo, reason: str) -> None:
+    state.fleet.infos[info.id] = info
+    state.fleet.limited[info.id] = reason
+    state.out.append(Limited(info.id, reason))

@@ -1,0 +1,118 @@
+"""What a backend was believed to do is taken back when its counts show otherwise."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from router.base.tokens import count, head, join
+from router.base.types import BackendInfo, MemoryKind, Source
+from router.core.execution.ability_checks import NO_EXTENSION, NO_USE_OF_STATES
+from router.core.model.effects import Dispatch, Effect, Limited, Prefill
+from router.core.model.slots import Resident
+from router.core.scheduler import Scheduler
+from tests.support.scheduler.build import A0, A, backend, run_of, scheduler, snapshot, tokens
+from tests.support.scheduler.drive import arrive, finish, plan_of, prefilled, restored
+
+LONG = run_of(600)
+NEXT = join([LONG, run_of(60, 2)])
+HYBRID = MemoryKind.HYBRID
+
+
+def limits(effects: list[Effect]) -> list[Limited]:
+    return [effect for effect in effects if isinstance(effect, Limited)]
+
+
+def info(s: Scheduler) -> BackendInfo:
+    return s.state.fleet.infos[A]
+
+
+def computed_ahead(s: Scheduler, cached: int) -> list[Effect]:
+    """Let the router compute a prompt first, and report so many cached tokens for the request."""
+    effects = arrive(s, ids=LONG)
+    assert [e.tokens for e in effects if isinstance(e, Prefill)] == [head(LONG, 599)]
+    prefilled(s, cached_tokens=0, prompt_tokens=599, prompt_s=1.0)
+    return finish(s, cached_tokens=cached, prompt_tokens=600, generated_tokens=1)
+
+
+def test_a_prompt_computed_twice_is_not_computed_ahead_again() -> None:
+    s = scheduler(backend(n_slots=1))
+
+    effects = computed_ahead(s, cached=0)
+
+    assert limits(effects) == [Limited(A, NO_EXTENSION)]
+    assert s.state.fleet.limited == {A: NO_EXTENSION}
+    again = arrive(s, "r2", run_of(700, 3))
+    assert not [e for e in again if isinstance(e, Prefill)]
+    assert [type(e) for e in again if isinstance(e, Dispatch)] == [Dispatch]
+
+
+@pytest.mark.parametrize("cached", [599, 590, 400])
+def test_a_prompt_that_is_reused_changes_nothing(cached: int) -> None:
+    """A window that is not outgrown resumes at a checkpoint, a few tokens before its end."""
+    s = scheduler(backend(n_slots=1))
+
+    assert limits(computed_ahead(s, cached)) == []
+    assert info(s).extends
+
+
+def test_a_slot_that_extends_after_all_is_believed_again() -> None:
+    s = scheduler(backend(n_slots=1, extends=False))
+    s.state.fleet.slots[A0].hold(Resident(LONG))
+    s.state.fleet.limited[A] = NO_EXTENSION
+
+    plan = plan_of(arrive(s, ids=NEXT))
+    finish(s, cached_tokens=600, prompt_tokens=660, generated_tokens=1)
+
+    assert (plan.chosen.source, plan.prefill_first) == (Source.COLD, False)
+    assert info(s).extends
+    assert s.state.fleet.limited == {}
+
+
+@dataclass(frozen=True)
+class Back:
+    """A slot with checkpoints, and a prompt that goes back to one of them."""
+
+    shared: int
+    cached: int
+    left: int  # checkpoints that are believed afterwards
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        Back(shared=300, cached=0, left=1),  # the last of two is claimed no more
+        Back(shared=300, cached=296, left=32),
+        Back(shared=600, cached=0, left=0),
+        Back(shared=100, cached=0, left=32),  # nothing was claimed
+    ],
+)
+def test_a_checkpoint_that_is_not_there(back: Back) -> None:
+    s = scheduler(backend(n_slots=1, memory_kind=HYBRID, kv_dir=None))
+    s.state.fleet.slots[A0].hold(Resident(LONG, checkpoints=(296, 596)))
+    other = join([head(LONG, back.shared), run_of(20, 5)]) if back.shared < 600 else LONG
+
+    arrive(s, ids=other)
+    finish(s, cached_tokens=back.cached, prompt_tokens=count(other), generated_tokens=1)
+
+    assert info(s).checkpoints == back.left
+
+
+def test_restored_states_that_are_not_used() -> None:
+    """One may be another client's doing; two in a row are the server's."""
+    s = scheduler(
+        backend(n_slots=1),
+        snapshots=[snapshot("s", LONG)],
+        coalesce_above_s=None,
+        reuse_probability=0.0,
+    )
+    effects: list[Effect] = []
+    for name in ("r", "r2"):
+        assert info(s).kv_dir is not None
+        assert arrive(s, name, NEXT)
+        restored(s, 600, name)
+        effects = finish(s, name, cached_tokens=0, prompt_tokens=660, generated_tokens=0)
+        s.state.fleet.slots[A0].hold(Resident(tokens(9)))
+
+    assert limits(effects) == [Limited(A, NO_USE_OF_STATES)]
+    assert info(s).kv_dir is None
+    assert plan_of(arrive(s, "r3", NEXT)).chosen.source is Source.COLD
