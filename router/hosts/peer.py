@@ -97,6 +97,12 @@ class Peer(ServerClient):
             served.generates if model is None else model in served.names for served in self.models
         )
 
+    def has_loaded(self, model: str | None) -> bool:
+        """Return whether a server of the model is up there: one that is not has no namespace."""
+        return any(
+            served.namespace and (model is None or model in served.names) for served in self.models
+        )
+
     async def ask_hello(self) -> Hello:
         """Return what the host says of itself. Raises BackendError."""
         payload = await self._call("GET", HELLO, None, self._timeouts.health_s, _MAX_BYTES)

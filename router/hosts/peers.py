@@ -61,6 +61,14 @@ class Usable:
     def __bool__(self) -> bool:
         return bool(self.peers)
 
+    def only(self, keys: Collection[str]) -> "Usable":
+        """Return those of the peers with these keys."""
+        return Usable(
+            {key: peer for key, peer in self.peers.items() if key in keys},
+            {key: busy for key, busy in self.busy.items() if key in keys},
+            self.until,
+        )
+
 
 class Peers:
     """The peers of this host. Call `run`, until cancelled."""

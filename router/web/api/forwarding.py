@@ -15,6 +15,7 @@ from time import perf_counter
 
 from aiohttp import web
 from msgspec.structs import replace
+from msgspec.structs import replace as replace_fields
 
 from router.base.errors import BackendError, BackendRefusedError, ModelNotFoundError, NoBackendError
 from router.base.prefix_hash import split
@@ -220,6 +221,50 @@ class Forwarding:
     def _n_servers(self, model: str | None) -> int:
         return max(sum(info.answers_to(model) for info in self._engine.view.up()), 1)
 
+    async def rather_than_load(
+        self,
+        http: web.BaseRequest,
+        raw: bytes,
+        parsed: ParsedRequest,
+        request_id: RequestId,
+        named: str | None,
+    ) -> web.StreamResponse | None:
+        """Serve a request for a model that is not loaded here on the host that is soonest.
+
+        None: load it here. Peers that have it loaded read the prompt. If none has, and other models
+        are in its way here, they say how soon they could load it.
+        """
+        view, model = self._engine.view, self._name(named)
+        here = any(info.answers_to(model) for info in view.up()) or not view.is_on_demand(model)
+        if HOP_OF in http or here:
+            return None
+        usable = self.peers.usable(model)
+        loaded = [key for key, peer in usable.peers.items() if peer.has_loaded(model)]
+        if loaded:
+            usable = usable.only(loaded)
+        if not usable or not (loaded or self._engine.must_make_room(model)):
+            return None
+        request = self._unread(http, parsed, request_id)
+        sought = _Sought(http, raw, request, model, parsed, None)
+        if loaded and not parsed.lora:
+            await self._read_there(sought, usable)
+        sought.own = self._engine.quote(replace_fields(request, model=model))
+        return await self._at_best(sought, usable, await self._ways(sought, usable))
+
+    def _unread(
+        self, http: web.BaseRequest, parsed: ParsedRequest | None, request_id: RequestId
+    ) -> Request:
+        """Return a request with a prompt that nothing here can read."""
+        caller = http.get(CALLER)
+        return Request(
+            id=request_id,
+            prompt=_UNREAD,
+            tenant=self._keys.tenant(caller),
+            max_new_tokens=None if parsed is None else parsed.max_new_tokens,
+            pinnable=parsed is not None and parsed.pinnable,
+            caller=caller,
+        )
+
     async def away(
         self,
         http: web.BaseRequest,
@@ -234,15 +279,7 @@ class Forwarding:
         request that all peers have refused three times is refused: it may be what breaks them.
         Raises RouterError.
         """
-        caller = http.get(CALLER)
-        request = Request(
-            id=request_id,
-            prompt=_UNREAD,
-            tenant=self._keys.tenant(caller),
-            max_new_tokens=None if parsed is None else parsed.max_new_tokens,
-            pinnable=parsed is not None and parsed.pinnable,
-            caller=caller,
-        )
+        request = self._unread(http, parsed, request_id)
         loop, refusals = asyncio.get_running_loop(), 0
         deadline = loop.time() + self._engine.view.queue_limits.no_backend_s
         while refusals < _MOST_REFUSALS:

@@ -1,0 +1,81 @@
+"""Several hosts with servers on demand: a model is not loaded where another host has it loaded."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from router.servers.program import free_port
+from tests.e2e.test_servers_on_demand import ask, config, model, servers
+from tests.support.conversations.prompts import Json, ids
+from tests.support.servers.hosts import HOST, fleet_yaml, until_peers
+from tests.support.servers.router_fleet import Fleet, running
+
+pytestmark = [pytest.mark.real, pytest.mark.thorough]
+
+
+@asynccontextmanager
+async def two_hosts(
+    tmp_path: Path, models: Sequence[Sequence[Json]], **more: object
+) -> AsyncIterator[list[Fleet]]:
+    """Run two hosts with these models, one of them loaded at a time on each."""
+    ports = [free_port(), free_port()]
+    async with AsyncExitStack() as stack:
+        found = []
+        for at, own in enumerate(models):
+            settings = config(own, loaded=1, kv_dir=str(tmp_path / f"kv{at}"), **more)
+            yaml = f"{settings}\n{fleet_yaml(at, ports)}"
+            found.append(await stack.enter_async_context(running([], None, yaml=yaml, wait_for=())))
+        for fleet in found:
+            await until_peers(fleet, "h0", "h1")
+        yield found
+
+
+async def until_loaded_there(fleet: Fleet, name: str) -> None:
+    """Wait until a host has heard that its peer has a model loaded."""
+    assert fleet.router.hosts is not None
+    peers = fleet.router.hosts.peers
+    await fleet.until(lambda _: all(peer.has_loaded(name) for peer in peers.all()))
+
+
+async def swaps(fleet: Fleet) -> int:
+    return int((await fleet.get("/kvferry/servers")).json["swaps"])
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+async def test_a_model_that_is_loaded_on_a_peer_is_not_loaded_here(tmp_path: Path) -> None:
+    """Ten requests for two models at one host: none is swapped for the other."""
+    both = [model("a"), model("b")]
+    async with two_hosts(tmp_path, [both, both]) as (h0, h1):
+        await ask(h0, "a", ids(1, 900))
+        await ask(h1, "b", ids(2, 900))
+        await until_loaded_there(h0, "b")
+        for turn in range(5):
+            answer = await ask(h0, "b", ids(2, 900) + ids(9, turn))
+            assert answer.headers[HOST] == "h1"
+            assert answer.cached >= 850
+            answer = await ask(h0, "a", ids(1, 900) + ids(9, turn))
+            assert answer.headers[HOST] == "h0"
+        assert await swaps(h0) == await swaps(h1) == 0
+
+
+async def test_a_peer_with_room_loads_a_model_while_this_host_is_busy(tmp_path: Path) -> None:
+    both = [model("a", ctx=131072), model("b")]  # a long answer
+    async with two_hosts(tmp_path, [both, both]) as (h0, h1):
+        await ask(h0, "a", ids(1, 100))
+        async with asyncio.TaskGroup() as group:
+            body = {"prompt": ids(1, 100), "n_predict": 60000, "stream": True, "ignore_eos": True}
+            stream = group.create_task(h0.post("/completion", body | {"model": "a"}))
+            await h0.until(lambda state: any(s["phase"] == "running" for s in state["slots"]))
+            answer = await ask(h0, "b", ids(2, 400))
+            assert not stream.done()
+            stream.cancel()
+        assert answer.headers[HOST] == "h1"
+        assert (await servers(h1))["b"]["phase"] == "up"
+        assert await swaps(h0) == 0
