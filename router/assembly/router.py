@@ -29,6 +29,7 @@ from router.assembly.backends import (
     watch_of,
 )
 from router.assembly.hosts import Hosts, hosts_of
+from router.assembly.learned_rates import RatesKeeper
 from router.assembly.part_settings import (
     known_of,
     limits_of,
@@ -106,6 +107,7 @@ class Router:
     reload: Reload
     store: KvStore
     journal: SlotJournal
+    rates: RatesKeeper
     tls: ssl.SSLContext | None
     hosts: Hosts | None = None
     admin_url: str | None = None
@@ -128,6 +130,7 @@ class Router:
                 await self.engine.stop(save=self.config.store.save_on_shutdown)
                 for backend in tuple(self.engine.infos):
                     await self.journal.flush(backend, await self.engine.seen_of(backend))
+                await self.rates.save()
                 await self.selection.until_quiet()
                 if self.hosts is not None:
                     self.hosts.peers.close()
@@ -283,10 +286,13 @@ async def build(
             set_level(wanted.logging.level)
             for door in open_doors(wanted):
                 log.warning("open_door", what=door.what, remedy=door.remedy)
+            await rates.load()
             await engine.snapshots_found(found)
             backends.configure(wanted)
 
+        rates = RatesKeeper(store, engine)
         await take(config)
+        tasks.spawn(rates.run(), name="rates")
         engine.configure_servers(*servers_of(config))
         tasks.spawn(on_demand.supervisor.watch_logs(), name="logs of servers")
         reload = Reload(path, config, take, tasks.spawn)
@@ -363,7 +369,7 @@ async def build(
         tasks.spawn(vitals.watch_loop(), name="event loop lag")
         tasks.spawn(vitals.watch_disks(), name="room on disk")
         stack.callback(throttle.open)
-        yield Router(app, engine, selection, live, reload, store, journal, context, hosts)
+        yield Router(app, engine, selection, live, reload, store, journal, rates, context, hosts)
 
 
 def _show_certificate(context: ssl.SSLContext, files: TlsConfig) -> None:

@@ -367,6 +367,21 @@ class Speeds(Struct, frozen=True):
     restore_bytes: float
 
 
+class LearnedRates(Struct, frozen=True):
+    """What traffic taught of a model's speeds, for the next run: see `core/model/rates.py`.
+
+    The pairs are factors of a line; the rest is in seconds and tokens.
+    """
+
+    prefill: tuple[float, float]
+    save: tuple[float, float]
+    restore: tuple[float, float]
+    rewrite: tuple[float, float]
+    handling_s: float
+    output_tokens: float
+    output_s_per_token: float
+
+
 class BackendStats(Struct, frozen=True):
     """One backend at the time of a scrape."""
 

@@ -116,6 +116,8 @@ class Scheduler:
                 backend_attach.probe_due(state, event, now)
             case ev.Probed():
                 backend_attach.probed(state, event, now)
+            case ev.RatesFound():
+                state.fleet.learned |= event.rates
             case ev.SnapshotsFound():
                 backend_attach.snapshots_found(state, event)
             case ev.SnapshotLost():

@@ -21,6 +21,7 @@ from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
     BackendInfo,
+    LearnedRates,
     Lease,
     Namespace,
     Outcome,
@@ -297,6 +298,10 @@ class Engine:
     def configure(self, policy: Policy, limits: SnapshotLimits, queue: QueueLimits) -> None:
         """Decide by these settings from now on; evict snapshots over the limits."""
         self._feed(ev.Configured(policy, limits, queue))
+
+    def rates_found(self, rates: Mapping[Namespace, LearnedRates]) -> None:
+        """Take what an earlier run learned of speeds as priors."""
+        self._feed(ev.RatesFound(rates))
 
     async def snapshots_found(self, snapshots: Sequence[Snapshot]) -> None:
         """Offer the snapshots that the store found in opened directories.

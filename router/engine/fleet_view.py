@@ -11,6 +11,8 @@ from router.base.tokens import count
 from router.base.types import (
     BackendId,
     BackendInfo,
+    KvDir,
+    LearnedRates,
     Namespace,
     Request,
     RequestId,
@@ -287,6 +289,15 @@ class FleetView:
         if backoff is not None and backoff.until is not None:
             return f"no state is written for a while, after failures: {backoff.reason}"
         return fleet.limited.get(backend)
+
+    def learned_rates(self) -> dict[KvDir, dict[Namespace, LearnedRates]]:
+        """Return the learned speeds of the models that are up, by their KV directories."""
+        found: dict[KvDir, dict[Namespace, LearnedRates]] = {}
+        for info in self._state.fleet.infos.values():
+            learned = self._state.fleet.rates[info.id].learned
+            if info.kv_dir is not None and learned is not None:
+                found.setdefault(info.kv_dir, {})[info.namespace] = learned
+        return found
 
     def serves(self, backend: BackendId, request: Request) -> bool:
         """Return whether a backend fits the request and is not draining."""

@@ -1,6 +1,16 @@
 """Take in what exists at the start: backends with slots in use, snapshots on disk."""
 
-from router.base.types import NO_TENANT, BackendId, BackendInfo, MemoryKind, RequestId
+from collections.abc import Mapping
+
+from router.base.types import (
+    NO_TENANT,
+    BackendId,
+    BackendInfo,
+    LearnedRates,
+    MemoryKind,
+    Namespace,
+    RequestId,
+)
 from router.core.execution.completion import end, watch
 from router.core.execution.state import State
 from router.core.model import events as ev
@@ -23,7 +33,7 @@ def backend_up(state: State, event: ev.BackendUp) -> None:
     state.fleet.infos[info.id] = info
     state.fleet.limited.pop(info.id, None)
     state.fleet.unused_restores.pop(info.id, None)
-    state.fleet.rates.setdefault(info.id, _rates_for(info))
+    state.fleet.rates.setdefault(info.id, _rates_for(info, state.fleet.learned))
     state.fleet.slots.add(info.id, info.n_slots)
     statuses = {status.index: status for status in event.slots}
     for slot in state.fleet.slots.of(info.id):
@@ -81,7 +91,7 @@ def probed(state: State, event: ev.Probed, now: float) -> None:
     if job is None:
         return  # it went down meanwhile
     state.fleet.infos[info.id] = info
-    _expect(state.fleet.rates[info.id], info)
+    _expect(state.fleet.rates[info.id], info, state.fleet.learned)
     _value_anew(state, info)
     for slot in state.fleet.slots.of(info.id):
         slot.mark_saved(saved=False)  # nothing could be saved so far
@@ -109,17 +119,18 @@ def _value_anew(state: State, info: BackendInfo) -> None:
         state.fleet.catalog.value_anew(lambda snapshot: worth_of(state.fleet, snapshot))
 
 
-def _rates_for(info: BackendInfo) -> Rates:
-    """Return priors for a new backend, from its probe if there was one."""
+def _rates_for(info: BackendInfo, learned: Mapping[Namespace, LearnedRates]) -> Rates:
+    """Return priors for a new backend, from its probe or an earlier run, if there was one."""
     rates = Rates()
-    _expect(rates, info)
+    _expect(rates, info, learned)
     return rates
 
 
-def _expect(rates: Rates, info: BackendInfo) -> None:
+def _expect(rates: Rates, info: BackendInfo, learned: Mapping[Namespace, LearnedRates]) -> None:
     """Take what the probe measured as priors, where nothing was learned from traffic.
 
-    The probe's state is small: its transfers take as long as they do for any state at least.
+    The probe's state is small: its transfers take as long as they do for any state at least. What
+    an earlier run learned is better, unless the probe shows that the server is another one now.
     """
     if info.prefill_s_per_token and not is_known(rates):
         rates.prefill = LinearFit(info.prefill_s_per_token, rates.prefill.b)
@@ -131,3 +142,8 @@ def _expect(rates: Rates, info: BackendInfo) -> None:
         rates.save = LinearFit(info.save_s, rates.save.b)
     if info.restore_s and not rates.restore.n:
         rates.restore = LinearFit(info.restore_s, rates.restore.b)
+    known = learned.get(info.namespace)
+    if known is not None and info.prefill_s_per_token:
+        fast, slow = sorted((known.prefill[0], info.prefill_s_per_token))
+        if slow <= TUNING.probes_differ * fast:
+            rates.expect(known)

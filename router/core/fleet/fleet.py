@@ -5,7 +5,15 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from router.base.tokens import count
-from router.base.types import BackendId, BackendInfo, Namespace, Request, RequestId, SlotId
+from router.base.types import (
+    BackendId,
+    BackendInfo,
+    LearnedRates,
+    Namespace,
+    Request,
+    RequestId,
+    SlotId,
+)
 from router.core.fleet.backend_queues import PlacementGate, PrefillQueue
 from router.core.fleet.catalog import Catalog
 from router.core.fleet.ghost_list import GhostList
@@ -30,6 +38,7 @@ class Fleet:
     catalog: Catalog = field(default_factory=Catalog)
     infos: dict[BackendId, BackendInfo] = field(default_factory=dict)  # of backends that are up
     rates: dict[BackendId, Rates] = field(default_factory=dict)
+    learned: dict[Namespace, LearnedRates] = field(default_factory=dict)  # by an earlier run
     slots: SlotTable = field(default_factory=SlotTable)
     jobs: dict[RequestId, Job] = field(default_factory=dict)  # the holders of leases
     prefill_queues: defaultdict[BackendId, PrefillQueue] = field(

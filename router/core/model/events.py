@@ -9,6 +9,8 @@ from router.base.tokens import Tokens
 from router.base.types import (
     BackendId,
     BackendInfo,
+    LearnedRates,
+    Namespace,
     Outcome,
     Reported,
     Request,
@@ -129,6 +131,12 @@ class Probed(Struct, frozen=True):
     """A backend was probed in the slots lent for the probe; `info` now holds more about it."""
 
     info: BackendInfo
+
+
+class RatesFound(Struct, frozen=True):
+    """An earlier run had learned these speeds, by namespace. Told before backends come up."""
+
+    rates: Mapping[Namespace, LearnedRates]
 
 
 class SnapshotsFound(Struct, frozen=True):
@@ -336,6 +344,7 @@ Event = (
     | ModelUnwanted
     | ProbeDue
     | Probed
+    | RatesFound
     | SnapshotsFound
     | SnapshotLost
     | Purged

@@ -6,7 +6,7 @@ estimates exist from the first request on.
 
 from dataclasses import dataclass, field
 
-from router.base.types import Reported, Speeds
+from router.base.types import LearnedRates, Reported, Speeds
 from router.core.model.tuning import TUNING
 
 # Tokens of a state at which speeds are shown; smallest seconds to divide by.
@@ -122,6 +122,41 @@ class Rates:
         ):
             if not own.n:
                 own.value = known.value
+
+    @property
+    def learned(self) -> LearnedRates | None:
+        """Return what traffic taught; None: nothing yet."""
+        if not self.prefill.n:
+            return None
+        lines = (self.prefill, self.save, self.restore, self.rewrite)
+        prefill, save, restore, rewrite = ((line.a, line.b) for line in lines)
+        return LearnedRates(
+            prefill=prefill,
+            save=save,
+            restore=restore,
+            rewrite=rewrite,
+            handling_s=self.handling_s.value,
+            output_tokens=self.output_tokens.value,
+            output_s_per_token=self.output_s_per_token.value,
+        )
+
+    def expect(self, known: LearnedRates) -> None:
+        """Take what an earlier run learned as priors, where nothing was observed yet."""
+        for line, pair in (
+            (self.prefill, known.prefill),
+            (self.save, known.save),
+            (self.restore, known.restore),
+            (self.rewrite, known.rewrite),
+        ):
+            if not line.n:
+                line.expect(*pair)
+        for mean, value in (
+            (self.handling_s, known.handling_s),
+            (self.output_tokens, known.output_tokens),
+            (self.output_s_per_token, known.output_s_per_token),
+        ):
+            if not mean.n:
+                mean.value = value
 
     def prefill_s(self, tokens: int, depth: int = 0) -> float:
         """Return seconds to prefill `tokens` after `depth` others; superlinear by attention."""

@@ -1,0 +1,36 @@
+"""Learned rates on disk: what one run learned of its models' speeds, for the next.
+
+One small file in each KV directory. Blocks: call it in a thread.
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from router.base.types import KvDir, LearnedRates, Namespace
+
+_NAME = "kvf-rates.json"
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+_MOST = 1000  # models; the last ones are kept
+_DECODER = msgspec.json.Decoder(dict[str, LearnedRates])
+
+
+def read_rates(kv_dir: KvDir) -> dict[Namespace, LearnedRates]:
+    """Return what was learned, by namespace. Never raises: rates that are lost are learned anew."""
+    with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        found = _DECODER.decode((Path(kv_dir) / _NAME).read_bytes())
+        return {Namespace(name): rates for name, rates in found.items()}
+    return {}
+
+
+def write_rates(kv_dir: KvDir, rates: Mapping[Namespace, LearnedRates]) -> None:
+    """Write what was learned, beside what is there of other models. Raises OSError."""
+    merged = {name: each for name, each in read_rates(kv_dir).items() if name not in rates}
+    kept = dict([*merged.items(), *rates.items()][-_MOST:])
+    new = Path(kv_dir) / f"{_NAME}.new"
+    with open(os.open(new, _CREATE, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(kept))
+    new.replace(Path(kv_dir) / _NAME)
